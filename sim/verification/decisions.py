@@ -7,7 +7,7 @@ is taken from the trace. A policy that cannot tell a simulation from an engine m
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -85,19 +85,22 @@ class Decisions:
 
 
 def replay_decisions(
-    run: str | Path | Trace, *, rl_steps: Sequence[int] | None = None, allow_code: Container[str] = ()
+    run: str | Path | Trace,
+    *,
+    rl_steps: Sequence[int] | None = None,
+    allow_code: Container[str] = (),
+    forces: Mapping[int, InForce] | None = None,
 ) -> Decisions:
     """Make every recorded decision of a run again, and compare. O(iterations).
 
-    Raises ConfigError for a trace without iterations or decisions, a policy that the run does not tell, and one that is
-    a class of a module which `allow_code` does not name.
+    `forces` has the policy of each RL step where the run's files do not. Raises ConfigError for a trace without
+    iterations or decisions, a policy that the run does not tell, one that is a class of a module which `allow_code`
+    does not name, and one that never chooses what was recorded.
     """
     trace = read(run)
     if trace.iterations is None or trace.decisions is None or trace.steps is None:
-        raise ConfigError(
-            f"{trace.path or 'the trace'}: a run whose iterations, decisions and steps are recorded is needed"
-        )
-    forces = policies_in_force(trace, allow_code)
+        raise ConfigError(f"{trace.path or 'the trace'}: iterations, decisions and steps of a run are needed")
+    forces = policies_in_force(trace, allow_code) if forces is None else forces
     chosen = trace.rl_steps if rl_steps is None else list(rl_steps)
     rows: list[dict[str, Any]] = []
     for since in sorted({force.since for force in forces.values()}):
