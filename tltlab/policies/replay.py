@@ -46,6 +46,7 @@ class ReplayedDecisions(Wrapper):
                 f"worker {worker}: the decisions to replay have {min(map(str, foreign))}, which the policy never "
                 "chooses: replay with the policy that recorded them"
             )
+        self.strategies = tuple(dict.fromkeys((*inner.strategies, NO_SPECULATION)))
         self.go_to(START)
 
     @property
