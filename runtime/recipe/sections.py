@@ -17,6 +17,8 @@ from tltlab.runtime.trainer.algorithms import ALGORITHMS
 from .drafter import Beta, DrafterConfig
 
 _SECRET = re.compile(r"(^|[_-])(hf_token|api_key|password|secret|access_token|auth_token)$", re.IGNORECASE)
+SYSTEMS_POLICY = "system"
+"""`rollout.policy` of a recipe whose `rollout.system` brings the policy."""
 _VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
 
 
@@ -120,6 +122,9 @@ class RolloutConfig(FiniteModel):
     `tensor_parallel_size` GPUs, of which a worker without tensor parallelism may take a share (`gpus_per_worker`, None:
     1 where there are GPUs). vLLM's own arguments go into `vllm`.
 
+    `system` is a row of `tltlab.planning.systems`, such as copris, whose parts decide `policy`, `max_draft_depth`,
+    `partial`, `reuse`, `one_step_off`, `staleness` and `drafter.schedule.kind`.
+
     With `one_step_off` engines roll out the next RL step, under the weights that they have, while the trainer learns
     from this one: off-policy by one update, weighed by `train.correction`. Not across a checkpoint, so that a run goes
     on from there as if it had not stopped. With `staleness` = N above 0 training is asynchronous: engines go on, new
@@ -141,6 +146,7 @@ class RolloutConfig(FiniteModel):
     max_response_tokens: int = Field(default=768, ge=1)
     max_draft_depth: int = Field(default=8, ge=0)
     policy: str = "none"
+    system: str | None = None
     allow_code: tuple[str, ...] = ()
     graphs: Literal["planned", "stock"] = "planned"
     graph_gib: float = Field(default=6.0, gt=0)
@@ -161,6 +167,12 @@ class RolloutConfig(FiniteModel):
     def _by_the_rules(cls, vllm: dict[str, Any]) -> dict[str, Any]:
         refuse(vllm_arguments(vllm), ValueError)
         return vllm
+
+    @property
+    def chosen_by(self) -> str:
+        """The setting that says who chooses what is drafted, with its value."""
+        name = "system" if self.policy == SYSTEMS_POLICY else "policy"
+        return f"rollout.{name} = {getattr(self, name)}"
 
     @property
     def batched_tokens(self) -> int:
