@@ -153,7 +153,8 @@ def located(recipe: Recipe) -> Recipe:
 
 
 def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
-    if any(override.startswith("rollout.system=") for override in overrides):
+    named = [override.partition("=")[2] for override in overrides if override.startswith("rollout.system=")]
+    if any(json_or_text(name) for name in named):
         give_way(fields)
     for override in overrides:
         name, equals, text = override.partition("=")

@@ -79,11 +79,11 @@ def system_settings(recipe: Sections) -> tuple[dict[str, Any] | None, list[str]]
         return None, []
     system, run, drafter = find_system(recipe.rollout.system), engine_run_of(recipe), recipe.drafter
     decided = set(DECIDED) - {"policy"}
-    settings = {"rollout": recipe.rollout.model_dump(mode="json", include=decided, exclude_defaults=True)}
+    settings = dict(leaves(recipe.rollout.model_dump(include=decided, exclude_defaults=True), "rollout."))
     if drafter is not None:
-        settings["drafter"] = {"schedule": {"kind": drafter.schedule.kind}}
+        settings["drafter.schedule.kind"] = drafter.schedule.kind
     strategies = [str(strategy) for strategy in run.policy.strategies]
-    plan = {"name": system.name, "title": system.title, "strategies": strategies, "settings": dict(leaves(settings))}
+    plan = {"name": system.name, "title": system.title, "strategies": strategies, "settings": settings}
     return plan, [f"{system.name}: {note}" for note in run.notes]
 
 

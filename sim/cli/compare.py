@@ -209,6 +209,7 @@ def system_table(comparison: pd.DataFrame) -> str:
     columns = ["system", "rollout s", "speed-up", "ratio", "95 % interval", "tokens/s", "regret", "accept"]
     columns += ["RL step s", "speed-up", "ratio", "95 % interval"] if whole else []
     columns += ["rank in range"] if "rank_least" in comparison else []
+    columns.append("engine")
     rows = []
     notes: dict[str, list[str]] = {}
     for row in comparison.to_dict("records"):
@@ -219,9 +220,10 @@ def system_table(comparison: pd.DataFrame) -> str:
         if "rank_least" in row:
             least, most = int(row["rank_least"]), int(row["rank_most"])
             cells.append(str(least) if least == most else f"{least}-{most}")
-        rows.append(cells)
+        rows.append([*cells, "yes" if row["runs_here"] is True else "no"])
         marked = [f"* {note}" for note in row["stand_ins"]] + [f"+ {note}" for note in row["defaults"]]
-        for note in [*marked, *([] if row["lossless"] else ["not lossless"])]:
+        missing = [] if row["runs_here"] is True else [row["runs_here"]]
+        for note in [*marked, *([] if row["lossless"] else ["not lossless"]), *missing]:
             notes.setdefault(note, []).append(row["system"])
     lines = [table(columns, rows)]
     lines.append(
@@ -230,6 +232,8 @@ def system_table(comparison: pd.DataFrame) -> str:
         "assumptions and source, and the other intervals"
     )
     lines.append(f"speed-up: 1 / ratio; {REGRET}; accept: tokens per request and speculative iteration")
+    run, measure = "tltlab train RECIPE rollout.system=NAME", "tltlab experiment systems only=NAME"
+    lines.append(f"engine: whether `{run}` runs it here, and `{measure}` measures it")
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
     biased = [f"{row.system} {row.length_bias:.2f}" for row in comparison.itertuples() if row.length_bias != 1.0]
     lines += [f"length of what is trained on over what is begun: {', '.join(biased)}"] if biased else []

@@ -38,20 +38,20 @@ class EngineRun:
 
 
 def missing_part(system: System) -> str | None:
-    """Return in words the parts of a system that no engine here has, None where engines can execute it.
+    """Return a sentence on the parts of a system that no engine here has, None where engines can execute it.
 
-    >>> from .systems import SYSTEMS
+    >>> from tltlab.planning.systems import SYSTEMS
     >>> missing_part(SYSTEMS["copris"])
     >>> missing_part(SYSTEMS["rhymerl"])
-    "needs placement 'rank_groups', which no engine here has"
+    "no engine here has placement 'rank_groups'"
     """
     match system.workload:
         case Truncated(share=share):
-            return f"is a workload: multiply rollout.max_response_tokens by {share:g}, with train.overlong = 'zero'"
+            return f"it is a workload: multiply rollout.max_response_tokens by {share:g}, with train.overlong = 'zero'"
         case Regrouped(factor=factor):
-            return f"is a workload: multiply rollout.group_size by {factor}, divide rollout.prompts_per_step by it"
-    parts = list(_missing_parts(system))
-    return f"needs {' and '.join(parts)}, which no engine here has" if parts else None
+            return f"it is a workload: multiply rollout.group_size by {factor}, divide rollout.prompts_per_step by it"
+    parts = " or ".join(_missing_parts(system))
+    return f"no engine here has {parts}" if parts else None
 
 
 def _missing_parts(system: System) -> Iterator[str]:
@@ -92,7 +92,7 @@ def engine_run(system: System, costs: CostModel | None, head: str = "learned") -
     drafter with a network.
     """
     if missing := missing_part(system):
-        raise ConfigError(f"system {system.name} {missing}")
+        raise ConfigError(f"{system.name}: {missing}")
     drafters = Drafters(dict(system.specs))
 
     def chains(rung: Rung) -> Iterator[Strategy]:
@@ -108,8 +108,9 @@ def engine_run(system: System, costs: CostModel | None, head: str = "learned") -
     notes = []
     if network and any(top_k > 1 for rung in system.ladder for _, top_k, _ in rung.trees):
         notes.append("drafts are chains: vLLM verifies no trees")
-    if asynchronous:
+    if admission.unit == "response":
         notes.append("an RL step trains whole groups, since an advantage needs all samples of a prompt")
+    if asynchronous and admission.concurrency is not None:
         notes.append("rollout.vllm.max_num_seqs limits what runs at a time in an engine, not a multiple of the step")
     return EngineRun(
         policy=system.policy(chains, costs),
