@@ -122,9 +122,6 @@ class RolloutConfig(FiniteModel):
     `tensor_parallel_size` GPUs, of which a worker without tensor parallelism may take a share (`gpus_per_worker`, None:
     1 where there are GPUs). vLLM's own arguments go into `vllm`.
 
-    `system` is a row of `tltlab.planning.systems`, such as copris, whose parts decide `policy`, `max_draft_depth`,
-    `partial`, `reuse`, `one_step_off`, `staleness` and `drafter.schedule.kind`.
-
     With `one_step_off` engines roll out the next RL step, under the weights that they have, while the trainer learns
     from this one: off-policy by one update, weighed by `train.correction`. Not across a checkpoint, so that a run goes
     on from there as if it had not stopped. With `staleness` = N above 0 training is asynchronous: engines go on, new
@@ -134,6 +131,9 @@ class RolloutConfig(FiniteModel):
     On GPUs engines capture the CUDA `graphs` that are planned for the policy, of as many batch sizes as `graph_gib` GiB
     on each GPU allow ("planned"), or what vLLM captures by default ("stock"). Planned, engines run this policy and no
     deeper drafts or other drafters.
+
+    `system` is a row of `tltlab.planning.systems`, such as copris: its parts decide `policy`, `max_draft_depth`,
+    `partial`, `reuse`, `one_step_off`, `staleness` and `drafter.schedule.kind`.
     """
 
     num_workers: int = Field(default=2, ge=1)

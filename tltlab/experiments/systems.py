@@ -66,30 +66,38 @@ class Systems(RunsExperiment[SystemsSettings]):
     def measure(self, case: Case) -> list[Row]:
         system, out = case.given, self.out / f"{case.name}-{self.seed}"
         row: Row = {"system": system.name, "ran": False, "why_not": missing_part(system)}
+        row |= dict.fromkeys(("predicted_s", "error", "error_at_speed"), float("nan"))
         if row["why_not"] is None:
             try:
                 row |= self._ran(recipe_for(self.settings, system, self.model, self.head, out, self.seed), out)
-                row["ran"] = True
+                row |= self._predicted(out)
             except TltlabError as error:
-                row["why_not"] = str(error)
+                row["why_not"] = f"not predicted: {error}" if row["ran"] else str(error)
         return [row]
 
-    def _ran(self, recipe: Any, out: Path) -> Row:
-        """What a run took, and what is predicted of it."""
-        from tltlab.runtime.run.grpo import GrpoRun
+    def _predicted(self, out: Path) -> Row:
+        """What is predicted of a run from its own rollouts; ConfigError where these are too few or too much alike."""
         from tltlab.sim.verification.rollouts import verify
 
-        with GrpoRun(recipe, out) as grpo:
-            reports = [grpo.step() for _ in range(self.settings.steps)][1:]
         verification = verify(out)
         later = verification.rows[verification.rows["rl_step"] > 0]
-        tokens, rollout_s = sum(r.num_tokens for r in reports), sum(r.rollout_s for r in reports)
-        last = reports[-1].metrics
         return {
-            "rollout_s": rollout_s / len(reports),
             "predicted_s": float(later["predicted_s"].mean()),
             "error": verification.median_error,
             "error_at_speed": verification.median_error_at_step_time,
+        }
+
+    def _ran(self, recipe: Any, out: Path) -> Row:
+        """What a run took."""
+        from tltlab.runtime.run.grpo import GrpoRun
+
+        with GrpoRun(recipe, out) as grpo:
+            reports = [grpo.step() for _ in range(self.settings.steps)][1:]
+        tokens, rollout_s = sum(r.num_tokens for r in reports), sum(r.rollout_s for r in reports)
+        last = reports[-1].metrics
+        return {
+            "ran": True,
+            "rollout_s": rollout_s / len(reports),
             "tokens_per_s": tokens / rollout_s,
             "step_s": sum(r.seconds for r in reports) / len(reports),
             "policies_behind": last.get("staleness/mean", float(recipe.rollout.one_step_off)),
@@ -104,17 +112,19 @@ class Systems(RunsExperiment[SystemsSettings]):
         return readings
 
     def verdict(self, rows: pd.DataFrame) -> str:
-        ran = rows[rows["ran"]].sort_values("error")
+        ran, known = f"{int(rows['ran'].sum())} systems ran here", rows.dropna(subset="error")
+        if known.empty:
+            return f"{ran}; no rollout could be predicted."
+        error, at_worst = known["error"].median(), known.iloc[int(known["error"].argmax())]
         return (
-            f"{len(ran)} systems ran here; predicted rollout seconds err by {ran['error'].median():.1%} (median), "
-            f"{ran['error'].iloc[-1]:.1%} at worst ({ran['system'].iloc[-1]}), and with the machine's speed known by "
-            f"{ran['error_at_speed'].median():.1%}."
+            f"{ran}; predicted rollout seconds err by {error:.1%} (median), {at_worst['error']:.1%} at worst "
+            f"({at_worst['system']}), and with the machine's speed known by {known['error_at_speed'].median():.1%}."
         )
 
     def picture(self, rows: pd.DataFrame) -> Figure:
-        ran = rows[rows["ran"]]
+        known = rows.dropna(subset="error")
         return bars(
-            ran["system"].tolist(), ran["error"].to_numpy(np.float64),
+            known["system"].tolist(), known["error"].to_numpy(np.float64),
             xlabel="median error of predicted rollout seconds", title="Systems measured here against their prediction",
         )  # fmt: skip
 

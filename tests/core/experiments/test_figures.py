@@ -21,13 +21,14 @@ from tltlab.experiments import find, policies
 from tltlab.experiments.batch_size import of_best_by_round, overall, seconds_of, table
 from tltlab.experiments.batch_size import verdict as batch_verdict
 from tltlab.experiments.graph_memory import MEASURED_GB, gpu_rows, table_5_errors
+from tltlab.experiments.harness import Case
 from tltlab.experiments.lossless import Lossless, reward_row
 from tltlab.experiments.lossless import verdict as lossless_verdict
 from tltlab.experiments.policies import ADAPTIVE, ORACLE, SOURCES, by_part, judged, measured_rows, verdict
 from tltlab.experiments.regimes import PARTS, LastingPolicy, PolicyRegime, best_fixed, regimes
 from tltlab.experiments.result import ExperimentResult, read_settings
 from tltlab.experiments.staleness import FROZEN, STOPPED, Staleness, kept
-from tltlab.experiments.systems import SystemsSettings, recipe_for
+from tltlab.experiments.systems import Systems, SystemsSettings, recipe_for
 from tltlab.planning.execution import missing_part
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import load_policy
@@ -465,3 +466,25 @@ def test_every_system_that_can_run_is_a_recipe(tmp_path: Path):
         depth = max(s.draft_depth for s in ours.read_policy().strategies)
         assert (ours.rollout.system, ours.rollout.max_draft_depth, ours.checkpoint.every) == (name, depth, 0)
     assert len({recipe.rollout.model_dump_json() for recipe in recipes.values()}) == len(recipes)
+
+
+def test_a_run_that_cannot_be_predicted_has_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    systems = under_way("systems")
+    systems.out = systems.model = systems.head = tmp_path
+    monkeypatch.setattr("tltlab.experiments.systems.recipe_for", lambda *given: None)
+    monkeypatch.setattr(Systems, "_ran", lambda self, recipe, out: {"ran": True, "rollout_s": 2.0})
+
+    def predicted(self: Systems, out: Path) -> dict[str, float]:
+        if "das" in out.name:
+            raise ConfigError("too few drafts")
+        return {"error": 0.25, "error_at_speed": 0.125}
+
+    monkeypatch.setattr(Systems, "_predicted", predicted)
+    rows = pd.DataFrame(
+        [row for name in ("verl", "das", "seer") for row in systems.measure(Case(name, "", SYSTEMS[name]))]
+    )
+    assert rows["ran"].tolist() == [True, True, False]
+    assert ["too few drafts" in str(why) for why in rows["why_not"]] == [False, True, False]
+    assert "2 systems ran" in systems.verdict(rows)
+    assert "25.0% at worst (verl)" in systems.verdict(rows)
+    assert "2 systems ran" in systems.verdict(rows.assign(error=np.nan))
