@@ -21,7 +21,7 @@ from tltlab.policies.specs import allowed_modules, code_allowed
 
 from .rules import RULES
 from .sections import SYSTEMS_POLICY, Sections
-from .system import give_way, policy_of_system, sections_of_system
+from .system import engine_run_of, give_way, sections_of_system
 from .user_code import CODE, code_of, refuse_code
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -42,7 +42,7 @@ class Recipe(Sections):
     def read_policy(self) -> Policy:
         """The rollouts' policy, its module looked up in `code` too. ConfigError as `load_policy`."""
         if self.rollout.policy == SYSTEMS_POLICY:
-            return policy_of_system(self)
+            return engine_run_of(self).policy
         with found_in(self.code), code_allowed(self.rollout.allow_code):
             return load_policy(self.rollout.policy)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,15 @@ from tltlab.config import leaves
 from tltlab.costs.load import load_costs
 from tltlab.costs.profiles import find_model, nearest_engine, profile_costs
 from tltlab.drafters.specs import LearnedSpec
-from tltlab.errors import refuse
+from tltlab.errors import ConfigError, refuse
 from tltlab.planning.execution import EngineRun, engine_run
 from tltlab.planning.systems import find_system
-from tltlab.policies.policy import SHIPPED, Policy, load_policy
+from tltlab.policies.policy import SHIPPED, load_policy
 
 from .sections import SYSTEMS_POLICY, PartialConfig, ReuseConfig, Sections
 
 DECIDED = ("policy", "max_draft_depth", "partial", "reuse", "one_step_off", "staleness")
-"""Fields of `[rollout]` that follow from a system."""
+"""Fields of `[rollout]` that follow from a system, as `drafter.schedule.kind` does."""
 
 
 def sections_of_system(recipe: Sections) -> dict[str, Any]:
@@ -27,24 +27,22 @@ def sections_of_system(recipe: Sections) -> dict[str, Any]:
     ConfigError for an unknown system, and with the part that no engine here has, that the recipe lacks or contradicts.
     """
     run, rollout, drafter = engine_run_of(recipe), recipe.rollout, recipe.drafter
-    responses = rollout.prompts_per_step * rollout.group_size
     depth = max(strategy.draft_depth for strategy in run.policy.strategies)
+    in_flight, reuse = run.in_flight, run.reuse
+    if in_flight is not None:
+        in_flight *= rollout.prompts_per_step * rollout.group_size
     decided: dict[str, Any] = {
         "policy": rollout.policy if _is_policy_of(run, rollout.policy) else SYSTEMS_POLICY,
         "max_draft_depth": max(depth, int(drafter is not None)),
-        "partial": None if run.in_flight is None else PartialConfig(
-            concurrency=int(run.in_flight * responses), max_age=run.max_age
-        ),
-        "reuse": None if run.reuse is None else ReuseConfig(
-            leniency=run.reuse.leniency, residual=run.reuse.residual
-        ),
+        "partial": None if in_flight is None else PartialConfig(concurrency=int(in_flight), max_age=run.max_age),
+        "reuse": None if reuse is None else ReuseConfig(leniency=reuse.leniency, residual=reuse.residual),
         "one_step_off": run.one_step_off,
         "staleness": run.staleness,
-    }  # fmt: skip
+    }
     given = {name: getattr(rollout, name) for name in DECIDED if name in rollout.model_fields_set}
     if given.get("max_draft_depth", 0) >= depth:
         # An engine that is built for deeper drafts serves as well.
-        decided["max_draft_depth"] = given.get("max_draft_depth", decided["max_draft_depth"])
+        decided |= {name: value for name, value in given.items() if name == "max_draft_depth"}
     kind = "always" if run.trains_drafter else "never"
     refuse([*_lacking(recipe, run), *_contradictions(recipe, run, given, decided, kind)])
     sections: dict[str, Any] = {"rollout": rollout.model_copy(update=decided)}
@@ -54,11 +52,6 @@ def sections_of_system(recipe: Sections) -> dict[str, Any]:
     return sections
 
 
-def policy_of_system(recipe: Sections) -> Policy:
-    """Return the policy of the system that the recipe names."""
-    return engine_run_of(recipe).policy
-
-
 def engine_run_of(recipe: Sections) -> EngineRun:
     """Return the settings that execute the recipe's system; ConfigError as `engine_run`."""
     system, cluster, costs = find_system(str(recipe.rollout.system)), recipe.cluster, None
@@ -66,10 +59,10 @@ def engine_run_of(recipe: Sections) -> EngineRun:
         costs = load_costs("cpu-small")
     elif system.budget is not None:
         if cluster.gpu is None:
-            refuse([f"{system.name} shares drafts out by what a pass costs on a GPU: name it, cluster.gpu"])
+            raise ConfigError(f"{system.name} shares drafts out by what a pass costs on a GPU: name it, cluster.gpu")
         model = find_model(recipe.model)
-        engine = nearest_engine(str(cluster.gpu), model.name, model.weights)
-        costs = profile_costs(engine, str(cluster.gpu), model, recipe.rollout.tensor_parallel_size)
+        engine = nearest_engine(cluster.gpu, model.name, model.weights)
+        costs = profile_costs(engine, cluster.gpu, model, recipe.rollout.tensor_parallel_size)
     return engine_run(system, costs, _head(recipe) or "learned")
 
 
@@ -77,17 +70,17 @@ def system_settings(recipe: Sections) -> tuple[dict[str, Any] | None, list[str]]
     """Return for a plan the settings that execute the recipe's system, and notes on how engines differ from it."""
     if recipe.rollout.system is None:
         return None, []
-    system, run, drafter = find_system(recipe.rollout.system), engine_run_of(recipe), recipe.drafter
+    system, run = find_system(recipe.rollout.system), engine_run_of(recipe)
     decided = set(DECIDED) - {"policy"}
     settings = dict(leaves(recipe.rollout.model_dump(include=decided, exclude_defaults=True), "rollout."))
-    if drafter is not None:
-        settings["drafter.schedule.kind"] = drafter.schedule.kind
+    if recipe.drafter is not None:
+        settings["drafter.schedule.kind"] = recipe.drafter.schedule.kind
     strategies = [str(strategy) for strategy in run.policy.strategies]
     plan = {"name": system.name, "title": system.title, "strategies": strategies, "settings": settings}
     return plan, [f"{system.name}: {note}" for note in run.notes]
 
 
-def give_way(fields: dict[str, Any]) -> None:
+def give_way(fields: Mapping[str, Any]) -> None:
     """Remove from a recipe's fields what a system decides that is named over them."""
     rollout, drafter = fields.get("rollout"), fields.get("drafter")
     schedule = drafter.get("schedule") if isinstance(drafter, dict) else None
@@ -122,23 +115,20 @@ def _lacking(recipe: Sections, run: EngineRun) -> Iterator[str]:
 def _contradictions(
     recipe: Sections, run: EngineRun, given: dict[str, Any], decided: dict[str, Any], kind: str
 ) -> Iterator[str]:
-    beside = f"beside {recipe.rollout.system}"
-    for name, value in given.items():
-        if name == "policy":
-            if not _is_policy_of(run, value):
-                yield f"rollout.policy = {value!r} {beside}, which has a policy of its own: leave one of them out"
-        elif value != decided[name]:
-            yield f"rollout.{name} = {value} {beside}, which has {decided[name]}: leave one of them out"
+    """Settings beside a system that are not what it decides."""
+    found = {f"rollout.{name}": (value, decided[name]) for name, value in given.items()}
+    if recipe.drafter is not None and "kind" in recipe.drafter.schedule.model_fields_set:
+        found["drafter.schedule.kind"] = recipe.drafter.schedule.kind, kind
     for name in run.policy.drafters.keys() & recipe.rollout.drafters.keys():
-        if run.policy.drafters[name] != recipe.rollout.drafters[name]:
-            yield f"rollout.drafters.{name} {beside}, which has a drafter of that name: leave one of them out"
-    drafter = recipe.drafter
-    if drafter is not None and "kind" in drafter.schedule.model_fields_set and drafter.schedule.kind != kind:
-        yield f"drafter.schedule.kind = {drafter.schedule.kind!r} {beside}, which has {kind!r}: leave one of them out"
+        found[f"rollout.drafters.{name}"] = recipe.rollout.drafters[name], run.policy.drafters[name]
+    for name, (value, systems) in found.items():
+        if value != systems:
+            has = "a policy of its own" if systems == SYSTEMS_POLICY else systems
+            yield f"{name} = {value} beside {recipe.rollout.system}, which has {has}: leave one of them out"
 
 
 def _is_policy_of(run: EngineRun, policy: str) -> bool:
     """Whether `rollout.policy` is what a system brings: by no name, by a shipped one, or as the file of such a run."""
     if policy.endswith(".json") and Path(policy).is_file():
-        return load_policy(policy).provenance.get("system") == run.policy.provenance["system"]
+        return bool(load_policy(policy).provenance.get("system") == run.policy.provenance["system"])
     return policy == SYSTEMS_POLICY or SHIPPED.get(policy) == run.policy.model_copy(update={"provenance": {}})

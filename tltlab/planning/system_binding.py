@@ -89,51 +89,18 @@ def _assumed(bound: BoundSystem, note: str) -> BoundSystem:
 def bind(
     system: System, costs: CostModel, acceptance: Acceptance | None, model_free: Acceptance | None = None
 ) -> BoundSystem:
-    """Return the system with the drafters and drafts whose acceptance is known; ConfigError where there are none.
+    """Fit a system to what is known; ConfigError with the reason where it cannot run.
 
-    `model_free` is the acceptance of drafters that copy from text, `acceptance` that of all others, and of these too
-    where there is no `model_free`: a curve of a learned drafter's trees is not one of n-grams, though it names no
-    drafter. A model-free drafter that is known replaces one that is not, and `stand_ins` says so.
+    `acceptance` serves every drafter that it knows; those that draft from text are `model_free`'s alone where that is
+    given. A curve fitted to a learned drafter's trees says nothing of n-grams, though it names no drafter. A drafter
+    that is not known is replaced by a model-free one that is, which `stand_ins` says.
     """
     if not system.drafters:
         policy = system.policy(lambda rung: (), costs)
         return BoundSystem(system=system, policy=policy, acceptance=None, spot=None, assumptions=system.assumptions)
     choose = _together if system.together else _drafters
     chosen, model, stand_ins = choose(system, acceptance, model_free)
-    model, notes = _of_this_run(system, model)
-    depends = model.trained_drafter in chosen
-    learned = [name for name in chosen if name not in MODEL_FREE]
-    if learned and "ngram" in system.drafters and len(chosen) == 1:
-        notes.append("the drafter was warmed up before RL step 0, so that the model-free one never has to serve")
-    if learned and not depends:
-        notes.append("acceptance does not depend on the drafter's age and training: a static one would fare alike")
-    policy = system.policy(lambda rung: [arm for name in chosen for arm in _arms(rung, name, model)], costs)
-    published = {
-        arm for rung in system.ladder for name in chosen for trees in (True, False)
-        for arm in strategies(rung, name, trees=trees)
-    }  # fmt: skip
-    drafted = [arm for arm in policy.strategies if arm.speculates]
-    if outside := [str(arm) for arm in drafted if model.outside(arm)]:
-        notes.append(f"acceptance is extrapolated for {'; '.join(outside)}")
-    if shallower := [str(arm) for arm in drafted if arm not in published]:
-        notes.append(f"deeper drafts are not covered by the acceptance: {', '.join(shallower)} instead")
-    if system.budget is not None and model.varies_by == "position":
-        raise UnknownAcceptance(
-            "its budget needs an acceptance model, and acceptance.parquet is replayed: name a model"
-        )
-    return BoundSystem(
-        system=system,
-        policy=policy,
-        acceptance=model,
-        spot=system.idle_use if depends else None,
-        assumptions=(*system.assumptions, *stand_ins, *notes),
-        stand_ins=tuple(stand_ins),
-    )
-
-
-def _of_this_run(system: System, model: Acceptance) -> tuple[Acceptance, list[str]]:
-    """The acceptance with what the system's run adds to it, and a note on each: earlier epochs, a drafter that ages."""
-    notes = []
+    notes = [*stand_ins]
     if system.history and isinstance(model, SiblingAcceptance):
         alpha = float(model.alpha(np.array([float(system.history)]), np.zeros(1))[0])
         model = model.model_copy(update={"alone": alpha})
@@ -146,7 +113,35 @@ def _of_this_run(system: System, model: Acceptance) -> tuple[Acceptance, list[st
             "acceptance is taken as the fresh and fully trained drafter's, and changes with age and training by the "
             "default values of Freshness"
         )
-    return model, notes
+    depends = model.trained_drafter in chosen
+    learned = [name for name in chosen if name not in MODEL_FREE]
+    if learned and "ngram" in system.drafters and len(chosen) == 1:
+        notes.append("the drafter was warmed up before RL step 0, so that the model-free one never has to serve")
+    if learned and not depends:
+        notes.append("acceptance does not depend on the drafter's age and training: a static one would fare alike")
+    policy = system.policy(lambda rung: [arm for name in chosen for arm in _arms(rung, name, model)], costs)
+    published = {
+        arm for rung in system.ladder for name in chosen for trees in (True, False)
+        for arm in strategies(rung, name, trees=trees)
+    }  # fmt: skip
+    drafted = [arm for arm in policy.strategies if arm.speculates]
+    outside = [str(arm) for arm in drafted if model.outside(arm)]
+    if outside:
+        notes.append(f"acceptance is extrapolated for {'; '.join(outside)}")
+    if shallower := [str(arm) for arm in drafted if arm not in published]:
+        notes.append(f"deeper drafts are not covered by the acceptance: {', '.join(shallower)} instead")
+    if system.budget is not None and model.varies_by == "position":
+        raise UnknownAcceptance(
+            "its budget needs an acceptance model, and acceptance.parquet is replayed: name a model"
+        )
+    return BoundSystem(
+        system=system,
+        policy=policy,
+        acceptance=model,
+        spot=system.idle_use if depends else None,
+        assumptions=(*system.assumptions, *notes),
+        stand_ins=tuple(stand_ins),
+    )
 
 
 def _drafters(
