@@ -41,7 +41,7 @@ class Recipe(Sections):
 
     def read_policy(self) -> Policy:
         """The rollouts' policy, its module looked up in `code` too. ConfigError as `load_policy`."""
-        if self.rollout.policy == SYSTEMS_POLICY:
+        if self.rollout.system is not None and self.rollout.policy == SYSTEMS_POLICY:
             return engine_run_of(self).policy
         with found_in(self.code), code_allowed(self.rollout.allow_code):
             return load_policy(self.rollout.policy)
@@ -88,7 +88,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a TOML recipe, a file or one of those that come with tltlab, and apply `section.key=value` overrides.
 
-    What `rollout.system` decides replaces what the file says of it, where the system is an override.
+    Where `rollout.system` is an override, the fields that it decides are not taken from the file.
     ConfigError lists every fault with its path.
     """
     path = find_recipe(recipe)

@@ -128,7 +128,7 @@ def _contradictions(
 
 
 def _is_policy_of(run: EngineRun, policy: str) -> bool:
-    """Whether `rollout.policy` is what a system brings: by no name, by a shipped one, or as the file of such a run."""
+    """Return True for a `rollout.policy` that is the system's: unnamed, a shipped one, or the file of such a run."""
     if policy.endswith(".json") and Path(policy).is_file():
         return bool(load_policy(policy).provenance.get("system") == run.policy.provenance["system"])
     return policy == SYSTEMS_POLICY or SHIPPED.get(policy) == run.policy.model_copy(update={"provenance": {}})

@@ -76,7 +76,7 @@ class Systems(RunsExperiment[SystemsSettings]):
         return [row]
 
     def _predicted(self, out: Path) -> Row:
-        """What is predicted of a run from its own rollouts; ConfigError where these are too few or too much alike."""
+        """Predict each rollout of a run from its others; ConfigError where these are too few or too much alike."""
         from tltlab.sim.verification.rollouts import verify
 
         verification = verify(out)
@@ -88,7 +88,7 @@ class Systems(RunsExperiment[SystemsSettings]):
         }
 
     def _ran(self, recipe: Any, out: Path) -> Row:
-        """What a run took."""
+        """Run the recipe; its seconds, tokens and staleness."""
         from tltlab.runtime.run.grpo import GrpoRun
 
         with GrpoRun(recipe, out) as grpo:

@@ -99,6 +99,8 @@ def test_a_system_in_the_file_contradicts_what_stands_beside_it(recipe_file: Pat
     with refused(ConfigError, naming=("rollout.policy", "beg-mab", "copris")):
         load_recipe(recipe_file)
     assert load_recipe(recipe_file, ["rollout.system=null"]).rollout.policy == "beg-mab"
+    with refused(ConfigError, naming=("'system'",)):
+        load_recipe(recipe_file, ["rollout.system=null", "rollout.policy=system"]).read_policy()
 
 
 def test_a_resumed_run_keeps_the_policy_that_its_system_had(recipe_file: Path, tmp_path: Path, monkeypatch):
