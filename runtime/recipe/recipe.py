@@ -46,6 +46,11 @@ class Recipe(Sections):
         with found_in(self.code), code_allowed(self.rollout.allow_code):
             return load_policy(self.rollout.policy)
 
+    @model_validator(mode="after")
+    def _by_the_rules(self) -> Recipe:
+        refuse((complaint for rule in RULES for complaint in rule(self)), ValueError)
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _of_its_system(cls, fields: Any) -> Any:
@@ -60,11 +65,6 @@ class Recipe(Sections):
             return fields | sections_of_system(sections)
         except ConfigError as error:
             raise ValueError(f"rollout.system: {error}") from error
-
-    @model_validator(mode="after")
-    def _by_the_rules(self) -> Recipe:
-        refuse((complaint for rule in RULES for complaint in rule(self)), ValueError)
-        return self
 
 
 def builtin_recipes() -> dict[str, Path]:

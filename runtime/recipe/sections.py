@@ -146,7 +146,6 @@ class RolloutConfig(FiniteModel):
     max_response_tokens: int = Field(default=768, ge=1)
     max_draft_depth: int = Field(default=8, ge=0)
     policy: str = "none"
-    system: str | None = None
     allow_code: tuple[str, ...] = ()
     graphs: Literal["planned", "stock"] = "planned"
     graph_gib: float = Field(default=6.0, gt=0)
@@ -160,6 +159,7 @@ class RolloutConfig(FiniteModel):
     one_step_off: bool = False
     staleness: int = Field(default=0, ge=0)
     stale: Literal["hold", "drop"] = "hold"
+    system: str | None = None
     vllm: dict[str, Any] = Field(default={})
 
     @field_validator("vllm")

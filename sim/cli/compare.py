@@ -232,10 +232,6 @@ def system_table(comparison: pd.DataFrame) -> str:
         "assumptions and source, and the other intervals"
     )
     lines.append(f"speed-up: 1 / ratio; {REGRET}; accept: tokens per request and speculative iteration")
-    lines.append(
-        "engine: whether engines here can run it, a system of the literature by `tltlab train RECIPE "
-        "rollout.system=NAME`, measured by `tltlab experiment systems only=NAME`"
-    )
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
     biased = [f"{row.system} {row.length_bias:.2f}" for row in comparison.itertuples() if row.length_bias != 1.0]
     lines += [f"length of what is trained on over what is begun: {', '.join(biased)}"] if biased else []
@@ -248,6 +244,10 @@ def system_table(comparison: pd.DataFrame) -> str:
         for end in comparison.attrs["ranges"]
         if end["kendall_tau"] is not None
     ]
+    lines.append(
+        "engine: whether engines here can run it, a system of the literature by `tltlab train RECIPE "
+        "rollout.system=NAME`, measured by `tltlab experiment systems only=NAME`"
+    )
     return "\n".join(lines)
 
 
