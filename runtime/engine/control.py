@@ -23,7 +23,7 @@ from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
-from tltlab.state import RequestState, StepOutcome, StepState
+from tltlab.state import RequestState, StepOutcome, StepState, recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .drafter_pool import DrafterPool, ResponseTokens
@@ -32,9 +32,6 @@ from .metrics import Samples, Tally
 from .seat import Seat, what_was_raised
 
 logger = logging.getLogger(__name__)
-
-_NEWEST_WEIGHT = 0.2
-"""Weight of the newest draft in a request's `recent_acceptance`: about its last five drafts count."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -417,8 +414,7 @@ class Control:
                 continue
             live.drafted += drafted
             live.accepted += kept
-            recent = live.recent_acceptance
-            live.recent_acceptance = float(kept) if recent is None else recent + _NEWEST_WEIGHT * (kept - recent)
+            live.recent_acceptance = recent_acceptance(live.recent_acceptance, float(kept))
             verified[live.drafter or drafter].append((live.key, drafted, kept))
         for name, drafts in verified.items():
             self.drafters.observe(name, drafts)

@@ -27,8 +27,6 @@ from tltlab.strategy import NO_SPECULATION
 
 from .admission import RequestFeed
 from .batch import Batch, MacroStep, RequestsView
-from .by_request import RateBatch
-from .drawn import WalkBatch
 from .log import Entry, WorkerLog
 from .memoryless import Drained, MemorylessChoices, check_listed
 from .random_numbers import NoiseDraws
@@ -206,7 +204,7 @@ class RolloutSimulator:
             start_s=start_s,
             prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in residents.to_prefill.tolist()]),
             switch_s=self.costs.switch_s,
-            gains=batch.steady_gains if isinstance(batch, RateBatch) else None,
+            gains=batch.steady_gains,
             from_the_start=from_the_start,
             drafter_ready=drafter_ready,
             down_to=down_to,
@@ -326,7 +324,7 @@ class Worker:
         self.drafter_ready = False
         noise = simulator.noise
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
-        self.closed = closed and (batch.is_steady or isinstance(batch, WalkBatch))
+        self.closed = closed and (batch.is_steady or batch.passes_plainly)
 
     def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """The SimPy process: everything until nothing runs or waits."""
@@ -464,7 +462,7 @@ class Worker:
             down_to=down_to,
         )
         end_s = float(drained.finish_s[0, -1])
-        if isinstance(self.batch, WalkBatch):
+        if self.batch.passes_plainly:
             num_iterations = int(drained.counts.sum())
             self.iteration += num_iterations
             self.batch.pass_plainly(num_iterations)

@@ -21,9 +21,9 @@ from tltlab.hardware import Gpu
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector
-from tltlab.sim.engine.batch import FluidBatch
+from tltlab.sim.engine.batch import Batch, Expected, FluidBatch
 from tltlab.sim.engine.by_request import Rates
-from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
+from tltlab.sim.engine.drawn import Drawn, Replayed
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
@@ -129,10 +129,18 @@ THRESHOLDS = st.tuples(st.integers(0, 6), st.integers(0, 12), st.booleans())
 ALPHAS, SEEDS = st.floats(0, 1), st.integers(0, 9)
 
 
-@given(requests(), costs(), ALPHAS, st.none() | THRESHOLDS, st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]))
-def test_fluid_decoding_takes_the_time_of_its_iterations(req, cost, alpha, threshold, workers, placement):
+def expected_gains(requests: Requests) -> Batch:
+    """The general batch, of which `FluidBatch` is an optimisation."""
+    return Batch(requests, Expected())
+
+
+FLUID = st.sampled_from([FluidBatch, expected_gains])
+
+
+@given(requests(), costs(), ALPHAS, st.none() | THRESHOLDS, st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]), FLUID)
+def test_fluid_decoding_takes_the_time_of_its_iterations(req, cost, alpha, threshold, workers, placement, batch):
     model = None if threshold is None else GeometricAcceptance(alpha=alpha)
-    assert_agree(req, cost, model, FluidBatch, threshold, workers=workers, placement=placement)
+    assert_agree(req, cost, model, batch, threshold, workers=workers, placement=placement)
 
 
 @HALF
@@ -153,7 +161,7 @@ def test_sampled_speculation_takes_the_time_of_its_iterations(req, cost, alpha, 
         return 1.0 if regime.cdf is None else 1.0 + float((regime.cdf <= u).sum())
 
     model = GeometricAcceptance(alpha=alpha)
-    assert_agree(req, cost, model, lambda r: SampledBatch(r, seed), threshold, gain=luck)
+    assert_agree(req, cost, model, lambda r: Batch(r, Drawn(r, seed)), threshold, gain=luck)
 
 
 @HALF
@@ -201,7 +209,7 @@ def test_replayed_acceptance_takes_the_time_of_its_iterations(req, cost, thresho
         positions = table["accept_if_drafted"][request]
         return 1.0 + min(regime.most, int(positions[int(generated)]))
 
-    assert_agree(req, cost, acceptance, lambda r: ReplayBatch(r, acceptance), threshold, gain=recorded)
+    assert_agree(req, cost, acceptance, lambda r: Batch(r, Replayed(r, acceptance)), threshold, gain=recorded)
 
 
 def counterfactuals(req: Requests, seed: int) -> pd.DataFrame:
