@@ -21,6 +21,7 @@ from tltlab.costs.stages import STAGES, StageCosts, StepWorkload, served_s
 from tltlab.errors import ConfigError
 from tltlab.planning.dispatch import stage_left
 from tltlab.sim.engine.worker import SimulatedRollout
+from tltlab.traces.schema import TABLES
 from tltlab.traces.trace import Trace
 
 from .simulate import SimResult
@@ -352,8 +353,7 @@ def _spans(pipeline: _Pipeline, steps: pd.DataFrame, num_workers: int, shared: b
         for i in intervals
         if i.end_s > i.start_s
     ]
-    columns = ["rl_step", "lane", "kind", "t_start", "duration", "batch", "detail"]
-    return pd.DataFrame(rows, columns=columns).sort_values("rl_step", kind="stable", ignore_index=True)
+    return pd.DataFrame(rows, columns=TABLES["spans"].names).sort_values("rl_step", kind="stable", ignore_index=True)
 
 
 _when = attrgetter("start_s", "end_s")

@@ -25,9 +25,10 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.state import RequestState, StepOutcome, StepState, recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.rows import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
-from .ledger import NO_CHOICE, Choice, Clock, Iteration, Ledger, Row, Scheduled, Stopwatch
+from .ledger import NO_CHOICE, Choice, Clock, Iteration, Ledger, Scheduled, Stopwatch
 from .metrics import Samples, Tally
 from .seat import Seat, what_was_raised
 

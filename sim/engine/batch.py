@@ -1,4 +1,7 @@
-"""The running requests of a worker, advanced by macro-steps: many iterations at once, in closed form."""
+"""The running requests of a worker, advanced by macro-steps: many iterations at once.
+
+One `Batch` for every source of gains; where all gain what is expected, `FluidBatch` does the same in closed form.
+"""
 
 from __future__ import annotations
 
@@ -67,44 +70,41 @@ class Ahead(NamedTuple):
     regime: Regime
     gains: Array
     num_iterations: int
-    drafted: Floats | float
+    drafted: Array | float
 
 
 class Gains(ABC):
-    """Source of what the residents of one batch gain while a strategy speculates; without, each gains a token."""
+    """Source of what the residents of one batch gain while a strategy speculates; without, each gains a token.
+
+    With `is_steady` every request gains the same in all iterations under one strategy at one batch size: those of
+    `steady_gains` by request of the rollout, or what the regime says where that is None. With `is_apart` no request's
+    gains depend on what others do.
+    """
+
+    is_steady: bool = False
+    is_apart: bool = True
+    steady_gains: Callable[[Strategy, int], Floats] | None = None
 
     @abstractmethod
     def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
         """Return the next iterations: until a request finishes, `limit` of them, or as many as fit, at least one."""
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether every request gains the same in all iterations under one strategy at one batch size."""
-        return False
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether no request's gains depend on what others do."""
-        return True
-
-    @property
-    def steady_gains(self) -> Callable[[Strategy, int], Floats] | None:
-        """Tokens of every request of the rollout in an iteration, by strategy and batch size, where `is_steady`.
-
-        None where all requests gain what the regime says.
-        """
-        return None
 
     def finish(self, batch: Batch, requests: Sequence[int]) -> None:  # noqa: B027
         """Note that these requests have finished."""
 
 
 class Batch:
-    """Residents of a worker in order of admission, the newest last; `source` says what each gains while drafted for."""
+    """Residents of a worker in order of admission, the newest last; `source` says what each gains while drafted for.
+
+    `is_steady` and `steady_gains` are those of the source. With `passes_plainly` iterations without speculation may be
+    passed at once (`pass_plainly`).
+    """
 
     def __init__(self, requests: Requests, source: Gains) -> None:
         self.requests = requests
         self.source = source
+        self.is_steady, self.steady_gains = source.is_steady, source.steady_gains
+        self.passes_plainly = source.is_apart and not source.is_steady
         self.residents: Ints = np.zeros(0, np.int64)
         self._finished: list[int] = []
         # Most policies never read what was drafted, so that it is counted when it is read.
@@ -196,21 +196,6 @@ class Batch:
             recent_acceptance=self.drafts(request)[0],
         )
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether every request gains the same in all iterations under one strategy at one batch size."""
-        return self.source.is_steady
-
-    @property
-    def steady_gains(self) -> Callable[[Strategy, int], Floats] | None:
-        """The same as of its source (`Gains.steady_gains`)."""
-        return self.source.steady_gains
-
-    @property
-    def passes_plainly(self) -> bool:
-        """Whether iterations without speculation may be passed at once (`pass_plainly`)."""
-        return self.source.is_apart and not self.source.is_steady
-
     def admit(self, request: int, generated: float) -> None:
         """Take a request in that has `generated` tokens already (from before a preemption)."""
         self.made[request] = generated
@@ -235,6 +220,7 @@ class Batch:
         """
         self.settle()
         batch, residents = len(self.residents), self.residents
+        total: Array | int
         if regime.strategy.speculates:
             ahead = self.source.ahead(self, regime, limit, room_tokens)
             regime, gains, n = ahead.regime, ahead.gains, ahead.num_iterations

@@ -12,13 +12,13 @@ their mean, which leaves the tokens of the batch as they are. Drafting is paid a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tltlab.acceptance.base import ByRequest
-from tltlab.arrays import Floats, Ints
+from tltlab.arrays import Array, Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, refuse_trees
 from tltlab.errors import ConfigError
@@ -58,6 +58,8 @@ class Chances(Gains):
     regime's cost holds; with one, the costs of `rates` say what the drafts it allots take.
     """
 
+    is_apart = False
+
     def __init__(self, requests: Requests, rates: Rates, groups: Groups, budget: DraftBudget | None) -> None:
         self._requests = requests
         self._rates = rates
@@ -66,18 +68,8 @@ class Chances(Gains):
         self._budget = budget
         self._regimes: dict[tuple[Strategy, int, float], Regime] = {}
         self._seeds = requests.seeds(rates.seed) if rates.sampled else None
-
-    @property
-    def is_steady(self) -> bool:
-        return self._model.steady and not self._rates.sampled and self._budget is None
-
-    @property
-    def is_apart(self) -> bool:
-        return False
-
-    @property
-    def steady_gains(self) -> Callable[[Strategy, int], Floats]:
-        return self._steady_gains
+        self.is_steady = self._model.steady and not rates.sampled and budget is None
+        self.steady_gains = self._steady_gains
 
     def _steady_gains(self, strategy: Strategy, batch: int) -> Floats:
         if not strategy.speculates:
@@ -99,7 +91,7 @@ class Chances(Gains):
 
     def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
         drafted: Ints | None = None
-        each: Floats | float = regime.num_drafted
+        each: Array | float = regime.num_drafted
         if self._budget is not None:
             regime, drafted, share = self._allotted(batch, regime)
             each = drafted * share
