@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Any
 
 from tltlab.drafters.base import Key
 from tltlab.policies.selector import Selector
@@ -294,18 +295,11 @@ class EndedIterations:
 
     def rows(self) -> tuple[list[Row], list[Row]]:
         """Their rows of `iterations.parquet`, and of `decisions.parquet` where somebody chose."""
-        chosen = [it for it in self.passed if it.verified.selector is not None]
-        return self._iterations(self.passed), self._decisions(chosen)
-
-    def _place(self, passed: Sequence[Iteration]) -> Row:
-        strategies = strategy_columns([it.verified.strategy for it in passed])
-        return {"rl_step": self.rl_step, "worker": self.worker, "iteration": [it.number for it in passed], **strategies}
-
-    def _iterations(self, passed: Sequence[Iteration]) -> list[Row]:
+        passed, chosen = self.passed, [it for it in self.passed if it.verified.selector is not None]
         graphs = [it.graph or (None, None) for it in passed]
-        table = columns(
+        iterations = self._rows(
             "iterations",
-            **self._place(passed),
+            passed,
             t_start=[it.start_s - self.origin for it in passed],
             duration=[it.duration_s for it in passed],
             draft_duration=[it.draft_s for it in passed],
@@ -321,14 +315,16 @@ class EndedIterations:
             graph=[kind for kind, _ in graphs],
             graph_tokens=[tokens for _, tokens in graphs],
         )
-        return as_rows(table)
-
-    def _decisions(self, chosen: Sequence[Iteration]) -> list[Row]:
-        table = columns(
+        decisions = self._rows(
             "decisions",
-            **self._place(chosen),
+            chosen,
             bucket=[it.verified.bucket for it in chosen],
             propensity=[it.verified.propensity for it in chosen],
             reward=[it.reward for it in chosen],
         )
-        return as_rows(table)
+        return iterations, decisions
+
+    def _rows(self, table: str, passed: Sequence[Iteration], **values: list[Any]) -> list[Row]:
+        place = {"rl_step": self.rl_step, "worker": self.worker, "iteration": [it.number for it in passed]}
+        strategies = strategy_columns([it.verified.strategy for it in passed])
+        return as_rows(columns(table, **place, **strategies, **values))

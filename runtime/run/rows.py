@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.strategy import Strategy
 from tltlab.traces.metrics import bubble_fraction, mean_accept_length, tail_fraction, tokens_per_s
 from tltlab.traces.recorder import ColumnRows
-from tltlab.traces.rows import Row, columns, idle_spans, key_columns, span_detail
+from tltlab.traces.rows import Row, columns, idle_spans, key_columns, span, span_detail
 from tltlab.traces.schema import GRAPH_KINDS, TABLES, Manifest
 from tltlab.traces.trace import Trace
 
@@ -207,7 +206,7 @@ def _spans(
 ) -> Iterator[Row]:
     """The step's lanes: what each worker ran, its idle end and the training in it, and the stages after the rollout."""
     for worker, part in enumerate(parts):
-        span = partial(columns, "spans", rl_step=report.rl_step, lane=f"worker {worker}")
+        at = report.rl_step, f"worker {worker}"
         ran = ColumnRows.of("iterations", part.iterations)
         starts, batches = ran.column("t_start"), ran.column("batch")
         # A share that had to be issued again begins late.
@@ -216,25 +215,23 @@ def _spans(
         if len(starts):
             end = float(starts[-1] + ran.column("duration")[-1])
             kinds = np.where(ran.column("prefill_tokens") > 0, 0, np.where(ran.column("num_drafted") > 0, 1, 2))
-            details = np.where(kinds == 1, _details(ran), None)
+            details = _details(ran)
+            details[kinds != 1] = None
             changes = np.diff(kinds).astype(bool) | np.diff(batches).astype(bool) | (details[1:] != details[:-1])
             first = [0, *(np.flatnonzero(changes) + 1).tolist()]
             bounds = [*starts[first].tolist(), end]
             for i, (start, until) in zip(first, pairwise(bounds), strict=True):
-                kind, batch = _KINDS[kinds[i]], int(batches[i])
-                yield span(kind=kind, t_start=start, duration=until - start, batch=batch, detail=details[i])
+                yield span(*at, _KINDS[kinds[i]], start, until - start, int(batches[i]), details[i])
         rest, free = [], end
         for row in sorted((row for row in training if row["worker"] == worker), key=lambda row: row["t_start"]):
             start, free = max(row["t_start"], free), max(row["t_start"] + row["duration"], free)
-            detail = f"term {row['term']}"
-            rest.append(span(kind="spot_train", t_start=start, duration=free - start, batch=0, detail=detail))
+            rest.append(span(*at, "spot_train", start, free - start, 0, f"term {row['term']}"))
         busy = [(row["t_start"], row["t_start"] + row["duration"]) for row in rest]
         rest += idle_spans(report.rl_step, worker, end, report.rollout_s, busy)
         yield from sorted(rest, key=lambda row: row["t_start"])
     start, (_, *stages) = report.rollout_s if stages_s is None else stages_s, report.stages.items()
     for stage, seconds in stages:
-        kind, times = {"sync": "weight_sync"}.get(stage, stage), {"t_start": start, "duration": seconds}
-        yield columns("spans", rl_step=report.rl_step, lane="trainer", kind=kind, **times, batch=None, detail=None)
+        yield span(report.rl_step, "trainer", {"sync": "weight_sync"}.get(stage, stage), start, seconds)
         start += seconds
 
 

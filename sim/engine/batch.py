@@ -304,8 +304,7 @@ class FluidBatch(Batch):
     """The batch whose source is `Expected`, in O(log batch) a macro-step instead of O(batch).
 
     One clock serves all: it counts the tokens that a resident gained since the step began. A request admitted at clock
-    C with g tokens generated has offset C - g and finishes when the clock reaches offset + length. Drafts are counted
-    since the step began too, and a request knows which counts it was admitted at.
+    C with g tokens generated has offset C - g and finishes when the clock reaches offset + length.
     """
 
     def __init__(self, requests: Requests) -> None:
@@ -313,14 +312,13 @@ class FluidBatch(Batch):
         self._clock = 0.0
         self._offsets: dict[int, float] = {}
         self._finish: list[tuple[float, int, int]] = []
+        self._serial = 0
         self._entry: dict[int, int] = {}
         self._base = 0.0
         self._grows_to = 0
-        # Macro-steps that drafted, and how many there were at each admission.
+        # Macro-steps that drafted; by request, how many of them are in its `drafts`, and these.
         self._drafting: list[MacroStep] = []
-        self._admitted_at: list[int] = []
-        self._sums = [_Sums(0, 0.0, 0.0, 0.0)]
-        self._before: dict[int, tuple[float | None, float, float]] = {}
+        self._counted: dict[int, tuple[int, float | None, float, float]] = {}
 
     @property
     def running(self) -> Sequence[int]:
@@ -345,34 +343,29 @@ class FluidBatch(Batch):
         return residents, self._clock - np.fromiter(self._offsets.values(), np.float64, len(self._offsets))
 
     def drafts(self, request: int) -> tuple[float | None, float, float]:
-        recent, drafted, accepted = self._before.get(request, (None, 0.0, 0.0))
-        first = self._admitted_at[self._entry[request] - 1]
-        if first == len(self._drafting):
-            return recent, drafted, accepted
-        for macro in self._drafting[len(self._sums) - 1 :]:
-            self._sums.append(self._sums[-1].after(macro))
-        then, now = self._sums[first], self._sums[-1]
-        if recent is None:
-            recent = self._drafting[first].regime.tokens - 1.0
-        # All recent acceptances move alike: what lies between two of them fades as the past does.
-        recent = now.recent + recent_acceptance(recent - then.recent, 0.0, now.num_drafts - then.num_drafts)
-        return recent, drafted + now.drafted - then.drafted, accepted + now.accepted - then.accepted
+        counted, recent, drafted, accepted = self._counted[request]
+        for macro in self._drafting[counted:]:
+            n, kept = macro.num_iterations, macro.regime.tokens - 1.0
+            recent = recent_acceptance(recent, kept, n)
+            drafted, accepted = drafted + n * macro.regime.num_drafted, accepted + n * kept
+        self._counted[request] = len(self._drafting), recent, drafted, accepted
+        return recent, drafted, accepted
 
     def admit(self, request: int, generated: float) -> None:
+        before = self._counted.get(request, (0, None, 0.0, 0.0))
+        self._counted[request] = (len(self._drafting), *before[1:])
         offset = self._clock - generated
-        self._admitted_at.append(len(self._drafting))
-        serial = len(self._admitted_at)
+        self._serial += 1
         self._offsets[request] = offset
-        self._entry[request] = serial
+        self._entry[request] = self._serial
         self._base += self.requests.prompt_tokens[request] - offset
         self._grows_to += self.requests.prompt_tokens[request] + self.requests.response_tokens[request] + 1
-        heapq.heappush(self._finish, (offset + self.requests.response_tokens[request], serial, request))
+        heapq.heappush(self._finish, (offset + self.requests.response_tokens[request], self._serial, request))
 
     def preempt(self) -> tuple[int, float]:
         request = next(reversed(self._offsets))
         generated = self.generated(request)
-        if self._drafting:
-            self._before[request] = self.drafts(request)
+        self.drafts(request)
         self._remove(request)
         return request, generated
 
@@ -408,24 +401,6 @@ class FluidBatch(Batch):
         if regime.num_drafted:
             self._drafting.append(macro)
         return macro
-
-
-class _Sums(NamedTuple):
-    """Drafts of a request that is there from the start: their number, recent acceptance, tokens drafted, accepted."""
-
-    num_drafts: int
-    recent: float
-    drafted: float
-    accepted: float
-
-    def after(self, macro: MacroStep) -> _Sums:
-        n, regime = macro.num_iterations, macro.regime
-        return _Sums(
-            self.num_drafts + n,
-            recent_acceptance(self.recent, regime.tokens - 1.0, n),
-            self.drafted + n * regime.num_drafted,
-            self.accepted + n * (regime.tokens - 1.0),
-        )
 
 
 class RequestsView(Sequence[RequestState]):

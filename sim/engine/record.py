@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import numpy as np
 import pandas as pd
 
-from tltlab.arrays import Array, Flags, Floats, Ints
-from tltlab.traces.rows import Row, columns, idle_spans, span_detail, strategy_columns
+from tltlab.arrays import Floats, Ints
+from tltlab.traces.rows import Row, columns, idle_spans, span, span_detail, strategy_columns
 from tltlab.traces.schema import KEY, TABLES
 
 from .log import Columns
@@ -77,34 +76,22 @@ def _spans(rollout: SimulatedRollout) -> pd.DataFrame:
         c = log.columns
         if not len(c):
             continue
-        block = partial(_block, rl_step, f"worker {w}")
+        at = rl_step, f"worker {w}"
         strategies = [regime.strategy for regime in c.regime]
         kinds = np.where(c.speculates, "speculative_decode", "decode").astype(object)
         details = np.array([span_detail(s) for s in strategies], dtype=object)
-        switching, prefilling = c.switch_s > 0, c.prefill_s > 0
-        blocks = [
-            block("switch", c.start_s, c.switch_s, c.batch, None, switching),
-            block("prefill", c.start_s + c.switch_s, c.prefill_s, c.batch, None, prefilling),
-            block(kinds, c.decode_start_s, c.seconds, c.batch, details, np.ones(len(c), dtype=bool)),
+        waits = _waits(rollout, c)
+        others = [
+            span(*at, "switch", c.start_s, c.switch_s, c.batch),
+            span(*at, "prefill", c.start_s + c.switch_s, c.prefill_s, c.batch),
+            span(*at, "idle", c.start_s - waits, waits, 0),
         ]
-        if (waits := _waits(rollout, c)).any():
-            blocks.append(block("idle", c.start_s - waits, waits, 0, None, waits > 0))
-        parts.append(pd.concat(blocks, ignore_index=True).sort_values("t_start", kind="stable"))
+        frames = [pd.DataFrame(span(*at, kinds, c.decode_start_s, c.seconds, c.batch, details))]
+        frames += [pd.DataFrame(each)[each["duration"] > 0].astype({"detail": object}) for each in others]
+        parts.append(pd.concat(frames, ignore_index=True).sort_values("t_start", kind="stable"))
     rows = [row for w in range(len(rollout.logs)) for row in _idle(rollout, w)]
     if rollout.spot is not None:
-        rows += [
-            columns(
-                "spans",
-                rl_step=rl_step,
-                lane=s.lane,
-                kind=s.kind,
-                t_start=s.start_s,
-                duration=s.end_s - s.start_s,
-                batch=0,
-                detail=s.detail,
-            )
-            for s in rollout.spot.spans
-        ]
+        rows += [span(rl_step, s.lane, s.kind, s.start_s, s.end_s - s.start_s, 0, s.detail) for s in rollout.spot.spans]
     if rows:
         parts.append(pd.DataFrame(rows, columns=SPANS))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=SPANS)
@@ -127,22 +114,6 @@ def _idle(rollout: SimulatedRollout, worker: int) -> Iterator[Row]:
     spans = rollout.spot.spans if rollout.spot else ()
     busy = [(span.start_s, span.end_s) for span in spans if span.lane == f"worker {worker}"]
     return idle_spans(rollout.requests.rl_step, worker, rollout.worker_end_s[worker], rollout.makespan_s, busy)
-
-
-def _block(
-    rl_step: int,
-    lane: str,
-    kind: str | Array,
-    start_s: Floats,
-    seconds: Floats,
-    batch: Ints | int,
-    detail: Array | None,
-    chosen: Flags,
-) -> pd.DataFrame:
-    table = columns(
-        "spans", rl_step=rl_step, lane=lane, kind=kind, t_start=start_s, duration=seconds, batch=batch, detail=detail
-    )
-    return pd.DataFrame(table)[chosen].astype({"kind": object, "detail": object})
 
 
 def _iterations(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:

@@ -57,8 +57,13 @@ def strategy_columns(strategies: Sequence[Strategy], at: Ints | None = None) -> 
     return {name: np.array(each, object if name == "drafter" else np.int64)[at] for name, each in chosen.items()}
 
 
+def span(rl_step: int, lane: str, kind: Any, t_start: Any, duration: Any, batch: Any = None, detail: Any = None) -> Row:
+    """Return a span, or many of one lane by column."""
+    return dict(zip(_NAMES["spans"], (rl_step, lane, kind, t_start, duration, batch, detail), strict=True))
+
+
 def span_detail(strategy: Strategy) -> str | None:
-    """Return what the span of a strategy's iterations says about them."""
+    """Return the `detail` of a span of iterations under a strategy."""
     return str(strategy) if strategy.speculates else None
 
 
@@ -71,8 +76,5 @@ def idle_spans(
     """
     for start_s, done_s in [*busy, (until_s, until_s)]:
         if start_s > end_s:
-            yield columns(
-                "spans", rl_step=rl_step, lane=f"worker {worker}", kind="idle", t_start=end_s,
-                duration=start_s - end_s, batch=0, detail=None,
-            )  # fmt: skip
+            yield span(rl_step, f"worker {worker}", "idle", end_s, start_s - end_s, 0)
         end_s = max(end_s, done_s)
