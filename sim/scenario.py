@@ -27,7 +27,7 @@ from tltlab.policies.specs import build_class, check_contract, from_user, raised
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
-from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
+from tltlab.sim.engine.drawn import Drawn, Replayed
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, changed, requests_by_step
 from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
@@ -344,7 +344,7 @@ def _batches(model: Settled | None, scenario: Scenario, budgets: Sequence[DraftB
             refresh=max(REFRESH_ITERATIONS, scenario.decision_block),
         )
     if model.varies_by == "position":
-        return lambda requests: ReplayBatch(requests, model)
+        return lambda requests: Batch(requests, Replayed(requests, model))
     if scenario.mode == "sampled":
-        return lambda requests: SampledBatch(requests, scenario.seed)
+        return lambda requests: Batch(requests, Drawn(requests, scenario.seed))
     return FluidBatch
