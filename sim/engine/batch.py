@@ -16,7 +16,7 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from tltlab.arrays import Array, Floats, Ints
-from tltlab.state import NEWEST_WEIGHT, RequestState, recent_acceptance
+from tltlab.state import NEWEST_WEIGHT, RequestState, StepState, recent_acceptance
 from tltlab.strategy import Strategy
 
 from .regime import Regime
@@ -100,6 +100,9 @@ class Gains(ABC):
         """Note that these requests have finished."""
 
 
+_NOBODY: Ints = np.zeros(0, np.int64)
+
+
 class Batch:
     """Residents of a worker in order of admission, the newest last; `source` says what each gains while drafted for.
 
@@ -112,7 +115,7 @@ class Batch:
         self.source = source
         self.is_steady, self.steady_gains = source.is_steady, source.steady_gains
         self.passes_plainly = source.is_apart and not source.is_steady
-        self.residents: Ints = np.zeros(0, np.int64)
+        self.residents = _NOBODY
         self._finished: list[int] = []
         # Most policies never read what was drafted, so that it is counted when it is read.
         self._uncounted: list[tuple[Ints, Ahead]] = []
@@ -136,7 +139,8 @@ class Batch:
     @property
     def running(self) -> Sequence[int]:
         """Requests in order of admission."""
-        return [int(r) for r in self.residents]
+        running: list[int] = self.residents.tolist()
+        return running
 
     def __len__(self) -> int:
         return len(self.residents)
@@ -183,18 +187,17 @@ class Batch:
         gains, n, drafted = ahead.gains, ahead.num_iterations, ahead.drafted
         if isinstance(drafted, np.ndarray) and not drafted.all():
             residents, gains, drafted = residents[drafted > 0], gains[drafted > 0], drafted[drafted > 0]
-        accepted = gains - 1.0
-        first, faded = accepted[:, 0], (1.0 - NEWEST_WEIGHT) ** n
+        first, faded = gains[:, 0] - 1.0, (1.0 - NEWEST_WEIGHT) ** n
         if gains.shape[1] == 1:
-            newest, total = first * (1.0 - faded), first * n
+            newest, accepted = first * (1.0 - faded), first * n
         else:
-            newest = accepted @ (NEWEST_WEIGHT * (1.0 - NEWEST_WEIGHT) ** np.arange(n - 1.0, -1.0, -1.0))
-            total = accepted.sum(axis=1)
-        recent, num_drafted, num_accepted = self._counts.T
-        before = np.where(num_drafted[residents] > 0, recent[residents], first)
-        recent[residents] = before * faded + newest
-        num_drafted[residents] += n * drafted
-        num_accepted[residents] += total
+            newest = (gains - 1.0) @ (NEWEST_WEIGHT * (1.0 - NEWEST_WEIGHT) ** np.arange(n - 1.0, -1.0, -1.0))
+            accepted = gains.sum(axis=1) - n
+        counts = self._counts[residents]
+        counts[:, 0] = np.where(counts[:, 1] > 0, counts[:, 0], first) * faded + newest
+        counts[:, 1] += n * drafted
+        counts[:, 2] += accepted
+        self._counts[residents] = counts
 
     def request_state(self, request: int) -> RequestState:
         """A resident as policies and budgets see it."""
@@ -312,6 +315,11 @@ class Expected(Gains):
         return Ahead(regime, np.full((len(batch), 1), regime.tokens), n, regime.num_drafted)
 
 
+_EXPECTED = Expected()
+_Counted = tuple[int, float | None, float, float]
+_UNDRAFTED: _Counted = (0, None, 0.0, 0.0)
+
+
 class FluidBatch(Batch):
     """The batch whose source is `Expected`, in O(log batch) a macro-step instead of O(batch).
 
@@ -320,7 +328,7 @@ class FluidBatch(Batch):
     """
 
     def __init__(self, requests: Requests) -> None:
-        super().__init__(requests, Expected())
+        super().__init__(requests, _EXPECTED)
         self._clock = 0.0
         self._offsets: dict[int, float] = {}
         self._finish: list[tuple[float, int, int]] = []
@@ -330,7 +338,7 @@ class FluidBatch(Batch):
         self._grows_to = 0
         # Macro-steps that drafted; by request, how many of them are in its `drafts`, and these.
         self._drafting: list[MacroStep] = []
-        self._counted: dict[int, tuple[int, float | None, float, float]] = {}
+        self._counted: dict[int, _Counted] = {}
 
     @property
     def running(self) -> Sequence[int]:
@@ -355,7 +363,7 @@ class FluidBatch(Batch):
         return residents, self._clock - np.fromiter(self._offsets.values(), np.float64, len(self._offsets))
 
     def drafts(self, request: int) -> tuple[float | None, float, float]:
-        counted, recent, drafted, accepted = self._counted[request]
+        counted, recent, drafted, accepted = self._counted.get(request, _UNDRAFTED)
         for macro in self._drafting[counted:]:
             n, kept = macro.num_iterations, macro.regime.tokens - 1.0
             recent = recent_acceptance(recent, kept, n)
@@ -364,8 +372,8 @@ class FluidBatch(Batch):
         return recent, drafted, accepted
 
     def admit(self, request: int, generated: float) -> None:
-        before = self._counted.get(request, (0, None, 0.0, 0.0))
-        self._counted[request] = (len(self._drafting), *before[1:])
+        if self._drafting:
+            self._counted[request] = (len(self._drafting), *self._counted.get(request, _UNDRAFTED)[1:])
         offset = self._clock - generated
         self._serial += 1
         self._offsets[request] = offset
@@ -377,7 +385,8 @@ class FluidBatch(Batch):
     def preempt(self) -> tuple[int, float]:
         request = next(reversed(self._offsets))
         generated = self.generated(request)
-        self.drafts(request)
+        if self._drafting:
+            self.drafts(request)
         self._remove(request)
         return request, generated
 

@@ -48,15 +48,17 @@ def _outcomes(rollout: SimulatedRollout) -> pd.DataFrame:
 
 def _steps(rollouts: Sequence[SimulatedRollout], policy: str) -> pd.DataFrame:
     lengths = np.array([r.makespan_s for r in rollouts])
-    steps = pd.DataFrame(
-        {
-            "rl_step": [r.requests.rl_step for r in rollouts],
-            "t_start": np.cumsum(lengths) - lengths,
-            "rollout_s": lengths,
-            "policy": policy,
-            "policy_version": [r.requests.policy_version for r in rollouts],
-        }
+    rewards = [r.requests.rows.get("reward") for r in rollouts]
+    table = columns(
+        "steps",
+        rl_step=[r.requests.rl_step for r in rollouts],
+        t_start=np.cumsum(lengths) - lengths,
+        rollout_s=lengths,
+        policy=policy,
+        policy_version=[r.requests.policy_version for r in rollouts],
+        reward_mean=np.array([np.nan if each is None else each.mean() for each in rewards]),
     )
+    steps = pd.DataFrame(table)
     trained = np.empty(0, np.int64)
     for n, rollout in enumerate(rollouts):
         if rollout.ages is None:
