@@ -113,6 +113,8 @@ class Batch:
     def __init__(self, requests: Requests, source: Gains) -> None:
         self.requests = requests
         self.source = source
+        self.state: Callable[[], StepState] = self._alone
+        """The worker as its policy sees it."""
         self.is_steady, self.steady_gains = source.is_steady, source.steady_gains
         self.passes_plainly = source.is_apart and not source.is_steady
         self.residents = _NOBODY
