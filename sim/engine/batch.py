@@ -248,7 +248,7 @@ class Batch:
             else:
                 total, growth = gains.sum(axis=1), float((gains.sum(axis=0) * np.arange(n - 1, -1, -1)).sum())
         else:
-            gains, n = None, steady_iterations(self.remaining, 1.0, batch, limit, room_tokens)
+            gains, n = None, steady_iterations(self.remaining, 1.0, limit, room_tokens)
             total, growth = n, batch * n * (n - 1) / 2
         context, slope_s = self.context_tokens, regime.slope_s(batch)
         first_s = regime.fixed_s(batch) + slope_s * context
@@ -256,9 +256,8 @@ class Batch:
         over = made >= self.requests.lengths[residents] - TOLERANCE_TOKENS
         if over.any():
             self.residents, self._finished = residents[~over], residents[over].tolist()
-        return MacroStep(
-            regime, n, batch, n * first_s + slope_s * growth, first_s, context, list(self._finished), gains, shares
-        )
+        seconds = n * first_s + slope_s * growth
+        return MacroStep(regime, n, batch, seconds, first_s, context, list(self._finished), gains, shares)
 
     def pass_plainly(self, num_iterations: int) -> None:
         """Take these iterations without speculation as having passed; requests that end within them leave."""
@@ -266,15 +265,11 @@ class Batch:
         self.residents = self.residents[self.remaining > TOLERANCE_TOKENS]
 
 
-def steady_iterations(
-    remaining: Floats, gain: Floats | float, growth_tokens: float, limit: float, room_tokens: float
-) -> int:
-    """Iterations of one `gain` each until a request has what is `remaining`, at most `limit` and what fits.
-
-    The context grows by `growth_tokens` in each. One always fits, and so do all of a lone request.
-    """
+def steady_iterations(remaining: Floats, gain: Floats | float, limit: float, room_tokens: float) -> int:
+    """Iterations of one `gain` each until a request has what is `remaining`, at most `limit` and what fits."""
     n = max(1, math.ceil(float(((remaining - TOLERANCE_TOKENS) / gain).min())))
-    return int(min(n, limit, _iterations_that_fit(len(remaining), growth_tokens, room_tokens)))
+    growth = float(gain.sum()) if isinstance(gain, np.ndarray) else len(remaining) * gain
+    return int(min(n, limit, _iterations_that_fit(len(remaining), growth, room_tokens)))
 
 
 def _iterations_that_fit(batch: int, growth_tokens: float, room_tokens: float) -> float:
@@ -312,8 +307,7 @@ class Expected(Gains):
     is_steady = True
 
     def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
-        growth = len(batch) * regime.tokens
-        n = steady_iterations(batch.remaining, regime.tokens, growth, limit, room_tokens)
+        n = steady_iterations(batch.remaining, regime.tokens, limit, room_tokens)
         return Ahead(regime, np.full((len(batch), 1), regime.tokens), n, regime.num_drafted)
 
 

@@ -106,23 +106,18 @@ class Chances(Gains):
         self, batch: Batch, strategy: Strategy, drafted: Ints | None, limit: float, room_tokens: float
     ) -> tuple[Floats, int]:
         """Tokens of each resident in an iteration, and the iterations in which they hold."""
-        remaining = batch.remaining
 
         def rates(ahead: Floats) -> tuple[Floats, int]:
-            gain = self._gain(batch, strategy, drafted, ahead)
-            return gain, steady_iterations(remaining, gain, float(gain.sum()), limit, room_tokens)
+            if self._model.steady and drafted is None:
+                gain = self._steady_gains(strategy, len(batch))[batch.residents]
+            else:
+                gain = 1.0 + self._survival(batch, strategy, drafted, ahead).sum(axis=1)
+            return gain, steady_iterations(batch.remaining, gain, limit, room_tokens)
 
-        gain, n = rates(np.zeros(len(remaining)))
+        gain, n = rates(np.zeros(len(batch)))
         if n > 1 and not self._model.steady:
             gain, n = rates(gain * ((n - 1) / 2))
         return gain, n
-
-    def _gain(self, batch: Batch, strategy: Strategy, drafted: Ints | None, ahead: Floats) -> Floats:
-        """Expected tokens of each resident in an iteration, `ahead` tokens further on."""
-        if not self._model.steady or drafted is not None:
-            gain: Floats = 1.0 + self._survival(batch, strategy, drafted, ahead).sum(axis=1)
-            return gain
-        return self._steady_gains(strategy, len(batch))[batch.residents]
 
     def _drawn(self, batch: Batch, strategy: Strategy, drafted: Ints | None, limit: float, room_tokens: float) -> Ints:
         assert self._seeds is not None
