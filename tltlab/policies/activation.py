@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -57,6 +58,9 @@ class ElasticActivation(Selector):
         chosen = self.inner.choose(state)
         self.propensity_, self.bucket_ = self.inner.propensity_, self.inner.bucket_
         return chosen
+
+    def drafts_with(self, drafters: Drafters) -> None:
+        self.inner.drafts_with(drafters)
 
     def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
         if self.learns_from(strategy):

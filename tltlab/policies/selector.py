@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import SerializerFunctionWrapHandler, ValidatorFunctionWrapHandler, WrapValidator, model_serializer
 
 from tltlab.config import Built, FiniteModel
+from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import Strategy
@@ -100,6 +101,9 @@ class Selector(ABC):
     @abstractmethod
     def choose(self, state: StepState) -> Strategy:
         """Return the strategy for the next iteration, one of `strategies`."""
+
+    def drafts_with(self, drafters: Drafters) -> None:  # noqa: B027
+        """Learn what the run's drafters are, before the first choice."""
 
     def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:  # noqa: B027
         """Learn from an iteration that ran under `strategy`."""

@@ -161,7 +161,7 @@ def played_acceptance(played: Sequence[float], drafters: Iterable[str]) -> Fitte
         depth: FittedDepth(accepted=tuple(from_survival(np.array(played[:depth])).tolist()), drafted=float(depth))
         for depth in range(1, len(played) + 1)
     }
-    return FittedAcceptance(drafters_by_depth=dict.fromkeys(drafters, by_depth))
+    return FittedAcceptance(drafters_by_depth=dict.fromkeys(drafters, by_depth), copies=dict.fromkeys(drafters, False))
 
 
 def learned_drafters(policies: Mapping[str, Policy], used: Sequence[str]) -> tuple[str, ...]:
