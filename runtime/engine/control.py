@@ -150,6 +150,8 @@ class Control:
     def set_selector(self, selector: Selector | None, budget: DraftBudget | None = None) -> None:
         """Choose by `selector` from now on, None for plain decoding; ConfigError for what this engine cannot run."""
         self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
+        if selector is not None:
+            selector.drafts_with(self.drafters.registry)
         self.seat.take(selector, budget)
         self.failure = ""
 

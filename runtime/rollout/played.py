@@ -255,7 +255,10 @@ def _engine(plan: Play, out: Path, worker: int, stock: bool) -> Any:
     graphs = None
     if plan.gpus:
         everything = Policy(selector=ExploreSpec(strategies=tuple(strategies)))
-        graphs = plan_graphs(everything, most, runner="V1" if plan.forced else "V2", any_lengths=True, plain=True)
+        specs = {name: spec for policy in plan.policies.values() for name, spec in policy.drafters.items()}
+        graphs = plan_graphs(
+            everything, most, drafters=specs, runner="V1" if plan.forced else "V2", any_lengths=True, plain=True
+        )
     return Engine(
         model, worker=worker, drafters=drafters, max_draft_depth=depth, seed=plan.seed, graphs=graphs,
         vllm_args=arguments,

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from tltlab.drafters.specs import Drafters, DrafterSpec
 from tltlab.errors import TraceError
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
@@ -231,8 +232,8 @@ def _span(rl_step: int, lane: str, kind: str, t_start: float, duration: float, b
     }  # fmt: skip
 
 
-def run_manifest(recipe: Recipe, name: str, notes: str | None = None) -> Manifest:
-    """The manifest of a run by `recipe` that begins now, recorded as `name`."""
+def run_manifest(recipe: Recipe, name: str, drafters: Mapping[str, DrafterSpec], notes: str | None = None) -> Manifest:
+    """The manifest of a run by `recipe` with these drafters that begins now, recorded as `name`."""
     rollout = recipe.rollout
     return Manifest(
         kind="recorded",
@@ -248,6 +249,7 @@ def run_manifest(recipe: Recipe, name: str, notes: str | None = None) -> Manifes
         source="tltlab",
         seed=recipe.seed,
         notes=notes,
+        drafters=Drafters(drafters).own,
     )
 
 

@@ -80,9 +80,7 @@ class Regimes:
                 model = model.at(batch)
             key = (strategy, id(model), loaded)
             if key not in self._by_model:
-                self._by_model[key] = _regime(
-                    strategy, self._costs, model, self._loaded and loaded, self._drafters
-                )
+                self._by_model[key] = _regime(strategy, self._costs, model, self._loaded and loaded, self._drafters)
             regime = self._by_batch[strategy, batch, loaded] = self._by_model[key]
         return regime
 

@@ -13,7 +13,7 @@ import pandas as pd
 from tltlab.arrays import Flags, Floats, Ints
 from tltlab.costs.base import CalibratedRange, CostModel
 from tltlab.drafters.specs import STANDARD, Drafters
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, did_you_mean
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.trace import Trace
 
@@ -103,9 +103,7 @@ def iterations_of(trace: Trace) -> pd.DataFrame:
     return table
 
 
-def recorded_rows(
-    table: pd.DataFrame, steps: pd.DataFrame | None = None, drafters: Drafters = STANDARD
-) -> Iterations:
+def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None, drafters: Drafters = STANDARD) -> Iterations:
     """Rows of iterations.parquet; steps.parquet tells in which RL steps a drafter was loaded without ever drafting.
 
     Raises ConfigError for a drafter that is not among `drafters`.
@@ -150,7 +148,7 @@ def _levels(drafter: pd.Series[str], depth: Floats, drafters: Drafters) -> Float
     return np.where(drafter.isin([*networks, plain] if networks else []), depth, 0.0)
 
 
-def measured_rows(points: pd.DataFrame, drafters: Drafters = STANDARD) -> Iterations:
+def measured_rows(points: pd.DataFrame) -> Iterations:
     """Rows of a table that `checked` has seen; a row's time holds its own drafting."""
     batch, verify, context, prefill, depth, top_k, seconds = (
         points[name].to_numpy(np.float64)
@@ -174,7 +172,7 @@ def measured_rows(points: pd.DataFrame, drafters: Drafters = STANDARD) -> Iterat
         loaded=unknown,
         next_depth=depth,
         drafted_depth=depth,
-        levels=_levels(drafter, depth, drafters),
+        levels=_levels(drafter, depth, STANDARD),
         draft_s=np.zeros(len(points)),
         draft_known=unknown,
         seconds=seconds,
@@ -228,4 +226,9 @@ def checked(points: pd.DataFrame, place: str = "measured iterations") -> pd.Data
             rule = "a time above 0" if name == "seconds" else f"{kind}, at least {_LEAST[name]}"
             raise ConfigError(f"{place}: row {at}: {name} is {column.tolist()[at]!r}; it is {rule}")
         table[name] = values
+    if "drafter" in table:
+        for name in table.loc[table["draft_depth"] > 0, "drafter"].dropna().unique():
+            if name not in STANDARD:
+                known = ", ".join(sorted(STANDARD))
+                raise ConfigError(f"{place}: drafter {name!r}{did_you_mean(name, STANDARD)} is none of {known}")
     return table

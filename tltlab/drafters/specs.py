@@ -137,7 +137,7 @@ class Drafters(Mapping[str, DrafterTraits]):
     (False, True)
     >>> drafters["sufix"]
     Traceback (most recent call last):
-    tltlab.errors.ConfigError: no drafter named 'sufix' (did you mean 'suffix'?); there are learned, ngram, recent, suffix
+    tltlab.errors.ConfigError: no drafter named 'sufix' (did you mean 'suffix'?); there are learned, ngram, recent, ...
     """
 
     def __init__(self, specs: Mapping[str, DrafterSpec] = {}, traits: Mapping[str, DrafterTraits] = {}) -> None:
@@ -162,7 +162,10 @@ class Drafters(Mapping[str, DrafterTraits]):
         """The traits of a drafter; ConfigError for a name that no drafter of the run has."""
         if name not in self._traits:
             known = ", ".join(sorted(self._traits))
-            raise ConfigError(f"no drafter named {name!r}{did_you_mean(name, self._traits)}; there are {known}")
+            raise ConfigError(
+                f"no drafter named {name!r}{did_you_mean(name, self._traits)}; there are {known}, and those under "
+                '"drafters" in a policy file or in the manifest.json of a trace'
+            )
         traits = self._traits[name]
         return self._of_hybrid(traits) if isinstance(traits, HybridSpec) else traits
 

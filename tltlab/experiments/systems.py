@@ -172,7 +172,7 @@ def policy_of(name: str) -> Policy | None:
 def learns(name: str) -> bool:
     """Whether a system drafts with a trained head."""
     policy = policy_of(name)
-    return policy is not None and any(s.drafter == "learned" for s in policy.strategies)
+    return policy is not None and any(policy.registry.network_levels(s) for s in policy.strategies)
 
 
 def recipe_for(settings: SystemsSettings, name: str, model: Path, head: Path, out: Path, seed: int) -> Any:

@@ -134,9 +134,7 @@ def plan_buckets(
         return plan
     fitting = cheapest(BucketProblem.of(seconds, strategies, pool, sizes, cap_bytes, drafters), floor_s, max_rows)
     if fitting is None:
-        least = min(
-            pool.memory_bytes(plan_bucketed([(1, s)], max_batch, sizes, drafters=drafters)) for s in strategies
-        )
+        least = min(pool.memory_bytes(plan_bucketed([(1, s)], max_batch, sizes, drafters=drafters)) for s in strategies)
         raise ConfigError(
             f"no plan of {', '.join(map(str, strategies))} fits into {cap_bytes:.4g} bytes; the smallest of them alone "
             f"takes {least:.4g} for batches to {max_batch}: raise the cap, or lower max_batch or the captured sizes"

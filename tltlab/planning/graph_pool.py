@@ -135,9 +135,7 @@ def plan_bucketed(
     )
 
 
-def plan_for(
-    policy: Policy, max_batch: int, sizes: Sequence[int], drafters: Drafters | None = None
-) -> CapturePlan:
+def plan_for(policy: Policy, max_batch: int, sizes: Sequence[int], drafters: Drafters | None = None) -> CapturePlan:
     """What an engine captures to run a policy: each strategy at the batches at which the policy may choose it.
 
     `drafters` are by default the policy's.

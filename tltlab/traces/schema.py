@@ -166,11 +166,12 @@ class Manifest(FrozenModel):
             raise TraceError(f"{path}: {faults(error)}") from error
 
     def to_json(self, sums: Mapping[str, str] | None = None) -> str:
-        """The text of `manifest.json`, sealed (`files.sealed`); every field is there, None as null, but no empty `drafters`.
+        """The text of `manifest.json`, sealed (`files.sealed`); every field is there, or null; not empty `drafters`.
 
         `sums` are the SHA-256 of the files beside it, by name.
         """
-        content = self.model_dump(exclude=None if self.drafters else {"drafters"}) | ({} if sums is None else {SUMS: dict(sums)})
+        content = self.model_dump(exclude=None if self.drafters else {"drafters"})
+        content |= {} if sums is None else {SUMS: dict(sums)}
         return json.dumps(sealed(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 

@@ -15,9 +15,7 @@ ENOUGH = 64
 """Request-iterations that make a cell of its own; one with fewer takes over the nearest band that has enough."""
 
 
-def fit_acceptance(
-    iterations: pd.DataFrame, drafters: Drafters = STANDARD
-) -> tuple[BatchAcceptance | None, list[str]]:
+def fit_acceptance(iterations: pd.DataFrame, drafters: Drafters = STANDARD) -> tuple[BatchAcceptance | None, list[str]]:
     """The distribution of accepted tokens and the mean tokens drafted, and notes; None where nothing was speculated.
 
     One sample is one request in one iteration. The first d tokens of a longer chain are the chain of depth d, so depth
