@@ -178,6 +178,9 @@ class Drafters(Mapping[str, DrafterTraits]):
     def __len__(self) -> int:
         return len(self._traits)
 
+    def __hash__(self) -> int:
+        return hash(frozenset(self._traits))
+
     def beside(self, specs: Mapping[str, DrafterSpec]) -> Drafters:
         """The same with further drafters, which replace those of their names."""
         known = {name: traits for name, traits in self._traits.items() if not isinstance(traits, HybridSpec)}
