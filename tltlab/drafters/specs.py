@@ -135,9 +135,9 @@ class Drafters(Mapping[str, DrafterTraits]):
     >>> drafters = Drafters({"recent": SuffixSpec(window=4)})
     >>> drafters["recent"].has_network, drafters["learned"].has_network
     (False, True)
-    >>> drafters["sufix"]
+    >>> drafters["sufix"]  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    tltlab.errors.ConfigError: no drafter named 'sufix' (did you mean 'suffix'?); there are learned, ngram, recent, ...
+    tltlab.errors.ConfigError: no drafter named 'sufix' (did you mean 'suffix'?); there are learned, ngram, ...
     """
 
     def __init__(self, specs: Mapping[str, DrafterSpec] = {}, traits: Mapping[str, DrafterTraits] = {}) -> None:
@@ -196,7 +196,7 @@ class Drafters(Mapping[str, DrafterTraits]):
         for strategy in strategies:
             if strategy.speculates and not self[strategy.drafter].draws_trees and strategy.top_k > 1:
                 raise ConfigError(
-                    f"{strategy} is a tree (top_k = {strategy.top_k}), and drafter {strategy.drafter!r} drafts chains"
+                    f"strategy {strategy} is a tree (top_k = {strategy.top_k}): drafter {strategy.drafter!r} drafts chains"
                 )
 
     def copying(self, names: Iterable[str]) -> dict[str, bool]:
