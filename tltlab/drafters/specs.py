@@ -132,8 +132,8 @@ class Drafters(Mapping[str, DrafterTraits]):
     trace's. A hybrid has a network where one of its parts has. Names are for people: whatever depends on what a drafter
     is asks here.
 
-    >>> drafters = Drafters({"recent": SuffixSpec(window=4)})
-    >>> drafters["recent"].has_network, drafters["learned"].has_network
+    >>> drafters = Drafters({"own": SuffixSpec(window=4)})
+    >>> drafters["own"].has_network, drafters["learned"].has_network
     (False, True)
     >>> drafters["sufix"]  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -196,7 +196,7 @@ class Drafters(Mapping[str, DrafterTraits]):
         for strategy in strategies:
             if strategy.speculates and not self[strategy.drafter].draws_trees and strategy.top_k > 1:
                 raise ConfigError(
-                    f"strategy {strategy} is a tree (top_k = {strategy.top_k}): drafter {strategy.drafter!r} drafts chains"
+                    f"{strategy} is a tree (top_k = {strategy.top_k}), and drafter {strategy.drafter!r} drafts chains"
                 )
 
     def copying(self, names: Iterable[str]) -> dict[str, bool]:

@@ -134,7 +134,7 @@ def test_what_a_policy_takes_to_learn_at_the_end_is_its_time():
     engine.goes_on(0, 0)
     engine.control.finish("r")
     engine.control.idle()
-    assert engine.control.inside.seconds >= engine.control.seat.deciding.seconds >= 0.02
+    assert engine.control.inside.seconds >= engine.control.deciding.seconds >= 0.02
 
 
 def test_drafters_learn_what_was_kept_and_policies_see_it():
@@ -296,7 +296,7 @@ def test_what_the_engine_lacks_is_refused_before_it_is_in_force(strategy: Strate
     engine, script = played(NO_SPECULATION)
     with refused(ConfigError, naming=complaint):
         engine.control.set_selector(Script(strategy))
-    assert engine.control.seat.selector is script
+    assert engine.control.driver.selector is script
 
 
 def test_a_policys_randomness_is_its_seeds():

@@ -117,7 +117,7 @@ def control() -> Control:
 def test_another_policy_takes_the_place_of_the_one_in_force(control: Control):
     for name, strategies in (("fixed", ["ngram:4"]), ("none", ["none"])):
         control.replace_policy(load_policy(name), (0, 0, 1))
-        assert [str(s) for s in control.seat.selector.strategies] == strategies
+        assert [str(s) for s in control.driver.selector.strategies] == strategies
         assert [key[1] for key in control.metrics() if key[0] == "policy_info"] == [name]
 
 
@@ -132,9 +132,9 @@ def test_a_policy_that_cannot_be_run_leaves_the_one_in_force(policy: str, facts:
 
 
 def test_a_drafter_that_cannot_be_built_leaves_the_policy(control: Control, monkeypatch: pytest.MonkeyPatch):
-    before = control.seat.selector
+    before = control.driver.selector
     monkeypatch.setattr(SuffixSpec, "build", raising(ConfigError("no library")))
     with refused(ConfigError, naming=("library",)):
         control.replace_policy(load_policy("beg-mab-suffix"), (0,))
-    assert control.seat.selector is before
+    assert control.driver.selector is before
     assert control.drafters.feeds
