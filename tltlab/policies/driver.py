@@ -83,8 +83,8 @@ class PolicyDriver:
         if choice.strategy not in self._listed:
             listed = ", ".join(map(str, selector.strategies))
             raise ConfigError(f"the policy chose {choice.strategy}, which is not among its strategies: {listed}")
-        if choice.stays or selector.memoryless:
-            self._last = (state.batch, state.waiting, state.rl_step, choice)
+        again = choice.stays or selector.memoryless
+        self._last = (state.batch, state.waiting, state.rl_step, choice) if again else None
         return self._made(choice)
 
     def _made(self, choice: Choice) -> Choice:

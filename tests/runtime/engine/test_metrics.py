@@ -13,8 +13,9 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.ledger import Choice, Iteration
+from tltlab.runtime.engine.ledger import Iteration
 from tltlab.runtime.engine.metrics import Collector, Tally
+from tltlab.state import Choice
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import raising
@@ -26,7 +27,7 @@ def iteration(
     strategy: Strategy, duration_s: float, *drafts: tuple[int, int], batch: int = 2, prefill: int = 0
 ) -> Iteration:
     """One that is over; `drafts` are the tokens drafted and kept of each request."""
-    over = Iteration(0, 0.0, batch, 0, 10, prefill, Choice(strategy), 0.0)
+    over = Iteration(0, 0.0, batch, 0, 10, prefill, Choice(strategy), True, 0.0)
     over.drafted, over.accepted = [each[0] for each in drafts], [each[1] for each in drafts]
     over.num_generated = batch + sum(over.accepted)
     over.duration_s = duration_s
