@@ -33,6 +33,7 @@ from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import plan_bucketed, plan_for, plan_naive
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.selector import as_choice
 from tltlab.policies.simple import Fixed
 from tltlab.policies.specs import FixedSpec
 from tltlab.state import StepState
@@ -93,7 +94,8 @@ def test_a_renamed_drafter_costs_and_captures_the_same(name, spec, standard):
     for strategy, registry in ((own, drafters), (known, STANDARD)):
         goodput = Goodput([strategy], ROOFLINE, epsilon=0.0, rng=np.random.default_rng(0))
         goodput.drafts_with(registry)
-        chosen.append([goodput.choose(StepState(rl_step=0, batch=b)).speculates for b in (1, 16, 256, 1024)])
+        states = [StepState(rl_step=0, batch=b) for b in (1, 16, 256, 1024)]
+        chosen.append([as_choice(goodput, goodput.choose(state)).strategy.speculates for state in states])
     assert chosen[0] == chosen[1]
 
 

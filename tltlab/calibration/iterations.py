@@ -144,6 +144,7 @@ def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None, drafte
 def _levels(drafter: pd.Series[str], depth: Floats, drafters: Drafters) -> Floats:
     """Levels that a network drafts; what a plain iteration drafts is the network's, where the rows have one."""
     plain = NO_SPECULATION.drafter
+    drafter = drafter.fillna(plain)
     networks = [name for name in drafter[depth > 0].unique() if name != plain and drafters[name].has_network]
     return np.where(drafter.isin([*networks, plain] if networks else []), depth, 0.0)
 
