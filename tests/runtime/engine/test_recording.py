@@ -93,13 +93,8 @@ def test_a_session_goes_on_over_stalls_and_ends_with_a_long_gap(engine: Engine):
 
 
 def test_a_trace_says_what_drafters_of_other_names_are(tmp_path: Path):
-    drafters = {
-        "ngram": NgramSpec(),
-        "own": SuffixSpec(window=4),
-        "mtp": LearnedSpec(method="mtp"),
-        "test": NgramSpec().build(),
-    }
-    engine = Engine(tmp_path / "trace", drafters)
+    specs = {"ngram": NgramSpec(), "own": SuffixSpec(window=4), "mtp": LearnedSpec(method="mtp")}
+    engine = Engine(tmp_path / "trace", {**specs, "test": NgramSpec().build()})
     engine.serves()
     assert engine.trace().manifest.drafters == {"own": TEXT, "mtp": NETWORK, "test": TEXT}
 
