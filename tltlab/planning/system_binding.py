@@ -21,7 +21,6 @@ from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
-from tltlab.policies.specs import Bucket
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
@@ -108,7 +107,7 @@ def bind(
     """
     drafters = drafters.beside(dict(system.specs))
     if not system.drafters:
-        policy = Policy(selector=system.selector(()), provenance={"system": system.name, "source": system.source})
+        policy = system.policy(lambda rung: (), costs)
         return BoundSystem(system=system, policy=policy, acceptance=None, spot=None, assumptions=system.assumptions)
     choose = _together if system.together else _drafters
     chosen, model, stand_ins = choose(system, acceptance, model_free, drafters)
@@ -131,15 +130,12 @@ def bind(
         notes.append("the drafter was warmed up before RL step 0, so that the model-free one never has to serve")
     if learned and not depends:
         notes.append("acceptance does not depend on the drafter's age and training: a static one would fare alike")
-    buckets = []
-    for rung in system.ladder:
-        arms = [arm for name in chosen for arm in _arms(rung, name, model, drafters)]
-        buckets.append(Bucket(min_batch=rung.min_batch, strategies=tuple(dict.fromkeys(arms))))
+    policy = system.policy(lambda rung: [arm for name in chosen for arm in _arms(rung, name, model, drafters)], costs)
     published = {
         arm for rung in system.ladder for name in chosen for trees in (True, False)
         for arm in strategies(rung, name, trees=trees)
     }  # fmt: skip
-    drafted = dict.fromkeys(arm for bucket in buckets for arm in bucket.strategies if arm.speculates)
+    drafted = [arm for arm in policy.strategies if arm.speculates]
     outside = [str(arm) for arm in drafted if model.outside(arm)]
     if outside:
         notes.append(f"acceptance is extrapolated for {'; '.join(outside)}")
@@ -149,13 +145,6 @@ def bind(
         raise UnknownAcceptance(
             "its budget needs an acceptance model, and acceptance.parquet is replayed: name a model"
         )
-    policy = Policy(
-        selector=system.selector(buckets),
-        activation=system.activation,
-        budget=None if system.budget is None else system.budget(costs),
-        drafters={name: spec for name, spec in system.specs if name in chosen},
-        provenance={"system": system.name, "source": system.source},
-    )
     return BoundSystem(
         system=system,
         policy=policy,
