@@ -335,7 +335,7 @@ def plan_graphs(
                 f"vLLM drafts chains only: strategy {strategy} is a tree (top_k {strategy.top_k}); "
                 "top_k > 1 runs in the simulator"
             )
-    specs = DEFAULT_DRAFTERS | policy.drafters | drafters
+    specs: dict[str, DrafterSpec] = {**DEFAULT_DRAFTERS, **policy.drafters, **drafters}
     registry = Drafters(specs)
     registry.check(strategies)
     named = dict.fromkeys(s.drafter for s in strategies if s.speculates)

@@ -76,7 +76,7 @@ class FittedDepth(FrozenModel):
 class _Measured(AcceptanceModel):
     """A measured model; `copies` says of each drafter whether it copies text. Names of `STANDARD` may be left out."""
 
-    copies: Annotated[dict[str, bool], Field(default={})]
+    copies: dict[str, bool] = Field(default={})
 
     @model_validator(mode="after")
     def _says_what_copies(self) -> Self:

@@ -164,8 +164,8 @@ class RunEvidence:
         else:
             batches = (costs.calibrated and costs.calibrated.batch) or batches
             # Costs of another engine miss what this run's iterations took.
-            linear = isinstance(costs, LinearCosts)
-            took = predict(costs, recorded_rows(every, drafters=self.known.drafters)).sum() if linear else None
+            rows = recorded_rows(every, drafters=self.known.drafters)
+            took = predict(costs, rows).sum() if isinstance(costs, LinearCosts) else None
             off = 1.0 if took is None else took / every["duration"].sum()
             if abs(off - 1) > COSTS_MAY_MISS:
                 raise NotChecked(
