@@ -188,7 +188,7 @@ def test_hedge_follows_the_better_drafter_whichever_it_is(trace: Trace, mode: st
             trace, bound, costs=COSTS, workers=4, mode=mode, record_iterations=True, rl_steps=[0, 1]
         ).result
         drafters = result.trace.decisions["drafter"]
-        assert (drafters == better).mean() > 0.9
+        assert (drafters == better).mean() > 0.85
         assert (drafters == better)[:40].mean() < 1.0 or len(set(drafters)) == 2
 
 
