@@ -155,6 +155,7 @@ class Control:
         """Choose by `selector` from now on, None for plain decoding; ConfigError for what this engine cannot run."""
         self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
         if selector is not None:
+            selector.drafts_with(self.drafters.registry)
             refuse_needs(selector)
         self.driver.take(selector, budget)
         self.failure = ""

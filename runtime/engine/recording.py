@@ -170,6 +170,7 @@ class LiveRecording:
                 num_workers=control.ledger.worker + 1,
                 source="tltlab",
                 notes=f"recorded by the engine itself; {self._grouping.notes}",
+                drafters=control.drafters.registry.own,
             ),
         )
         self._thread = Thread(target=self._write_on, name="tltlab-recording", daemon=True)

@@ -15,6 +15,7 @@ import pandas as pd
 import pyarrow as pa
 
 from tltlab.arrays import Array
+from tltlab.drafters.specs import Drafters, DrafterSpec
 from tltlab.errors import TraceError
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
@@ -242,8 +243,8 @@ def _details(ran: ColumnRows) -> Array:
     return np.array([details[verified] for verified in each], object)
 
 
-def run_manifest(recipe: Recipe, name: str, notes: str | None = None) -> Manifest:
-    """The manifest of a run by `recipe` that begins now, recorded as `name`."""
+def run_manifest(recipe: Recipe, name: str, drafters: Mapping[str, DrafterSpec], notes: str | None = None) -> Manifest:
+    """The manifest of a run by `recipe` with these drafters that begins now, recorded as `name`."""
     rollout = recipe.rollout
     return Manifest(
         kind="recorded",
@@ -259,6 +260,7 @@ def run_manifest(recipe: Recipe, name: str, notes: str | None = None) -> Manifes
         source="tltlab",
         seed=recipe.seed,
         notes=notes,
+        drafters=Drafters(drafters).own,
     )
 
 

@@ -21,6 +21,7 @@ from tltlab.acceptance.base import ByRequest
 from tltlab.arrays import Array, Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, refuse_trees, shares_of
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
@@ -161,7 +162,10 @@ class Chances(Gains):
         key = (strategy, deepest, mean)
         if key not in self._regimes:
             cost = self._rates.costs.iteration(
-                Strategy.chain(strategy.drafter, deepest), tokens_to_verify=1.0 + mean, drafter_loaded=True
+                Strategy.chain(strategy.drafter, deepest),
+                tokens_to_verify=1.0 + mean,
+                drafter_loaded=True,
+                drafters=self._rates.drafters,
             )
             self._regimes[key] = Regime(
                 strategy=strategy, cost=cost, tokens=regime.tokens, num_drafted=mean, most=deepest, cdf=None
@@ -183,6 +187,7 @@ class Rates:
     sampled: bool = False
     budgets: Sequence[DraftBudget] = ()
     refresh: int = REFRESH_ITERATIONS
+    drafters: Drafters = STANDARD
     _requests: Requests | None = field(default=None, init=False)
     _num_batches: int = field(default=0, init=False)
     _groups: Groups | None = field(default=None, init=False)

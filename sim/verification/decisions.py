@@ -131,6 +131,9 @@ def _played(trace: Trace, span: Sequence[int], force: InForce) -> list[Simulated
     selectors: list[Selector] = [
         force.policy.build(np.random.default_rng([force.seed, worker, force.since])) for worker in range(workers)
     ]
+    registry = trace.drafters.beside(force.policy.drafters)
+    for selector in selectors:
+        selector.drafts_with(registry)
     recorded = trace.decisions[trace.decisions["rl_step"].isin(list(span))]
     foreign = {Strategy(*row) for row in recorded[_STRATEGY].drop_duplicates().itertuples(index=False, name=None)}
     if foreign := foreign - {NO_SPECULATION, *selectors[0].strategies}:
@@ -147,8 +150,10 @@ def _played(trace: Trace, span: Sequence[int], force: InForce) -> list[Simulated
     played = []
     for step in requests_by_step(trace, list(span), tool_s=0.0):
         rows = iterations[iterations["rl_step"] == step.rl_step]
-        simulator.drafters = dict.fromkeys(drafters, states.get(step.rl_step, DrafterState()))
-        simulator.prepare(Regimes(strategies, costs, ConstantAcceptance(tokens=1.0)), RecordedIterations(rows))
+        state = states.get(step.rl_step, DrafterState())
+        simulator.drafters = {name: state if registry[name].has_network else DrafterState() for name in drafters}
+        regimes = Regimes(strategies, costs, ConstantAcceptance(tokens=1.0), registry)
+        simulator.prepare(regimes, RecordedIterations(rows))
         played.append(simulator.rollout(step, place(step, workers, "recorded")))
     return played
 

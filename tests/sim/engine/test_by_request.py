@@ -244,7 +244,7 @@ def test_a_budget_that_breaks_its_contract_is_refused(tokens: tuple[int, ...]) -
 
 
 def test_trees_have_no_budget_and_refresh_is_positive() -> None:
-    tree = Strategy("eagle", 8, 4, 48)
+    tree = Strategy("learned", 8, 4, 48)
     model = load_acceptance("tlt-qwen2.5-32b")
     batch = running(Rates(model=model, costs=COSTS, budgets=[UniformBudget()]), [50])
     regimes = Regimes((NO_SPECULATION, tree), COSTS, model)
