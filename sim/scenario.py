@@ -19,10 +19,11 @@ from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
+from tltlab.own import build_own, from_user, raised, split
 from tltlab.planning.composition import Admission, SharedBuffer
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import Selector
-from tltlab.policies.specs import build_class, check_contract, from_user, raised
+from tltlab.policies.specs import CustomSpec
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
@@ -58,7 +59,7 @@ class OwnPolicy:
     source: type[Selector] | Selector
 
     def __post_init__(self) -> None:
-        check_contract(self.build, self.name)
+        CustomSpec.check_contract(self.build, self.name)
 
     @property
     def name(self) -> str:
@@ -70,7 +71,8 @@ class OwnPolicy:
 
     def build(self, rng: np.random.Generator) -> Selector:
         if isinstance(self.source, type):
-            return build_class(self.source, rng, {}, self.name)
+            selector: Selector = build_own(self.source, {}, f"policy {self.name}", rng)
+            return selector
         return deepcopy(self.source)
 
 
@@ -103,7 +105,7 @@ def named_policies(sources: Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str)
     Raises ConfigError for none, and for a name that comes twice.
     """
     if isinstance(sources, str):
-        sources = [name.strip() for name in sources.split(",") if name.strip()]
+        sources = split(sources)
     if isinstance(sources, Mapping):
         named = {str(name): as_policy(source) for name, source in sources.items()}
     elif isinstance(sources, Sequence):
@@ -214,7 +216,7 @@ class Scenario(SimulationConfig):
                 raise
             except Exception as error:  # whatever a user's policy raises
                 if from_user(error):
-                    raise raised(error, type(simulator.selectors[0]).__name__) from error
+                    raise raised(error, f"policy {type(simulator.selectors[0]).__name__}") from error
                 raise
             tell_each_other(budgets, rollout)
             if trainer is not None:

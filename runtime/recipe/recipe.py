@@ -16,8 +16,8 @@ from tltlab.config import json_or_text
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean, refuse
 from tltlab.files import found_in, read_json, read_text
+from tltlab.own import allowed_modules, code_allowed
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.policies.specs import allowed_modules, code_allowed
 
 from .rules import RULES
 from .sections import Sections
@@ -89,7 +89,7 @@ def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequenc
 
     Its modules are looked up in the run's own copies first; a policy file that is no more is the run's `policy.json`.
     ConfigError too for a module, or an argument of vLLM that imports code, which is neither in `allow_code` nor
-    allowed by `policies.specs.code_allowed`: a run's folder does not choose what is imported.
+    allowed by `tltlab.own.code_allowed`: a run's folder does not choose what is imported.
     """
     path = Path(run) / "run.json"
     description = read_json(path)

@@ -14,8 +14,8 @@ from tltlab.console import AllowCode, Json, emit, json_rows, made_by, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.importers.sources import read
+from tltlab.own import code_allowed
 from tltlab.planning.systems import SYSTEMS
-from tltlab.policies.specs import code_allowed
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import PolicyLike, Scenario, named_policies

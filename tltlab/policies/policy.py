@@ -19,6 +19,7 @@ from tltlab.drafters.mba import MbaBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json, write_json
+from tltlab.own import OwnPart, named_in, parse_call
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .activation import Count, ElasticActivation
@@ -119,6 +120,28 @@ class Policy(FiniteModel):
         return self.budget.build() if self.budget else UniformBudget()
 
     @property
+    def own_parts(self) -> tuple[OwnPart, ...]:
+        """Classes of a user's own that the policy imports."""
+        return tuple(part for part in (self.selector, *self.drafters.values()) if isinstance(part, OwnPart))
+
+    def with_settings(self, settings: Mapping[str, Any], name: str = "") -> Policy:
+        """The policy with other values for settings of its selector; ConfigError for one that it does not have.
+
+        >>> load_policy("goodput").with_settings({"window": 100}).selector.window
+        100
+        """
+        name, selector = name or f"policy {self.selector.kind}", self.selector
+        if isinstance(selector, CustomSpec):
+            return self.model_copy(update={"selector": selector.model_copy(update={"args": selector.args | settings})})
+        known = [field for field in type(selector).model_fields if field != "kind"]
+        if unknown := [key for key in settings if key not in known]:
+            near = did_you_mean(unknown[0], known)
+            raise ConfigError(f"{name} has no setting {unknown[0]!r}{near}; there are {', '.join(known) or 'none'}")
+        with faults_in(name):
+            changed = type(selector).model_validate(selector.model_dump(mode="json") | settings)
+        return self.model_copy(update={"selector": changed})
+
+    @property
     def strategies(self) -> tuple[Strategy, ...]:
         """Everything the policy may choose."""
         return self.build(np.random.default_rng(0)).strategies
@@ -137,10 +160,11 @@ def load_policy(source: PolicySource) -> Policy:
 
     That is a shipped name, a policy file, drafts in short (`ngram:4` always drafts 4 tokens, `learned:8x4/48` a tree,
     `ngram:4@8` only while at most 8 requests run), "package.module:Class" or the class itself, what stands in a policy
-    file or its selector, as a dict or built, or a Strategy, which is always chosen. A class of the user's own must be
-    one that other processes can import, and pass `tltlab.testing.check_selector`; a file may name one only of a module
-    that `code_allowed` or `TLTLAB_ALLOW_CODE` does. ConfigError names everything that is wrong with a file, each fault
-    with its place, on one line.
+    file or its selector, as a dict or built, or a Strategy, which is always chosen. A name or a class takes parameters
+    behind it, as in `goodput(window=100)`. A class of the user's own must be one that other processes can import, and
+    pass `tltlab.testing.check_selector`; a file may name one only of a module that `code_allowed` or
+    `TLTLAB_ALLOW_CODE` does. ConfigError names everything that is wrong with a file, each fault with its place, on one
+    line.
 
     >>> load_policy(Strategy.chain("ngram", 2)).strategies
     (Strategy(drafter='ngram', draft_depth=2, top_k=1, tokens_to_verify=3),)
@@ -148,7 +172,7 @@ def load_policy(source: PolicySource) -> Policy:
     if isinstance(source, Policy):
         return source
     if isinstance(source, type):
-        return _of_class(source)
+        return _checked(Policy(selector=CustomSpec.of_class(source)))
     if isinstance(source, Strategy):
         return Policy(selector=FixedSpec(strategy=source))
     if isinstance(source, Mapping | BaseModel):
@@ -168,8 +192,11 @@ def load_policy(source: PolicySource) -> Policy:
         if drafts := re.fullmatch(r"([\w-]+:[1-9]\d*(?:x[1-9]\d*)?(?:/[1-9]\d*)?)(?:@([1-9]\d*))?", source):
             activation = Activation(max_requests=int(drafts[2])) if drafts[2] else None
             return Policy(selector=FixedSpec(strategy=Strategy.parse(drafts[1])), activation=activation)
-        if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source):
-            return _checked(Policy(selector=CustomSpec(path=source)))
+        if (own := CustomSpec.parse(source)) is not None:
+            return _checked(Policy(selector=own))
+        name, settings = parse_call(source)
+        if settings and name in SHIPPED:
+            return SHIPPED[name].with_settings(settings, name)
         if "/" not in source and not path.suffix:
             raise ConfigError(
                 f"no policy named {source!r}{did_you_mean(source, SHIPPED)}; there are {', '.join(SHIPPED)}, "
@@ -178,25 +205,14 @@ def load_policy(source: PolicySource) -> Policy:
     if path.suffix == ".py":
         raise ConfigError(f"{path} is a module: name the class in it, as in {path.stem}:{path.stem.title()}")
     policy = parse_policy(read_json(path), path)
-    if isinstance(policy.selector, CustomSpec):
-        policy.selector.refuse_unasked(path)
+    for part in policy.own_parts:
+        part.refuse_unasked(path)
     return _checked(policy)
 
 
-def _of_class(cls: type) -> Policy:
-    if not issubclass(cls, Selector):
-        raise ConfigError(f"{cls.__name__} is no policy: it is not a subclass of tltlab.policies.selector.Selector")
-    if cls.__module__ == "__main__" or "." in cls.__qualname__:
-        raise ConfigError(
-            f"{cls.__name__} is defined in {'a script or notebook' if cls.__module__ == '__main__' else 'a function'}, "
-            "where other processes cannot find it: move it to a module; tltlab.sim takes it as it is"
-        )
-    return _checked(Policy(selector=CustomSpec(path=f"{cls.__module__}:{cls.__qualname__}")))
-
-
 def _checked(policy: Policy) -> Policy:
-    if isinstance(policy.selector, CustomSpec):
-        policy.selector.check()
+    for part in policy.own_parts:
+        part.check()
     return policy
 
 
@@ -208,7 +224,7 @@ def parse_policy(value: Any, path: Path, part: str = "") -> Policy:
     origin = f"{path}: {part}" if part else str(path)
     if not isinstance(value, dict):
         raise ConfigError(f"{origin}: a policy file holds one JSON object, got {type(value).__name__}")
-    with faults_in(origin, _place):
+    with named_in(path), faults_in(origin, _place):
         # Defaults are for Python; a file must say what it is.
         return Policy.model_validate({"format": None, "version": None, **value}, context={"folder": path.parent})
 

@@ -15,7 +15,7 @@ import pytest
 from tests.refused import refused
 from tltlab.cli import app as cli
 from tltlab.errors import ConfigError
-from tltlab.policies.specs import code_allowed
+from tltlab.own import code_allowed
 from tltlab.runtime.recipe import checks
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.traces.recorder import Recorder
