@@ -37,7 +37,7 @@ from tltlab.strategy import MODEL_FREE, Strategy
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
 from .idle_training import SimulatedSpotTrainer
-from .placement import place
+from .placement import add_lengths, place
 
 
 class PolicyLike(Protocol):
@@ -152,9 +152,14 @@ class Scenario(SimulationConfig):
         )
         acceptance, acceptance_name = config.find_acceptance(trace)
         costs, costs_name = config.find_costs(trace)
+        queues: list[list[list[int]]] = []
+        history: dict[str, list[int]] = {}
+        for step in steps:
+            queues.append(place(step, workers, config.placement or "contiguous", costs, history))
+            add_lengths(history, step)
         values = {field.name: getattr(config, field.name) for field in fields(SimulationConfig)} | {
             "steps": steps,
-            "queues": tuple(place(step, workers, config.placement or "contiguous", costs) for step in steps),
+            "queues": tuple(queues),
             "costs": costs,
             "acceptance": acceptance,
             "workers": workers,

@@ -109,7 +109,7 @@ class OwnPart(FiniteModel):
     """A class of the user's own: `path` is "package.module:Class", `args` go to its constructor by name.
 
     A subclass says what the class must be: a subclass of `base` that passes `contract`, a check of `tltlab.testing`;
-    messages call it a `part`. Modules are looked up as usual and last in the current folder, here and in a run's actors.
+    messages call it a `part`. Modules are looked up as usual, last in the current folder, here and in a run's actors.
     """
 
     base: ClassVar[type]
@@ -155,7 +155,8 @@ class OwnPart(FiniteModel):
             source = build_own(source, {}, f"{cls.part} {name}")
         elif not isinstance(source, cls.base):
             return None
-        cls.check_contract(source, name)
+        if not type(source).__module__.startswith("tltlab."):
+            cls.check_contract(source, name)
         return source
 
     @property

@@ -47,7 +47,7 @@ def simulate(
     acceptance_spread: options.AcceptanceSpread = 0.0,
     placement: Annotated[
         str | None,
-        typer.Option(help=f"One of {', '.join(PLACEMENTS)}. [default: contiguous, or the system's]"),
+        typer.Option(help=f"One of {', '.join(PLACEMENTS)}, or module:Class. [default: contiguous, or the system's]"),
     ] = None,
     mode: options.Mode = "fluid",
     strategy: Annotated[
