@@ -99,6 +99,11 @@ class SimulationConfig:
         if self.tool_s is not None and not 0 <= self.tool_s < math.inf:
             raise ConfigError(f"the seconds of a tool must be 0 or more, got {self.tool_s}")
 
+    @property
+    def placement_name(self) -> str:
+        """What a user calls the placement."""
+        return _label(self.placement, "contiguous")
+
     def changed(self, settings: Mapping[str, Any], function: Callable[..., Any]) -> Self:
         """With these fields in place of its own; ConfigError for a keyword that neither they nor `function` have."""
         names = [field.name for field in fields(self)]

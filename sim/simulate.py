@@ -267,7 +267,7 @@ def simulate(
     started = time.perf_counter()
     rollouts = scenario.rollouts(chosen, record_rewards=record_iterations)
     wall_s = time.perf_counter() - started
-    name, source, placed = policy_name(policy), trace.manifest, config.placement or "contiguous"
+    name, source = policy_name(policy), trace.manifest
     manifest = source.model_copy(
         update={
             "kind": "simulated",
@@ -276,7 +276,7 @@ def simulate(
             "num_rl_steps": len(scenario.steps),
             "seed": scenario.seed,
             "source": source.name or source.source,
-            "notes": f"simulated: policy {name}, placement {placed}, mode {scenario.mode}",
+            "notes": f"simulated: policy {name}, placement {config.placement_name}, mode {scenario.mode}",
         }
     )
     return SimResult(

@@ -22,7 +22,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.specs import (
+    DEFAULT_DRAFTERS,
+    DrafterSpec,
+    HybridSpec,
+    LearnedSpec,
+    ModelFreeSpec,
+    NgramSpec,
+    SuffixSpec,
+)
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_for
 from tltlab.policies.policy import Policy
@@ -326,14 +334,14 @@ def plan_graphs(
         may_run=_graphs(policy, max_batch, range(1, max_batch + 1), plain=plain),
         asked=_graphs(policy, max_batch, batches, plain=plain),
         drafters=drafters,
-        networks=tuple(name for name in drafters if not isinstance(specs.get(name), NgramSpec | SuffixSpec)),
+        networks=tuple(name for name in drafters if not isinstance(specs.get(name), ModelFreeSpec)),
         drafts=_method(specs[drafters[0]], max(s.draft_depth for s in strategies))
         if len(drafters) == 1 and drafters[0] in specs
         else {},
         notes=(),
         deepest=max((s.draft_depth for s in strategies), default=0) if deepest is None else deepest,
         runner=runner,
-        uneven=bool(policy.budget) or any(isinstance(specs.get(n), NgramSpec | SuffixSpec) for n in drafters),
+        uneven=bool(policy.budget) or any(isinstance(specs.get(n), ModelFreeSpec) for n in drafters),
         any_lengths=any_lengths and runner == "V1",
         max_tokens=max_tokens,
     )

@@ -17,6 +17,7 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean, refuse
 from tltlab.files import found_in, read_json, read_text
 from tltlab.own import allowed_modules, code_allowed
+from tltlab.planning.placement import Placement, load_placement
 from tltlab.policies.policy import Policy, load_policy
 
 from .rules import RULES
@@ -42,6 +43,11 @@ class Recipe(Sections):
         """The rollouts' policy, its module looked up in `code` too. ConfigError as `load_policy`."""
         with found_in(self.code), code_allowed(self.rollout.allow_code):
             return load_policy(self.rollout.policy)
+
+    def read_placement(self) -> Placement:
+        """The rollouts' placement, its module looked up in `code` too. ConfigError as `load_placement`."""
+        with found_in(self.code):
+            return load_placement(self.rollout.placement)
 
     @model_validator(mode="after")
     def _by_the_rules(self) -> Recipe:

@@ -70,7 +70,7 @@ def code_of(recipe: Sections) -> Iterator[str]:
     rollout = recipe.rollout
     for path, _ in recipe.reward_terms:
         yield from _foreign(path)
-    for path in paths_in(rollout.policy):
+    for path in paths_in(f"{rollout.policy} {rollout.placement}"):
         yield from _foreign(path)
     yield from rollout.allow_code
     yield from code_of_engines(rollout)

@@ -370,7 +370,7 @@ class GrpoRun:
 
         return RolloutTools(
             generate=generate,
-            share=self.pool.share,
+            share=self.pool.place,
             rewards=rewards,
             score=score,
             rl_step=rl_step,

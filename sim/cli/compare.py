@@ -64,7 +64,8 @@ def compare(
         bool, typer.Option("--claims", help="With --systems: what their papers claim, beside what is found.")
     ] = False,
     placement: Annotated[
-        str | None, typer.Option(help=f"Of policies: one of {', '.join(PLACEMENTS)}, or module:Class. [default: contiguous]")
+        str | None,
+        typer.Option(help=f"Of policies: one of {', '.join(PLACEMENTS)}, or module:Class. [default: contiguous]"),
     ] = None,
     mode: options.Mode = "fluid",
     rl_steps: options.RlSteps = None,

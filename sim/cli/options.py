@@ -8,12 +8,13 @@ from tltlab.traces.trace import Trace
 
 Workers = Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")]
 Costs = Annotated[
-    str | None, typer.Option(help="Cost file, preset or module:Class. [default: the trace's costs.json, else cpu-small]")
+    str | None,
+    typer.Option(help="Cost file, preset or module:Class. [default: the trace's costs.json, else cpu-small]"),
 ]
 Acceptance = Annotated[
     str | None,
     typer.Option(
-        help="constant:A, geometric:ALPHA, trace, a fitted file, or module:Class. [default: what the trace has, or measured]"
+        help="constant:A, geometric:ALPHA, trace, a fitted file or module:Class. [default: the trace's, or measured]"
     ),
 ]
 AcceptanceSpread = Annotated[

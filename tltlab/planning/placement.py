@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tltlab.errors import ConfigError, did_you_mean
-from tltlab.own import OwnPart
+from tltlab.own import OwnPart, from_user, raised
 
 Key = tuple[int, str, int, int]
 Queues = list[list[int]]
@@ -103,8 +103,13 @@ def load_placement(source: str | Placement | type[Placement]) -> Placement:
 def placed(
     placement: Placement, workload: Sequence[PlacedRequest], workers: int, history: Mapping[str, Sequence[int]]
 ) -> Queues:
-    """The queues of a placement; ConfigError where they do not hold every request once."""
-    queues = [[int(i) for i in queue] for queue in placement.place(workload, workers, history)]
+    """The queues of a placement; ConfigError where they do not hold every request once, or with what it raises."""
+    try:
+        queues = [[int(i) for i in queue] for queue in placement.place(workload, workers, history)]
+    except Exception as error:  # whatever a user's placement raises
+        if from_user(error):
+            raise raised(error, f"placement {type(placement).__name__}") from error
+        raise
     if len(queues) != workers or sorted(i for queue in queues for i in queue) != list(range(len(workload))):
         raise ConfigError(
             f"placement {type(placement).__name__}: place must return {workers} queues that hold each of the "
