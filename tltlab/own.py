@@ -6,6 +6,7 @@ A typed name may import any module; a name that stands in a file only those that
 from __future__ import annotations
 
 import ast
+import copyreg
 import difflib
 import importlib
 import inspect
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from importlib.abc import InspectLoader
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -193,6 +195,8 @@ class OwnPart(FiniteModel):
             raise ConfigError(f"{self.name}: {module_name} ({module.__file__}) has no {name}")
         if not (isinstance(cls, type) and issubclass(cls, self.base)):
             raise ConfigError(f"{self.name}: {name} is not a subclass of {_full_name(self.base)}")
+        # Other processes look the class up as this one did, and not among the modules that they know.
+        copyreg.pickle(cls, partial(_reduced, type(self), self.path))
         return cls
 
     def make(self, rng: object = None) -> Any:
@@ -231,6 +235,17 @@ class OwnPart(FiniteModel):
             raise
         except Exception as error:  # whatever a user's class raises
             raise raised(error, f"{cls.part} {name}") from error
+
+
+def _reduced(kind: type[OwnPart], path: str, own: Any) -> tuple[Any, ...]:
+    """Reduce an object of a user's own class for pickle."""
+    _, (_, *args), *state = object.__reduce_ex__(own, 2)
+    return (_restored, (kind, path, *args), *state)
+
+
+def _restored(kind: type[OwnPart], path: str, *args: Any) -> Any:
+    cls = kind(path=path).load()
+    return cls.__new__(cls, *args)
 
 
 def _full_name(cls: type) -> str:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from tltlab.own import split
 from tltlab.traces.trace import Trace
 
 Workers = Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")]
@@ -51,7 +52,7 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of policies, of searches an
 
 def words(text: str | None) -> tuple[str, ...]:
     """What stands between commas."""
-    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    return tuple(split(text or ""))
 
 
 def decisions(block: int | None, trace: Trace, systems: str | None) -> int:
