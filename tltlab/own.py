@@ -138,8 +138,8 @@ class OwnPart(FiniteModel):
         if own.__module__ == "__main__" or "." in own.__qualname__:
             place = "a script or notebook" if own.__module__ == "__main__" else "a function"
             raise ConfigError(
-                f"{own.__name__} is defined in {place}, where other processes cannot find it: move it to a module; "
-                "tltlab.sim takes it as it is"
+                f"{own.__name__} is defined in {place}, where other processes cannot find it: move it to a module "
+                "(tltlab.sim takes policies as they are)"
             )
         return cls(path=f"{own.__module__}:{own.__qualname__}")
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 from pydantic import model_validator as validator
 
 from tltlab.config import Built, FiniteModel, faults_in, shown
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.drafters.length_budget import LengthAwareBudget
 from tltlab.drafters.mba import MbaBudget
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec, OwnDrafter
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json, write_json
 from tltlab.own import OwnPart, named_in, parse_call
@@ -83,7 +83,8 @@ class Policy(FiniteModel):
     """A selector, when it is active, how drafts are shared out, and where it came from.
 
     Without a `budget` every request is drafted what the strategy says. `drafters` are those that the policy brings
-    along, by the name that its strategies use, beside the ones that every engine has (`DEFAULT_DRAFTERS`).
+    along, by the name that its strategies use, beside the ones that every engine has (`DEFAULT_DRAFTERS`): specs, or
+    classes of the user's own.
     `provenance` says how the policy was found: trace, costs, seed, objective, interval, ...
 
     >>> policy = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)), activation=Activation(max_requests=16))
@@ -98,6 +99,14 @@ class Policy(FiniteModel):
     budget: BudgetSpec | None = None
     drafters: dict[str, DrafterSpec] = Field(default={})
     provenance: dict[str, Any] = Field(default={})
+
+    @field_validator("drafters", mode="before")
+    @classmethod
+    def _classes(cls, drafters: Any) -> Any:
+        """Drafter classes stand for their names."""
+        if not isinstance(drafters, Mapping):
+            return drafters
+        return {n: OwnDrafter.of_class(spec) if isinstance(spec, type) else spec for n, spec in drafters.items()}
 
     @validator(mode="after")
     def _drafters_can_serve(self) -> Policy:
@@ -197,9 +206,9 @@ def load_policy(source: PolicySource) -> Policy:
         name, settings = parse_call(source)
         if settings and name in SHIPPED:
             return SHIPPED[name].with_settings(settings, name)
-        if "/" not in source and not path.suffix:
+        if settings or ("/" not in source and not path.suffix):
             raise ConfigError(
-                f"no policy named {source!r}{did_you_mean(source, SHIPPED)}; there are {', '.join(SHIPPED)}, "
+                f"no policy named {name!r}{did_you_mean(name, SHIPPED)}; there are {', '.join(SHIPPED)}, "
                 f"or give drafts such as ngram:4, a policy file or package.module:Class"
             )
     if path.suffix == ".py":
