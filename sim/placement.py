@@ -41,16 +41,22 @@ def place(
         # All turns of a response run where the first one did.
         first = requests.turns.first
         return [[first[i] for i in queue] for queue in place(requests.whole(), workers, placement, costs, history)]
-    if isinstance(placement, str) and placement in _CLAIRVOYANT:
-        return _CLAIRVOYANT[placement](requests, workers, costs)
-    if isinstance(placement, str) and placement not in PLACEMENTS and ":" not in placement:
-        near = did_you_mean(placement, PLACEMENTS)
-        raise ConfigError(
-            f"no placement named {placement!r}{near}; there are {', '.join(PLACEMENTS)}, or give module:Class"
-        )
+    rule = placement if isinstance(placement, Placement) else find_placement(placement)
+    if isinstance(rule, str):
+        return _CLAIRVOYANT[rule](requests, workers, costs)
     rows = zip(requests.keys, requests.prompt_tokens, requests.max_response_tokens, strict=True)
     workload = [PlacedRequest(*row) for row in rows]
-    return placed(core.load_placement(placement), workload, workers, history)
+    return placed(rule, workload, workers, history)
+
+
+def find_placement(source: str | Placement | type[Placement]) -> str | Placement:
+    """The placement that a user means, a clairvoyant one by its name. Raises ConfigError."""
+    if isinstance(source, str) and source in _CLAIRVOYANT:
+        return source
+    if isinstance(source, str) and source not in PLACEMENTS and ":" not in source:
+        near = did_you_mean(source, PLACEMENTS)
+        raise ConfigError(f"no placement named {source!r}{near}; there are {', '.join(PLACEMENTS)}, or module:Class")
+    return core.load_placement(source)
 
 
 def longest_first(lengths: Sequence[int], workers: int) -> list[list[int]]:

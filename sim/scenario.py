@@ -37,7 +37,7 @@ from tltlab.strategy import MODEL_FREE, Strategy
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
 from .idle_training import SimulatedSpotTrainer
-from .placement import add_lengths, place
+from .placement import add_lengths, find_placement, place
 
 
 class PolicyLike(Protocol):
@@ -154,8 +154,9 @@ class Scenario(SimulationConfig):
         costs, costs_name = config.find_costs(trace)
         queues: list[list[list[int]]] = []
         history: dict[str, list[int]] = {}
+        rule = find_placement(config.placement or "contiguous")
         for step in steps:
-            queues.append(place(step, workers, config.placement or "contiguous", costs, history))
+            queues.append(place(step, workers, rule, costs, history))
             add_lengths(history, step)
         values = {field.name: getattr(config, field.name) for field in fields(SimulationConfig)} | {
             "steps": steps,
