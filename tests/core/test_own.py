@@ -238,9 +238,11 @@ BROKEN_DRAFTERS = {
     "recall": drafting(propose=learns_of_the_past),
     "JSON": drafting(state_dict=lambda self: {"texts": {1, 2}}),
     "load_state_dict": drafting(state_dict=lambda self: {"id": id(self)}),
-    "forget": drafting(forget=lambda self: setattr(self, "old", True), propose=lambda self, key, depth: Draft(
-        [1 + hasattr(self, "old")], 0.5)),
-}  # fmt: skip
+    "forget": drafting(
+        forget=lambda self: setattr(self, "old", True),
+        propose=lambda self, key, depth: Draft([1 + hasattr(self, "old")], 0.5),
+    ),
+}
 
 
 @pytest.mark.parametrize("fact", BROKEN_DRAFTERS)
@@ -387,8 +389,9 @@ BROKEN_ACCEPTANCE: dict[str, Any] = {
     "below 0": accepting(Same, distribution=lambda self, s: np.concatenate([[2.0, -1.0], np.zeros(s.reach - 1)])),
     "drafted": accepting(Same, num_drafted=lambda self, strategy: 0.1),
     "num_drafted of": accepting(Same, num_drafted=lambda self, strategy: 99.0),
-    "distribution of": accepting(Same, distribution=lambda self, s: from_survival(
-        np.full(s.reach, 1 / (2 + next(NUMBERS))))),
+    "distribution of": accepting(
+        Same, distribution=lambda self, s: from_survival(np.full(s.reach, 1 / (2 + next(NUMBERS))))
+    ),
     "varies_by": accepting(Each, varies_by="weather"),
     "covers nothing": accepting(Same, check=lambda self, strategy: load_costs("no such")),
     "shape": survival_of(lambda rows: rows[:, :0]),
@@ -399,7 +402,7 @@ BROKEN_ACCEPTANCE: dict[str, Any] = {
     "entry per request": accepting(Each, levels=lambda self, drafter, keys, seed: np.zeros(1)),
     "most_tokens": accepting(Each, most_tokens=lambda self, strategy, levels, *rest: np.ones(len(levels))),
     "steady": accepting(Each, steady=property(lambda self: True)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fact", BROKEN_ACCEPTANCE)

@@ -72,8 +72,10 @@ class LeastLoaded(Placement):
 
 
 PLACEMENTS: dict[str, Placement] = {
-    "contiguous": Contiguous(), "round_robin": RoundRobin(), "least_loaded": LeastLoaded(),
-}  # fmt: skip
+    "contiguous": Contiguous(),
+    "round_robin": RoundRobin(),
+    "least_loaded": LeastLoaded(),
+}
 """Placements that need no more than is known beforehand, by name."""
 
 
