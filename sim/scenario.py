@@ -21,8 +21,9 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
 from tltlab.own import build_own, from_user, raised, split
 from tltlab.planning.composition import Admission, SharedBuffer
+from tltlab.policies.driver import refuse_needs
 from tltlab.policies.policy import Policy, PolicySource, load_policy
-from tltlab.policies.selector import Selector
+from tltlab.policies.selector import WHOLE_TOKENS, Selector
 from tltlab.policies.specs import CustomSpec
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
@@ -177,20 +178,27 @@ class Scenario(SimulationConfig):
         record_rewards: bool = False,
         entropy: Sequence[Sequence[int]] | None = None,
         drafter: Sequence[DrafterState] | None = None,
+        delay: int | None = None,
     ) -> tuple[SimulatedRollout, ...]:
         """Simulate every RL step under a policy; `entropy` seeds each worker's selector, else [seed, worker] does.
 
         `drafter` is the learned drafter's state in each RL step where that is known, else it follows from the training.
+        Outcomes come as in an engine; with a `delay` choices hold at once and outcomes come so many choices later.
         """
         entropy = [[self.seed, w] for w in range(self.workers)] if entropy is None else entropy
         drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
         budgets = budgets_of(policy, self.workers)
         trainer = None if self.spot is None else SimulatedSpotTrainer(self.spot, self.coordinator)
+        selectors = [policy.build(np.random.default_rng(list(words))) for words in entropy]
+        fluid = {WHOLE_TOKENS: "mode 'fluid' has expected tokens; simulate with mode 'sampled'"}
+        refuse_needs(selectors[0], fluid if self.mode == "fluid" else {})
         simulator = RolloutSimulator(
             costs=self.costs,
-            selectors=[policy.build(np.random.default_rng(list(words))) for words in entropy],
+            selectors=selectors,
             decision_block=self.decision_block,
             record_rewards=record_rewards,
+            ahead=None if delay is None else False,
+            delay=delay,
             idle_use=trainer or LeaveIdle(),
             noise=self.costs.noise if self.mode == "sampled" else None,
             seed=self.seed,

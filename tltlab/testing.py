@@ -24,10 +24,11 @@ from tltlab.acceptance.base import AcceptanceModel, SettledModel
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.drafters.base import Draft, Drafter
 from tltlab.planning.placement import PlacedRequest, Placement
-from tltlab.policies.selector import Selector
+from tltlab.policies.driver import refuse_needs
+from tltlab.policies.selector import Selector, as_choice
 
 from .errors import ConfigError
-from .state import DrafterState, RequestState, StepOutcome, StepState
+from .state import Choice, DrafterState, RequestState, StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
 
 Factory = Callable[[np.random.Generator], Selector]
@@ -42,8 +43,8 @@ def check_selector(source: Factory | type[Selector] | Selector) -> None:
 
     They choose only from `strategies`, with a propensity in (0, 1]; the same generator seed gives the same choices;
     `state_dict` survives JSON and a restored selector goes on identically; `reward` changes nothing; no requests in the
-    state, a batch of 1 or 4096, an outcome with nothing accepted, a prefill or an outcome that arrives one choice late
-    do no harm; and a `memoryless` selector looks only at batch and waiting.
+    state, a batch of 1 or 4096, an outcome with nothing accepted, a prefill, outcomes that arrive several choices late
+    from another batch size, or never, do no harm; and a `memoryless` selector looks only at batch and waiting.
     """
     factory = _factory(source)
     check_strategies(factory)
@@ -72,19 +73,27 @@ def check_strategies(factory: Factory) -> None:
     for strategy in strategies:
         assert isinstance(strategy, Strategy), f"strategies must hold Strategy values, got {strategy!r}"
     assert len(set(strategies)) == len(strategies), f"strategies lists one twice: {_names(strategies)}"
+    for name in ("propensity_", "bucket_"):
+        assert not hasattr(selector, name), (
+            f"{name} is not read: return Choice(strategy, propensity, bucket)"
+        )
+    try:
+        refuse_needs(selector)
+    except ConfigError as error:
+        raise AssertionError(str(error)) from error
 
 
 def check_choices(factory: Factory) -> None:
     selector = factory(np.random.default_rng(0))
     for i in range(NUM_ITERATIONS):
         state = _state(i, requests=i % 3 == 0)
-        chosen = _choose(selector, state, i)
-        outcome = _outcome(chosen, state.batch, i)
-        selector.observe(chosen, outcome)
+        choice = _choose(selector, state, i)
+        selector.observe(choice, _outcome(choice, state.batch, i))
     for batch in (1, 4096):
-        for accepted in ((0,) * batch, ()):
-            chosen = _choose(selector, StepState(rl_step=99, batch=batch, requests=_NoRequests()), batch)
-            selector.observe(chosen, StepOutcome(elapsed_s=0.01, batch=batch, accepted=accepted))
+        for kept in (0, None):
+            choice = _choose(selector, StepState(rl_step=99, batch=batch, requests=_NoRequests()), batch)
+            accepted = () if kept is None else (kept,) * batch
+            selector.observe(choice, StepOutcome(elapsed_s=0.01, batch=batch, accepted=accepted))
 
 
 def check_repeatable(factory: Factory) -> None:
@@ -107,37 +116,36 @@ def check_state_round_trip(factory: Factory) -> None:
 
 
 def check_late_outcomes(factory: Factory) -> None:
-    """An engine that drafts one iteration ahead reports each outcome after the next choice."""
-    selector = factory(np.random.default_rng(0))
-    last: tuple[Strategy, StepState] | None = None
-    for i in range(NUM_ITERATIONS):
-        state = _state(i)
-        chosen = _choose(selector, state, i)
-        if last is not None:
-            selector.observe(last[0], _outcome(last[0], last[1].batch, i))
-        last = chosen, state
+    """Deliver outcomes one and three choices late, some of them never: batches have changed meanwhile."""
+    for delay in (1, 3):
+        selector = factory(np.random.default_rng(0))
+        made: list[Choice] = []
+        for i in range(NUM_ITERATIONS):
+            made.append(_choose(selector, _state(i), i))
+            if i >= delay and i % 5:
+                # The batch that ran is a later one than the choice was made for.
+                selector.observe(made[i - delay], _outcome(made[i - delay], _state(i - delay + 1).batch, i))
 
 
 def check_memoryless(factory: Factory) -> None:
     selector = factory(np.random.default_rng(0))
     if not selector.memoryless:
         return
-    chosen = {batch: _choose(selector, StepState(rl_step=0, batch=batch), batch) for batch in BATCHES}
+    made = {batch: _choose(selector, StepState(rl_step=0, batch=batch), batch) for batch in BATCHES}
     for i, batch in enumerate(BATCHES):
         for strategy in selector.strategies:
-            selector.observe(strategy, _outcome(strategy, batch, i))
+            selector.observe(Choice(strategy), _outcome(Choice(strategy), batch, i))
     for i, batch in enumerate(reversed(BATCHES)):
         state = StepState(
             rl_step=3,
             batch=batch,
             worker=1,
             context_tokens=1e6,
-            free_kv_tokens=10.0,
             strategy=selector.strategies[-1],
             drafters=_drafters(i),
             requests=_requests(batch, i),
         )
-        assert _choose(selector, state, i) == chosen[batch], (
+        assert _choose(selector, state, i) == made[batch], (
             f"memoryless is set, but the choice at batch {batch} changed after observe or with something in the state "
             f"other than batch and waiting"
         )
@@ -177,14 +185,13 @@ def _state(i: int, *, requests: bool = False) -> StepState:
         batch=batch,
         waiting=max(0, 20 - at),
         context_tokens=100.0 * batch + i,
-        free_kv_tokens=None if i % 2 else 1000.0,
         drafters=_drafters(i),
         requests=_requests(min(batch, 16), i) if requests else _NoRequests(),
     )
 
 
 def _drafters(i: int) -> dict[str, DrafterState]:
-    return {"ngram": DrafterState(age=i % 3, updates=i, accept_estimate=1.5 if i % 2 else None)}
+    return {"ngram": DrafterState(age=i % 3, updates=i)}
 
 
 def _requests(num: int, i: int) -> tuple[RequestState, ...]:
@@ -194,46 +201,49 @@ def _requests(num: int, i: int) -> tuple[RequestState, ...]:
     )
 
 
-def _outcome(strategy: Strategy, batch: int, i: int) -> StepOutcome:
+def _outcome(choice: Choice, batch: int, i: int) -> StepOutcome:
     """A made-up iteration: now nothing is accepted, now everything; now and then a prefill rides along."""
-    depth = strategy.draft_depth
+    depth = choice.strategy.draft_depth
     accepted = tuple((i + j) % (depth + 1) if i % 4 else 0 for j in range(batch)) if depth else ()
     drafted = (depth,) * batch if depth else ()
     elapsed_s = 0.01 * (1.0 + 0.1 * depth) + 1e-5 * batch + 1e-4 * (i % 7)
     return StepOutcome(elapsed_s=elapsed_s, batch=batch, drafted=drafted, accepted=accepted, had_prefill=i % 11 == 0)
 
 
-def _choose(selector: Selector, state: StepState, i: int) -> Strategy:
-    chosen = selector.choose(state)
-    assert chosen in selector.strategies, (
-        f"choose returned {chosen!r} at batch {state.batch}, which is not in strategies ({_names(selector.strategies)})"
+def _choose(selector: Selector, state: StepState, i: int) -> Choice:
+    answer = selector.choose(state)
+    assert isinstance(answer, Strategy | Choice), f"choose must return a Strategy or a Choice, got {answer!r}"
+    choice = as_choice(selector, answer)
+    assert choice.strategy in selector.strategies, (
+        f"choose returned {choice.strategy!r} at batch {state.batch}, which is not in strategies "
+        f"({_names(selector.strategies)})"
     )
-    propensity, bucket = selector.propensity_, selector.bucket_
-    assert isinstance(propensity, float), f"propensity_ must be a float, got {propensity!r}"
-    assert 0.0 < propensity <= 1.0, f"propensity_ must be in (0, 1], got {propensity} at batch {state.batch} (call {i})"
-    assert bucket is None or bucket >= 0, f"bucket_ must be None or an index, got {bucket}"
-    return chosen
+    chance, bucket = choice.propensity, choice.bucket
+    assert isinstance(chance, float), f"the propensity must be a float, got {chance!r}"
+    assert 0.0 < chance <= 1.0, f"the propensity must be in (0, 1], got {chance} at batch {state.batch} (call {i})"
+    assert bucket is None or bucket >= 0, f"the bucket must be None or an index, got {bucket}"
+    return choice
 
 
-def _run(selector: Selector, start: int = 0, stop: int = NUM_ITERATIONS, *, ask_reward: bool = False) -> list[Any]:
-    """Ask and tell through iterations start ... stop - 1; the (choice, propensity, bucket) of each."""
-    record = []
+def _run(selector: Selector, start: int = 0, stop: int = NUM_ITERATIONS, *, ask_reward: bool = False) -> list[Choice]:
+    """Ask and tell through iterations start ... stop - 1; the choices."""
+    made = []
     for i in range(start, stop):
         state = _state(i)
-        chosen = _choose(selector, state, i)
-        record.append((chosen, selector.propensity_, selector.bucket_))
-        outcome = _outcome(chosen, state.batch, i)
+        choice = _choose(selector, state, i)
+        made.append(choice)
+        outcome = _outcome(choice, state.batch, i)
         if ask_reward:
-            reward = selector.reward(chosen, outcome)
+            reward = selector.reward(choice, outcome)
             assert reward is None or math.isfinite(reward), f"reward() must be None or finite, got {reward} (call {i})"
-            selector.reward(NO_SPECULATION, outcome)
-        selector.observe(chosen, outcome)
-    return record
+            selector.reward(Choice(NO_SPECULATION), outcome)
+        selector.observe(choice, outcome)
+    return made
 
 
-def _same(first: list[Any], second: list[Any], broken: str) -> None:
+def _same(first: list[Choice], second: list[Choice], broken: str) -> None:
     for i, (a, b) in enumerate(zip(first, second, strict=True)):
-        shown = " against ".join(f"{strategy} with propensity {chance:g}" for strategy, chance, _ in (a, b))
+        shown = " against ".join(f"{choice.strategy} with propensity {choice.propensity:g}" for choice in (a, b))
         assert a == b, f"{broken} (call {i}: {shown})"
 
 

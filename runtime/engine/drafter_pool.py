@@ -420,8 +420,7 @@ class DrafterPool(Mapping[str, DrafterState]):
     def __getitem__(self, name: str) -> DrafterState:
         if name not in self.specs:
             raise KeyError(name)
-        weights = self._weights if name == self.learned else DrafterState()
-        return replace(weights, accept_estimate=self._accept_estimates.get(name))
+        return self._weights if name == self.learned else DrafterState()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)

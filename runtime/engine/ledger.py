@@ -14,9 +14,8 @@ from itertools import repeat
 from typing import Any
 
 from tltlab.drafters.base import Key
-from tltlab.policies.selector import Selector
-from tltlab.state import StepOutcome
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.state import NO_CHOICE, Choice, StepOutcome
+from tltlab.strategy import Strategy
 
 Row = dict[str, Any]
 Clock = Callable[[], float]
@@ -35,30 +34,16 @@ class Scheduled:
     waiting: int
     context_tokens: int
     prefill_tokens: int
-    free_kv_tokens: int
     graph: tuple[str, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A strategy, and the selector that chose it and, if it `learns`, is told its outcome; without one nobody chose."""
-
-    strategy: Strategy
-    selector: Selector | None = None
-    bucket: int | None = None
-    propensity: float = 1.0
-    learns: bool = True
-
-
-NO_CHOICE = Choice(NO_SPECULATION)
-
-Tell = Callable[[Choice, StepOutcome], float | None]
-"""Takes the outcome of a choice; the reward that was learned from it."""
+Tell = Callable[[Choice, StepOutcome, "Iteration"], object]
+"""Delivers the outcome of a choice, and writes the reward that was learned from it into the iteration."""
 
 
 @dataclass(slots=True, eq=False)
 class Iteration:
-    """An iteration in flight or over, and the choice that it verifies."""
+    """An iteration in flight or over, and the choice that it verifies; `decided` where a policy made that choice."""
 
     number: int
     start_s: float
@@ -67,6 +52,7 @@ class Iteration:
     context_tokens: int
     prefill_tokens: int
     verified: Choice
+    decided: bool
     draft_s_before: float | None
     next_depth: int = 0
     drafted: Sequence[int] = ()
@@ -83,13 +69,18 @@ class Iteration:
     def outcome(self) -> StepOutcome:
         """The outcome of the choice: its own drafting counts, that for the next iteration does not."""
         drafting_s = 0.0 if self.draft_s is None else (self.draft_s_before or 0.0) - self.draft_s
+        speculates = self.verified.strategy.speculates
         return StepOutcome(
             elapsed_s=self.duration_s + drafting_s,
             batch=self.batch,
-            drafted=self.drafted,
-            accepted=self.accepted,
+            drafted=self.drafted if speculates else (),
+            accepted=self.accepted if speculates else (),
             had_prefill=self.prefill_tokens > 0,
         )
+
+    def rewarded(self, reward: float | None) -> None:
+        """Take the reward of the choice that this iteration verified."""
+        self.reward = reward
 
 
 class Stopwatch:
@@ -135,8 +126,8 @@ class Ledger:
         self.clock = clock
         self._tell = tell
         self._on_end = over
-        self.in_force = NO_CHOICE
-        self._noughts: tuple[int, ...] = ()
+        self.clear()
+        self._zeros: tuple[int, ...] = ()
         self._in_flight: deque[Iteration] = deque()
         self.begin(0)
         self.is_open = False
@@ -152,7 +143,7 @@ class Ledger:
         self._ended: list[Iteration] = []
         self._number = 0
         # Overlapped, an iteration of requests that have ended may still be in flight: it is of no rollout.
-        self._strays = len(self._in_flight)
+        self._stale = len(self._in_flight)
         self._last: Iteration | None = None
         self._draft_s: float | None = 0.0
 
@@ -171,18 +162,19 @@ class Ledger:
         verified = self.in_force
         batch, context_tokens, prefill_tokens = len(work.request_ids), work.context_tokens, work.prefill_tokens
         self._last = Iteration(
-            self._number, self._start_s, batch, work.waiting, context_tokens, prefill_tokens, verified, self._draft_s
-        )
+            self._number, self._start_s, batch, work.waiting, context_tokens, prefill_tokens, verified, self._decided,
+            self._draft_s,
+        )  # fmt: skip
         self._in_flight.append(self._last)
         self._number += 1
         self._draft_s = None if self.overlapped else 0.0
-        self.in_force = NO_CHOICE
+        self.clear()
         return verified.strategy
 
-    def choose(self, choice: Choice) -> None:
-        """`choice` is what the iteration just scheduled drafts at its end, and the next one verifies."""
+    def choose(self, choice: Choice, *, decided: bool = True) -> None:
+        """Note what the iteration just scheduled drafts at its end and the next one verifies, `decided` by a policy."""
         assert self._last is not None
-        self.in_force = choice
+        self.in_force, self._decided = choice, decided
         self._last.next_depth = choice.strategy.draft_depth
 
     def first_token(self, key: Key) -> None:
@@ -197,10 +189,10 @@ class Ledger:
             iteration.drafted = drafted = list(map(len, map(work.drafts.get, work.request_ids, repeat(()))))
             iteration.accepted = [count - 1 if n and count else 0 for count, n in zip(counts, drafted, strict=True)]
         else:
-            # Iterations without drafts share their noughts: a rollout keeps all of its iterations until it ends.
-            if len(self._noughts) != iteration.batch:
-                self._noughts = (0,) * iteration.batch
-            iteration.drafted = iteration.accepted = self._noughts
+            # Iterations without drafts share their zeros: a rollout keeps all of its iterations until it ends.
+            if len(self._zeros) != iteration.batch:
+                self._zeros = (0,) * iteration.batch
+            iteration.drafted = iteration.accepted = self._zeros
         iteration.num_generated = sum(counts)
         iteration.graph = work.graph
         return iteration
@@ -213,8 +205,8 @@ class Ledger:
             return
         iteration.start_s = max(iteration.start_s, self._last_end_s)
         iteration.draft_s = None
-        if self._strays:
-            self._strays -= 1
+        if self._stale:
+            self._stale -= 1
         else:
             self._finish(iteration, self._busy_until_s)
 
@@ -236,7 +228,11 @@ class Ledger:
     def pause(self) -> None:
         """Nothing is left to run: the last iteration ended with its output or its drafts, and no choice is in force."""
         self._close(self._busy_until_s)
-        self.in_force = NO_CHOICE
+        self.clear()
+
+    def clear(self) -> None:
+        """Leave no choice in force: the next iteration verifies nothing."""
+        self.in_force, self._decided = NO_CHOICE, False
 
     def _close(self, now: float) -> None:
         """The iteration scheduled last is over `now`, unless it was closed before or is not back."""
@@ -249,9 +245,8 @@ class Ledger:
         self._last_end_s = now
         if self.is_open:
             self._ended.append(iteration)
-        choice = iteration.verified
-        if choice.learns and choice.selector is not None and choice.selector.learns_from(choice.strategy):
-            iteration.reward = self._tell(choice, iteration.outcome)
+        if iteration.decided and iteration.verified.learns:
+            self._tell(iteration.verified, iteration.outcome, iteration)
         self._on_end(iteration)
 
     def take(self) -> EndedIterations:
@@ -323,7 +318,8 @@ class EndedIterations:
                     "graph_tokens": it.graph[1] if it.graph is not None else None,
                 }
             )
-            if (choice := it.verified).selector is not None:
+            if it.decided:
+                choice = it.verified
                 bandit = {"propensity": choice.propensity, "reward": it.reward}
                 decisions.append({**place, "bucket": choice.bucket, **columns, **bandit})
         return iterations, decisions

@@ -28,8 +28,8 @@ from tltlab.traces.recording import recording_of
 from tltlab.traces.schema import Manifest
 
 from .control import Control, Live
+from .failures import what_was_raised
 from .ledger import Clock, EndedIterations, Row
-from .seat import what_was_raised
 
 logger = logging.getLogger(__name__)
 

@@ -157,12 +157,12 @@ class Drafters(Mapping[str, DrafterTraits]):
     Standard are `ngram`, `suffix` and `learned`. A hybrid has a network where one of its parts has. Names are for
     people: whatever depends on what a drafter is asks here.
 
-    >>> drafters = Drafters({"recent": SuffixSpec(window=4)})
-    >>> drafters["recent"].has_network, drafters["learned"].has_network
+    >>> drafters = Drafters({"own": SuffixSpec(window=4)})
+    >>> drafters["own"].has_network, drafters["learned"].has_network
     (False, True)
     >>> drafters["sufix"]
     Traceback (most recent call last):
-    tltlab.errors.ConfigError: no drafter named 'sufix' (did you mean 'suffix'?); there are learned, ngram, recent, suffix
+    tltlab.errors.ConfigError: no drafter named 'sufix' (did you mean 'suffix'?); there are learned, ngram, own, suffix
     """
 
     def __init__(self, specs: Mapping[str, DrafterSpec] = {}) -> None:
