@@ -133,8 +133,7 @@ class OwnPart(FiniteModel):
     @classmethod
     def of_class(cls, own: type) -> Self:
         """The part that a class is; ConfigError for one of another kind, or that other processes cannot import."""
-        if not issubclass(own, cls.base):
-            raise ConfigError(f"{own.__name__} is no {cls.part}: it is not a subclass of {_full_name(cls.base)}")
+        cls.check_kind(own)
         if own.__module__ == "__main__" or "." in own.__qualname__:
             place = "a script or notebook" if own.__module__ == "__main__" else "a function"
             raise ConfigError(
@@ -147,19 +146,26 @@ class OwnPart(FiniteModel):
     def resolve(cls, source: object) -> Any:
         """The checked object that a user means by `module:Class(...)`, a class or an instance; None for other sources.
 
-        An instance comes back as it is.
+        An instance comes back as it is. ConfigError for a class of another kind.
         """
         if (own := cls.parse(source)) is not None:
             own.check()
             return own.make()
-        name = getattr(source if isinstance(source, type) else type(source), "__name__", "")
-        if isinstance(source, type) and issubclass(source, cls.base):
-            source = build_own(source, {}, f"{cls.part} {name}")
+        if isinstance(source, type):
+            cls.check_kind(source)
+            source = build_own(source, {}, f"{cls.part} {source.__name__}")
         elif not isinstance(source, cls.base):
             return None
         if not type(source).__module__.startswith("tltlab."):
-            cls.check_contract(source, name)
+            cls.check_contract(source, type(source).__name__)
         return source
+
+    @classmethod
+    def check_kind(cls, own: type) -> None:
+        """ConfigError for a class that is no subclass of `base`."""
+        if not issubclass(own, cls.base):
+            base = f"{cls.base.__module__}.{cls.base.__name__}"
+            raise ConfigError(f"{own.__module__}:{own.__qualname__} is no {cls.part}: it is not a subclass of {base}")
 
     @property
     def module(self) -> str:
@@ -193,8 +199,9 @@ class OwnPart(FiniteModel):
         cls = getattr(module, name, None)
         if cls is None:
             raise ConfigError(f"{self.name}: {module_name} ({module.__file__}) has no {name}")
-        if not (isinstance(cls, type) and issubclass(cls, self.base)):
-            raise ConfigError(f"{self.name}: {name} is not a subclass of {_full_name(self.base)}")
+        if not isinstance(cls, type):
+            raise ConfigError(f"{self.name}: {name} is no class")
+        self.check_kind(cls)
         # Other processes look the class up as this one did, and not among the modules that they know.
         copyreg.pickle(cls, partial(_reduced, type(self), self.path))
         return cls
@@ -239,17 +246,14 @@ class OwnPart(FiniteModel):
 
 def _reduced(kind: type[OwnPart], path: str, own: Any) -> tuple[Any, ...]:
     """Reduce an object of a user's own class for pickle."""
-    _, (_, *args), *state = object.__reduce_ex__(own, 2)
+    reduced: Any = object.__reduce_ex__(own, 2)
+    _, (_, *args), *state = reduced
     return (_restored, (kind, path, *args), *state)
 
 
 def _restored(kind: type[OwnPart], path: str, *args: Any) -> Any:
     cls = kind(path=path).load()
     return cls.__new__(cls, *args)
-
-
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__name__}"
 
 
 def _lacks(module: str, name: str) -> str | None:

@@ -261,7 +261,8 @@ def check_drafter(source: Callable[[], Drafter] | type[Drafter] | Drafter) -> No
     """
 
     def fresh() -> Drafter:
-        return _part(source, Drafter)
+        drafter: Drafter = _part(source, Drafter)
+        return drafter
 
     drafter = fresh()
     for name, wanted in (("has_network", bool), ("needs_text", bool), ("draws_trees", bool)):

@@ -47,7 +47,7 @@ class _Visit:
     num_bytes: int
 
 
-_OF_OWN = {"scopes": ("problem",), "window": None, "history_mib": 256.0}
+_OF_OWN: dict[str, Any] = {"scopes": ("problem",), "window": None, "history_mib": 256.0}
 """What is held for a drafter class of the user's own: earlier responses to the prompts that come again."""
 
 

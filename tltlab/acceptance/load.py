@@ -85,16 +85,17 @@ def load_acceptance(source: Acceptance | type[SettledModel] | dict[str, Any] | s
     """
     if isinstance(source, dict):
         return _validated(source, "acceptance")
-    if not isinstance(source, str | Path):
-        own: Acceptance = OwnAcceptance.resolve(source) or source
-        return own
-    if str(source) in SHIPPED:
-        return SHIPPED[str(source)]
-    name, colon, number = str(source).partition(":")
+    name, colon, number = str(source).partition(":") if isinstance(source, str | Path) else ("", "", "")
     if colon and name in _SHORT:
         return _validated({"kind": name, _SHORT[name]: number}, str(source))
-    if (typed := OwnAcceptance.resolve(source)) is not None:
-        return typed
+    own: Acceptance | None = OwnAcceptance.resolve(source)
+    if own is not None:
+        return own
+    if not isinstance(source, str | Path):
+        assert not isinstance(source, type)
+        return source
+    if str(source) in SHIPPED:
+        return SHIPPED[str(source)]
     if not Path(source).exists():
         raise ConfigError(
             f"no acceptance model {str(source)!r}: give constant:A, geometric:ALPHA, 'trace', {', '.join(SHIPPED)} "

@@ -141,13 +141,14 @@ class Policy(FiniteModel):
         """
         name, selector = name or f"policy {self.selector.kind}", self.selector
         if isinstance(selector, CustomSpec):
-            return self.model_copy(update={"selector": selector.model_copy(update={"args": selector.args | settings})})
+            args = {**selector.args, **settings}
+            return self.model_copy(update={"selector": selector.model_copy(update={"args": args})})
         known = [field for field in type(selector).model_fields if field != "kind"]
         if unknown := [key for key in settings if key not in known]:
             near = did_you_mean(unknown[0], known)
             raise ConfigError(f"{name} has no setting {unknown[0]!r}{near}; there are {', '.join(known) or 'none'}")
         with faults_in(name):
-            changed = type(selector).model_validate(selector.model_dump(mode="json") | settings)
+            changed = type(selector).model_validate({**selector.model_dump(mode="json"), **settings})
         return self.model_copy(update={"selector": changed})
 
     @property
