@@ -177,30 +177,13 @@ class OwnPart(FiniteModel):
         return f"{self.part} {self.path}"
 
     def load(self) -> type[Any]:
-        """Import the class; ConfigError when there is none or it is no subclass of `base`.
-
-        A module of Python itself is not imported for it, nor one whose source has no such name: some do things when
-        they are.
-        """
+        """Import the class; ConfigError when there is none or it is no subclass of `base`."""
         if (file := _file.get()) is not None:
             self.refuse_unasked(file)
-        module_name, _, name = self.path.partition(":")
-        if module_name.partition(".")[0] in sys.stdlib_module_names:
-            raise ConfigError(f"{self.name}: {module_name} is a module of Python itself, which has no such class")
-        try:
-            with found_in([os.getcwd()]):
-                if (source := _lacks(module_name, name)) is not None:
-                    raise ConfigError(f"{self.name}: {module_name} ({source}) has no {name}")
-                module = importlib.import_module(module_name)
-        except ConfigError:
-            raise
-        except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
-            raise ConfigError(f"{self.name}: cannot import {module_name}: {type(error).__name__}: {error}") from error
-        cls = getattr(module, name, None)
-        if cls is None:
-            raise ConfigError(f"{self.name}: {module_name} ({module.__file__}) has no {name}")
+        with found_in([os.getcwd()]):
+            cls = load_name(self.path, self.name)
         if not isinstance(cls, type):
-            raise ConfigError(f"{self.name}: {name} is no class")
+            raise ConfigError(f"{self.name} is no class")
         self.check_kind(cls)
         # Other processes look the class up as this one did, and not among the modules that they know.
         copyreg.pickle(cls, partial(_reduced, type(self), self.path))
@@ -254,6 +237,26 @@ def _reduced(kind: type[OwnPart], path: str, own: Any) -> tuple[Any, ...]:
 def _restored(kind: type[OwnPart], path: str, *args: Any) -> Any:
     cls = kind(path=path).load()
     return cls.__new__(cls, *args)
+
+
+def load_name(path: str, part: str) -> Any:
+    """Import what `module:name` names; ConfigError, which begins with what `part` it is, where there is none.
+
+    A module of Python itself is not imported for it, nor one whose source has no such name: some do things when they
+    are.
+    """
+    module_name, _, name = path.partition(":")
+    if module_name.partition(".")[0] in sys.stdlib_module_names:
+        raise ConfigError(f"{part}: {module_name} is a module of Python itself, which has no such part")
+    if (source := _lacks(module_name, name)) is not None:
+        raise ConfigError(f"{part}: {module_name} ({source}) has no {name!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
+        raise ConfigError(f"{part}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{part}: {module_name} ({module.__file__}) has no {name!r}")
+    return getattr(module, name)
 
 
 def _lacks(module: str, name: str) -> str | None:

@@ -16,7 +16,7 @@ from tltlab.config import json_or_text
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean, refuse
 from tltlab.files import found_in, read_json, read_text
-from tltlab.own import allowed_modules, code_allowed
+from tltlab.own import OwnPart, allowed_modules, code_allowed
 from tltlab.planning.placement import Placement, load_placement
 from tltlab.policies.policy import Policy, load_policy
 
@@ -40,8 +40,14 @@ class Recipe(Sections):
     """
 
     def read_policy(self) -> Policy:
-        """The rollouts' policy, its module looked up in `code` too. ConfigError as `load_policy`."""
+        """The rollouts' policy; its module and those of drafters are looked up in `code` too.
+
+        ConfigError as `load_policy`, and for a drafter of the user's own that breaks its contract.
+        """
         with found_in(self.code), code_allowed(self.rollout.allow_code):
+            for spec in self.rollout.drafters.values():
+                if isinstance(spec, OwnPart):
+                    spec.check()
             return load_policy(self.rollout.policy)
 
     def read_placement(self) -> Placement:

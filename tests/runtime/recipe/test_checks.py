@@ -75,6 +75,7 @@ CANNOT: list[tuple[str, tuple[str, ...]]] = [
     ("rollout.policy=beg-mab-learned", ("learned:8", "ngram, suffix")),
     ("rollout.policy=policy.json", ("policy.json", "format", "tltlab-policy")),
     ("rollout.policy=gone.json", ("gone.json",)),
+    ('rollout.drafters={"x":{"kind":"custom","path":"silent:Mine"}}', ("silent", "ModuleNotFoundError")),
     ("rollout.placement=longest_first", ("longest_first", "least_loaded")),
     ("rollout.placement=silent:Order", ("silent", "ModuleNotFoundError")),
     ("reward=loud:rewards", ("loud", "'rewards'")),
