@@ -27,6 +27,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.composition import System
+from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind, bind_assuming
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy
@@ -153,10 +154,11 @@ def compare_systems(
     over RL steps (Student's below ten), `tokens_per_s` that are trained on and its ratio likewise, `regret` of the
     rollout to the clairvoyant bound over all strategies of all systems on all workers (None under a per-request
     budget), `lossless`, `mean_accept_length`, `bubble_fraction`, `off_policy_share` and `wasted_share` of tokens,
-    `length_bias` (mean length of trained responses over that of all begun, 1 where RL steps are apart), `intervals` of
-    what has one by name, `claim` of the system's paper beside what is found (None: it has none), `workers` (those that
-    generate), `assumptions`, `stand_ins`, `defaults`, `source`. With `stages`: `step_s`, `step_ratio`,
-    `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL steps, by which the rows are then ordered.
+    `runs_here` (True, or the parts that no engine here has), `length_bias` (mean length of trained responses over that
+    of all begun, 1 where RL steps are apart), `intervals` of what has one by name, `claim` of the system's paper beside
+    what is found (None: it has none), `workers` (those that generate), `assumptions`, `stand_ins`, `defaults`,
+    `source`. With `stages`: `step_s`, `step_ratio`, `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL
+    steps, by which the rows are then ordered.
 
     No system is left out, `attrs["left_out"]` is empty: a number that is missing takes a default that `defaults` names.
     Where there is one
@@ -324,6 +326,7 @@ def _row(
         **{name: None if interval is None else interval.estimate for name, interval in shares.items()},
         "lossless": system.lossless,
         "on_policy": system.on_policy,
+        "runs_here": missing_part(system) or True,
         "length_bias": float(outcome.length_bias),
         "mean_accept_length": outcome.mean_accept_length,
         "workers": generating_workers(system, scenario.workers),

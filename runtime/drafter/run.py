@@ -86,7 +86,7 @@ class DrafterRun:
         if not self.drafts:
             name = self.config.name
             self.events.note(
-                f"policy {self.recipe.rollout.policy} never drafts with {name!r}: it is trained and serves nobody"
+                f"{self.recipe.rollout.chosen_by} never drafts with {name!r}: it is trained and serves nobody"
             )
 
     def feed(self, worker: int) -> str:

@@ -95,7 +95,7 @@ def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
         try:
             pool.check(strategy)
         except ConfigError as error:
-            yield f"rollout.policy = {recipe.rollout.policy}: {error}"
+            yield f"{recipe.rollout.chosen_by}: {error}"
             # Its other strategies lack the same.
             return
 

@@ -21,7 +21,8 @@ from tltlab.planning.placement import Placement, load_placement
 from tltlab.policies.policy import Policy, load_policy
 
 from .rules import RULES
-from .sections import Sections
+from .sections import SYSTEMS_POLICY, Sections
+from .system import engine_run_of, give_way, sections_of_system
 from .user_code import CODE, code_of, refuse_code
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -44,6 +45,8 @@ class Recipe(Sections):
 
         ConfigError as `load_policy`, and for a drafter of the user's own that breaks its contract.
         """
+        if self.rollout.system is not None and self.rollout.policy == SYSTEMS_POLICY:
+            return engine_run_of(self).policy
         with found_in(self.code), code_allowed(self.rollout.allow_code):
             for spec in self.rollout.drafters.values():
                 if isinstance(spec, OwnPart):
@@ -59,6 +62,21 @@ class Recipe(Sections):
     def _by_the_rules(self) -> Recipe:
         refuse((complaint for rule in RULES for complaint in rule(self)), ValueError)
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_its_system(cls, fields: Any) -> Any:
+        try:
+            sections = Sections.model_validate(fields)
+        except ValidationError:
+            # The validation that follows says what is wrong with the fields.
+            return fields
+        if sections.rollout.system is None or not isinstance(fields, dict):
+            return fields
+        try:
+            return fields | sections_of_system(sections)
+        except ConfigError as error:
+            raise ValueError(f"rollout.system: {error}") from error
 
 
 def builtin_recipes() -> dict[str, Path]:
@@ -82,6 +100,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a TOML recipe, a file or one of those that come with tltlab, and apply `section.key=value` overrides.
 
+    Where `rollout.system` is an override, the fields that it decides are not taken from the file.
     ConfigError lists every fault with its path.
     """
     path = find_recipe(recipe)
@@ -99,7 +118,8 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequence[str] = ()) -> Recipe:
     """The recipe of a run that is to go on, from its `run.json`, with overrides; ConfigError as in `load_recipe`.
 
-    Its modules are looked up in the run's own copies first; a policy file that is no more is the run's `policy.json`.
+    Its modules are looked up in the run's own copies first. A policy file that is no more is the run's `policy.json`,
+    and so is the policy of a system, whatever its row says now.
     ConfigError too for a module, or an argument of vLLM that imports code, which is neither in `allow_code` nor
     allowed by `tltlab.own.code_allowed`: a run's folder does not choose what is imported.
     """
@@ -110,7 +130,8 @@ def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequenc
     fields = description["recipe"]
     rollout, copy = fields.get("rollout"), Path(run) / "policy.json"
     policy = rollout.get("policy") if isinstance(rollout, dict) else None
-    if isinstance(policy, str) and policy.endswith(".json") and not Path(policy).exists() and copy.is_file():
+    gone = isinstance(policy, str) and policy.endswith(".json") and not Path(policy).exists()
+    if (gone or policy == SYSTEMS_POLICY) and copy.is_file():
         rollout["policy"] = str(copy.resolve())
     recipe, copies = _recipe(fields, overrides, str(path)), str((Path(run) / CODE).resolve())
     with code_allowed(allow_code):
@@ -144,6 +165,9 @@ def located(recipe: Recipe) -> Recipe:
 
 
 def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
+    named = [override.partition("=")[2] for override in overrides if override.startswith("rollout.system=")]
+    if any(json_or_text(name) for name in named):
+        give_way(fields)
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals:

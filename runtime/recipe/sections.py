@@ -18,6 +18,8 @@ from tltlab.runtime.trainer.algorithms import ALGORITHMS
 from .drafter import Beta, DrafterConfig
 
 _SECRET = re.compile(r"(^|[_-])(hf_token|api_key|password|secret|access_token|auth_token)$", re.IGNORECASE)
+SYSTEMS_POLICY = "system"
+"""`rollout.policy` of a recipe whose `rollout.system` brings the policy."""
 _VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
 
 
@@ -133,6 +135,9 @@ class RolloutConfig(FiniteModel):
     On GPUs engines capture the CUDA `graphs` that are planned for the policy, of as many batch sizes as `graph_gib` GiB
     on each GPU allow ("planned"), or what vLLM captures by default ("stock"). Planned, engines run this policy and no
     deeper drafts or other drafters.
+
+    `system` is a row of `tltlab.planning.systems`, such as copris: its parts decide `policy`, `max_draft_depth`,
+    `partial`, `reuse`, `one_step_off`, `staleness` and `drafter.schedule.kind`.
     """
 
     num_workers: int = Field(default=2, ge=1)
@@ -159,6 +164,7 @@ class RolloutConfig(FiniteModel):
     one_step_off: bool = False
     staleness: int = Field(default=0, ge=0)
     stale: Literal["hold", "drop"] = "hold"
+    system: str | None = None
     vllm: dict[str, Any] = Field(default={})
 
     @field_validator("vllm")
@@ -166,6 +172,12 @@ class RolloutConfig(FiniteModel):
     def _by_the_rules(cls, vllm: dict[str, Any]) -> dict[str, Any]:
         refuse(vllm_arguments(vllm), ValueError)
         return vllm
+
+    @property
+    def chosen_by(self) -> str:
+        """The setting that says who chooses what is drafted, with its value."""
+        name = "system" if self.policy == SYSTEMS_POLICY else "policy"
+        return f"rollout.{name} = {getattr(self, name)}"
 
     @property
     def batched_tokens(self) -> int:

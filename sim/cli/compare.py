@@ -210,6 +210,7 @@ def system_table(comparison: pd.DataFrame) -> str:
     columns = ["system", "rollout s", "speed-up", "ratio", "95 % interval", "tokens/s", "regret", "accept"]
     columns += ["RL step s", "speed-up", "ratio", "95 % interval"] if whole else []
     columns += ["rank in range"] if "rank_least" in comparison else []
+    columns.append("engine")
     rows = []
     notes: dict[str, list[str]] = {}
     for row in comparison.to_dict("records"):
@@ -220,9 +221,10 @@ def system_table(comparison: pd.DataFrame) -> str:
         if "rank_least" in row:
             least, most = int(row["rank_least"]), int(row["rank_most"])
             cells.append(str(least) if least == most else f"{least}-{most}")
-        rows.append(cells)
+        rows.append([*cells, "yes" if row["runs_here"] is True else "no"])
         marked = [f"* {note}" for note in row["stand_ins"]] + [f"+ {note}" for note in row["defaults"]]
-        for note in [*marked, *([] if row["lossless"] else ["not lossless"])]:
+        missing = [] if row["runs_here"] is True else [row["runs_here"]]
+        for note in [*marked, *([] if row["lossless"] else ["not lossless"]), *missing]:
             notes.setdefault(note, []).append(row["system"])
     lines = [table(columns, rows)]
     lines.append(
@@ -243,6 +245,10 @@ def system_table(comparison: pd.DataFrame) -> str:
         for end in comparison.attrs["ranges"]
         if end["kendall_tau"] is not None
     ]
+    lines.append(
+        "engine: whether engines here can run it, a system of the literature by `tltlab train RECIPE "
+        "rollout.system=NAME`, measured by `tltlab experiment systems only=NAME`"
+    )
     return "\n".join(lines)
 
 

@@ -163,7 +163,7 @@ def test_a_recorded_trace_and_its_simulation_calibrate_alike():
     assert again.makespan_s == pytest.approx(result.makespan_s, rel=0.05)
 
 
-def test_a_policy_is_asked_before_every_iteration():
+def test_a_policy_is_asked_one_iteration_ahead():
     running: list[list[tuple[str, float]]] = []
 
     def look(state: StepState) -> Strategy:
@@ -174,14 +174,18 @@ def test_a_policy_is_asked_before_every_iteration():
     costs = ONE_SECOND.model_copy(update={"prefill_per_token_s": 0.1})
     simulate(lengths(4, 6), policy, costs=costs, acceptance="constant:2")
     (selector,) = policy.built
-    assert [s.batch for s in selector.states] == [2, 2, 1]
-    assert [s.context_tokens for s in selector.states] == [20, 24, 14]
-    assert [s.strategy for s in selector.states] == [NO_SPECULATION, CHAIN, CHAIN]
-    assert running == [[("p0", 0), ("p1", 0)], [("p0", 2), ("p1", 2)], [("p1", 4)]]
-    assert [o.elapsed_s for o in selector.outcomes] == [3.0, 1.0, 1.0]
-    assert [o.had_prefill for o in selector.outcomes] == [True, False, False]
+    assert [s.batch for s in selector.states] == [2, 2, 2, 1]
+    assert [s.context_tokens for s in selector.states] == [20, 22, 26, 15]
+    assert [s.strategy for s in selector.states] == [NO_SPECULATION, CHAIN, CHAIN, CHAIN]
+    assert running == [[("p0", n), ("p1", n)] for n in (0, 1, 3)] + [[("p1", 5)]]
+    # The first iteration, which prefills, verifies no choice.
+    assert [o.elapsed_s for o in selector.outcomes] == [1.0, 1.0, 1.0]
+    assert not any(o.had_prefill for o in selector.outcomes)
     assert selector.outcomes[0].drafted == (4.0, 4.0)
     assert selector.outcomes[0].accepted == (1.0, 1.0)
+    simulate(lengths(4, 6), policy, costs=costs, acceptance="constant:2", decision_block=2)
+    assert [o.elapsed_s for o in policy.built[1].outcomes] == [2.0, 1.0]
+    assert [o.had_prefill for o in policy.built[1].outcomes] == [True, False]
 
 
 def test_a_decision_may_hold_for_a_block():
@@ -202,7 +206,8 @@ def test_decisions_are_recorded_with_their_rewards():
     decisions = result.trace.decisions
     assert decisions["propensity"].between(0, 1, inclusive="right").all()
     assert decisions["reward"].notna().any()
-    assert len(decisions) == len(result.trace.iterations)
+    # No policy chose the first iteration of a rollout.
+    assert set(decisions["iteration"]) == set(result.trace.iterations["iteration"]) - {0}
 
 
 @pytest.mark.parametrize("trace", ["", "trace"])

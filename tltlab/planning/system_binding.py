@@ -20,7 +20,6 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
-from tltlab.policies.specs import Bucket
 from tltlab.state import DrafterState
 from tltlab.strategy import MODEL_FREE, Strategy
 
@@ -97,7 +96,7 @@ def bind(
     that is not known is replaced by a model-free one that is, which `stand_ins` says.
     """
     if not system.drafters:
-        policy = Policy(selector=system.selector(()), provenance={"system": system.name, "source": system.source})
+        policy = system.policy(lambda rung: (), costs)
         return BoundSystem(system=system, policy=policy, acceptance=None, spot=None, assumptions=system.assumptions)
     choose = _together if system.together else _drafters
     chosen, model, stand_ins = choose(system, acceptance, model_free)
@@ -120,15 +119,12 @@ def bind(
         notes.append("the drafter was warmed up before RL step 0, so that the model-free one never has to serve")
     if learned and not depends:
         notes.append("acceptance does not depend on the drafter's age and training: a static one would fare alike")
-    buckets = []
-    for rung in system.ladder:
-        arms = [arm for name in chosen for arm in _arms(rung, name, model)]
-        buckets.append(Bucket(min_batch=rung.min_batch, strategies=tuple(dict.fromkeys(arms))))
+    policy = system.policy(lambda rung: [arm for name in chosen for arm in _arms(rung, name, model)], costs)
     published = {
         arm for rung in system.ladder for name in chosen for trees in (True, False)
         for arm in strategies(rung, name, trees=trees)
     }  # fmt: skip
-    drafted = dict.fromkeys(arm for bucket in buckets for arm in bucket.strategies if arm.speculates)
+    drafted = [arm for arm in policy.strategies if arm.speculates]
     outside = [str(arm) for arm in drafted if model.outside(arm)]
     if outside:
         notes.append(f"acceptance is extrapolated for {'; '.join(outside)}")
@@ -138,13 +134,6 @@ def bind(
         raise UnknownAcceptance(
             "its budget needs an acceptance model, and acceptance.parquet is replayed: name a model"
         )
-    policy = Policy(
-        selector=system.selector(buckets),
-        activation=system.activation,
-        budget=None if system.budget is None else system.budget(costs),
-        drafters={name: spec for name, spec in system.specs if name in chosen},
-        provenance={"system": system.name, "source": system.source},
-    )
     return BoundSystem(
         system=system,
         policy=policy,

@@ -172,6 +172,14 @@ def test_a_learning_run_resumes_with_replayed_decisions(learning: Path, tmp_path
     check_finished(again, learning)
 
 
+def test_a_systems_run_resumes_under_its_own_policy(recipe_file: Path, tmp_path: Path):
+    """DAS: drafts from a prompt's earlier responses, shared out by a budget that learns lengths."""
+    settings = ["rollout.prompts_per_step=32", "rollout.group_size=2", "rollout.num_workers=1"]
+    unbroken = whole_run(recipe_file, tmp_path / "whole", "rollout.system=das", *settings)
+    assert "suffix" in set(tltlab.read(unbroken / "trace").iterations["drafter"])
+    check_finished(resumed(as_it_was_at(unbroken, 2, tmp_path / "run")), unbroken)
+
+
 def test_cut_responses_go_on_a_step_later(fixed: Path):
     trace = tltlab.read(fixed / "trace")
     rows = trace.outcomes.merge(trace.workload, on=["rl_step", "prompt_id", "sample", "turn"])

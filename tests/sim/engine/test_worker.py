@@ -98,7 +98,7 @@ def assert_agree(
     workers: int = 2,
     placement: str = "contiguous",
     gain: Callable[..., float] = expected,
-    decision_block: int = 1,
+    **asked: Any,
 ) -> None:
     """`drafting` by a threshold, of which None is plain decoding, takes the time that the slow oracle says.
 
@@ -109,15 +109,14 @@ def assert_agree(
         return PLAIN.build(np.random.default_rng(0)) if threshold is None else drafting(*threshold)
 
     regimes = Regimes(selector().strategies, cost, acceptance)
-    engine = RolloutSimulator(
-        costs=cost, selectors=[selector() for _ in range(workers)], decision_block=decision_block
-    ).prepare(regimes, new_batch)
+    engine = RolloutSimulator(costs=cost, selectors=[selector() for _ in range(workers)], **asked)
+    engine.prepare(regimes, new_batch)
     queues = place(req, workers, placement)
     result = engine.rollout(req, queues)
     makespan = 0.0
     for fast, queue in zip(engine.selectors, queues, strict=True):
         oracle = selector()
-        slow = finish_times(req, queue, oracle, regimes, cost, gain=gain, decision_block=decision_block)
+        slow = finish_times(req, queue, oracle, regimes, cost, gain=gain, **asked)
         assert set(slow) == set(queue)
         for request, finish in slow.items():
             assert result.finish_s[request] == pytest.approx(finish, rel=1e-9, abs=1e-12)
@@ -151,13 +150,13 @@ def by_batch(border: int) -> BatchAcceptance:
 
 
 THRESHOLDS = st.tuples(st.integers(0, 6), st.integers(0, 12), st.sampled_from(["memoryless", "asked", "learns"]))
-ALPHAS, SEEDS = st.floats(0, 1), st.integers(0, 9)
+ALPHAS, SEEDS, ASKED = st.floats(0, 1), st.integers(0, 9), st.booleans()
 
 
-@given(requests(), costs(), ALPHAS, st.none() | THRESHOLDS, st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]))
-def test_fluid_decoding_takes_the_time_of_its_iterations(req, cost, alpha, threshold, workers, placement):
+@given(requests(), costs(), ALPHAS, st.none() | THRESHOLDS, st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]), ASKED)
+def test_fluid_decoding_takes_the_time_of_its_iterations(req, cost, alpha, threshold, workers, placement, as_engine):
     model = None if threshold is None else GeometricAcceptance(alpha=alpha)
-    assert_agree(req, cost, model, FluidBatch, threshold, workers=workers, placement=placement)
+    assert_agree(req, cost, model, FluidBatch, threshold, workers=workers, placement=placement, as_engine=as_engine)
 
 
 @HALF
