@@ -7,7 +7,7 @@ is taken from the trace. A policy that cannot tell a simulation from an engine m
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def replay_decisions(
     run: str | Path | Trace,
     *,
     rl_steps: Sequence[int] | None = None,
-    allow_code: Container[str] = (),
+    allow_code: Collection[str] = (),
     forces: Mapping[int, InForce] | None = None,
 ) -> Decisions:
     """Make every recorded decision of a run again, and compare. O(iterations).
