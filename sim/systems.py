@@ -16,8 +16,9 @@ import numpy as np
 import pandas as pd
 from joblib import Parallel, delayed, parallel_config
 
-from tltlab.acceptance.base import Acceptance, SettledModel
-from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.base import Acceptance, Settled
+from tltlab.acceptance.load import acceptance_text, granted, load_acceptance
+from tltlab.acceptance.per_drafter import refuse_one_for_several, side_by_side
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.arrays import Floats
 from tltlab.costs.load import load_stages
@@ -27,7 +28,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.composition import System
-from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind, bind_assuming
+from tltlab.planning.system_binding import BoundSystem, bind, bind_assuming
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy
 from tltlab.stats import Interval, mean_of_few, paired_ratio
@@ -394,14 +395,12 @@ def _bounds_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) ->
 
 def _covering_all(bound: Sequence[BoundSystem]) -> Acceptance:
     """One model of all: each drafter by the first that has it, at its freshest."""
-    settled: dict[str, SettledModel] = {}
+    settled: dict[str, Settled] = {}
     for binding in bound:
         for strategy in binding.policy.strategies:
             if strategy.speculates and binding.acceptance is not None:
-                model = binding.acceptance.at_best([strategy.drafter])
-                assert isinstance(model, SettledModel), "no bound covers replayed acceptance beside a model"
-                settled.setdefault(strategy.drafter, model)
-    return PerDrafter(models=settled)
+                settled.setdefault(strategy.drafter, binding.acceptance.at_best([strategy.drafter]))
+    return side_by_side(settled)
 
 
 def replayable(acceptance: Acceptance | None, steps: Sequence[Requests]) -> Acceptance | None:
