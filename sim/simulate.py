@@ -264,6 +264,7 @@ def simulate(
     config, trace = config.changed(settings, simulate), read(trace)
     chosen = as_policy(policy)
     scenario = Scenario.of(trace, config)
+    scenario.check_acceptance([chosen])
     started = time.perf_counter()
     rollouts = scenario.rollouts(chosen, record_rewards=record_iterations)
     wall_s = time.perf_counter() - started

@@ -10,10 +10,22 @@ Workers = Annotated[int | None, typer.Option(help="Rollout workers. [default: th
 Costs = Annotated[
     str | None, typer.Option(help="Cost file or preset. [default: the trace's costs.json, else cpu-small]")
 ]
+Gpus = Annotated[str | None, typer.Option(help="Such as 8xH100, in place of costs and workers. [with --model: 8xH100]")]
+Model = Annotated[
+    str | None, typer.Option(help="On --gpus: Qwen/Qwen2.5-7B or another name, or a config.json. [default: Qwen2.5-7B]")
+]
+Engine = Annotated[
+    str | None, typer.Option(help="On --gpus: the engine's profile. [default: measured nearest to GPUs and model]")
+]
+TensorParallel = Annotated[
+    int | None, typer.Option("--tp", min=1, help="On --gpus: GPUs of a worker. [default: the fewest that hold it]")
+]
 Acceptance = Annotated[
     str | None,
     typer.Option(
-        help="constant:A, geometric:ALPHA, trace, or a fitted file. [default: what the trace has, or measured]"
+        help="By drafter, learned=geometric:0.7,ngram=geometric:0.42, or all=MODEL; a MODEL is geometric:ALPHA, "
+        "constant:A, 0.8/0.6/0.5 by token, a fitted file; also trace, default. [default: what the trace has, else with "
+        "--gpus the default of each drafter]"
     ),
 ]
 AcceptanceSpread = Annotated[
@@ -48,15 +60,13 @@ RayAddress = Annotated[
 Seed = Annotated[int, typer.Option(min=0, help="Seed of policies, of searches and of what is sampled.")]
 
 
-def words(text: str | None) -> tuple[str, ...]:
-    """What stands between commas."""
-    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+def words(text: str | None, between: str = ",") -> tuple[str, ...]:
+    """The words of an option, with commas or another sign between."""
+    return tuple(word.strip() for word in (text or "").split(between) if word.strip())
 
 
 def decisions(block: int | None, trace: Trace, systems: str | None) -> int:
-    """Iterations between decisions: of systems that get long responses some hundred decisions each, else 1."""
-    if block is not None or systems is None:
-        return 1 if block is None else block
-    cap = trace.workload["max_response_tokens"].max()
-    # That of a trace without responses is not a number, and not above anything.
-    return int(cap) // 256 if cap >= 4096 else 1
+    """Iterations between decisions: what was asked for, else `decisions_apart` of systems and 1 of policies."""
+    from tltlab.sim.config import decisions_apart
+
+    return block if block is not None else 1 if systems is None else decisions_apart(trace)

@@ -34,6 +34,10 @@ def tune(
     traces: Annotated[list[Path], typer.Argument(help="Traces or RUN folders; with several, tuned on all of them.")],
     out: Annotated[Path, typer.Option(help="Where the policy file goes.")],
     costs: options.Costs = None,
+    gpus: options.Gpus = None,
+    model: options.Model = None,
+    engine: options.Engine = None,
+    tp: options.TensorParallel = None,
     acceptance: options.Acceptance = None,
     workers: options.Workers = None,
     placement: Annotated[
@@ -96,7 +100,8 @@ def tune(
         costs=costs, acceptance=acceptance, workers=workers, placement=placement, decision_block=decision_block,
         seed=seed, depths=draft_depths, judge_steps=_judged(judge, sources), max_buckets=max_buckets,
         drafters=[d for d in drafters.split(",") if d] if drafters is not None else None, trials=trials,
-        repeats=repeats, robust=robust, cost_error=cost_error, jobs=jobs, graphs=graphs,
+        repeats=repeats, robust=robust, cost_error=cost_error, jobs=jobs, graphs=graphs, gpus=gpus, model=model,
+        engine=engine, tp=tp,
     )  # fmt: skip
     origin = {"command": "tltlab " + shlex.join(sys.argv[1:]), "paths": [str(path) for path in traces]}
     with progress_bar("trials", trials) as done:

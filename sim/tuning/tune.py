@@ -309,7 +309,7 @@ def _strategies(cases: Sequence[TuningCase], config: TuneConfig) -> tuple[list[S
     if len(models) < len(cases):
         raise ConfigError(
             "nothing is known about acceptance: the trace has neither acceptance.parquet nor acceptance.json nor "
-            "iterations that speculated; give --acceptance geometric:ALPHA or a fitted file"
+            "iterations that speculated; give --acceptance ngram=geometric:ALPHA, a fitted file, or default"
         )
     drafters = config.drafters
     if drafters is None:

@@ -11,12 +11,13 @@ import tltlab
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
+from tltlab.costs.deployment import Deployment
 from tltlab.errors import ConfigError
 from tltlab.sim import what_if as questions
 from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.simulate import simulate
 from tltlab.sim.topology import Colocated
-from tltlab.sim.what_if import Deployment, what_if
+from tltlab.sim.what_if import what_if
 
 from .workloads import typed
 
@@ -51,7 +52,7 @@ def test_an_answer_tells_which_columns_it_used(lengths: Path):
 def test_the_answer_is_what_simulating_its_policy_gives(tmp_path: Path):
     found = what_if(FRAME, accept=0.6, **FAST)
     machine = Deployment.of("8xH100", "Qwen2.5-7B", tokens=5000)
-    config = {"costs": machine.costs_name, "acceptance": "geometric:0.6", "workers": 8}
+    config = {"costs": machine.costs.name, "acceptance": "geometric:0.6", "workers": 8}
     before = simulate(FRAME, "none", **config)
     after = simulate(FRAME, found.chosen.policy, **config)
     assert found.chosen.rollout.estimate == pytest.approx(before.makespan_s / after.makespan_s, rel=1e-9)

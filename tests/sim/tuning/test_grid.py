@@ -9,11 +9,12 @@ import pytest
 
 import tltlab
 from tests.refused import refused
+from tltlab.costs.deployment import Deployment
 from tltlab.errors import ConfigError
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.systems import compare_systems
 from tltlab.sim.tuning.grid import Axes, SweepGrid
-from tltlab.sim.what_if import Deployment
+
 
 from ..workloads import typed
 
