@@ -235,10 +235,11 @@ def system_table(comparison: pd.DataFrame) -> str:
         for note in [*marked, *([] if row["lossless"] else ["not lossless"])]:
             notes.setdefault(note, []).append(row["system"])
     lines = [table(columns, rows, left=2), *filter(None, [granted_text(records, "system")])]
+    of_what = "speed-ups" if whole else "speed-ups, also of tokens trained on per second,"
     lines.append(
         f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; "
-        f"speed-ups{'' if whole else ', also of tokens trained on per second,'} over {comparison.attrs['baseline']}; --json has "
-        "each system's assumptions and source, and the other figures and intervals"
+        f"{of_what} over {comparison.attrs['baseline']}; --json has each system's assumptions and source, and the rest "
+        "of its figures and intervals"
     )
     ranks = "; ranks: over the plausible range of what was assumed" if "rank_least" in comparison else ""
     lines.append(f"{'' if whole else f'{REGRET}; '}accept: tokens per request and speculative iteration{ranks}")

@@ -21,6 +21,7 @@ import pandas as pd
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim.config import SimulationConfig, at_least
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
@@ -188,6 +189,8 @@ def tune(
         for side in (0, 1)
     )
     strategies, notes = _strategies(tune_on + judge_on, config)
+    for case in tune_on:
+        case.scenario.check_acceptance([Policy(selector=FixedSpec(strategy=strategy)) for strategy in strategies])
     tuning, judging = (_with_errors(cases, strategies, config) for cases in (tune_on, judge_on))
     if all(case.scenario.costs.noise is None for case in tune_on):
         notes.append("the costs have no noise: a bandit is tuned as if iteration times were exact (calibrate anew)")

@@ -36,7 +36,7 @@ STAGES = StageCosts(
     train=TrainCosts(per_token_s=3e-4, per_update_s=0.1), sync=SyncCosts(base_s=0.25),
 )  # fmt: skip
 GPU = {"costs": "h100-qwen2.5-32b-tp4", "decision_block": 16}
-ALIKE = {"costs": COSTS, "acceptance": "geometric:0.7", "decision_block": 8}
+ALIKE = {"costs": COSTS, "acceptance": "all=geometric:0.7", "decision_block": 8}
 KEYS = {
     "system", "makespan_s", "ratio", "ratio_low", "ratio_high", "interval", "regret", "lossless", "assumptions",
     "source", "stand_ins",
@@ -58,7 +58,8 @@ def test_each_row_is_the_simulation_of_its_policy(trace: Trace, found: pd.DataFr
     assert not any(found["defaults"])
     assert not found.attrs["ranges"]
     # What goes to another process is pickled.
-    sent = {n: pickle.loads(pickle.dumps(bind(s, COSTS, load_acceptance("geometric:0.7")))) for n, s in SYSTEMS.items()}
+    model = load_acceptance("all=geometric:0.7")
+    sent = {n: pickle.loads(pickle.dumps(bind(s, COSTS, model))) for n, s in SYSTEMS.items()}
     plain = {n: s for n, s in SYSTEMS.items() if s.same_work and s.placement == "contiguous" and not s.max_staleness}
     assert len(plain) >= 10
     for name, system in plain.items():

@@ -200,7 +200,7 @@ class AcceptanceModel(SettledModel):
         return np.broadcast_to(best, (len(levels), len(best)))
 
     def most_tokens(self, strategy: Strategy, levels: Floats, num_tokens: Floats, num_siblings: Floats) -> Floats:
-        return np.full(len(levels), self.tokens_per_iteration(strategy))
+        return np.full(len(levels), max(model.tokens_per_iteration(strategy) for model in self.by_batch))
 
     def cdf(self, strategy: Strategy) -> Floats | None:
         below: Floats = np.cumsum(self.distribution(strategy))[:-1]

@@ -15,7 +15,6 @@ from tltlab.sim.config import SimulationConfig
 from tltlab.sim.systems import compare_systems
 from tltlab.sim.tuning.grid import Axes, SweepGrid
 
-
 from ..workloads import typed
 
 FRAME = pd.DataFrame(
