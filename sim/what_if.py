@@ -172,7 +172,7 @@ class WhatIf:
         return self.systems.assign(speed_up=1.0 / self.systems["ratio"])
 
     def json(self) -> dict[str, Any]:
-        """The keys of `tltlab what-if --json`, without the systems' rows."""
+        """The keys of `tltlab what-if --json`, without the systems' rows; `policy` is what a policy file holds."""
         rollout, rl_step = self.chosen.rollout, self.chosen.rl_step
         return {
             "verdict": self.verdict,
@@ -196,6 +196,7 @@ class WhatIf:
             "crowded_share": self.crowded_share,
             "speedup_error": self.speedup_error,
             "drafter_training": None if self.training is None else self.training.json(),
+            "policy": self.chosen.policy.model_dump(mode="json"),
             "drafting": [{"min_batch": row.min_batch, "strategy": str(row.strategy)} for row in self.drafting],
             "columns": {"used": dict(self.used), "ignored": list(self.ignored)},
             "decision_block": self.decision_block,
@@ -294,10 +295,13 @@ def what_if(
     )
     if all(option is None for option in (gpus, model, engine, tp, costs)) and not _has_costs(trace, workers):
         config = replace(config, gpus=GPUS)
+    known, known_name = config.find_acceptance(trace)
+    if drafter is not None and (known is None or drafter not in known.drafters):
+        STANDARD[drafter]  # Refuses a name that no drafter has.
     if accept is not None:
         own = GeometricAcceptance(alpha=accept)
         config = replace(config, acceptance=with_drafter(load_acceptance(DEFAULT), drafter or USUAL, own))
-    known, known_name = config.find_acceptance(trace)
+        known, known_name = config.find_acceptance(trace)
     recorded = known is not None and config.acceptance in (None, "trace")
     if known is None:
         config = replace(config, acceptance=DEFAULT)
@@ -308,8 +312,6 @@ def what_if(
     notes.append(f"acceptance: {known_name or scenario.acceptance_name}")
     drafters = [drafter] if drafter else list(granted.drafters) if recorded or not granted.knows(USUAL) else [USUAL]
     drafters = drafters or [USUAL]
-    if drafter and drafter not in granted.drafters:
-        STANDARD[drafter]  # Refuses a name that no drafter has.
     accept = None if recorded else _chance(granted, drafters)
     chances: list[float | None] = [None] if accept is None else [*sorted({*_CURVE, LEAST, MOST, accept})]
     stages = 3 + len(chances)
