@@ -127,8 +127,8 @@ class SimulationConfig:
         machine = Deployment.of(self.gpus, self.model, engine=self.engine, tp=self.tp, tokens=tokens)
         known = self.acceptance is not None or self.find_acceptance(trace)[0] is not None
         resolved = replace(
-            self, **dict.fromkeys(self._machine), costs=machine.costs, workers=machine.workers,
-            acceptance=self.acceptance if known else DEFAULT,
+            self, costs=machine.costs, workers=machine.workers, acceptance=self.acceptance if known else DEFAULT,
+            gpus=None, model=None, engine=None, tp=None,
         )  # fmt: skip
         return resolved, machine
 

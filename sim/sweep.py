@@ -161,7 +161,7 @@ def drafters_text(names: Sequence[str]) -> str:
     return text if len(text) <= _DRAFTERS_CHARACTERS else f"{len(names)} drafters"
 
 
-def granted_text(rows: Sequence[Mapping[str, Any]], name: str, granted: str = "acceptance") -> str:
+def granted_text(rows: Sequence[Mapping[Any, Any]], name: str, granted: str = "acceptance") -> str:
     """A line that says of a table's `rows` which acceptance was granted to which drafter; "" where none drafts.
 
     Rows are named, by their `name`, where a drafter has another acceptance in another row.

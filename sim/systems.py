@@ -17,7 +17,6 @@ import pandas as pd
 from joblib import Parallel, delayed, parallel_config
 
 from tltlab.acceptance.base import Acceptance, Settled
-from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.per_drafter import side_by_side
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.arrays import Floats
@@ -136,7 +135,6 @@ def compare_systems(
     systems: str | Sequence[str | System] = "all",
     config: SimulationConfig = SimulationConfig(),
     *,
-    model_free_acceptance: Acceptance | Source | None = None,
     stages: StageCosts | Source | None = None,
     gpus_per_worker: int | None = None,
     repeats: int = 1,
@@ -179,15 +177,13 @@ def compare_systems(
     stages = machine.stages if stages is None and machine is not None else stages
     # Refuses what is wrong with the trace or the settings before anything is called left out.
     scenario = Scenario.of(trace, config)
-    model_free = None if model_free_acceptance is None else load_acceptance(model_free_acceptance)
     acceptance = replayable(scenario.acceptance, scenario.steps)
-    bound = bind_all(find_systems(systems), scenario, acceptance, model_free)
+    bound = bind_all(find_systems(systems), scenario, acceptance)
     bound += [
         BoundSystem(system=system, policy=policy, acceptance=acceptance, spot=None, assumptions=system.assumptions)
         for system, policy in beside
     ]
-    if model_free is None:
-        scenario.check_acceptance(binding.policy for binding in bound if binding.acceptance is acceptance)
+    scenario.check_acceptance(binding.policy for binding in bound if binding.acceptance is acceptance)
     config = replace(config, costs=scenario.costs)
     placed = {"stages": None if stages is None else load_stages(stages), "gpus_per_worker": gpus_per_worker}
 
@@ -230,14 +226,12 @@ def compare_systems(
     return table
 
 
-def bind_all(
-    systems: Sequence[System], scenario: Scenario, acceptance: Acceptance | None, model_free: Acceptance | None
-) -> list[BoundSystem]:
+def bind_all(systems: Sequence[System], scenario: Scenario, acceptance: Acceptance | None) -> list[BoundSystem]:
     """The systems fitted to what is known here, with defaults for what is not; `acceptance` is `replayable`."""
     fitted = scenario.acceptance.pooled() if isinstance(scenario.acceptance, TraceAcceptance) else None
     bound = []
     for system in systems:
-        binding = bind_assuming(system, scenario.costs, acceptance, model_free, fitted)
+        binding = bind_assuming(system, scenario.costs, acceptance, fitted=fitted)
         if generating_workers(system, scenario.workers) == scenario.workers and system.topology != "colocated":
             note = "a single worker's GPUs cannot be split: training has as many besides, which the others have not"
             binding = replace(binding, assumptions=(*binding.assumptions, note), defaults=(*binding.defaults, note))

@@ -49,10 +49,6 @@ def compare(
     tp: options.TensorParallel = None,
     acceptance: options.Acceptance = None,
     acceptance_spread: options.AcceptanceSpread = 0.0,
-    model_free_acceptance: Annotated[
-        str | None,
-        typer.Option(help="With --systems: acceptance of n-gram and suffix drafters, where --acceptance has none."),
-    ] = None,
     stages: Annotated[
         str | None, typer.Option(help="With --systems: stage costs, a file or preset, for whole RL steps too.")
     ] = None,
@@ -109,12 +105,8 @@ def compare(
     config, machine = config.on_machine(source)
     scenario = Scenario.of(source, config)
     if systems is None:
-        if any(
-            option is not None for option in (stages, gpus_per_worker, model_free_acceptance, ranges, claims or None)
-        ):
-            raise ConfigError(
-                "--stages, --gpus-per-worker, --model-free-acceptance, --ranges and --claims are for --systems"
-            )
+        if any(option is not None for option in (stages, gpus_per_worker, ranges, claims or None)):
+            raise ConfigError("--stages, --gpus-per-worker, --ranges and --claims are for --systems")
         with code_allowed(allow_code or ()):
             result, text = _policies(scenario, policies or _POLICIES, repeats, jobs, ray_address)
     else:
@@ -126,8 +118,8 @@ def compare(
         from tltlab.sim.systems import compare_systems
 
         arguments: dict[str, Any] = {
-            "model_free_acceptance": model_free_acceptance, "gpus_per_worker": gpus_per_worker, "repeats": repeats,
-            "jobs": jobs, "ranges": ranges, "stages": stages if stages or machine is None else machine.stages,
+            "gpus_per_worker": gpus_per_worker, "repeats": repeats, "jobs": jobs, "ranges": ranges,
+            "stages": stages if stages or machine is None else machine.stages,
         }  # fmt: skip
         if search:
             from tltlab.sim.tuning.compositions import search_systems
@@ -139,7 +131,7 @@ def compare(
         outside = _outside(scenario, named_policies("none"))
         result = {
             "systems": system_rows(rows), "figures": "simulated", **{key: rows.attrs[key] for key in attributes},
-            "model_free_acceptance": model_free_acceptance, "stages": stages, "outside_calibration": outside,
+            "stages": stages, "outside_calibration": outside,
         }  # fmt: skip
         text = "\n".join([system_table(rows), *evidence_lines(rows.attrs["evidence"], outside)])
         if search:

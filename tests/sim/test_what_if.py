@@ -11,11 +11,13 @@ import tltlab
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
+from tltlab.acceptance.load import DEFAULTS
 from tltlab.costs.deployment import Deployment
 from tltlab.errors import ConfigError
 from tltlab.sim import what_if as questions
 from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.simulate import simulate
+from tltlab.sim.sweep import drafters_text, granted_text
 from tltlab.sim.topology import Colocated
 from tltlab.sim.what_if import what_if
 
@@ -106,6 +108,51 @@ def test_the_same_question_has_the_same_answer(lengths: Path, tmp_path: Path, ca
         if found["speedup"][name] is not None:
             assert found["speedup"][name]["mean"] == pytest.approx(plain[key] / drafting[key], rel=1e-12)
     assert set(found["acceptance"]) == set(found["drafters"]) == {"learned"}
+
+
+def test_every_command_means_the_same_machine_and_acceptance(lengths: Path, tmp_path: Path, capsys):
+    """Without --acceptance it is the default of each drafter, in every row's words; n-grams are no learned drafter."""
+    machine = ("--gpus", "2xH100", "--model", "Qwen2.5-7B")
+    policies = "none,learned:4,ngram:4"
+
+    def asked(command: str, *options: object) -> dict:
+        code, out, err = typed(capsys, command, lengths, *machine, *options, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    alone = {name: asked("simulate", "--policy", name) for name in policies.split(",")}
+    compared = {row["policy"]: row for row in asked("compare", "--policies", policies)["policies"]}
+    swept = {row["policy"]: row for row in asked("sweep", "--policies", policies)["points"]}
+    for name, result in alone.items():
+        assert compared[name]["makespan_s"] == swept[name]["makespan_s"] == result["makespan_s"]
+        assert swept[name]["step_s"] if "step_s" in swept[name] else result["step_s"] > result["makespan_s"]
+    for rows, granted in ((compared, "acceptance"), (swept, "granted")):
+        assert [rows[name]["drafters"] for name in alone] == [[], ["learned"], ["ngram"]]
+        assert rows["ngram:4"][granted] == {"ngram": "geometric:0.42"}
+    options = ("--trials", "0", "--repeats", "1", "--depths", "4", "--out", tmp_path / "policy.json")
+    tuned = asked("tune", *options)
+    assert all(row["acceptance"] == {n: DEFAULTS[n] for n in row["drafters"]} for row in tuned["candidates"])
+    assert any("learned" in row["drafters"] for row in tuned["candidates"])
+    assert tuned["provenance"]["costs"] == ["sglang-0.4:1xH100:Qwen2.5-7B"]
+    explicit = asked("simulate", "--policy", "learned:4", "--acceptance", "default")
+    assert explicit["makespan_s"] == alone["learned:4"]["makespan_s"]
+
+
+def test_a_row_names_its_drafters_within_100_columns(capsys):
+    for options in (("--no-ranges",), ("--ranges", "--rl-steps", "0:1"), ("--no-ranges", "--stages", "cpu-small")):
+        code, out, _ = typed(capsys, "compare", "traces/tiny", "--systems", "all", "--acceptance", "default", *options)
+        table = out.split("\nacceptance: ")[0].splitlines()
+        assert (code, len(table) > 20, max(map(len, table)) <= 100) == (0, True, True)
+        named = {line.split()[0].rstrip("*+"): line.split()[1] for line in table[1:]}
+        assert (named["verl"], named["das"], named["tlt"]) == ("none", "suffix", "learned+ngram")
+    drafters = ["learned", "ngram", "suffix"]
+    many = {"policy": "a", "drafters": drafters, "acceptance": dict.fromkeys(drafters, "0.5")}
+    other = {"policy": "b", "drafters": ["ngram"], "acceptance": {"ngram": "0.4"}}
+    assert drafters_text(drafters) == "3 drafters"
+    said = granted_text([many, other], "policy")
+    assert all(
+        f in said for f in ("ngram 0.4 (b)", "ngram 0.5 (a)", "learned 0.5;", "a drafts with learned, ngram, suf")
+    )
 
 
 def test_accept_is_short_for_one_drafter(lengths: Path):

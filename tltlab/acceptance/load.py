@@ -165,8 +165,9 @@ def acceptance_text(model: Acceptance | None) -> str:
 
 def granted(model: Acceptance | None, name: str | None, drafters: Iterable[str]) -> dict[str, str]:
     """The acceptance of each drafter in words, for the rows of tables; `name` is how the user wrote the model."""
-    by_drafter = isinstance(model, PerDrafter)
-    return {d: model.text(d) if by_drafter else name or acceptance_text(model) for d in drafters}
+    if isinstance(model, PerDrafter):
+        return {drafter: model.text(drafter) for drafter in drafters}
+    return dict.fromkeys(drafters, name or acceptance_text(model))
 
 
 def with_drafter(model: Acceptance, drafter: str, own: Acceptance) -> PerDrafter:
@@ -176,14 +177,24 @@ def with_drafter(model: Acceptance, drafter: str, own: Acceptance) -> PerDrafter
     return PerDrafter({**base.models, drafter: own}, base.others, texts)
 
 
+def _named(model: Acceptance, drafter: str) -> Acceptance:
+    """The model as one of this drafter, where it leaves open or may say which one it describes."""
+    if isinstance(model, FreshAcceptance):
+        return model.model_copy(update={"base": _named(model.base, drafter), "drafter": drafter})
+    if drafter != EVERY and isinstance(model, SiblingAcceptance | TreeAcceptance) and model.drafter is None:
+        return model.model_copy(update={"drafter": drafter})
+    return model
+
+
 def _is_source(value: Any) -> bool:
     return isinstance(value, str | Path | Mapping) or hasattr(value, "in_state")
 
 
 def _by_drafter(sources: Mapping[str, Any]) -> PerDrafter:
-    texts, models = {}, {}
+    texts: dict[str, str] = {}
+    models: dict[str, Acceptance] = {}
     for name, source in sources.items():
-        models[name] = load_acceptance(source)
+        models[name] = _named(load_acceptance(source), name)
         if isinstance(models[name], PerDrafter):
             raise ConfigError(f"acceptance of {name}: {source} is by drafter itself; give one model")
         texts[name] = str(source) if isinstance(source, str | Path) else acceptance_text(models[name])

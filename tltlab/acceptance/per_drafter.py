@@ -93,14 +93,14 @@ class PerDrafter:
         return side_by_side({name: settle(name, model) for name, model in self.models.items()}, others)
 
 
-def side_by_side(models: Mapping[str, Settled], others: Settled | None = None) -> SettledModel:
+def side_by_side(models: Mapping[str, Settled], others: Settled | None = None) -> AlikeByDrafter | RequestsByDrafter:
     """One settled model of several by drafter; ConfigError for acceptance that is replayed."""
-    for model in (*models.values(), *([] if others is None else [others])):
-        if not isinstance(model, SettledModel):
-            raise ConfigError("drafters side by side need models, not acceptance that is replayed")
     every = [*models.values(), *([] if others is None else [others])]
-    kind = AlikeByDrafter if all(isinstance(model, AcceptanceModel) for model in every) else RequestsByDrafter
-    return kind.model_validate({"models": dict(models), "others": others})
+    if not all(isinstance(model, SettledModel) for model in every):
+        raise ConfigError("drafters side by side need models, not acceptance that is replayed")
+    alike = all(isinstance(model, AcceptanceModel) for model in every)
+    values = {"models": dict(models), "others": others}
+    return AlikeByDrafter.model_validate(values) if alike else RequestsByDrafter.model_validate(values)
 
 
 class _ByDrafter(SettledModel):
@@ -151,7 +151,7 @@ class _ByDrafter(SettledModel):
         most: Floats = self._of(strategy.drafter).most_tokens(strategy, levels, num_tokens, num_siblings)
         return most
 
-    def scaled(self, drafter: str, ratio: float) -> Self:
+    def scaled(self, drafter: str, ratio: float) -> Any:
         """The model in which each token of one drafter has its chance multiplied by `ratio`, at most 1."""
         models = self.models | {drafter: self._of(drafter).scaled(drafter, ratio)}
         return self.model_copy(update={"models": models})

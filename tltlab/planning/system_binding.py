@@ -195,7 +195,7 @@ def _drafters(
         )
     raise UnknownAcceptance(
         f"the acceptance of a model-free drafter ({system.drafters[0]}) is not known: name a model of it, such as "
-        "seer-siblings or geometric:ALPHA (compare: --model-free-acceptance, simulate: --acceptance)"
+        f"--acceptance {system.drafters[0]}=seer-siblings"
     )
 
 
@@ -215,7 +215,7 @@ def _together(
             return [learned, *texts], acceptance if model is acceptance else beside, []
     raise UnknownAcceptance(
         f"the acceptance of all its drafters ({', '.join(system.drafters)}) is not known: give --acceptance "
-        "geometric:ALPHA for all of them (compare: --model-free-acceptance for those that draft from text)"
+        "for each of them, such as learned=geometric:ALPHA,suffix=seer-siblings"
     )
 
 
