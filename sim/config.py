@@ -186,7 +186,7 @@ def decisions_apart(trace: Trace) -> int:
     """Iterations between decisions of systems: 1, of many or long responses so many that each gets some hundred."""
     cap = trace.workload["max_response_tokens"].max()
     # That of a trace without responses is not a number, and not above anything.
-    return max(1, int(cap) // 256) if cap >= 4096 or trace.num_rows("outcomes") > 16384 else 1
+    return max(1, int(cap) // 256) if cap >= 4096 or trace.num_rows("outcomes") > 1024 else 1
 
 
 def at_least(least: int, **values: int | None) -> None:

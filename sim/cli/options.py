@@ -37,7 +37,7 @@ RlSteps = Annotated[str | None, typer.Option("--rl-steps", help="a:b, RL steps a
 DecisionBlock = Annotated[int, typer.Option(help="Iterations per decision of a learning policy; more is faster.")]
 DefaultDecisionBlock = Annotated[
     int | None,
-    typer.Option(help="Iterations between decisions. [default: 1; systems on long responses: their cap / 256]"),
+    typer.Option(help="Iterations between decisions. [default: 1; systems on long or many responses: cap / 256]"),
 ]
 PrefixCaching = Annotated[
     bool, typer.Option("--prefix-caching", help="A group's prompt is prefilled, and held, once on each worker.")

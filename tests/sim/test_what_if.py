@@ -128,10 +128,12 @@ def test_every_command_means_the_same_machine_and_acceptance(lengths: Path, tmp_
         assert swept[name]["step_s"] if "step_s" in swept[name] else result["step_s"] > result["makespan_s"]
     for rows, granted in ((compared, "acceptance"), (swept, "granted")):
         assert [rows[name]["drafters"] for name in alone] == [[], ["learned"], ["ngram"]]
-        assert rows["ngram:4"][granted] == {"ngram": "geometric:0.42"}
+        assert rows["ngram:4"][granted] == {"ngram": "geometric:0.42 (default)"}
     options = ("--trials", "0", "--repeats", "1", "--depths", "4", "--out", tmp_path / "policy.json")
     tuned = asked("tune", *options)
-    assert all(row["acceptance"] == {n: DEFAULTS[n] for n in row["drafters"]} for row in tuned["candidates"])
+    assert all(
+        row["acceptance"] == {n: f"{DEFAULTS[n]} (default)" for n in row["drafters"]} for row in tuned["candidates"]
+    )
     assert any("learned" in row["drafters"] for row in tuned["candidates"])
     assert tuned["provenance"]["costs"] == ["sglang-0.4:1xH100:Qwen2.5-7B"]
     explicit = asked("simulate", "--policy", "learned:4", "--acceptance", "default")
@@ -144,7 +146,7 @@ def test_a_row_names_its_drafters_within_100_columns(capsys):
         table = out.split("\nacceptance: ")[0].splitlines()
         assert (code, len(table) > 20, max(map(len, table)) <= 100) == (0, True, True)
         named = {line.split()[0].rstrip("*+"): line.split()[1] for line in table[1:]}
-        assert (named["verl"], named["das"], named["tlt"]) == ("none", "suffix", "learned+ngram")
+        assert (named["verl"], named["das"], named["tlt"]) == ("none", "suffix", "learned")
     drafters = ["learned", "ngram", "suffix"]
     many = {"policy": "a", "drafters": drafters, "acceptance": dict.fromkeys(drafters, "0.5")}
     other = {"policy": "b", "drafters": ["ngram"], "acceptance": {"ngram": "0.4"}}
@@ -162,7 +164,7 @@ def test_accept_is_short_for_one_drafter(lengths: Path):
     assert short.systems["makespan_s"].tolist() == long.systems["makespan_s"].tolist()
     assert [s.rollout for s in short.speed_ups] == [s.rollout for s in long.speed_ups]
     row = short.systems.set_index("system").loc["tlt-base"]
-    assert (row["drafters"], row["acceptance"]) == (["ngram"], {"ngram": "geometric:0.42"})
+    assert (row["drafters"], row["acceptance"]) == (["ngram"], {"ngram": "geometric:0.42 (default)"})
     text = what_if(lengths, accept=0.6, drafter="ngram", **FAST)
     assert (text.drafters, text.acceptance) == (("ngram",), {"ngram": "geometric:0.6"})
     assert {row.strategy.drafter for row in text.drafting} <= {"ngram", "none"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,7 +101,8 @@ def load_acceptance(source: Acceptance | Mapping[str, Any] | str | Path) -> Acce
         return source
     text = str(source)
     if text == DEFAULT:
-        return _by_drafter(DEFAULTS)
+        usual = _by_drafter(DEFAULTS)
+        return replace(usual, texts={name: f"{model} ({DEFAULT})" for name, model in usual.texts.items()})
     if text in SHIPPED:
         return SHIPPED[text]
     if (parts := split_by_drafter(text)) is not None:

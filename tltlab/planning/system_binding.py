@@ -91,7 +91,7 @@ def bind(
     """Fit a system to what is known; ConfigError with the reason where it cannot run.
 
     `acceptance` serves every drafter that it knows; those that draft from text are `model_free`'s alone where that is
-    given. A curve fitted to a learned drafter's trees says nothing of n-grams, though it names no drafter. A drafter
+    given. Where each drafter has a model of its own, those that draft from text stand in for a learned one only. A curve fitted to a learned drafter's trees says nothing of n-grams, though it names no drafter. A drafter
     that is not known is replaced by a model-free one that is, which `stand_ins` says.
     """
     if not system.drafters:
@@ -172,10 +172,14 @@ def _drafters(
     system: System, acceptance: Acceptance | None, model_free: Acceptance | None
 ) -> tuple[list[str], Acceptance, list[str]]:
     """The drafters that serve, the one model that knows them all, and what stands in for what."""
-    for model, text in ((acceptance, model_free is None), (model_free, True)):
+    every = system.drafters
+    network, text = _of_kind(every, text=False), _of_kind(every, text=True)
+    tries = [(acceptance, every if model_free is None else network), (model_free, text)]
+    if isinstance(acceptance, PerDrafter):
+        tries = [(acceptance, network), (acceptance, text)]
+    for model, names in tries:
         if model is None:
             continue
-        names = system.drafters if text and model is acceptance else _of_kind(system.drafters, text)
         chosen = [played for name in names if (played := _played_by(name, model))]
         if chosen:
             note = f"no learned drafter's acceptance is known: {system.title} runs on its model-free drafter throughout"

@@ -120,7 +120,8 @@ def test_models_by_name():
 )  # fmt: skip
 def test_each_drafter_has_the_model_that_names_it(source: object, texts: dict[str, str]):
     model = load_acceptance(source)
-    assert granted(model, None, texts) == texts
+    marked = {name: f"{text} (default)" if source == "default" else text for name, text in texts.items()}
+    assert granted(model, None, texts) == marked
     assert model.varies_by == "nothing"
     for name, text in texts.items():
         strategy, alone = Strategy.chain(name, 4), load_acceptance(text)

@@ -190,6 +190,23 @@ def test_model_free_acceptance_goes_before_any():
     tlt = bind(SYSTEMS["tlt"], COSTS, anyone, text)
     assert tlt.acceptance is anyone
     assert {s.drafter for s in tlt.policy.strategies if s.speculates} == {"learned"}
+    by_drafter = load_acceptance("learned=geometric:0.9,all=geometric:0.4")
+    for name, drafter in (("tlt", "learned"), ("tlt-base", "ngram")):
+        bound = bind(SYSTEMS[name], COSTS, by_drafter)
+        assert {s.drafter for s in bound.policy.strategies if s.speculates} == {drafter}
+        assert not bound.stand_ins
+    only = bind(SYSTEMS["tlt"], COSTS, load_acceptance("ngram=geometric:0.4"))
+    assert ({s.drafter for s in only.policy.strategies if s.speculates}, len(only.stand_ins)) == ({"ngram"}, 1)
+
+
+@pytest.mark.parametrize("name", ["tlt", "rhymerl"])
+def test_models_by_drafter_are_changed_as_one_alone_is(name: str):
+    """A tree's curve becomes one by age and training, and siblings know an earlier epoch."""
+    bound = bind(SYSTEMS[name], COSTS, load_acceptance("learned=tlt-qwen2.5-32b,all=seer-siblings"))
+    assert isinstance(bound.acceptance.models["learned"], FreshAcceptance)
+    assert bound.acceptance.trained_drafter == "learned"
+    assert (bound.spot is not None) == (name == "tlt")
+    assert (bound.acceptance.others.alone > SIBLINGS.alone) == bool(SYSTEMS[name].history)
 
 
 BOTH = FreshAcceptance(base=measured("ngram", "learned"))
