@@ -72,7 +72,7 @@ def sweep(
 
     Example: tltlab sweep traces/tiny --workers 1,2,4 --acceptance 0.5,0.7 --policies ngram:4,beg-mab --out sweep.csv
     """
-    from tltlab.costs.deployment import MODEL
+    from tltlab.costs.deployment import GPUS, MODEL
     from tltlab.sim.tuning.grid import BASELINES, Axes
     from tltlab.sim.tuning.grid import sweep as run
 
@@ -80,8 +80,8 @@ def sweep(
         raise ConfigError(f"--out {out}: name a file that ends in {', '.join(_ENDINGS)}")
     if gpus is not None and costs is not None:
         raise ConfigError("--gpus bring their costs: leave out --costs")
-    if gpus is None and (model is not None or engine is not None or tp is not None):
-        raise ConfigError("--model, --engine and --tp are for --gpus: give those too")
+    if gpus is None and any(option is not None for option in (model, engine, tp)):
+        gpus = GPUS
     axes = Axes(
         workers=_numbers("--workers", workers), caps=_numbers("--caps", caps),
         group_sizes=_numbers("--group-sizes", group_sizes), gpus=options.words(gpus),

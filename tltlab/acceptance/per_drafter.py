@@ -209,7 +209,7 @@ def refuse_one_for_several(
     if len({drafters[name].has_network for name in served}) > 1:
         each = ",".join(f"{name}={text}" for name in served)
         raise ConfigError(
-            f"acceptance {text} would serve drafters of different kinds, {' and '.join(served)}: write one for each, "
+            f"acceptance {text} would serve drafters of different kinds, {', '.join(served)}: write one for each, "
             f"such as {each}, or {EVERY}={text}"
         )
 

@@ -91,8 +91,9 @@ def bind(
     """Fit a system to what is known; ConfigError with the reason where it cannot run.
 
     `acceptance` serves every drafter that it knows; those that draft from text are `model_free`'s alone where that is
-    given. Where each drafter has a model of its own, those that draft from text stand in for a learned one only. A curve fitted to a learned drafter's trees says nothing of n-grams, though it names no drafter. A drafter
-    that is not known is replaced by a model-free one that is, which `stand_ins` says.
+    given. Where each drafter has a model of its own, those that draft from text stand in for a learned one only. A
+    curve fitted to a learned drafter's trees says nothing of n-grams, though it names no drafter. A drafter that is not
+    known is replaced by a model-free one that is, which `stand_ins` says.
     """
     if not system.drafters:
         policy = Policy(selector=system.selector(()), provenance={"system": system.name, "source": system.source})
