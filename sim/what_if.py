@@ -322,10 +322,12 @@ def what_if(
             f"the acceptance covers no chain 1 to 8 deep of {' or '.join(drafters)}: give --acceptance "
             f"{drafters[0]}=geometric:ALPHA"
         )
+    # Acceptance that is measured in the trace is measured once.
+    once = replace(config, acceptance=granted)
     ask = _Question(
-        trace=trace, config=config, scenario=scenario, machine=machine, strategies=strategies, drafter=drafters[0]
+        trace=trace, config=once, scenario=scenario, machine=machine, strategies=strategies, drafter=drafters[0]
     )
-    plain = simulate(trace, "none", config)
+    plain = simulate(trace, "none", once)
     base = ask.seconds(plain)
     say("no speculation", stages)
     speed_ups = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,17 +69,16 @@ SHIPPED: dict[str, Base | FreshAcceptance] = {
 DEFAULTS = {"learned": "geometric:0.7", "ngram": "geometric:0.42", "suffix": "geometric:0.57"}
 """Acceptance of each drafter where nobody measured it, which "default" names.
 
-- `learned`: 3.2 tokens per iteration at depth 8; an EAGLE head on math (TLT, arXiv 2511.16665) reaches more, a stale or
-  small one less.
+- `learned`: an assumption, 3.2 tokens per iteration at depth 8; with trees TLT reports 4.6 to 6.5 (arXiv 2511.16665,
+  table 6).
 - `ngram`: a lone request of Seer (arXiv 2511.14617), 1.70 tokens per round without sibling responses.
-- `suffix`: a tree of the group's text in the same table, 2.32 tokens per round with 5 sibling responses; between 2.04
-  with one and 2.53 with 15.
+- `suffix`: a tree of the group's text in the same table, 2.32 tokens per round with 5 sibling responses; 2.04 with one,
+  2.53 with 15.
 """
 DEFAULT = "default"
 
 _FILE: TypeAdapter[Base | FreshAcceptance] = TypeAdapter(Annotated[Base | FreshAcceptance, Field(discriminator="kind")])
 _SHORT = {"constant": "tokens", "geometric": "alpha"}
-_NUMBERS = re.compile(r"[\d.+-]|nan|inf")
 _NAMED = re.compile(r"\s*[A-Za-z_][\w.-]*\s*=")
 _COMMA = re.compile(r",(?![^()]*\))")
 
@@ -107,11 +107,10 @@ def load_acceptance(source: Acceptance | Mapping[str, Any] | str | Path) -> Acce
         return SHIPPED[text]
     if (parts := split_by_drafter(text)) is not None:
         return _by_drafter(parts)
-    if _NUMBERS.match(text):
-        one = "/" not in text
-        return _validated(
-            {"kind": "geometric", "alpha": text} if one else {"kind": "chances", "kept": text.split("/")}, text
-        )
+    with suppress(ValueError):
+        first, *others = map(float, text.split("/"))
+        value = {"kind": "chances", "kept": (first, *others)} if others else {"kind": "geometric", "alpha": first}
+        return _validated(value, text)
     name, colon, number = text.partition(":")
     if colon and name in _SHORT:
         return _validated({"kind": name, _SHORT[name]: number}, text)
@@ -180,10 +179,10 @@ def with_drafter(model: Acceptance, drafter: str, own: Acceptance) -> PerDrafter
 
 
 def _named(model: Acceptance, drafter: str) -> Acceptance:
-    """The model as one of this drafter, where it leaves open or may say which one it describes."""
+    """The model as one of this drafter, where it does not say which one it describes."""
     if isinstance(model, FreshAcceptance):
         return model.model_copy(update={"base": _named(model.base, drafter), "drafter": drafter})
-    if drafter != EVERY and isinstance(model, SiblingAcceptance | TreeAcceptance) and model.drafter is None:
+    if isinstance(model, SiblingAcceptance | TreeAcceptance) and model.drafter is None:
         return model.model_copy(update={"drafter": drafter})
     return model
 
@@ -196,7 +195,8 @@ def _by_drafter(sources: Mapping[str, Any]) -> PerDrafter:
     texts: dict[str, str] = {}
     models: dict[str, Acceptance] = {}
     for name, source in sources.items():
-        models[name] = _named(load_acceptance(source), name)
+        model = load_acceptance(source)
+        models[name] = model if name == EVERY else _named(model, name)
         if isinstance(models[name], PerDrafter):
             raise ConfigError(f"acceptance of {name}: {source} is by drafter itself; give one model")
         texts[name] = str(source) if isinstance(source, str | Path) else acceptance_text(models[name])

@@ -21,6 +21,7 @@ from tltlab.acceptance.per_drafter import refuse_one_for_several
 from tltlab.calibration.acceptance.measured import equal_chain
 from tltlab.drafters.specs import Drafters, LearnedSpec
 from tltlab.errors import ConfigError
+from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.drafts import walked_drafts
 
@@ -128,6 +129,24 @@ def test_each_drafter_has_the_model_that_names_it(source: object, texts: dict[st
         for settled in (model.in_state({}), model.at_best([name])):
             assert settled.tokens_per_iteration(strategy) == alone.tokens_per_iteration(strategy)
             assert settled.cdf(strategy).tolist() == alone.cdf(strategy).tolist()
+
+
+def test_a_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("2.json", "a=b.json", "nano.json"):
+        GeometricAcceptance(alpha=0.5).write(tmp_path / name)
+        for source in (name, f"./{name}", f"all=./{name}"):
+            assert load_acceptance(source).in_state({}) == GeometricAcceptance(alpha=0.5)
+
+
+def test_a_model_is_that_of_the_drafter_which_it_is_given_to():
+    model = load_acceptance("mine=tlt-qwen2.5-32b-fresh,text=seer-siblings")
+    assert (model.trained_drafter, model.knows("mine"), model.knows("text")) == ("mine", True, True)
+    assert load_acceptance("all=tlt-qwen2.5-32b-fresh").trained_drafter == "learned"
+    fresh, old = (model.in_state({"mine": DrafterState(age=age, updates=9)}) for age in (0, 50))
+    tree = Strategy("mine", 8, 4, 48)
+    nobody = np.zeros(1)
+    assert fresh.survival(tree, nobody, nobody, nobody)[0, 0] > old.survival(tree, nobody, nobody, nobody)[0, 0]
 
 
 def test_a_drafter_without_a_model_is_refused_by_name():

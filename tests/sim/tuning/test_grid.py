@@ -126,8 +126,8 @@ def test_a_heat_map_has_panels_or_rows_of_policies():
         ({"cap": (100,)}, "none", ("cap",)),
         ({"systems": ("tlt",)}, "ngram:4", ("systems",)),
         ({"group_sizes": (8,)}, "ngram:4", (4, 8)),
-        ({"acceptance": ("0.5",)}, "ngram:4,learned:4", ("learned", "ngram", "all=0.5")),
-        ({"acceptance": ("learned=0.5",)}, "ngram:4", ("'ngram'", "learned")),
+        ({"acceptance": ("0.5",), "workers": (2,)}, "ngram:4,learned:4", ("learned", "ngram", "all=0.5")),
+        ({"acceptance": ("learned=0.5",), "workers": (2,)}, "ngram:4", ("'ngram'", "learned")),
     ],
 )
 def test_what_cannot_be_swept_is_refused(axes: dict, policies: str, naming: tuple):
