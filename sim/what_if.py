@@ -295,23 +295,14 @@ def what_if(
     )
     if all(option is None for option in (gpus, model, engine, tp, costs)) and not _has_costs(trace, workers):
         config = replace(config, gpus=GPUS)
-    known, known_name = config.find_acceptance(trace)
-    if drafter is not None and (known is None or drafter not in known.drafters):
-        STANDARD[drafter]  # Refuses a name that no drafter has.
-    if accept is not None:
-        own = GeometricAcceptance(alpha=accept)
-        config = replace(config, acceptance=with_drafter(load_acceptance(DEFAULT), drafter or USUAL, own))
-        known, known_name = config.find_acceptance(trace)
-    recorded = known is not None and config.acceptance in (None, "trace")
-    if known is None:
-        config = replace(config, acceptance=DEFAULT)
+    config, recorded = _with_acceptance(config, trace, accept, drafter)
     config, machine = config.on_machine(trace)
     scenario = Scenario.of(trace, config)
     granted = scenario.acceptance
     assert granted is not None
-    notes.append(f"acceptance: {known_name or scenario.acceptance_name}")
-    drafters = [drafter] if drafter else list(granted.drafters) if recorded or not granted.knows(USUAL) else [USUAL]
-    drafters = drafters or [USUAL]
+    notes.append(f"acceptance: {scenario.acceptance_name}")
+    usual = [USUAL] if granted.knows(USUAL) and not recorded else list(granted.drafters) or [USUAL]
+    drafters = usual if drafter is None else [drafter]
     accept = None if recorded else _chance(granted, drafters)
     chances: list[float | None] = [None] if accept is None else [*sorted({*_CURVE, LEAST, MOST, accept})]
     stages = 3 + len(chances)
@@ -333,14 +324,7 @@ def what_if(
     speed_ups = []
     for chance in chances:
         speed_ups.append(ask.speed_up(chance, None if chance == accept else chance, base))
-        say(
-            "recorded acceptance"
-            if recorded
-            else "acceptance as given"
-            if chance is None
-            else f"acceptance {chance:.2f}",
-            stages,
-        )
+        say(f"{'recorded ' * recorded}acceptance{'' if chance is None else f' {chance:.2f}'}", stages)
     chosen = next(s for s in speed_ups if s.accept == accept)
     # All is told relative to VeRL, which does not speculate.
     compared = find_systems(systems or _DEFAULT_SYSTEMS)
@@ -365,6 +349,21 @@ def what_if(
         acceptance=scenario.granted(strategies)["acceptance"],
         wall_s=time.perf_counter() - started,
     )  # fmt: skip
+
+
+def _with_acceptance(
+    config: SimulationConfig, trace: Trace, accept: float | None, drafter: str | None
+) -> tuple[SimulationConfig, bool]:
+    """The settings with the acceptance that is asked for, and whether the trace says it; by default each drafter's."""
+    known, _ = config.find_acceptance(trace)
+    if drafter is not None and (known is None or drafter not in known.drafters):
+        STANDARD[drafter]  # Refuses a name that no drafter has.
+    if accept is not None:
+        own = GeometricAcceptance(alpha=accept)
+        return replace(config, acceptance=with_drafter(load_acceptance(DEFAULT), drafter or USUAL, own)), False
+    if known is None:
+        return replace(config, acceptance=DEFAULT), False
+    return config, config.acceptance in (None, "trace")
 
 
 def _has_costs(trace: Trace, workers: int | None) -> bool:
