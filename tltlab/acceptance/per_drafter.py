@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import SerializeAsAny
 
@@ -21,8 +21,41 @@ EVERY = "all"
 """Name under which one model is written that serves every drafter without a model of its own."""
 
 
+class _Named:
+    """Models by the drafter's name; `others` serves the drafters without one."""
+
+    if TYPE_CHECKING:
+        models: Mapping[str, Any]
+        others: Any
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return tuple(sorted(self.models)) if self.others is None else ()
+
+    @property
+    def every(self) -> list[Any]:
+        return [model for model in (*self.models.values(), self.others) if model is not None]
+
+    def of(self, drafter: str) -> Any:
+        """The model of a drafter; ConfigError where there is none."""
+        if (model := self.models.get(drafter, self.others)) is None:
+            raise ConfigError(
+                f"no acceptance of drafter {drafter!r} is given, only of {', '.join(self.drafters) or 'none'}: write "
+                f"{drafter}=geometric:ALPHA beside it, or {EVERY}=geometric:ALPHA"
+            )
+        return model
+
+    def knows(self, drafter: str) -> bool:
+        model = self.models.get(drafter, self.others)
+        return model is not None and bool(model.knows(drafter))
+
+    def outside(self, strategy: Strategy) -> list[str]:
+        outside: list[str] = self.of(strategy.drafter).outside(strategy)
+        return outside
+
+
 @dataclass(frozen=True)
-class PerDrafter:
+class PerDrafter(_Named):
     """A model for each drafter by its name; `others` serves the drafters without one (None: nothing is known of them).
 
     `texts` has how a user writes each model, under the same names and `EVERY`.
@@ -33,31 +66,12 @@ class PerDrafter:
     texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def drafters(self) -> tuple[str, ...]:
-        return tuple(sorted(self.models)) if self.others is None else ()
-
-    @property
     def trained_drafter(self) -> str | None:
-        return next((m.trained_drafter for m in self._every if m.trained_drafter is not None), None)
+        return next((m.trained_drafter for m in self.every if m.trained_drafter is not None), None)
 
     @property
     def varies_by(self) -> Variation:
-        return "nothing" if all(model.varies_by == "nothing" for model in self._every) else "request"
-
-    @property
-    def _every(self) -> list[Acceptance]:
-        return [*self.models.values(), *([] if self.others is None else [self.others])]
-
-    def of(self, drafter: str) -> Acceptance:
-        """The model of a drafter; ConfigError where there is none."""
-        model = self.models.get(drafter, self.others)
-        if model is None:
-            raise _unknown(drafter, self.models)
-        return model
-
-    def knows(self, drafter: str) -> bool:
-        model = self.models.get(drafter, self.others)
-        return model is not None and model.knows(drafter)
+        return "nothing" if all(model.varies_by == "nothing" for model in self.every) else "request"
 
     def text(self, drafter: str) -> str:
         """How the drafter's model is written, its kind where nobody wrote it."""
@@ -67,9 +81,6 @@ class PerDrafter:
     def __str__(self) -> str:
         names = [*self.models, *([] if self.others is None else [EVERY])]
         return ",".join(f"{name}={self.texts.get(name, '?')}" for name in names)
-
-    def outside(self, strategy: Strategy) -> list[str]:
-        return self.of(strategy.drafter).outside(strategy)
 
     def in_state(self, drafters: Mapping[str, DrafterState]) -> Settled:
         return self._settled(lambda name, model: model.in_state(drafters))
@@ -103,57 +114,39 @@ def side_by_side(models: Mapping[str, Settled], others: Settled | None = None) -
     return AlikeByDrafter.model_validate(values) if alike else RequestsByDrafter.model_validate(values)
 
 
-class _ByDrafter(SettledModel):
+class _ByDrafter(_Named, SettledModel):
     """Answers of the model that a strategy's drafter has."""
 
     models: dict[str, SerializeAsAny[SettledModel]]
     others: SerializeAsAny[SettledModel] | None = None
 
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return tuple(sorted(self.models)) if self.others is None else ()
-
-    def _of(self, drafter: str) -> Any:
-        model = self.models.get(drafter, self.others)
-        if model is None:
-            raise _unknown(drafter, self.models)
-        return model
-
-    def knows(self, drafter: str) -> bool:
-        model = self.models.get(drafter, self.others)
-        return model is not None and model.knows(drafter)
-
-    def outside(self, strategy: Strategy) -> list[str]:
-        outside: list[str] = self._of(strategy.drafter).outside(strategy)
-        return outside
-
     def check(self, strategy: Strategy) -> None:
-        self._of(strategy.drafter).check(strategy)
+        self.of(strategy.drafter).check(strategy)
 
     def num_drafted(self, strategy: Strategy) -> float:
-        return float(self._of(strategy.drafter).num_drafted(strategy))
+        return float(self.of(strategy.drafter).num_drafted(strategy))
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
-        levels: Floats = self._of(drafter).levels(drafter, keys, seed)
+        levels: Floats = self.of(drafter).levels(drafter, keys, seed)
         return levels
 
     def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
-        survival: Floats = self._of(strategy.drafter).survival(strategy, levels, generated_tokens, num_siblings)
+        survival: Floats = self.of(strategy.drafter).survival(strategy, levels, generated_tokens, num_siblings)
         return survival
 
     def best_survival(
         self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats
     ) -> Floats:
-        best: Floats = self._of(strategy.drafter).best_survival(strategy, levels, generated_tokens, num_siblings)
+        best: Floats = self.of(strategy.drafter).best_survival(strategy, levels, generated_tokens, num_siblings)
         return best
 
     def most_tokens(self, strategy: Strategy, levels: Floats, num_tokens: Floats, num_siblings: Floats) -> Floats:
-        most: Floats = self._of(strategy.drafter).most_tokens(strategy, levels, num_tokens, num_siblings)
+        most: Floats = self.of(strategy.drafter).most_tokens(strategy, levels, num_tokens, num_siblings)
         return most
 
     def scaled(self, drafter: str, ratio: float) -> Any:
         """The model in which each token of one drafter has its chance multiplied by `ratio`, at most 1."""
-        models = self.models | {drafter: self._of(drafter).scaled(drafter, ratio)}
+        models = self.models | {drafter: self.of(drafter).scaled(drafter, ratio)}
         return self.model_copy(update={"models": models})
 
     def at(self, batch: int) -> Self:
@@ -177,11 +170,11 @@ class AlikeByDrafter(_ByDrafter, AcceptanceModel):
     """Drafters whose models all treat requests alike."""
 
     def distribution(self, strategy: Strategy) -> Floats:
-        distribution: Floats = self._of(strategy.drafter).distribution(strategy)
+        distribution: Floats = self.of(strategy.drafter).distribution(strategy)
         return distribution
 
     def tokens_per_iteration(self, strategy: Strategy) -> float:
-        return float(self._of(strategy.drafter).tokens_per_iteration(strategy))
+        return float(self.of(strategy.drafter).tokens_per_iteration(strategy))
 
 
 class RequestsByDrafter(_ByDrafter, RequestAcceptance):
@@ -189,7 +182,7 @@ class RequestsByDrafter(_ByDrafter, RequestAcceptance):
 
     @property
     def steady(self) -> bool:
-        return all(part.steady for part in (*self.models.values(), self.others) if part is not None)
+        return all(part.steady for part in self.every)
 
 
 def refuse_one_for_several(
@@ -212,10 +205,3 @@ def refuse_one_for_several(
             f"acceptance {text} would serve drafters of different kinds, {', '.join(served)}: write one for each, "
             f"such as {each}, or {EVERY}={text}"
         )
-
-
-def _unknown(drafter: str, models: Collection[str]) -> ConfigError:
-    return ConfigError(
-        f"no acceptance of drafter {drafter!r} is given, only of {', '.join(sorted(models)) or 'none'}: write "
-        f"{drafter}=geometric:ALPHA beside it, or {EVERY}=geometric:ALPHA"
-    )
