@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 import pyarrow.compute as pc
 
-from tltlab.acceptance.base import Acceptance
+from tltlab.acceptance.base import Acceptance, SettledModel
 from tltlab.acceptance.by_request import spread_over_requests
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.replay import TraceAcceptance
@@ -24,6 +24,7 @@ from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
 from tltlab.planning.composition import Admission, SharedBuffer, Workload
+from tltlab.planning.placement import Placement
 from tltlab.sim.engine.requests import Prefix
 from tltlab.traces.trace import Trace, run_folder
 
@@ -67,11 +68,11 @@ class SimulationConfig:
     0
     """
 
-    costs: CostModel | Source | None = None
-    acceptance: Acceptance | Source | None = None
+    costs: CostModel | type[CostModel] | Source | None = None
+    acceptance: Acceptance | type[SettledModel] | Source | None = None
     acceptance_spread: float = 0.0
     workers: int | None = None
-    placement: str | None = None
+    placement: str | Placement | type[Placement] | None = None
     mode: str = "fluid"
     seed: int = 0
     rl_steps: Sequence[int] | None = None
@@ -97,6 +98,11 @@ class SimulationConfig:
             raise ConfigError(f"acceptance_spread is in logits, from 0 to 5, got {self.acceptance_spread}")
         if self.tool_s is not None and not 0 <= self.tool_s < math.inf:
             raise ConfigError(f"the seconds of a tool must be 0 or more, got {self.tool_s}")
+
+    @property
+    def placement_name(self) -> str:
+        """What a user calls the placement."""
+        return _label(self.placement, "contiguous")
 
     def changed(self, settings: Mapping[str, Any], function: Callable[..., Any]) -> Self:
         """With these fields in place of its own; ConfigError for a keyword that neither they nor `function` have."""
@@ -189,4 +195,7 @@ def _label(source: object, default: str) -> str:
         return default
     if isinstance(source, dict):
         return str(source.get("kind", "linear"))
-    return str(source) if isinstance(source, str | Path) else str(getattr(source, "kind", "trace"))
+    if isinstance(source, str | Path):
+        return str(source)
+    cls = source if isinstance(source, type) else type(source)
+    return str(getattr(source, "kind", "trace")) if cls.__module__.startswith("tltlab.") else cls.__name__

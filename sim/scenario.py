@@ -20,15 +20,16 @@ from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.drafters.specs import NETWORK, STANDARD, TEXT, Drafters, DrafterTraits
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
+from tltlab.own import build_own, from_user, raised, split
 from tltlab.planning.composition import Admission, SharedBuffer
 from tltlab.policies.driver import refuse_needs
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import WHOLE_TOKENS, Selector
-from tltlab.policies.specs import build_class, check_contract, from_user, raised
+from tltlab.policies.specs import CustomSpec
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
-from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
+from tltlab.sim.engine.drawn import Drawn, Replayed
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, changed, requests_by_step
 from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
@@ -38,7 +39,7 @@ from tltlab.strategy import Strategy
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
 from .idle_training import SimulatedSpotTrainer
-from .placement import place
+from .placement import add_lengths, find_placement, place
 
 
 class PolicyLike(Protocol):
@@ -60,7 +61,7 @@ class OwnPolicy:
     source: type[Selector] | Selector
 
     def __post_init__(self) -> None:
-        check_contract(self.build, self.name)
+        CustomSpec.check_contract(self.build, self.name)
 
     @property
     def name(self) -> str:
@@ -72,7 +73,8 @@ class OwnPolicy:
 
     def build(self, rng: np.random.Generator) -> Selector:
         if isinstance(self.source, type):
-            return build_class(self.source, rng, {}, self.name)
+            selector: Selector = build_own(self.source, {}, f"policy {self.name}", rng)
+            return selector
         return deepcopy(self.source)
 
 
@@ -105,7 +107,7 @@ def named_policies(sources: Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str)
     Raises ConfigError for none, and for a name that comes twice.
     """
     if isinstance(sources, str):
-        sources = [name.strip() for name in sources.split(",") if name.strip()]
+        sources = split(sources)
     if isinstance(sources, Mapping):
         named = {str(name): as_policy(source) for name, source in sources.items()}
     elif isinstance(sources, Sequence):
@@ -153,9 +155,15 @@ class Scenario(SimulationConfig):
         )
         acceptance, acceptance_name = config.find_acceptance(trace)
         costs, costs_name = config.find_costs(trace)
+        queues: list[list[list[int]]] = []
+        history: dict[str, list[int]] = {}
+        rule = find_placement(config.placement or "contiguous")
+        for step in steps:
+            queues.append(place(step, workers, rule, costs, history))
+            add_lengths(history, step)
         values = {field.name: getattr(config, field.name) for field in fields(SimulationConfig)} | {
             "steps": steps,
-            "queues": tuple(place(step, workers, config.placement or "contiguous", costs) for step in steps),
+            "queues": tuple(queues),
             "costs": costs,
             "acceptance": acceptance,
             "workers": workers,
@@ -228,7 +236,7 @@ class Scenario(SimulationConfig):
                 raise
             except Exception as error:  # whatever a user's policy raises
                 if from_user(error):
-                    raise raised(error, type(simulator.selectors[0]).__name__) from error
+                    raise raised(error, f"policy {type(simulator.selectors[0]).__name__}") from error
                 raise
             tell_each_other(budgets, rollout)
             if trainer is not None:
@@ -378,7 +386,7 @@ def _batches(
             drafters=drafters,
         )
     if model.varies_by == "position":
-        return lambda requests: ReplayBatch(requests, model)
+        return lambda requests: Batch(requests, Replayed(requests, model))
     if scenario.mode == "sampled":
-        return lambda requests: SampledBatch(requests, scenario.seed)
+        return lambda requests: Batch(requests, Drawn(requests, scenario.seed))
     return FluidBatch

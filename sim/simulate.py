@@ -278,7 +278,7 @@ def simulate(
             "seed": scenario.seed,
             "source": source.name or source.source,
             "drafters": drafters.own,
-            "notes": f"simulated: policy {name}, placement {config.placement or 'contiguous'}, mode {scenario.mode}",
+            "notes": f"simulated: policy {name}, placement {config.placement_name}, mode {scenario.mode}",
         }
     )
     return SimResult(

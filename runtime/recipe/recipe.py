@@ -16,8 +16,9 @@ from tltlab.config import json_or_text
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean, refuse
 from tltlab.files import found_in, read_json, read_text
+from tltlab.own import OwnPart, allowed_modules, code_allowed
+from tltlab.planning.placement import Placement, load_placement
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.policies.specs import allowed_modules, code_allowed
 
 from .rules import RULES
 from .sections import SYSTEMS_POLICY, Sections
@@ -40,11 +41,22 @@ class Recipe(Sections):
     """
 
     def read_policy(self) -> Policy:
-        """The rollouts' policy, its module looked up in `code` too. ConfigError as `load_policy`."""
+        """The rollouts' policy; its module and those of drafters are looked up in `code` too.
+
+        ConfigError as `load_policy`, and for a drafter of the user's own that breaks its contract.
+        """
         if self.rollout.system is not None and self.rollout.policy == SYSTEMS_POLICY:
             return engine_run_of(self).policy
         with found_in(self.code), code_allowed(self.rollout.allow_code):
+            for spec in self.rollout.drafters.values():
+                if isinstance(spec, OwnPart):
+                    spec.check()
             return load_policy(self.rollout.policy)
+
+    def read_placement(self) -> Placement:
+        """The rollouts' placement, its module looked up in `code` too. ConfigError as `load_placement`."""
+        with found_in(self.code):
+            return load_placement(self.rollout.placement)
 
     @model_validator(mode="after")
     def _by_the_rules(self) -> Recipe:
@@ -109,7 +121,7 @@ def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequenc
     Its modules are looked up in the run's own copies first. A policy file that is no more is the run's `policy.json`,
     and so is the policy of a system, whatever its row says now.
     ConfigError too for a module, or an argument of vLLM that imports code, which is neither in `allow_code` nor
-    allowed by `policies.specs.code_allowed`: a run's folder does not choose what is imported.
+    allowed by `tltlab.own.code_allowed`: a run's folder does not choose what is imported.
     """
     path = Path(run) / "run.json"
     description = read_json(path)

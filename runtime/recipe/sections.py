@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from tltlab.config import FiniteModel
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import refuse
+from tltlab.own import OwnPart, paths_in
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
 
 from .drafter import Beta, DrafterConfig
@@ -111,7 +112,10 @@ class EnvironmentConfig(FiniteModel):
 
 
 class RolloutConfig(FiniteModel):
-    """`num_workers` engines share each step's `prompts_per_step` x `group_size` responses, split in order.
+    """`num_workers` engines share each step's `prompts_per_step` x `group_size` responses, split as `placement` says.
+
+    `placement` is contiguous (in order), round_robin, least_loaded or a class, `package.module:Class`, which gets the
+    lengths of earlier RL steps (`tltlab.planning.placement`); the simulator's clairvoyant ones cannot run here.
 
     Tokens are drawn at `temperature` from the `top_k` likeliest (0: from all), the least set of them that has `top_p`
     of the mass, and those of at least `min_p` times the likeliest one's; responses end at `max_response_tokens`.
@@ -146,6 +150,7 @@ class RolloutConfig(FiniteModel):
     max_response_tokens: int = Field(default=768, ge=1)
     max_draft_depth: int = Field(default=8, ge=0)
     policy: str = "none"
+    placement: str = "contiguous"
     allow_code: tuple[str, ...] = ()
     graphs: Literal["planned", "stock"] = "planned"
     graph_gib: float = Field(default=6.0, gt=0)
@@ -335,9 +340,11 @@ class Sections(FiniteModel):
 
     @property
     def own_modules(self) -> list[str]:
-        """Modules of rewards and the environment."""
+        """Modules of rewards, the environment, drafters and the placement."""
         environment = self.rollout.environment
         paths = [path for path, _ in self.reward_terms] + ([environment.path] if environment is not None else [])
+        paths += [spec.path for spec in self.rollout.drafters.values() if isinstance(spec, OwnPart)]
+        paths += paths_in(self.rollout.placement)
         return [path.partition(":")[0] for path in paths]
 
     @property

@@ -27,8 +27,9 @@ from tltlab.config import FrozenModel
 from tltlab.drafters.base import Drafter
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.files import parse_json, read_json, write_file
+from tltlab.own import code_allowed
 from tltlab.policies.policy import Policy
-from tltlab.policies.specs import ExploreSpec, code_allowed
+from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -17,7 +17,6 @@ import numpy as np
 from tltlab.errors import ConfigError, TltlabError, refuse
 from tltlab.files import lock, make_folder, sealed, write_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
-from tltlab.policies.specs import CustomSpec
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.environment import run_json, versions
@@ -180,10 +179,8 @@ class GrpoRun:
     def __enter__(self) -> GrpoRun:
         with ExitStack() as stack:
             stack.enter_context(self.locked())
-            modules = self.recipe.own_modules
-            if isinstance(self.policy.selector, CustomSpec):
-                modules.append(self.policy.selector.module)
-            keep_code(self.recipe.code, modules, self.out)
+            modules = [part.module for part in self.policy.own_parts]
+            keep_code(self.recipe.code, [*self.recipe.own_modules, *modules], self.out)
             folder = self.recovery.newest() if self._resume else None
             self.recovery.prepare(folder)
             if self.data.num_dropped:
@@ -375,7 +372,7 @@ class GrpoRun:
 
         return RolloutTools(
             generate=generate,
-            share=self.pool.share,
+            share=self.pool.place,
             rewards=rewards,
             score=score,
             rl_step=rl_step,

@@ -14,8 +14,8 @@ from tltlab.console import AllowCode, Json, emit, json_rows, made_by, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.importers.sources import read
+from tltlab.own import code_allowed
 from tltlab.planning.systems import SYSTEMS
-from tltlab.policies.specs import code_allowed
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import PolicyLike, Scenario, named_policies
@@ -64,7 +64,8 @@ def compare(
         bool, typer.Option("--claims", help="With --systems: what their papers claim, beside what is found.")
     ] = False,
     placement: Annotated[
-        str | None, typer.Option(help=f"Of policies: one of {', '.join(PLACEMENTS)}. [default: contiguous]")
+        str | None,
+        typer.Option(help=f"Of policies: one of {', '.join(PLACEMENTS)}, or module:Class. [default: contiguous]"),
     ] = None,
     mode: options.Mode = "fluid",
     rl_steps: options.RlSteps = None,

@@ -4,16 +4,18 @@ from typing import Annotated
 
 import typer
 
+from tltlab.own import split
 from tltlab.traces.trace import Trace
 
 Workers = Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")]
 Costs = Annotated[
-    str | None, typer.Option(help="Cost file or preset. [default: the trace's costs.json, else cpu-small]")
+    str | None,
+    typer.Option(help="Cost file, preset or module:Class. [default: the trace's costs.json, else cpu-small]"),
 ]
 Acceptance = Annotated[
     str | None,
     typer.Option(
-        help="constant:A, geometric:ALPHA, trace, or a fitted file. [default: what the trace has, or measured]"
+        help="constant:A, geometric:ALPHA, trace, a fitted file or module:Class. [default: the trace's, or measured]"
     ),
 ]
 AcceptanceSpread = Annotated[
@@ -50,7 +52,7 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of policies, of searches an
 
 def words(text: str | None) -> tuple[str, ...]:
     """What stands between commas."""
-    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    return tuple(split(text or ""))
 
 
 def decisions(block: int | None, trace: Trace, systems: str | None) -> int:

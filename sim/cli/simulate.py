@@ -14,10 +14,11 @@ from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
+from tltlab.own import code_allowed
 from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, Policy, load_policy
-from tltlab.policies.specs import FixedSpec, code_allowed
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps
@@ -46,7 +47,7 @@ def simulate(
     acceptance_spread: options.AcceptanceSpread = 0.0,
     placement: Annotated[
         str | None,
-        typer.Option(help=f"One of {', '.join(PLACEMENTS)}. [default: contiguous, or the system's]"),
+        typer.Option(help=f"One of {', '.join(PLACEMENTS)}, or module:Class. [default: contiguous, or the system's]"),
     ] = None,
     mode: options.Mode = "fluid",
     strategy: Annotated[

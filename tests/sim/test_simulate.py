@@ -29,7 +29,7 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import Trace, read
 
 from ..traces_of_lengths import of_lengths
-from .workloads import COSTS, FREE, ONE_SECOND, Handing, with_positions
+from .workloads import COSTS, FREE, ONE_SECOND, TINY, Handing, with_positions
 
 TIGHT = ONE_SECOND.model_copy(update={"kv_capacity_tokens": 30})
 CHAIN = Strategy.chain("ngram", 4)
@@ -165,6 +165,12 @@ def test_a_recorded_trace_and_its_simulation_calibrate_alike():
     assert found.costs.draft_level_s == pytest.approx(COSTS.draft_level_s, rel=0.02)
     again = simulate(TRACE, "beg-mab", costs=found.costs, acceptance=found.acceptance)
     assert again.makespan_s == pytest.approx(result.makespan_s, rel=0.05)
+
+
+def test_rewards_are_those_of_the_recorded_run():
+    recorded, unknown = read(TINY), lengths(3)
+    assert simulate(recorded).trace.steps["reward_mean"].tolist() == recorded.steps["reward_mean"].tolist()
+    assert simulate(unknown, costs=COSTS).trace.steps["reward_mean"].isna().all()
 
 
 def test_a_policy_is_asked_one_iteration_ahead():

@@ -15,8 +15,9 @@ from pydantic import Field, TypeAdapter
 from tltlab.config import faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
+from tltlab.own import OwnPart
 
-from .base import Acceptance
+from .base import Acceptance, SettledModel
 from .by_request import SiblingAcceptance
 from .freshness import Base, FreshAcceptance
 from .trees import TreeAcceptance, TreeRange
@@ -65,25 +66,40 @@ _FILE: TypeAdapter[Base | FreshAcceptance] = TypeAdapter(Annotated[Base | FreshA
 _SHORT = {"constant": "tokens", "geometric": "alpha"}
 
 
-def load_acceptance(source: Acceptance | dict[str, Any] | str | Path) -> Acceptance:
+class OwnAcceptance(OwnPart):
+    """An acceptance model class of the user's own: an `AcceptanceModel` or a `RequestAcceptance`."""
+
+    base = SettledModel
+    part = "acceptance model"
+    contract = "check_acceptance"
+
+
+def load_acceptance(source: Acceptance | type[SettledModel] | dict[str, Any] | str | Path) -> Acceptance:
     """Return an acceptance model from itself, a dict, `constant:A`, `geometric:ALPHA`, a shipped name or a JSON file.
+
+    `module:Class(key=value,...)` is a user's own class, as is the class itself or an instance: it must pass
+    `tltlab.testing.check_acceptance`.
 
     >>> load_acceptance("geometric:0.5").tokens_per_iteration(Strategy.chain("ngram", 2))
     1.75
     """
     if isinstance(source, dict):
         return _validated(source, "acceptance")
+    name, colon, number = str(source).partition(":") if isinstance(source, str | Path) else ("", "", "")
+    if colon and name in _SHORT:
+        return _validated({"kind": name, _SHORT[name]: number}, str(source))
+    own: Acceptance | None = OwnAcceptance.resolve(source)
+    if own is not None:
+        return own
     if not isinstance(source, str | Path):
+        assert not isinstance(source, type)
         return source
     if str(source) in SHIPPED:
         return SHIPPED[str(source)]
-    name, colon, number = str(source).partition(":")
-    if colon and name in _SHORT:
-        return _validated({"kind": name, _SHORT[name]: number}, str(source))
     if not Path(source).exists():
         raise ConfigError(
             f"no acceptance model {str(source)!r}: give constant:A, geometric:ALPHA, 'trace', {', '.join(SHIPPED)} "
-            f"(-fresh: with an assumed effect of the drafter's age and training) or a fitted model's file"
+            f"(-fresh: with an assumed effect of the drafter's age and training), a fitted model's file or module:Class"
         )
     return _validated(read_json(Path(source)), str(source))
 

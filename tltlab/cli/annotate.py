@@ -23,7 +23,7 @@ from tltlab.calibration.acceptance.annotate import (
 )
 from tltlab.config import faults
 from tltlab.console import Json, emit, table
-from tltlab.drafters.specs import NETWORK, Drafters, DrafterTraits, ModelFreeSpec
+from tltlab.drafters.specs import NETWORK, Drafters, DrafterTraits, ModelFreeSpec, OwnDrafter
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import fsync_file, new_file, sha256_of
 from tltlab.importers.sources import read
@@ -46,7 +46,7 @@ def annotate_trace(
         typer.Option(
             metavar="[NAME=]SPEC",
             help="ngram, suffix, suffix:scopes=problem+request,window=16, draft_model:FOLDER, eagle:FOLDER, or "
-            "learned:FOLDER (what it holds); @N at the end: it is N RL steps old. May be given several times.",
+            "learned:FOLDER (what it holds), or module:Class; @N at the end: it is N RL steps old. Repeatable.",
         ),
     ],
     max_depth: Annotated[int, typer.Option(help="Tokens drafted at each position.")] = 16,
@@ -103,7 +103,7 @@ def annotate_trace(
 def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Annotator, DrafterTraits]:
     """The name, age, annotator and traits of one `[NAME=]SPEC[@AGE]`. Raises ConfigError.
 
-    Without a name a model-free drafter has that of its kind, a learned one is "learned".
+    Without a name a model-free drafter has that of its kind, a user's own that of its module, a learned one "learned".
     """
     name, spec_text = _split_name(text)
     spec_text, age = _split_age(spec_text)
@@ -115,7 +115,8 @@ def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Ann
     if kind in _LEARNED:
         return DraftedBy(name or "learned", age), _learned(kind, folder, target), NETWORK
     spec = _model_free(spec_text)
-    return DraftedBy(name or spec.kind, age), ReplayedDrafter(spec.build), spec.traits
+    named = spec.module if isinstance(spec, OwnDrafter) else spec.kind
+    return DraftedBy(name or named, age), ReplayedDrafter(spec.build), spec.traits
 
 
 def _split_name(text: str) -> tuple[str | None, str]:
@@ -129,7 +130,10 @@ def _split_age(text: str) -> tuple[str, int]:
 
 
 def _model_free(text: str) -> ModelFreeSpec:
-    """A drafter without a network from `KIND[:key=value,...]`."""
+    """A drafter without a network from `KIND[:key=value,...]`, or a user's own from `module:Class`."""
+    if (own := OwnDrafter.parse(text)) is not None:
+        own.check()
+        return own
     kind, _, options = text.partition(":")
     value: dict[str, Any] = {"kind": kind}
     for option in options.split(",") if options else ():

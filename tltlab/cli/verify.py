@@ -12,7 +12,7 @@ from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import AllowCode, Json, emit, progress
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
-from tltlab.policies.specs import code_allowed
+from tltlab.own import code_allowed
 from tltlab.sim.verification import policies as of_policies
 from tltlab.sim.verification.decisions import replay_decisions
 from tltlab.sim.verification.rollouts import text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from tltlab.config import Built, FiniteModel
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
+from tltlab.own import OwnPart
 from tltlab.strategy import Strategy
 
 from . import suffix
@@ -118,8 +119,33 @@ class HybridSpec(FiniteModel):
         return bool(first.tokens) and first.expected >= max(self.min_expected, other_expected)
 
 
-ModelFreeSpec = NgramSpec | SuffixSpec
-DrafterSpec = Annotated[NgramSpec | SuffixSpec | LearnedSpec | HybridSpec, Field(discriminator="kind")]
+class OwnDrafter(OwnPart):
+    """A drafter class of the user's own, which the engine asks beside its scheduler, as it asks the suffix drafter.
+
+    Its traits are attributes of the class by the names of `DrafterTraits`; those of `TEXT` are the default.
+    """
+
+    base = Drafter
+    part = "drafter"
+    contract = "check_drafter"
+
+    def build(self) -> Drafter:
+        drafter: Drafter = self.make()
+        return drafter
+
+    @property
+    def traits(self) -> DrafterTraits:
+        cls = self.load()
+        return replace(TEXT, **{f.name: getattr(cls, f.name) for f in fields(TEXT) if hasattr(cls, f.name)})
+
+    @property
+    def remembers(self) -> bool:
+        """Whether responses of earlier RL steps serve: the class overrides `recall`."""
+        return self.load().recall is not Drafter.recall
+
+
+ModelFreeSpec = NgramSpec | SuffixSpec | OwnDrafter
+DrafterSpec = Annotated[ModelFreeSpec | LearnedSpec | HybridSpec, Field(discriminator="kind")]
 
 DEFAULT_DRAFTERS: dict[str, ModelFreeSpec] = {"ngram": NgramSpec(), "suffix": SuffixSpec()}
 """The drafters that every engine has, by the name that strategies use."""

@@ -19,8 +19,9 @@ from tltlab.drafters.specs import Drafters, HybridSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.hardware import GIB, RUNTIME_BYTES, ModelShape, available_memory
+from tltlab.own import split
 from tltlab.policies.policy import Policy
-from tltlab.policies.specs import CustomSpec, FixedSpec
+from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.engine import environment
 from tltlab.runtime.rollout.played import STOCK, Play
 from tltlab.sim.verification.policies import named_policies
@@ -55,7 +56,7 @@ def plan_of(
 
     Plain steps are timed at `plain_batches` besides. Raises ConfigError; nothing has been started then.
     """
-    names = [part.strip() for part in policies.split(",") if part.strip()]
+    names = split(policies)
     ours = named_policies(",".join(name for name in names if name != STOCK), fewest=0 if STOCK in names else 1)
     if names.count(STOCK) > 1:
         raise ConfigError(f"--policies {policies}: {STOCK} is there twice")
@@ -65,7 +66,7 @@ def plan_of(
     used = sorted({s.drafter for policy in ours.values() for s in policy.strategies if s.speculates})
     granted = acceptance_by_drafter(acceptance, used)
     learned = learned_drafters(ours, used)
-    modules = sorted({p.selector.module for p in ours.values() if isinstance(p.selector, CustomSpec)})
+    modules = sorted({part.module for policy in ours.values() for part in policy.own_parts})
     plan = Play(
         model=shape.name, config=config, kv_token_bytes=shape.kv_bytes_per_token, lengths=lengths,
         prompt_tokens=prompt_tokens, group_size=trace.manifest.group_size or 8, about=about, policies=stock | ours,
