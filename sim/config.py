@@ -142,7 +142,7 @@ class SimulationConfig:
             return load_acceptance(beside), str(beside)
         rows = trace.arrow("iterations")
         if rows is not None and pc.any(pc.greater(rows["draft_depth"], 0)).as_py():
-            measured, _ = fit_acceptance(rows.to_pandas())
+            measured, _ = fit_acceptance(rows.to_pandas(), trace.drafters)
             if measured is not None:
                 return measured, f"measured in the trace's iterations ({', '.join(measured.drafters)})"
         if self.acceptance is not None:

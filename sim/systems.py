@@ -118,7 +118,9 @@ def by_name(
     (system,), trace = find_systems([name]), read(trace)
     scenario = Scenario.of(trace, config)
     try:
-        bound = bind(system, scenario.costs, replayable(scenario.acceptance, scenario.steps))
+        bound = bind(
+            system, scenario.costs, replayable(scenario.acceptance, scenario.steps), drafters=scenario.registry
+        )
     except ConfigError as error:
         raise ConfigError(f"system {name}: {error}{partly_recorded(scenario)}") from error
     if scenario.spot is not None:
@@ -228,10 +230,10 @@ def bind_all(
     systems: Sequence[System], scenario: Scenario, acceptance: Acceptance | None, model_free: Acceptance | None
 ) -> list[BoundSystem]:
     """The systems fitted to what is known here, with defaults for what is not; `acceptance` is `replayable`."""
-    fitted = scenario.acceptance.pooled() if isinstance(scenario.acceptance, TraceAcceptance) else None
+    fitted = scenario.acceptance.pooled(scenario.registry) if isinstance(scenario.acceptance, TraceAcceptance) else None
     bound = []
     for system in systems:
-        binding = bind_assuming(system, scenario.costs, acceptance, model_free, fitted)
+        binding = bind_assuming(system, scenario.costs, acceptance, model_free, fitted, scenario.registry)
         if generating_workers(system, scenario.workers) == scenario.workers and system.topology != "colocated":
             note = "a single worker's GPUs cannot be split: training has as many besides, which the others have not"
             binding = replace(binding, assumptions=(*binding.assumptions, note), defaults=(*binding.defaults, note))
@@ -391,7 +393,8 @@ def _bounds_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) ->
     if len(models) > 1 and any(model.varies_by == "position" for model in models):
         return None
     whole = replace(scenario, acceptance=_covering_all(bound) if len(models) > 1 else next(iter(models), None))
-    bounds_s = [replace(whole, seed=scenario.seed + k).bounds_s(strategies) for k in range(repeats)]
+    drafters = scenario.registry_of(*(binding.policy for binding in bound))
+    bounds_s = [replace(whole, seed=scenario.seed + k).bounds_s(strategies, drafters) for k in range(repeats)]
     return np.asarray(np.mean(bounds_s, axis=0), np.float64)
 
 

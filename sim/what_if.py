@@ -342,6 +342,7 @@ def what_if(
     stages = 3 + len(accepts)
     say(f"{trace.num_rows('outcomes')} responses of {len(trace.rl_steps)} RL steps", stages)
     scenario = Scenario.of(trace, config)
+    scenario.registry.check(Strategy.chain(name, 1) for name in drafters)
     strategies = covered_chains(scenario, drafters)
     if not strategies:
         raise ConfigError("the acceptance covers none of the chains 1 to 8 deep: give --accept, such as 0.7")
@@ -364,7 +365,7 @@ def what_if(
         stages=None if machine is None else machine.stages, jobs=jobs, ranges=False,
     )  # fmt: skip
     say(f"systems {', '.join(table['system'])}", stages)
-    if accept is not None and drafter == "learned":
+    if accept is not None and scenario.registry[drafter].has_network:
         notes.append(f"n-gram drafts of systems are accepted {min(MODEL_FREE, accept):.2f} of the time (Seer)")
     costs = scenario.costs
     return WhatIf(

@@ -117,6 +117,7 @@ class OwnPart(FiniteModel):
     base: ClassVar[type]
     part: ClassVar[str]
     contract: ClassVar[str]
+    contract_args: ClassVar[Mapping[str, Any]] = {}
 
     kind: Literal["custom"] = "custom"
     path: str = Field(pattern=rf"^{_PATH}$")
@@ -218,7 +219,7 @@ class OwnPart(FiniteModel):
         from tltlab import testing
 
         try:
-            getattr(testing, cls.contract)(source)
+            getattr(testing, cls.contract)(source, **cls.contract_args)
         except AssertionError as error:
             raise ConfigError(f"{cls.part} {name} breaks the contract of {cls.base.__name__}: {error}") from error
         except ConfigError:

@@ -96,3 +96,18 @@ class StepOutcome:
     def accept_length(self) -> float:
         """Tokens per request, the bonus token included."""
         return float(sum(self.accepted)) / self.batch + 1.0
+
+
+NEWEST_WEIGHT = 0.2
+"""Weight of the newest draft in a request's `recent_acceptance`: about its last five drafts count."""
+
+
+def recent_acceptance(previous: float | None, accepted: float, num_drafts: int = 1) -> float:
+    """Return a request's recent acceptance after `num_drafts` more drafts, of each of which `accepted` were kept.
+
+    The first draft sets it; until then `previous` is None.
+
+    >>> recent_acceptance(None, 3.0), round(recent_acceptance(3.0, 1.0), 3), round(recent_acceptance(3.0, 1.0, 2), 3)
+    (3.0, 2.6, 2.28)
+    """
+    return accepted if previous is None else accepted + (previous - accepted) * (1.0 - NEWEST_WEIGHT) ** num_drafts

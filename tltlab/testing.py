@@ -23,6 +23,7 @@ import numpy as np
 from tltlab.acceptance.base import AcceptanceModel, SettledModel
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.drafters.base import Draft, Drafter
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.planning.placement import PlacedRequest, Placement
 from tltlab.policies.driver import refuse_needs
 from tltlab.policies.selector import Selector, as_choice
@@ -36,10 +37,11 @@ NUM_ITERATIONS = 150
 BATCHES = (4096, 512, 200, 64, 40, 33, 32, 31, 21, 20, 9, 8, 5, 4, 3, 2, 1)
 
 
-def check_selector(source: Factory | type[Selector] | Selector) -> None:
+def check_selector(source: Factory | type[Selector] | Selector, drafters: Drafters | None = STANDARD) -> None:
     """Check that the selectors `source(rng)` builds keep every promise of `Selector`; AssertionError if one does not.
 
-    `source` may be a class too, which gets `rng` where it takes one, or an instance, which is copied.
+    `source` may be a class too, which gets `rng` where it takes one, or an instance, which is copied. `drafters` are
+    those that strategies may name; None leaves that open.
 
     They choose only from `strategies`, with a propensity in (0, 1]; the same generator seed gives the same choices;
     `state_dict` survives JSON and a restored selector goes on identically; `reward` changes nothing; no requests in the
@@ -47,7 +49,7 @@ def check_selector(source: Factory | type[Selector] | Selector) -> None:
     from another batch size, or never, do no harm; and a `memoryless` selector looks only at batch and waiting.
     """
     factory = _factory(source)
-    check_strategies(factory)
+    check_strategies(factory, drafters)
     check_choices(factory)
     check_repeatable(factory)
     check_state_round_trip(factory)
@@ -64,7 +66,7 @@ def _factory(source: Factory | type[Selector] | Selector) -> Factory:
     return source
 
 
-def check_strategies(factory: Factory) -> None:
+def check_strategies(factory: Factory, drafters: Drafters | None = None) -> None:
     selector = factory(np.random.default_rng(0))
     assert isinstance(selector, Selector), f"the factory built a {type(selector).__name__}, not a Selector"
     strategies = selector.strategies
@@ -74,13 +76,16 @@ def check_strategies(factory: Factory) -> None:
         assert isinstance(strategy, Strategy), f"strategies must hold Strategy values, got {strategy!r}"
     assert len(set(strategies)) == len(strategies), f"strategies lists one twice: {_names(strategies)}"
     for name in ("propensity_", "bucket_"):
-        assert not hasattr(selector, name), (
-            f"{name} is not read: return Choice(strategy, propensity, bucket)"
-        )
+        assert not hasattr(selector, name), f"{name} is not read: return Choice(strategy, propensity, bucket)"
     try:
         refuse_needs(selector)
     except ConfigError as error:
         raise AssertionError(str(error)) from error
+    if drafters is not None:
+        try:
+            drafters.check(strategies)
+        except ConfigError as error:
+            raise AssertionError(f"strategies: {error}") from error
 
 
 def check_choices(factory: Factory) -> None:

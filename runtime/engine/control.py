@@ -29,18 +29,16 @@ from tltlab.errors import ConfigError
 from tltlab.policies.driver import PolicyDriver, refuse_needs
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
-from tltlab.state import Choice, RequestState, StepOutcome, StepState
+from tltlab.state import Choice, RequestState, StepOutcome, StepState, recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.rows import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
 from .failures import what_was_raised
-from .ledger import Clock, Iteration, Ledger, Row, Scheduled, Stopwatch
+from .ledger import Clock, Iteration, Ledger, Scheduled, Stopwatch
 from .metrics import Samples, Tally
 
 logger = logging.getLogger(__name__)
-
-_NEWEST_WEIGHT = 0.2
-"""Weight of the newest draft in a request's `recent_acceptance`: about its last five drafts count."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,6 +155,7 @@ class Control:
         """Choose by `selector` from now on, None for plain decoding; ConfigError for what this engine cannot run."""
         self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
         if selector is not None:
+            selector.drafts_with(self.drafters.registry)
             refuse_needs(selector)
         self.driver.take(selector, budget)
         self.failure = ""
@@ -425,8 +424,7 @@ class Control:
                 continue
             live.drafted += drafted
             live.accepted += kept
-            recent = live.recent_acceptance
-            live.recent_acceptance = float(kept) if recent is None else recent + _NEWEST_WEIGHT * (kept - recent)
+            live.recent_acceptance = recent_acceptance(live.recent_acceptance, float(kept))
             verified[live.drafter or drafter].append((live.key, drafted, kept))
         for name, drafts in verified.items():
             self.drafters.observe(name, drafts)

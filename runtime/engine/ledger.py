@@ -9,15 +9,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
 from tltlab.drafters.base import Key
 from tltlab.state import NO_CHOICE, Choice, StepOutcome
 from tltlab.strategy import Strategy
+from tltlab.traces.rows import Row, as_rows, columns, strategy_columns
 
-Row = dict[str, Any]
 Clock = Callable[[], float]
 
 
@@ -290,36 +290,36 @@ class EndedIterations:
 
     def rows(self) -> tuple[list[Row], list[Row]]:
         """Their rows of `iterations.parquet`, and of `decisions.parquet` where somebody chose."""
-        iterations: list[Row] = []
-        decisions: list[Row] = []
-        fields: dict[Strategy, Row] = {}
-        for it in self.passed:
-            strategy = it.verified.strategy
-            if (columns := fields.get(strategy)) is None:
-                columns = fields[strategy] = asdict(strategy)
-            place: Row = {"rl_step": self.rl_step, "worker": self.worker, "iteration": it.number}
-            iterations.append(
-                {
-                    **place,
-                    "t_start": it.start_s - self.origin,
-                    "duration": it.duration_s,
-                    "draft_duration": it.draft_s,
-                    "batch": it.batch,
-                    "num_waiting": it.waiting,
-                    "context_tokens": it.context_tokens,
-                    "prefill_tokens": it.prefill_tokens,
-                    **columns,
-                    "num_drafted": sum(it.drafted),
-                    "num_accepted": sum(it.accepted),
-                    "num_generated": it.num_generated,
-                    "accepted_per_request": list(it.accepted) if strategy.speculates else None,
-                    "next_draft_depth": it.next_depth,
-                    "graph": it.graph[0] if it.graph is not None else None,
-                    "graph_tokens": it.graph[1] if it.graph is not None else None,
-                }
-            )
-            if it.decided:
-                choice = it.verified
-                bandit = {"propensity": choice.propensity, "reward": it.reward}
-                decisions.append({**place, "bucket": choice.bucket, **columns, **bandit})
+        passed, chosen = self.passed, [it for it in self.passed if it.decided]
+        graphs = [it.graph or (None, None) for it in passed]
+        iterations = self._rows(
+            "iterations",
+            passed,
+            t_start=[it.start_s - self.origin for it in passed],
+            duration=[it.duration_s for it in passed],
+            draft_duration=[it.draft_s for it in passed],
+            batch=[it.batch for it in passed],
+            num_waiting=[it.waiting for it in passed],
+            context_tokens=[it.context_tokens for it in passed],
+            prefill_tokens=[it.prefill_tokens for it in passed],
+            num_drafted=[sum(it.drafted) for it in passed],
+            num_accepted=[sum(it.accepted) for it in passed],
+            num_generated=[it.num_generated for it in passed],
+            accepted_per_request=[list(it.accepted) if it.verified.strategy.speculates else None for it in passed],
+            next_draft_depth=[it.next_depth for it in passed],
+            graph=[kind for kind, _ in graphs],
+            graph_tokens=[tokens for _, tokens in graphs],
+        )
+        decisions = self._rows(
+            "decisions",
+            chosen,
+            bucket=[it.verified.bucket for it in chosen],
+            propensity=[it.verified.propensity for it in chosen],
+            reward=[it.reward for it in chosen],
+        )
         return iterations, decisions
+
+    def _rows(self, table: str, passed: Sequence[Iteration], **values: list[Any]) -> list[Row]:
+        place = {"rl_step": self.rl_step, "worker": self.worker, "iteration": [it.number for it in passed]}
+        strategies = strategy_columns([it.verified.strategy for it in passed])
+        return as_rows(columns(table, **place, **strategies, **values))

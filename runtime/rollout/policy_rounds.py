@@ -196,7 +196,7 @@ class PolicyRounds:
             self._stack.callback(self._pool.close)
             self._pool.start()
             notes = "tltlab verify: each RL step is one policy's rollout, the model does not move"
-            self._recorder = Recorder(self.out / "trace", run_manifest(self.recipe, self.out.name, notes))
+            self._recorder = Recorder(self.out / "trace", run_manifest(self.recipe, self.out.name, self.specs, notes))
             write_json(self.out / "run.json", run_json(self.recipe))
         except BaseException:
             self._stack.close()

@@ -22,6 +22,7 @@ from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
+from tltlab.runtime.recipe.graphs import drafters_of
 from tltlab.runtime.recipe.recipe import Recipe, located
 from tltlab.runtime.recipe.rules import exact_replay
 from tltlab.runtime.recipe.user_code import keep_code
@@ -194,7 +195,8 @@ class GrpoRun:
             write_json(self.out / "graphs.json", sealed(self.actors.graphs))
             self._choose_by(self.policy)
             self.state = self.recovery.begin(self.actors, self.state, folder)
-            manifest, path = run_manifest(self.recipe, self.out.name), self.out / "trace"
+            drafters = drafters_of(self.recipe, self.policy)
+            manifest, path = run_manifest(self.recipe, self.out.name, drafters), self.out / "trace"
             self._recorder = Recorder.reopen(path, manifest, self.rl_step) if self._resume else Recorder(path, manifest)
             stack.push(self._recorder)
             self._write_notes()

@@ -39,8 +39,6 @@ from tltlab.state import NO_CHOICE, Choice, DrafterState, StepOutcome, StepState
 
 from .admission import RequestFeed
 from .batch import Batch, MacroStep, RequestsView
-from .by_request import RateBatch
-from .drawn import WalkBatch
 from .log import Entry, WorkerLog
 from .memoryless import Drained, MemorylessChoices
 from .random_numbers import NoiseDraws
@@ -232,7 +230,7 @@ class RolloutSimulator:
             start_s=start_s,
             prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in residents.to_prefill.tolist()]),
             switch_s=self.costs.switch_s,
-            gains=batch.steady_gains if isinstance(batch, RateBatch) else None,
+            gains=batch.steady_gains,
             from_the_start=from_the_start,
             drafter_ready=drafter_ready,
             down_to=down_to,
@@ -282,13 +280,14 @@ class Worker:
         self.drafter_ready = False
         noise = simulator.noise
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
-        self.closed = closed and (batch.is_steady or isinstance(batch, WalkBatch))
+        self.closed = closed and (batch.is_steady or batch.passes_plainly)
         self.memoryless = simulator.memoryless
         self.ahead = not self.memoryless and simulator.decision_block == 1 and simulator.ahead is not False
         self.max_iterations: float = math.inf if self.memoryless else simulator.decision_block
         # The choice in force, whether the policy made it, and the batch and queue for which a memoryless one did.
         self.in_force, self.decided = NO_CHOICE, False
         self.asked_at: tuple[int, int] | None = None
+        batch.state = lambda: self._state(len(batch), self.scheduler.num_waiting)
 
     def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """The SimPy process: everything until nothing runs or waits."""
@@ -423,7 +422,7 @@ class Worker:
         return StepOutcome(
             elapsed_s=(entry.prefill_s + macro.seconds) / macro.num_iterations,
             batch=macro.batch,
-            drafted=(macro.regime.num_drafted,) * macro.batch if speculates else (),
+            drafted=macro.drafted if speculates else (),
             accepted=macro.accepted if speculates else (),
             had_prefill=entry.prefill_tokens > 0,
         )
@@ -487,7 +486,7 @@ class Worker:
             down_to=down_to,
         )
         end_s = float(drained.finish_s[0, -1])
-        if isinstance(self.batch, WalkBatch):
+        if self.batch.passes_plainly:
             num_iterations = int(drained.counts.sum())
             self.iteration += num_iterations
             self.batch.pass_plainly(num_iterations)

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from tltlab.config import json_or_text
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.planning.buckets import plan_buckets
 from tltlab.planning.graph_pool import GraphPool, plan_for
@@ -46,10 +47,11 @@ class GraphMemory:
     cap_bytes: float
     max_batch: int
     sizes: tuple[int, ...]
+    drafters: Drafters = STANDARD
 
     def holds(self, policy: Policy) -> bool:
         """Whether the graphs of a policy fit."""
-        return self.pool.fits(plan_for(policy, self.max_batch, self.sizes), self.cap_bytes)
+        return self.pool.fits(plan_for(policy, self.max_batch, self.sizes, self.drafters), self.cap_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,7 @@ class Prices:
             sizes=graphs.sizes if graphs else None,
             max_batch=most,
             max_buckets=max_buckets,
+            drafters=graphs.drafters if graphs else STANDARD,
         )
         return TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in plan.rows))
 

@@ -201,6 +201,8 @@ def tune(
         [_case(trace, i, part[side], config) for i, (trace, part) in enumerate(zip(sources, parts, strict=True))]
         for side in (0, 1)
     )
+    if config.graphs is not None:
+        config = replace(config, graphs=replace(config.graphs, drafters=tune_on[0].scenario.registry))
     strategies, notes = _strategies(tune_on + judge_on, config)
     own = config.named()
     spaces: dict[str, Space] = {}
@@ -350,11 +352,13 @@ def _strategies(cases: Sequence[TuningCase], config: TuneConfig) -> tuple[list[S
     if drafters is None:
         named = [set(model.drafters) for model in models if model.drafters]
         drafters = sorted(set.intersection(*named)) if named else ["ngram"]
+    for case in cases:
+        case.scenario.registry.check(Strategy.chain(drafter, 1) for drafter in drafters)
     covered, notes = [], []
     for strategy in (Strategy.chain(drafter, depth) for drafter in drafters for depth in config.depths if depth):
         try:
             for case, model in zip(cases, models, strict=True):
-                regimes = Regimes([strategy], case.scenario.costs, model.in_state({}))
+                regimes = Regimes([strategy], case.scenario.costs, model.in_state({}), case.scenario.registry)
                 regimes.up_to(max(map(len, case.scenario.steps), default=1))
             covered.append(strategy)
         except ConfigError as error:

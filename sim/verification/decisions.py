@@ -8,7 +8,7 @@ is taken from the trace. A policy that cannot tell a simulation from an engine m
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,14 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.base import ConstantAcceptance
-from tltlab.arrays import Floats
+from tltlab.arrays import Flags, Floats, Ints
 from tltlab.console import table
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.selector import Selector
 from tltlab.sim.engine import record
-from tltlab.sim.engine.batch import ArrayBatch, MacroStep
+from tltlab.sim.engine.batch import Ahead, Batch, Gains, MacroStep
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests, requests_by_step
 from tltlab.sim.engine.worker import RolloutSimulator, SimulatedRollout
@@ -131,6 +131,9 @@ def _played(trace: Trace, span: Sequence[int], force: InForce) -> list[Simulated
     selectors: list[Selector] = [
         force.policy.build(np.random.default_rng([force.seed, worker, force.since])) for worker in range(workers)
     ]
+    registry = trace.drafters.beside(force.policy.drafters)
+    for selector in selectors:
+        selector.drafts_with(registry)
     recorded = trace.decisions[trace.decisions["rl_step"].isin(list(span))]
     foreign = {Strategy(*row) for row in recorded[_STRATEGY].drop_duplicates().itertuples(index=False, name=None)}
     if foreign := foreign - {NO_SPECULATION, *selectors[0].strategies}:
@@ -147,8 +150,10 @@ def _played(trace: Trace, span: Sequence[int], force: InForce) -> list[Simulated
     played = []
     for step in requests_by_step(trace, list(span), tool_s=0.0):
         rows = iterations[iterations["rl_step"] == step.rl_step]
-        simulator.drafters = dict.fromkeys(drafters, states.get(step.rl_step, DrafterState()))
-        simulator.prepare(Regimes(strategies, costs, ConstantAcceptance(tokens=1.0)), RecordedIterations(rows))
+        state = states.get(step.rl_step, DrafterState())
+        simulator.drafters = {name: state if registry[name].has_network else DrafterState() for name in drafters}
+        regimes = Regimes(strategies, costs, ConstantAcceptance(tokens=1.0), registry)
+        simulator.prepare(regimes, RecordedIterations(rows))
         played.append(simulator.rollout(step, place(step, workers, "recorded")))
     return played
 
@@ -172,34 +177,60 @@ class RecordedIterations:
     def __call__(self, requests: Requests) -> RecordedBatch:
         worker, self._num_batches = self._num_batches, self._num_batches + 1
         mine = self.rows[self.rows["worker"] == worker].sort_values("iteration")
-        return RecordedBatch(requests, mine)
+        return RecordedBatch(requests, Recorded(requests, mine), own_seconds(mine))
 
 
-class RecordedBatch(ArrayBatch):
-    """Residents that gain what was recorded, iteration by iteration, in the recorded time.
+class Recorded(Gains):
+    """Gains of each request as recorded, iteration by iteration; a token each beyond the last one.
 
-    Iterations beyond the recorded ones yield a token per request in no time.
+    The trace has the tokens drafted for all requests of an iteration together. A request has no draft in the iteration
+    of its first token, and none beyond its cap; the others have equal parts of what was drafted.
     """
 
     def __init__(self, requests: Requests, rows: pd.DataFrame) -> None:
-        super().__init__(requests, np.int64)
         self._accepted = rows["accepted_per_request"].tolist() if "accepted_per_request" in rows else [None] * len(rows)
-        self._drafted = rows["num_drafted"].to_numpy(np.float64)
-        self._seconds = own_seconds(rows)
-        self._next = 0
+        self._drafted = rows["num_drafted"].tolist()
+        self._caps = np.array(requests.max_response_tokens, np.int64)
+        self.iteration = 0
+
+    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
+        assert isinstance(batch, RecordedBatch)
+        at = self.iteration
+        gains, drafted = np.ones(len(batch), np.int64), np.zeros(len(batch))
+        if at < len(self._accepted):
+            if (accepted := self._accepted[at]) is not None:
+                kept = np.asarray(accepted, np.int64)[: len(batch)]
+                gains[: len(kept)] += kept
+            drafted = self._shares(batch, regime, float(self._drafted[at]))
+        return Ahead(regime, gains[:, None], 1, drafted)
+
+    def _shares(self, batch: RecordedBatch, regime: Regime, total: float) -> Floats:
+        residents = batch.residents
+        room = np.clip(self._caps[residents] - batch.made[residents] - 1, 0, regime.strategy.reach)
+        room[batch.fresh] = 0.0
+        whole = float(room.sum())
+        shares: Floats = room if whole == total or not whole else room * (total / whole)
+        return shares
+
+
+class RecordedBatch(Batch):
+    """Residents that gain what was recorded in the recorded `seconds`, iteration by iteration."""
+
+    def __init__(self, requests: Requests, source: Recorded, seconds: Floats) -> None:
+        super().__init__(requests, source)
+        self._recorded, self._seconds = source, seconds
+        self._before: Ints = np.zeros(0, np.int64)
+
+    @property
+    def fresh(self) -> Flags:
+        """Residents that were not in the iteration before, so that nothing was drafted for them."""
+        return ~np.isin(self.residents, self._before)
 
     def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
-        at, batch = self._next, len(self)
-        self._next += 1
-        gains, seconds = np.ones(batch, np.int64), 0.0
-        if at < len(self._seconds):
-            seconds = float(self._seconds[at])
-            regime = replace(regime, num_drafted=float(self._drafted[at]) / batch)
-            if (accepted := self._accepted[at]) is not None:
-                kept = np.asarray(accepted, np.int64)[:batch]
-                gains[: len(kept)] += kept
-        macro = self._advance_by(regime, gains[:, None])
-        macro.seconds = macro.first_s = seconds
+        at, residents = self._recorded.iteration, self.residents
+        macro = super().advance(regime, 1, room_tokens)
+        macro.seconds = macro.first_s = float(self._seconds[at]) if at < len(self._seconds) else 0.0
+        self._recorded.iteration, self._before = at + 1, residents
         return macro
 
 

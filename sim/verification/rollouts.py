@@ -277,7 +277,7 @@ class _Prediction:
         alike, mine = rows["rl_step"].map(epochs) == epochs[step], rows["drafter"].isin(remember)
         drafted = pd.MultiIndex.from_frame(rows[["drafter", "draft_depth", "tokens_to_verify"]])
         unlike = mine & ~alike & drafted.isin(drafted[mine & alike])
-        return replace(fitted, acceptance=fit_acceptance(rows[~unlike])[0]) if unlike.any() else fitted
+        return replace(fitted, acceptance=fit_acceptance(rows[~unlike], trace.drafters)[0]) if unlike.any() else fitted
 
     def _simulate(
         self,

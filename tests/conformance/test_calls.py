@@ -45,7 +45,8 @@ class Recording(Selector):
     def choose(self, state: StepState) -> Choice:
         drafters = {name: state.drafters[name] for name in state.drafters}
         requests = [
-            (r.key, r.prompt_id, r.generated_tokens, r.max_response_tokens, r.recent_acceptance) for r in state.requests
+            (r.key, r.prompt_id, r.generated_tokens, r.max_response_tokens, rounded(r.recent_acceptance))
+            for r in state.requests
         ]
         seen = (state.rl_step, state.worker, state.batch, state.waiting, state.remaining, state.context_tokens)
         self.calls.append(("choose", *seen, state.strategy, drafters, requests))
@@ -61,6 +62,11 @@ class Recording(Selector):
 
     def reward(self, choice: Choice, outcome: StepOutcome) -> float | None:
         return outcome.accept_length
+
+
+def rounded(value: float | None) -> float | None:
+    """Averages are sums in another order on the two sides."""
+    return None if value is None else round(value, 9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +114,7 @@ class Engine:
     control: Control
     clock: Clock
     outputs: dict[str, list[int]] = field(default_factory=dict)
+    preemptions: int = 0
 
     def play(self, rl_step: int) -> pd.DataFrame:
         responses = {r.name: r for r in self.story.rl_steps[rl_step]}
@@ -133,6 +140,7 @@ class Engine:
                 computed.discard(newest)
                 drafts[newest] = 0
                 preempted = True
+                self.preemptions += 1
             while (
                 waiting and not preempted and len(running) < self.story.most_running
                 and sum(map(context, [*running, waiting[0]])) + len(running) + 1 <= capacity
@@ -182,6 +190,7 @@ def engine_calls(story: Story, hold: int) -> tuple[list[Any], list[pd.DataFrame]
         if rl_step:
             pool.updated(updates=10 * rl_step)
         iterations.append(engine.play(rl_step))
+    assert bool(engine.preemptions) == (story.capacity_tokens is not None)
     return policy.calls, iterations
 
 

@@ -18,10 +18,11 @@ from tltlab.acceptance.trees import TreeAcceptance
 from tltlab.arrays import Floats
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.state import DrafterState
-from tltlab.strategy import MODEL_FREE, Strategy
+from tltlab.strategy import Strategy
 
 from .composition import Rung, System, strategies
 
@@ -39,6 +40,7 @@ class BoundSystem:
 
     `assumptions` are the system's and those of the binding; `stand_ins` the ones among them where one drafter's
     acceptance is taken for another's, `defaults` those where a number is missing and the stated default taken.
+    `registry` says what the policy's drafters are.
     """
 
     system: System
@@ -48,6 +50,7 @@ class BoundSystem:
     assumptions: tuple[str, ...]
     stand_ins: tuple[str, ...] = ()
     defaults: tuple[str, ...] = ()
+    registry: Drafters = STANDARD
 
 
 def bind_assuming(
@@ -56,6 +59,7 @@ def bind_assuming(
     acceptance: Acceptance | None,
     model_free: Acceptance | None = None,
     fitted: Acceptance | None = None,
+    drafters: Drafters = STANDARD,
 ) -> BoundSystem:
     """Bind a system as `bind` does; where acceptance is missing take a default and say so in `defaults`.
 
@@ -63,23 +67,24 @@ def bind_assuming(
     `TEXT_DEFAULT`, published curves of other models.
     """
     with suppress(UnknownAcceptance):
-        return bind(system, costs, acceptance, model_free)
+        return bind(system, costs, acceptance, model_free, drafters)
     if fitted is not None:
         with suppress(UnknownAcceptance):
             note = "acceptance of all responses alike, fitted to those of acceptance.parquet that have it"
-            return _assumed(bind(system, costs, fitted, model_free), note)
+            return _assumed(bind(system, costs, fitted, model_free, drafters), note)
     if system.together:
-        learned = acceptance if acceptance is not None and _played_by("learned", acceptance) else None
-        text = next((model for model in (model_free, acceptance) if model is not None and _texts(system, model)), None)
+        learned = acceptance if acceptance is not None and _network(system, acceptance, drafters) else None
+        models = [model for model in (model_free, acceptance) if model is not None]
+        text = next((model for model in models if _texts(system, model, drafters)), None)
         missing = [name for name, model in ((LEARNED_DEFAULT, learned), (TEXT_DEFAULT, text)) if model is None]
         note = f"acceptance of all drafters is not known: the default {' and '.join(missing)} is taken"
         chosen = learned or load_acceptance(LEARNED_DEFAULT), text or load_acceptance(TEXT_DEFAULT)
-        return _assumed(bind(system, costs, *chosen), note)
-    if "learned" in system.drafters:
+        return _assumed(bind(system, costs, *chosen, drafters), note)
+    if _of_kind(system.drafters, False, drafters):
         note = f"acceptance of a learned drafter is not known: the default {LEARNED_DEFAULT} is taken"
-        return _assumed(bind(system, costs, load_acceptance(LEARNED_DEFAULT), model_free), note)
+        return _assumed(bind(system, costs, load_acceptance(LEARNED_DEFAULT), model_free, drafters), note)
     note = f"acceptance of a model-free drafter is not known: the default {TEXT_DEFAULT} is taken"
-    return _assumed(bind(system, costs, None, load_acceptance(TEXT_DEFAULT)), note)
+    return _assumed(bind(system, costs, None, load_acceptance(TEXT_DEFAULT), drafters), note)
 
 
 def _assumed(bound: BoundSystem, note: str) -> BoundSystem:
@@ -87,19 +92,25 @@ def _assumed(bound: BoundSystem, note: str) -> BoundSystem:
 
 
 def bind(
-    system: System, costs: CostModel, acceptance: Acceptance | None, model_free: Acceptance | None = None
+    system: System,
+    costs: CostModel,
+    acceptance: Acceptance | None,
+    model_free: Acceptance | None = None,
+    drafters: Drafters = STANDARD,
 ) -> BoundSystem:
     """Fit a system to what is known; ConfigError with the reason where it cannot run.
 
     `acceptance` serves every drafter that it knows; those that draft from text are `model_free`'s alone where that is
     given. A curve fitted to a learned drafter's trees says nothing of n-grams, though it names no drafter. A drafter
-    that is not known is replaced by a model-free one that is, which `stand_ins` says.
+    that is not known is replaced by a model-free one that is, which `stand_ins` says. `drafters` say what those of the
+    acceptance models are.
     """
+    drafters = drafters.beside(dict(system.specs))
     if not system.drafters:
         policy = system.policy(lambda rung: (), costs)
         return BoundSystem(system=system, policy=policy, acceptance=None, spot=None, assumptions=system.assumptions)
     choose = _together if system.together else _drafters
-    chosen, model, stand_ins = choose(system, acceptance, model_free)
+    chosen, model, stand_ins = choose(system, acceptance, model_free, drafters)
     notes = [*stand_ins]
     if system.history and isinstance(model, SiblingAcceptance):
         alpha = float(model.alpha(np.array([float(system.history)]), np.zeros(1))[0])
@@ -114,12 +125,12 @@ def bind(
             "default values of Freshness"
         )
     depends = model.trained_drafter in chosen
-    learned = [name for name in chosen if name not in MODEL_FREE]
-    if learned and "ngram" in system.drafters and len(chosen) == 1:
+    learned = _of_kind(chosen, False, drafters)
+    if learned and len(chosen) == 1 and not system.together and _of_kind(system.drafters, True, drafters):
         notes.append("the drafter was warmed up before RL step 0, so that the model-free one never has to serve")
     if learned and not depends:
         notes.append("acceptance does not depend on the drafter's age and training: a static one would fare alike")
-    policy = system.policy(lambda rung: [arm for name in chosen for arm in _arms(rung, name, model)], costs)
+    policy = system.policy(lambda rung: [arm for name in chosen for arm in _arms(rung, name, model, drafters)], costs)
     published = {
         arm for rung in system.ladder for name in chosen for trees in (True, False)
         for arm in strategies(rung, name, trees=trees)
@@ -141,21 +152,22 @@ def bind(
         spot=system.idle_use if depends else None,
         assumptions=(*system.assumptions, *notes),
         stand_ins=tuple(stand_ins),
+        registry=drafters,
     )
 
 
 def _drafters(
-    system: System, acceptance: Acceptance | None, model_free: Acceptance | None
+    system: System, acceptance: Acceptance | None, model_free: Acceptance | None, drafters: Drafters
 ) -> tuple[list[str], Acceptance, list[str]]:
     """The drafters that serve, the one model that knows them all, and what stands in for what."""
     for model, text in ((acceptance, model_free is None), (model_free, True)):
         if model is None:
             continue
-        names = system.drafters if text and model is acceptance else _of_kind(system.drafters, text)
-        chosen = [played for name in names if (played := _played_by(name, model))]
+        names = system.drafters if text and model is acceptance else _of_kind(system.drafters, text, drafters)
+        chosen = [played for name in names if (played := _played_by(name, model, drafters))]
         if chosen:
             note = f"no learned drafter's acceptance is known: {system.title} runs on its model-free drafter throughout"
-            alone = "learned" in system.drafters and all(name in MODEL_FREE for name in chosen)
+            alone = _of_kind(system.drafters, False, drafters) and not _of_kind(chosen, False, drafters)
             return chosen, model, [note] if alone else []
     for model in (model_free, acceptance):
         substitutes = [] if model is None else [name for name in ("suffix", "ngram") if model.knows(name)]
@@ -165,7 +177,7 @@ def _drafters(
                 model,
                 [f"the acceptance of drafter {system.drafters[0]!r} is not known: {substitutes[0]!r} takes its place"],
             )
-    if "learned" in system.drafters:
+    if _of_kind(system.drafters, False, drafters):
         raise UnknownAcceptance(
             "no drafter's acceptance is known: give --acceptance, such as a fitted file or geometric:ALPHA"
         )
@@ -176,50 +188,54 @@ def _drafters(
 
 
 def _together(
-    system: System, acceptance: Acceptance | None, model_free: Acceptance | None
+    system: System, acceptance: Acceptance | None, model_free: Acceptance | None, drafters: Drafters
 ) -> tuple[list[str], Acceptance, list[str]]:
     """All drafters side by side; those that were recorded where acceptance is replayed."""
     if acceptance is not None and acceptance.varies_by == "position":
         recorded = list(acceptance.drafters)
         note = f"recorded drafters are the ones to choose among: {', '.join(recorded)}"
         return recorded, acceptance, [note] if len(recorded) < len(system.drafters) else []
-    learned = None if acceptance is None else _played_by("learned", acceptance)
+    learned = None if acceptance is None else _network(system, acceptance, drafters)
     for model in (model_free, acceptance):
-        texts = [] if model is None else _texts(system, model)
+        texts = [] if model is None else _texts(system, model, drafters)
         if learned is not None and acceptance is not None and model is not None and texts:
-            return [learned, *texts], acceptance if model is acceptance else Beside(acceptance, model), []
+            return [learned, *texts], acceptance if model is acceptance else Beside(acceptance, model, drafters), []
     raise UnknownAcceptance(
         f"the acceptance of all its drafters ({', '.join(system.drafters)}) is not known: give --acceptance "
         "geometric:ALPHA for all of them (compare: --model-free-acceptance for those that draft from text)"
     )
 
 
-def _texts(system: System, model: Acceptance) -> list[str]:
-    """Those of its drafters that draft from text and that the model knows."""
-    return [name for name in _of_kind(system.drafters, text=True) if model.knows(name)]
+def _texts(system: System, model: Acceptance, drafters: Drafters) -> list[str]:
+    """The system's drafters that draft from text and that the model knows."""
+    return [name for name in _of_kind(system.drafters, True, drafters) if model.knows(name)]
 
 
-def _of_kind(names: Sequence[str], text: bool) -> list[str]:
-    """Those that draft from text, or those that do not."""
-    return [name for name in names if (name in MODEL_FREE) == text]
+def _network(system: System, model: Acceptance, drafters: Drafters) -> str | None:
+    """The drafter of the model that plays the system's drafter with a network."""
+    return next((_played_by(name, model, drafters) for name in _of_kind(system.drafters, False, drafters)), None)
 
 
-def _played_by(name: str, model: Acceptance) -> str | None:
+def _of_kind(names: Sequence[str], text: bool, drafters: Drafters) -> list[str]:
+    """The drafters without a network, which draft from text, or those with one."""
+    return [name for name in names if drafters[name].has_network != text]
+
+
+def _played_by(name: str, model: Acceptance, drafters: Drafters) -> str | None:
     """The drafter of the model that plays `name`."""
-    if name != "learned":
+    if not drafters[name].has_network:
         return name if model.knows(name) else None
-    if model.trained_drafter is not None and model.trained_drafter not in MODEL_FREE:
+    if model.trained_drafter is not None and drafters[model.trained_drafter].has_network:
         return model.trained_drafter
-    named = [drafter for drafter in model.drafters if drafter not in MODEL_FREE]
-    return "learned" if model.knows("learned") else next(iter(named), None)
+    return name if model.knows(name) else next(iter(_of_kind(model.drafters, False, drafters)), None)
 
 
-def _arms(rung: Rung, drafter: str, model: Acceptance) -> list[Strategy]:
+def _arms(rung: Rung, drafter: str, model: Acceptance, drafters: Drafters) -> list[Strategy]:
     """The rung's strategies that the model covers, trees where it can; else the deepest chain below that it covers.
 
     ConfigError where it covers none.
     """
-    if drafter not in MODEL_FREE and rung.trees:
+    if drafters[drafter].draws_trees and rung.trees:
         trees = [arm for arm in strategies(rung, drafter, trees=True) if _covers(model, arm)]
         if trees:
             return trees
@@ -252,6 +268,7 @@ class Beside:
 
     learned: Acceptance
     model_free: Acceptance
+    registry: Drafters
     varies_by: ClassVar[Variation] = "request"
 
     @property
@@ -263,7 +280,7 @@ class Beside:
         return self.learned.trained_drafter
 
     def _of(self, drafter: str) -> Acceptance:
-        return self.model_free if drafter in MODEL_FREE else self.learned
+        return self.learned if self.registry[drafter].has_network else self.model_free
 
     def knows(self, drafter: str) -> bool:
         return self._of(drafter).knows(drafter)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tltlab.drafters.budget import DraftBudget, UniformBudget
+from tltlab.drafters.budget import DraftBudget, UniformBudget, shares_of
 from tltlab.errors import ConfigError
 from tltlab.state import Choice, RequestState, StepOutcome, StepState
 from tltlab.strategy import Strategy
@@ -130,14 +130,8 @@ class PolicyDriver:
         selector.observe(choice, outcome)
 
     def shares(self, state: StepState, strategy: Strategy) -> list[int]:
-        """Tokens to draft for each request of `state`, by the budget. ConfigError for another number of shares."""
-        shares = list(self.budget.allot(state, strategy))
-        if len(shares) != state.batch or any(not 0 <= share <= strategy.draft_depth for share in shares):
-            raise ConfigError(
-                f"the budget gave {shares} for {state.batch} requests: it must give each 0 to {strategy.draft_depth} "
-                f"tokens under {strategy}"
-            )
-        return shares
+        """Tokens to draft for each request of `state`, by the budget. ConfigError for shares that do not fit."""
+        return shares_of(self.budget, state, strategy)
 
     def finished(self, request: RequestState, *, drafted: int, accepted: int) -> None:
         """Let the budget learn from a request that has ended, with its tokens drafted and accepted."""

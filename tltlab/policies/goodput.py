@@ -13,6 +13,7 @@ from tltlab.arrays import Floats
 from tltlab.config import InFile
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs, presets
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.state import Choice, StepOutcome, StepState
@@ -91,9 +92,8 @@ class Goodput(Selector, kind="goodput"):
         self.epsilon = epsilon
         self.prior = prior
         self.rng = rng
-        loaded = any(s.speculates for s in self.strategies)
-        self._iterations = {s: costs.iteration(s, drafter_loaded=loaded) for s in self.strategies}
-        self._seconds: dict[int, list[tuple[Strategy, float, float]]] = {}
+        self._costs = costs
+        self.drafts_with(STANDARD)
         depths: dict[str, int] = {}
         for strategy in self.strategies:
             depths[strategy.drafter] = max(depths.get(strategy.drafter, 0), strategy.draft_depth)
@@ -102,6 +102,13 @@ class Goodput(Selector, kind="goodput"):
         self.kept_ = {name: [0.0] * depth for name, depth in depths.items() if depth}
         self._tokens = dict.fromkeys(self.strategies, 1.0)
         self._estimate()
+
+    def drafts_with(self, drafters: Drafters) -> None:
+        # What drafters of other names are a run says later.
+        known = [s for s in self.strategies if not s.speculates or s.drafter in drafters]
+        loaded = any(s.speculates for s in self.strategies)
+        self._iterations = {s: self._costs.iteration(s, drafter_loaded=loaded, drafters=drafters) for s in known}
+        self._seconds: dict[int, list[tuple[Strategy, float, float]]] = {}
 
     def tokens(self, strategy: Strategy) -> float:
         """Tokens per request and iteration that `strategy` is expected to yield, the bonus token included."""

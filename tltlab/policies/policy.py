@@ -16,7 +16,7 @@ from tltlab.config import Built, FiniteModel, faults_in, shown
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.drafters.length_budget import LengthAwareBudget
 from tltlab.drafters.mba import MbaBudget
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec, OwnDrafter
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, Drafters, DrafterSpec, HybridSpec, OwnDrafter
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json, write_json
 from tltlab.own import OwnPart, named_in, parse_call
@@ -119,9 +119,15 @@ class Policy(FiniteModel):
                 raise ValueError(f"drafters.{name}: a hybrid of {hybrids[0]!r}, which is a hybrid itself")
         return self
 
+    @property
+    def registry(self) -> Drafters:
+        """The standard drafters and those that the policy brings along."""
+        return Drafters(self.drafters)
+
     def build(self, rng: np.random.Generator) -> Selector:
         """A fresh selector that draws from `rng`; build one per worker."""
         selector = self.selector.build(rng)
+        selector.drafts_with(self.registry)
         return self.activation.wrap(selector) if self.activation else selector
 
     def build_budget(self) -> DraftBudget:

@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import SerializerFunctionWrapHandler, ValidatorFunctionWrapHandler, WrapValidator, model_serializer
 
 from tltlab.config import Built, FiniteModel
+from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError
 from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import Strategy
@@ -108,6 +109,9 @@ class Selector(ABC):
     def choose(self, state: StepState) -> Strategy | Choice:
         """Return what the next iteration is to verify, one of `strategies`."""
 
+    def drafts_with(self, drafters: Drafters) -> None:  # noqa: B027
+        """Learn what the run's drafters are, before the first choice."""
+
     def observe(self, choice: Choice, outcome: StepOutcome) -> None:  # noqa: B027
         """Learn from the iteration that verified what `choice` drafted."""
 
@@ -131,6 +135,9 @@ class Wrapper(Selector):
         self.strategies = inner.strategies
         self.memoryless = inner.memoryless
         self.needs = inner.needs
+
+    def drafts_with(self, drafters: Drafters) -> None:
+        self.inner.drafts_with(drafters)
 
     def observe(self, choice: Choice, outcome: StepOutcome) -> None:
         self.inner.observe(choice, outcome)

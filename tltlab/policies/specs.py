@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Union
+from typing import TYPE_CHECKING, Annotated, ClassVar, Union
 
 import numpy as np
 from pydantic import Field
@@ -40,6 +40,8 @@ class CustomSpec(OwnPart):
     base = Selector
     part = "policy"
     contract = "check_selector"
+    # The drafters that there are become known where the policy runs.
+    contract_args: ClassVar = {"drafters": None}
 
     def build(self, rng: np.random.Generator) -> Selector:
         selector: Selector = self.make(rng)

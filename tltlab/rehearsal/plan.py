@@ -15,7 +15,7 @@ from tltlab.acceptance.base import from_survival
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
 from tltlab.costs.profiles import find_model
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.drafters.specs import Drafters, HybridSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.hardware import GIB, RUNTIME_BYTES, ModelShape, available_memory
@@ -162,25 +162,22 @@ def played_acceptance(played: Sequence[float], drafters: Iterable[str]) -> Fitte
         depth: FittedDepth(accepted=tuple(from_survival(np.array(played[:depth])).tolist()), drafted=float(depth))
         for depth in range(1, len(played) + 1)
     }
-    return FittedAcceptance(drafters_by_depth=dict.fromkeys(drafters, by_depth))
+    return FittedAcceptance(drafters_by_depth=dict.fromkeys(drafters, by_depth), copies=dict.fromkeys(drafters, False))
 
 
 def learned_drafters(policies: Mapping[str, Policy], used: Sequence[str]) -> tuple[str, ...]:
     """Drafters with a network, at most one. ConfigError for trees, for hybrids and for a drafter that is nowhere."""
-    specs: dict[str, DrafterSpec] = {**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="eagle", model="untrained")}
-    for policy in policies.values():
-        specs |= policy.drafters
+    specs = {name: spec for policy in policies.values() for name, spec in policy.drafters.items()}
+    drafters = Drafters(specs)
+    learned = tuple(name for name in used if drafters[name].has_network)
     for name in used:
-        if name not in specs:
-            raise ConfigError(f"no drafter named {name!r} here; there are: {', '.join(sorted(specs))}")
-        if isinstance(specs[name], HybridSpec):
+        if isinstance(specs.get(name), HybridSpec):
             raise ConfigError(
                 f"drafter {name} joins two others, whose drafts an engine cannot keep at rates of their own"
             )
     for name, policy in policies.items():
         if trees := [s for s in policy.strategies if s.speculates and s.tokens_to_verify != s.draft_depth + 1]:
             raise ConfigError(f"policy {name} asks for {trees[0]}: engines verify whole chains")
-    learned = tuple(name for name in used if isinstance(specs[name], LearnedSpec))
     if len(learned) > 1:
         raise ConfigError(f"{' and '.join(learned)} are learned drafters: an engine has at most one")
     return learned

@@ -42,13 +42,13 @@ def expected(request: int, generated: float, num_speculative: int, regime: Regim
 class _Asked:
     """A selector, asked before an iteration: what it chooses holds from the next one on, and plain decoding until then.
 
-    A memoryless one's choice holds at once, but `as_engine`. So does one for a block of iterations, which ends early
+    A memoryless one's choice holds at once, but `ahead`. So does one for a block of iterations, which ends early
     where something happens; its outcome comes after the next block's choice, and that of the last block at the end.
     """
 
-    def __init__(self, selector: Selector, block: int, as_engine: bool) -> None:
+    def __init__(self, selector: Selector, block: int, ahead: bool | None) -> None:
         self.selector, self.block = selector, block
-        self.each_time = selector.memoryless and not as_engine
+        self.each_time = selector.memoryless and not ahead
         self.in_force = NO_CHOICE
         self.ran: list[tuple[float, list[float], bool]] = []
         self.held: tuple[Choice, StepOutcome] | None = None
@@ -93,7 +93,7 @@ def finish_times(
     *,
     gain: Gain = expected,
     decision_block: int = 1,
-    as_engine: bool = False,
+    ahead: bool | None = None,
 ) -> dict[int, float]:
     """Finish time of each request of one worker, whose selector is asked and told as `_Asked` says."""
     waiting = [
@@ -109,7 +109,7 @@ def finish_times(
     finished: dict[int, float] = {}
     now = 0.0
     began = ready = False
-    policy = _Asked(selector, decision_block, as_engine)
+    policy = _Asked(selector, decision_block, ahead)
     something_happened = True
     while waiting or prefilling or running:
         preempted, begin_s, prefilled = False, now, 0.0

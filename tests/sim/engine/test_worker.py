@@ -21,9 +21,9 @@ from tltlab.hardware import Gpu
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector
-from tltlab.sim.engine.batch import FluidBatch
+from tltlab.sim.engine.batch import Batch, Expected, FluidBatch
 from tltlab.sim.engine.by_request import Rates
-from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
+from tltlab.sim.engine.drawn import Drawn, Replayed
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
@@ -150,13 +150,30 @@ def by_batch(border: int) -> BatchAcceptance:
 
 
 THRESHOLDS = st.tuples(st.integers(0, 6), st.integers(0, 12), st.sampled_from(["memoryless", "asked", "learns"]))
-ALPHAS, SEEDS, ASKED = st.floats(0, 1), st.integers(0, 9), st.booleans()
+ALPHAS, SEEDS, ASKED = st.floats(0, 1), st.integers(0, 9), st.sampled_from([None, True])
 
 
-@given(requests(), costs(), ALPHAS, st.none() | THRESHOLDS, st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]), ASKED)
-def test_fluid_decoding_takes_the_time_of_its_iterations(req, cost, alpha, threshold, workers, placement, as_engine):
+def expected_gains(requests: Requests) -> Batch:
+    """The general batch, of which `FluidBatch` is an optimisation."""
+    return Batch(requests, Expected())
+
+
+FLUID = st.sampled_from([FluidBatch, expected_gains])
+
+
+@given(
+    requests(),
+    costs(),
+    ALPHAS,
+    st.none() | THRESHOLDS,
+    st.integers(1, 3),
+    st.sampled_from(PLACEMENTS[:4]),
+    FLUID,
+    ASKED,
+)
+def test_fluid_decoding_takes_the_time_of_its_iterations(req, cost, alpha, threshold, workers, placement, batch, ahead):
     model = None if threshold is None else GeometricAcceptance(alpha=alpha)
-    assert_agree(req, cost, model, FluidBatch, threshold, workers=workers, placement=placement, as_engine=as_engine)
+    assert_agree(req, cost, model, batch, threshold, workers=workers, placement=placement, ahead=ahead)
 
 
 @HALF
@@ -177,7 +194,7 @@ def test_sampled_speculation_takes_the_time_of_its_iterations(req, cost, alpha, 
         return 1.0 if regime.cdf is None else 1.0 + float((regime.cdf <= u).sum())
 
     model = GeometricAcceptance(alpha=alpha)
-    assert_agree(req, cost, model, lambda r: SampledBatch(r, seed), threshold, gain=luck)
+    assert_agree(req, cost, model, lambda r: Batch(r, Drawn(r, seed)), threshold, gain=luck)
 
 
 @HALF
@@ -226,7 +243,7 @@ def test_replayed_acceptance_takes_the_time_of_its_iterations(req, cost, thresho
         positions = table["accept_if_drafted"][request]
         return 1.0 + min(regime.most, int(positions[int(generated)]))
 
-    assert_agree(req, cost, acceptance, lambda r: ReplayBatch(r, acceptance), threshold, gain=recorded)
+    assert_agree(req, cost, acceptance, lambda r: Batch(r, Replayed(r, acceptance)), threshold, gain=recorded)
 
 
 @HALF
