@@ -95,5 +95,5 @@ class ReplayedDecisions(Wrapper):
 def _choice(row: Mapping[str, Any]) -> Choice:
     strategy = Strategy(str(row["drafter"]), int(row["draft_depth"]), int(row["top_k"]), int(row["tokens_to_verify"]))
     bucket = row.get("bucket")
-    known = bucket is not None and bucket == bucket
-    return Choice(strategy, float(row.get("propensity", 1.0)), int(bucket) if known else None)
+    bucket = None if bucket is None or bucket != bucket else int(bucket)
+    return Choice(strategy, float(row.get("propensity", 1.0)), bucket)
