@@ -184,6 +184,8 @@ class Scenario(SimulationConfig):
 
     def check_acceptance(self, policies: Iterable[PolicyLike]) -> None:
         """ConfigError where one model would serve drafters of different kinds in these policies (`all=` allows it)."""
+        if self.acceptance is None or self.acceptance.drafters:
+            return
         policies = list(policies)
         names = {s.drafter for policy in policies for s in policy.strategies if s.speculates}
         own = {name: spec for policy in policies for name, spec in getattr(policy, "drafters", {}).items()}

@@ -124,8 +124,8 @@ def simulate(
         tp=tp,
     )  # fmt: skip
     config, machine = config.on_machine(source)
-    of_stages = stages if stages or machine is None else machine.stages
-    if of_stages is None and (topology is not None or gpus_per_worker is not None or max_staleness):
+    others = stages if stages or machine is None else machine.stages
+    if others is None and (topology is not None or gpus_per_worker is not None or max_staleness):
         raise ConfigError(
             "--topology, --gpus-per-worker and --max-staleness place the stages of RL steps: give --stages or --gpus"
         )
@@ -140,12 +140,7 @@ def simulate(
         if staleness:
             raise ConfigError("--system says itself what its RL steps begin: leave out --staleness")
         system_run = by_name(
-            source,
-            system,
-            config,
-            stages=of_stages,
-            gpus_per_worker=gpus_per_worker,
-            record_iterations=record_iterations,
+            source, system, config, stages=others, gpus_per_worker=gpus_per_worker, record_iterations=record_iterations
         )
         result, whole, assumptions = system_run.result, system_run.whole, system_run.bound.assumptions
     else:
@@ -154,10 +149,10 @@ def simulate(
         with code_allowed(allow_code or ()):
             chosen = choose_policy(policy, strategy, sd_threshold, drafter or "")
         result, assumptions = run(source, chosen, config, record_iterations=record_iterations), ()
-        if of_stages is not None:
+        if others is not None:
             each = gpus_per_worker or result.scenario.costs.tensor_parallel
             placed = load_topology(topology or "colocated", gpus_per_worker=each, max_staleness=max_staleness)
-            whole = run_steps(result, load_stages(of_stages), topology=placed)
+            whole = run_steps(result, load_stages(others), topology=placed)
     composed = {} if system is None else {"system": system, "assumptions": list(assumptions)}
     summary = result.summary | composed | ({} if whole is None else whole_steps(whole))
     if out is not None:

@@ -136,8 +136,13 @@ def test_every_command_means_the_same_machine_and_acceptance(lengths: Path, tmp_
     )
     assert any("learned" in row["drafters"] for row in tuned["candidates"])
     assert tuned["provenance"]["costs"] == ["sglang-0.4:1xH100:Qwen2.5-7B"]
-    explicit = asked("simulate", "--policy", "learned:4", "--acceptance", "default")
-    assert explicit["makespan_s"] == alone["learned:4"]["makespan_s"]
+    expected = alone["learned:4"]["makespan_s"]
+    assert asked("simulate", "--policy", "learned:4", "--acceptance", "default")["makespan_s"] == expected
+    on = {"gpus": "2xH100", "model": "Qwen2.5-7B"}
+    for acceptance in (None, "learned=0.7", {"learned": GeometricAcceptance(alpha=0.7)}):
+        assert simulate(FRAME, "learned:4", acceptance=acceptance, **on).makespan_s == expected
+        found = tltlab.compare(FRAME, ["none", "learned:4"], acceptance=acceptance, **on)
+        assert found.set_index("policy").loc["learned:4", "makespan_s"] == expected
 
 
 def test_a_row_names_its_drafters_within_100_columns(capsys):
