@@ -42,7 +42,8 @@ OUTCOME = StepOutcome(elapsed_s=0.01, batch=4)
 
 
 def follow(selector, batches, rl_step=0):
-    return [pick(selector, batch, rl_step).speculates for batch in batches]
+    driver = PolicyDriver(selector)
+    return [driver.ask(at(batch, rl_step)).strategy.speculates for batch in batches]
 
 
 HOLDS = {
@@ -52,6 +53,7 @@ HOLDS = {
         [40, 32, 40, 40, 40, 32, 32, 32, 32],
         [False, True, True, True, False, False, False, True, True],
     ),
+    "also in one batch": (3, [40, 32, 32, 32, 40, 40, 40, 32], [False, True, True, True, False, False, False, True]),
 }
 
 
