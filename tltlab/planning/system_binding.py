@@ -188,7 +188,7 @@ def _drafters(
             alone = _of_kind(system.drafters, False, drafters) and not _of_kind(chosen, False, drafters)
             return chosen, model, [note] if alone else []
     for model in (model_free, acceptance):
-        substitutes = [] if model is None else [name for name in ("suffix", "ngram") if model.knows(name)]
+        substitutes = [] if model is None else [name for name in ("suffix", "ngram") if model.knows(name, drafters)]
         if substitutes and model is not None:
             return (
                 [substitutes[0]],
@@ -227,7 +227,7 @@ def _together(
 
 def _texts(system: System, model: Acceptance, drafters: Drafters) -> list[str]:
     """The system's drafters that draft from text and that the model knows."""
-    return [name for name in _of_kind(system.drafters, True, drafters) if model.knows(name)]
+    return [name for name in _of_kind(system.drafters, True, drafters) if model.knows(name, drafters)]
 
 
 def _network(system: System, model: Acceptance, drafters: Drafters) -> str | None:
@@ -243,10 +243,10 @@ def _of_kind(names: Sequence[str], text: bool, drafters: Drafters) -> list[str]:
 def _played_by(name: str, model: Acceptance, drafters: Drafters) -> str | None:
     """The drafter of the model that plays `name`."""
     if not drafters[name].has_network:
-        return name if model.knows(name) else None
+        return name if model.knows(name, drafters) else None
     if model.trained_drafter is not None and drafters[model.trained_drafter].has_network:
         return model.trained_drafter
-    return name if model.knows(name) else next(iter(_of_kind(model.drafters, False, drafters)), None)
+    return name if model.knows(name, drafters) else next(iter(_of_kind(model.drafters, False, drafters)), None)
 
 
 def _arms(rung: Rung, drafter: str, model: Acceptance, drafters: Drafters) -> list[Strategy]:
