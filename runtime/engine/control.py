@@ -1,11 +1,11 @@
-"""What sits between a policy and an engine's scheduler: it asks the policy, shares out drafts and tells the outcomes.
+"""Control between a policy and an engine's scheduler, independent of vLLM.
 
-`Control` is what a scheduler calls: it knows the requests and the drafters, has the policy in a `PolicyDriver` and the
-iterations in a `Ledger`. Nothing here knows vLLM. In an iteration, in order:
+A scheduler calls `Control`, which holds requests and drafters, the policy in a `PolicyDriver` and iterations in a
+`Ledger`. Order of the calls of one iteration:
 
-    iteration_starts   the iteration before is over: its outcome goes to the policy
-    scheduled          the batch is known: which choice it verifies, and the choice for the next iteration
-    sampled            tokens are back: how many of each draft were kept
+    iteration_starts   the previous iteration ends: its outcome goes to the policy
+    scheduled          the batch and the choice that it verifies are known; choose for the next iteration
+    sampled            output: accepted tokens go to requests, drafters and the ledger
     drafts             drafts for the next iteration, by the choice made in `scheduled`
 """
 
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Live:
-    """One request in the engine, as policies see it: it has the fields of `tltlab.state.RequestState`, always current.
+    """A request in the engine, with the fields of `tltlab.state.RequestState`, always current.
 
-    `output` grows by itself; `drafter` made the draft in flight.
+    `output` is a live view of its tokens; `drafter` made the draft in flight.
     """
 
     key: Key
@@ -67,16 +67,16 @@ class Live:
 
 
 _DraftOrders = tuple[list[int], list[Live], list[tuple[Key, int]]]
-"""The places of requests in a batch, they, and the depth for each key."""
+"""Positions in the batch, requests at these positions, and (key, draft tokens) of each."""
 
 
 def _room(live: Live) -> int:
-    """How many tokens a request may be drafted: the target adds one itself, so the last is not worth drafting."""
+    """Most tokens worth drafting for a request: verification adds one token of its own."""
     return max(live.max_response_tokens - len(live.output) - 1, 0)
 
 
 class _BatchRequests(Sequence[Live]):
-    """The requests of an iteration, looked up when a policy first reads them: most never do."""
+    """The requests of an iteration, looked up when a policy first reads one: most policies never do."""
 
     def __init__(self, ids: Sequence[str], live: Mapping[str, Live]) -> None:
         self._ids, self._live = ids, live
@@ -96,15 +96,15 @@ class _BatchRequests(Sequence[Live]):
 
 
 class Control:
-    """Asks a policy once per engine iteration, shares out its drafts, and has the outcome told to it.
+    """Calls a policy once per engine iteration, allots drafts and delivers outcomes.
 
-    Requests come with `add` and leave with `finish`, at any time; `speechless` are those without a token yet. `begin`
-    opens a rollout, `end` closes it and returns its rows (`Ledger`). An iteration calls `iteration_starts`,
-    `scheduled`, `sampled` and, where drafts are made beside the scheduler, `drafts`: O(batch), but requests are looked
-    at one by one only where there are drafts or the policy reads them. Where the engine has no policy `watched` stands
-    for `scheduled`. `inside` runs while the ledger is kept, `deciding` while the policy chooses, shares out or learns.
+    `add` and `finish` report requests at any time; `awaiting_first_token` holds the ids of those without output.
+    `begin` opens a rollout, `end` closes it and returns its rows (`Ledger`). An iteration calls `iteration_starts`,
+    `scheduled`, `sampled` and, if drafts are made beside the scheduler, `drafts`, each O(batch); requests are read one
+    by one only to draft or for a policy that reads them. Without a policy `watched` replaces `scheduled`.
+    The stopwatch `inside` covers all work here except drafting, `deciding` the policy's part of it.
 
-    A policy that raises is logged once and asked no more: the engine decodes plainly, and `failure` has the sentence
+    An exception in the policy is logged and disables it: the engine decodes plainly, and `failure` has the message
     until another policy is set. A `tally` counts iterations for `metrics`.
     """
 
@@ -122,27 +122,27 @@ class Control:
         self.driver = PolicyDriver(worker=worker)
         self.deciding = Stopwatch(clock)
         self._tally = tally or Tally()
-        self.ledger = Ledger(self._tell, worker=worker, overlapped=overlapped, clock=clock, over=self._tally.add)
+        self.ledger = Ledger(self._deliver, worker=worker, overlapped=overlapped, clock=clock, on_end=self._tally.add)
         self._policy: Policy | None = None
         self.inside = Stopwatch(clock)
         self.drafting = Stopwatch(clock)
         self.failure = ""
         self.live: dict[str, Live] = {}
         self.keys: set[Key] = set()
-        self.speechless: set[str] = set()
+        self.awaiting_first_token: set[str] = set()
         self._turn = 0
-        # No request has room for fewer tokens than this, its last one left out.
+        # Lower bound of `_room` over all requests.
         self._least_room = 0
-        # The last batch, if all of it has generated: places and requests.
+        # Ids, positions and requests of the last batch, if all its requests have output.
         self._batch_places: tuple[Sequence[str], list[int], list[Live]] | None = None
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
-        """Choose by a fresh selector and budget of `policy`, drawing from a generator seeded with `seed`."""
+        """Use a fresh selector and budget of `policy`, with a generator seeded by `seed`."""
         self.set_selector(policy.build(np.random.default_rng(list(seed))), policy.build_budget())
         self._policy = policy
 
     def replace_policy(self, policy: Policy, seed: Sequence[int]) -> None:
-        """The same while requests run. ConfigError, and the policy in force stays, for what this engine cannot run."""
+        """Set a policy while requests run. ConfigError, with the old policy in force, if this engine cannot run it."""
         for name, spec in policy.drafters.items():
             if self.drafters.specs.get(name) != spec:
                 raise ConfigError(
@@ -152,7 +152,7 @@ class Control:
         self.set_policy(policy, seed)
 
     def set_selector(self, selector: Selector | None, budget: DraftBudget | None = None) -> None:
-        """Choose by `selector` from now on, None for plain decoding; ConfigError for what this engine cannot run."""
+        """Use `selector` from now on, None for plain decoding; ConfigError if this engine cannot run it."""
         self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
         if selector is not None:
             selector.drafts_with(self.drafters.registry)
@@ -161,32 +161,32 @@ class Control:
         self.failure = ""
 
     def suspend(self) -> None:
-        """Decode plainly until `resume`; the policy in force neither chooses nor learns."""
+        """Decode plainly until `resume`; the policy neither chooses nor learns."""
         self._suspended_policy = self.driver.selector, self.driver.budget
         self.set_selector(None)
 
     def resume(self) -> None:
-        """Go back to the policy that `suspend` set aside."""
+        """Restore the policy that `suspend` set aside."""
         self.set_selector(*self._suspended_policy)
 
     def remember(self, responses: Sequence[ResponseTokens]) -> None:
-        """Let drafters and budget learn from responses generated elsewhere: (key, prompt, response) each."""
+        """Add responses of other workers, (key, prompt, response) each, to drafters and budget."""
         self.drafters.remember(responses)
         self.learn_lengths([(key, len(response)) for key, _, response in responses])
 
     def learn_lengths(self, lengths: Sequence[tuple[Key, int]]) -> None:
-        """Let the budget learn how many tokens responses that were generated elsewhere have."""
+        """Deliver the lengths of other workers' responses to the budget."""
         for key, num_tokens in lengths:
             live = Live(key=key, prompt=(), output=range(num_tokens), max_response_tokens=max(num_tokens, 1))
-            self._tell_budget(live)
+            self._notify_budget(live)
 
     @property
     def seconds(self) -> tuple[float, float, float]:
-        """Seconds spent inside in all, of these deciding, and, beside them, feeding drafters and looking up."""
+        """Total seconds `inside`, those `deciding` among them, and seconds `drafting`, which are not."""
         return self.inside.seconds, self.deciding.seconds, self.drafting.seconds
 
     def metrics(self) -> Samples:
-        """What iterations did by arm since the start, and the policy in force, by `metrics.FAMILIES`."""
+        """Counts of iterations by arm since the start, and the policy in force, by `metrics.FAMILIES`."""
         selector = digest = ""
         if self._policy is not None:
             selector = self._policy.selector.kind
@@ -194,19 +194,19 @@ class Control:
         return {("policy_info", selector, digest, self.failure): 1, **self._tally.counts}
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
-        """What a rollout depends on besides requests and weights: all that policy, budget and drafters have learned.
+        """Return the learned state of policy, budget and drafters, with which a rollout can be repeated.
 
-        It may share lists with what goes on learning. Without `history` it has no texts: they are to be recalled.
+        It may share lists with the live state. Without `history` it has no texts, which must be recalled.
         """
         return {**self.driver.state_dict(), "drafters": self.drafters.state_dict(history)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what `state_dict` gave; nothing may be running. A replay, now or to come, goes on where it was."""
+        """Restore the result of `state_dict`, with no request running; a replay resumes at its position."""
         self.driver.load_state_dict(state)
         self.drafters.load_state_dict(state["drafters"])
 
     def begin(self, rl_step: int) -> None:
-        """Open a rollout: its rows start empty and its clock at 0. Requests that still run go on."""
+        """Open a rollout with no rows and time 0. Running requests continue."""
         self.ledger.begin(rl_step)
         if not self.live:
             self.ledger.clear()
@@ -215,88 +215,87 @@ class Control:
         self.driver.begin(rl_step)
 
     def end(self) -> tuple[list[Row], list[Row], dict[Key, float]]:
-        """Close the rollout: rows of its iterations, its decisions, and when each response's first token came."""
+        """Close the rollout; return rows of iterations, rows of decisions, and first-token times by key."""
         with self.inside:
             self.ledger.end()
             return self.ledger.iterations, self.ledger.decisions, self.ledger.first_token_s
 
     def advance(self, rl_step: int) -> None:
-        """Where nobody opens rollouts: let drafters forget what only served requests of RL steps before `rl_step`."""
+        """Outside of rollouts, let drafters drop state of RL steps before `rl_step`."""
         if not self.ledger.is_open and rl_step > self.ledger.rl_step:
             self.ledger.rl_step = rl_step
             self.drafters.begin(rl_step)
 
     def add(self, request_id: str, key: Key, prompt: Sequence[int], output: Sequence[int], max_tokens: int) -> Live:
-        """A request enters the engine; `output` is a view that grows as it generates."""
+        """Add a request that enters the engine; `output` is a live view of its tokens."""
         live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
         self._least_room = min(self._least_room, _room(live))
         self._batch_places = None
         self.keys.add(key)
-        self.speechless.add(request_id)
+        self.awaiting_first_token.add(request_id)
         self.drafters.open(key, prompt, output)
         return live
 
     def finish(self, request_id: str) -> Live | None:
-        """A request leaves, complete or aborted; what was known of it."""
+        """Remove and return a request that leaves the engine, complete or aborted."""
         live = self.live.pop(request_id, None)
         self._batch_places = None
-        self.speechless.discard(request_id)
+        self.awaiting_first_token.discard(request_id)
         if live is not None:
             self.keys.discard(live.key)
             self.drafters.close(live.key)
-            self._tell_budget(live)
+            self._notify_budget(live)
         return live
 
-    def _tell_budget(self, live: Live) -> None:
-        """Let the budget learn how a request did that has ended."""
+    def _notify_budget(self, live: Live) -> None:
+        """Deliver an ended request to the budget."""
         try:
             self.driver.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
-        except Exception as error:  # the budget may be anybody's code
-            self._give_up(error)
+        except Exception as error:  # the budget may be user code
+            self._disable_policy(error)
 
     def iteration_starts(self) -> None:
-        """The scheduler is about to put an iteration together."""
+        """Note that the scheduler begins to assemble an iteration, which ends the previous one."""
         self._turn += 1
         self._least_room -= self.drafters.max_depth + 1
         with self.inside:
             self.ledger.start()
 
     def scheduled(self, work: Scheduled) -> int:
-        """Choose what the iteration drafts at its end; the depth for the engine's workers."""
+        """Choose a strategy for the drafts at the iteration's end; return the draft depth for the engine's workers."""
         with self.inside:
             self._work, self._verified = work, self.ledger.schedule(work)
             if self.driver.selector is None:
                 return 0
             choice = self.driver.again(len(work.request_ids), work.waiting, self.ledger.rl_step)
-            if choice is None:
-                choice = self._ask(work.request_ids)
-            if choice is None:
+            if choice is None and (choice := self._choose(work.request_ids)) is None:
                 return 0
             self.ledger.choose(choice)
             return self.drafters.worker_depth(choice.strategy)
 
-    def _ask(self, request_ids: Sequence[str]) -> Choice | None:
-        """Ask the policy; None where it raises."""
+    def _choose(self, request_ids: Sequence[str]) -> Choice | None:
+        """Return the policy's choice, None where it raises."""
         try:
             with self.deciding:
                 choice = self.driver.ask(self._state(request_ids))
                 self.drafters.check(choice.strategy)
-        except Exception as error:  # the policy may be anybody's code
-            self._give_up(error)
+                return choice
+        except Exception as error:  # the policy may be user code
+            self._disable_policy(error)
             return None
-        return choice
 
-    def _tell(self, choice: Choice, outcome: StepOutcome, iteration: Iteration) -> None:
+    def _deliver(self, choice: Choice, outcome: StepOutcome, iteration: Iteration) -> None:
+        """Deliver an outcome to the policy."""
         if self.failure:
             return
         try:
             with self.deciding:
                 self.driver.tell(choice, outcome, iteration.rewarded)
-        except Exception as error:  # the policy may be anybody's code
-            self._give_up(error)
+        except Exception as error:  # the policy may be user code
+            self._disable_policy(error)
 
-    def _give_up(self, error: Exception) -> None:
-        """Decode plainly from now on: the policy may be anybody's, and requests are being served."""
+    def _disable_policy(self, error: Exception) -> None:
+        """Decode plainly after the first exception in a policy, so that running requests complete."""
         if not self.failure:
             failure = f"the policy raised {what_was_raised(error)}"
             logger.error("%s; the engine goes on without speculation", failure)
@@ -304,13 +303,13 @@ class Control:
             self.failure = failure
 
     def watched(self, work: Scheduled, strategy: Strategy) -> None:
-        """Take down an iteration that nobody of ours chooses for: at its end the engine drafts by `strategy`."""
+        """Record an iteration without a policy, at whose end the engine itself drafts by `strategy`."""
         with self.inside:
             self.ledger.schedule(work)
             self.ledger.choose(Choice(strategy, learns=False), decided=False)
 
     def _state(self, request_ids: Sequence[str]) -> StepState:
-        """What a policy sees of the iteration that was scheduled last."""
+        """State of the iteration that was scheduled last, for the policy."""
         work = self._work
         return StepState(
             rl_step=self.ledger.rl_step,
@@ -324,23 +323,22 @@ class Control:
         )
 
     @property
-    def roomy(self) -> bool:
-        """Whether, for all that is known, each next draft may have all tokens of the strategy: then none is trimmed."""
-        deepest = self.ledger.in_force.strategy.reach
-        return self._least_room >= deepest and isinstance(self.driver.budget, UniformBudget)
+    def drafts_fit(self) -> bool:
+        """True if no draft of the strategy in force needs trimming, by the budget or by a request's length limit."""
+        return self._least_room >= self.ledger.in_force.strategy.reach and isinstance(self.driver.budget, UniformBudget)
 
     def allot(self, request_ids: Sequence[str]) -> list[int]:
-        """How many tokens the next draft of each request may have: its share, and never beyond what it may generate."""
+        """Allot tokens to the next draft of each request: its share of the budget, within its length limit."""
         with self.inside:
             lives = [self.live[i] for i in request_ids]
             with self.deciding:
                 shares = self._shares(self.ledger.in_force.strategy, lives)
-            # Of all: who is not asked for now may be in a moment. A batch may be under way, of which nobody knows yet.
+            # Over all requests, since others may draft next; less the tokens of a batch that may be in flight.
             self._least_room = min(map(_room, self.live.values()), default=0) - self.drafters.max_depth - 1
             return [min(share, _room(live)) for share, live in zip(shares, lives, strict=True)]
 
     def _shares(self, strategy: Strategy, lives: Sequence[Live]) -> list[int]:
-        """How many tokens the next draft of each request gets of the budget."""
+        """Shares of the budget: tokens of the next draft of each request."""
         if isinstance(self.driver.budget, UniformBudget) or not lives:
             return [strategy.reach] * len(lives)
         requests = cast(Sequence[RequestState], lives)
@@ -348,26 +346,25 @@ class Control:
         try:
             return self.driver.shares(state, strategy)
         except Exception as error:
-            self._give_up(error)
+            self._disable_policy(error)
             return [0] * len(lives)
 
     def drafts(
         self, request_ids: Sequence[str], learned: Sequence[list[int]], learned_s: float | None
     ) -> list[list[int]]:
-        """What each request is to verify next, [] where nothing is drafted, as for those that are gone or have no token
-        yet.
+        """Return the next draft of each request, [] for one that is gone or has no token yet; [] if nothing drafts.
 
-        `learned` are the workers' drafts, made in `learned_s` seconds, or empty where they made none.
+        `learned` are the workers' drafts, made in `learned_s` seconds, or empty.
         """
         since_s, late_s = self.ledger.clock(), 0.0
         strategy = self.ledger.in_force.strategy
         drafts: list[list[int]] = []
         if strategy.speculates:
-            # In order of admission, not of the engine's slots: a trace then says what a drafter knew when it drafted.
+            # In order of admission, not of slots, so that a trace determines the drafters' text at each draft.
             with self.drafting:
                 late_s = self.drafters.feed(strategy, self._turn, self.ledger.clock)
             if self.drafters.behind(strategy):
-                # What is kept of drafts that were made without all of the text says little of the choice.
+                # Drafts made without the latest text say little about the choice.
                 self.ledger.in_force = replace(self.ledger.in_force, learns=False)
             with self.inside:
                 places, lives, depths = self._draft_orders(request_ids, strategy)
@@ -382,7 +379,7 @@ class Control:
         return drafts
 
     def _draft_orders(self, request_ids: Sequence[str], strategy: Strategy) -> _DraftOrders:
-        """Who is to be drafted for, and how deep."""
+        """Requests to draft for, and the tokens allotted to each."""
         if self._batch_places is not None and self._batch_places[0] is request_ids:
             _, places, lives = self._batch_places
         else:
@@ -391,7 +388,7 @@ class Control:
                 if live is not None and live.output:
                     places.append(n)
                     lives.append(live)
-            # Until a request comes or goes.
+            # Valid until a request enters or leaves.
             self._batch_places = (request_ids, places, lives) if len(lives) == len(request_ids) else None
         rooms = [live.max_response_tokens - len(live.output) - 1 for live in lives]
         with self.deciding:
@@ -403,12 +400,12 @@ class Control:
         return places, lives, [(live.key, share) for live, share in zip(lives, shares, strict=True)]
 
     def sampled(self, work: Scheduled, counts: Sequence[int]) -> None:
-        """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""
+        """Process the output of the oldest iteration in flight: each request's new tokens, accepted ones included."""
         with self.inside:
-            if self.speechless:
+            if self.awaiting_first_token:
                 for request_id, count in zip(work.request_ids, counts, strict=True):
-                    if count and request_id in self.speechless:
-                        self.speechless.discard(request_id)
+                    if count and request_id in self.awaiting_first_token:
+                        self.awaiting_first_token.discard(request_id)
                         self.ledger.first_token(self.live[request_id].key)
             iteration = self.ledger.verified(work, counts)
             if work.drafts:
@@ -416,21 +413,21 @@ class Control:
             self.ledger.sampled(iteration)
 
     def _learn(self, request_ids: Sequence[str], iteration: Iteration) -> None:
-        """Count what was kept of each request's draft, and let its drafter know."""
+        """Add the accepted tokens of each draft to its request, and deliver them to its drafter."""
         drafter = iteration.verified.strategy.drafter
         verified: defaultdict[str, list[tuple[Key, int, int]]] = defaultdict(list)
-        for request_id, drafted, kept in zip(request_ids, iteration.drafted, iteration.accepted, strict=True):
+        for request_id, drafted, accepted in zip(request_ids, iteration.drafted, iteration.accepted, strict=True):
             if not drafted or (live := self.live.get(request_id)) is None:
                 continue
             live.drafted += drafted
-            live.accepted += kept
-            live.recent_acceptance = recent_acceptance(live.recent_acceptance, float(kept))
-            verified[live.drafter or drafter].append((live.key, drafted, kept))
+            live.accepted += accepted
+            live.recent_acceptance = recent_acceptance(live.recent_acceptance, float(accepted))
+            verified[live.drafter or drafter].append((live.key, drafted, accepted))
         for name, drafts in verified.items():
             self.drafters.observe(name, drafts)
 
     def idle(self) -> None:
-        """Nothing is left to run: the last iteration is over, and what was chosen for the next one has no meaning."""
+        """End the last iteration, with no request left, and drop the choice for the next one."""
         with self.inside:
             self.ledger.pause()
             self.driver.idle()

@@ -1,7 +1,8 @@
-"""The ledger of one engine's iterations: which choice each one verified, how long it took, what it kept.
+"""The ledger of one engine's iterations: the choice that each one verified, its duration, and its accepted tokens.
 
-vLLM drafts at the end of iteration i what iteration i + 1 verifies. So the outcome of the choice made in iteration i is
-what iteration i + 1 verified, and its time is `duration[i+1] - draft_duration[i+1] + draft_duration[i]`.
+vLLM drafts at the end of iteration i, and iteration i + 1 verifies these drafts. The outcome of the choice made in
+iteration i therefore comes from iteration i + 1; its time is
+`duration[i+1] - draft_duration[i+1] + draft_duration[i]`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Clock = Callable[[], float]
 
 @dataclass(slots=True, kw_only=True)
 class Scheduled:
-    """What the scheduler put into an iteration; per request its id, and the tokens it verifies where it drafted.
+    """The batch of an iteration: request ids, and by id the draft tokens to verify.
 
-    Once it is back, `graph` says what the model's pass ran in (`GRAPH_KINDS`) and with how many tokens, padding
-    included; None where the engine does not tell.
+    `graph` is set with the iteration's output: kind (`GRAPH_KINDS`) and tokens, padding included, of the model's
+    forward pass; None where the engine does not report it.
     """
 
     request_ids: list[str]
@@ -37,13 +38,13 @@ class Scheduled:
     graph: tuple[str, int] | None = None
 
 
-Tell = Callable[[Choice, StepOutcome, "Iteration"], object]
-"""Delivers the outcome of a choice, and writes the reward that was learned from it into the iteration."""
+Notify = Callable[[Choice, StepOutcome, "Iteration"], object]
+"""Delivers the outcome of a choice, and writes its reward into the iteration."""
 
 
 @dataclass(slots=True, eq=False)
 class Iteration:
-    """An iteration in flight or over, and the choice that it verifies; `decided` where a policy made that choice."""
+    """An iteration, in flight or ended, and the choice that it verifies; `decided` if a policy made that choice."""
 
     number: int
     start_s: float
@@ -67,7 +68,7 @@ class Iteration:
 
     @property
     def outcome(self) -> StepOutcome:
-        """The outcome of the choice: its own drafting counts, that for the next iteration does not."""
+        """Outcome of the choice; its time includes its own drafting, not that for the next iteration."""
         drafting_s = 0.0 if self.draft_s is None else (self.draft_s_before or 0.0) - self.draft_s
         speculates = self.verified.strategy.speculates
         return StepOutcome(
@@ -79,12 +80,12 @@ class Iteration:
         )
 
     def rewarded(self, reward: float | None) -> None:
-        """Take the reward of the choice that this iteration verified."""
+        """Set the reward of the choice that this iteration verified."""
         self.reward = reward
 
 
 class Stopwatch:
-    """Seconds spent inside it in all: `with stopwatch: ...`. It is not entered again while it runs."""
+    """Total seconds spent in `with stopwatch:` blocks, which must not be nested."""
 
     __slots__ = ("_clock", "_entered", "seconds")
 
@@ -100,32 +101,32 @@ class Stopwatch:
 
 
 class Ledger:
-    """Writes down iterations as an engine runs them, and tells each choice's outcome once its iteration is over.
+    """Records iterations as an engine runs them, and notifies the policy of each choice's outcome.
 
-    Per iteration: `start`, `schedule`, `choose` where somebody chooses, `verified`, `sampled`, and `drafted` where
-    drafts are made beside the scheduler. An iteration lasts from its start to the next one's, the last before a pause
-    to its own end; text that drafters take in late does not count. With `overlapped` (asynchronous scheduling)
-    durations run from output to output, and drafting time is unknown.
+    Calls per iteration: `start`, `schedule`, `choose` if there is a choice, `verified`, `sampled`, and `drafted` if
+    drafts are made beside the scheduler. An iteration lasts until the next one starts, the last before a pause until
+    its own output or drafts; `late_s` of a drafter's feeding does not count. With `overlapped` (asynchronous
+    scheduling) durations run from output to output, and drafting time is unknown.
 
-    `begin` opens a rollout and `end` closes it; outside of rollouts outcomes are told and no rows are kept. `over` is
-    called with each iteration that has ended. Times in rows are seconds since `origin`, the moment of `begin`.
-    `verified` takes O(batch), everything else O(1), and a rollout holds O(batch) per iteration that verified drafts.
+    `begin` opens a rollout and `end` closes it; outside of rollouts outcomes are delivered and no rows are kept.
+    `on_end` receives each ended iteration. Times in rows are seconds since `origin`, the time of `begin`. `verified`
+    takes O(batch), everything else O(1); a rollout holds O(batch) per iteration that verified drafts.
     """
 
     def __init__(
         self,
-        tell: Tell,
+        notify: Notify,
         *,
         worker: int = 0,
         overlapped: bool = False,
         clock: Clock = time.perf_counter,
-        over: Callable[[Iteration], object] = lambda _: None,
+        on_end: Callable[[Iteration], object] = lambda _: None,
     ) -> None:
         self.worker = worker
         self.overlapped = overlapped
         self.clock = clock
-        self._tell = tell
-        self._on_end = over
+        self._notify = notify
+        self._on_end = on_end
         self.clear()
         self._zeros: tuple[int, ...] = ()
         self._in_flight: deque[Iteration] = deque()
@@ -133,7 +134,7 @@ class Ledger:
         self.is_open = False
 
     def begin(self, rl_step: int) -> None:
-        """Open a rollout: no rows, iteration 0, and the clock at 0. A choice in force stays so."""
+        """Open a rollout with no rows, iteration 0 and time 0. A choice in force stays in force."""
         self.rl_step = rl_step
         self.is_open = True
         self.first_token_s: dict[Key, float] = {}
@@ -142,7 +143,7 @@ class Ledger:
         self._decisions: list[Row] = []
         self._ended: list[Iteration] = []
         self._number = 0
-        # Overlapped, an iteration of requests that have ended may still be in flight: it is of no rollout.
+        # With overlapped scheduling an iteration of ended requests may be in flight: it belongs to no rollout.
         self._stale = len(self._in_flight)
         self._last: Iteration | None = None
         self._draft_s: float | None = 0.0
@@ -153,18 +154,17 @@ class Ledger:
         self.is_open = False
 
     def start(self) -> None:
-        """An iteration is about to be put together; the one before is over."""
+        """Start an iteration, which ends the previous one."""
         self._start_s = self.clock()
         self._close(self._start_s)
 
     def schedule(self, work: Scheduled) -> Strategy:
-        """The iteration is put together; the strategy whose drafts it verifies. It will draft nothing unless chosen."""
-        verified = self.in_force
-        batch, context_tokens, prefill_tokens = len(work.request_ids), work.context_tokens, work.prefill_tokens
+        """Record the iteration's batch; return the strategy that it verifies. Without `choose` it drafts nothing."""
+        verified, batch = self.in_force, len(work.request_ids)
+        context, prefill = work.context_tokens, work.prefill_tokens
         self._last = Iteration(
-            self._number, self._start_s, batch, work.waiting, context_tokens, prefill_tokens, verified, self._decided,
-            self._draft_s,
-        )  # fmt: skip
+            self._number, self._start_s, batch, work.waiting, context, prefill, verified, self._decided, self._draft_s
+        )
         self._in_flight.append(self._last)
         self._number += 1
         self._draft_s = None if self.overlapped else 0.0
@@ -172,18 +172,18 @@ class Ledger:
         return verified.strategy
 
     def choose(self, choice: Choice, *, decided: bool = True) -> None:
-        """Note what the iteration just scheduled drafts at its end and the next one verifies, `decided` by a policy."""
+        """Set the choice that the scheduled iteration drafts at its end and the next one verifies."""
         assert self._last is not None
         self.in_force, self._decided = choice, decided
         self._last.next_depth = choice.strategy.draft_depth
 
     def first_token(self, key: Key) -> None:
-        """The first token of the response `key` is here."""
+        """Record the time of a response's first token."""
         if self.is_open:
             self.first_token_s[key] = self.clock() - self.origin
 
     def verified(self, work: Scheduled, counts: Sequence[int]) -> Iteration:
-        """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""
+        """Complete the oldest iteration in flight: `counts` are each request's new tokens, accepted drafts included."""
         iteration = self._in_flight.popleft()
         if work.drafts:
             iteration.drafted = drafted = list(map(len, map(work.drafts.get, work.request_ids, repeat(()))))
@@ -198,7 +198,7 @@ class Ledger:
         return iteration
 
     def sampled(self, iteration: Iteration) -> None:
-        """What came of the `iteration` that is back has been taken in; overlapped, it is over."""
+        """Mark the output of `iteration` as processed; with overlapped scheduling this ends the iteration."""
         iteration.sampled = True
         self._busy_until_s = self.clock()
         if not self.overlapped:
@@ -211,9 +211,9 @@ class Ledger:
             self._finish(iteration, self._busy_until_s)
 
     def drafted(self, since_s: float, learned_s: float, late_s: float = 0.0) -> None:
-        """The next iteration's drafts were made beside the scheduler since `since_s`, and in workers in `learned_s`.
+        """Record drafting for the next iteration: beside the scheduler since `since_s`, in workers for `learned_s`.
 
-        Of the former `late_s` went into text that drafters had not been shown when it came: no choice pays for it.
+        `late_s` of it fed drafters text of earlier iterations, and is charged to no choice.
         """
         self._busy_until_s = self.clock()
         self._draft_s = self._busy_until_s - since_s - late_s + learned_s
@@ -221,21 +221,21 @@ class Ledger:
             self._last.draft_s, self._last.late_s = self._draft_s, late_s
 
     def interrupted(self, seconds: float) -> None:
-        """The engine did something else for so long since the last iteration's output, which pays nothing for it."""
+        """Exclude `seconds` of other work since the last output from the iteration's duration."""
         if self._last is not None and not self.overlapped:
             self._last.late_s += seconds
 
     def pause(self) -> None:
-        """Nothing is left to run: the last iteration ended with its output or its drafts, and no choice is in force."""
+        """End the last iteration at its output or drafts, with no request left, and clear the choice in force."""
         self._close(self._busy_until_s)
         self.clear()
 
     def clear(self) -> None:
-        """Leave no choice in force: the next iteration verifies nothing."""
+        """Clear the choice in force: the next iteration verifies nothing."""
         self.in_force, self._decided = NO_CHOICE, False
 
     def _close(self, now: float) -> None:
-        """The iteration scheduled last is over `now`, unless it was closed before or is not back."""
+        """End the iteration scheduled last, unless it has ended or its output is missing."""
         iteration, self._last = self._last, None
         if iteration is not None and iteration.sampled and not self.overlapped:
             self._finish(iteration, now)
@@ -246,17 +246,17 @@ class Ledger:
         if self.is_open:
             self._ended.append(iteration)
         if iteration.decided and iteration.verified.learns:
-            self._tell(iteration.verified, iteration.outcome, iteration)
+            self._notify(iteration.verified, iteration.outcome, iteration)
         self._on_end(iteration)
 
-    def take(self) -> EndedIterations:
-        """The iterations that are over and whose rows nobody has asked for; they are the ledger's no more."""
+    def drain(self) -> EndedIterations:
+        """Return and clear the ended iterations."""
         iterations, self._ended = self._ended, []
         return EndedIterations(self.rl_step, self.worker, self.origin, iterations)
 
     @property
-    def num_over(self) -> int:
-        """How many iterations the next `take` gives."""
+    def num_ended(self) -> int:
+        """Number of iterations that `drain` would return."""
         return len(self._ended)
 
     @property
@@ -267,46 +267,45 @@ class Ledger:
 
     @property
     def decisions(self) -> list[Row]:
-        """The rollout's rows of `decisions.parquet` so far: those whose outcome is known."""
+        """The rollout's rows of `decisions.parquet` so far, of choices with an outcome."""
         self._make_rows()
         return self._decisions
 
     def _make_rows(self) -> None:
-        # Rows are made after the rollout: making them between forward passes costs several times as much, because the
-        # caches are cold.
-        iterations, decisions = self.take().rows()
+        # After the rollout: between forward passes, with cold caches, rows cost several times as much.
+        iterations, decisions = self.drain().rows()
         self._iterations += iterations
         self._decisions += decisions
 
 
 @dataclass(frozen=True, slots=True)
 class EndedIterations:
-    """Iterations that are over, of the rollout of `rl_step` that began at `origin`."""
+    """Ended iterations of the rollout of `rl_step` that began at `origin`."""
 
     rl_step: int
     worker: int
     origin: float
-    passed: Sequence[Iteration]
+    ended: Sequence[Iteration]
 
     def rows(self) -> tuple[list[Row], list[Row]]:
-        """Their rows of `iterations.parquet`, and of `decisions.parquet` where somebody chose."""
-        passed, chosen = self.passed, [it for it in self.passed if it.decided]
-        graphs = [it.graph or (None, None) for it in passed]
+        """Return their rows of `iterations.parquet`, and of `decisions.parquet` for policies' choices."""
+        ended, chosen = self.ended, [it for it in self.ended if it.decided]
+        graphs = [it.graph or (None, None) for it in ended]
         iterations = self._rows(
             "iterations",
-            passed,
-            t_start=[it.start_s - self.origin for it in passed],
-            duration=[it.duration_s for it in passed],
-            draft_duration=[it.draft_s for it in passed],
-            batch=[it.batch for it in passed],
-            num_waiting=[it.waiting for it in passed],
-            context_tokens=[it.context_tokens for it in passed],
-            prefill_tokens=[it.prefill_tokens for it in passed],
-            num_drafted=[sum(it.drafted) for it in passed],
-            num_accepted=[sum(it.accepted) for it in passed],
-            num_generated=[it.num_generated for it in passed],
-            accepted_per_request=[list(it.accepted) if it.verified.strategy.speculates else None for it in passed],
-            next_draft_depth=[it.next_depth for it in passed],
+            ended,
+            t_start=[it.start_s - self.origin for it in ended],
+            duration=[it.duration_s for it in ended],
+            draft_duration=[it.draft_s for it in ended],
+            batch=[it.batch for it in ended],
+            num_waiting=[it.waiting for it in ended],
+            context_tokens=[it.context_tokens for it in ended],
+            prefill_tokens=[it.prefill_tokens for it in ended],
+            num_drafted=[sum(it.drafted) for it in ended],
+            num_accepted=[sum(it.accepted) for it in ended],
+            num_generated=[it.num_generated for it in ended],
+            accepted_per_request=[list(it.accepted) if it.verified.strategy.speculates else None for it in ended],
+            next_draft_depth=[it.next_depth for it in ended],
             graph=[kind for kind, _ in graphs],
             graph_tokens=[tokens for _, tokens in graphs],
         )
@@ -319,7 +318,7 @@ class EndedIterations:
         )
         return iterations, decisions
 
-    def _rows(self, table: str, passed: Sequence[Iteration], **values: list[Any]) -> list[Row]:
-        place = {"rl_step": self.rl_step, "worker": self.worker, "iteration": [it.number for it in passed]}
-        strategies = strategy_columns([it.verified.strategy for it in passed])
+    def _rows(self, table: str, ended: Sequence[Iteration], **values: list[Any]) -> list[Row]:
+        place = {"rl_step": self.rl_step, "worker": self.worker, "iteration": [it.number for it in ended]}
+        strategies = strategy_columns([it.verified.strategy for it in ended])
         return as_rows(columns(table, **place, **strategies, **values))

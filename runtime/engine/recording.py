@@ -303,7 +303,7 @@ class LiveRecording:
 
     def iterated(self) -> None:
         """An iteration is over, or will be with the next one."""
-        if self.control.ledger.num_over >= _TOGETHER:
+        if self.control.ledger.num_ended >= _TOGETHER:
             self._hand_over()
 
     def idle(self) -> None:
@@ -358,9 +358,9 @@ class LiveRecording:
         self._give((table, row), _ROW_BYTES + _TOKEN_BYTES * tokens)
 
     def _hand_over(self) -> None:
-        ended = self.control.ledger.take()
-        if ended.passed:
-            self._give(ended, sum(_ROW_BYTES + 8 * len(it.drafted) for it in ended.passed))
+        drained = self.control.ledger.drain()
+        if drained.ended:
+            self._give(drained, sum(_ROW_BYTES + 8 * len(it.drafted) for it in drained.ended))
 
     def _give(self, item: str | EndedIterations | tuple[str, Row], num_bytes: int) -> None:
         """Leave something to the thread that writes."""

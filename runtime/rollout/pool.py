@@ -1,4 +1,15 @@
-"""The rollout workers together: who dies is started again and does its work again, while the others go on."""
+"""The rollout workers of a run: a failed worker is restarted and its requests are reissued while the others go on.
+
+Order of one rollout in which worker 1 fails:
+
+    start      both workers: actor, engine, in parallel
+    generate   both: snapshot of the policy's memory, then their shares; worker 1 fails (WorkerLost)
+               worker 0 goes on        worker 1: _note_failure     record it, the snapshot becomes its memory
+                                                 _start_worker     in the same place: actor, engine, weights, memory
+                                                 generate again    all requests reissued, same random state
+               ends when both have answered; times count from the first call
+    remember   responses go to `history`, their lengths to the budgets of the other workers
+"""
 
 from __future__ import annotations
 
@@ -6,7 +17,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -42,16 +53,17 @@ from .in_flight import FreeRolloutWorker
 from .worker import RolloutWorker
 
 EVALUATION = 1 << 31
-"""Stands for the RL step in an evaluation's seed: no RL step has this number."""
+"""Takes the place of the RL step in an evaluation's seed: no RL step has this number."""
 
-Ask = Callable[[int, Any], Any]
+Call = Callable[[int, Any], Any]
+"""Starts a call: (worker number, actor handle) to an object reference."""
 Shares = Sequence[Sequence[GenerationRequest]]
 SendWeights = Callable[[Sequence[Any], int, Way], None]
-"""Brings workers the weights of a version (`TrainerGroup.send_weights`)."""
+"""Sends workers the weights of a version (`TrainerGroup.send_weights`)."""
 
 
 class WorkerLost(RunError):
-    """A worker's process or engine is gone; the message says why, and what its process said last."""
+    """A worker's process or engine failed, with the reason and the last lines of the process's log."""
 
     def __init__(self, why: str, last_words: str = "") -> None:
         super().__init__(f"{why}; it said last: {last_words}" if last_words else why)
@@ -60,39 +72,40 @@ class WorkerLost(RunError):
 
 @dataclass(slots=True, kw_only=True)
 class _Worker:
-    """What is known of a worker, and what it is told when it starts again.
+    """State of one worker, and what a restarted one needs.
 
-    `memory` is what its policy and budget had learned under `learned_by`, as a dict or a reference to one; `since` are
-    the lengths that its budget has been told from then on, as arguments of `learn_lengths`. `snapshot` is the memory
-    that a rollout under way began with.
+    `memory` is the state of policy and budget learned under `learned_by`, a dict or a reference to one; `since` are
+    lengths delivered after it, as arguments of `learn_lengths`. `snapshot` is the memory before the current rollout.
     """
 
     alive: bool = False
-    deaths: int = 0
+    failures: int = 0
     learned_by: tuple[Policy, int] | None = None
     memory: Any = None
     since: list[tuple[Any, int | None]] = field(default_factory=list)
     snapshot: Any = None
     replayed: list[dict[str, Any]] = field(default_factory=list)
 
+    def keep(self, policy: tuple[Policy, int] | None, memory: Any) -> None:
+        """Keep the memory of a worker under `policy` for its next restart."""
+        self.learned_by, self.memory, self.since = policy, memory, []
+
 
 class WorkerPool:
-    """The rollout workers of a run, which live and are replaced in `handles`; `pids` are their processes.
+    """The rollout workers of a run: `handles` are their actors, `pids` their processes, both replaced at a restart.
 
-    `feed(n)` is where worker n hands over what its responses can teach a drafter, `options(n)` how its actor is placed
-    (`Placement.worker_options`), `on_restart(n)` is called when worker n has been started again.
+    `feed(n)` is the queue of worker n for drafter training data, `options(n)` the placement of its actor
+    (`Placement.worker_options`); `on_restart(n)` is called after worker n was restarted.
 
-    A worker that dies in a call, or was dead before it, is noted in `events`, started again in the same place, up to
-    `faults.max_restarts` times, and told what the others know: policy, weights, decisions to replay, and what policy
-    and budget had learned when the last rollout began, with the lengths of responses since then. What drafters remember
-    of earlier rollouts lies in `history` and not in workers: each is told with its requests. What the selector learned
-    in a rollout that was lost stays lost. Then it does its work again, all of it: to keep the responses that had ended
-    before it died would favour short ones. Every rollout begins in a random state of its own, so under a fixed strategy
-    the responses are the same as if nobody had died. Meanwhile the others go on. While engines sleep nobody is started:
-    who dies then is back when they are woken.
+    A worker that fails in a call, or before it, is recorded in `events` and restarted in the same place, at most
+    `faults.max_restarts` times. A restart restores policy, weights, decisions to replay, the memory of policy and
+    budget at the start of the last rollout, and lengths received since. Drafters' memory lies in `history` and travels
+    with the requests. All requests are reissued: keeping finished responses would favour short ones. Every rollout
+    has its own random state, so a fixed strategy yields the same responses as without the failure. No worker starts
+    while engines sleep; `wake_up` restarts a failed one.
 
-    Raises RunError when a worker dies too often or does not start in time, and at once when all die in the same way
-    before one has started; ConfigError for what engines cannot do, and what a worker raises of ours as itself.
+    Raises RunError when a worker fails too often or does not start in time, and at once when all fail in the same way
+    before one has started; ConfigError for settings that engines cannot run. A worker's TltlabError is raised as is.
     """
 
     def __init__(
@@ -119,17 +132,15 @@ class WorkerPool:
         self._policy: tuple[Policy, int] | None = None
         self._weights: tuple[SendWeights, int] | None = None
         self._seeds: list[list[int]] = [[] for _ in range(num_workers)]
-        self._deaths: list[int] = []  # of each worker, when the last rollout began
-        self._longest_s = 0.0  # of the calls to workers so far
-        self._asleep = False
-        self._running = False
-        self._closed = False
+        self._failures_before: list[int] = []  # per worker, at the start of the last rollout
+        self._longest_call_s = 0.0
+        self._asleep = self._running = self._closed = False
         self._waiting = Waiting()
 
     def start(self) -> None:
-        """Start all workers, side by side; who dies is started again when all have been tried once."""
+        """Start all workers in parallel; failed ones are restarted after each has been tried once."""
         losses = [lost for lost in self._ask_all(None, once=True) if lost is not None]
-        # Numbers differ from worker to worker. One alone may have been killed by chance, unless its engine says why.
+        # Numbers differ between workers. One alone may have been killed by chance, unless its engine gave a reason.
         reasons = {re.sub(r"\d+", "", lost.why) for lost in losses}
         systematic = len(losses) > 1 or (losses and isinstance(losses[0].__cause__, RayTaskError))
         if systematic and len(losses) == len(self.handles) and len(reasons) == 1:
@@ -146,23 +157,22 @@ class WorkerPool:
         return [[requests[i] for i in queue] for queue in queues]
 
     def place(self, requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
-        """Split the requests of a rollout over the workers as `rollout.placement` says."""
+        """Split the requests of a rollout over the workers by `rollout.placement`."""
         return self.share(requests, self.placement)
 
     def set_policy(self, policy: Policy, rl_step: int) -> None:
-        """Let every engine choose with a fresh selector of `policy`, seeded by the run, the worker and the RL step."""
+        """Give every engine a fresh selector of `policy`, seeded by the run, the worker and the RL step."""
         self._policy = policy, rl_step
-        self._tell_all(lambda n, handle: handle.set_policy.remote(policy, rl_step))
+        self._set_all(lambda n, handle: handle.set_policy.remote(policy, rl_step))
         self.history.serve(policy)
 
     def replay(self, trace: Trace) -> None:
-        """Let every engine follow the trace's decisions of the worker of its number, for as long as there are any."""
-        decisions = trace.decisions
-        if decisions is None:
+        """Have engine n follow the decisions of worker n in the trace until they are used up."""
+        if (decisions := trace.decisions) is None:
             raise ConfigError("a trace without decisions cannot be replayed: it has no decisions.parquet")
         for number, worker in enumerate(self._workers):
             worker.replayed = decisions[decisions["worker"] == number].to_dict("records")  # type: ignore[assignment]
-        self._tell_all(lambda n, handle: handle.replay.remote(self._workers[n].replayed))
+        self._set_all(lambda n, handle: handle.replay.remote(self._workers[n].replayed))
 
     def generate(
         self,
@@ -173,54 +183,45 @@ class WorkerPool:
         repeatable: bool = False,
         quotas: Sequence[int] | None = None,
     ) -> list[Rollout]:
-        """Every worker's share of a rollout, in its random state of this RL step and round.
+        """Generate each worker's share, in its random state of this RL step and round.
 
-        With quotas worker n stops once that many prompts of its share have all their requests answered; the rest come
-        back as "abort". With `repeatable` a `repeat` may follow. Times are since this call, the time of workers that
-        died included.
+        With quotas worker n stops once all requests of that many prompts are answered; the rest return as "abort".
+        `repeatable` permits a `repeat`. Times count from this call, time lost to failed workers included.
         """
-        self._seeds = [[self.recipe.seed, n, rl_step, round] for n in range(len(self.handles))]
-        self._deaths = self._deaths_so_far()
-        recalled = [self.history.of(share) for share in shares]
+        recalled = self._begin(shares, rl_step, round)
 
-        def ask(n: int, handle: Any) -> Any:
+        def call(n: int, handle: Any) -> Any:
             self._workers[n].snapshot = handle.state_dict.remote()
             quota = None if quotas is None else quotas[n]
             return handle.generate.remote(
                 list(shares[n]), rl_step, self._seeds[n], recalled[n], repeatable=repeatable, quota=quota
             )
 
-        parts = self._rollouts(ask, shares)
+        parts = self._rollouts(call, shares)
         for worker, lengths in zip(self._workers, _lengths(parts), strict=True):
-            worker.learned_by, worker.memory, worker.snapshot = self._policy, worker.snapshot, None
-            worker.since = [([lengths], None)]
+            worker.keep(self._policy, worker.snapshot)
+            worker.snapshot, worker.since = None, [([lengths], None)]
         return parts
 
     def repeat(self, shares: Shares, rl_step: int) -> list[Rollout]:
-        """Do the last rollout, a repeatable one, again from the state it started in, and leave no trace of it.
+        """Run the last rollout, a repeatable one, again from its initial state, and restore all state.
 
-        Empty where a worker was started again since that rollout began: its time would be of other work.
+        Empty where a worker was restarted since that rollout began: its time would be of other work.
         """
-        if self._deaths_so_far() != self._deaths:
+        if self._num_failures() != self._failures_before:
             return []
         parts = self._ask_all(lambda n, handle: handle.repeat.remote(list(shares[n]), rl_step, self._seeds[n]))
-        return [] if self._deaths_so_far() != self._deaths else parts
+        return [] if self._num_failures() != self._failures_before else parts
 
     def rehearse(self, shares: Shares, rl_step: int, *, ahead: bool = False) -> list[Rollout]:
-        """Do a rollout and leave no trace of it. Every rehearsal has the same random state, unless it is one `ahead`.
-
-        Then it has that of the RL step's own, which is still to come.
-        """
-        step = [rl_step, 0] if ahead else []
-        self._seeds = [[self.recipe.seed, n, *step] for n in range(len(self.handles))]
-        self._deaths = self._deaths_so_far()
-        recalled = [self.history.of(share) for share in shares]
+        """Run a rollout and restore all state; its random state is always the same, or `ahead` the RL step's."""
+        recalled = self._begin(shares, *([rl_step, 0] if ahead else []))
         return self._rollouts(
             lambda n, handle: handle.rehearse.remote(list(shares[n]), rl_step, self._seeds[n], recalled[n]), shares
         )
 
     def evaluate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
-        """Tokens of responses, all turns of each, in the order of the requests, without speculation.
+        """Return the tokens of each response, all turns, in the order of the requests, without speculation.
 
         Every evaluation has the same random state.
         """
@@ -234,9 +235,9 @@ class WorkerPool:
         ]
 
     def remember(self, shares: Shares, parts: Sequence[Rollout], comes_again: ComesAgain = anytime) -> None:
-        """Keep what was generated for drafters that meet its prompts again, and tell each budget the others' lengths.
+        """Keep responses for drafters of later rollouts, and deliver each budget the lengths of the other workers.
 
-        `comes_again` says how many prompts come before each of these comes again, None for never.
+        `comes_again` gives the number of prompts before each of these comes again, None for never.
         """
         self.history.add(shares, parts, comes_again)
         if self.placement not in PLACEMENTS.values():
@@ -250,70 +251,67 @@ class WorkerPool:
         lengths = ray.put(_lengths(parts))
         for n, worker in enumerate(self._workers):
             worker.since = [*worker.since, (lengths, n)]
-        self._tell_all(lambda n, handle: handle.learn_lengths.remote(lengths, n))
+        self._set_all(lambda n, handle: handle.learn_lengths.remote(lengths, n))
 
     def update_weights(self, send: SendWeights, version: int, way: Way = "host") -> None:
-        """Have `send` bring the weights of `version` to every engine; later to those of workers that start again.
+        """Have `send` bring the weights of `version` to every engine, and later to those of restarted workers.
 
-        They come to those by way of the host, from whatever weights the trainers have then: the next, at the latest,
-        are the same for all. TrainerDied where a trainer dies in it; engines that got but a part are dead then. Under
-        `rollout.staleness` engines may be in a rollout meanwhile, in which whoever failed is found out and replaced.
+        A restarted worker gets the trainers' current weights by way of the host; the next update makes all equal again.
+        TrainerDied when a trainer fails in the transfer; engines with partial weights are ended. Under
+        `rollout.staleness` engines may be in a rollout, which finds and restarts the failed workers.
         """
         self._weights = send, version
         alive = [n for n, worker in enumerate(self._workers) if worker.alive]
+        in_flight = self.recipe.rollout.staleness
         try:
             send([self.handles[n] for n in alive], version, way)
         except TrainerDied as error:
+            why = f"its transfer of weights was cut off: {error}"
             for n in alive if way == "nccl" else ():
-                # They wait in a collective that never ends.
-                self._note_death(n, WorkerLost(f"its transfer of weights was cut off: {error}"), "")
-            if self.recipe.rollout.staleness:
-                why = f"its transfer of weights was cut off: {error}"
-                self._ask_all(lambda n, handle: handle.weights.remote("cut off", why), mend=False)
+                # Its engine waits in a collective that never ends.
+                self._note_failure(n, WorkerLost(why), "")
+            if in_flight:
+                self._ask_alive(lambda n, handle: handle.weights.remote("cut off", why))
             raise
-        if self.recipe.rollout.staleness:
-            self._ask_all(lambda n, handle: handle.has_weights.remote(version), mend=False)
-        else:
-            self._tell_all(lambda n, handle: handle.has_weights.remote(version))
+        (self._ask_alive if in_flight else self._set_all)(lambda n, handle: handle.has_weights.remote(version))
 
     def sleep(self, level: int = 1) -> None:
-        """Give the engines' memory away until `wake_up`; at level 2 weights too, and new ones must follow."""
+        """Free the engines' memory until `wake_up`; at level 2 weights too, and an update of weights must follow."""
         self._ask_all(lambda n, handle: handle.sleep.remote(level))
         self._asleep = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take it back, all or that of "weights" or "kv_cache"."""
+        """Allocate the engines' memory again, all or that of "weights" or "kv_cache"."""
         self._asleep = False
-        self._tell_all(lambda n, handle: handle.wake_up.remote(tags))
+        self._set_all(lambda n, handle: handle.wake_up.remote(tags))
 
     @property
     def all_alive(self) -> bool:
-        """Whether nobody is known to be dead, who would be started again by the next call."""
+        """True when no worker is known to have failed, so that the next call restarts none."""
         return all(worker.alive for worker in self._workers)
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """What each engine's policy and budget have learned and how drafters did, as JSON types; of one that is dead,
-        what is known."""
+        """Return each worker's state of policy, budget and drafters, as JSON types; a failed one's last known."""
         states = self._ask_all(lambda n, handle: handle.state_dict.remote())
         for n, worker in enumerate(self._workers):
             if worker.alive:
-                worker.learned_by, worker.memory, worker.since = self._policy, states[n], []
+                worker.keep(self._policy, states[n])
             else:
                 states[n] = ray.get(worker.memory) if isinstance(worker.memory, ray.ObjectRef) else worker.memory or {}
         return states
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go back to what `state_dicts` gave, under the policy that was in force then."""
+        """Restore the result of `state_dicts`, under the policy in force at that time."""
         for worker, state in zip(self._workers, states, strict=True):
-            worker.learned_by, worker.memory, worker.since = self._policy, state, []
-        self._tell_all(lambda n, handle: handle.load_state_dict.remote(states[n]))
+            worker.keep(self._policy, state)
+        self._set_all(lambda n, handle: handle.load_state_dict.remote(states[n]))
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call any method of every worker and return the answers; it must bear to be called once more."""
+        """Call any method of every worker and return the answers; the method must be safe to call twice."""
         return self._ask_all(lambda n, handle: getattr(handle, method).remote(*args))
 
     def close(self) -> None:
-        """End all workers, and with them what another thread asks of them."""
+        """End all workers, and calls to workers that wait in other threads."""
         self._closed = True
         for handle in self.handles:
             if handle is not None:
@@ -321,94 +319,112 @@ class WorkerPool:
         # After Ray's end no answer comes, and no error.
         self._waiting.close()
 
-    # ---- calls that survive the death of a worker ----
+    # ---- calls that survive the failure of a worker ----
 
-    def _deaths_so_far(self) -> list[int]:
-        return [worker.deaths for worker in self._workers]
+    def _num_failures(self) -> list[int]:
+        return [worker.failures for worker in self._workers]
 
-    def _rollouts(self, ask: Ask, shares: Shares) -> list[Rollout]:
-        """Rollouts whose times are since now, whenever a worker was asked for the last time."""
+    def _begin(self, shares: Shares, *step: int) -> list[Any]:
+        """Seed a rollout with the run, the worker and `step`; return what drafters recall for each share."""
+        self._seeds = [[self.recipe.seed, n, *step] for n in range(len(self.handles))]
+        self._failures_before = self._num_failures()
+        return [self.history.of(share) for share in shares]
+
+    def _rollouts(self, call: Call, shares: Shares) -> list[Rollout]:
+        """Return rollouts whose times count from now, also where a worker's requests were reissued."""
         start = time.perf_counter()
-        ask_times = [start] * len(self.handles)
+        call_times = [start] * len(self.handles)
 
         def timed(n: int, handle: Any) -> Any:
-            ask_times[n] = time.perf_counter()
-            return ask(n, handle)
+            call_times[n] = time.perf_counter()
+            return call(n, handle)
 
-        parts = self._ask_all(timed, doing=[f", {len(share)} requests re-issued" for share in shares])
-        return [delayed(part, ask_times[n] - start) for n, part in enumerate(parts)]
+        parts = self._ask_all(timed, lost_work=[f", {len(share)} requests re-issued" for share in shares])
+        return [delayed(part, call_times[n] - start) for n, part in enumerate(parts)]
 
-    def _tell_all(self, ask: Ask) -> None:
-        """Tell every worker what one that is started again is told anyway."""
-        self._ask_all(ask, told_at_start=True)
+    def _set_all(self, call: Call) -> None:
+        """Call every worker with a setting that a restarted one receives anyway."""
+        self._ask_all(call, set_at_start=True)
 
     def _ask_all(
-        self,
-        ask: Ask | None,
-        *,
-        told_at_start: bool = False,
-        doing: Sequence[str] = (),
-        once: bool = False,
-        mend: bool = True,
+        self, call: Call | None, *, set_at_start: bool = False, lost_work: Sequence[str] = (), once: bool = False
     ) -> list[Any]:
-        """Each worker's answer. A coroutine waits for each worker: what one goes through holds no other up.
+        """Return each worker's answer; a failed worker is restarted and called again, independently of the others."""
+        lost_work = lost_work or [""] * len(self.handles)
+        return self._gather(self._retried(n, call, set_at_start, work, once) for n, work in enumerate(lost_work))
 
-        Without `mend` who is dead, or dies of it, is left to another call, and its answer is None.
-        """
-        parts = doing or [""] * len(self.handles)
+    def _ask_alive(self, call: Call) -> list[Any]:
+        """Return each live worker's answer. A worker that fails is ended, for a later call to restart; None for it."""
 
         async def answer(n: int) -> Any:
-            # A rollout in another thread may start the next one in its place meanwhile, which is not to be ended.
+            # A rollout in another thread may replace the handle meanwhile; the new worker must not be ended.
             handle = self.handles[n]
             try:
-                return await self._answer(n, ask(n, handle)) if ask and self._workers[n].alive else None
+                return await self._answer(n, call(n, handle)) if self._workers[n].alive else None
             except WorkerLost as lost:
-                # It may live on as it was: the rollout under way finds it dead.
+                # Its process may still run: the current rollout must find it failed.
                 self.events.record(f"rollout worker {n} is ended: {lost}", worker=n)
                 ray.kill(handle)
                 return None
 
-        async def answers() -> list[Any]:
-            lives = (
-                self._retried(n, ask, told_at_start, part, once) if mend else answer(n) for n, part in enumerate(parts)
-            )
-            return await asyncio.gather(*lives)
+        return self._gather(map(answer, range(len(self.handles))))
 
-        return self._waiting.run(answers())
+    def _gather(self, answers: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+        async def gathered() -> list[Any]:
+            return await asyncio.gather(*answers)
 
-    async def _retried(self, n: int, ask: Ask | None, told_at_start: bool, doing: str, once: bool) -> Any:
-        """Worker n's answer to `ask`, None without one: it is asked again for as long as it dies and may come back.
+        return self._waiting.run(gathered())
 
-        With `once` it is not, and the answer is what it died of.
-        """
+    async def _retried(self, n: int, call: Call | None, set_at_start: bool, lost_work: str, once: bool) -> Any:
+        """Return worker n's answer to `call`, restarting it as often as needed; with `once` return its WorkerLost."""
         while True:
             try:
                 if not self._workers[n].alive:
                     if self._asleep:
                         return None
                     await self._start_worker(n)
-                    if told_at_start:
+                    if set_at_start:
                         return None
-                return None if ask is None else await self._answer(n, ask(n, self.handles[n]))
+                return None if call is None else await self._answer(n, call(n, self.handles[n]))
             except WorkerLost as lost:
                 if self._closed:
                     raise
-                self._note_death(n, lost, doing)
+                self._note_failure(n, lost, lost_work)
                 if once:
                     return lost
 
     async def _start_worker(self, n: int) -> None:
-        """Start worker n, and tell it what it should know."""
-        worker, restarted, timeout_s = self._workers[n], self._workers[n].deaths > 0, self.recipe.faults.start_timeout_s
+        """Start worker n, and bring it to the state of the run: weights, `on_restart`, `_restoring_calls`."""
+        handle = await self._start_actor(n, restarted=self._workers[n].failures > 0)
+        if self._weights is not None:
+            send, version = self._weights
+            try:
+                await asyncio.to_thread(send, [handle], version, "host")
+            except asyncio.CancelledError:
+                ray.kill(handle)  # ends the thread's transfer, for which asyncio waits
+                raise
+            await self._answer(n, handle.has_weights.remote(version))
+        if self._running:
+            try:
+                self.on_restart(n)
+            except RunError:
+                # Raises WorkerLost where the worker failed again.
+                await self._answer(n, handle.place.remote())
+                raise
+        for call in self._restoring_calls(n, handle):
+            await self._answer(n, call)
+        self._workers[n].alive = True
+
+    async def _start_actor(self, n: int, *, restarted: bool) -> Any:
+        """Replace the actor of worker n, start its engine, and return its handle."""
         if self.handles[n] is not None:
             ray.kill(self.handles[n])
-        placed = dict(self.options(n))
+        placed, timeout_s = dict(self.options(n)), self.recipe.faults.start_timeout_s
         env = actor_env(placed.pop("env_vars", {}), self.recipe.cluster.host)
         worker_of: Any = FreeRolloutWorker if self.recipe.rollout.staleness else RolloutWorker
-        handle = worker_of.options(**placed, runtime_env=runtime_env(env)).remote(
+        handle = self.handles[n] = worker_of.options(**placed, runtime_env=runtime_env(env)).remote(
             self.recipe, n, self.build, self.feed(n)
         )
-        self.handles[n] = handle
         try:
             async with asyncio.timeout(timeout_s):
                 self.pids[n] = await self._answer(n, handle.pid.remote())
@@ -421,30 +437,12 @@ class WorkerPool:
         except ConfigError as error:
             if not restarted:
                 raise
-            # It could start before: now something is in its way that may pass, such as memory not yet given back.
+            # The same settings started before: the cause may pass, such as memory not yet freed.
             raise WorkerLost(f"it cannot start: {error}") from error
-        if self._weights is not None:
-            send, version = self._weights
-            try:
-                await asyncio.to_thread(send, [handle], version, "host")
-            except asyncio.CancelledError:
-                ray.kill(handle)  # the thread is waited for, and sends no longer than somebody takes it
-                raise
-            await self._answer(n, handle.has_weights.remote(version))
-        if self._running:
-            try:
-                self.on_restart(n)
-            except RunError:
-                # Did it fail because the worker has died again?
-                await self._answer(n, handle.place.remote())
-                raise
-        for call in self._memories(n, handle):
-            await self._answer(n, call)
-        worker.alive = True
+        return handle
 
-    def _memories(self, n: int, handle: Any) -> Iterator[Any]:
-        """Calls that bring policy and drafters to where they were; what they say of draft weights counts once those
-        are there."""
+    def _restoring_calls(self, n: int, handle: Any) -> Iterator[Any]:
+        """Calls that restore policy, memory, lengths and replay; draft weights must be there before."""
         worker = self._workers[n]
         if worker.memory is not None and worker.learned_by is not None:
             yield handle.set_policy.remote(*worker.learned_by)
@@ -456,39 +454,39 @@ class WorkerPool:
         if worker.replayed:
             yield handle.replay.remote(worker.replayed)
 
-    def _note_death(self, n: int, lost: WorkerLost, doing: str) -> None:
+    def _note_failure(self, n: int, lost: WorkerLost, lost_work: str) -> None:
+        """Record a failure, end the process and keep its snapshot; RunError above `faults.max_restarts`."""
         worker, limit = self._workers[n], self.recipe.faults.max_restarts
         worker.alive = False
-        worker.deaths += 1
+        worker.failures += 1
         if worker.snapshot is not None:
             if succeeded(worker.snapshot):
-                worker.learned_by, worker.memory, worker.since = self._policy, worker.snapshot, []
+                worker.keep(self._policy, worker.snapshot)
             worker.snapshot = None
         ray.kill(self.handles[n])
         when = f"in RL step {self.events.rl_step}" if self._running else "at its start"
-        again = f"; started again{doing}" if self._running else ""
-        if worker.deaths > limit:
+        again = f"; started again{lost_work}" if self._running else ""
+        if worker.failures > limit:
             raise RunError(
-                f"rollout worker {n} died {worker.deaths} times, and faults.max_restarts is {limit}; at last: {lost}"
+                f"rollout worker {n} died {worker.failures} times, and faults.max_restarts is {limit}; at last: {lost}"
             ) from lost
         self.events.note(f"rollout worker {n} died {when} ({lost}){again}", worker=n)
 
     async def _answer(self, n: int, call: Any) -> Any:
-        """What a call to worker n returns; WorkerLost where it dies of it or never answers, else an error of ours."""
-        clock, most_s = asyncio.get_running_loop().time, self.recipe.faults.patience_s(self._longest_s)
+        """Await a call to worker n; WorkerLost where the worker fails or does not answer, else our own error."""
+        clock, most_s = asyncio.get_running_loop().time, self.recipe.faults.patience_s(self._longest_call_s)
         start = clock()
         try:
             # Not `wait_for`, which before Python 3.12 may swallow a cancellation.
             async with asyncio.timeout(most_s):
                 answer = await call
-            self._longest_s = max(self._longest_s, clock() - start)
+            self._longest_call_s = max(self._longest_call_s, clock() - start)
             return answer
         except TimeoutError as error:
             raise WorkerLost(f"it did not answer a call within {most_s:g} s") from error
         except RayError as error:
-            why = why_lost(error, self.handles[n])
-            if why:
-                # An engine that failed has told why; of a process that ended its log may.
+            if why := why_lost(error, self.handles[n]):
+                # A failed engine reports its reason; for a process that ended the log may hold it.
                 last_words = "" if isinstance(error, RayTaskError) else last_lines(self.pids[n])
                 raise WorkerLost(why, last_words) from error
             if isinstance(error, RayTaskError | RayActorError):
@@ -497,5 +495,5 @@ class WorkerPool:
 
 
 def _lengths(parts: Sequence[Rollout]) -> list[list[tuple[Key, int]]]:
-    """Of each worker's whole responses. Those of cut ones mislead."""
+    """Keys and tokens of each worker's whole responses; aborted ones would bias a budget."""
     return [[(r.key, len(r.token_ids)) for r in part.responses if r.finish_reason != "abort"] for part in parts]

@@ -1,8 +1,8 @@
-"""vLLM's scheduler with a policy beside it: `PolicyScheduler`, and its twin for asynchronous scheduling.
+"""vLLM's scheduler with a policy: `PolicyScheduler`, and `AsyncPolicyScheduler` for asynchronous scheduling.
 
-Either is given to vLLM as `scheduler_cls`, or `policy_scheduler` for the one that fits the engine; the policy comes in
-`additional_config["tltlab"]` (see `options`). The depth an iteration drafts at its end travels in
-`SchedulerOutput.num_spec_tokens_to_schedule` to the V1 and V2 model runner.
+vLLM receives either as `scheduler_cls`, or `policy_scheduler` for the one that fits the engine, and the policy in
+`additional_config["tltlab"]` (see `options`). `SchedulerOutput.num_spec_tokens_to_schedule` carries the draft depth of
+an iteration to the V1 and V2 model runner.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ logger = init_logger(__name__)
 
 
 def policy_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> PolicyScheduler:
-    """The scheduler for an engine that schedules asynchronously or not, as vLLM has settled it in its configuration."""
+    """Create the scheduler that fits the engine's `async_scheduling`, as resolved by vLLM."""
     cls = AsyncPolicyScheduler if vllm_config.scheduler_config.async_scheduling else PolicyScheduler
     return cls(vllm_config, *args, **kwargs)
 
 
 class PolicyScheduler(Scheduler):
-    """Asks the policy before each iteration, trims or replaces the drafts after it.
+    """Scheduler that has a policy choose before each iteration and trims or replaces drafts after it.
 
-    ConfigError without a policy, where the engine schedules asynchronously and the scheduler does not, or the other way
-    round, and for all that `check_engine` knows.
+    ConfigError without a policy, where engine and scheduler differ in asynchronous scheduling, and by `check_engine`.
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +72,7 @@ class PolicyScheduler(Scheduler):
         self.watch = Watch(self, self.control, settings)
         self.capture: NoCapture = NoCapture()
         self.given_up = False
-        # Of the last iteration: how deep the workers drafted, in which time, and the requests that have no draft yet.
+        # State of the last iteration: the workers' draft depth and seconds, and the requests still without a draft.
         self._worker_depth = 0
         self._draft_s: float | None = None
         self._due_ids: list[str] | None = None
@@ -82,10 +81,10 @@ class PolicyScheduler(Scheduler):
     def _draft_at_most(self, depth: int) -> None:
         self.dynamic_sd_lookup = [depth] * (self.max_num_running_reqs + 1)
 
-    def _ours(self, part: Callable[..., Any], *args: Any) -> Any:
-        """What a part of ours returns; None once one has raised, whatever it was: others are being served.
+    def _guarded(self, part: Callable[..., Any], *args: Any) -> Any:
+        """Call `part`; after the first exception disable all such calls and return None.
 
-        The engine goes on as vLLM's own would without speculation. What was recorded stays.
+        The engine then decodes plainly, so that its requests complete. The recording so far is kept.
         """
         if self.given_up:
             return None
@@ -107,10 +106,10 @@ class PolicyScheduler(Scheduler):
             return None
 
     def _check_class(self, config: VllmConfig) -> None:
-        """Raise ConfigError where another of the schedulers here is the engine's."""
+        """Raise ConfigError where the engine needs the other class."""
         overlapped = isinstance(self, AsyncScheduler)
         if overlapped != bool(config.scheduler_config.async_scheduling):
-            # vLLM would not draft at all, or with what it drafted an iteration before.
+            # vLLM would not draft at all, or verify stale drafts.
             ours, twin = type(self).__name__, (PolicyScheduler if overlapped else AsyncPolicyScheduler).__name__
             raise ConfigError(
                 f"asynchronous scheduling is {'off (on a CPU it always is)' if overlapped else 'on'} in this engine, "
@@ -123,33 +122,33 @@ class PolicyScheduler(Scheduler):
         continues = request.request_id in self.requests
         super().add_request(request)
         if not continues:
-            self._ours(self._enter, request)
+            self._guarded(self._enter, request)
 
     def _enter(self, request: Request) -> None:
-        if (live := self.watch.came(request)) is not None:
+        if (live := self.watch.entered(request)) is not None:
             self.capture.enter(request.request_id, live)
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
-        # A streaming session's next input: the output so far becomes prompt, and the request a turn of its own.
-        before = self._ours(self.watch.left, session)
+        # The next input of a streaming session: output so far becomes prompt, and the input starts a turn.
+        before = self._guarded(self.watch.left, session)
         super()._update_request_as_session(session, update)
-        self._ours(self._enter_turn, session, before)
+        self._guarded(self._enter_turn, session, before)
 
     def _enter_turn(self, session: Request, before: Live | None) -> None:
-        if (live := self.watch.continues(session, before)) is not None:
+        if (live := self.watch.continued(session, before)) is not None:
             self.capture.enter(session.request_id, live)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._due_ids is not None and self.requests:
-            # Not before: the engine hands out the last iteration's tokens meanwhile, and what has ended gets no draft.
-            self._give(self._ours(self._draft, self._due_ids, (), self._draft_s))
-        self._ours(self.control.iteration_starts)
+            # As late as possible: the engine returns the last tokens first, and ended requests get no draft.
+            self._set_drafts(self._guarded(self._draft, self._due_ids, (), self._draft_s))
+        self._guarded(self.control.iteration_starts)
         return super().schedule(*args, **kwargs)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        # The last thing schedule() does: what runs is settled, and AsyncScheduler plans drafts by what is set here.
+        # The last call of schedule(): the batch is final, and AsyncScheduler plans drafts by the depth set here.
         if scheduler_output.num_scheduled_tokens:
-            self._ours(self._note_iteration, scheduler_output)
+            self._guarded(self._note_iteration, scheduler_output)
             scheduler_output.num_spec_tokens_to_schedule = self._worker_depth
         super()._update_after_schedule(scheduler_output)
 
@@ -160,15 +159,15 @@ class PolicyScheduler(Scheduler):
         self.capture.scheduled(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        self._ours(self._take_outcome, scheduler_output, model_runner_output)
+        self._guarded(self._note_output, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._ours(self.watch.landed)
+        self._guarded(self.watch.applied)
         if not self.requests:
             self._due_ids = None
         return outputs
 
-    def _take_outcome(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> None:
-        work = self.watch.back(scheduler_output, model_runner_output)
+    def _note_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> None:
+        work = self.watch.returned(scheduler_output, model_runner_output)
         if work is None:
             return
         self.capture.landed()
@@ -177,23 +176,23 @@ class PolicyScheduler(Scheduler):
 
     @property
     def _beside(self) -> bool:
-        """Whether drafts are made here, or cut here, once an iteration's tokens are known."""
+        """True if drafts are made or trimmed here after an iteration's output."""
         return bool(self.num_spec_tokens) and not self.control.overlapped
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         draft_s = getattr(draft_token_ids, "draft_s", None)
         if self._worker_depth:
             workers = draft_token_ids.draft_token_ids
-            self._give(self._ours(self._draft, draft_token_ids.req_ids, workers, draft_s))
+            self._set_drafts(self._guarded(self._draft, draft_token_ids.req_ids, workers, draft_s))
         elif self._due_ids is not None:
             self._draft_s = draft_s
         elif draft_s and self._beside:
-            self._ours(self.watch.drafted, draft_token_ids)
+            self._guarded(self.watch.drafted, draft_token_ids)
 
     def _draft(self, ids: list[str], of_workers: Sequence[list[int]], draft_s: float | None) -> DraftTokenIds | None:
-        """The next drafts of the last iteration's requests, None where nobody has one and nobody gets one.
+        """Return drafts for the last iteration's requests, those `of_workers` made in `draft_s` seconds.
 
-        Those `of_workers` were made in `draft_s` seconds.
+        None where neither this iteration nor the last has any.
         """
         self._due_ids, self._draft_s = None, None
         drafts = self.control.drafts(ids, of_workers, draft_s)
@@ -202,23 +201,23 @@ class PolicyScheduler(Scheduler):
             return None
         return DraftTokenIds(ids, drafts or [[] for _ in ids])
 
-    def _give(self, drafts: DraftTokenIds | None) -> None:
-        """Have them verified."""
+    def _set_drafts(self, drafts: DraftTokenIds | None) -> None:
+        """Set the drafts that the next iteration verifies."""
         if drafts is None:
             return
         super().update_draft_token_ids(drafts)
         if len(self.running) > len(drafts.req_ids):
-            # What had no room in this iteration would else be verified with the draft of an earlier choice.
+            # Requests outside of the last batch must not verify drafts of an earlier choice.
             drafted_ids = set(drafts.req_ids)
             for request in self.running:
                 if request.spec_token_ids and request.request_id not in drafted_ids:
                     request.spec_token_ids = []
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._ours(self._leave, request)
+        self._guarded(self._leave, request)
         freed = super()._free_request(request, *args, **kwargs)
         if not self.requests:
-            self._ours(self.capture.idle)
+            self._guarded(self.capture.idle)
         return freed
 
     def _leave(self, request: Request) -> None:
@@ -230,25 +229,25 @@ class PolicyScheduler(Scheduler):
         return bool(super().reset_prefix_cache(*args, **kwargs))
 
     def new_weights(self, method: str | None = None) -> None:
-        """The engine may have new weights: the prefix cache was reset, or a `method` was called on all workers."""
-        self._ours(self.watch.new_weights, method)
+        """Note possible new weights: the prefix cache was reset, or a `method` was called on all workers."""
+        self._guarded(self.watch.new_weights, method)
 
     def close_recording(self) -> None:
-        """Turn what was recorded into a trace; nothing is recorded after."""
+        """End the recording and turn it into a trace."""
         if self.watch.recording is not None:
             self.watch.recording.close()
 
 
 class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
-    """The same for asynchronous scheduling: an iteration is put together before the last one's tokens are known.
+    """`PolicyScheduler` for asynchronous scheduling: an iteration is scheduled before the last one's output.
 
-    Drafts stay on the device, so only a learned drafter serves; budgets trim the placeholders that stand for them.
+    Drafts stay on the device, so only a learned drafter serves; budgets trim the placeholders of its drafts.
     """
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        if self._worker_depth and not self.control.roomy:
-            self._ours(self._trim, scheduler_output)
+        if self._worker_depth and not self.control.drafts_fit:
+            self._guarded(self._trim, scheduler_output)
 
     def _trim(self, scheduler_output: SchedulerOutput) -> None:
         drafting = [
@@ -256,14 +255,13 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
         ]
         for request, share in zip(drafting, self.control.allot([r.request_id for r in drafting]), strict=True):
             if share < len(request.spec_token_ids):
-                # The placeholders are one list for all.
-                request.spec_token_ids = request.spec_token_ids[:share]
+                request.spec_token_ids = request.spec_token_ids[:share]  # a copy: all requests share the list
 
 
 def call_control(core: Any, message: bytes) -> bytes:
-    """Carry out a pickled (name, args) on an engine core; the pickled result.
+    """Run a pickled (name, args) on an engine core and return the pickled result.
 
-    It is one of `_COMMANDS`, or names what the `Control` beside the scheduler has: "begin", "drafters.forget".
+    `name` is one of `_COMMANDS`, or a member of the scheduler's `Control`: "begin", "drafters.forget".
     """
     name, args = pickle.loads(message)
     if name in _COMMANDS:
@@ -273,14 +271,14 @@ def call_control(core: Any, message: bytes) -> bytes:
 
 
 def _reseed(core: Any, seed: Sequence[int]) -> None:
-    """Have all random states of the core's process and of its workers', one or several, follow from `seed`."""
+    """Seed all random generators of the core's process and of its workers."""
     _seed_process(None, list(seed))
     # Tensor-parallel ranks draw the same tokens, so all get the same seed.
     core.model_executor.collective_rpc(_seed_process, args=(list(seed),))
 
 
 def _seed_process(worker: Any, seed: list[int]) -> None:
-    """The V1 runner draws from its device's generator, the V2 runner takes seeds from numpy."""
+    """Seed the generators of this process: the V1 runner draws on its device, the V2 runner seeds from numpy."""
     for_torch, for_numpy, for_python = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
     torch.manual_seed(for_torch % 2**63)
     np.random.seed(for_numpy % 2**32)
@@ -288,7 +286,7 @@ def _seed_process(worker: Any, seed: list[int]) -> None:
 
 
 def _rng_state(core: Any) -> Any:
-    """What tokens are drawn from: the V1 runner draws on its device, the V2 runner takes seeds from numpy."""
+    """Return the random states that tokens are drawn from, see `_seed_process`."""
     return torch.get_rng_state(), torch.cuda.get_rng_state_all(), np.random.get_state()
 
 

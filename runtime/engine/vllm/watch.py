@@ -1,7 +1,7 @@
-"""What goes through a scheduler of vLLM's, taken down beside it: requests that come and go, iterations, drafts kept.
+"""Observer of a vLLM scheduler: requests that enter and leave, iterations, accepted drafts.
 
-`Watch` is called by a `PolicyScheduler`, or, where an engine is only recorded, around the methods of vLLM's own
-scheduler, of whatever class it is (`record_only`): asynchronous, for diffusion, or somebody's.
+A `PolicyScheduler` calls its `Watch`. Where an engine is only recorded, `record_only` wraps the methods of vLLM's own
+scheduler, of any class: asynchronous, for diffusion, or a user's.
 """
 
 from __future__ import annotations
@@ -30,37 +30,31 @@ from .options import Attachment
 from .runners import kind_of
 
 EXTRA = "tltlab"
-"""Where a request carries its key, in `SamplingParams.extra_args`, and an engine its settings."""
+"""Name of a request's key in `SamplingParams.extra_args`, and of an engine's settings in `additional_config`."""
 
 NAMELESS_PER_STEP = 1024
-"""Requests without keys that count as one RL step where nothing says when one begins, so that drafters can forget."""
-
-WATCHED = (
-    "add_request", "_update_request_as_session", "schedule", "_update_after_schedule", "update_from_output",
-    "update_draft_token_ids", "_free_request", "reset_prefix_cache",
-)  # fmt: skip
-"""The methods of a scheduler that is only recorded which are wrapped."""
+"""Requests without keys per RL step, so that drafters drop old text where no RL step is announced."""
 
 REMEMBERED = 1 << 18
-"""Prompts of which the samples are counted, the newest ones."""
+"""Number of most recent prompts whose samples are counted."""
 
 logger = init_logger(__name__)
 
 
 class Watch:
-    """Follows the requests and iterations of one scheduler for its `Control`, and for a recording where there is one.
+    """Reports requests and iterations of one scheduler to its `Control`, and to a recording if there is one.
 
-    A request has come once vLLM's `add_request` is over, and leaves before `_free_request`; an iteration is scheduled
-    before `_update_after_schedule`, which AsyncScheduler changes requests in, and back before `update_from_output`, at
-    whose end it has `landed`. Requests of pooling models are not followed. No request is looked at one by one where the
-    batch is the last one, but for the tokens each got.
+    A request has `entered` after vLLM's `add_request` and `left` before `_free_request`. An iteration is `scheduled`
+    before `_update_after_schedule`, in which AsyncScheduler changes requests; its output is `returned` before
+    `update_from_output` and `applied` after it. Requests of pooling models are ignored. While the batch stays the same
+    no request is read one by one, except to count its new tokens.
     """
 
     def __init__(self, scheduler: Any, control: Control, settings: Attachment) -> None:
         self.scheduler = scheduler
         scheduler.control = control
         self.recording = _recording(scheduler, control, settings)
-        # Whether a request gets a token of each iteration, drafts aside: with diffusion and pooling it does not.
+        # False for diffusion and pooling, where an iteration does not yield one token per request.
         self._decodes = bool(getattr(scheduler, "num_sampled_tokens_per_step", 1))
         self._samples: dict[tuple[int, str], int] = {}
         self._least_sample = self._num_nameless = 0
@@ -69,16 +63,15 @@ class Watch:
 
     @property
     def control(self) -> Control:
-        # The scheduler may be given another one.
-        control: Control = self.scheduler.control
+        control: Control = self.scheduler.control  # may be replaced
         return control
 
     @property
     def _open_recording(self) -> LiveRecording | None:
         return self.recording if self.recording is not None and not self.recording.ended else None
 
-    def came(self, request: Request) -> Live | None:
-        """A request is in the scheduler."""
+    def entered(self, request: Request) -> Live | None:
+        """Add a request of the scheduler."""
         if request.sampling_params is None:
             return None
         key, recording = self._key_of(request), self._open_recording
@@ -88,8 +81,8 @@ class Watch:
             self.control.advance(key[0])
         return self._enter(request, key or self._new_key(request))
 
-    def continues(self, session: Request, before: Live | None) -> Live | None:
-        """A streaming session goes on after what has `left`: the output so far is prompt, and this its next turn."""
+    def continued(self, session: Request, before: Live | None) -> Live | None:
+        """Add the next turn of a streaming session after turn `before` has `left`, whose output is now prompt."""
         if before is None:
             return None
         rl_step, prompt_id, sample, turn = before.key
@@ -108,7 +101,7 @@ class Watch:
         return live
 
     def left(self, request: Request) -> Live | None:
-        """A request is about to be freed; what was known of it."""
+        """Remove and return a request that is about to be freed."""
         live = self.control.finish(request.request_id)
         if live is not None and (recording := self._open_recording) is not None:
             reason = request.get_finished_reason()
@@ -116,23 +109,22 @@ class Watch:
         return live
 
     def scheduled(self, output: SchedulerOutput) -> Scheduled:
-        """An iteration is put together."""
+        """Return the batch of an iteration."""
         ids = list(output.num_scheduled_tokens)
-        # The same list where it is the same batch: by that others know.
+        # The same list object for the same batch, by which `Control` recognises it.
         self._batch = ids = self._batch if ids == self._batch else ids
         scheduler, drafts = self.scheduler, output.scheduled_spec_decode_tokens
         undrafted = output.total_num_scheduled_tokens - sum(map(len, drafts.values()))
-        # What is in the KV cache before the iteration; what is scheduled comes to that.
+        # Tokens in the KV cache before the iteration; the context adds the scheduled ones.
         computed = sum(output.scheduled_cached_reqs.num_computed_tokens)
         computed += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
-        # All but a token each, and of those that have no token yet that one too.
+        # All scheduled tokens but one per request that has output already.
         prefill = undrafted - self._decodes * len(ids)
-        for i in self.control.speechless:
-            prefill += i in output.num_scheduled_tokens and _awaits_its_first(scheduler.requests[i])
+        for i in self.control.awaiting_first_token:
+            prefill += i in output.num_scheduled_tokens and _has_no_output(scheduler.requests[i])
         work = Scheduled(
             request_ids=ids,
-            # A diffusion model's are canvases.
-            drafts=drafts if self._decodes else {},
+            drafts=drafts if self._decodes else {},  # a diffusion model's are canvases
             waiting=len(scheduler.waiting),
             context_tokens=computed + undrafted,
             prefill_tokens=prefill,
@@ -141,12 +133,12 @@ class Watch:
         return work
 
     def watched(self, work: Scheduled, depth: int) -> None:
-        """Nobody of ours chooses what this iteration drafts: vLLM does, by its own method and `depth` tokens deep."""
+        """Record an iteration without a policy, whose drafts vLLM makes by its own method, `depth` tokens deep."""
         speculative = self.scheduler.vllm_config.speculative_config
         self.control.watched(work, _chain(str(speculative.method), depth) if speculative else NO_SPECULATION)
 
-    def back(self, output: SchedulerOutput, model_output: Any) -> Scheduled | None:
-        """The oldest iteration in flight is back, with what the model made of it; None where nothing ran."""
+    def returned(self, output: SchedulerOutput, model_output: Any) -> Scheduled | None:
+        """Process the model's output for the oldest iteration in flight; return its batch, None where nothing ran."""
         if not output.num_scheduled_tokens:
             return None
         work = self._in_flight.popleft()
@@ -157,8 +149,8 @@ class Watch:
         self.control.sampled(work, counts)
         return work
 
-    def landed(self) -> None:
-        """What came of it has reached the requests."""
+    def applied(self) -> None:
+        """Note that the scheduler has applied an output to its requests."""
         recording = self._open_recording
         if not self.scheduler.requests:
             self.control.idle()
@@ -168,17 +160,17 @@ class Watch:
             recording.iterated()
 
     def drafted(self, draft_token_ids: Any) -> None:
-        """vLLM has drafted by itself."""
+        """Record the time of vLLM's own drafting."""
         ledger = self.control.ledger
         ledger.drafted(ledger.clock(), getattr(draft_token_ids, "draft_s", None) or 0.0)
 
     def new_weights(self, method: str | None = None) -> None:
-        """The engine may have new weights, see `LiveRecording.new_weights`."""
+        """Note that the engine may have new weights (`LiveRecording.new_weights`)."""
         if (recording := self._open_recording) is not None:
             recording.new_weights(method)
 
     def _key_of(self, request: Request) -> Key | None:
-        """The key that came with the request, None unless it is one; of those that share it the samples differ."""
+        """Return the request's key, None unless it is valid; requests with the same key get distinct samples."""
         params, recording = request.sampling_params, self._open_recording
         extra = (params.extra_args or {}).get(EXTRA) if params is not None else None
         if extra is None:
@@ -189,16 +181,16 @@ class Watch:
             if recording is not None and not recording.can_have(key):
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
-            # Raising here would end the engine, and with it everybody's requests.
+            # An exception would end the engine and all its requests.
             logger.warning("a request's %s must be [rl_step, prompt_id, sample, turn], ignored: %r", EXTRA, extra)
             return None
         if key not in self.control.keys and (recording is None or recording.is_new(key)):
             return key
-        # `n` responses to a prompt are requests with one key.
+        # The `n` responses to a prompt are requests with the same key.
         return key[0], key[1], self._samples.get(key[:2], self._least_sample), key[3]
 
     def _new_key(self, request: Request) -> Key:
-        """A key for a request that has none: its prompt's digest and a running number."""
+        """Return a key for a request without one: its prompt's digest and a running number."""
         tokens = ",".join(map(str, request.prompt_token_ids or ()))
         prompt_id = hashlib.blake2b(tokens.encode(), digest_size=8).hexdigest()
         self._num_nameless += 1
@@ -210,11 +202,11 @@ class Watch:
 
 
 def _recording(scheduler: Any, control: Control, settings: Attachment) -> LiveRecording | None:
-    """The recording that the settings ask for; where it cannot begin that is said, and the engine goes on without."""
+    """Return the recording that the settings request; log an error and return None where it cannot begin."""
     if settings.record is None:
         return None
     labels = {"model": scheduler.vllm_config.model_config.model, "engine": f"vllm {vllm.__version__}"}
-    # One that a killed engine has left, or another one's, stays as it is.
+    # An existing recording, of a killed or of another engine, is left alone.
     numbered = settings.numbered or recording_of(Path(settings.record)).exists()
     try:
         begin = LiveRecording.numbered if numbered else LiveRecording
@@ -228,10 +220,10 @@ def _recording(scheduler: Any, control: Control, settings: Attachment) -> LiveRe
 
 
 def record_only(scheduler: Any) -> None:
-    """Have what goes through a scheduler recorded, where its engine's settings ask for that and for no policy.
+    """Record a scheduler if its engine's settings request a recording and no policy.
 
-    vLLM's class stays as it is, and so do all that its methods get and give: those of this one scheduler are wrapped.
-    When the recording ends, by itself or by an error of ours, they are vLLM's own again.
+    Methods of this one object are wrapped; vLLM's class, arguments and results stay unchanged. When the recording
+    ends, also by an error in it, the methods are vLLM's own again.
     """
     if hasattr(scheduler, "close_recording"):
         return
@@ -252,36 +244,36 @@ def record_only(scheduler: Any) -> None:
 
 
 class _RecordOnly:
-    """The wrapped methods of a scheduler that is only recorded, until the recording ends or `close_recording`."""
+    """Wrapped methods of a scheduler that is only recorded, until the recording ends or `close_recording`."""
 
     def __init__(self, watch: Watch, recording: LiveRecording) -> None:
         self._watch, self._recording, self._scheduler = watch, recording, watch.scheduler
         self._goes_on = False
         self._turn: Live | None = None
-        # Of each method what stood for it in the scheduler itself, None for its class's, and what does now.
+        # By method: the object's own attribute before, None for its class's method, and the wrapper.
         self._wrapped: dict[str, tuple[Any, Any]] = {}
 
     def begin(self) -> None:
-        """Wrap them; where that fails the recording ends and they are as they were."""
+        """Wrap the methods; where that fails end the recording and restore all."""
         watch = self._watch
         around: dict[str, tuple[Callable[..., object], Callable[..., object] | None]] = {
             "add_request": (self._before_add, self._after_add),
-            "_update_request_as_session": (self._before_turn, lambda session, *_: watch.continues(session, self._turn)),
+            "_update_request_as_session": (self._before_turn, lambda session, *_: watch.continued(session, self._turn)),
             "schedule": (lambda *_: watch.control.iteration_starts(), None),
             "_update_after_schedule": (self._note_iteration, None),
-            "update_from_output": (watch.back, lambda *_: watch.landed()),
+            "update_from_output": (watch.returned, lambda *_: watch.applied()),
             "update_draft_token_ids": (watch.drafted, None),
             "_free_request": (lambda request, *_: watch.left(request), None),
             "reset_prefix_cache": (lambda *_: watch.new_weights(), None),
         }
         try:
-            for name in WATCHED:
-                self._wrap(name, *around[name])
+            for name, hooks in around.items():
+                self._wrap(name, *hooks)
         except Exception as error:
             self._recording.give_up(error)
             self._unwrap()
         self._scheduler.close_recording = self._close
-        self._scheduler.new_weights = lambda method: self._take_down(watch.new_weights, (method,))
+        self._scheduler.new_weights = lambda method: self._guarded(watch.new_weights, (method,))
 
     def _close(self) -> None:
         self._unwrap()
@@ -293,7 +285,7 @@ class _RecordOnly:
 
     def _after_add(self, request: Request) -> None:
         if not self._goes_on:
-            self._watch.came(request)
+            self._watch.entered(request)
 
     def _before_turn(self, session: Request, *_: Any) -> None:
         self._turn = self._watch.left(session)
@@ -302,7 +294,7 @@ class _RecordOnly:
         if output.num_scheduled_tokens:
             with self._watch.control.inside:
                 work = self._watch.scheduled(output)
-            # Versions before 0.32 draft as deep as they were started to.
+            # Versions before 0.32 always draft to the depth given at the start.
             depth = getattr(output, "num_spec_tokens_to_schedule", self._scheduler.num_spec_tokens)
             self._watch.watched(work, depth)
 
@@ -311,27 +303,28 @@ class _RecordOnly:
 
         @wraps(stock)
         def method(*args: Any, **kwargs: Any) -> Any:
-            self._take_down(before, args)
+            self._guarded(before, args)
             result = stock(*args, **kwargs)
             if after is not None:
-                self._take_down(after, args)
+                self._guarded(after, args)
             return result
 
         self._wrapped[name] = previous, method
         setattr(self._scheduler, name, method)
 
-    def _take_down(self, part: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def _guarded(self, part: Callable[..., object], args: tuple[Any, ...]) -> None:
+        """Call `part`; after the first exception end the recording and unwrap."""
         if self._recording.ended:
             self._unwrap()
             return
         try:
             part(*args)
-        except Exception as error:  # whatever it is, others are being served
+        except Exception as error:  # any: the engine serves users' requests
             self._recording.give_up(error)
             self._unwrap()
 
     def _unwrap(self) -> None:
-        """Take ours away. Where others have wrapped it since it stays, and passes on."""
+        """Remove the wrappers; one that other code has wrapped since stays, and only forwards."""
         attributes = vars(self._scheduler)
         for name, (previous, method) in self._wrapped.items():
             if attributes.get(name) is method:
@@ -347,7 +340,7 @@ _chain = cache(Strategy.chain)
 
 
 def _counts(request_ids: Sequence[str], output: Any) -> list[int]:
-    """The tokens that each request got, in their order: the runner's is most often the same."""
+    """Number of new tokens of each request, in the order of `request_ids`, most often the runner's too."""
     sampled = output.sampled_token_ids
     if not sampled:
         return [0] * len(request_ids)
@@ -357,6 +350,6 @@ def _counts(request_ids: Sequence[str], output: Any) -> list[int]:
     return [len(sampled[index[i]]) for i in request_ids]
 
 
-def _awaits_its_first(request: Request) -> bool:
-    """Whether none of its tokens has been sampled or is being; then nothing that it has scheduled is decoding."""
+def _has_no_output(request: Request) -> bool:
+    """True if no token has been sampled or is in flight: all its scheduled tokens are prefill."""
     return bool(request.num_output_tokens + request.num_output_placeholders == 0)

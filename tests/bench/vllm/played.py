@@ -35,7 +35,7 @@ from tltlab.runtime.engine.ledger import Stopwatch
 from tltlab.runtime.engine.vllm.capture import RunnerCapture
 from tltlab.runtime.engine.vllm.options import vllm_options
 from tltlab.runtime.engine.vllm.scheduler import PolicyScheduler
-from tltlab.runtime.engine.vllm.watch import WATCHED, record_only
+from tltlab.runtime.engine.vllm.watch import record_only
 
 _WARM_UP = 12
 _FEWEST = 10
@@ -51,6 +51,9 @@ _PARTS = {
 }
 """The part of an iteration that a method belongs to; requests come and go in the others."""
 _VLLM, _REQUESTS, _CAPTURED = "vllm", "requests", "capture"
+_OF_REQUESTS = ("add_request", "_update_request_as_session", "_free_request", "reset_prefix_cache")
+_WRAPPED = (*_OF_REQUESTS, *(name for name in _PARTS if name != "_draft"))
+"""The methods that `record_only` wraps."""
 
 
 @dataclass(kw_only=True)
@@ -155,10 +158,10 @@ def _timed_class(scheduler_cls: Any, clock: _Clock) -> Any:
 
 def _recorded_scheduler(clock: _Clock, **arguments: Any) -> Any:
     """vLLM's own scheduler, recorded, with the clock switched wherever it and what is ours call each other."""
-    stock = {name: clock.switching(getattr(Scheduler, name), _VLLM) for name in WATCHED}
+    stock = {name: clock.switching(getattr(Scheduler, name), _VLLM) for name in _WRAPPED}
     scheduler = type("Stock", (Scheduler,), stock)(**arguments)
     record_only(scheduler)
-    for name in WATCHED:
+    for name in _WRAPPED:
         setattr(scheduler, name, clock.switching(getattr(scheduler, name), _PARTS.get(name, _REQUESTS)))
     return scheduler
 

@@ -20,14 +20,14 @@ class Engine:
 
     def __init__(self, **settings: bool) -> None:
         self.now = 50.0
-        self.told: list[tuple[Choice, StepOutcome]] = []
-        self.ledger = Ledger(self.tell, worker=2, clock=lambda: self.now, **settings)
+        self.notified: list[tuple[Choice, StepOutcome]] = []
+        self.ledger = Ledger(self.notify, worker=2, clock=lambda: self.now, **settings)
         self.ledger.begin(7)
         self.depth = 0
 
-    def tell(self, choice: Choice, outcome: StepOutcome, iteration: Iteration) -> None:
-        self.told.append((choice, outcome))
-        iteration.rewarded(10.0 * len(self.told))
+    def notify(self, choice: Choice, outcome: StepOutcome, iteration: Iteration) -> None:
+        self.notified.append((choice, outcome))
+        iteration.rewarded(10.0 * len(self.notified))
 
     def schedule(self, draft: int = 0, *, learns: bool = True, decided: bool = True) -> Scheduled:
         drafts = {"a": [9] * draft, "b": [9] * draft} if draft else {}
@@ -63,8 +63,8 @@ def test_a_choice_pays_for_its_own_drafting_and_its_verification(times: list[tup
     drafted_in = [draft_s for _, draft_s, _ in times]
     without_drafting = [forward_s + after_s for forward_s, _, after_s in times]
     expected = [draft_s + rest_s for draft_s, rest_s in zip(drafted_in, without_drafting[1:], strict=False)]
-    assert [outcome.elapsed_s for _, outcome in engine.told] == pytest.approx(expected)
-    assert [told.strategy.draft_depth for told, _ in engine.told] == list(range(1, len(times)))
+    assert [outcome.elapsed_s for _, outcome in engine.notified] == pytest.approx(expected)
+    assert [told.strategy.draft_depth for told, _ in engine.notified] == list(range(1, len(times)))
 
 
 def test_a_row_has_what_its_iteration_verified_and_chose():
@@ -108,7 +108,7 @@ def test_a_pause_is_no_iterations_time():
     assert engine.ledger.in_force is NO_CHOICE
     engine.iterate()
     engine.ledger.end()
-    assert [told.strategy.draft_depth for told, _ in engine.told] == [1]
+    assert [told.strategy.draft_depth for told, _ in engine.notified] == [1]
 
 
 def test_outside_of_rollouts_outcomes_leave_no_rows():
@@ -118,7 +118,7 @@ def test_outside_of_rollouts_outcomes_leave_no_rows():
     engine.iterate()
     engine.ledger.first_token(KEY)
     engine.ledger.start()
-    assert len(engine.told) == 1
+    assert len(engine.notified) == 1
     assert engine.ledger.iterations == engine.ledger.decisions == []
     assert engine.ledger.first_token_s == {}
 
@@ -148,17 +148,17 @@ def test_overlapped_iterations_run_from_output_to_output():
     engine.ledger.end()
     rows = [(r["t_start"], r["duration"], r["draft_duration"]) for r in engine.ledger.iterations]
     assert rows == [(0.0, 2.0, None), (2.0, 3.0, None)]
-    ((told, outcome),) = engine.told
+    ((told, outcome),) = engine.notified
     assert (told.strategy.draft_depth, outcome.elapsed_s, outcome.accepted) == (1, 3.0, [1, 1])
 
 
 def test_an_iteration_in_flight_when_a_rollout_begins_is_of_no_rollout():
     engine = Engine(overlapped=True)
-    stray = engine.schedule()
+    stale = engine.schedule()
     engine.ledger.begin(8)
     own = engine.schedule()
     engine.now += 1.0
-    engine.ledger.sampled(engine.ledger.verified(stray, [0, 0]))
+    engine.ledger.sampled(engine.ledger.verified(stale, [0, 0]))
     engine.ledger.sampled(engine.ledger.verified(own, [1, 1]))
     assert [row["num_generated"] for row in engine.ledger.iterations] == [2]
 

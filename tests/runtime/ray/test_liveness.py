@@ -125,7 +125,7 @@ def recipe(call_timeout_s: float) -> Recipe:
 
 def test_a_rollout_worker_that_never_answers_is_lost():
     pool = WorkerPool.__new__(WorkerPool)
-    pool.recipe, pool.handles, pool._longest_s = recipe(0.01), [None], 0.0
+    pool.recipe, pool.handles, pool._longest_call_s = recipe(0.01), [None], 0.0
     with refused(WorkerLost, naming=("0", "01")):
         asyncio.run(pool._answer(0, never()))
     pool.recipe = recipe(600.0)

@@ -319,7 +319,7 @@ def test_an_engine_that_never_starts_is_tried_once(
             pool.start()
     assert said == events(pool)
     assert sorted(line.split()[2] for line in said) == ["0", "1"]
-    assert pool._deaths_so_far() == [1, 1]
+    assert pool._num_failures() == [1, 1]
 
 
 @ray.remote
@@ -343,7 +343,7 @@ def test_a_process_last_words_are_told(
     says = ("terminate called: no kernel for this machine",)
     with closing(pool_of(load_recipe(recipe_file), tmp_path)) as pool, refused(RunError, naming=says):
         pool.start()
-    assert pool._deaths_so_far() == [1, 1]
+    assert pool._num_failures() == [1, 1]
 
 
 def test_a_start_that_takes_too_long_ends_the_run(one_ray: None, recipe_file: Path, tmp_path: Path):

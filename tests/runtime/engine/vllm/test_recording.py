@@ -286,7 +286,7 @@ def test_an_engine_that_is_never_idle_is_written_down_as_it_goes(recorded: Recor
     durable = sum(len(table) for chunk in chunks_of(folder) if (table := chunk.tables().get("iterations")) is not None)
     assert durable > 0
     ledger = recorded.recording.control.ledger
-    assert ledger.num_over <= 4
+    assert ledger.num_ended <= 4
     assert ledger._iterations == []
     assert len(ledger.first_token_s) <= 2
     while engine.has_unfinished_requests():

@@ -332,8 +332,8 @@ def test_each_input_of_a_streaming_session_is_a_turn(roomy: Engine):
 @pytest.mark.parametrize(
     "part",
     [
-        "watch.came", "control.iteration_starts", "watch.scheduled", "control.scheduled", "control.allot",
-        "control.drafts", "watch.back", "watch.landed", "watch.left", "capture.leave",
+        "watch.entered", "control.iteration_starts", "watch.scheduled", "control.scheduled", "control.allot",
+        "control.drafts", "watch.returned", "watch.applied", "watch.left", "capture.leave",
     ],
 )  # fmt: skip
 def test_what_raises_is_said_once_and_the_engine_goes_on(
@@ -366,7 +366,7 @@ def test_what_raises_is_said_once_and_the_engine_goes_on(
     worker.ends(kept=2)
     assert [len(requests[i].output_token_ids) for i in "ab"] == [11, 7]
     assert scheduler.given_up
-    assert depths[-1] == 0 or part in ("watch.left", "watch.landed", "capture.leave")
+    assert depths[-1] == 0 or part in ("watch.left", "watch.applied", "capture.leave")
     facts = ("LookupError: a bug of ours", "asking.py, line", scheduler.control.failure)
     assert all(fact in said_once(caplog) for fact in facts)
 
