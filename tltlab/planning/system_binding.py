@@ -1,10 +1,11 @@
-"""A system from the literature fitted to what is known here: which drafter plays which role, with whose acceptance."""
+"""Systems from the literature bound to known acceptance: the drafter that plays each role, and the assumptions made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,20 +27,19 @@ from tltlab.strategy import Strategy
 from .composition import Rung, System, strategies
 
 LEARNED_DEFAULT, TEXT_DEFAULT = "tlt-qwen2.5-32b-fresh", "seer-siblings"
-"""Acceptance of drafters with a network, and of those that draft from text, where a trace and its user know none."""
+"""Acceptance of drafters with a network, and of those that draft from text, if neither trace nor user gives any."""
 
 
 class UnknownAcceptance(ConfigError):
-    """No acceptance is known that serves the system's drafters."""
+    """No acceptance is known for the system's drafters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundSystem:
     """A system that can be simulated.
 
-    `assumptions` are the system's and those of the binding; `stand_ins` the ones among them where one drafter's
-    acceptance is taken for another's, `defaults` those where a number is missing and the stated default taken.
-    `registry` says what the policy's drafters are.
+    `assumptions` are those of the system and of the binding; among them `stand_ins` use one drafter's acceptance for
+    another's, and `defaults` use a stated default for a missing number. `registry` has the policy's drafters.
     """
 
     system: System
@@ -52,6 +52,80 @@ class BoundSystem:
     registry: Drafters = STANDARD
 
 
+@dataclass(frozen=True)
+class _Roles:
+    """The drafters of a system, and the acceptance known for them, None where there is none."""
+
+    system: System
+    acceptance: Acceptance | None
+    registry: Drafters
+
+    def of_kind(self, *, text: bool, among: Sequence[str] | None = None) -> list[str]:
+        """Drafters without a network, which draft from `text`, or those with one; by default the system's."""
+        names = self.system.drafters if among is None else among
+        return [name for name in names if self.registry[name].has_network != text]
+
+    def knows(self, name: str) -> bool:
+        return self.acceptance is not None and self.acceptance.knows(name, self.registry)
+
+    def played_by(self, name: str) -> str | None:
+        """Return the drafter whose acceptance serves drafter `name`; for one with a network any with a network."""
+        model = self.acceptance
+        if model is None or not self.registry[name].has_network:
+            return name if self.knows(name) else None
+        if model.trained_drafter is not None and self.registry[model.trained_drafter].has_network:
+            return model.trained_drafter
+        return name if self.knows(name) else next(iter(self.of_kind(text=False, among=model.drafters)), None)
+
+    @property
+    def known_network(self) -> str | None:
+        """The drafter of the acceptance that plays the system's drafter with a network."""
+        return next(map(self.played_by, self.of_kind(text=False)), None)
+
+    @property
+    def known_texts(self) -> list[str]:
+        """The system's drafters from text whose acceptance is known."""
+        return list(filter(self.knows, self.of_kind(text=True)))
+
+    def model(self, names: Sequence[str]) -> Acceptance:
+        """Return the acceptance of these drafters alone."""
+        assert self.acceptance is not None, "known drafters have an acceptance"
+        return self.acceptance.only(names) if isinstance(self.acceptance, PerDrafter) else self.acceptance
+
+    def one_kind(self) -> tuple[list[str], list[str]]:
+        """Return drafters of one kind that are known, those with a network first, and the stand-ins among them."""
+        first, networks = self.system.drafters[0], self.of_kind(text=False)
+        kinds: list[Sequence[str]] = [self.system.drafters]
+        if isinstance(self.acceptance, PerDrafter):
+            kinds = [networks, self.of_kind(text=True)]
+        for names in kinds:
+            if chosen := [player for player in map(self.played_by, names) if player]:
+                title = self.system.title
+                note = f"no learned drafter's acceptance is known: {title} runs on its model-free drafter throughout"
+                return chosen, [note] if networks and not self.of_kind(text=False, among=chosen) else []
+        for name in filter(self.knows, ("suffix", "ngram")):
+            return [name], [f"the acceptance of drafter {first!r} is not known: {name!r} takes its place"]
+        raise UnknownAcceptance(
+            "no drafter's acceptance is known: give --acceptance, such as a fitted file or geometric:ALPHA"
+            if networks
+            else f"the acceptance of a model-free drafter ({first}) is not known: name a model of it, such as "
+            f"--acceptance {first}=seer-siblings"
+        )
+
+    def together(self) -> tuple[list[str], list[str]]:
+        """Return all drafters, or those recorded where acceptance is replayed, and a note if some are missing."""
+        if self.acceptance is not None and self.acceptance.varies_by == "position":
+            recorded = list(self.acceptance.drafters)
+            note = f"recorded drafters are the ones to choose among: {', '.join(recorded)}"
+            return recorded, [note] if len(recorded) < len(self.system.drafters) else []
+        if self.known_network is not None and self.known_texts:
+            return [self.known_network, *self.known_texts], []
+        raise UnknownAcceptance(
+            f"the acceptance of all its drafters ({', '.join(self.system.drafters)}) is not known: give --acceptance "
+            "for each of them, such as learned=geometric:ALPHA,suffix=seer-siblings"
+        )
+
+
 def bind_assuming(
     system: System,
     costs: CostModel,
@@ -59,7 +133,7 @@ def bind_assuming(
     fitted: Acceptance | None = None,
     drafters: Drafters = STANDARD,
 ) -> BoundSystem:
-    """Bind a system as `bind` does; where acceptance is missing take a default and say so in `defaults`.
+    """Bind a system as `bind` does; use a default for missing acceptance and state it in `defaults`.
 
     The default is `fitted`, a model of this trace's own drafters, where it serves, else `LEARNED_DEFAULT` and
     `TEXT_DEFAULT`, published curves of other models.
@@ -70,18 +144,17 @@ def bind_assuming(
         with suppress(UnknownAcceptance):
             note = "acceptance of all responses alike, fitted to those of acceptance.parquet that have it"
             return _assumed(bind(system, costs, fitted, drafters), note)
-    network, text = _of_kind(system.drafters, False, drafters), _of_kind(system.drafters, True, drafters)
+    roles = _Roles(system, acceptance, drafters)
     if system.together:
-        learned = None if acceptance is None else _network(system, acceptance, drafters)
-        texts = [] if acceptance is None else _texts(system, acceptance, drafters)
-        missing = [name for name, known in ((LEARNED_DEFAULT, learned), (TEXT_DEFAULT, texts)) if not known]
+        network, texts = roles.known_network, roles.known_texts
+        missing = [name for name, known in ((LEARNED_DEFAULT, network), (TEXT_DEFAULT, texts)) if not known]
         note = f"acceptance of all drafters is not known: the default {' and '.join(missing)} is taken"
-        sources: dict[str, Any] = dict.fromkeys(text, TEXT_DEFAULT)
-        sources |= {learned or network[0]: LEARNED_DEFAULT}
-        for name in (*([learned] if learned else []), *texts):
+        sources: dict[str, Any] = dict.fromkeys(roles.of_kind(text=True), TEXT_DEFAULT)
+        sources |= {network or roles.of_kind(text=False)[0]: LEARNED_DEFAULT}
+        for name in (*([network] if network else []), *texts):
             sources[name] = acceptance.of(name) if isinstance(acceptance, PerDrafter) else acceptance
         return _assumed(bind(system, costs, load_acceptance(sources), drafters), note)
-    kind, name = ("learned", LEARNED_DEFAULT) if network else ("model-free", TEXT_DEFAULT)
+    kind, name = ("learned", LEARNED_DEFAULT) if roles.of_kind(text=False) else ("model-free", TEXT_DEFAULT)
     note = f"acceptance of a {kind} drafter is not known: the default {name} is taken"
     return _assumed(bind(system, costs, load_acceptance(name), drafters), note)
 
@@ -91,48 +164,27 @@ def _assumed(bound: BoundSystem, note: str) -> BoundSystem:
 
 
 def bind(system: System, costs: CostModel, acceptance: Acceptance | None, drafters: Drafters = STANDARD) -> BoundSystem:
-    """Fit a system to what is known; ConfigError with the reason where it cannot run.
+    """Bind a system to known acceptance; ConfigError with the reason where it cannot run.
 
-    `acceptance` serves every drafter that it knows. Where each has a model of its own, those that draft from text stand
-    in for a learned one only. A curve fitted to a learned drafter's trees says nothing of n-grams, though it names no
-    drafter. A drafter that is not known is replaced by a model-free one that is, which `stand_ins` says. `drafters` has
-    the traits of those that the acceptance names.
+    `acceptance` serves every drafter that it knows. With a model per drafter those that draft from text serve only
+    where no learned one is known; a curve fitted to a learned drafter's trees never serves them. A known model-free
+    drafter replaces an unknown one, as stated in `stand_ins`. `drafters` has the traits of those in the acceptance.
     """
     drafters = drafters.beside(dict(system.specs))
     if not system.drafters:
         policy = system.policy(lambda rung: (), costs)
         return BoundSystem(system=system, policy=policy, acceptance=None, spot=None, assumptions=system.assumptions)
-    choose = _together if system.together else _drafters
-    chosen, model, stand_ins = choose(system, acceptance, drafters)
-    notes = [*stand_ins]
-    remembering = _changed(model, lambda part: _remembering(part, system.history))
-    if remembering is not model:
-        model = remembering
-        notes.append(f"{system.history} responses of an earlier epoch to retrieve from, as good as finished siblings")
-    trained = _changed(model, lambda part: FreshAcceptance(base=part) if isinstance(part, TreeAcceptance) else part)
-    if trained is not model:
-        model = trained
-        notes.append(
-            "acceptance is taken as the fresh and fully trained drafter's, and changes with age and training by the "
-            "default values of Freshness"
-        )
-    depends = model.trained_drafter in chosen
-    learned = _of_kind(chosen, False, drafters)
-    if learned and len(chosen) == 1 and not system.together and _of_kind(system.drafters, True, drafters):
+    roles = _Roles(system, acceptance, drafters)
+    chosen, stand_ins = roles.together() if system.together else roles.one_kind()
+    model, notes = _adapted(roles.model(chosen), system.history)
+    trained = model.trained_drafter in chosen
+    learned = roles.of_kind(text=False, among=chosen)
+    if learned and len(chosen) == 1 and not system.together and roles.of_kind(text=True):
         notes.append("the drafter was warmed up before RL step 0, so that the model-free one never has to serve")
-    if learned and not depends:
+    if learned and not trained:
         notes.append("acceptance does not depend on the drafter's age and training: a static one would fare alike")
     policy = system.policy(lambda rung: [arm for name in chosen for arm in _arms(rung, name, model, drafters)], costs)
-    published = {
-        arm for rung in system.ladder for name in chosen for trees in (True, False)
-        for arm in strategies(rung, name, trees=trees)
-    }  # fmt: skip
-    drafted = [arm for arm in policy.strategies if arm.speculates]
-    outside = [str(arm) for arm in drafted if model.outside(arm)]
-    if outside:
-        notes.append(f"acceptance is extrapolated for {'; '.join(outside)}")
-    if shallower := [str(arm) for arm in drafted if arm not in published]:
-        notes.append(f"deeper drafts are not covered by the acceptance: {', '.join(shallower)} instead")
+    notes += _extrapolations(system, policy, chosen, model)
     if system.budget is not None and model.varies_by == "position":
         raise UnknownAcceptance(
             "its budget needs an acceptance model, and acceptance.parquet is replayed: name a model"
@@ -141,127 +193,73 @@ def bind(system: System, costs: CostModel, acceptance: Acceptance | None, drafte
         system=system,
         policy=policy,
         acceptance=model,
-        spot=system.idle_use if depends else None,
-        assumptions=(*system.assumptions, *notes),
+        spot=system.idle_use if trained else None,
+        assumptions=(*system.assumptions, *stand_ins, *notes),
         stand_ins=tuple(stand_ins),
         registry=drafters,
     )
 
 
+def _adapted(model: Acceptance, history: int) -> tuple[Acceptance, list[str]]:
+    """Return the model with `history` earlier responses to retrieve from and with fresh drafters, and notes of both."""
+    notes = []
+    remembering = _changed(model, lambda part: _with_history(part, history))
+    if remembering is not model:
+        notes.append(f"{history} responses of an earlier epoch to retrieve from, as good as finished siblings")
+    fresh = _changed(remembering, lambda part: FreshAcceptance(base=part) if isinstance(part, TreeAcceptance) else part)
+    if fresh is not remembering:
+        notes.append(
+            "acceptance is taken as the fresh and fully trained drafter's, and changes with age and training by the "
+            "default values of Freshness"
+        )
+    return fresh, notes
+
+
 def _changed(model: Acceptance, change: Callable[[Acceptance], Acceptance]) -> Acceptance:
-    """What `change` makes of the model, of each drafter's where it has several; itself where nothing changes."""
+    """Apply `change` to the model, or to each drafter's; return `model` itself where nothing changes."""
     if not isinstance(model, PerDrafter):
         return change(model)
     changed = model.changed(change)
     return model if changed == model else changed
 
 
-def _remembering(model: Acceptance, responses: int) -> Acceptance:
-    """A model of siblings with so many responses of an earlier epoch beside them; any other one as it is."""
+def _with_history(model: Acceptance, responses: int) -> Acceptance:
+    """Return a model of siblings with so many earlier responses beside them, and any other one as it is."""
     if not responses or not isinstance(model, SiblingAcceptance):
         return model
     alpha = float(model.alpha(np.array([float(responses)]), np.zeros(1))[0])
     return model.model_copy(update={"alone": alpha})
 
 
-def _drafters(
-    system: System, acceptance: Acceptance | None, drafters: Drafters
-) -> tuple[list[str], Acceptance, list[str]]:
-    """The drafters that serve, the one model that knows them all, and what stands in for what."""
-    network, text = _of_kind(system.drafters, False, drafters), _of_kind(system.drafters, True, drafters)
-    tries: list[Sequence[str]] = [network, text] if isinstance(acceptance, PerDrafter) else [system.drafters]
-    for names in tries if acceptance is not None else ():
-        assert acceptance is not None
-        chosen = [played for name in names if (played := _played_by(name, acceptance, drafters))]
-        if chosen:
-            note = f"no learned drafter's acceptance is known: {system.title} runs on its model-free drafter throughout"
-            alone = network and not _of_kind(chosen, False, drafters)
-            model = acceptance.only(chosen) if isinstance(acceptance, PerDrafter) else acceptance
-            return chosen, model, [note] if alone else []
-    substitutes = [] if acceptance is None else [n for n in ("suffix", "ngram") if acceptance.knows(n, drafters)]
-    if substitutes and acceptance is not None:
-        note = f"the acceptance of drafter {system.drafters[0]!r} is not known: {substitutes[0]!r} takes its place"
-        return substitutes[:1], acceptance, [note]
-    if network:
-        raise UnknownAcceptance(
-            "no drafter's acceptance is known: give --acceptance, such as a fitted file or geometric:ALPHA"
-        )
-    raise UnknownAcceptance(
-        f"the acceptance of a model-free drafter ({system.drafters[0]}) is not known: name a model of it, such as "
-        f"--acceptance {system.drafters[0]}=seer-siblings"
-    )
-
-
-def _together(
-    system: System, acceptance: Acceptance | None, drafters: Drafters
-) -> tuple[list[str], Acceptance, list[str]]:
-    """All drafters side by side; those that were recorded where acceptance is replayed."""
-    if acceptance is not None and acceptance.varies_by == "position":
-        recorded = list(acceptance.drafters)
-        note = f"recorded drafters are the ones to choose among: {', '.join(recorded)}"
-        return recorded, acceptance, [note] if len(recorded) < len(system.drafters) else []
-    learned = None if acceptance is None else _network(system, acceptance, drafters)
-    texts = [] if acceptance is None else _texts(system, acceptance, drafters)
-    if acceptance is not None and learned is not None and texts:
-        chosen = [learned, *texts]
-        return chosen, acceptance.only(chosen) if isinstance(acceptance, PerDrafter) else acceptance, []
-    raise UnknownAcceptance(
-        f"the acceptance of all its drafters ({', '.join(system.drafters)}) is not known: give --acceptance "
-        "for each of them, such as learned=geometric:ALPHA,suffix=seer-siblings"
-    )
-
-
-def _texts(system: System, model: Acceptance, drafters: Drafters) -> list[str]:
-    """The system's drafters that draft from text and that the model knows."""
-    return [name for name in _of_kind(system.drafters, True, drafters) if model.knows(name, drafters)]
-
-
-def _network(system: System, model: Acceptance, drafters: Drafters) -> str | None:
-    """The drafter of the model that plays the system's drafter with a network."""
-    return next((_played_by(name, model, drafters) for name in _of_kind(system.drafters, False, drafters)), None)
-
-
-def _of_kind(names: Sequence[str], text: bool, drafters: Drafters) -> list[str]:
-    """The drafters without a network, which draft from text, or those with one."""
-    return [name for name in names if drafters[name].has_network != text]
-
-
-def _played_by(name: str, model: Acceptance, drafters: Drafters) -> str | None:
-    """The drafter of the model that plays `name`."""
-    if not drafters[name].has_network:
-        return name if model.knows(name, drafters) else None
-    if model.trained_drafter is not None and drafters[model.trained_drafter].has_network:
-        return model.trained_drafter
-    return name if model.knows(name, drafters) else next(iter(_of_kind(model.drafters, False, drafters)), None)
+def _extrapolations(system: System, policy: Policy, chosen: Sequence[str], model: Acceptance) -> list[str]:
+    """Notes on strategies beyond the model's measurements, and on those drafted in place of deeper published ones."""
+    drafted = [arm for arm in policy.strategies if arm.speculates]
+    outside = [str(arm) for arm in drafted if model.outside(arm)]
+    options = product(system.ladder, chosen, (True, False))
+    published = {arm for rung, name, trees in options for arm in strategies(rung, name, trees=trees)}
+    shallower = [str(arm) for arm in drafted if arm not in published]
+    notes = [f"acceptance is extrapolated for {'; '.join(outside)}"] if outside else []
+    if shallower:
+        notes.append(f"deeper drafts are not covered by the acceptance: {', '.join(shallower)} instead")
+    return notes
 
 
 def _arms(rung: Rung, drafter: str, model: Acceptance, drafters: Drafters) -> list[Strategy]:
-    """The rung's strategies that the model covers, trees where it can; else the deepest chain below that it covers.
-
-    ConfigError where it covers none.
-    """
-    if drafters[drafter].draws_trees and rung.trees:
-        trees = [arm for arm in strategies(rung, drafter, trees=True) if _covers(model, arm)]
-        if trees:
-            return trees
-    chains = strategies(rung, drafter, trees=False)
-    covered = [arm for arm in chains if _covers(model, arm)]
-    if covered:
-        return covered
-    deepest = max(arm.draft_depth for arm in chains)
-    shallower = (Strategy.chain(drafter, depth) for depth in range(deepest - 1, 0, -1))
-    deepest_arm = next((arm for arm in shallower if _covers(model, arm)), None)
-    if deepest_arm is None:
-        raise UnknownAcceptance(f"the acceptance covers no draft of {drafter!r} at every batch size")
-    return [deepest_arm]
+    """Return a rung's covered strategies, trees if any, else the deepest covered chain below; ConfigError if none."""
+    for trees in (True, False) if rung.trees and drafters[drafter].draws_trees else (False,):
+        if covered := [arm for arm in strategies(rung, drafter, trees=trees) if _covers(model, arm)]:
+            return covered
+    deepest = max(arm.draft_depth for arm in strategies(rung, drafter, trees=False))
+    for depth in range(deepest - 1, 0, -1):
+        if _covers(model, arm := Strategy.chain(drafter, depth)):
+            return [arm]
+    raise UnknownAcceptance(f"the acceptance covers no draft of {drafter!r} at every batch size")
 
 
 def _covers(model: Acceptance, strategy: Strategy) -> bool:
-    settled = model.in_state({strategy.drafter: DrafterState()})
-    if not strategy.speculates:
-        return True
-    try:
-        settled.check(strategy)
-    except ConfigError:
-        return False
+    if strategy.speculates:
+        try:
+            model.in_state({strategy.drafter: DrafterState()}).check(strategy)
+        except ConfigError:
+            return False
     return True

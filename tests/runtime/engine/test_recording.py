@@ -264,7 +264,7 @@ class Unspeakable(Exception):
 
 def test_giving_up_raises_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     engine.serves(2)
-    monkeypatch.setattr(engine.control.ledger, "take", raising(LookupError("the ledger too")))
+    monkeypatch.setattr(engine.control.ledger, "drain", raising(LookupError("the ledger too")))
     engine.recording.give_up(Unspeakable())
     assert "Unspeakable" in caplog.text
     engine.recording.close()
