@@ -2,8 +2,8 @@
 
 The trace is a stream of prompts that begins again when it has ended, so that every step finds more to begin. A
 response that a step leaves is a request of the next one, its prefix part of the prompt, and the prefill of that is paid
-under the new weights. Of one with tool calls the turns that are left are requests, and a tool that ran when its step
-ended is done. Lengths of samples beyond a trace's group are drawn from their prompt's own.
+under the new weights. With tool calls its remaining turns are requests, and a tool that ran when its step ended is
+done. Lengths of samples beyond a trace's group are drawn from their prompt's own.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class PromptGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What an RL step has to do: `requests` for the engine in order of admission, those of each of `jobs` in turn.
+    """Work of an RL step: `requests` for the engine in order of admission, those of each of `jobs` in turn.
 
-    Of a job `first_of` is the first request; of a request `job_of` is the job, `turn_of` the turn in the trace, and
+    `first_of` is the first request of a job; `job_of` is the job of a request, `turn_of` its turn in the trace, and
     `done_at` the tokens that the response has with it.
     """
 
@@ -121,7 +121,7 @@ class Stream:
         ]
         chosen = [*indices, *(indices[int(u * len(indices))] for u in luck)]
         lengths += [step.response_tokens[i] for i in chosen[len(indices) :]]
-        # Who comes first in a group says nothing of how long it gets: samples are in the trace's order.
+        # The order within a group is independent of lengths: samples are in the trace's order.
         for sample, (i, length) in enumerate(zip(chosen, lengths, strict=True)):
             group.jobs.append(Job(source=source, index=i, sample=sample, length=length, group=group))
         return group
@@ -152,7 +152,7 @@ class Stream:
         self._num_complete = sum(group.num_done >= group.needed for group in groups)
         self._num_done = 0
         jobs = [job for group in groups for job in group.jobs if not job.done]
-        # What has begun goes on first; the rest stays in order.
+        # Begun responses come first; the rest stays in order.
         jobs.sort(key=lambda job: not job.began)
         running = sum(job.began for job in jobs)
         most_begun = math.inf
@@ -237,7 +237,7 @@ class Stream:
         self._num_complete += job.group.num_done == job.group.needed
 
     def is_enough(self, work: Round) -> bool:
-        """Whether the step can train on what is done."""
+        """True if the finished responses suffice to train on."""
         if self.admission.unit == "response":
             return len(self._ready) + self._num_done >= work.num_responses
         return self._num_complete >= work.num_groups
@@ -299,7 +299,7 @@ class RequestFeed(Protocol):
 class BufferFeed:
     """One buffer for all workers: probes first, then the group with the largest estimate (`SharedBuffer`).
 
-    What runs may outgrow what was reserved for it; then its scheduler preempts as ever. O(waiting) per request taken
+    Running requests may outgrow their reservation; then the scheduler preempts as ever. O(waiting) per request taken
     where estimates have changed.
     """
 
@@ -315,7 +315,7 @@ class BufferFeed:
         self._finished: dict[str, list[int]] = {}
         self._ordered = False
         self._first = {chain[-1]: chain[0] for chain in requests.chains}
-        """Of a response's last turn: a response goes on where it began, and is finished with its last."""
+        """First turn by a response's last: a response goes on where it began, and is finished with its last turn."""
         self._tokens = {chain[0]: sum(requests.response_tokens[i] for i in chain) for chain in requests.chains}
         # From the back: the last is the next.
         self._waiting = [chain[0] for chain in requests.chains if requests.response_tokens[chain[0]]][::-1]
@@ -344,7 +344,7 @@ class BufferFeed:
         return self._waiting.pop()
 
     def first(self) -> list[list[int]]:
-        """What each worker begins with: the next goes where least is reserved, then where the fewest are."""
+        """Return the first queue of each worker: a request goes where least is reserved, then where the fewest are."""
         workers = range(len(self._counts))
         queues: list[list[int]] = [[] for _ in workers]
         while True:

@@ -34,7 +34,7 @@ REFRESH_ITERATIONS = 32
 
 
 class Groups:
-    """What all workers of a rollout share: how many samples of each group have finished, and what each gains."""
+    """State shared by all workers of a rollout: finished samples of each group, and the gains of each."""
 
     def __init__(self, requests: Requests) -> None:
         self.gains: dict[tuple[Strategy, int], Floats] = {}

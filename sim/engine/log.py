@@ -1,4 +1,4 @@
-"""What a worker did in a rollout, macro-step by macro-step, as columns."""
+"""Log of a worker's macro-steps in a rollout, as columns."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Columns:
 
     @classmethod
     def of(cls, entries: list[Entry]) -> Columns:
-        """Of macro-steps one by one."""
+        """Make columns from single macro-steps."""
         columns: dict[str, Any] = {}
         for name in _NAMES:
             if name in Entry._fields:

@@ -50,7 +50,7 @@ class Drained:
     down_to: int
 
     def columns(self, row: int) -> Columns:
-        """What the worker of a row does."""
+        """Return the macro-steps of a row's worker."""
         at = np.flatnonzero(self.counts[row])
         batch, counts, num_steps = self.counts.shape[1] + self.down_to - at, self.counts[row, at], len(at)
         chosen = [self.choices.of(*pair) for pair in zip(batch.tolist(), self.loaded[row, at].tolist(), strict=True)]
@@ -221,7 +221,7 @@ def _alike(remaining: Floats, tokens: Floats) -> tuple[Floats, Floats]:
     for begin, end in _runs(tokens):
         gain, run = tokens[begin], remaining[:, begin:end]
         steps = np.maximum(np.ceil((run - clock - TOLERANCE_TOKENS) / gain), 1.0)
-        # What the clock has passed ended with the macro-step before.
+        # Responses that the clock has passed ended with the macro-step before.
         steps[run <= passed] = 0.0
         before = _shifted(steps)
         counts[:, begin:end] = steps - before
@@ -237,5 +237,5 @@ def _runs(values: Array) -> Iterator[tuple[int, int]]:
 
 
 def _shifted(values: Floats) -> Floats:
-    """What stands before each in its row, 0 before the first."""
+    """Shift each row by one to the right, with 0 in front."""
     return np.concatenate([np.zeros((len(values), 1)), values[:, :-1]], axis=1)

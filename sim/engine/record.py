@@ -154,7 +154,7 @@ def _iterations(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
     depth = strategies["draft_depth"]
     drafted = _whole(np.array([b * regime.num_drafted for regime, b in sizes])[of])
     accepted = _whole(tokens - batch)
-    # What a drafter returned is known on average only, what was accepted exactly.
+    # Accepted tokens are exact, drafted tokens an average only.
     drafted = np.maximum.reduce([drafted, accepted, (depth > 0).astype(np.int64)])
     table = columns(
         "iterations",

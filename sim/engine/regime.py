@@ -1,4 +1,4 @@
-"""What one strategy costs and yields in a simulation: worked out once per strategy and acceptance."""
+"""Cost and yield of one strategy in a simulation, computed once per strategy and acceptance."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Regimes:
         drafters.check(strategies)
         self.strategies = tuple(strategies)
         self.loads_late = costs.switch_s > 0 and any(s.speculates for s in strategies)
-        """Whether a rollout that begins with plain decoding has no drafter loaded until it drafts."""
+        """True if a rollout that begins with plain decoding has no drafter loaded until it drafts."""
         self._loaded = any(s.speculates for s in strategies)
         self._costs = costs
         self._drafters = drafters

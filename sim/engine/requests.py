@@ -252,10 +252,9 @@ def requests_by_step(
 ) -> list[Requests]:
     """Workload joined with outcomes, per RL step in ascending order; ConfigError for steps that are not there.
 
-    `max_response_tokens` cuts longer responses, as a run with that cap would have; a turn that is cut is the last. Of
-    responses of several turns the `prefix` of each stays in the cache or is computed again, and `tool_s` is the time of
-    tools that the trace does not know. ConfigError for turns that do not follow each other, and such times where it is
-    None.
+    `max_response_tokens` cuts longer responses, as a run with that cap would have; a turn that is cut is the last. The
+    `prefix` of each further turn stays in the cache or is computed again, and `tool_s` is the time of tools without a
+    time in the trace. ConfigError for turns that do not follow each other, and for such tools where it is None.
     """
     if max_response_tokens is not None and max_response_tokens < 1:
         raise ConfigError(f"max_response_tokens must be at least 1, got {max_response_tokens}")

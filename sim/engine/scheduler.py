@@ -61,7 +61,7 @@ class Scheduler:
 
     @property
     def is_done(self) -> bool:
-        """Whether no request is left."""
+        """True if no request is left."""
         return not (self.waiting or self.prefilling or len(self.batch))
 
     @property
@@ -97,7 +97,7 @@ class Scheduler:
         return self.prefill(math.inf) if self.max_num_batched_tokens == math.inf else 0.0
 
     def can_fit(self, room_tokens: float) -> bool:
-        """Whether the next iteration fits with this room; the rounding of expected tokens is forgiven."""
+        """True if the next iteration fits with this room, up to the rounding of expected tokens."""
         return room_tokens >= -TOLERANCE_TOKENS
 
     def preempt(self) -> bool:

@@ -51,7 +51,7 @@ _ROUNDING = 1e-9
 
 
 class IdleUse(Protocol):
-    """What idle workers do while others still run; called at the virtual time at which it happens.
+    """Use of idle workers while others still run; called at the virtual time of each event.
 
     A rollout begins; a worker that is about to be idle has finished responses of these lengths, and has nothing left
     to do in this rollout; all workers are done.
@@ -74,7 +74,7 @@ class LeaveIdle:
 
 @dataclass(slots=True)
 class SimulatedRollout:
-    """What one RL step's simulation leaves: times per request (nan: never ran), the workers' logs and the end.
+    """Result of one simulated RL step: times per request (nan: never ran), the workers' logs and the end.
 
     `old_tokens` of its responses were generated under the weights of earlier steps; `wasted_tokens` were generated for
     nothing. Where RL steps are not apart, `ages` are the updates since each response was begun; until now `num_begun`
@@ -116,7 +116,7 @@ class SimulatedRollout:
 
 @dataclass(slots=True)
 class RolloutSimulator:
-    """What all rollouts of a simulation share. Selectors persist across RL steps, one per worker.
+    """State shared by all rollouts of a simulation. Selectors persist across RL steps, one per worker.
 
     `noise` multiplies the time of each iteration, drawn from `seed`; prefill and switches have none. A choice is made
     one iteration `ahead` of the one that verifies it, and its outcome comes `delay` choices later than that iteration
@@ -145,7 +145,7 @@ class RolloutSimulator:
 
     @property
     def memoryless(self) -> bool:
-        """Whether every choice depends on batch and queue alone, and holds at once."""
+        """True if every choice depends on batch and queue alone, and holds at once."""
         return not self.ahead and all(selector.memoryless for selector in self.selectors)
 
     def prepare(self, regimes: Regimes, new_batch: Callable[[Requests], Batch]) -> RolloutSimulator:
@@ -192,7 +192,7 @@ class RolloutSimulator:
         return result
 
     def _fits_at_once(self, residents: Residents) -> bool:
-        """Whether every worker can admit all that it has, without ever running out of memory."""
+        """True if every worker can admit all its requests without ever running out of memory."""
         costs, most = self.costs, residents.remaining.shape[1]
         grows_to = (
             residents.context_sums[:, :1].sum(axis=1) + residents.remaining.sum(axis=1) + residents.present.sum(axis=1)
@@ -441,7 +441,7 @@ class Worker:
                 heapq.heappush(self.away, (back_s, following))
 
     def _beside_s(self, macro: MacroStep, tokens: float) -> float:
-        """What prompts of so many tokens add to a macro-step's iterations, which share them evenly."""
+        """Seconds that prompts of so many tokens add to a macro-step, whose iterations share them evenly."""
         each = tokens / macro.num_iterations
         apart_s = self.simulator.costs.prefill_s(each)
         return macro.num_iterations * macro.regime.cost.beside_s(macro.batch, each, apart_s)
@@ -458,7 +458,7 @@ class Worker:
         return max(1.0, math.ceil(n - _ROUNDING))
 
     def _response_tokens(self) -> list[int]:
-        """Of the responses that this worker began, all turns together."""
+        """Lengths of the responses that this worker began, all turns together."""
         if self.tools is None:
             return list(self.requests.lengths[self.queue].tolist())
         lengths = self.requests.response_tokens
@@ -493,7 +493,7 @@ class Worker:
             self.iteration += num_iterations
             self.batch.pass_plainly(num_iterations)
             self.rollout.note_first_tokens(self.scheduler.take_joined(), float(drained.first_s[0]))
-            # Of those left over some may end with the last; the end of the others is still to come.
+            # Some of the remaining responses may end here; the end of the others is still to come.
             self.rollout.finish_s[residents.requests[0, residents.remaining.shape[1] - down_to :]] = end_s
         return end_s
 

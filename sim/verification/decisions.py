@@ -1,8 +1,8 @@
 """Decisions made again: a recorded rollout played through the simulator's worker with its own times and acceptance.
 
 The policy that ran is built anew from its seed and asked by the simulator: requests are scheduled by the simulator and
-end where their tokens end. What the engine measured, the seconds of each iteration and the tokens kept of each draft,
-is taken from the trace. A policy that cannot tell a simulation from an engine makes the recorded decisions again.
+end where their tokens end. Measured values, the seconds of each iteration and the tokens kept of each draft, come from
+the trace. A policy that cannot tell a simulation from an engine makes the recorded decisions again.
 """
 
 from __future__ import annotations

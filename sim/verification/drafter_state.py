@@ -1,4 +1,4 @@
-"""What `verify` knows of a run that trains its drafter: the drafter's age and updates in each RL step."""
+"""The drafter's age and updates in each RL step of a run that trains it, for `verify`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DrafterStates:
         return base
 
     def _drafted(self, drafter: str, step: int) -> BatchAcceptance | None:
-        """What a drafter's drafts of one RL step say, fitted once; None where there are none."""
+        """Return the acceptance fitted to a drafter's drafts of one RL step, cached; None without drafts."""
         if (drafter, step) not in self._fits:
             rows = self.trace.iterations
             assert rows is not None

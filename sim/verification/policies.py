@@ -75,7 +75,7 @@ class PolicyVerification:
 
     @property
     def goal(self) -> dict[str, float]:
-        """What is asked: a median error within the machine's own variation or 5 %, and the order right."""
+        """The goal: a median error within the machine's own variation or 5 %, and the right order."""
         return {
             "median_error": max(MEDIAN_ERROR, self.repeat_spread or 0.0),
             "worst_error": WORST_ERROR,
@@ -85,7 +85,7 @@ class PolicyVerification:
 
     @property
     def missed(self) -> list[str]:
-        """What of the goal is not met, a clause each."""
+        """Missed parts of the goal, a clause each."""
         goal, clauses = self.goal, []
         if self.median_error > goal["median_error"]:
             clauses.append(f"median error {self.median_error:.1%} over {goal['median_error']:.1%}")
@@ -203,7 +203,7 @@ def compared(
     repeat_bias: float | None = None,
     repeat_spread: float | None = None,
 ) -> PolicyVerification:
-    """What rollouts come to. Columns: `policy`, `round`, `measured_s`, `predicted_s`, `speed`.
+    """Summarise rollouts. Columns: `policy`, `round`, `measured_s`, `predicted_s`, `speed`.
 
     `drafters` are those of each policy, whose acceptance is fitted to the other policies' rollouts.
     """

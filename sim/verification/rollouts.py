@@ -81,7 +81,7 @@ class Verification:
 
     @property
     def goal(self) -> float:
-        """What the median error should not exceed: 5 %, or what the machine itself varies by."""
+        """Bound of the median error: 5 %, or the machine's own variation."""
         return max(0.05, self.repeat_spread or 0.0)
 
     def json(self) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class _Prediction:
 
     @cached_property
     def prefix(self) -> Prefix:
-        """What became of the prefixes of turns, by what was prefilled: small engines have blocks too large to keep."""
+        """Fate of prefixes of turns, judged by prefilled tokens: small engines have blocks too large to keep."""
         rows = self.trace.iterations
         assert rows is not None
         steps = [step for step in requests_by_step(self.trace) if step.turns is not None]
@@ -268,7 +268,7 @@ class _Prediction:
     def _as_remembered(self, fitted: Calibration, trace: Trace, policy: Policy, step: int) -> Calibration:
         """The same, with acceptance of drafters that remember earlier RL steps as where prompts were as new to them.
 
-        What none of those RL steps drafted is learned from all.
+        Strategies that none of those RL steps drafted are fitted to all.
         """
         specs = DEFAULT_DRAFTERS | policy.drafters
         remember = [name for name, spec in specs.items() if isinstance(spec, SuffixSpec) and spec.remembers]
@@ -353,7 +353,7 @@ def _of_one_shape(fitted: Calibration, trace: Trace, policy: Policy) -> Calibrat
 
 
 def overhead_s(trace: Trace, rl_steps: list[int]) -> float:
-    """What a rollout takes beside its busiest worker's iterations: calls, starts, collecting responses."""
+    """Seconds of a rollout beside its busiest worker's iterations: calls, starts, collecting responses."""
     assert trace.iterations is not None
     iterations = trace.iterations
     if (trace.outcomes["turn"] > 0).any():

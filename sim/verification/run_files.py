@@ -1,4 +1,4 @@
-"""What a run tells beside its trace: which policy was in force when, and what a second run of a rollout took."""
+"""Files of a run beside its trace: the policy in force in each RL step, and the time of a repeated rollout."""
 
 from __future__ import annotations
 

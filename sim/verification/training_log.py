@@ -47,14 +47,14 @@ WORTH = 0.9
 
 
 def is_log(trace: Trace) -> bool:
-    """Whether a trace has rollout times and no iterations, as one of a training log."""
+    """True if a trace has rollout times and no iterations, as one of a training log."""
     steps = trace.steps
     return trace.iterations is None and steps is not None and "rollout_s" in steps and trace.manifest.kind == "imported"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepColumns:
-    """What rollout times are fitted to: a row per RL step with rl_step, measured_s and a column per term."""
+    """Data for the fit of rollout times: a row per RL step with rl_step, measured_s and a column per term."""
 
     rows: pd.DataFrame
     terms: tuple[tuple[str, ...], ...]
@@ -114,7 +114,7 @@ class StepColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class LogFit:
-    """What a log identifies: costs, the `terms` they are made of, and relative errors of RL steps left out.
+    """Fit of a log: costs, the `terms` they are made of, and relative errors of RL steps left out.
 
     `accept_length` is the mean over RL steps that say it, `accept_spread` their standard deviation (None: not said).
     """

@@ -43,7 +43,7 @@ RL_STEP_DRAFTS = np.array([100.0, *([32.0] * NUM_BANDS)])[:, None, None]
 """Drafts that what was known of a drafter counts for at most, in all bands together and in one of them, in a new
 RL step: the target has moved, and training the drafter."""
 NO_PROMISE = 0.01
-"""What the other strategies have to promise together before the share of time for them is used up."""
+"""Least total promise of the other strategies for which the exploration share of time is used up."""
 _TOKENS_PER_SECOND = Reward("paper")
 _WARM_UP = 4.0
 _CLIP = 4.0
@@ -66,7 +66,7 @@ class Adaptive(Selector, kind="adaptive"):
     wander (Ljung and Soderstrom 1983, section 2.6.2). A drafter that finds no match drafts less than d: n is known of
     what was verified, and expected by the share of b*d that was drafted, per band of batch sizes. Errors beyond 4
     standard deviations count as 4; where they lean to one side the machine has changed, and more is tried for a while.
-    What a strategy takes more or less at batches of a band (padding, a kernel's step) is a factor of its own, drawn
+    Deviations of a strategy at batches of a band (padding, a kernel's step) are a factor per strategy and band, drawn
     towards 1 while few of its iterations are known.
 
     Tokens are 1 plus the sum of survival, the product of the chances to keep each drafted token, counted per drafter
@@ -138,7 +138,7 @@ class Adaptive(Selector, kind="adaptive"):
         self.lost_s_ = 0.0
         # Per drafter, in all bands and in each: tokens drafted, and asked for.
         self.offered_ = np.zeros((len(names), NUM_BANDS + 1, 2))
-        # What was observed and not learned yet.
+        # Observed iterations that are not learned yet.
         self.pending_: list[_Iteration] = []
         # The last look: batch, iterations since, index of the best, cumulative chances of the others, its loss.
         self.look_batch_, self.look_age_, self.best_ = 0, 0, 0
@@ -177,7 +177,7 @@ class Adaptive(Selector, kind="adaptive"):
         return self._tokens(_band(batch))[0]
 
     def _rows(self, arms: slice | Ints, batch: int | Ints, context_tokens: float | Floats, tokens: Floats) -> Floats:
-        """What the coefficients are multiplied with, of some strategies at one batch, or at one each."""
+        """Factors of the coefficients (strategies, coefficients), at one batch for all or one for each strategy."""
         rows: Floats = self._fixed[arms].copy()
         rows[:, 1] = batch / 32.0
         rows[:, 2] = context_tokens * 1e-5
@@ -248,7 +248,7 @@ class Adaptive(Selector, kind="adaptive"):
         self.loss_s_ = self.scale_ * float(seconds[0] * max(0.0, 1.0 - rates[0] / rates[best]))
 
     def _machine_changed(self) -> None:
-        """What is known of seconds is in doubt: let coefficients move, and look around as when it was new."""
+        """Let the coefficients of time move, and explore as at the start."""
         self.covariance_ += self._unrest
         self.errors_ *= 0.2
         self.bias_ = 0.0
@@ -372,7 +372,7 @@ def _band(batch: int) -> int:
 
 
 def _features(num_drafters: int, max_depth: int) -> Floats:
-    """What a strategy multiplies each coefficient with, (strategies, coefficients); `Adaptive._rows` fills in the rest.
+    """Constant factors of the coefficients, (strategies, coefficients); `Adaptive._rows` fills in the rest.
 
     Coefficients are base, per_request, per_context, per_token, far_token, then drafting and level of each drafter.
     """

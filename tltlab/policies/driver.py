@@ -146,7 +146,7 @@ class PolicyDriver:
         self._go_to(self._replay_place)
 
     def state_dict(self) -> dict[str, Any]:
-        """What policy and budget have learned, and how far a replay has come."""
+        """Return the learned state of policy and budget, and the position of a replay."""
         selector, replayed = self.selector, self._replay_place
         if isinstance(selector, ReplayedDecisions):
             replayed, selector = selector.place, selector.inner

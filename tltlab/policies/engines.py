@@ -1,4 +1,4 @@
-"""What engines ship to choose a depth: SGLang's thresholds on accepted tokens, and vLLM's table over context lengths.
+"""Depth selection as shipped by engines: SGLang's thresholds on accepted tokens, and vLLM's table over context lengths.
 
 vLLM's table over batch sizes (#32374) is `BatchTable`; SGLang's profiled costs (#28045) are `Goodput` with a measured
 cost model. Built from the public descriptions and sources, to compare with.

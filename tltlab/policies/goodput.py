@@ -104,7 +104,7 @@ class Goodput(Selector, kind="goodput"):
         self._estimate()
 
     def drafts_with(self, drafters: Drafters) -> None:
-        # What drafters of other names are a run says later.
+        # Traits of other drafters become known with the run.
         known = [s for s in self.strategies if not s.speculates or s.drafter in drafters]
         loaded = any(s.speculates for s in self.strategies)
         self._iterations = {s: self._costs.iteration(s, drafter_loaded=loaded, drafters=drafters) for s in known}
@@ -180,7 +180,7 @@ class Goodput(Selector, kind="goodput"):
 
 
 def kept_by_position(accepted: Floats, depth: int) -> Floats:
-    """What was kept at each position, (requests, depth): 1s and then 0s that sum to `accepted` where it is whole.
+    """Acceptance by position, (requests, depth): 1s and then 0s that sum to `accepted` where it is whole.
 
     Else it is an expected value, of the simulator's fluid mode, and the chances are those of the geometric distribution
     with that mean: position i was kept with alpha^i.

@@ -131,7 +131,7 @@ class Policy(FiniteModel):
         return self.activation.wrap(selector) if self.activation else selector
 
     def build_budget(self) -> DraftBudget:
-        """What shares out the drafts of an iteration."""
+        """Return the budget that allots the drafts of an iteration."""
         return self.budget.build() if self.budget else UniformBudget()
 
     @property

@@ -1,4 +1,4 @@
-"""What a bandit learns from: the reward of an iteration, and the window that summarises an arm's latest rewards."""
+"""The reward of an iteration for bandits, and the window that summarises an arm's latest rewards."""
 
 from __future__ import annotations
 
