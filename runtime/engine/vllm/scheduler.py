@@ -122,21 +122,17 @@ class PolicyScheduler(Scheduler):
         continues = request.request_id in self.requests
         super().add_request(request)
         if not continues:
-            self._guarded(self._enter, request)
+            self._guarded(self._enter, self.watch.entered, request)
 
-    def _enter(self, request: Request) -> None:
-        if (live := self.watch.entered(request)) is not None:
+    def _enter(self, watch: Callable[..., Live | None], request: Request, *before: Live | None) -> None:
+        if (live := watch(request, *before)) is not None:
             self.capture.enter(request.request_id, live)
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         # The next input of a streaming session: output so far becomes prompt, and the input starts a turn.
         before = self._guarded(self.watch.left, session)
         super()._update_request_as_session(session, update)
-        self._guarded(self._enter_turn, session, before)
-
-    def _enter_turn(self, session: Request, before: Live | None) -> None:
-        if (live := self.watch.continued(session, before)) is not None:
-            self.capture.enter(session.request_id, live)
+        self._guarded(self._enter, self.watch.continued, session, before)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._due_ids is not None and self.requests:
@@ -167,8 +163,7 @@ class PolicyScheduler(Scheduler):
         return outputs
 
     def _note_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> None:
-        work = self.watch.returned(scheduler_output, model_runner_output)
-        if work is None:
+        if (work := self.watch.returned(scheduler_output, model_runner_output)) is None:
             return
         self.capture.landed()
         if self._beside and (self._has_drafts or self.control.ledger.in_force.strategy.speculates):
