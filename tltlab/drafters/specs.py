@@ -167,12 +167,17 @@ class Drafters(Mapping[str, DrafterTraits]):
     """
 
     def __init__(self, specs: Mapping[str, DrafterSpec] = {}, traits: Mapping[str, DrafterTraits] = {}) -> None:
-        self.specs: dict[str, DrafterSpec] = {**DEFAULT_DRAFTERS, **specs}
-        self._given = dict(specs)
-        standard = {"learned": NETWORK} | {name: spec.traits for name, spec in DEFAULT_DRAFTERS.items()}
-        self._traits: dict[str, DrafterTraits | HybridSpec] = {**standard, **traits}
-        for name, spec in specs.items():
-            self._traits[name] = spec if isinstance(spec, HybridSpec) else spec.traits
+        self._known: dict[str, DrafterSpec | DrafterTraits] = {
+            "learned": NETWORK,
+            **DEFAULT_DRAFTERS,
+            **traits,
+            **specs,
+        }
+
+    @property
+    def specs(self) -> dict[str, DrafterSpec]:
+        """The specs of the drafters that have one here."""
+        return {name: known for name, known in self._known.items() if not isinstance(known, DrafterTraits)}
 
     def _of_hybrid(self, spec: HybridSpec) -> DrafterTraits:
         first, otherwise = self[spec.first], self[spec.otherwise]
@@ -186,31 +191,34 @@ class Drafters(Mapping[str, DrafterTraits]):
 
     def __getitem__(self, name: str) -> DrafterTraits:
         """The traits of a drafter; ConfigError for a name that no drafter of the run has."""
-        if name not in self._traits:
-            known = ", ".join(sorted(self._traits))
+        if name not in self._known:
             raise ConfigError(
-                f"no drafter named {name!r}{did_you_mean(name, self._traits)}; there are {known}, and those under "
-                '"drafters" in a policy file or in the manifest.json of a trace'
+                f"no drafter named {name!r}{did_you_mean(name, self._known)}; there are "
+                f'{", ".join(sorted(self._known))}, and those under "drafters" in a policy file or in the manifest.json '
+                "of a trace"
             )
-        traits = self._traits[name]
-        return self._of_hybrid(traits) if isinstance(traits, HybridSpec) else traits
+        known = self._known[name]
+        if isinstance(known, HybridSpec):
+            return self._of_hybrid(known)
+        return known if isinstance(known, DrafterTraits) else known.traits
 
     def __contains__(self, name: object) -> bool:
-        return name in self._traits
+        return name in self._known
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._traits)
+        return iter(self._known)
 
     def __len__(self) -> int:
-        return len(self._traits)
+        return len(self._known)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._traits))
+        return hash(frozenset(self._known))
 
     def beside(self, specs: Mapping[str, DrafterSpec]) -> Drafters:
         """The same with further drafters, which replace those of their names."""
-        known = {name: traits for name, traits in self._traits.items() if not isinstance(traits, HybridSpec)}
-        return Drafters({**self._given, **specs}, known) if specs else self
+        both = Drafters()
+        both._known = {**self._known, **specs}
+        return both
 
     @property
     def own(self) -> dict[str, DrafterTraits]:
