@@ -167,12 +167,8 @@ class Drafters(Mapping[str, DrafterTraits]):
     """
 
     def __init__(self, specs: Mapping[str, DrafterSpec] = {}, traits: Mapping[str, DrafterTraits] = {}) -> None:
-        self._known: dict[str, DrafterSpec | DrafterTraits] = {
-            "learned": NETWORK,
-            **DEFAULT_DRAFTERS,
-            **traits,
-            **specs,
-        }
+        standard = {"learned": NETWORK, **DEFAULT_DRAFTERS}
+        self._known: dict[str, DrafterSpec | DrafterTraits] = {**standard, **traits, **specs}
 
     @property
     def specs(self) -> dict[str, DrafterSpec]:
@@ -192,10 +188,10 @@ class Drafters(Mapping[str, DrafterTraits]):
     def __getitem__(self, name: str) -> DrafterTraits:
         """The traits of a drafter; ConfigError for a name that no drafter of the run has."""
         if name not in self._known:
+            names = ", ".join(sorted(self._known))
             raise ConfigError(
-                f"no drafter named {name!r}{did_you_mean(name, self._known)}; there are "
-                f'{", ".join(sorted(self._known))}, and those under "drafters" in a policy file or in the manifest.json '
-                "of a trace"
+                f"no drafter named {name!r}{did_you_mean(name, self._known)}; there are {names}, and those under "
+                '"drafters" in a policy file or in the manifest.json of a trace'
             )
         known = self._known[name]
         if isinstance(known, HybridSpec):
