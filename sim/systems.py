@@ -235,7 +235,7 @@ def bind_all(systems: Sequence[System], scenario: Scenario, acceptance: Acceptan
     fitted = scenario.acceptance.pooled(scenario.registry) if isinstance(scenario.acceptance, TraceAcceptance) else None
     bound = []
     for system in systems:
-        binding = bind_assuming(system, scenario.costs, acceptance, fitted=fitted, drafters=scenario.registry)
+        binding = bind_assuming(system, scenario.costs, acceptance, fitted, scenario.registry)
         if generating_workers(system, scenario.workers) == scenario.workers and system.topology != "colocated":
             note = "a single worker's GPUs cannot be split: training has as many besides, which the others have not"
             binding = replace(binding, assumptions=(*binding.assumptions, note), defaults=(*binding.defaults, note))

@@ -474,7 +474,9 @@ class Ngarm(Selector):
         return self.strategies[0]
 
 
-@pytest.mark.parametrize("policy", ["ngarm:4", Strategy.chain("ngarm", 4), Ngarm, Ngarm()], ids=str)
+@pytest.mark.parametrize(
+    "policy", ["ngarm:4", Strategy.chain("ngarm", 4), Ngarm, Ngarm()], ids=("text", "strategy", "class", "object")
+)
 def test_an_unknown_drafter_is_refused(policy: Any):
     with refused(ConfigError, naming=("'ngarm'", "'ngram'")):
         simulate("traces/tiny", policy, acceptance="geometric:0.7")

@@ -89,6 +89,11 @@ class PerDrafter(_Named):
         names = list(drafters)
         return self._settled(lambda name, model: model.at_best(names if name is None else [name]))
 
+    def only(self, drafters: Iterable[str]) -> PerDrafter:
+        """The models of these drafters alone."""
+        names = list(drafters)
+        return PerDrafter({name: self.of(name) for name in names}, None, {name: self.text(name) for name in names})
+
     def changed(self, change: Callable[[Acceptance], Acceptance], text: str = "") -> PerDrafter:
         """With each model replaced by what `change` makes of it, and `text` behind how it is written."""
         return PerDrafter(
