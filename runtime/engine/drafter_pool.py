@@ -427,7 +427,7 @@ class DrafterPool(Mapping[str, DrafterState]):
     def __getitem__(self, name: str) -> DrafterState:
         if name not in self.specs:
             raise KeyError(name)
-        return self._weights if name == self.learned else DrafterState()
+        return self._weights if self.learned in self._parts(name) else DrafterState()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)

@@ -16,6 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
 from .asking import scheduled
@@ -75,6 +76,13 @@ def test_new_weights_bring_it_back_and_begin_all_counts_anew():
     assert (report.serves, report.updates, report.predicted, report.positions) == (True, 2, (0.5, 0.4), {})
     verified(drafters, 2, drafts=10)
     assert drafters.report().measured == (1.0, 1.0, 0.0)
+
+
+def test_a_hybrid_is_as_old_and_as_trained_as_its_network():
+    drafters = pool()
+    drafters.begin(0)
+    drafters.begin(3)
+    assert drafters["hybrid"] == drafters["learned"] != drafters["ngram"] == DrafterState()
 
 
 def test_without_a_fallback_nothing_is_drafted_and_a_hybrid_takes_its_first():
