@@ -36,7 +36,7 @@ from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, changed, requests_by_step
 from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
-from tltlab.strategy import Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
@@ -324,6 +324,13 @@ class Scenario(SimulationConfig):
                 bound_s = max(bound_s, sum(step.turns.tool_s) / self.max_tools)
             bounds_s.append(bound_s + self.costs.outside_s if bound_s else bound_s)
         return bounds_s
+
+
+def strategies_run(*policies: PolicyLike) -> tuple[Strategy, ...]:
+    """All strategies of iterations under these policies: plain decoding too where one learns, since it begins so."""
+    own = dict.fromkeys(strategy for policy in policies for strategy in policy.strategies)
+    plainly = not all(policy.build(np.random.default_rng(0)).memoryless for policy in policies)
+    return tuple({**own, NO_SPECULATION: None} if plainly else own)
 
 
 def _described(drafters: Drafters, model: Acceptance | None) -> Drafters:
