@@ -101,7 +101,7 @@ class SimulationConfig:
 
     @property
     def placement_name(self) -> str:
-        """What a user calls the placement."""
+        """Name of the placement in texts."""
         return _label(self.placement, "contiguous")
 
     def changed(self, settings: Mapping[str, Any], function: Callable[..., Any]) -> Self:

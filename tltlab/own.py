@@ -304,7 +304,7 @@ def build_own(cls: type[Any], args: Mapping[str, Any], name: str, rng: object = 
 
 
 def raised(error: Exception, name: str) -> ConfigError:
-    """What a user's class of that `name` raised, in a line: its own file and line, and what it may have meant."""
+    """Error in one line for a user's class `name` that raised: its own file and line, and the word it may have meant."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, *_INSTALLED, "<frozen"))]
     last = (user_frames or frames)[-1]
@@ -320,7 +320,7 @@ def raised(error: Exception, name: str) -> ConfigError:
 
 
 def from_user(error: Exception) -> bool:
-    """Whether an exception came out of code that we called and that is neither ours nor of an installed package."""
+    """Tell whether an exception came out of code that tltlab called and that is neither tltlab's nor installed."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     ours = max((n for n, file in enumerate(files) if file.startswith(_PACKAGE)), default=-1)
     return any(not file.startswith((*_INSTALLED, "<frozen")) for file in files[ours + 1 :])

@@ -140,7 +140,7 @@ class OwnDrafter(OwnPart):
 
     @property
     def remembers(self) -> bool:
-        """Whether responses of earlier RL steps serve: the class overrides `recall`."""
+        """True where responses of earlier RL steps serve: the class overrides `recall`."""
         return self.load().recall is not Drafter.recall
 
 
