@@ -304,7 +304,7 @@ def build_own(cls: type[Any], args: Mapping[str, Any], name: str, rng: object = 
 
 
 def raised(error: Exception, name: str) -> ConfigError:
-    """Error in one line for a user's class `name` that raised: its own file and line, and the word it may have meant."""
+    """Error in one line for a user's class `name` that raised: its own file and line, and a word that may be meant."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, *_INSTALLED, "<frozen"))]
     last = (user_frames or frames)[-1]
