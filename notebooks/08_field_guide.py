@@ -51,7 +51,8 @@ FAMILIES = {"seer-drafts": "text", "tlt": "trained", "streamrl": "order", "seer"
 lengths = of_regime("reasoning").with_changes(median=1500, max_response_tokens=8192)
 trace = generate(lengths, num_rl_steps=3, prompts_per_step=32, group_size=8, num_workers=2)
 axes = {"gpus": ("2xH100", "8xH100", "32xH100"), "caps": (1024, 8192), "systems": tuple(FAMILIES)}
-config = SimulationConfig(decision_block=64)
+published = "learned=tlt-qwen2.5-32b-fresh,all=seer-siblings"
+config = SimulationConfig(decision_block=64, acceptance=published)
 
 
 def named(row):
@@ -81,12 +82,13 @@ display(
 # crosses 1, drafting is just as fast as not drafting: the further to the left, the safer the conclusion.
 
 # %%
-turning = {"gpus": ("2xH100", "8xH100", "32xH100"), "acceptance": ("0.1", "0.4", "0.7"), "systems": ("tlt",)}
-cells = tltlab.sweep(trace, turning | {"model": "Qwen3-30B-A3B"}, config=config).frame
+turning = {"gpus": ("2xH100", "8xH100", "32xH100"), "systems": ("tlt",)}
+chances = {f"learned={chance}": chance for chance in (0.1, 0.4, 0.7)}
+cells = tltlab.sweep(trace, turning | {"model": "Qwen3-30B-A3B", "acceptance": tuple(chances)}, config=config).frame
 by_gpus = cells[cells["system"] == "tlt"].groupby("gpus", sort=False)
 display(
     lines(
-        {gpus: (rows["acceptance"].astype(float), rows["step_speed_up"]) for gpus, rows in by_gpus},
+        {gpus: (rows["acceptance"].map(chances), rows["step_speed_up"]) for gpus, rows in by_gpus},
         xlabel="chance that a drafted token is accepted",
         ylabel="RL step, times as fast as without",
         title="Qwen3-30B-A3B with TLT (simulated)",

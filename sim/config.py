@@ -9,20 +9,23 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+import numpy as np
 import pyarrow.compute as pc
 
 from tltlab.acceptance.base import Acceptance, SettledModel
 from tltlab.acceptance.by_request import spread_over_requests
-from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.load import DEFAULT, acceptance_text, load_acceptance
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.config import faults_in
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
+from tltlab.costs.deployment import Deployment
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
+from tltlab.hardware import ModelShape
 from tltlab.planning.composition import Admission, SharedBuffer, Workload
 from tltlab.planning.placement import Placement
 from tltlab.sim.engine.requests import Prefix
@@ -41,6 +44,10 @@ class SimulationConfig:
     trace's acceptance.parquet, else the folder's `acceptance.json`, else what the recorded iterations accepted
     ("trace": without the file); workers from the manifest; placement contiguous, or what a system or a tuning takes;
     all RL steps.
+
+    `gpus` such as 8xH100 and a `model` (a name or `config.json`), with an `engine` and `tp` GPUs per worker where
+    those are not to be found, bring costs and workers (`Deployment.of`); acceptance that is not known is then
+    `tltlab.acceptance.load.DEFAULTS`. `acceptance` is one model, or one for each drafter (`load_acceptance`).
 
     In `fluid` mode every request gains the expected tokens in each iteration, in `sampled` mode they are drawn from the
     seed, and so is the costs' noise; acceptance "trace" is the same in both. A learning policy is asked once per
@@ -87,6 +94,10 @@ class SimulationConfig:
     prefix: str = "kept"
     max_tools: int | None = None
     tool_s: float | None = None
+    gpus: str | None = None
+    model: str | ModelShape | None = None
+    engine: str | None = None
+    tp: int | None = None
 
     def __post_init__(self) -> None:
         for name, kinds in (("mode", get_args(Mode)), ("prefix", get_args(Prefix))):
@@ -98,6 +109,29 @@ class SimulationConfig:
             raise ConfigError(f"acceptance_spread is in logits, from 0 to 5, got {self.acceptance_spread}")
         if self.tool_s is not None and not 0 <= self.tool_s < math.inf:
             raise ConfigError(f"the seconds of a tool must be 0 or more, got {self.tool_s}")
+        asked = [f"--{name} {value}" for name, value in self._machine.items() if value is not None]
+        for name in ("costs", "workers"):
+            if asked and getattr(self, name) is not None:
+                raise ConfigError(f"{' '.join(asked)} brings costs and workers: leave out --{name}")
+
+    @property
+    def _machine(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("gpus", "model", "engine", "tp")}
+
+    def on_machine(self, trace: Trace) -> tuple[Self, Deployment | None]:
+        """Costs, workers and acceptance of the GPUs and the model in their place; None where nobody asks for any."""
+        if all(value is None for value in self._machine.values()):
+            return self, None
+        cap = math.inf if self.max_response_tokens is None else self.max_response_tokens
+        responses = np.minimum(trace.outcomes["response_tokens"].to_numpy(), cap)
+        tokens = int((trace.workload["prompt_tokens"].to_numpy() + responses).max(initial=0))
+        machine = Deployment.of(self.gpus, self.model, engine=self.engine, tp=self.tp, tokens=tokens)
+        known = self.acceptance is not None or self.find_acceptance(trace)[0] is not None
+        resolved = replace(
+            self, costs=machine.costs, workers=machine.workers, acceptance=self.acceptance if known else DEFAULT,
+            gpus=None, model=None, engine=None, tp=None,
+        )  # fmt: skip
+        return resolved, machine
 
     @property
     def placement_name(self) -> str:
@@ -134,7 +168,8 @@ class SimulationConfig:
 
     def _base_acceptance(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
         if self.acceptance is not None and self.acceptance != "trace":
-            return load_acceptance(self.acceptance), _label(self.acceptance, "")
+            model, written = load_acceptance(self.acceptance), isinstance(self.acceptance, str | Path)
+            return model, str(self.acceptance) if written and self.acceptance != DEFAULT else acceptance_text(model)
         table = trace.acceptance
         if table is not None and len(table):
             return TraceAcceptance(table), "the trace's own"
@@ -151,6 +186,13 @@ class SimulationConfig:
                 "it or name a model"
             )
         return None, None
+
+
+def decisions_apart(trace: Trace) -> int:
+    """Iterations between decisions of systems: 1, of many or long responses so many that each gets some hundred."""
+    cap = trace.workload["max_response_tokens"].max()
+    # That of a trace without responses is not a number, and not above anything.
+    return max(1, int(cap) // 256) if cap >= 4096 or trace.num_rows("outcomes") > 1024 else 1
 
 
 def at_least(least: int, **values: int | None) -> None:
@@ -198,4 +240,5 @@ def _label(source: object, default: str) -> str:
     if isinstance(source, str | Path):
         return str(source)
     cls = source if isinstance(source, type) else type(source)
-    return str(getattr(source, "kind", "trace")) if cls.__module__.startswith("tltlab.") else cls.__name__
+    own = not cls.__module__.startswith("tltlab.")
+    return cls.__name__ if own else str(getattr(source, "name", getattr(source, "kind", "trace")))

@@ -12,6 +12,8 @@ import numpy as np
 from pydantic import BaseModel
 
 from tltlab.acceptance.base import Acceptance, Settled
+from tltlab.acceptance.load import granted
+from tltlab.acceptance.per_drafter import refuse_one_for_several
 from tltlab.arrays import Floats
 from tltlab.config import shown
 from tltlab.coordination.progress import SpotTraining
@@ -145,7 +147,8 @@ class Scenario(SimulationConfig):
 
         `settings` are fields of `SimulationConfig` that replace those of `config`.
         """
-        trace, config = read(trace), config.changed(settings, cls.of)
+        trace = read(trace)
+        config, _ = config.changed(settings, cls.of).on_machine(trace)
         workers = config.num_workers(trace)
         steps = tuple(
             changed(replace(step, prefix_caching=config.prefix_caching), config.workload, config.seed)
@@ -173,6 +176,20 @@ class Scenario(SimulationConfig):
             "registry": _described(trace.drafters, acceptance),
         }
         return cls(**values)
+
+    def granted(self, strategies: Iterable[Strategy]) -> dict[str, Any]:
+        """The `drafters` of these strategies and the `acceptance` of each in words, for a row of a table."""
+        drafters = sorted({s.drafter for s in strategies if s.speculates})
+        return {"drafters": drafters, "acceptance": granted(self.acceptance, self.acceptance_name, drafters)}
+
+    def check_acceptance(self, policies: Iterable[PolicyLike]) -> None:
+        """ConfigError where one model would serve drafters of different kinds in these policies (`all=` allows it)."""
+        if self.acceptance is None or self.acceptance.drafters:
+            return
+        policies = list(policies)
+        names = {s.drafter for policy in policies for s in policy.strategies if s.speculates}
+        own = {name: spec for policy in policies for name, spec in getattr(policy, "drafters", {}).items()}
+        refuse_one_for_several(self.acceptance, self.acceptance_name, names, Drafters(own))
 
     def rollouts(
         self,

@@ -265,6 +265,7 @@ def simulate(
     chosen = as_policy(policy)
     scenario = Scenario.of(trace, config)
     drafters = scenario.registry_of(chosen)
+    scenario.check_acceptance([chosen])
     started = time.perf_counter()
     rollouts = scenario.rollouts(chosen, record_rewards=record_iterations)
     wall_s = time.perf_counter() - started

@@ -27,6 +27,7 @@ from .scenario import AnyPolicy, PolicyLike, Scenario, budgets_of, named_policie
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_DRAFTERS_CHARACTERS = 16
 Policies = Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str
 
 
@@ -72,6 +73,7 @@ def sweep(
     at_least(1, jobs=jobs)
     scenario = scenario if isinstance(scenario, Scenario) else Scenario.of(scenario)
     policies = named_policies(policies)
+    scenario.check_acceptance(policies.values())
     names = list(policies)
     # The table rows are for writing traces: workers need not receive them.
     lean = replace(scenario, steps=tuple(replace(step, rows=step.rows.iloc[:0]) for step in scenario.steps))
@@ -103,11 +105,12 @@ def compare(
 
     Of a trace, `settings` are the fields of `SimulationConfig` (costs, acceptance, workers, ...).
 
-    Columns: `policy`, `makespan_s` (mean over RL steps and repeats), `ratio` to the `baseline` (the first policy; below
-    1 is faster) with its paired interval `ratio_low` to `ratio_high` over the RL steps (`paired_ratio`: Student's below
-    ten), `speed_up` (how many times as fast as the baseline, 1 / `ratio`), and `regret` to the clairvoyant bound over
-    all strategies of all policies (None under a per-request budget). `repeats` are seeds; each shares its luck among
-    the policies, and a step's repeats are averaged before resampling, since they share its lengths. Raises ConfigError.
+    Columns: `policy`, its `drafters` and the `acceptance` granted to each, `makespan_s` (mean over RL steps and
+    repeats), `ratio` to the `baseline` (the first policy; below 1 is faster) with its paired interval `ratio_low` to
+    `ratio_high` over the RL steps (`paired_ratio`: Student's below ten), `speed_up` (how many times as fast as the
+    baseline, 1 / `ratio`), and `regret` to the clairvoyant bound over all strategies of all policies (None under a
+    per-request budget). `repeats` are seeds; each shares its luck among the policies, and a step's repeats are averaged
+    before resampling, since they share its lengths. Raises ConfigError.
     """
     if isinstance(scenario, Scenario) and settings:
         raise ConfigError(f"a Scenario has its settings already: leave out {', '.join(settings)}, or give the trace")
@@ -133,6 +136,7 @@ def compare(
         rows.append(
             {
                 "policy": name,
+                **scenario.granted(policies[name].strategies),
                 "makespan_s": makespan_s,
                 **ratio_columns("ratio", seconds, base, scenario.seed),
                 "speed_up": float(base.sum() / seconds.sum()) if seconds.any() else None,
@@ -146,6 +150,53 @@ def ratio_columns(name: str, seconds: Floats, base: Floats, seed: int) -> dict[s
     """The ratio of two series of RL steps, and its paired 95 % interval as `name`_low and `name`_high."""
     ratio = paired_ratio(seconds, base, rng=np.random.default_rng(seed))
     return {name: ratio.estimate, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
+
+
+def drafters_text(names: Sequence[str]) -> str:
+    """The drafters of a row in a table's cell; many are counted, and `granted_text` has their names.
+
+    >>> drafters_text(["learned", "ngram"]), drafters_text([])
+    ('learned+ngram', 'none')
+    """
+    text = "+".join(names) or "none"
+    return text if len(text) <= _DRAFTERS_CHARACTERS else f"{len(names)} drafters"
+
+
+def granted_text(rows: Sequence[Mapping[Any, Any]], name: str, granted: str = "acceptance") -> str:
+    """A line that says of a table's `rows` which acceptance was granted to which drafter; "" where none drafts.
+
+    Rows are named, by their `name`, where a drafter has another acceptance in another row.
+
+    >>> granted_text([{"policy": "fixed", "drafters": ["ngram"], "acceptance": {"ngram": "geometric:0.4"}}], "policy")
+    'acceptance: ngram geometric:0.4'
+    """
+    rows_of: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for drafter, text in row[granted].items():
+            rows_of.setdefault((drafter, text), []).append(str(row[name]))
+    several = {drafter for drafter, _ in rows_of if sum(other == drafter for other, _ in rows_of) > 1}
+    parts = [
+        f"{drafter} {text}" + (f" ({', '.join(dict.fromkeys(names))})" if drafter in several else "")
+        for (drafter, text), names in sorted(rows_of.items())
+    ]
+    counted = {str(row[name]): row["drafters"] for row in rows if len("+".join(row["drafters"])) > _DRAFTERS_CHARACTERS}
+    parts += [f"{row} drafts with {', '.join(names)}" for row, names in counted.items()]
+    return f"acceptance: {'; '.join(parts)}" if parts else ""
+
+
+def speed_ups(name: str, row: Mapping[Any, Any] | pd.Series[Any], ratio: str) -> dict[str, float | None]:
+    """The reciprocals of a ratio and of the ends of its interval; None for an end that is unknown or has none."""
+    ends = {"": row[ratio], "_low": row[f"{ratio}_high"], "_high": row[f"{ratio}_low"]}
+    return {name + end: 1.0 / float(value) if value > 0 else None for end, value in ends.items()}
+
+
+def speed_up_cells(row: Mapping[str, Any], name: str) -> tuple[str, str]:
+    """A speed-up and its interval, as `speed_ups` has them, for a table."""
+    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+    times = "" if value is None else f"{value:.2f}x"
+    if low is None:
+        return times, "one RL step"
+    return times, f"[{low:.2f}, {'no end' if high is None else format(high, '.2f')}]"
 
 
 def _in_parallel(

@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 from joblib import Parallel, delayed, parallel_config
 
-from tltlab.acceptance.base import Acceptance, SettledModel
-from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.base import Acceptance, Settled
+from tltlab.acceptance.per_drafter import side_by_side
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.arrays import Floats
 from tltlab.costs.load import load_stages
@@ -28,7 +28,7 @@ from tltlab.importers.sources import read
 from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.composition import System
 from tltlab.planning.execution import missing_part
-from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind, bind_assuming
+from tltlab.planning.system_binding import BoundSystem, bind, bind_assuming
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy
 from tltlab.stats import Interval, mean_of_few, paired_ratio
@@ -71,7 +71,9 @@ def simulate_system(
     Acceptance and what idle workers train are the system's, and so is the placement that `config` leaves open. A system
     whose trainer has GPUs of its own generates on fewer workers. Raises ConfigError as `simulate` does.
     """
-    config, trace = config.changed(settings, simulate_system), read(trace)
+    trace = read(trace)
+    config, machine = config.changed(settings, simulate_system).on_machine(trace)
+    stages = machine.stages if stages is None and machine is not None else stages
     workers = config.num_workers(trace)
     generating, system = generating_workers(bound.system, workers), bound.system
     config = replace(config, workload=system.workload, online_updates=system.online_updates, admission=system.admission)
@@ -136,7 +138,6 @@ def compare_systems(
     systems: str | Sequence[str | System] = "all",
     config: SimulationConfig = SimulationConfig(),
     *,
-    model_free_acceptance: Acceptance | Source | None = None,
     stages: StageCosts | Source | None = None,
     gpus_per_worker: int | None = None,
     repeats: int = 1,
@@ -151,8 +152,9 @@ def compare_systems(
 
     `settings` are fields of `SimulationConfig` that replace those of `config`; placement and spot training are the
     systems' own. All have the GPUs of `workers` workers of `gpus_per_worker` (default: the costs' tensor parallelism).
-    Columns: `system`, `title`, `makespan_s` (of a rollout, mean over RL steps and repeats), `ratio` to verl (or the
-    first system where that is not among them; below 1 is faster) with its paired interval `ratio_low` to `ratio_high`
+    Columns: `system`, `title`, its `drafters` and the `acceptance` granted to each, `makespan_s` (of a rollout, mean
+    over RL steps and repeats), `ratio` to verl (or the first system where that is not among them; below 1 is faster)
+    with its paired interval `ratio_low` to `ratio_high`
     over RL steps (Student's below ten), `tokens_per_s` that are trained on and its ratio likewise, `regret` of the
     rollout to the clairvoyant bound over all strategies of all systems on all workers (None under a per-request
     budget), `lossless`, `mean_accept_length`, `bubble_fraction`, `off_policy_share` and `wasted_share` of tokens,
@@ -173,17 +175,19 @@ def compare_systems(
     """
     if repeats < 1 or jobs < 1:
         raise ConfigError(f"repeats and jobs must be at least 1, got {repeats} and {jobs}")
-    config = replace(config.changed(settings, compare_systems), placement=None, spot=None)
     trace = read(trace)
+    config, machine = config.changed(settings, compare_systems).on_machine(trace)
+    config = replace(config, placement=None, spot=None)
+    stages = machine.stages if stages is None and machine is not None else stages
     # Refuses what is wrong with the trace or the settings before anything is called left out.
     scenario = Scenario.of(trace, config)
-    model_free = None if model_free_acceptance is None else load_acceptance(model_free_acceptance)
     acceptance = replayable(scenario.acceptance, scenario.steps)
-    bound = bind_all(find_systems(systems), scenario, acceptance, model_free)
+    bound = bind_all(find_systems(systems), scenario, acceptance)
     bound += [
         BoundSystem(system=system, policy=policy, acceptance=acceptance, spot=None, assumptions=system.assumptions)
         for system, policy in beside
     ]
+    scenario.check_acceptance(binding.policy for binding in bound if binding.acceptance is acceptance)
     config = replace(config, costs=scenario.costs)
     placed = {"stages": None if stages is None else load_stages(stages), "gpus_per_worker": gpus_per_worker}
 
@@ -226,14 +230,12 @@ def compare_systems(
     return table
 
 
-def bind_all(
-    systems: Sequence[System], scenario: Scenario, acceptance: Acceptance | None, model_free: Acceptance | None
-) -> list[BoundSystem]:
+def bind_all(systems: Sequence[System], scenario: Scenario, acceptance: Acceptance | None) -> list[BoundSystem]:
     """The systems fitted to what is known here, with defaults for what is not; `acceptance` is `replayable`."""
     fitted = scenario.acceptance.pooled(scenario.registry) if isinstance(scenario.acceptance, TraceAcceptance) else None
     bound = []
     for system in systems:
-        binding = bind_assuming(system, scenario.costs, acceptance, model_free, fitted, scenario.registry)
+        binding = bind_assuming(system, scenario.costs, acceptance, fitted=fitted, drafters=scenario.registry)
         if generating_workers(system, scenario.workers) == scenario.workers and system.topology != "colocated":
             note = "a single worker's GPUs cannot be split: training has as many besides, which the others have not"
             binding = replace(binding, assumptions=(*binding.assumptions, note), defaults=(*binding.defaults, note))
@@ -322,6 +324,7 @@ def _row(
     row: dict[str, Any] = {
         "system": system.name,
         "title": system.title,
+        **_granted(bound, scenario),
         **{name: interval.estimate for name, interval in means.items()},
         **ratio_columns("ratio", outcome.makespan_s, base.makespan_s, seed),
         **ratio_columns("tokens_per_s_ratio", outcome.tokens_per_s, base.tokens_per_s, seed),
@@ -346,6 +349,13 @@ def _row(
     return row | {"intervals": ends} | notes | {
         "source": system.source, "algorithm": system.algorithm, "exact": system.exact,
     }  # fmt: skip
+
+
+def _granted(bound: BoundSystem, scenario: Scenario) -> dict[str, Any]:
+    """The row's drafters and the acceptance of each: as it was given, or what the binding made of it."""
+    given = bound.acceptance is None or bound.acceptance is scenario.acceptance
+    name = scenario.acceptance_name if given or isinstance(bound.acceptance, TraceAcceptance) else None
+    return replace(scenario, acceptance=bound.acceptance, acceptance_name=name).granted(bound.policy.strategies)
 
 
 def _beside_claim(row: dict[str, Any], scenario: Scenario) -> dict[str, Any] | None:
@@ -400,14 +410,12 @@ def _bounds_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) ->
 
 def _covering_all(bound: Sequence[BoundSystem]) -> Acceptance:
     """One model of all: each drafter by the first that has it, at its freshest."""
-    settled: dict[str, SettledModel] = {}
+    settled: dict[str, Settled] = {}
     for binding in bound:
         for strategy in binding.policy.strategies:
             if strategy.speculates and binding.acceptance is not None:
-                model = binding.acceptance.at_best([strategy.drafter])
-                assert isinstance(model, SettledModel), "no bound covers replayed acceptance beside a model"
-                settled.setdefault(strategy.drafter, model)
-    return PerDrafter(models=settled)
+                settled.setdefault(strategy.drafter, binding.acceptance.at_best([strategy.drafter]))
+    return side_by_side(settled)
 
 
 def replayable(acceptance: Acceptance | None, steps: Sequence[Requests]) -> Acceptance | None:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.base import Acceptance, GeometricAcceptance
+from tltlab.acceptance.load import DEFAULT, load_acceptance, with_drafter
+from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.arrays import Floats
+from tltlab.costs.base import CostModel
+from tltlab.costs.deployment import GPUS, Deployment
 from tltlab.costs.load import load_stages
-from tltlab.costs.profiles import find_gpu, find_model, listed, nearest_engine, profile_costs
-from tltlab.costs.roofline import RooflineCosts
-from tltlab.costs.stages import RooflineStages, StageCosts
+from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.hardware import ModelShape
 from tltlab.importers.sources import TraceSource, read_lengths
@@ -27,7 +29,7 @@ from tltlab.stats import Interval
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
-from .config import SimulationConfig, check_keywords
+from .config import SimulationConfig, Source, beside_trace, check_keywords, decisions_apart
 from .rl_steps import run_steps
 from .scenario import Scenario
 from .simulate import SimResult, outside_calibration, simulate
@@ -47,13 +49,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GPUS = "8xH100"
-MODEL = "Qwen2.5-7B"
-ACCEPT = 0.7
 LEAST, MOST = 0.5, 0.85
-"""Acceptance where nobody measured it, and what is asked beside it."""
-MODEL_FREE = 0.42
-"""Acceptance of n-grams beside a learned drafter: a lone request's in Seer (arXiv 2511.14617), see seer-siblings."""
+"""Acceptance that is asked beside the one granted, where nobody measured it."""
+USUAL = "learned"
+"""The drafter of the verdict where nobody names one."""
 _CURVE = (0.3, 0.6, 0.95)
 _DEFAULT_SYSTEMS = ("verl", "tlt", "tlt-base", "vllm-dynamic")
 THE_VERDICT = System(
@@ -64,62 +63,6 @@ THE_VERDICT = System(
     assumptions=("a static split, as VeRL's; the acceptance that the verdict names",),
 )
 """The row of `systems` that the verdict speaks of."""
-_RESPONSES_PER_BLOCK = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deployment:
-    """GPUs with a model on them: costs of one rollout worker of `costs.tensor_parallel` GPUs, and of the other stages.
-
-    `costs_name` is what `load_costs` takes for the same.
-    """
-
-    name: str
-    num_gpus: int
-    costs: RooflineCosts
-    costs_name: str
-    stages: StageCosts
-
-    @classmethod
-    def of(
-        cls, gpus: str, model: str | ModelShape, *, engine: str | None = None, tp: int | None = None, tokens: int = 0
-    ) -> Deployment:
-        """Of `8xH100` and a model's name, `config.json` or its folder.
-
-        The engine whose profile was measured nearest to both is taken unless one is named, and the fewest GPUs per
-        worker that hold the weights and a request of `tokens`. Raises ConfigError for what is unknown or does not fit.
-        """
-        count, times, name = gpus.partition("x")
-        if not times or not count.isdecimal() or int(count) < 1:
-            count, name = "1", gpus
-        num_gpus, device = int(count), find_gpu(name)
-        shape = model if isinstance(model, ModelShape) else find_model(model)
-        engine = engine or nearest_engine(device.name, shape.name, shape.weights)
-        sizes = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0 and n & (n - 1) == 0]
-        if tp is not None:
-            if tp < 1 or num_gpus % tp:
-                raise ConfigError(f"{num_gpus} GPUs are no whole number of workers of {tp} GPUs")
-            sizes = [tp]
-        fault = ConfigError(f"{shape.name} and a request of {tokens} tokens do not fit on {num_gpus} x {device.name}")
-        for size in sizes:
-            try:
-                costs = profile_costs(engine, device, shape, size)
-            except ConfigError as error:
-                fault = error
-                continue
-            if costs.kv_capacity_tokens is None or costs.kv_capacity_tokens >= tokens:
-                break
-        else:
-            raise fault
-        stages = RooflineStages(kind="roofline", gpu=listed(device), model=listed(shape), num_gpus=num_gpus)
-        return cls(
-            name=f"{shape.name} on {num_gpus} x {device.name}", num_gpus=num_gpus, costs=costs,
-            costs_name=f"{engine}:{costs.tensor_parallel}x{device.name}:{shape.name}", stages=stages.build(),
-        )  # fmt: skip
-
-    @property
-    def workers(self) -> int:
-        return self.num_gpus // self.costs.tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +83,8 @@ class WhatIf:
     """The answer; `speed_ups` are by rising acceptance, `chosen` is the one that was asked for.
 
     `systems` are `compare_systems`' rows, that of `THE_VERDICT` among them. `used` maps columns of a trace to the
-    source's, `ignored` are its others.
+    source's, `ignored` are its others. `drafters` are those of the verdict's table, `acceptance` has in words
+    what was granted to each, `recorded` tells that the trace says it.
     `plain_s` is a rollout's mean seconds without speculation, `rollout_share` its share of the RL step;
     `crowded_share` the share of worker time with more requests than the policy drafts for. Nine in ten
     speed-ups are off by less than `speedup_error`, as far as costs are at fault (None: not known). `training` is what
@@ -163,6 +107,9 @@ class WhatIf:
     speedup_error: float | None
     training: DrafterTraining | None
     systems: pd.DataFrame
+    drafters: tuple[str, ...]
+    acceptance: Mapping[str, str]
+    recorded: bool
     decision_block: int
     wall_s: float
     notes: tuple[str, ...] = field(default=())
@@ -171,11 +118,14 @@ class WhatIf:
     def verdict(self) -> str:
         """The answer in a sentence or two."""
         chosen, speed_ups = self.chosen, [s for s in self.speed_ups if s.accept in (LEAST, MOST)]
-        if chosen.accept is None:
-            condition = "with as many drafted tokens accepted as were recorded"
-        else:
+        names = " or ".join(self.drafters)
+        if chosen.accept is not None:
             chance = f"{100 * chosen.accept:.0f} %"
-            condition = f"if a drafted token is accepted {chance} of the time once those before it were"
+            condition = f"if a token drafted by {names} is accepted {chance} of the time once those before it were"
+        elif self.recorded:
+            condition = f"with as many tokens drafted by {names} accepted as were recorded"
+        else:
+            condition = f"with drafts of {names} accepted as in {' and '.join(self.acceptance.values())}"
         if chosen.rollout.estimate < 1.005:
             head = f"Speculation would not make the rollout faster {condition}"
         else:
@@ -222,7 +172,7 @@ class WhatIf:
         return self.systems.assign(speed_up=1.0 / self.systems["ratio"])
 
     def json(self) -> dict[str, Any]:
-        """The keys of `tltlab what-if --json`, without the systems' rows."""
+        """The keys of `tltlab what-if --json`, without the systems' rows; `policy` is what a policy file holds."""
         rollout, rl_step = self.chosen.rollout, self.chosen.rl_step
         return {
             "verdict": self.verdict,
@@ -234,6 +184,8 @@ class WhatIf:
             "distance": self.distance,
             "evidence": self.evidence,
             "accept": self.chosen.accept,
+            "drafters": list(self.drafters),
+            "acceptance": dict(self.acceptance),
             "speedup": {"rollout": interval_ends(rollout), "rl_step": interval_ends(rl_step)},
             "by_accept": [
                 {"accept": s.accept, "rollout": interval_ends(s.rollout), "rl_step": interval_ends(s.rl_step)}
@@ -244,6 +196,7 @@ class WhatIf:
             "crowded_share": self.crowded_share,
             "speedup_error": self.speedup_error,
             "drafter_training": None if self.training is None else self.training.json(),
+            "policy": self.chosen.policy.model_dump(mode="json"),
             "drafting": [{"min_batch": row.min_batch, "strategy": str(row.strategy)} for row in self.drafting],
             "columns": {"used": dict(self.used), "ignored": list(self.ignored)},
             "decision_block": self.decision_block,
@@ -290,7 +243,7 @@ class WhatIf:
         return f"<WhatIf: {self.verdict}>"
 
     def _repr_html_(self) -> str:
-        frame = self.to_frame()[["title", "makespan_s", "speed_up", "regret"]]
+        frame = self.to_frame()[["title", "drafters", "acceptance", "makespan_s", "speed_up", "regret"]]
         return f"<p><b>{self.verdict}</b></p>{frame.to_html(index=False, float_format=lambda v: f'{v:.3g}')}"
 
 
@@ -301,8 +254,11 @@ def what_if(
     model: str | ModelShape | None = None,
     engine: str | None = None,
     tp: int | None = None,
+    costs: CostModel | Source | None = None,
+    workers: int | None = None,
+    acceptance: Acceptance | Source | None = None,
     accept: float | None = None,
-    drafter: str = "learned",
+    drafter: str | None = None,
     systems: str | Sequence[str] | None = None,
     column: str | None = None,
     seed: int = 0,
@@ -312,12 +268,16 @@ def what_if(
 ) -> WhatIf:
     """Simulate these responses with and without speculation; the answer is `verdict`, the rest is behind it.
 
-    `lengths` are whatever `read_lengths` takes: a file of any of its formats, a trace, a DataFrame, an array. On
-    `gpus` (such as 8xH100) of a `model` (a name or `config.json`); where neither is named and the trace has costs of
-    its own, on those. `accept` is the chance that a drafted token is accepted once those before it were; where it is
-    not given, what the trace recorded, else 0.7, with 0.5 and 0.85 beside. The policy is the exact table of up to four
-    draft depths by batch size for these costs and this acceptance: what the best table brings. `say` hears of each
-    stage when it is done, and of how many. Costs O(responses) per policy, most of it the bandits among `systems`.
+    `lengths` are whatever `read_lengths` takes: a file of any of its formats, a trace, a DataFrame, an array. The
+    machine and the acceptance are those of `SimulationConfig`: `gpus` (such as 8xH100) of a `model` (a name or
+    `config.json`), or `costs` on `workers`; where none is named, the trace's own costs, else 8xH100 of Qwen2.5-7B.
+    Acceptance that nobody gives is the recorded one, else `tltlab.acceptance.load.DEFAULTS`, with 0.5 and 0.85 of the
+    drafter beside it. `accept` is short for the chance that a token of `drafter` ("learned") is accepted once those
+    before it were, all other drafters as in `DEFAULTS`.
+
+    The policy is the exact table of up to four draft depths of that drafter (or of the recorded ones) by batch size for
+    these costs and this acceptance: what the best table brings. `say` receives each stage when it is done, and their
+    number. Costs O(responses) per policy, most of it the bandits among `systems`.
 
     >>> what_if([200] * 500 + [4000] * 12, gpus="8xH100", model="Qwen2.5-7B").verdict  # doctest: +SKIP
     """
@@ -325,75 +285,98 @@ def what_if(
     check_keywords(misspelt, (), what_if)
     if accept is not None and not 0.0 < accept < 1.0:
         raise ConfigError(f"accept is a chance between 0 and 1, such as 0.7, got {accept:g}")
+    if accept is not None and acceptance is not None:
+        raise ConfigError(f"accept {accept:g} is short for an acceptance of one drafter: leave out one of the two")
     source = read_lengths(lengths, column=column)
     trace = source.trace
     notes = list(source.notes)
-    config, machine = _config(trace, gpus, model, engine, tp, seed)
-    accepts: list[float | None] = [None]
-    recorded, recorded_name = SimulationConfig().find_acceptance(trace)
-    if accept is None and recorded is not None:
-        config = replace(config, acceptance=recorded)
-        notes.append(f"acceptance: {recorded_name}")
-        drafters = list(recorded.drafters) or [drafter]
-    else:
-        accept = ACCEPT if accept is None else accept
-        accepts = [*sorted({*_CURVE, LEAST, MOST, accept})]
-        config, drafters = replace(config, acceptance=GeometricAcceptance(alpha=accept)), [drafter]
-    stages = 3 + len(accepts)
-    say(f"{trace.num_rows('outcomes')} responses of {len(trace.rl_steps)} RL steps", stages)
+    config = SimulationConfig(
+        gpus=gpus, model=model, engine=engine, tp=tp, costs=costs, workers=workers, acceptance=acceptance, seed=seed
+    )
+    if all(option is None for option in (gpus, model, engine, tp, costs)) and not _has_costs(trace, workers):
+        config = replace(config, gpus=GPUS)
+    config, recorded = _with_acceptance(config, trace, accept, drafter)
+    config, machine = config.on_machine(trace)
     scenario = Scenario.of(trace, config)
+    granted = scenario.acceptance
+    assert granted is not None
+    notes.append(f"acceptance: {scenario.acceptance_name}")
+    usual = [USUAL] if granted.knows(USUAL) and not recorded else list(granted.drafters) or [USUAL]
+    drafters = usual if drafter is None else [drafter]
     scenario.registry.check(Strategy.chain(name, 1) for name in drafters)
+    accept = None if recorded else _chance(granted, drafters)
+    chances: list[float | None] = [None] if accept is None else [*sorted({*_CURVE, LEAST, MOST, accept})]
+    stages = 3 + len(chances)
+    say(f"{trace.num_rows('outcomes')} responses of {len(trace.rl_steps)} RL steps", stages)
     strategies = covered_chains(scenario, drafters)
     if not strategies:
-        raise ConfigError("the acceptance covers none of the chains 1 to 8 deep: give --accept, such as 0.7")
-    ask = _Question(trace=trace, config=config, scenario=scenario, machine=machine, strategies=strategies)
-    plain = simulate(trace, "none", config)
+        raise ConfigError(
+            f"the acceptance covers no chain 1 to 8 deep of {' or '.join(drafters)}: give --acceptance "
+            f"{drafters[0]}=geometric:ALPHA"
+        )
+    # Acceptance that is measured in the trace is measured once.
+    once = replace(config, acceptance=granted)
+    ask = _Question(
+        trace=trace, config=once, scenario=scenario, machine=machine, strategies=strategies, drafter=drafters[0]
+    )
+    plain = simulate(trace, "none", once)
     base = ask.seconds(plain)
     say("no speculation", stages)
     speed_ups = []
-    for chance in accepts:
-        speed_ups.append(ask.speed_up(chance, base))
-        say("recorded acceptance" if chance is None else f"acceptance {chance:.2f}", stages)
+    for chance in chances:
+        speed_ups.append(ask.speed_up(chance, None if chance == accept else chance, base))
+        say(f"{'recorded ' * recorded}acceptance{'' if chance is None else f' {chance:.2f}'}", stages)
     chosen = next(s for s in speed_ups if s.accept == accept)
     # All is told relative to VeRL, which does not speculate.
     compared = find_systems(systems or _DEFAULT_SYSTEMS)
     compared = compared if SYSTEMS["verl"] in compared else (SYSTEMS["verl"], *compared)
-    block = max(1, trace.num_rows("outcomes") // _RESPONSES_PER_BLOCK)
+    block = decisions_apart(trace)
     table = compare_systems(
         trace, compared, replace(config, decision_block=block), beside=[(THE_VERDICT, chosen.policy)],
-        model_free_acceptance=GeometricAcceptance(alpha=min(MODEL_FREE, accept)) if accept is not None else None,
         stages=None if machine is None else machine.stages, jobs=jobs, ranges=False,
     )  # fmt: skip
     say(f"systems {', '.join(table['system'])}", stages)
-    if accept is not None and scenario.registry[drafter].has_network:
-        notes.append(f"n-gram drafts of systems are accepted {min(MODEL_FREE, accept):.2f} of the time (Seer)")
-    costs = scenario.costs
+    costs_ = scenario.costs
     return WhatIf(
         trace=trace, used=source.used, ignored=source.ignored, workers=scenario.workers, chosen=chosen,
-        setting=machine.name if machine else f"costs {scenario.costs_name}",
-        costs_name=machine.costs_name if machine else scenario.costs_name,
-        distance=costs.evidence.distance if costs.evidence is not None else _measured_here(scenario, plain),
-        evidence=str(costs.evidence) if costs.evidence is not None else f"costs {scenario.costs_name}",
+        setting=machine.name if machine else f"costs {scenario.costs_name}", costs_name=scenario.costs_name,
+        distance=costs_.evidence.distance if costs_.evidence is not None else _measured_here(scenario, plain),
+        evidence=str(costs_.evidence) if costs_.evidence is not None else f"costs {scenario.costs_name}",
         speed_ups=tuple(speed_ups), plain_s=plain.makespan_s, systems=table, decision_block=block, notes=tuple(notes),
         rollout_share=float(base[0].sum() / base[1].sum()) if base[1] is not None else None,
         crowded_share=_crowded_share(plain, chosen.policy),
         speedup_error=scenario.evidence(chosen.policy.strategies)["speedup_error"],
-        training=drafter_training(trace, scenario),
+        training=drafter_training(trace, scenario), drafters=tuple(drafters), recorded=recorded,
+        acceptance=scenario.granted(strategies)["acceptance"],
         wall_s=time.perf_counter() - started,
     )  # fmt: skip
 
 
-def _config(
-    trace: Trace, gpus: str | None, model: str | ModelShape | None, engine: str | None, tp: int | None, seed: int
-) -> tuple[SimulationConfig, Deployment | None]:
-    """What is simulated: on the trace's own costs where there are some and nobody asks for others."""
-    workload = trace.workload["prompt_tokens"].to_numpy() + trace.outcomes["response_tokens"].to_numpy()
-    default = all(option is None for option in (gpus, model, engine, tp))
-    costs_name = SimulationConfig().find_costs(trace)[1]
-    if default and trace.path is not None and "default" not in costs_name and trace.manifest.num_workers is not None:
-        return SimulationConfig(seed=seed), None
-    machine = Deployment.of(gpus or GPUS, model or MODEL, engine=engine, tp=tp, tokens=int(workload.max()))
-    return SimulationConfig(costs=machine.costs, workers=machine.workers, seed=seed), machine
+def _with_acceptance(
+    config: SimulationConfig, trace: Trace, accept: float | None, drafter: str | None
+) -> tuple[SimulationConfig, bool]:
+    """The settings with the acceptance that is asked for, and whether the trace says it; by default each drafter's."""
+    known, _ = config.find_acceptance(trace)
+    if drafter is not None and (known is None or drafter not in known.drafters):
+        STANDARD[drafter]  # Refuses a name that no drafter has.
+    if accept is not None:
+        own = GeometricAcceptance(alpha=accept)
+        return replace(config, acceptance=with_drafter(load_acceptance(DEFAULT), drafter or USUAL, own)), False
+    if known is None:
+        return replace(config, acceptance=DEFAULT), False
+    return config, config.acceptance in (None, "trace")
+
+
+def _has_costs(trace: Trace, workers: int | None) -> bool:
+    """Whether a trace in a folder brings costs of its own, and how many workers they are for."""
+    counted = workers is not None or trace.manifest.num_workers is not None
+    return counted and beside_trace(trace, "costs.json") is not None
+
+
+def _chance(model: Acceptance, drafters: Sequence[str]) -> float | None:
+    """The chance that a token of the only drafter is accepted, where it is the same for all of them."""
+    part = model.of(drafters[0]) if isinstance(model, PerDrafter) else model
+    return part.alpha if len(drafters) == 1 and isinstance(part, GeometricAcceptance) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,6 +388,7 @@ class _Question:
     scenario: Scenario
     machine: Deployment | None
     strategies: Sequence[Strategy]
+    drafter: str
 
     def seconds(self, result: SimResult) -> tuple[Floats, Floats | None]:
         """Of the rollout and of the RL step, by RL step."""
@@ -415,11 +399,12 @@ class _Question:
         whole = run_steps(result, load_stages(self.machine.stages), topology=placed)
         return rollouts, whole.steps["step_s"].to_numpy(np.float64)
 
-    def speed_up(self, accept: float | None, base: tuple[Floats, Floats | None]) -> SpeedUp:
-        """Of the best table at this acceptance over plain decoding."""
+    def speed_up(self, accept: float | None, other: float | None, base: tuple[Floats, Floats | None]) -> SpeedUp:
+        """Of the best table over plain decoding, at the acceptance granted or at another chance of the drafter."""
         config, scenario = self.config, self.scenario
-        if accept is not None:
-            model = GeometricAcceptance(alpha=accept)
+        if other is not None:
+            assert scenario.acceptance is not None
+            model = with_drafter(scenario.acceptance, self.drafter, GeometricAcceptance(alpha=other))
             config, scenario = replace(config, acceptance=model), replace(scenario, acceptance=model)
         policy = best_table(scenario, self.strategies)
         seconds = self.seconds(simulate(self.trace, policy, config))

@@ -20,7 +20,7 @@ from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import PolicyLike, Scenario, named_policies
 from tltlab.sim.simulate import outside_calibration, outside_text
-from tltlab.traces.trace import Trace
+from tltlab.sim.sweep import drafters_text, granted_text, speed_up_cells, speed_ups
 
 from . import options
 
@@ -43,12 +43,12 @@ def compare(
     ] = None,
     workers: options.Workers = None,
     costs: options.Costs = None,
+    gpus: options.Gpus = None,
+    model: options.Model = None,
+    engine: options.Engine = None,
+    tp: options.TensorParallel = None,
     acceptance: options.Acceptance = None,
     acceptance_spread: options.AcceptanceSpread = 0.0,
-    model_free_acceptance: Annotated[
-        str | None,
-        typer.Option(help="With --systems: acceptance of n-gram and suffix drafters, where --acceptance has none."),
-    ] = None,
     stages: Annotated[
         str | None, typer.Option(help="With --systems: stage costs, a file or preset, for whole RL steps too.")
     ] = None,
@@ -101,28 +101,26 @@ def compare(
         costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
         placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
         decision_block=decision_block, prefix_caching=prefix_caching, prefix=prefix, max_tools=max_tools,
-        tool_s=tool_seconds,
+        tool_s=tool_seconds, gpus=gpus, model=model, engine=engine, tp=tp,
     )  # fmt: skip
+    config, machine = config.on_machine(source)
+    scenario = Scenario.of(source, config)
     if systems is None:
-        if any(
-            option is not None for option in (stages, gpus_per_worker, model_free_acceptance, ranges, claims or None)
-        ):
-            raise ConfigError(
-                "--stages, --gpus-per-worker, --model-free-acceptance, --ranges and --claims are for --systems"
-            )
+        if any(option is not None for option in (stages, gpus_per_worker, ranges, claims or None)):
+            raise ConfigError("--stages, --gpus-per-worker, --ranges and --claims are for --systems")
         with code_allowed(allow_code or ()):
-            result, text = _policies(source, config, policies or _POLICIES, repeats, jobs, ray_address)
+            result, text = _policies(scenario, policies or _POLICIES, repeats, jobs, ray_address)
     else:
         if policies is not None or placement is not None or ray_address is not None:
             raise ConfigError("--systems bring their policies and placement, and run on --jobs: leave out --policies, "
                               "--placement and --ray")  # fmt: skip
-        if gpus_per_worker is not None and stages is None:
+        if gpus_per_worker is not None and stages is None and machine is None:
             raise ConfigError("--gpus-per-worker places the stages of RL steps: give --stages")
         from tltlab.sim.systems import compare_systems
 
         arguments: dict[str, Any] = {
-            "model_free_acceptance": model_free_acceptance, "stages": stages, "gpus_per_worker": gpus_per_worker,
-            "repeats": repeats, "jobs": jobs, "ranges": ranges,
+            "gpus_per_worker": gpus_per_worker, "repeats": repeats, "jobs": jobs, "ranges": ranges,
+            "stages": stages if stages or machine is None else machine.stages,
         }  # fmt: skip
         if search:
             from tltlab.sim.tuning.compositions import search_systems
@@ -131,11 +129,10 @@ def compare(
         else:
             rows = compare_systems(source, systems, config, **arguments)
         attributes = ("baseline", "ranges", "left_out", "num_rl_steps", "num_workers", "num_gpus", "evidence")
-        outside = _outside(Scenario.of(source, config), named_policies("none"))
+        outside = _outside(scenario, named_policies("none"))
         result = {
             "systems": system_rows(rows), "figures": "simulated", **{key: rows.attrs[key] for key in attributes},
-            "acceptance": acceptance, "model_free_acceptance": model_free_acceptance, "stages": stages,
-            "outside_calibration": outside,
+            "stages": stages, "outside_calibration": outside,
         }  # fmt: skip
         text = "\n".join([system_table(rows), *evidence_lines(rows.attrs["evidence"], outside)])
         if search:
@@ -145,9 +142,10 @@ def compare(
             text += f"\n\n{claim_table(rows)}"
             text += "\ntlt at the responses to a worker of its own scripts: tltlab experiment baseline parts=predicted"
     result |= {
-        "trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance,
-        "num_repeats": repeats, "mode": mode, "seed": seed, "decision_block": decision_block,
-        "prefix_caching": prefix_caching, "acceptance_spread": acceptance_spread, **made_by("numpy", "scipy", "simpy"),
+        "trace": source.manifest.name or str(trace), "costs": scenario.costs_name,
+        "acceptance": scenario.acceptance_name, "num_repeats": repeats, "mode": mode, "seed": seed,
+        "decision_block": decision_block, "prefix_caching": prefix_caching, "acceptance_spread": acceptance_spread,
+        **made_by("numpy", "scipy", "simpy"),
     }  # fmt: skip
     if out is not None:
         write_json(out, result)
@@ -157,20 +155,19 @@ def compare(
 
 
 def _policies(
-    source: Trace, config: SimulationConfig, policies: str, repeats: int, jobs: int, ray_address: str | None
+    scenario: Scenario, policies: str, repeats: int, jobs: int, ray_address: str | None
 ) -> tuple[dict[str, Any], str]:
     from tltlab.sim.sweep import compare as run
 
     chosen = named_policies(policies)
     if len(chosen) < 2:
         raise ConfigError(f"--policies {policies!r}: give at least two to compare")
-    scenario = Scenario.of(source, config)
     rows = run(scenario, chosen, repeats=repeats, jobs=jobs, ray_address=ray_address)
     baseline = next(iter(chosen))
     outside = _outside(scenario, {name: chosen[name] for name in (baseline, str(rows["policy"][0]))})
     evidence = scenario.evidence((s for policy in chosen.values() for s in policy.strategies), outside)
     result = {"policies": json_rows(rows), "baseline": baseline, "num_rl_steps": len(scenario.steps)}
-    legend = f"speed-up: times as fast as {baseline}, 1 / ratio, whose interval is over RL steps; {REGRET}"
+    legend = f"speed-up: times as fast as {baseline}, its interval over RL steps; {REGRET}"
     lines = [policy_table(rows), legend, *evidence_lines(evidence, outside)]
     return result | {"evidence": evidence, "outside_calibration": outside}, "\n".join(lines)
 
@@ -205,19 +202,25 @@ def _pair(row: dict[str, Any], name: str) -> list[float] | None:
 
 
 def system_table(comparison: pd.DataFrame) -> str:
-    """The comparison of systems for people, what was assumed below it."""
+    """The comparison of systems for people, what was assumed below it; of whole RL steps where they are known."""
     whole = "step_s" in comparison
-    columns = ["system", "rollout s", "speed-up", "ratio", "95 % interval", "tokens/s", "regret", "accept"]
-    columns += ["RL step s", "speed-up", "ratio", "95 % interval"] if whole else []
-    columns += ["rank in range"] if "rank_least" in comparison else []
+    columns = ["system", "drafters", "rollout s", "speed-up"]
+    columns += ["accept", "RL step s", "speed-up", "95 % interval"] if whole else []
+    columns += [] if whole else ["95 % interval", "tokens/s", "regret", "accept"]
+    columns += ["ranks"] if "rank_least" in comparison else []
     columns.append("engine")
     rows = []
     notes: dict[str, list[str]] = {}
-    for row in comparison.to_dict("records"):
+    records = comparison.to_dict("records")
+    for row in records:
         name = row["system"] + ("*" if row["stand_ins"] else "") + ("+" if row["defaults"] else "")
         accept = "" if pd.isna(row["mean_accept_length"]) else f"{row['mean_accept_length']:.2f}"
-        cells = [name, *_times(row, "makespan_s", "ratio"), f"{row['tokens_per_s_ratio']:.2f}x", _regret(row), accept]
-        cells += _times(row, "step_s", "step_ratio") if whole else []
+        cells = [name, drafters_text(row["drafters"])]
+        rollout = _times(row, "makespan_s", "ratio")
+        if whole:
+            cells += [*rollout[:2], accept, *_times(row, "step_s", "step_ratio")]
+        else:
+            cells += [*rollout, f"{row['tokens_per_s_ratio']:.2f}x", _regret(row), accept]
         if "rank_least" in row:
             least, most = int(row["rank_least"]), int(row["rank_most"])
             cells.append(str(least) if least == most else f"{least}-{most}")
@@ -226,13 +229,15 @@ def system_table(comparison: pd.DataFrame) -> str:
         missing = [] if row["runs_here"] is True else [row["runs_here"]]
         for note in [*marked, *([] if row["lossless"] else ["not lossless"]), *missing]:
             notes.setdefault(note, []).append(row["system"])
-    lines = [table(columns, rows)]
+    lines = [table(columns, rows, left=2), *filter(None, [granted_text(records, "system")])]
+    of_what = "speed-ups" if whole else "speed-ups, also of tokens trained on per second,"
     lines.append(
-        f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; ratios, "
-        f"also of tokens trained on per second, to {comparison.attrs['baseline']}; --json has each system's "
-        "assumptions and source, and the other intervals"
+        f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; "
+        f"{of_what} over {comparison.attrs['baseline']}; --json has each system's assumptions and source, and the rest "
+        "of its figures and intervals"
     )
-    lines.append(f"speed-up: 1 / ratio; {REGRET}; accept: tokens per request and speculative iteration")
+    ranks = "; ranks: over the plausible range of what was assumed" if "rank_least" in comparison else ""
+    lines.append(f"{'' if whole else f'{REGRET}; '}accept: tokens per request and speculative iteration{ranks}")
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
     biased = [f"{row.system} {row.length_bias:.2f}" for row in comparison.itertuples() if row.length_bias != 1.0]
     lines += [f"length of what is trained on over what is begun: {', '.join(biased)}"] if biased else []
@@ -270,18 +275,19 @@ def claim_table(comparison: pd.DataFrame) -> str:
 
 
 def policy_table(comparison: pd.DataFrame) -> str:
-    """The comparison of policies for people."""
+    """The comparison of policies for people, with the acceptance granted to their drafters."""
     records = comparison.to_dict("records")
-    rows = [[row["policy"], *_times(row, "makespan_s", "ratio"), _regret(row)] for row in records]
-    return table(["policy", "makespan s", "speed-up", "ratio", "95 % interval", "regret"], rows)
+    rows = [
+        [row["policy"], drafters_text(row["drafters"]), *_times(row, "makespan_s", "ratio"), _regret(row)]
+        for row in records
+    ]
+    columns = ["policy", "drafters", "makespan s", "speed-up", "95 % interval", "regret"]
+    return "\n".join([table(columns, rows, left=2), *filter(None, [granted_text(records, "policy")])])
 
 
 def _times(row: dict[Any, Any], seconds: str, ratio: str) -> list[str]:
-    """Seconds, times as fast, and the ratio with its interval."""
-    low, high = row[f"{ratio}_low"], row[f"{ratio}_high"]
-    interval = "one RL step only" if pd.isna(low) else f"[{low:.3f}, {high:.3f}]"
-    speed_up = f"{1 / row[ratio]:.2f}x" if row[ratio] > 0 else ""
-    return [f"{row[seconds]:.4g}", speed_up, f"{row[ratio]:.3f}", interval]
+    """Seconds, times as fast, and the interval of that."""
+    return [f"{row[seconds]:.4g}", *speed_up_cells(speed_ups("speed_up", row, ratio), "speed_up")]
 
 
 def _regret(row: dict[Any, Any]) -> str:

@@ -12,10 +12,22 @@ Costs = Annotated[
     str | None,
     typer.Option(help="Cost file, preset or module:Class. [default: the trace's costs.json, else cpu-small]"),
 ]
+Gpus = Annotated[str | None, typer.Option(help="Such as 8xH100, in place of costs and workers. [with --model: 8xH100]")]
+Model = Annotated[
+    str | None, typer.Option(help="On --gpus: Qwen/Qwen2.5-7B or another name, or a config.json. [default: Qwen2.5-7B]")
+]
+Engine = Annotated[
+    str | None, typer.Option(help="On --gpus: the engine's profile. [default: measured nearest to GPUs and model]")
+]
+TensorParallel = Annotated[
+    int | None, typer.Option("--tp", min=1, help="On --gpus: GPUs of a worker. [default: the fewest that hold it]")
+]
 Acceptance = Annotated[
     str | None,
     typer.Option(
-        help="constant:A, geometric:ALPHA, trace, a fitted file or module:Class. [default: the trace's, or measured]"
+        help="By drafter, learned=geometric:0.7,ngram=geometric:0.42, or all=MODEL; a MODEL is geometric:ALPHA, "
+        "constant:A, 0.8/0.6/0.5 by token, a fitted file, module:Class; also trace, default. [default: what the trace "
+        "has, else with --gpus the default of each drafter]"
     ),
 ]
 AcceptanceSpread = Annotated[
@@ -27,7 +39,7 @@ RlSteps = Annotated[str | None, typer.Option("--rl-steps", help="a:b, RL steps a
 DecisionBlock = Annotated[int, typer.Option(help="Iterations per decision of a learning policy; more is faster.")]
 DefaultDecisionBlock = Annotated[
     int | None,
-    typer.Option(help="Iterations between decisions. [default: 1; systems on long responses: their cap / 256]"),
+    typer.Option(help="Iterations between decisions. [default: 1; systems on long or many responses: cap / 256]"),
 ]
 PrefixCaching = Annotated[
     bool, typer.Option("--prefix-caching", help="A group's prompt is prefilled, and held, once on each worker.")
@@ -50,15 +62,15 @@ RayAddress = Annotated[
 Seed = Annotated[int, typer.Option(min=0, help="Seed of policies, of searches and of what is sampled.")]
 
 
-def words(text: str | None) -> tuple[str, ...]:
-    """What stands between commas."""
-    return tuple(split(text or ""))
+def words(text: str | None, between: str = ",") -> tuple[str, ...]:
+    """Parts of an option with commas or another sign between; commas within brackets do not count."""
+    if between == ",":
+        return tuple(split(text or ""))
+    return tuple(word.strip() for word in (text or "").split(between) if word.strip())
 
 
 def decisions(block: int | None, trace: Trace, systems: str | None) -> int:
-    """Iterations between decisions: of systems that get long responses some hundred decisions each, else 1."""
-    if block is not None or systems is None:
-        return 1 if block is None else block
-    cap = trace.workload["max_response_tokens"].max()
-    # That of a trace without responses is not a number, and not above anything.
-    return int(cap) // 256 if cap >= 4096 else 1
+    """Iterations between decisions: what was asked for, else `decisions_apart` of systems and 1 of policies."""
+    from tltlab.sim.config import decisions_apart
+
+    return block if block is not None else 1 if systems is None else decisions_apart(trace)

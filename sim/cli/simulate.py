@@ -10,7 +10,7 @@ import typer
 from tltlab.acceptance.base import Acceptance
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import AllowCode, Json, emit, parse_strategy
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
@@ -19,7 +19,7 @@ from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.sim.config import SimulationConfig
+from tltlab.sim.config import SimulationConfig, Source
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps
 from tltlab.sim.rl_steps import summary as whole_steps
@@ -43,6 +43,10 @@ def simulate(
     ] = None,
     workers: options.Workers = None,
     costs: options.Costs = None,
+    gpus: options.Gpus = None,
+    model: options.Model = None,
+    engine: options.Engine = None,
+    tp: options.TensorParallel = None,
     acceptance: options.Acceptance = None,
     acceptance_spread: options.AcceptanceSpread = 0.0,
     placement: Annotated[
@@ -111,17 +115,20 @@ def simulate(
     """
     source = read(trace)
     refuse_to_replace_a_recording(out)
-    if stages is None and (topology is not None or gpus_per_worker is not None or max_staleness):
-        raise ConfigError(
-            "--topology, --gpus-per-worker and --max-staleness place the stages of RL steps: give --stages"
-        )
     config = SimulationConfig(
         costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
         placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
         decision_block=decision_block, max_response_tokens=max_response_tokens, prefix_caching=prefix_caching,
         spot=spot_training, prefix=prefix, max_tools=max_tools, tool_s=tool_seconds,
-        admission=asynchronous(staleness, stale=stale, concurrency=concurrency),
+        admission=asynchronous(staleness, stale=stale, concurrency=concurrency), gpus=gpus, model=model, engine=engine,
+        tp=tp,
     )  # fmt: skip
+    config, machine = config.on_machine(source)
+    others = stages if stages or machine is None else machine.stages
+    if others is None and (topology is not None or gpus_per_worker is not None or max_staleness):
+        raise ConfigError(
+            "--topology, --gpus-per-worker and --max-staleness place the stages of RL steps: give --stages or --gpus"
+        )
     whole: RunResult | None = None
     if system is not None:
         if policy != "none" or any(option is not None for option in (strategy, drafter, sd_threshold)):
@@ -133,31 +140,31 @@ def simulate(
         if staleness:
             raise ConfigError("--system says itself what its RL steps begin: leave out --staleness")
         system_run = by_name(
-            source, system, config, stages=stages, gpus_per_worker=gpus_per_worker, record_iterations=record_iterations
+            source, system, config, stages=others, gpus_per_worker=gpus_per_worker, record_iterations=record_iterations
         )
         result, whole, assumptions = system_run.result, system_run.whole, system_run.bound.assumptions
     else:
         if strategy is not None and drafter is None:
-            drafter = likely_drafter(config.find_acceptance(source)[0], costs)
+            drafter = likely_drafter(config.find_acceptance(source)[0], config.costs)
         with code_allowed(allow_code or ()):
             chosen = choose_policy(policy, strategy, sd_threshold, drafter or "")
         result, assumptions = run(source, chosen, config, record_iterations=record_iterations), ()
-        if stages is not None:
-            gpus = gpus_per_worker or result.scenario.costs.tensor_parallel
-            placed = load_topology(topology or "colocated", gpus_per_worker=gpus, max_staleness=max_staleness)
-            whole = run_steps(result, load_stages(stages), topology=placed)
+        if others is not None:
+            each = gpus_per_worker or result.scenario.costs.tensor_parallel
+            placed = load_topology(topology or "colocated", gpus_per_worker=each, max_staleness=max_staleness)
+            whole = run_steps(result, load_stages(others), topology=placed)
     composed = {} if system is None else {"system": system, "assumptions": list(assumptions)}
     summary = result.summary | composed | ({} if whole is None else whole_steps(whole))
     if out is not None:
         (whole or result).trace.write(out)
-    lines, model = summary_lines(summary), result.scenario.acceptance
-    if spot_training is not None and (model is None or model.trained_drafter is None):
+    lines, granted = summary_lines(summary), result.scenario.acceptance
+    if spot_training is not None and (granted is None or granted.trained_drafter is None):
         lines.append(("", "it changes nothing here: only acceptance of kind fresh depends on training"))
     lines += [("assumed", note) for note in assumptions]
     emit(summary, as_json=as_json, text="\n".join(f"{label:<18} {words}" for label, words in lines))
 
 
-def likely_drafter(model: Acceptance | None, costs: str | None) -> str:
+def likely_drafter(model: Acceptance | None, costs: CostModel | type[CostModel] | Source | None) -> str:
     """The drafter that `--strategy` leaves open: drafts of a learned one cost time, those of n-grams do not."""
     if model is not None and model.trained_drafter is not None:
         return model.trained_drafter

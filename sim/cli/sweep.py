@@ -16,6 +16,7 @@ from tltlab.importers.sources import read
 from tltlab.own import code_allowed
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.sim.config import SimulationConfig
+from tltlab.sim.sweep import drafters_text, granted_text, speed_up_cells
 
 from . import options
 
@@ -40,9 +41,15 @@ def sweep(
     caps: Annotated[str | None, typer.Option(help="Caps that responses are cut at, such as 8192,16384.")] = None,
     group_sizes: Annotated[str | None, typer.Option(help="First samples of each prompt to keep, such as 4,8.")] = None,
     gpus: Annotated[str | None, typer.Option(help="In place of workers and costs, such as 4xH100,8xH100.")] = None,
-    model: Annotated[str | None, typer.Option(help="With --gpus: as what-if's. [default: Qwen2.5-7B]")] = None,
+    model: options.Model = None,
+    engine: options.Engine = None,
+    tp: options.TensorParallel = None,
     acceptance: Annotated[
-        str | None, typer.Option(help="Chances that a drafted token is accepted, such as 0.5,0.7,0.85, or models.")
+        str | None,
+        typer.Option(
+            help="As simulate's, several: 0.5,0.7,0.85 of a token, or by drafter with ; between, such as "
+            "learned=0.6,ngram=0.4;all=0.5."
+        ),
     ] = None,
     costs: options.Costs = None,
     mode: options.Mode = "fluid",
@@ -65,26 +72,26 @@ def sweep(
 
     Example: tltlab sweep traces/tiny --workers 1,2,4 --acceptance 0.5,0.7 --policies ngram:4,beg-mab --out sweep.csv
     """
+    from tltlab.costs.deployment import GPUS, MODEL
     from tltlab.sim.tuning.grid import BASELINES, Axes
     from tltlab.sim.tuning.grid import sweep as run
-    from tltlab.sim.what_if import MODEL
 
     if out is not None and (out.is_dir() or out.suffix not in _ENDINGS):
         raise ConfigError(f"--out {out}: name a file that ends in {', '.join(_ENDINGS)}")
     if gpus is not None and costs is not None:
         raise ConfigError("--gpus bring their costs: leave out --costs")
-    if model is not None and gpus is None:
-        raise ConfigError("--model is what runs on --gpus: give those too")
+    if gpus is None and any(option is not None for option in (model, engine, tp)):
+        gpus = GPUS
     axes = Axes(
         workers=_numbers("--workers", workers), caps=_numbers("--caps", caps),
         group_sizes=_numbers("--group-sizes", group_sizes), gpus=options.words(gpus),
-        acceptance=options.words(acceptance), model=model or MODEL,
+        acceptance=options.words(acceptance, ";" if "=" in (acceptance or "") else ","), model=model or MODEL,
         systems=() if systems is None else tuple(system.name for system in find_systems(systems)),
     )  # fmt: skip
     source = read(trace)
     config = SimulationConfig(
         costs=costs, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
-        decision_block=options.decisions(decision_block, source, systems),
+        decision_block=options.decisions(decision_block, source, systems), engine=engine, tp=tp,
     )  # fmt: skip
     journal = None if out is None else out.with_name(out.name + ".points")
     with progress_bar("points", len(axes.points())) as done, code_allowed(allow_code or ()):
@@ -107,28 +114,28 @@ def sweep(
     if journal is not None:
         journal.unlink(missing_ok=True)
     names = [*axes.names, axes.compared]
-    times = [("rollout s", "makespan_s", "speed_up")]
-    times += [("RL step s", "step_s", "step_speed_up")] if "step_s" in grid.frame else []
+    whole = "step_s" in grid.frame
     cells = [
-        (*(row[name] for name in names), *(cell for _, *keys in times for cell in _times(row, *keys))) for row in rows
+        (
+            *(row[name] for name in names),
+            drafters_text(row["drafters"]),
+            f"{row['makespan_s']:.4g}",
+            *([f"{row['step_s']:.4g}"] if whole else []),
+            *speed_up_cells(row, "step_speed_up" if whole else "speed_up"),
+        )
+        for row in rows
     ]
-    header = [*names, *(word for title, _, _ in times for word in (title, "speed-up", "95 % interval"))]
+    header = [*names, "drafters", "rollout s", *(["RL step s"] if whole else []), "speed-up", "95 % interval"]
     assumed = dict.fromkeys(f"{row[axes.compared]}: {row['assumed']}" for row in rows if row.get("assumed"))
+    one = [] if "acceptance" in axes.names else [granted_text(rows, axes.compared, "granted")]
     lines = [
-        table(header, cells, left=len(names)),
+        table(header, cells, left=len(names) + 1),
+        *filter(None, one),
         f"speed-up: over plain decoding ({BASELINES[axes.compared]}) at the same point; all simulated",
         *assumed,
         *([] if out is None else [f"wrote {out}"]),
     ]
     emit(result, as_json=as_json, text="\n".join(lines))
-
-
-def _times(row: dict[str, Any], seconds: str, speed_up: str) -> tuple[str, str, str]:
-    low, high = row[f"{speed_up}_low"], row[f"{speed_up}_high"]
-    interval = (
-        "one RL step only" if low is None else f"[{low:.2f}, {'no end' if high is None else format(high, '.2f')}]"
-    )
-    return f"{row[seconds]:.4g}", f"{row[speed_up]:.2f}x", interval
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,10 @@ def tune(
     traces: Annotated[list[Path], typer.Argument(help="Traces or RUN folders; with several, tuned on all of them.")],
     out: Annotated[Path, typer.Option(help="Where the policy file goes.")],
     costs: options.Costs = None,
+    gpus: options.Gpus = None,
+    model: options.Model = None,
+    engine: options.Engine = None,
+    tp: options.TensorParallel = None,
     acceptance: options.Acceptance = None,
     workers: options.Workers = None,
     placement: Annotated[
@@ -105,7 +110,7 @@ def tune(
         seed=seed, depths=draft_depths, judge_steps=_judged(judge, sources), max_buckets=max_buckets,
         drafters=[d for d in drafters.split(",") if d] if drafters is not None else None, trials=trials,
         policies=policies or (), search=_searched(search or ()), repeats=repeats, robust=robust,
-        cost_error=cost_error, jobs=jobs, graphs=graphs,
+        cost_error=cost_error, jobs=jobs, graphs=graphs, gpus=gpus, model=model, engine=engine, tp=tp,
     )  # fmt: skip
     origin = {"command": "tltlab " + shlex.join(sys.argv[1:]), "paths": [str(path) for path in traces]}
     with progress_bar("trials", trials) as done:
@@ -130,21 +135,34 @@ def check_writable(path: Path) -> None:
 
 def text(result: TuneResult, out: Path) -> str:
     """The result for people."""
+    from tltlab.sim.sweep import drafters_text, granted_text
+
     rows: list[tuple[str, ...]] = []
     for row in result.candidates:
         single_step = row.ratio_low is None or row.ratio_high is None
         interval = "one RL step" if single_step else f"[{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
         bound = "" if row.regret_to_bound is None else f"{row.regret_to_bound:.1%}"
-        name = row.name if len(row.name) <= 41 else row.name[:38] + "..."
-        rows.append((name, f"{row.makespan_s:.4g}", f"{row.ratio:.3f}", interval, f"{row.regret:.1%}", bound))
+        name = row.name if len(row.name) <= 29 else row.name[:26] + "..."
+        times = (f"{row.makespan_s:.4g}", f"{row.ratio:.3f}", interval, f"{row.regret:.1%}", bound)
+        rows.append((name, drafters_text(row.drafters), *times))
     rows += [
-        ("per-iteration oracle", f"{result.oracle_s:.4g}"),
-        ("clairvoyant bound (no noise)", f"{result.bound_s:.4g}"),
+        ("per-iteration oracle", "", f"{result.oracle_s:.4g}"),
+        ("clairvoyant bound (no noise)", "", f"{result.bound_s:.4g}"),
     ]
-    columns = ["held-out RL steps, simulated", "makespan s", "to best fixed", "95 % interval", "regret", "to bound"]
+    columns = [
+        "held-out RL steps, simulated",
+        "drafters",
+        "makespan s",
+        "to fixed",
+        "95 % interval",
+        "regret",
+        "to bound",
+    ]
     lines = [
-        table(columns, rows),
+        table(columns, rows, left=2),
+        *filter(None, [granted_text([asdict(row) for row in result.candidates], "name")]),
         "",
+        "to fixed: time over that of the best fixed strategy; "
         "regret: to the per-iteration oracle, which knows costs and acceptance; to bound: to the clairvoyant bound",
         f"minimised: {result.policy.provenance['objective']}",
         f"verdict: {result.verdict}",

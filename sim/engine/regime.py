@@ -98,8 +98,8 @@ def _regime(
         if acceptance is None:
             raise ConfigError(
                 f"the policy speculates ({strategy}) and no acceptance is known: the trace has neither "
-                "acceptance.parquet nor acceptance.json nor iterations that speculated; give --acceptance constant:A, "
-                "geometric:ALPHA or a fitted file"
+                "acceptance.parquet nor acceptance.json nor iterations that speculated; give --acceptance "
+                f"{strategy.drafter}=geometric:ALPHA, a fitted file, or default for a usual one of each drafter"
             )
         acceptance.check(strategy)
         tokens, drafted = acceptance.tokens_per_iteration(strategy), acceptance.num_drafted(strategy)

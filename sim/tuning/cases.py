@@ -6,13 +6,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from tltlab.arrays import Floats
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import load_policy
+from tltlab.policies.policy import Policy, load_policy
 from tltlab.sim.scenario import PolicyLike, Scenario
 from tltlab.sim.sensitivity import ScaledChances
 from tltlab.sim.sweep import sweep
@@ -88,6 +89,12 @@ class TuningCases:
     def nominal(self) -> tuple[TuningCase, ...]:
         """One case per trace, under the costs as they were given."""
         return tuple({case.trace: case for case in reversed(self.cases)}.values())[::-1]
+
+    def granted(self, policy: Policy) -> dict[str, Any]:
+        """The policy's `drafters` and the `acceptance` of each in words: `Scenario.granted` of all traces."""
+        rows = [case.scenario.granted(policy.strategies) for case in self.nominal]
+        texts = {name: dict.fromkeys(row["acceptance"][name] for row in rows) for name in rows[0]["drafters"]}
+        return {"drafters": rows[0]["drafters"], "acceptance": {name: " / ".join(text) for name, text in texts.items()}}
 
     def makespans(
         self, policies: Mapping[str, PolicyLike], *, mode: str, seeds: Sequence[int], jobs: int = 1

@@ -14,6 +14,7 @@ import pandas as pd
 from joblib import Parallel, delayed
 
 from tltlab.acceptance.load import load_acceptance
+from tltlab.costs.deployment import MODEL, Deployment
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import parse_json
@@ -21,9 +22,8 @@ from tltlab.importers.sources import TraceSource, read
 from tltlab.planning.systems import find_systems
 from tltlab.sim.config import SimulationConfig, at_least, check_keywords
 from tltlab.sim.scenario import PolicyLike, Scenario, named_policies
-from tltlab.sim.sweep import backend, makespans, ratio_columns
+from tltlab.sim.sweep import backend, makespans, ratio_columns, speed_ups
 from tltlab.sim.systems import compare_systems
-from tltlab.sim.what_if import MODEL, Deployment
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
@@ -40,7 +40,7 @@ class Axes:
     """The values of each axis; an empty one stays as the trace and the settings have it.
 
     `workers` and `gpus` (such as 8xH100, with `model`) say where, `caps` cut responses, `group_sizes` keep the first
-    samples of each prompt, `acceptance` are chances that a drafted token is accepted, or models as `simulate` takes.
+    samples of each prompt, `acceptance` are models as `simulate` takes.
     `systems` are names in `tltlab.planning.systems` that every point compares in place of policies. Raises ConfigError
     for a value that is no such thing, or comes twice.
     """
@@ -65,7 +65,7 @@ class Axes:
         for value in self.gpus:
             Deployment.of(value, self.model)
         for value in self.acceptance:
-            load_acceptance(_acceptance(value))
+            load_acceptance(value)
         if self.systems:
             find_systems(self.systems)
 
@@ -92,8 +92,9 @@ class SweepGrid:
     """Rows of `frame`: a point's values, `policy` or `system`, `makespan_s`, and `speed_up` over plain decoding at the
     same point with its 95 % interval over the RL steps, `speed_up_low` to `speed_up_high` (NaN of a single RL step).
 
-    Systems on GPUs have `step_s` and `step_speed_up` of whole RL steps likewise, and `assumed` says which acceptance
-    nobody knew. `resumed` of the points had been done before.
+    `drafters` are those of the policy or system, `granted` the acceptance of each in words. Systems on GPUs have
+    `step_s` and `step_speed_up` of whole RL steps likewise, and `assumed` says which acceptance nobody knew. `resumed`
+    of the points had been done before.
     """
 
     frame: pd.DataFrame
@@ -153,8 +154,7 @@ def sweep(
     """Simulate every policy, or every system of `axes`, at every point. O(points x policies) simulations.
 
     All have common random numbers. `policies` are as `compare` takes them, by default adaptive. Systems are compared
-    to verl, which is always among them, as `compare_systems` does without ranges; an acceptance on the axes is that of
-    all drafters.
+    to verl, which is always among them, as `compare_systems` does without ranges.
 
     `jobs` processes, or a Ray cluster as in `compare`, share the points; the numbers do not depend on them. `journal`
     is a file that each finished point is written to: a sweep of the same trace, settings and policies goes on where it
@@ -219,13 +219,17 @@ def _rows(
     trace, config, stages = _at(trace, axes, config, point)
     if axes.systems:
         return _system_rows(trace, axes, config, stages)
-    seconds = {name: np.array(steps) for name, steps in makespans(Scenario.of(trace, config), policies).items()}
+    scenario = Scenario.of(trace, config)
+    scenario.check_acceptance(policies.values())
+    seconds = {name: np.array(steps) for name, steps in makespans(scenario, policies).items()}
     rows = []
     for name, steps in seconds.items():
         # The ratio of plain decoding to the policy: its interval is that of the speed-up.
         columns = ratio_columns("speed_up", seconds[BASELINES["policy"]], steps, config.seed)
         finite = {key: None if value != value else value for key, value in columns.items()}
-        rows.append({"policy": name, "makespan_s": float(steps.mean())} | finite)
+        drafts = scenario.granted(policies[name].strategies)
+        drafts["granted"] = drafts.pop("acceptance")
+        rows.append({"policy": name, **drafts, "makespan_s": float(steps.mean())} | finite)
     return rows
 
 
@@ -234,17 +238,12 @@ def _system_rows(trace: Trace, axes: Axes, config: SimulationConfig, stages: Sta
     table = compare_systems(trace, names, config, stages=stages, ranges=False).set_index("system").loc[names]
     rows = []
     for name, row in table.iterrows():
-        times = {"makespan_s": row["makespan_s"]} | _speed_ups("speed_up", row, "ratio")
+        times = {"makespan_s": row["makespan_s"]} | speed_ups("speed_up", row, "ratio")
         if stages is not None:
-            times |= {"step_s": row["step_s"]} | _speed_ups("step_speed_up", row, "step_ratio")
-        rows.append({"system": name, **times, "assumed": "; ".join(row["defaults"]) or None})
+            times |= {"step_s": row["step_s"]} | speed_ups("step_speed_up", row, "step_ratio")
+        drafts = {"drafters": row["drafters"], "granted": row["acceptance"]}
+        rows.append({"system": name, **drafts, **times, "assumed": "; ".join(row["defaults"]) or None})
     return rows
-
-
-def _speed_ups(name: str, row: pd.Series[Any], ratio: str) -> dict[str, float | None]:
-    """The reciprocals of a ratio and of the ends of its interval; None for an end that is unknown or has none."""
-    ends = {"": row[ratio], "_low": row[f"{ratio}_high"], "_high": row[f"{ratio}_low"]}
-    return {name + end: 1.0 / float(value) if value > 0 else None for end, value in ends.items()}
 
 
 def _at(
@@ -252,7 +251,6 @@ def _at(
 ) -> tuple[Trace, SimulationConfig, StageCosts | None]:
     """Trace, settings and costs of the other stages at a point."""
     changes: dict[str, Any] = {}
-    stages = None
     if "group_sizes" in point:
         # What lies beside the trace, or was measured of all its responses.
         changes = {"costs": config.find_costs(trace)[0], "acceptance": config.find_acceptance(trace)[0]}
@@ -262,13 +260,11 @@ def _at(
     if "workers" in point:
         changes["workers"] = point["workers"]
     if "gpus" in point:
-        longest = int(trace.outcomes["response_tokens"].max() + trace.workload["prompt_tokens"].max())
-        machine = Deployment.of(point["gpus"], axes.model, tokens=min(longest, point.get("caps", longest)))
-        changes |= {"costs": machine.costs, "workers": machine.workers}
-        stages = machine.stages
+        changes |= {"gpus": point["gpus"], "model": axes.model, "costs": None, "workers": None}
     if "acceptance" in point:
-        changes["acceptance"] = load_acceptance(_acceptance(point["acceptance"]))
-    return trace, replace(config, **changes), stages
+        changes["acceptance"] = point["acceptance"]
+    config, machine = replace(config, **changes).on_machine(trace)
+    return trace, config, None if machine is None else machine.stages
 
 
 def _first_samples(trace: Trace, size: int) -> Trace:
@@ -277,14 +273,6 @@ def _first_samples(trace: Trace, size: int) -> Trace:
     workload = trace.workload[rank < size]
     outcomes = trace.outcomes.merge(workload[list(KEY)], on=list(KEY))
     return Trace.from_tables(trace.manifest, {"workload": workload, "outcomes": outcomes})
-
-
-def _acceptance(value: str) -> str:
-    """A bare number is the chance that a drafted token is accepted."""
-    try:
-        return f"geometric:{float(value)}"
-    except ValueError:
-        return value
 
 
 def _identity(policy: PolicyLike) -> Any:

@@ -31,12 +31,15 @@ class Finalists:
 class JudgedPolicy:
     """A finalist on the held-out steps.
 
-    `ratio` of the objective to the best fixed strategy's with its 95 % interval, None where one RL step gives none;
-    `regret` of the makespan to the per-iteration oracle, `regret_to_bound` to the clairvoyant bound.
+    `acceptance` has in words what is granted to each of its `drafters`, of all traces where they differ. `ratio` of the
+    objective to the best fixed strategy's with its 95 % interval, None where one RL step gives none; `regret` of the
+    makespan to the per-iteration oracle, `regret_to_bound` to the clairvoyant bound.
     """
 
     name: str
     kind: str
+    drafters: list[str]
+    acceptance: dict[str, str]
     makespan_s: float
     ratio: float
     ratio_low: float | None
@@ -86,6 +89,7 @@ def judge(
             JudgedPolicy(
                 name=name,
                 kind=finalists.kind_of[name],
+                **cases.granted(finalists.policies[name]),
                 makespan_s=makespan_s,
                 ratio=interval.estimate,
                 ratio_low=finite(interval.low),

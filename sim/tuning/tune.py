@@ -23,6 +23,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
 from tltlab.own import split
 from tltlab.policies.policy import Policy, PolicySource, load_policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim.config import SimulationConfig, at_least
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario, policy_name
@@ -213,6 +214,8 @@ def tune(
     if config.search:
         values = {key: values_of(key, v) if isinstance(v, str) else tuple(v) for key, v in config.search.items()}
         spaces = {name: Parameters(base=policy, values=values) for name, policy in own.items()}
+    for case in tune_on:
+        case.scenario.check_acceptance([Policy(selector=FixedSpec(strategy=strategy)) for strategy in strategies])
     tuning, judging = (_with_errors(cases, strategies, config) for cases in (tune_on, judge_on))
     if all(case.scenario.costs.noise is None for case in tune_on):
         notes.append("the costs have no noise: a bandit is tuned as if iteration times were exact (calibrate anew)")
@@ -360,7 +363,7 @@ def _strategies(cases: Sequence[TuningCase], config: TuneConfig) -> tuple[list[S
     if len(models) < len(cases):
         raise ConfigError(
             "nothing is known about acceptance: the trace has neither acceptance.parquet nor acceptance.json nor "
-            "iterations that speculated; give --acceptance geometric:ALPHA or a fitted file"
+            "iterations that speculated; give --acceptance ngram=geometric:ALPHA, a fitted file, or default"
         )
     drafters = config.drafters
     if drafters is None:

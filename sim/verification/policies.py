@@ -11,7 +11,7 @@ import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from tltlab.files import write_json
 from tltlab.own import split
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
 from tltlab.sim.scenario import Scenario
+from tltlab.sim.sweep import drafters_text, granted_text
 from tltlab.stats import kendall_tau, mean_interval, pairs_apart
 from tltlab.traces.trace import Trace, read
 
@@ -39,6 +40,7 @@ DEFAULT = ("none", "ngram:1", "ngram:2", "ngram:8", "ngram:4@1", "ngram:4@4", "n
 WITH_SUFFIX = ("suffix:1", "suffix:8")
 SAMPLES = 8
 """Sampled simulations per prediction: luck in acceptance moves a single one by some percent."""
+FITTED = "fitted to the other policies' rollouts"
 MEDIAN_ERROR, WORST_ERROR, KENDALL_TAU, NUM_PAIRS = 0.05, 0.12, 0.9, 8
 
 
@@ -46,9 +48,10 @@ MEDIAN_ERROR, WORST_ERROR, KENDALL_TAU, NUM_PAIRS = 0.05, 0.12, 0.9, 8
 class PolicyVerification:
     """A row per policy in `rows` and per rollout in `rollouts`, and what they come to.
 
-    Columns of `rows`: `policy`; `measured_s`, the mean over the rounds, with its interval `low`, `high` (nan with one
-    round); `predicted_s` and `error`, predicted / measured - 1; `predicted_at_speed_s` and `error_at_speed`, the same
-    times how much slower than predicted the other policies' iterations were in the same round.
+    Columns of `rows`: `policy`, its `drafters` and in words the `acceptance` of each; `measured_s`, the mean over the
+    rounds, with its interval `low`, `high` (nan with one round); `predicted_s` and `error`, predicted / measured - 1;
+    `predicted_at_speed_s` and `error_at_speed`, the same times how much slower than predicted the other policies'
+    iterations were in the same round.
 
     Tau is Kendall's over the `num_pairs` pairs of policies whose measured intervals do not overlap. `repeat_spread` is
     by how much the same rollout varies that is done twice: the median distance from the typical ratio of both times.
@@ -187,19 +190,31 @@ def judge(
     rollouts.insert(3, "measured_s", rollouts["rl_step"].map(measured))
     rollouts["error"] = rollouts["predicted_s"] / rollouts["measured_s"] - 1
     bias, spread = repeats(trace)
-    return compared(rollouts.sort_values("rl_step", ignore_index=True), repeat_bias=bias, repeat_spread=spread)
+    strategies = {force.name: force.policy.strategies for force in forces.values()}
+    drafters = {name: sorted({s.drafter for s in some if s.speculates}) for name, some in strategies.items()}
+    rollouts = rollouts.sort_values("rl_step", ignore_index=True)
+    return compared(rollouts, drafters, repeat_bias=bias, repeat_spread=spread)
 
 
 def compared(
-    rollouts: pd.DataFrame, *, repeat_bias: float | None = None, repeat_spread: float | None = None
+    rollouts: pd.DataFrame,
+    drafters: Mapping[str, Sequence[str]] = {},
+    *,
+    repeat_bias: float | None = None,
+    repeat_spread: float | None = None,
 ) -> PolicyVerification:
-    """What rollouts come to. Columns: `policy`, `round`, `measured_s`, `predicted_s`, `speed`."""
+    """What rollouts come to. Columns: `policy`, `round`, `measured_s`, `predicted_s`, `speed`.
+
+    `drafters` are those of each policy, whose acceptance is fitted to the other policies' rollouts.
+    """
     rows = []
     for name, of_policy in rollouts.groupby("policy", sort=False):
         measured = of_policy["measured_s"].to_numpy(np.float64)
         low, high = mean_interval(measured)
         mean = float(measured.mean())
-        row: dict[str, Any] = {"policy": name, "measured_s": mean, "low": low, "high": high}
+        used = list(drafters.get(str(name), ()))
+        row: dict[str, Any] = {"policy": name, "drafters": used, "acceptance": dict.fromkeys(used, FITTED)}
+        row |= {"measured_s": mean, "low": low, "high": high}
         for column, error, seconds in (
             ("predicted_s", "error", of_policy["predicted_s"]),
             ("predicted_at_speed_s", "error_at_speed", of_policy["predicted_s"] * of_policy["speed"]),
@@ -293,7 +308,7 @@ def text(verification: PolicyVerification) -> str:
     """The table for people."""
     rows = [
         (
-            row["policy"], f"{row['measured_s']:.2f}",
+            row["policy"], drafters_text(row["drafters"]), f"{row['measured_s']:.2f}",
             "" if np.isnan(row["low"]) else f"[{row['low']:.2f}, {row['high']:.2f}]",
             f"{row['predicted_s']:.2f}", f"{row['error']:+.1%}",
         )
@@ -305,7 +320,8 @@ def text(verification: PolicyVerification) -> str:
     if verification.repeat_spread is not None:
         twice = f"the same rollout run twice varies by {verification.repeat_spread:.1%}"
     lines = [
-        table(["policy", "measured s", "95 %", "predicted s", "error"], rows),
+        table(["policy", "drafters", "measured s", "95 %", "predicted s", "error"], rows, left=2),
+        *filter(None, [granted_text(verification.rows.to_dict("records"), "policy")]),
         "",
         f"rollout time by policy, {verification.num_rounds} rounds, fitted on the other policies' rollouts: median "
         f"error {verification.median_error:.1%}, worst {verification.worst_error:.1%}; {twice}",

@@ -16,12 +16,14 @@ from ..sim.workloads import typed
 PRINTED = Path(__file__).parent / "printed"
 TINY = "traces/tiny"
 GEOMETRIC = ("--acceptance", "geometric:0.7")
+BY_DRAFTER = ("--acceptance", "learned=geometric:0.7,ngram=geometric:0.42,suffix=0.57")
 H100 = ("--costs", "h100-qwen2.5-7b")
 COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "overview": (("--help",),),
     "calibrate": (("calibrate", TINY, "--out", "{tmp}/costs.json"),),
     "compare": (
         ("compare", TINY, "--systems", "verl,tlt,das", *H100, *GEOMETRIC),
+        ("compare", TINY, "--systems", "verl,tlt,das", *H100, *BY_DRAFTER),
         ("compare", TINY, "--policies", "none,fixed,adaptive", *GEOMETRIC),
         ("compare", TINY, "--systems", "verl,das,seer,open-r1"),
         ("compare", TINY, "--systems", "verl,das", *H100, "--acceptance", "tlt-qwen2.5-32b"),
@@ -43,7 +45,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "settings": (("settings", "rollout"),),
     "simulate": (
         ("simulate", TINY, "--policy", "beg-mab", *GEOMETRIC),
-        ("simulate", TINY, "--system", "tlt", *H100, *GEOMETRIC),
+        ("simulate", TINY, "--system", "tlt", *H100, *BY_DRAFTER),
         ("simulate", "{lengths}", "--workers", "2", *H100, *GEOMETRIC, "--strategy", "4,1,5", "--sd-threshold", "8"),
     ),
     "sweep": (("sweep", TINY, "--policies", "none,fixed", "--workers", "1,2", "--acceptance", "0.5,0.7"),),
@@ -60,6 +62,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "verify": (("verify", "traces/gcd-small", "--rl-steps", "4:6", "--samples", "1"),),
     "what-if": (
         ("what-if", "{lengths}", "--gpus", "8xH100", "--model", "Qwen2.5-7B"),
+        ("what-if", "{lengths}", "--costs", "h100-qwen2.5-7b", "--workers", "2", *BY_DRAFTER, "--systems", "tlt"),
         ("what-if", TINY, "--systems", "verl,vllm-dynamic"),
         ("what-if", TINY, "--systems", "verl", "--gpus", "H100", "--model", "Qwen2.5-7B", "--accept", "0.02"),
         ("what-if", "{lengths}", "--gpus", "8xZ1"),

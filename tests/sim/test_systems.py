@@ -37,7 +37,7 @@ STAGES = StageCosts(
     train=TrainCosts(per_token_s=3e-4, per_update_s=0.1), sync=SyncCosts(base_s=0.25),
 )  # fmt: skip
 GPU = {"costs": "h100-qwen2.5-32b-tp4", "decision_block": 16}
-ALIKE = {"costs": COSTS, "acceptance": "geometric:0.7", "decision_block": 8}
+ALIKE = {"costs": COSTS, "acceptance": "all=geometric:0.7", "decision_block": 8}
 KEYS = {
     "system", "makespan_s", "ratio", "ratio_low", "ratio_high", "interval", "regret", "lossless", "assumptions",
     "source", "stand_ins",
@@ -59,7 +59,8 @@ def test_each_row_is_the_simulation_of_its_policy(trace: Trace, found: pd.DataFr
     assert not any(found["defaults"])
     assert not found.attrs["ranges"]
     # What goes to another process is pickled.
-    sent = {n: pickle.loads(pickle.dumps(bind(s, COSTS, load_acceptance("geometric:0.7")))) for n, s in SYSTEMS.items()}
+    model = load_acceptance("all=geometric:0.7")
+    sent = {n: pickle.loads(pickle.dumps(bind(s, COSTS, model))) for n, s in SYSTEMS.items()}
     plain = {n: s for n, s in SYSTEMS.items() if s.same_work and s.placement == "contiguous" and not s.max_staleness}
     assert len(plain) >= 10
     for name, system in plain.items():
@@ -134,11 +135,10 @@ def test_stages_differ_by_fusion_and_by_who_has_which_gpus(trace: Trace, found: 
 
 
 @pytest.mark.parametrize("mode", ["fluid", "sampled"])
-@pytest.mark.parametrize("model_free", [None, "seer-siblings"])
-def test_no_system_beats_the_clairvoyant_bound(trace: Trace, mode: str, model_free: str | None):
-    table = compare_systems(
-        trace, model_free_acceptance=model_free, mode=mode, rl_steps=[0], ranges=False, **ALIKE
-    ).set_index("system")
+@pytest.mark.parametrize("acceptance", ["all=geometric:0.7", "learned=geometric:0.7,all=seer-siblings"])
+def test_no_system_beats_the_clairvoyant_bound(trace: Trace, mode: str, acceptance: str):
+    some = ALIKE | {"acceptance": acceptance, "mode": mode, "rl_steps": [0], "ranges": False}
+    table = compare_systems(trace, **some).set_index("system")
     without = {name for name, system in SYSTEMS.items() if system.budget is not None or not system.same_work}
     assert set(table.index[table["regret"].isna()]) == without
     table = table.drop(list(without))
@@ -220,7 +220,7 @@ def test_a_missing_acceptance_takes_a_marked_default(trace: Trace):
     marked = [bool(rows.loc[name, "defaults"]) for name in ("verl", "tlt", "tlt-base", "das")]
     assert marked == [False, False, True, True]
     assert "seer-siblings" in rows.loc["das", "defaults"][0]
-    given = compare_systems(trace, "das", model_free_acceptance="seer-siblings", **some)
+    given = compare_systems(trace, "das", **some | {"acceptance": "learned=tlt-qwen2.5-32b,all=seer-siblings"})
     assert rows.loc["das", "makespan_s"] == given.loc[0, "makespan_s"]
     text = [end for end in table.attrs["ranges"] if end["number"] == "chance of a model-free drafter's token"]
     assert [end["factor"] for end in text] == [0.7, 1.2]
@@ -335,7 +335,8 @@ def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys):
         ["compare", "--search", "--systems", "verl"],
         ["compare", "--policies", "none,table,none"],
         ["compare", "--systems", "all", "--stages", "h100x64-qwen2.5-32b"],
-        ["compare", "--systems", "all", "--model-free-acceptance", "nothing.json"],
+        ["compare", "--systems", "all", "--acceptance", "ngram=nothing.json"],
+        ["compare", "--systems", "tlt,das", "--acceptance", "geometric:0.7"],
         ["simulate", "--system", "nobody"],
         ["simulate", "--system", "tlt", "--policy", "table"],
         ["simulate", "--system", "tlt", "--strategy", "4,1,5"],

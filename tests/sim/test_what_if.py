@@ -11,12 +11,15 @@ import tltlab
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
+from tltlab.acceptance.load import DEFAULTS
+from tltlab.costs.deployment import Deployment
 from tltlab.errors import ConfigError
 from tltlab.sim import what_if as questions
 from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.simulate import simulate
+from tltlab.sim.sweep import drafters_text, granted_text
 from tltlab.sim.topology import Colocated
-from tltlab.sim.what_if import Deployment, what_if
+from tltlab.sim.what_if import what_if
 
 from .workloads import typed
 
@@ -51,7 +54,7 @@ def test_an_answer_tells_which_columns_it_used(lengths: Path):
 def test_the_answer_is_what_simulating_its_policy_gives(tmp_path: Path):
     found = what_if(FRAME, accept=0.6, **FAST)
     machine = Deployment.of("8xH100", "Qwen2.5-7B", tokens=5000)
-    config = {"costs": machine.costs_name, "acceptance": "geometric:0.6", "workers": 8}
+    config = {"costs": machine.costs.name, "acceptance": "learned=geometric:0.6", "workers": 8}
     before = simulate(FRAME, "none", **config)
     after = simulate(FRAME, found.chosen.policy, **config)
     assert found.chosen.rollout.estimate == pytest.approx(before.makespan_s / after.makespan_s, rel=1e-9)
@@ -71,6 +74,106 @@ def test_the_answer_is_what_simulating_its_policy_gives(tmp_path: Path):
         f"{100 * found.speedup_error:.0f} %",
     )
     assert all(figure in found.verdict for figure in figures)
+
+
+ASKED = [
+    ("--gpus", "8xH100", "--model", "Qwen2.5-7B"),
+    ("--gpus", "4xH100", "--acceptance", "learned=geometric:0.8,ngram=0.3"),
+    ("--model", "Qwen2.5-7B", "--acceptance", "all=geometric:0.7"),
+    ("--costs", "h100-qwen2.5-7b", "--workers", "4", "--acceptance", "learned=0.8/0.6/0.5/0.4,all=seer-siblings"),
+]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: " ".join(asked[:2]))
+def test_the_same_question_has_the_same_answer(lengths: Path, tmp_path: Path, capsys, asked: tuple[str, ...]):
+    """Systems as `compare` has them, the verdict as `simulate` has its policy: to the last digit."""
+    names = "verl,tlt,tlt-base,vllm-dynamic"
+    found, systems = (
+        json.loads(typed(capsys, command, lengths, *asked, "--systems", names, *more, "--json")[1])
+        for command, more in (("what-if", ()), ("compare", ("--no-ranges",)))
+    )
+    rows = {row["system"]: row for row in systems["systems"]}
+    same = ("makespan_s", "ratio", "interval", "drafters", "acceptance", "mean_accept_length")
+    for row in found["systems"]:
+        if row["system"] in rows:
+            keys = [*same, *(key for key in ("step_s", "step_ratio", "step_interval") if key in row)]
+            assert {key: row[key] for key in keys} == {key: rows[row["system"]][key] for key in keys}
+    assert (systems["acceptance"], systems["costs"]) == (found["notes"][-1].partition(": ")[2], found["costs"])
+    (tmp_path / "policy.json").write_text(json.dumps(found["policy"]))
+    plain, drafting = (
+        json.loads(typed(capsys, "simulate", lengths, *asked, "--policy", policy, "--json")[1])
+        for policy in ("none", tmp_path / "policy.json")
+    )
+    for name, key in (("rollout", "makespan_s"), ("rl_step", "step_s")):
+        if found["speedup"][name] is not None:
+            assert found["speedup"][name]["mean"] == pytest.approx(plain[key] / drafting[key], rel=1e-12)
+    assert set(found["acceptance"]) == set(found["drafters"]) == {"learned"}
+
+
+def test_every_command_means_the_same_machine_and_acceptance(lengths: Path, tmp_path: Path, capsys):
+    """Without --acceptance it is the default of each drafter, in every row's words; n-grams are no learned drafter."""
+    machine = ("--gpus", "2xH100", "--model", "Qwen2.5-7B")
+    policies = "none,learned:4,ngram:4"
+
+    def asked(command: str, *options: object) -> dict:
+        code, out, err = typed(capsys, command, lengths, *machine, *options, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    alone = {name: asked("simulate", "--policy", name) for name in policies.split(",")}
+    compared = {row["policy"]: row for row in asked("compare", "--policies", policies)["policies"]}
+    swept = {row["policy"]: row for row in asked("sweep", "--policies", policies)["points"]}
+    for name, result in alone.items():
+        assert compared[name]["makespan_s"] == swept[name]["makespan_s"] == result["makespan_s"]
+        assert swept[name]["step_s"] if "step_s" in swept[name] else result["step_s"] > result["makespan_s"]
+    for rows, granted in ((compared, "acceptance"), (swept, "granted")):
+        assert [rows[name]["drafters"] for name in alone] == [[], ["learned"], ["ngram"]]
+        assert rows["ngram:4"][granted] == {"ngram": "geometric:0.42 (default)"}
+    options = ("--trials", "0", "--repeats", "1", "--depths", "4", "--out", tmp_path / "policy.json")
+    tuned = asked("tune", *options)
+    assert all(
+        row["acceptance"] == {n: f"{DEFAULTS[n]} (default)" for n in row["drafters"]} for row in tuned["candidates"]
+    )
+    assert any("learned" in row["drafters"] for row in tuned["candidates"])
+    assert tuned["provenance"]["costs"] == ["sglang-0.4:1xH100:Qwen2.5-7B"]
+    expected = alone["learned:4"]["makespan_s"]
+    assert asked("simulate", "--policy", "learned:4", "--acceptance", "default")["makespan_s"] == expected
+    on = {"gpus": "2xH100", "model": "Qwen2.5-7B"}
+    for acceptance in (None, "learned=0.7", {"learned": GeometricAcceptance(alpha=0.7)}):
+        assert simulate(FRAME, "learned:4", acceptance=acceptance, **on).makespan_s == expected
+        found = tltlab.compare(FRAME, ["none", "learned:4"], acceptance=acceptance, **on)
+        assert found.set_index("policy").loc["learned:4", "makespan_s"] == expected
+
+
+def test_a_row_names_its_drafters_within_100_columns(capsys):
+    for options in (("--no-ranges",), ("--ranges", "--rl-steps", "0:1"), ("--no-ranges", "--stages", "cpu-small")):
+        code, out, _ = typed(capsys, "compare", "traces/tiny", "--systems", "all", "--acceptance", "default", *options)
+        table = out.split("\nacceptance: ")[0].splitlines()
+        assert (code, len(table) > 20, max(map(len, table)) <= 100) == (0, True, True)
+        named = {line.split()[0].rstrip("*+"): line.split()[1] for line in table[1:]}
+        assert (named["verl"], named["das"], named["tlt"]) == ("none", "suffix", "learned")
+    drafters = ["learned", "ngram", "suffix"]
+    many = {"policy": "a", "drafters": drafters, "acceptance": dict.fromkeys(drafters, "0.5")}
+    other = {"policy": "b", "drafters": ["ngram"], "acceptance": {"ngram": "0.4"}}
+    assert drafters_text(drafters) == "3 drafters"
+    said = granted_text([many, other], "policy")
+    assert all(
+        f in said for f in ("ngram 0.4 (b)", "ngram 0.5 (a)", "learned 0.5;", "a drafts with learned, ngram, suf")
+    )
+
+
+def test_accept_is_short_for_one_drafter(lengths: Path):
+    short = what_if(lengths, accept=0.6, systems="tlt,tlt-base")
+    long = what_if(lengths, acceptance="learned=geometric:0.6,ngram=0.42,suffix=0.57", systems="tlt,tlt-base")
+    assert short.chosen.rollout == long.chosen.rollout
+    assert short.systems["makespan_s"].tolist() == long.systems["makespan_s"].tolist()
+    assert [s.rollout for s in short.speed_ups] == [s.rollout for s in long.speed_ups]
+    row = short.systems.set_index("system").loc["tlt-base"]
+    assert (row["drafters"], row["acceptance"]) == (["ngram"], {"ngram": "geometric:0.42 (default)"})
+    text = what_if(lengths, accept=0.6, drafter="ngram", **FAST)
+    assert (text.drafters, text.acceptance) == (("ngram",), {"ngram": "geometric:0.6"})
+    assert {row.strategy.drafter for row in text.drafting} <= {"ngram", "none"}
+    assert text.chosen.rollout.estimate > short.chosen.rollout.estimate, "n-grams cost no draft level"
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 12])
@@ -150,6 +253,8 @@ def test_the_command_answers_in_json_and_as_a_page(lengths: Path, tmp_path: Path
     page = (tmp_path / "answer.html").read_text()
     result = json.loads(typed(capsys, *asked, "--json")[1])
     assert result["verdict"] in page
+    assert "<td>geometric:0.7 (default)</td>" in page
+    assert result["acceptance"] == {"learned": "geometric:0.7 (default)"}
     assert f"<dt>RL step</dt><dd>{result['speedup']['rl_step']['mean']:.2f}x</dd>" in page
     assert f"drafted tokens accepted, each: 0.5\\nrollout: {result['by_accept'][0]['rollout']['mean']:.4g} (" in page
     assert set(result["speedup"]["rollout"]) == {"mean", "low", "high"}
@@ -168,6 +273,11 @@ def test_the_command_answers_in_json_and_as_a_page(lengths: Path, tmp_path: Path
         (["--gpus", "1xRTX4090", "--model", "Llama-3.3-70B"], "131 GiB"),
         (["--tp", "3"], "3 GPUs"),
         (["--accept", "70"], "70"),
+        (["--accept", "0.7", "--acceptance", "all=0.7"], "0.7"),
+        (["--accept", "0.7", "--drafter", "ngarm"], "'ngarm'"),
+        (["--gpus", "8xH100", "--costs", "cpu-small"], "--costs"),
+        (["--model", "Qwen2.5-7B", "--workers", "2"], "--workers"),
+        (["--acceptance", "geometric:0.7"], "all=geometric:0.7"),
         (["--out", "x.doc"], ".html, .png, .svg or .json"),
         (["--column", "words"], "'words'"),
     ],

@@ -10,10 +10,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, model_validator
 
 from tltlab.arrays import Bytes, Floats
 from tltlab.config import FiniteModel, StoredModel
@@ -199,7 +200,7 @@ class AcceptanceModel(SettledModel):
         return np.broadcast_to(best, (len(levels), len(best)))
 
     def most_tokens(self, strategy: Strategy, levels: Floats, num_tokens: Floats, num_siblings: Floats) -> Floats:
-        return np.full(len(levels), self.tokens_per_iteration(strategy))
+        return np.full(len(levels), max(model.tokens_per_iteration(strategy) for model in self.by_batch))
 
     def cdf(self, strategy: Strategy) -> Floats | None:
         below: Floats = np.cumsum(self.distribution(strategy))[:-1]
@@ -374,6 +375,31 @@ class GeometricAcceptance(AcceptanceModel):
     def distribution(self, strategy: Strategy) -> Floats:
         only_chains(strategy, "geometric acceptance")
         return from_survival(np.power(self.alpha, np.arange(1, strategy.reach + 1, dtype=np.float64)))
+
+
+class ChainAcceptance(AcceptanceModel):
+    """Chain drafts, kept up to token i with the chance `kept[i - 1]`; nothing is known of deeper ones.
+
+    >>> ChainAcceptance(kept=(0.8, 0.6)).tokens_per_iteration(Strategy.chain("ngram", 2))
+    2.4
+    """
+
+    kind: Literal["chances"] = "chances"
+    kept: Annotated[tuple[Share, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if any(b > a for a, b in pairwise(self.kept)):
+            raise ValueError(f"kept: no chance may be larger than the one before, got {'/'.join(map(str, self.kept))}")
+        return self
+
+    def distribution(self, strategy: Strategy) -> Floats:
+        only_chains(strategy, "acceptance token by token")
+        if strategy.reach > len(self.kept):
+            raise ConfigError(
+                f"{len(self.kept)} chances are given, one for each token of a draft, and {strategy} is deeper"
+            )
+        return from_survival(np.array(self.kept[: strategy.reach]))
 
 
 def from_survival(survival: Floats) -> Floats:

@@ -20,6 +20,7 @@ from tltlab.strategy import Strategy
 from .base import (
     Acceptance,
     AcceptanceModel,
+    ChainAcceptance,
     ConstantAcceptance,
     GeometricAcceptance,
     Key,
@@ -32,13 +33,14 @@ from .base import (
     only_chains,
 )
 from .measured import BatchAcceptance, FittedAcceptance
+from .per_drafter import PerDrafter
 from .trees import TreeAcceptance
 
 POSITION_SCALE_TOKENS = 64.0
 """Progress is ln(1 + generated / this): acceptance moves fast at first and slowly later."""
 _LEVELS, _WEIGHTS = np.polynomial.hermite_e.hermegauss(41)
 _WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
-Alike = ConstantAcceptance | GeometricAcceptance | FittedAcceptance | BatchAcceptance | TreeAcceptance
+Alike = ConstantAcceptance | GeometricAcceptance | ChainAcceptance | FittedAcceptance | BatchAcceptance | TreeAcceptance
 """Models in files that treat all requests alike."""
 _ALIKE: TypeAdapter[Alike] = TypeAdapter(Annotated[Alike, Field(discriminator="kind")])
 DraftedShare = Annotated[float, Field(gt=0, le=1)]
@@ -244,6 +246,8 @@ def spread_over_requests(model: Acceptance, spread: float) -> Acceptance:
     """
     if not spread:
         return model
+    if isinstance(model, PerDrafter):
+        return model.changed(lambda part: spread_over_requests(part, spread), f", spread {spread:g}")
     if isinstance(model, AcceptanceModel):
         return SpreadAcceptance(base=model, spread=spread)
     if isinstance(model, StoredModel) and isinstance(base := getattr(model, "base", None), AcceptanceModel):

@@ -2,11 +2,15 @@
 
 base.py says what a model is; constant and geometric ones are there too. measured.py holds what `calibrate` writes,
 trees.py trees, by_request.py what differs by request, freshness.py what changes with the drafter's age, replay.py the
-replay per position.
+replay per position, per_drafter.py a model for each drafter.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +21,10 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import OwnPart
 
-from .base import Acceptance, SettledModel
-from .by_request import SiblingAcceptance
+from .base import Acceptance, ChainAcceptance, ConstantAcceptance, GeometricAcceptance, SettledModel
+from .by_request import SiblingAcceptance, SpreadAcceptance
 from .freshness import Base, FreshAcceptance
+from .per_drafter import EVERY, PerDrafter
 from .trees import TreeAcceptance, TreeRange
 
 _TLT_TREES = TreeAcceptance(
@@ -62,8 +67,21 @@ SHIPPED: dict[str, Base | FreshAcceptance] = {
 }
 """Models that come along, by name."""
 
+DEFAULTS = {"learned": "geometric:0.7", "ngram": "geometric:0.42", "suffix": "geometric:0.57"}
+"""Acceptance of each drafter where nobody measured it, which "default" names.
+
+- `learned`: an assumption, 3.2 tokens per iteration at depth 8; with trees TLT reports 4.6 to 6.5 (arXiv 2511.16665,
+  table 6).
+- `ngram`: a lone request of Seer (arXiv 2511.14617), 1.70 tokens per round without sibling responses.
+- `suffix`: a tree of the group's text in the same table, 2.32 tokens per round with 5 sibling responses; 2.04 with one,
+  2.53 with 15.
+"""
+DEFAULT = "default"
+
 _FILE: TypeAdapter[Base | FreshAcceptance] = TypeAdapter(Annotated[Base | FreshAcceptance, Field(discriminator="kind")])
 _SHORT = {"constant": "tokens", "geometric": "alpha"}
+_NAMED = re.compile(r"\s*[A-Za-z_][\w.-]*\s*=")
+_COMMA = re.compile(r",(?![^()]*\))")
 
 
 class OwnAcceptance(OwnPart):
@@ -74,34 +92,131 @@ class OwnAcceptance(OwnPart):
     contract = "check_acceptance"
 
 
-def load_acceptance(source: Acceptance | type[SettledModel] | dict[str, Any] | str | Path) -> Acceptance:
+def load_acceptance(source: Acceptance | type[SettledModel] | Mapping[str, Any] | str | Path) -> Acceptance:
     """Return an acceptance model from itself, a dict, `constant:A`, `geometric:ALPHA`, a shipped name or a JSON file.
 
+    A number is a geometric model's ALPHA, `0.8/0.6/0.5` the chances that a chain is kept up to each of its tokens. By
+    drafter: `learned=MODEL,ngram=MODEL`, a dict of models by drafter, `all=MODEL`, or "default" for `DEFAULTS`.
     `module:Class(key=value,...)` is a user's own class, as is the class itself or an instance: it must pass
     `tltlab.testing.check_acceptance`.
 
     >>> load_acceptance("geometric:0.5").tokens_per_iteration(Strategy.chain("ngram", 2))
     1.75
+    >>> load_acceptance("learned=geometric:0.5,ngram=0.4").drafters
+    ('learned', 'ngram')
     """
-    if isinstance(source, dict):
-        return _validated(source, "acceptance")
-    name, colon, number = str(source).partition(":") if isinstance(source, str | Path) else ("", "", "")
+    if isinstance(source, Mapping):
+        by_drafter = source and "kind" not in source and all(map(_is_source, source.values()))
+        return _by_drafter(source) if by_drafter else _validated(source, "acceptance")
+    text = str(source) if isinstance(source, str | Path) else ""
+    name, colon, number = text.partition(":")
     if colon and name in _SHORT:
-        return _validated({"kind": name, _SHORT[name]: number}, str(source))
+        return _validated({"kind": name, _SHORT[name]: number}, text)
     own: Acceptance | None = OwnAcceptance.resolve(source)
     if own is not None:
         return own
     if not isinstance(source, str | Path):
         assert not isinstance(source, type)
         return source
-    if str(source) in SHIPPED:
-        return SHIPPED[str(source)]
+    if text == DEFAULT:
+        usual = _by_drafter(DEFAULTS)
+        return replace(usual, texts={name: f"{model} ({DEFAULT})" for name, model in usual.texts.items()})
+    if text in SHIPPED:
+        return SHIPPED[text]
+    if (parts := split_by_drafter(text)) is not None:
+        return _by_drafter(parts)
+    with suppress(ValueError):
+        first, *others = map(float, text.split("/"))
+        value = {"kind": "chances", "kept": (first, *others)} if others else {"kind": "geometric", "alpha": first}
+        return _validated(value, text)
     if not Path(source).exists():
         raise ConfigError(
-            f"no acceptance model {str(source)!r}: give constant:A, geometric:ALPHA, 'trace', {', '.join(SHIPPED)} "
-            f"(-fresh: with an assumed effect of the drafter's age and training), a fitted model's file or module:Class"
+            f"no acceptance model {text!r}: give constant:A, geometric:ALPHA, 'trace', '{DEFAULT}', "
+            f"{', '.join(SHIPPED)} (-fresh: with an assumed effect of the drafter's age and training), a fitted "
+            "model's file, module:Class, or one for each drafter as learned=geometric:ALPHA,ngram=geometric:ALPHA"
         )
-    return _validated(read_json(Path(source)), str(source))
+    return _validated(read_json(Path(source)), text)
+
+
+def split_by_drafter(text: str) -> dict[str, str] | None:
+    """What `learned=geometric:0.7,ngram=geometric:0.42` says of each drafter; None for text that names none.
+
+    Raises ConfigError for a part without a name or a model, and for a name that comes twice.
+    """
+    if not _NAMED.match(text) or Path(text).exists():
+        return None
+    parts: dict[str, str] = {}
+    for part in _COMMA.split(text):
+        name, _, model = (word.strip() for word in part.partition("="))
+        if not name or not model or name in parts:
+            wrong = f"{name} is there twice" if name in parts else f"{part.strip()!r} is no DRAFTER=MODEL"
+            raise ConfigError(f"acceptance {text}: {wrong}; write learned=geometric:ALPHA,ngram=geometric:ALPHA")
+        parts[name] = model
+    return parts
+
+
+def acceptance_text(model: Acceptance | None) -> str:
+    """How a user writes a model, else its kind.
+
+    >>> acceptance_text(load_acceptance("geometric:0.5"))
+    'geometric:0.5'
+    """
+    if shipped := next((name for name, known in SHIPPED.items() if known == model), None):
+        return shipped
+    match model:
+        case GeometricAcceptance():
+            return f"geometric:{model.alpha:g}"
+        case ConstantAcceptance():
+            return f"constant:{model.tokens:g}"
+        case ChainAcceptance():
+            return "/".join(f"{chance:g}" for chance in model.kept)
+        case SpreadAcceptance():
+            return f"{acceptance_text(model.base)}, spread {model.spread:g}"
+        case FreshAcceptance():
+            return f"{acceptance_text(model.base)}, by age and training"
+        case PerDrafter():
+            return str(model)
+    return str(getattr(model, "kind", "trace"))
+
+
+def granted(model: Acceptance | None, name: str | None, drafters: Iterable[str]) -> dict[str, str]:
+    """The acceptance of each drafter in words, for the rows of tables; `name` is how the user wrote the model."""
+    if isinstance(model, PerDrafter):
+        return {drafter: model.text(drafter) for drafter in drafters}
+    return dict.fromkeys(drafters, name or acceptance_text(model))
+
+
+def with_drafter(model: Acceptance, drafter: str, own: Acceptance) -> PerDrafter:
+    """The model with another one for one drafter."""
+    base = model if isinstance(model, PerDrafter) else PerDrafter({}, model, {EVERY: acceptance_text(model)})
+    texts = {**base.texts, drafter: acceptance_text(own)}
+    return PerDrafter({**base.models, drafter: own}, base.others, texts)
+
+
+def _named(model: Acceptance, drafter: str) -> Acceptance:
+    """The model as one of this drafter, where it does not say which one it describes."""
+    if isinstance(model, FreshAcceptance):
+        return model.model_copy(update={"base": _named(model.base, drafter), "drafter": drafter})
+    if isinstance(model, SiblingAcceptance | TreeAcceptance) and model.drafter is None:
+        return model.model_copy(update={"drafter": drafter})
+    return model
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, str | Path | Mapping) or hasattr(value, "in_state")
+
+
+def _by_drafter(sources: Mapping[str, Any]) -> PerDrafter:
+    texts: dict[str, str] = {}
+    models: dict[str, Acceptance] = {}
+    for name, source in sources.items():
+        model = load_acceptance(source)
+        models[name] = model if name == EVERY else _named(model, name)
+        if isinstance(models[name], PerDrafter):
+            raise ConfigError(f"acceptance of {name}: {source} is by drafter itself; give one model")
+        texts[name] = str(source) if isinstance(source, str | Path) else acceptance_text(models[name])
+    others = models.pop(EVERY, None)
+    return PerDrafter(models, others, texts)
 
 
 def _validated(value: Any, origin: str) -> Base | FreshAcceptance:

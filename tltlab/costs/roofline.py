@@ -276,6 +276,13 @@ class RooflineCosts(CostModel):
     def tensor_parallel(self) -> int:
         return self.tp
 
+    @property
+    def name(self) -> str:
+        """What `load_costs` takes for an engine's profile of a known model, the kind for other constants."""
+        if self.evidence is None:
+            return self.kind
+        return f"{self.evidence.engine}:{self.tp}x{gpu(self.gpu).name}:{model(self.model).name}"
+
     def iteration(
         self,
         strategy: Strategy,

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
-from pydantic import SerializeAsAny
 
-from tltlab.acceptance.base import Acceptance, Key, RequestAcceptance, Settled, SettledModel, Variation
+from tltlab.acceptance.base import Acceptance
 from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
-from tltlab.acceptance.load import load_acceptance
+from tltlab.acceptance.load import acceptance_text, load_acceptance
+from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.acceptance.trees import TreeAcceptance
-from tltlab.arrays import Floats
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import STANDARD, Drafters
@@ -101,9 +99,10 @@ def bind(
     """Fit a system to what is known; ConfigError with the reason where it cannot run.
 
     `acceptance` serves every drafter that it knows; those that draft from text are `model_free`'s alone where that is
-    given. A curve fitted to a learned drafter's trees says nothing of n-grams, though it names no drafter. A drafter
-    that is not known is replaced by a model-free one that is, which `stand_ins` says. `drafters` say what those of the
-    acceptance models are.
+    given. Where each drafter has a model of its own, those that draft from text stand in for a learned one only. A
+    curve fitted to a learned drafter's trees says nothing of n-grams, though it names no drafter. A drafter that is not
+    known is replaced by a model-free one that is, which `stand_ins` says. `drafters` say what those of the acceptance
+    models are.
     """
     drafters = drafters.beside(dict(system.specs))
     if not system.drafters:
@@ -112,14 +111,13 @@ def bind(
     choose = _together if system.together else _drafters
     chosen, model, stand_ins = choose(system, acceptance, model_free, drafters)
     notes = [*stand_ins]
-    if system.history and isinstance(model, SiblingAcceptance):
-        alpha = float(model.alpha(np.array([float(system.history)]), np.zeros(1))[0])
-        model = model.model_copy(update={"alone": alpha})
+    remembering = _changed(model, lambda part: _remembering(part, system.history))
+    if remembering is not model:
+        model = remembering
         notes.append(f"{system.history} responses of an earlier epoch to retrieve from, as good as finished siblings")
-    tree = model.learned if isinstance(model, Beside) else model
-    if isinstance(tree, TreeAcceptance):
-        fresh = FreshAcceptance(base=tree)
-        model = replace(model, learned=fresh) if isinstance(model, Beside) else fresh
+    trained = _changed(model, lambda part: FreshAcceptance(base=part) if isinstance(part, TreeAcceptance) else part)
+    if trained is not model:
+        model = trained
         notes.append(
             "acceptance is taken as the fresh and fully trained drafter's, and changes with age and training by the "
             "default values of Freshness"
@@ -156,14 +154,34 @@ def bind(
     )
 
 
+def _changed(model: Acceptance, change: Callable[[Acceptance], Acceptance]) -> Acceptance:
+    """What `change` makes of the model, of each drafter's where it has several; itself where nothing changes."""
+    if not isinstance(model, PerDrafter):
+        return change(model)
+    changed = model.changed(change)
+    return model if changed == model else changed
+
+
+def _remembering(model: Acceptance, responses: int) -> Acceptance:
+    """A model of siblings with so many responses of an earlier epoch beside them; any other one as it is."""
+    if not responses or not isinstance(model, SiblingAcceptance):
+        return model
+    alpha = float(model.alpha(np.array([float(responses)]), np.zeros(1))[0])
+    return model.model_copy(update={"alone": alpha})
+
+
 def _drafters(
     system: System, acceptance: Acceptance | None, model_free: Acceptance | None, drafters: Drafters
 ) -> tuple[list[str], Acceptance, list[str]]:
     """The drafters that serve, the one model that knows them all, and what stands in for what."""
-    for model, text in ((acceptance, model_free is None), (model_free, True)):
+    every = system.drafters
+    network, text = _of_kind(every, False, drafters), _of_kind(every, True, drafters)
+    tries = [(acceptance, every if model_free is None else network), (model_free, text)]
+    if isinstance(acceptance, PerDrafter):
+        tries = [(acceptance, network), (acceptance, text)]
+    for model, names in tries:
         if model is None:
             continue
-        names = system.drafters if text and model is acceptance else _of_kind(system.drafters, text, drafters)
         chosen = [played for name in names if (played := _played_by(name, model, drafters))]
         if chosen:
             note = f"no learned drafter's acceptance is known: {system.title} runs on its model-free drafter throughout"
@@ -183,7 +201,7 @@ def _drafters(
         )
     raise UnknownAcceptance(
         f"the acceptance of a model-free drafter ({system.drafters[0]}) is not known: name a model of it, such as "
-        "seer-siblings or geometric:ALPHA (compare: --model-free-acceptance, simulate: --acceptance)"
+        f"--acceptance {system.drafters[0]}=seer-siblings"
     )
 
 
@@ -199,10 +217,11 @@ def _together(
     for model in (model_free, acceptance):
         texts = [] if model is None else _texts(system, model, drafters)
         if learned is not None and acceptance is not None and model is not None and texts:
-            return [learned, *texts], acceptance if model is acceptance else Beside(acceptance, model, drafters), []
+            beside = PerDrafter(dict.fromkeys(texts, model), acceptance, dict.fromkeys(texts, acceptance_text(model)))
+            return [learned, *texts], acceptance if model is acceptance else beside, []
     raise UnknownAcceptance(
         f"the acceptance of all its drafters ({', '.join(system.drafters)}) is not known: give --acceptance "
-        "geometric:ALPHA for all of them (compare: --model-free-acceptance for those that draft from text)"
+        "for each of them, such as learned=geometric:ALPHA,suffix=seer-siblings"
     )
 
 
@@ -260,66 +279,3 @@ def _covers(model: Acceptance, strategy: Strategy) -> bool:
     except ConfigError:
         return False
     return True
-
-
-@dataclass(frozen=True)
-class Beside:
-    """Drafters that serve beside each other: learned ones by one model, those that draft from text by another."""
-
-    learned: Acceptance
-    model_free: Acceptance
-    registry: Drafters
-    varies_by: ClassVar[Variation] = "request"
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def trained_drafter(self) -> str | None:
-        return self.learned.trained_drafter
-
-    def _of(self, drafter: str) -> Acceptance:
-        return self.learned if self.registry[drafter].has_network else self.model_free
-
-    def knows(self, drafter: str) -> bool:
-        return self._of(drafter).knows(drafter)
-
-    def outside(self, strategy: Strategy) -> list[str]:
-        return self._of(strategy.drafter).outside(strategy)
-
-    def in_state(self, drafters: Mapping[str, DrafterState]) -> PerDrafter:
-        return self._settled({name: self._of(name).in_state(drafters) for name in drafters})
-
-    def at_best(self, drafters: Iterable[str]) -> PerDrafter:
-        return self._settled({name: self._of(name).at_best([name]) for name in drafters})
-
-    def _settled(self, models: dict[str, Settled]) -> PerDrafter:
-        settled: dict[str, SettledModel] = {}
-        for name, model in models.items():
-            if not isinstance(model, SettledModel):
-                raise UnknownAcceptance("drafters side by side need models, not acceptance that is replayed")
-            settled[name] = model
-        return PerDrafter(models=settled)
-
-
-class PerDrafter(RequestAcceptance):
-    """A model for each drafter, by its name.
-
-    At each batch size a model may differ; this one has the best of all of them.
-    """
-
-    models: dict[str, SerializeAsAny[SettledModel]]
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return tuple(self.models)
-
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
-        return self.models[drafter].levels(drafter, keys, seed)
-
-    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
-        return self.models[strategy.drafter].best_survival(strategy, levels, generated_tokens, num_siblings)
-
-    def num_drafted(self, strategy: Strategy) -> float:
-        return self.models[strategy.drafter].num_drafted(strategy)

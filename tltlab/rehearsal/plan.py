@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tltlab.acceptance.base import from_survival
-from tltlab.acceptance.load import load_acceptance
-from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
+from tltlab.acceptance.base import ChainAcceptance
+from tltlab.acceptance.load import DEFAULT, DEFAULTS, load_acceptance, split_by_drafter
+from tltlab.acceptance.per_drafter import EVERY, refuse_one_for_several
 from tltlab.costs.profiles import find_model
-from tltlab.drafters.specs import Drafters, HybridSpec
+from tltlab.drafters.specs import STANDARD, Drafters, HybridSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.hardware import GIB, RUNTIME_BYTES, ModelShape, available_memory
@@ -64,8 +62,9 @@ def plan_of(
     shape, config = shape_of(model)
     lengths, prompt_tokens, about = shares(trace, rl_step=rl_step, workers=workers, responses=responses, cap=cap)
     used = sorted({s.drafter for policy in ours.values() for s in policy.strategies if s.speculates})
-    granted = acceptance_by_drafter(acceptance, used)
     learned = learned_drafters(ours, used)
+    known = Drafters({name: spec for policy in ours.values() for name, spec in policy.drafters.items()})
+    granted = acceptance_by_drafter(acceptance, used, known)
     modules = sorted({part.module for policy in ours.values() for part in policy.own_parts})
     plan = Play(
         model=shape.name, config=config, kv_token_bytes=shape.kv_bytes_per_token, lengths=lengths,
@@ -109,23 +108,26 @@ def shares(
     return tuple(tuple(sorted(map(int, share))) for share in dealt), prompt_tokens, about
 
 
-def acceptance_by_drafter(text: str, drafters: Sequence[str]) -> dict[str, str]:
+def acceptance_by_drafter(text: str, drafters: Sequence[str], known: Drafters = STANDARD) -> dict[str, str]:
     """Return each drafter's acceptance from `learned=geometric:0.7,ngram=geometric:0.42`; `all=` is for the others.
 
-    ConfigError for a drafter that no policy uses, for one of which nothing is said, and for a value without a name
-    where there are several drafters.
+    ConfigError for a drafter that no policy uses, for one of which nothing is said, and for a model without a name
+    where drafters are of different kinds.
 
     >>> acceptance_by_drafter("all=geometric:0.7", ["ngram"])
     {'ngram': 'geometric:0.7'}
     """
-    parts = [part.strip().partition("=") for part in text.split(",") if part.strip()]
-    given = {name if equals else "": value if equals else name for name, equals, value in parts}
-    known = ", ".join(drafters) or "none"
-    if "" in given and len(drafters) > 1:
-        raise ConfigError(f"--acceptance {text}: {known} draft; name each, or write all={given['']}")
-    if unknown := given.keys() - {"", "all", *drafters}:
-        raise ConfigError(f"--acceptance {text}: no policy drafts with {min(unknown)}; drafters: {known}")
-    granted = {name: given.get(name, given.get("all", given.get("", ""))) for name in drafters}
+    given = (
+        {name: DEFAULTS[name] for name in drafters if name in DEFAULTS} if text == DEFAULT else split_by_drafter(text)
+    )
+    if given is None:
+        refuse_one_for_several(load_acceptance(text), text, drafters, known)
+        given = {EVERY: text}
+    if unknown := given.keys() - {EVERY, *drafters}:
+        raise ConfigError(
+            f"--acceptance {text}: no policy drafts with {min(unknown)}; drafters: {', '.join(drafters) or 'none'}"
+        )
+    granted = {name: given.get(name, given.get(EVERY, "")) for name in drafters}
     if missing := [name for name, source in granted.items() if not source]:
         raise ConfigError(f"--acceptance {text}: nothing is said of {', '.join(missing)}")
     return granted
@@ -136,15 +138,11 @@ def rates(source: str, drafter: str, depth: int) -> tuple[float, ...]:
 
     ConfigError where they rise or are too few, or differ by request, by what was generated or by batch size.
     """
-    with suppress(ValueError):
-        given = tuple(map(float, source.split("/")))
-        if len(given) < depth or any(not 0 <= b <= a <= 1 for a, b in pairwise((1.0, *given))):
-            raise ConfigError(
-                f"--acceptance {drafter}={source}: give {depth} chances from 0 to 1, for the draft up to each of its "
-                "tokens, so that none is larger than the one before"
-            )
-        return given[:depth]
     acceptance = load_acceptance(source)
+    if isinstance(acceptance, ChainAcceptance):
+        if len(acceptance.kept) < depth:
+            raise ConfigError(f"--acceptance {drafter}={source}: give {depth} chances, one for each token of a draft")
+        return acceptance.kept[:depth]
     settled, chain = acceptance.in_state({}), Strategy.chain(drafter, depth)
     cdf, at_most = (settled.at(batch).cdf(chain) for batch in (1, _LARGE_BATCH))
     if acceptance.varies_by != "nothing" or cdf is None or at_most is None or not np.allclose(cdf, at_most):
@@ -154,15 +152,6 @@ def rates(source: str, drafter: str, depth: int) -> tuple[float, ...]:
             "each place in the draft; give geometric:ALPHA"
         )
     return tuple(map(float, np.minimum.accumulate(np.clip(1.0 - cdf, 0.0, 1.0))))
-
-
-def played_acceptance(played: Sequence[float], drafters: Iterable[str]) -> FittedAcceptance:
-    """Return the acceptance of an engine that keeps drafts at these chances: at each depth the first of them."""
-    by_depth = {
-        depth: FittedDepth(accepted=tuple(from_survival(np.array(played[:depth])).tolist()), drafted=float(depth))
-        for depth in range(1, len(played) + 1)
-    }
-    return FittedAcceptance(drafters_by_depth=dict.fromkeys(drafters, by_depth), copies=dict.fromkeys(drafters, False))
 
 
 def learned_drafters(policies: Mapping[str, Policy], used: Sequence[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tltlab.acceptance.base import ChainAcceptance
 from tltlab.charts import lines, save_figure
 from tltlab.console import json_rows, made_by, table
 from tltlab.costs.base import CostModel
@@ -33,8 +34,6 @@ from tltlab.traces.metrics import mean_accept_length, running_requests, tail_win
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
-
-from .plan import played_acceptance
 
 _MOST_CHOSEN = 3
 
@@ -159,7 +158,7 @@ def _row(
         row["graphs"] = _shares(iterations["graph"].dropna())
         row["kv_tokens"] = None if iterations["kv_tokens"].isna().all() else int(iterations["kv_tokens"].max())
     drafters = {s.drafter for s in plan.policies[name].strategies if s.speculates}
-    acceptance = played_acceptance(plan.rates[name], drafters) if drafters else None
+    acceptance = ChainAcceptance(kept=plan.rates[name]) if drafters else None
     try:
         if set(plan.policies) <= {STOCK, name}:
             raise ConfigError("no other policy was played, to fit costs to")

@@ -18,7 +18,8 @@ from .verify import from_result
 SIMULATED = "Simulated: a prediction, not a measurement."
 _ROWS = ("systems", "candidates", "policies", "steps", "rows")
 _COLUMNS = {
-    "system": ("system", ""), "policy": ("policy", ""), "name": ("candidate", ""), "makespan_s": ("rollout s", ".4g"),
+    "system": ("system", ""), "policy": ("policy", ""), "name": ("candidate", ""), "drafters": ("drafters", ""),
+    "acceptance": ("acceptance", ""), "makespan_s": ("rollout s", ".4g"),
     "speed_up": ("speed-up", ".2f"), "ratio": ("ratio", ".3f"), "ratio_interval": ("95 % interval", ""),
     "regret": ("regret", ".1%"),
     "regret_to_bound": ("to the bound", ".1%"), "mean_accept_length": ("accept length", ".2f"),
@@ -137,6 +138,11 @@ def _with_words(row: Mapping[str, Any]) -> dict[str, Any]:
         if name in row:
             words[name.replace("ratio", "speed_up")] = 1 / row[name] if row[name] else None
             words[f"{name}_interval"] = _interval(row, f"{name}_low", f"{name}_high")
+    if isinstance(row.get("drafters"), list) and isinstance(granted := row.get("acceptance"), dict):
+        words |= {
+            "drafters": ", ".join(row["drafters"]) or "none",
+            "acceptance": ", ".join(dict.fromkeys(granted.values())),
+        }
     if "lossless" in row:
         words["lossless"] = "yes" if row["lossless"] else "no"
     return words
@@ -198,7 +204,7 @@ def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
 
 def _rows_page(result: Mapping[str, Any], key: str, path: Path, *, title: str) -> Page:
     """What was measured, or found by an experiment: the verdict, the picture beside the file, and the rows."""
-    rows = result[key]
+    rows = [_with_words(row) for row in result[key]]
     keys = list(dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, dict)))
     text = tuple(name for name in keys if any(isinstance(row.get(name), str) for row in rows))
     columns = {name: (name.replace("_", " "), "" if name in text else ".4g") for name in keys}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import pyarrow as pa
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, field_validator, model_serializer
 
 from tltlab.config import FrozenModel, faults
 from tltlab.drafters.specs import DrafterTraits
@@ -138,6 +138,10 @@ class Manifest(FrozenModel):
     notes: str | None = None
     drafters: dict[str, DrafterTraits] = Field(default={})
 
+    @model_serializer(mode="wrap")
+    def _without_no_drafters(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if name != "drafters" or value}
+
     @field_validator("created")
     @classmethod
     def _iso_8601(cls, value: str | None) -> str | None:
@@ -170,8 +174,7 @@ class Manifest(FrozenModel):
 
         `sums` are the SHA-256 of the files beside it, by name.
         """
-        content = self.model_dump(exclude=None if self.drafters else {"drafters"})
-        content |= {} if sums is None else {SUMS: dict(sums)}
+        content = self.model_dump() | ({} if sums is None else {SUMS: dict(sums)})
         return json.dumps(sealed(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 

@@ -1,6 +1,7 @@
 """Acceptance models: means, distributions, files and their limits."""
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,16 @@ from hypothesis import strategies as st
 
 from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
-from tltlab.acceptance.base import ConstantAcceptance, GeometricAcceptance, from_survival, scaled
+from tltlab.acceptance.base import ChainAcceptance, ConstantAcceptance, GeometricAcceptance, from_survival, scaled
 from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve, spread_over_requests
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
-from tltlab.acceptance.load import SHIPPED, load_acceptance
+from tltlab.acceptance.load import DEFAULTS, SHIPPED, granted, load_acceptance
 from tltlab.acceptance.measured import BatchAcceptance, FittedAcceptance, FittedDepth, copied_runs
+from tltlab.acceptance.per_drafter import refuse_one_for_several
 from tltlab.calibration.acceptance.measured import equal_chain
+from tltlab.drafters.specs import Drafters, LearnedSpec
 from tltlab.errors import ConfigError
+from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.drafts import walked_drafts
 
@@ -85,6 +89,7 @@ def test_beyond_the_fit_nothing_is_known():
         CurveAcceptance(curves={"ngram": RequestCurve(keep_logits=(0.0, 0.5, 1.0), drift=0.2, spread=0.8)}),
         spread_over_requests(GeometricAcceptance(alpha=0.7), 0.5),
         FreshAcceptance(base=SHIPPED["seer-siblings"], freshness=Freshness(floor=0.25)),
+        ChainAcceptance(kept=(0.8, 0.6)),
         *SHIPPED.values(),
     ],
     ids=lambda model: model.kind,
@@ -100,6 +105,95 @@ def test_models_by_name():
     for name, model in SHIPPED.items():
         assert load_acceptance(name) is model
         assert any("arXiv" in note for note in model.notes)
+
+
+@pytest.mark.parametrize(
+    ("source", "texts"),
+    [
+        ("learned=geometric:0.7, ngram = 0.42", {"learned": "geometric:0.7", "ngram": "0.42"}),
+        ({"learned": GeometricAcceptance(alpha=0.7), "ngram": {"kind": "geometric", "alpha": 0.42}},
+         {"learned": "geometric:0.7", "ngram": "geometric:0.42"}),
+        ("learned=0.7/0.49/0.343/0.2401,all=geometric:0.42",
+         {"learned": "0.7/0.49/0.343/0.2401", "ngram": "geometric:0.42", "mine": "geometric:0.42"}),
+        ("default", DEFAULTS),
+        ("all=geometric:0.7", {"learned": "geometric:0.7", "ngram": "geometric:0.7"}),
+    ],
+)  # fmt: skip
+def test_each_drafter_has_the_model_that_names_it(source: object, texts: dict[str, str]):
+    model = load_acceptance(source)
+    marked = {name: f"{text} (default)" if source == "default" else text for name, text in texts.items()}
+    assert granted(model, None, texts) == marked
+    assert model.varies_by == "nothing"
+    for name, text in texts.items():
+        strategy, alone = Strategy.chain(name, 4), load_acceptance(text)
+        for settled in (model.in_state({}), model.at_best([name])):
+            assert settled.tokens_per_iteration(strategy) == alone.tokens_per_iteration(strategy)
+            assert settled.cdf(strategy).tolist() == alone.cdf(strategy).tolist()
+
+
+def test_a_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("2.json", "a=b.json", "nano.json"):
+        GeometricAcceptance(alpha=0.5).write(tmp_path / name)
+        for source in (name, f"./{name}", f"all=./{name}"):
+            assert load_acceptance(source).in_state({}) == GeometricAcceptance(alpha=0.5)
+
+
+def test_a_model_is_that_of_the_drafter_which_it_is_given_to():
+    model = load_acceptance("mine=tlt-qwen2.5-32b-fresh,text=seer-siblings")
+    assert (model.trained_drafter, model.knows("mine"), model.knows("text")) == ("mine", True, True)
+    assert load_acceptance("all=tlt-qwen2.5-32b-fresh").trained_drafter == "learned"
+    fresh, old = (model.in_state({"mine": DrafterState(age=age, updates=9)}) for age in (0, 50))
+    tree = Strategy("mine", 8, 4, 48)
+    nobody = np.zeros(1)
+    assert fresh.survival(tree, nobody, nobody, nobody)[0, 0] > old.survival(tree, nobody, nobody, nobody)[0, 0]
+
+
+def test_a_drafter_without_a_model_is_refused_by_name():
+    model = load_acceptance("learned=geometric:0.7,ngram=geometric:0.4")
+    assert (model.drafters, model.knows("learned"), model.knows("suffix")) == (("learned", "ngram"), True, False)
+    for ask in (model.outside, model.in_state({}).check, model.in_state({}).tokens_per_iteration):
+        with refused(ConfigError, naming=("'suffix'", "learned", "ngram")):
+            ask(Strategy.chain("suffix", 2))
+    with refused(ConfigError, naming=("3", "ngram:3")):
+        load_acceptance("0.8/0.6").tokens_per_iteration(chain(3))
+
+
+def test_drafters_of_which_one_tells_requests_apart():
+    model = load_acceptance("learned=geometric:0.7,ngram=seer-siblings")
+    nobody, some = np.zeros(2), np.array([0.0, 5.0])
+    settled = model.in_state({})
+    assert (model.varies_by, settled.steady) == ("request", False)
+    text = SHIPPED["seer-siblings"].survival(chain(2), nobody, nobody, some)
+    assert settled.survival(chain(2), nobody, nobody, some).tolist() == text.tolist()
+    assert settled.survival(Strategy.chain("learned", 2), nobody, nobody, some) == pytest.approx(
+        np.array([[0.7, 0.49]] * 2)
+    )
+    spread = spread_over_requests(load_acceptance("learned=geometric:0.7,all=geometric:0.4"), 0.5)
+    assert spread.in_state({}).steady
+    assert spread.text("ngram") == "geometric:0.4, spread 0.5"
+    lower = settled.scaled("learned", 0.5)
+    assert lower.survival(Strategy.chain("learned", 1), nobody, nobody, nobody)[0, 0] == pytest.approx(0.35)
+
+
+@pytest.mark.parametrize(
+    ("source", "names", "is_refused"),
+    [
+        ("geometric:0.7", ["learned", "ngram"], True),
+        ("0.7/0.5", ["learned", "suffix"], True),
+        ("geometric:0.7", ["suffix", "ngram"], False),
+        ("geometric:0.7", ["mine", "ngram"], True),
+        ("all=geometric:0.7", ["learned", "ngram"], False),
+        ("learned=geometric:0.7,ngram=0.4", ["learned", "ngram"], False),
+        ("seer-siblings", ["learned", "ngram"], False),
+        (FITTED, ["learned", "ngram"], False),
+        (FreshAcceptance(base=GeometricAcceptance(alpha=0.7)), ["learned", "ngram"], True),
+    ],
+)
+def test_one_model_for_drafters_of_different_kinds_is_refused(source: object, names: list[str], is_refused: bool):
+    drafters = Drafters({"mine": LearnedSpec(method="mtp")})
+    with refused(ConfigError, naming=("some-model", *names, "all=some-model")) if is_refused else nullcontext():
+        refuse_one_for_several(load_acceptance(source), "some-model", names, drafters)
 
 
 @given(st.floats(0, 1), st.integers(1, 16))
@@ -128,6 +222,11 @@ AGES = ({"untrained": 0.4, "floor": 0.5}, {"untrained": 2}, {"age_steps": 0}, {"
         *((name, (name,)) for name in ("constant:0.5", "geometric:1.5", "geometric:often", "constant:nan", "golden")),
         ("tlt", ("constant:A", "geometric:ALPHA", "'trace'", *SHIPPED)),
         ({}, ("kind",)),
+        ("0.5/0.6", ("0.5", "0.6")),
+        ("ngram=geometric:0.4,ngram=geometric:0.5", ("ngram", "twice")),
+        ("ngram=geometric:0.4,0.5", ("0.5",)),
+        ("ngram=golden", ("golden",)),
+        ("ngram=default", ("ngram", "default")),
         *(
             ({"kind": "per-request", "drafters": {"ngram": wrong}}, ("acceptance",))
             for wrong in ({"keep_logits": []}, {"keep_logits": [0.1], "spread": -1}, {"keep_logits": [math.nan]})

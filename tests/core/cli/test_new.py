@@ -63,7 +63,7 @@ def test_a_new_file_is_short(said, tmp_path: Path, kind: str):
 def test_a_new_experiment_ends_in_a_table_and_a_picture(said, tmp_path: Path):
     assert said("new", "experiment", "longest")[0] == 0
     runpy.run_path(str(tmp_path / "longest.py"), run_name="__main__")
-    assert (tmp_path / "longest.csv").read_text().startswith("policy,makespan_s,ratio")
+    assert (tmp_path / "longest.csv").read_text().startswith("policy,drafters,acceptance,makespan_s,ratio")
     assert (tmp_path / "longest.png").stat().st_size > 10_000
 
 

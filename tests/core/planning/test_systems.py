@@ -10,13 +10,14 @@ from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import BatchAcceptance, FittedAcceptance, FittedDepth
+from tltlab.acceptance.per_drafter import side_by_side
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.composition import Rung, System, length_aware, strategies
 from tltlab.planning.dispatch import stage_left
-from tltlab.planning.system_binding import PerDrafter, bind, bind_assuming
+from tltlab.planning.system_binding import bind, bind_assuming
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Activation, load_policy
 from tltlab.policies.specs import FixedSpec
@@ -189,6 +190,23 @@ def test_model_free_acceptance_goes_before_any():
     tlt = bind(SYSTEMS["tlt"], COSTS, anyone, text)
     assert tlt.acceptance is anyone
     assert {s.drafter for s in tlt.policy.strategies if s.speculates} == {"learned"}
+    by_drafter = load_acceptance("learned=geometric:0.9,all=geometric:0.4")
+    for name, drafter in (("tlt", "learned"), ("tlt-base", "ngram")):
+        bound = bind(SYSTEMS[name], COSTS, by_drafter)
+        assert {s.drafter for s in bound.policy.strategies if s.speculates} == {drafter}
+        assert not bound.stand_ins
+    only = bind(SYSTEMS["tlt"], COSTS, load_acceptance("ngram=geometric:0.4"))
+    assert ({s.drafter for s in only.policy.strategies if s.speculates}, len(only.stand_ins)) == ({"ngram"}, 1)
+
+
+@pytest.mark.parametrize("name", ["tlt", "rhymerl"])
+def test_models_by_drafter_are_changed_as_one_alone_is(name: str):
+    """A tree's curve becomes one by age and training, and siblings know an earlier epoch."""
+    bound = bind(SYSTEMS[name], COSTS, load_acceptance("learned=tlt-qwen2.5-32b,all=seer-siblings"))
+    assert isinstance(bound.acceptance.models["learned"], FreshAcceptance)
+    assert bound.acceptance.trained_drafter == "learned"
+    assert (bound.spot is not None) == (name == "tlt")
+    assert (bound.acceptance.others.alone > SIBLINGS.alone) == bool(SYSTEMS[name].history)
 
 
 BOTH = FreshAcceptance(base=measured("ngram", "learned"))
@@ -275,7 +293,7 @@ def test_das_knows_what_a_pass_and_a_token_cost():
     assert (budget.base_s, budget.token_s) == (pytest.approx(4e-3), pytest.approx(1e-4))
 
 
-def test_two_models_bound_has_the_best_by_batch():
+def test_drafters_side_by_side_are_each_their_own_at_every_batch():
     good, bad = measured("learned"), FittedAcceptance(
         drafters_by_depth={"learned": {8: FittedDepth(accepted=(1.0, *[0.0] * 8), drafted=8.0)}}
     )  # fmt: skip
@@ -283,8 +301,10 @@ def test_two_models_bound_has_the_best_by_batch():
         {"bands": [{"max_batch": 3, "drafters": bad.drafters_by_depth},
                    {"max_batch": None, "drafters": good.drafters_by_depth}]}
     )  # fmt: skip
-    both, nobody = PerDrafter(models={"learned": bands, "ngram": SIBLINGS}), np.zeros(2)
+    both, nobody = side_by_side({"learned": bands, "ngram": SIBLINGS}), np.zeros(2)
     chain, text = Strategy.chain("learned", 8), Strategy.chain("ngram", 4)
-    assert both.survival(chain, nobody, nobody, nobody)[0] == pytest.approx(good.curve(chain))
+    for batch, model in ((3, bad), (4, good)):
+        assert both.at(batch).survival(chain, nobody, nobody, nobody)[0] == pytest.approx(model.curve(chain))
+    assert both.best_survival(chain, nobody, nobody, nobody)[0] == pytest.approx(good.curve(chain))
     expected = SIBLINGS.survival(text, nobody, nobody, nobody + 3)
     assert both.survival(text, nobody, nobody, nobody + 3) == pytest.approx(expected)

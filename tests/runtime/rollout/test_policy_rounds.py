@@ -24,7 +24,7 @@ from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.rollout.policy_rounds import all_drafters, explore_all, run_to_verify
-from tltlab.sim.verification.policies import compared, named_policies, text
+from tltlab.sim.verification.policies import FITTED, compared, named_policies, text
 
 NAMES = ["none", "ngram:4@8", "beg-mab"]
 
@@ -137,8 +137,12 @@ def rollouts_of(seconds: dict[str, list[float]]) -> pd.DataFrame:
 
 def test_what_rollouts_come_to_is_arithmetic():
     rollouts = rollouts_of({"slow": [2.0, 2.2, 2.1], "fast": [1.0, 1.1, 1.05], "middle": [1.5, 1.6, 1.7]})
-    found = compared(rollouts, repeat_spread=0.08, repeat_bias=0.0)
+    drafters = {"slow": (), "fast": ("learned", "ngram")}
+    found = compared(rollouts, drafters, repeat_spread=0.08, repeat_bias=0.0)
     assert found.rows["policy"].tolist() == ["fast", "middle", "slow"]
+    assert found.json()["policies"][0]["drafters"] == ["learned", "ngram"]
+    assert found.json()["policies"][0]["acceptance"] == dict.fromkeys(("learned", "ngram"), FITTED)
+    assert "learned+ngram" in text(found)
     assert found.median_error == pytest.approx(0.1)
     assert found.rows["error_at_speed"].tolist() == pytest.approx([-0.01] * 3)
     assert (found.num_pairs, found.kendall_tau) == (3, 1.0)

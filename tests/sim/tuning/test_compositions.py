@@ -16,8 +16,8 @@ from ..workloads import COSTS, TINY, typed
 
 def test_a_search_judges_on_other_rl_steps():
     trace = log_normal(prompts=4, group_size=4, rl_steps=3, median=100, cap=400, workers=2)
-    settings = {"costs": COSTS, "acceptance": "geometric:0.7", "ranges": False, "decision_block": 16}
-    config = SimulationConfig(costs=COSTS, acceptance="geometric:0.7", decision_block=16)
+    settings = {"costs": COSTS, "acceptance": "all=geometric:0.7", "ranges": False, "decision_block": 16}
+    config = SimulationConfig(costs=COSTS, acceptance="all=geometric:0.7", decision_block=16)
     found = search_systems(trace, config, finalists=2)
     tried = list(compositions())
     assert found.attrs["searched"] == len(tried) == len({system.name for system in tried})

@@ -9,11 +9,11 @@ import pytest
 
 import tltlab
 from tests.refused import refused
+from tltlab.costs.deployment import Deployment
 from tltlab.errors import ConfigError
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.systems import compare_systems
 from tltlab.sim.tuning.grid import Axes, SweepGrid
-from tltlab.sim.what_if import Deployment
 
 from ..workloads import typed
 
@@ -126,6 +126,8 @@ def test_a_heat_map_has_panels_or_rows_of_policies():
         ({"cap": (100,)}, "none", ("cap",)),
         ({"systems": ("tlt",)}, "ngram:4", ("systems",)),
         ({"group_sizes": (8,)}, "ngram:4", (4, 8)),
+        ({"acceptance": ("0.5",), "workers": (2,)}, "ngram:4,learned:4", ("learned", "ngram", "all=0.5")),
+        ({"acceptance": ("learned=0.5",), "workers": (2,)}, "ngram:4", ("'ngram'", "learned")),
     ],
 )
 def test_what_cannot_be_swept_is_refused(axes: dict, policies: str, naming: tuple):
@@ -149,6 +151,10 @@ def test_the_command_writes_a_table_json_csv_and_a_picture(tmp_path: Path, capsy
     result = json.loads(typed(capsys, *asked[:4], "--costs", "cpu-small", "--systems", "tlt-base", "--json")[1])
     assert result["axes"] == {"workers": [1, 2], "systems": ["tlt-base"]}
     assert [row["system"] for row in result["points"]] == ["verl", "tlt-base"] * 2
+    by_drafter = ("--acceptance", "learned=0.8,ngram=0.4;all=0.5", "--policies", "ngram:4", "--json")
+    points = json.loads(typed(capsys, *asked[:4], "--costs", "cpu-small", *by_drafter)[1])["points"]
+    granted = [(row["workers"], row["granted"]) for row in points if row["policy"] != "none"]
+    assert granted == [(workers, {"ngram": kept}) for workers in (1, 2) for kept in ("0.4", "0.5")]
     for wrong, said in ((("--workers", "two"), "two"), (("--out", tmp_path / "s.txt"), "s.txt")):
         code, _, err = typed(capsys, "sweep", tmp_path / "lengths.csv", *wrong)
         assert (code, said in err) == (2, True)

@@ -16,6 +16,7 @@ from tltlab.files import write_file, write_json
 from tltlab.planning.systems import SYSTEMS
 from tltlab.report.comparison import comparison_page
 from tltlab.report.page import render
+from tltlab.sim.cli import options
 
 if TYPE_CHECKING:
     from tltlab.sim.what_if import WhatIf
@@ -31,17 +32,23 @@ def what_if(
             help="Lengths: CSV, TSV, JSON, JSONL, Parquet, a dump of verl, TRL or vLLM, a log, a trace or RUN.",
         ),
     ],
-    gpus: Annotated[str | None, typer.Option(help="Such as 8xH100. [default: the trace's costs, else 8xH100]")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A name, such as Qwen/Qwen2.5-7B, or a config.json. [default: Qwen2.5-7B]")
+    gpus: options.Gpus = None,
+    model: options.Model = None,
+    engine: options.Engine = None,
+    tp: options.TensorParallel = None,
+    costs: Annotated[
+        str | None, typer.Option(help="Cost file or preset instead. [default: the trace's, else --gpus 8xH100]")
     ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="The engine's profile. [default: the one measured nearest to GPUs and model]")
-    ] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="GPUs of a worker. [default: the fewest that hold it]")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="With --costs: rollout workers.")] = None,
+    acceptance: options.Acceptance = None,
     accept: Annotated[
         float | None,
-        typer.Option(help="Chance that a drafted token is accepted. [default: recorded, else 0.7, and 0.5 and 0.85]"),
+        typer.Option(
+            help="Short for the chance of --drafter's tokens, the others' as usual. [default: 0.7 of learned]"
+        ),
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Of the verdict's table. [default: the recorded ones, else learned]")
     ] = None,
     systems: Annotated[
         str | None, typer.Option(help=f"Systems of the table: all, or of {', '.join(SYSTEMS)}. [default: four of them]")
@@ -74,8 +81,9 @@ def what_if(
             advance[0](stage)
 
         answer = run(
-            lengths, gpus=gpus, model=model, engine=engine, tp=tp, accept=accept, systems=systems, column=column,
-            jobs=jobs, seed=seed, say=say,
+            lengths, gpus=gpus, model=model, engine=engine, tp=tp, costs=costs, workers=workers,
+            acceptance=acceptance, accept=accept, drafter=drafter, systems=systems, column=column, jobs=jobs, seed=seed,
+            say=say,
         )  # fmt: skip
     attributes = ("baseline", "left_out", "num_gpus")
     result: dict[str, Any] = answer.json() | {"systems": system_rows(answer.systems), "figures": "simulated"}

@@ -1,0 +1,76 @@
+"""GPUs with a model on them: costs of the rollout workers and of the other stages of an RL step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tltlab.errors import ConfigError
+from tltlab.hardware import ModelShape
+
+from .profiles import find_gpu, find_model, listed, nearest_engine, profile_costs
+from .roofline import RooflineCosts
+from .stages import RooflineStages, StageCosts
+
+GPUS = "8xH100"
+MODEL = "Qwen2.5-7B"
+"""What a question about a machine is about where it names the other one only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """GPUs with a model on them: costs of one rollout worker of `costs.tp` GPUs, and of the other stages."""
+
+    name: str
+    num_gpus: int
+    costs: RooflineCosts
+    stages: StageCosts
+
+    @classmethod
+    def of(
+        cls,
+        gpus: str | None = None,
+        model: str | ModelShape | None = None,
+        *,
+        engine: str | None = None,
+        tp: int | None = None,
+        tokens: int = 0,
+    ) -> Deployment:
+        """Of `8xH100` and a model's name, `config.json` or its folder; `GPUS` and `MODEL` where they are None.
+
+        The engine whose profile was measured nearest to both is taken unless one is named, and the fewest GPUs per
+        worker that hold the weights and a request of `tokens`. Raises ConfigError for what is unknown or does not fit.
+        """
+        gpus = GPUS if gpus is None else gpus
+        count, times, name = gpus.partition("x")
+        if not times or not count.isdecimal() or int(count) < 1:
+            count, name = "1", gpus
+        num_gpus, device = int(count), find_gpu(name)
+        shape = model if isinstance(model, ModelShape) else find_model(MODEL if model is None else model)
+        engine = engine or nearest_engine(device.name, shape.name, shape.weights)
+        sizes = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0 and n & (n - 1) == 0]
+        if tp is not None:
+            if tp < 1 or num_gpus % tp:
+                raise ConfigError(f"{num_gpus} GPUs are no whole number of workers of {tp} GPUs")
+            sizes = [tp]
+        fault = ConfigError(f"{shape.name} and a request of {tokens} tokens do not fit on {num_gpus} x {device.name}")
+        for size in sizes:
+            try:
+                costs = profile_costs(engine, device, shape, size)
+            except ConfigError as error:
+                fault = error
+                continue
+            if costs.kv_capacity_tokens is None or costs.kv_capacity_tokens >= tokens:
+                break
+        else:
+            raise fault
+        stages = RooflineStages(kind="roofline", gpu=listed(device), model=listed(shape), num_gpus=num_gpus)
+        return cls(
+            name=f"{shape.name} on {num_gpus} x {device.name}",
+            num_gpus=num_gpus,
+            costs=costs,
+            stages=stages.build(),
+        )
+
+    @property
+    def workers(self) -> int:
+        return self.num_gpus // self.costs.tp
