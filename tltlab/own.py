@@ -77,6 +77,11 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
+def is_own(part: object) -> bool:
+    """True for a class, and an object of one, that is not tltlab's."""
+    return not (part if isinstance(part, type) else type(part)).__module__.startswith("tltlab.")
+
+
 def parse_call(text: str) -> tuple[str, dict[str, Any]]:
     """Name and arguments of `name(key=value,...)`; a name alone has none. Values are JSON, or else text.
 
@@ -157,7 +162,7 @@ class OwnPart(FiniteModel):
             source = build_own(source, {}, f"{cls.part} {source.__name__}")
         elif not isinstance(source, cls.base):
             return None
-        if not type(source).__module__.startswith("tltlab."):
+        if is_own(source):
             cls.check_contract(source, type(source).__name__)
         return source
 
