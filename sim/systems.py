@@ -37,7 +37,7 @@ from tltlab.traces.trace import Trace
 from .config import SimulationConfig, Source
 from .engine.requests import Requests
 from .rl_steps import RunResult, run_steps
-from .scenario import Scenario
+from .scenario import Scenario, strategies_run
 from .sensitivity import Variant, over_ranges
 from .simulate import SimResult, simulate
 from .sweep import ratio_columns
@@ -235,7 +235,7 @@ def bind_all(systems: Sequence[System], scenario: Scenario, acceptance: Acceptan
     fitted = scenario.acceptance.pooled(scenario.registry) if isinstance(scenario.acceptance, TraceAcceptance) else None
     bound = []
     for system in systems:
-        binding = bind_assuming(system, scenario.costs, acceptance, fitted=fitted, drafters=scenario.registry)
+        binding = bind_assuming(system, scenario.costs, acceptance, fitted, scenario.registry)
         if generating_workers(system, scenario.workers) == scenario.workers and system.topology != "colocated":
             note = "a single worker's GPUs cannot be split: training has as many besides, which the others have not"
             binding = replace(binding, assumptions=(*binding.assumptions, note), defaults=(*binding.defaults, note))
@@ -395,7 +395,7 @@ def _bounds_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) ->
     bound = [binding for binding in bound if binding.policy.budget is None and binding.system.same_work]
     if not bound:
         return None
-    strategies = tuple(dict.fromkeys(s for binding in bound for s in binding.policy.strategies))
+    strategies = strategies_run(*(binding.policy for binding in bound))
     models: list[Acceptance] = []
     for binding in bound:
         if binding.acceptance is not None and binding.acceptance not in models:

@@ -215,7 +215,7 @@ def _by_drafter(sources: Mapping[str, Any]) -> PerDrafter:
         models[name] = model if name == EVERY else _named(model, name)
         if isinstance(models[name], PerDrafter):
             raise ConfigError(f"acceptance of {name}: {source} is by drafter itself; give one model")
-        texts[name] = str(source) if isinstance(source, str | Path) else acceptance_text(models[name])
+        texts[name] = str(source) if isinstance(source, str | Path) else acceptance_text(model)
     others = models.pop(EVERY, None)
     return PerDrafter(models, others, texts)
 

@@ -45,9 +45,9 @@ class _Named:
             )
         return model
 
-    def knows(self, drafter: str) -> bool:
+    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
         model = self.models.get(drafter, self.others)
-        return model is not None and bool(model.knows(drafter))
+        return model is not None and bool(model.knows(drafter, drafters))
 
     def outside(self, strategy: Strategy) -> list[str]:
         outside: list[str] = self.of(strategy.drafter).outside(strategy)
@@ -88,6 +88,11 @@ class PerDrafter(_Named):
     def at_best(self, drafters: Iterable[str]) -> Settled:
         names = list(drafters)
         return self._settled(lambda name, model: model.at_best(names if name is None else [name]))
+
+    def only(self, drafters: Iterable[str]) -> PerDrafter:
+        """The models of these drafters alone."""
+        names = list(drafters)
+        return PerDrafter({name: self.of(name) for name in names}, None, {name: self.text(name) for name in names})
 
     def changed(self, change: Callable[[Acceptance], Acceptance], text: str = "") -> PerDrafter:
         """With each model replaced by what `change` makes of it, and `text` behind how it is written."""
@@ -198,7 +203,7 @@ def refuse_one_for_several(
     if model is None or model.drafters or isinstance(inner, PerDrafter | _ByDrafter):
         return
     there = set(drafters)
-    served = sorted(name for name in names if name in there and model.knows(name))
+    served = sorted(name for name in names if name in there and model.knows(name, drafters))
     if len({drafters[name].has_network for name in served}) > 1:
         each = ",".join(f"{name}={text}" for name in served)
         raise ConfigError(

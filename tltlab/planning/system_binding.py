@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
-from tltlab.acceptance.load import acceptance_text, load_acceptance
+from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.acceptance.trees import TreeAcceptance
 from tltlab.coordination.progress import SpotTraining
@@ -55,7 +56,6 @@ def bind_assuming(
     system: System,
     costs: CostModel,
     acceptance: Acceptance | None,
-    model_free: Acceptance | None = None,
     fitted: Acceptance | None = None,
     drafters: Drafters = STANDARD,
 ) -> BoundSystem:
@@ -65,51 +65,45 @@ def bind_assuming(
     `TEXT_DEFAULT`, published curves of other models.
     """
     with suppress(UnknownAcceptance):
-        return bind(system, costs, acceptance, model_free, drafters)
+        return bind(system, costs, acceptance, drafters)
     if fitted is not None:
         with suppress(UnknownAcceptance):
             note = "acceptance of all responses alike, fitted to those of acceptance.parquet that have it"
-            return _assumed(bind(system, costs, fitted, model_free, drafters), note)
+            return _assumed(bind(system, costs, fitted, drafters), note)
+    network, text = _of_kind(system.drafters, False, drafters), _of_kind(system.drafters, True, drafters)
     if system.together:
-        learned = acceptance if acceptance is not None and _network(system, acceptance, drafters) else None
-        models = [model for model in (model_free, acceptance) if model is not None]
-        text = next((model for model in models if _texts(system, model, drafters)), None)
-        missing = [name for name, model in ((LEARNED_DEFAULT, learned), (TEXT_DEFAULT, text)) if model is None]
+        learned = None if acceptance is None else _network(system, acceptance, drafters)
+        texts = [] if acceptance is None else _texts(system, acceptance, drafters)
+        missing = [name for name, known in ((LEARNED_DEFAULT, learned), (TEXT_DEFAULT, texts)) if not known]
         note = f"acceptance of all drafters is not known: the default {' and '.join(missing)} is taken"
-        chosen = learned or load_acceptance(LEARNED_DEFAULT), text or load_acceptance(TEXT_DEFAULT)
-        return _assumed(bind(system, costs, *chosen, drafters), note)
-    if _of_kind(system.drafters, False, drafters):
-        note = f"acceptance of a learned drafter is not known: the default {LEARNED_DEFAULT} is taken"
-        return _assumed(bind(system, costs, load_acceptance(LEARNED_DEFAULT), model_free, drafters), note)
-    note = f"acceptance of a model-free drafter is not known: the default {TEXT_DEFAULT} is taken"
-    return _assumed(bind(system, costs, None, load_acceptance(TEXT_DEFAULT), drafters), note)
+        sources: dict[str, Any] = dict.fromkeys(text, TEXT_DEFAULT)
+        sources |= {learned or network[0]: LEARNED_DEFAULT}
+        for name in (*([learned] if learned else []), *texts):
+            sources[name] = acceptance.of(name) if isinstance(acceptance, PerDrafter) else acceptance
+        return _assumed(bind(system, costs, load_acceptance(sources), drafters), note)
+    kind, name = ("learned", LEARNED_DEFAULT) if network else ("model-free", TEXT_DEFAULT)
+    note = f"acceptance of a {kind} drafter is not known: the default {name} is taken"
+    return _assumed(bind(system, costs, load_acceptance(name), drafters), note)
 
 
 def _assumed(bound: BoundSystem, note: str) -> BoundSystem:
     return replace(bound, assumptions=(*bound.assumptions, note), defaults=(note,))
 
 
-def bind(
-    system: System,
-    costs: CostModel,
-    acceptance: Acceptance | None,
-    model_free: Acceptance | None = None,
-    drafters: Drafters = STANDARD,
-) -> BoundSystem:
+def bind(system: System, costs: CostModel, acceptance: Acceptance | None, drafters: Drafters = STANDARD) -> BoundSystem:
     """Fit a system to what is known; ConfigError with the reason where it cannot run.
 
-    `acceptance` serves every drafter that it knows; those that draft from text are `model_free`'s alone where that is
-    given. Where each drafter has a model of its own, those that draft from text stand in for a learned one only. A
-    curve fitted to a learned drafter's trees says nothing of n-grams, though it names no drafter. A drafter that is not
-    known is replaced by a model-free one that is, which `stand_ins` says. `drafters` say what those of the acceptance
-    models are.
+    `acceptance` serves every drafter that it knows. Where each has a model of its own, those that draft from text stand
+    in for a learned one only. A curve fitted to a learned drafter's trees says nothing of n-grams, though it names no
+    drafter. A drafter that is not known is replaced by a model-free one that is, which `stand_ins` says. `drafters` has
+    the traits of those that the acceptance names.
     """
     drafters = drafters.beside(dict(system.specs))
     if not system.drafters:
         policy = system.policy(lambda rung: (), costs)
         return BoundSystem(system=system, policy=policy, acceptance=None, spot=None, assumptions=system.assumptions)
     choose = _together if system.together else _drafters
-    chosen, model, stand_ins = choose(system, acceptance, model_free, drafters)
+    chosen, model, stand_ins = choose(system, acceptance, drafters)
     notes = [*stand_ins]
     remembering = _changed(model, lambda part: _remembering(part, system.history))
     if remembering is not model:
@@ -171,31 +165,24 @@ def _remembering(model: Acceptance, responses: int) -> Acceptance:
 
 
 def _drafters(
-    system: System, acceptance: Acceptance | None, model_free: Acceptance | None, drafters: Drafters
+    system: System, acceptance: Acceptance | None, drafters: Drafters
 ) -> tuple[list[str], Acceptance, list[str]]:
     """The drafters that serve, the one model that knows them all, and what stands in for what."""
-    every = system.drafters
-    network, text = _of_kind(every, False, drafters), _of_kind(every, True, drafters)
-    tries = [(acceptance, every if model_free is None else network), (model_free, text)]
-    if isinstance(acceptance, PerDrafter):
-        tries = [(acceptance, network), (acceptance, text)]
-    for model, names in tries:
-        if model is None:
-            continue
-        chosen = [played for name in names if (played := _played_by(name, model, drafters))]
+    network, text = _of_kind(system.drafters, False, drafters), _of_kind(system.drafters, True, drafters)
+    tries: list[Sequence[str]] = [network, text] if isinstance(acceptance, PerDrafter) else [system.drafters]
+    for names in tries if acceptance is not None else ():
+        assert acceptance is not None
+        chosen = [played for name in names if (played := _played_by(name, acceptance, drafters))]
         if chosen:
             note = f"no learned drafter's acceptance is known: {system.title} runs on its model-free drafter throughout"
-            alone = _of_kind(system.drafters, False, drafters) and not _of_kind(chosen, False, drafters)
+            alone = network and not _of_kind(chosen, False, drafters)
+            model = acceptance.only(chosen) if isinstance(acceptance, PerDrafter) else acceptance
             return chosen, model, [note] if alone else []
-    for model in (model_free, acceptance):
-        substitutes = [] if model is None else [name for name in ("suffix", "ngram") if model.knows(name)]
-        if substitutes and model is not None:
-            return (
-                [substitutes[0]],
-                model,
-                [f"the acceptance of drafter {system.drafters[0]!r} is not known: {substitutes[0]!r} takes its place"],
-            )
-    if _of_kind(system.drafters, False, drafters):
+    substitutes = [] if acceptance is None else [n for n in ("suffix", "ngram") if acceptance.knows(n, drafters)]
+    if substitutes and acceptance is not None:
+        note = f"the acceptance of drafter {system.drafters[0]!r} is not known: {substitutes[0]!r} takes its place"
+        return substitutes[:1], acceptance, [note]
+    if network:
         raise UnknownAcceptance(
             "no drafter's acceptance is known: give --acceptance, such as a fitted file or geometric:ALPHA"
         )
@@ -206,7 +193,7 @@ def _drafters(
 
 
 def _together(
-    system: System, acceptance: Acceptance | None, model_free: Acceptance | None, drafters: Drafters
+    system: System, acceptance: Acceptance | None, drafters: Drafters
 ) -> tuple[list[str], Acceptance, list[str]]:
     """All drafters side by side; those that were recorded where acceptance is replayed."""
     if acceptance is not None and acceptance.varies_by == "position":
@@ -214,11 +201,10 @@ def _together(
         note = f"recorded drafters are the ones to choose among: {', '.join(recorded)}"
         return recorded, acceptance, [note] if len(recorded) < len(system.drafters) else []
     learned = None if acceptance is None else _network(system, acceptance, drafters)
-    for model in (model_free, acceptance):
-        texts = [] if model is None else _texts(system, model, drafters)
-        if learned is not None and acceptance is not None and model is not None and texts:
-            beside = PerDrafter(dict.fromkeys(texts, model), acceptance, dict.fromkeys(texts, acceptance_text(model)))
-            return [learned, *texts], acceptance if model is acceptance else beside, []
+    texts = [] if acceptance is None else _texts(system, acceptance, drafters)
+    if acceptance is not None and learned is not None and texts:
+        chosen = [learned, *texts]
+        return chosen, acceptance.only(chosen) if isinstance(acceptance, PerDrafter) else acceptance, []
     raise UnknownAcceptance(
         f"the acceptance of all its drafters ({', '.join(system.drafters)}) is not known: give --acceptance "
         "for each of them, such as learned=geometric:ALPHA,suffix=seer-siblings"
@@ -227,7 +213,7 @@ def _together(
 
 def _texts(system: System, model: Acceptance, drafters: Drafters) -> list[str]:
     """The system's drafters that draft from text and that the model knows."""
-    return [name for name in _of_kind(system.drafters, True, drafters) if model.knows(name)]
+    return [name for name in _of_kind(system.drafters, True, drafters) if model.knows(name, drafters)]
 
 
 def _network(system: System, model: Acceptance, drafters: Drafters) -> str | None:
@@ -243,10 +229,10 @@ def _of_kind(names: Sequence[str], text: bool, drafters: Drafters) -> list[str]:
 def _played_by(name: str, model: Acceptance, drafters: Drafters) -> str | None:
     """The drafter of the model that plays `name`."""
     if not drafters[name].has_network:
-        return name if model.knows(name) else None
+        return name if model.knows(name, drafters) else None
     if model.trained_drafter is not None and drafters[model.trained_drafter].has_network:
         return model.trained_drafter
-    return name if model.knows(name) else next(iter(_of_kind(model.drafters, False, drafters)), None)
+    return name if model.knows(name, drafters) else next(iter(_of_kind(model.drafters, False, drafters)), None)
 
 
 def _arms(rung: Rung, drafter: str, model: Acceptance, drafters: Drafters) -> list[Strategy]:

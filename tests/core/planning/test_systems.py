@@ -89,7 +89,7 @@ def test_what_changes_tokens_is_not_called_lossless():
 
 
 def test_earlier_responses_count_as_finished_siblings():
-    found = bind(SYSTEMS["histospec"], COSTS, None, SIBLINGS)
+    found = bind(SYSTEMS["histospec"], COSTS, SIBLINGS)
     nobody = np.zeros(1)
     assert found.acceptance.alpha(nobody, nobody) == pytest.approx(SIBLINGS.alpha(nobody + 16, nobody))
     assert any("earlier epoch" in note for note in found.assumptions)
@@ -137,7 +137,7 @@ def test_a_static_drafter_is_one_that_nobody_trains():
 
 
 def test_drafters_side_by_side_have_each_its_own_acceptance():
-    found = bind(SYSTEMS["hedgespec"], COSTS, TREES, SIBLINGS)
+    found = bind(SYSTEMS["hedgespec"], COSTS, load_acceptance({"learned": TREES, "suffix": SIBLINGS}))
     learned, text = (Strategy.chain(name, 4) for name in ("learned", "suffix"))
     assert found.policy.strategies == (learned, text)
     model = found.acceptance.in_state(dict.fromkeys(("learned", "suffix"), DrafterState()))
@@ -149,6 +149,8 @@ def test_drafters_side_by_side_have_each_its_own_acceptance():
     assumed = bind_assuming(SYSTEMS["hedgespec"], COSTS, TREES)
     assert assumed.acceptance == found.acceptance
     assert assumed.defaults == ("acceptance of all drafters is not known: the default seer-siblings is taken",)
+    learned = bind_assuming(SYSTEMS["hedgespec"], COSTS, load_acceptance("learned=geometric:0.7"))
+    assert learned.acceptance.models == {**found.acceptance.models, "learned": GeometricAcceptance(alpha=0.7)}
     assert bind(SYSTEMS["hedgespec"], COSTS, GeometricAcceptance(alpha=0.5)).acceptance == GeometricAcceptance(
         alpha=0.5
     )
@@ -181,15 +183,11 @@ def test_trees_say_nothing_of_drafters_that_look_text_up():
     for name in ("tlt-base", "das"):
         with refused(ConfigError, naming=("model-free", "seer-siblings")):
             bind(SYSTEMS[name], COSTS, TREES)
-        assert bind(SYSTEMS[name], COSTS, TREES, SIBLINGS).acceptance is SIBLINGS
+        bound = bind(SYSTEMS[name], COSTS, load_acceptance({"learned": TREES, "all": SIBLINGS}))
+        assert [*bound.acceptance.models.values()] == [SIBLINGS]
 
 
-def test_model_free_acceptance_goes_before_any():
-    anyone, text = GeometricAcceptance(alpha=0.9), GeometricAcceptance(alpha=0.4)
-    assert bind(SYSTEMS["tlt-base"], COSTS, anyone, text).acceptance is text
-    tlt = bind(SYSTEMS["tlt"], COSTS, anyone, text)
-    assert tlt.acceptance is anyone
-    assert {s.drafter for s in tlt.policy.strategies if s.speculates} == {"learned"}
+def test_a_drafter_with_a_model_of_its_own_has_no_other():
     by_drafter = load_acceptance("learned=geometric:0.9,all=geometric:0.4")
     for name, drafter in (("tlt", "learned"), ("tlt-base", "ngram")):
         bound = bind(SYSTEMS[name], COSTS, by_drafter)
@@ -203,10 +201,13 @@ def test_model_free_acceptance_goes_before_any():
 def test_models_by_drafter_are_changed_as_one_alone_is(name: str):
     """A tree's curve becomes one by age and training, and siblings know an earlier epoch."""
     bound = bind(SYSTEMS[name], COSTS, load_acceptance("learned=tlt-qwen2.5-32b,all=seer-siblings"))
-    assert isinstance(bound.acceptance.models["learned"], FreshAcceptance)
-    assert bound.acceptance.trained_drafter == "learned"
-    assert (bound.spot is not None) == (name == "tlt")
-    assert (bound.acceptance.others.alone > SIBLINGS.alone) == bool(SYSTEMS[name].history)
+    (model,) = bound.acceptance.models.values()
+    if name == "tlt":
+        assert isinstance(model, FreshAcceptance)
+        assert (bound.acceptance.trained_drafter, bound.spot is not None) == ("learned", True)
+    else:
+        assert model.alone > SIBLINGS.alone
+        assert (bound.acceptance.trained_drafter, bound.spot) == (None, None)
 
 
 BOTH = FreshAcceptance(base=measured("ngram", "learned"))
