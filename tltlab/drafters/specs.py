@@ -119,6 +119,11 @@ class HybridSpec(FiniteModel):
         return bool(first.tokens) and first.expected >= max(self.min_expected, other_expected)
 
 
+def traits_of(cls: type[Drafter]) -> DrafterTraits:
+    """Traits that a drafter class has as attributes, by default those of `TEXT`."""
+    return replace(TEXT, **{f.name: getattr(cls, f.name) for f in fields(TEXT) if hasattr(cls, f.name)})
+
+
 class OwnDrafter(OwnPart):
     """A drafter class of the user's own, which the engine asks beside its scheduler, as it asks the suffix drafter.
 
@@ -135,12 +140,11 @@ class OwnDrafter(OwnPart):
 
     @property
     def traits(self) -> DrafterTraits:
-        cls = self.load()
-        return replace(TEXT, **{f.name: getattr(cls, f.name) for f in fields(TEXT) if hasattr(cls, f.name)})
+        return traits_of(self.load())
 
     @property
     def remembers(self) -> bool:
-        """Whether responses of earlier RL steps serve: the class overrides `recall`."""
+        """True where responses of earlier RL steps serve: the class overrides `recall`."""
         return self.load().recall is not Drafter.recall
 
 
@@ -177,12 +181,11 @@ class Drafters(Mapping[str, DrafterTraits]):
 
     def _of_hybrid(self, spec: HybridSpec) -> DrafterTraits:
         first, otherwise = self[spec.first], self[spec.otherwise]
-        network = first.has_network or otherwise.has_network
         return DrafterTraits(
-            has_network=network,
+            has_network=first.has_network or otherwise.has_network,
             needs_text=first.needs_text or otherwise.needs_text,
             draws_trees=False,
-            made_by="workers" if network else "engine",
+            made_by="workers" if "workers" in (first.made_by, otherwise.made_by) else "engine",
         )
 
     def __getitem__(self, name: str) -> DrafterTraits:

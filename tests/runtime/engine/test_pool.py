@@ -11,6 +11,7 @@ from tests.fakes.drafting import Parrot
 from tests.refused import refused
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
+from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
@@ -211,3 +212,13 @@ def test_model_free_drafters_are_refused_where_drafts_stay_on_the_device():
         with refused(ConfigError):
             pool.use([chain(2, without)])
     DrafterPool({"learned": HEAD, "ngram": NgramSpec()}, 4, beside=False).use([chain(2, "learned")])
+
+
+def test_a_users_network_drafts_beside_the_scheduler():
+    class Net(NgramDrafter):
+        has_network = True
+
+    pool = DrafterPool({"net": Net()}, 4)
+    assert (pool.registry["net"].has_network, pool.registry["net"].made_by) == (True, "engine")
+    assert pool.model_free([Strategy.chain("net", 2)]) == ("net",)
+    assert pool.worker_depth(Strategy.chain("net", 2)) == 0
