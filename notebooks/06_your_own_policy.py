@@ -78,9 +78,10 @@ display(rows.plot())
 # %% [markdown]
 # ## Minute four: one that learns
 #
-# `observe` hears of each iteration: its seconds, its batch, what was accepted. This one keeps the mean tokens per
-# second of each strategy by batch size, tries what it does not know, and takes the best. A selector draws from `rng`
-# alone, so the same seed gives the same run.
+# `observe` receives the outcome of each choice: the iteration's seconds, its batch, the accepted tokens. An outcome
+# comes one choice late, since an engine drafts in one iteration what the next one verifies. This policy keeps the mean
+# tokens per second of each strategy by batch size, tries what it does not know, and takes the best. A selector draws
+# from `rng` alone, so the same seed gives the same run.
 
 
 # %%
@@ -94,10 +95,10 @@ class Greedy(Selector):
         rates = {s: self.seen.get((state.batch, s), (0.0, 1e-9)) for s in self.strategies}
         return max(self.strategies, key=lambda s: rates[s][0] / rates[s][1] if rates[s][0] else float("inf"))
 
-    def observe(self, strategy, outcome):
-        tokens, seconds = self.seen.get((outcome.batch, strategy), (0.0, 0.0))
+    def observe(self, choice, outcome):
+        tokens, seconds = self.seen.get((outcome.batch, choice.strategy), (0.0, 0.0))
         made = outcome.batch + sum(outcome.accepted)
-        self.seen[outcome.batch, strategy] = tokens + made, seconds + outcome.elapsed_s
+        self.seen[outcome.batch, choice.strategy] = tokens + made, seconds + outcome.elapsed_s
 
     def state_dict(self):
         return {"seen": [[batch, self.strategies.index(s), *both] for (batch, s), both in self.seen.items()]}

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 import pyarrow.compute as pc
 
-from tltlab.acceptance.base import Acceptance
+from tltlab.acceptance.base import Acceptance, SettledModel
 from tltlab.acceptance.by_request import spread_over_requests
 from tltlab.acceptance.load import DEFAULT, acceptance_text, load_acceptance
 from tltlab.acceptance.replay import TraceAcceptance
@@ -27,6 +27,7 @@ from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
 from tltlab.hardware import ModelShape
 from tltlab.planning.composition import Admission, SharedBuffer, Workload
+from tltlab.planning.placement import Placement
 from tltlab.sim.engine.requests import Prefix
 from tltlab.traces.trace import Trace, run_folder
 
@@ -74,11 +75,11 @@ class SimulationConfig:
     0
     """
 
-    costs: CostModel | Source | None = None
-    acceptance: Acceptance | Source | None = None
+    costs: CostModel | type[CostModel] | Source | None = None
+    acceptance: Acceptance | type[SettledModel] | Source | None = None
     acceptance_spread: float = 0.0
     workers: int | None = None
-    placement: str | None = None
+    placement: str | Placement | type[Placement] | None = None
     mode: str = "fluid"
     seed: int = 0
     rl_steps: Sequence[int] | None = None
@@ -132,6 +133,11 @@ class SimulationConfig:
         )  # fmt: skip
         return resolved, machine
 
+    @property
+    def placement_name(self) -> str:
+        """What a user calls the placement."""
+        return _label(self.placement, "contiguous")
+
     def changed(self, settings: Mapping[str, Any], function: Callable[..., Any]) -> Self:
         """With these fields in place of its own; ConfigError for a keyword that neither they nor `function` have."""
         names = [field.name for field in fields(self)]
@@ -171,7 +177,7 @@ class SimulationConfig:
             return load_acceptance(beside), str(beside)
         rows = trace.arrow("iterations")
         if rows is not None and pc.any(pc.greater(rows["draft_depth"], 0)).as_py():
-            measured, _ = fit_acceptance(rows.to_pandas())
+            measured, _ = fit_acceptance(rows.to_pandas(), trace.drafters)
             if measured is not None:
                 return measured, f"measured in the trace's iterations ({', '.join(measured.drafters)})"
         if self.acceptance is not None:
@@ -231,4 +237,8 @@ def _label(source: object, default: str) -> str:
         return default
     if isinstance(source, dict):
         return str(source.get("kind", "linear"))
-    return str(source) if isinstance(source, str | Path) else str(getattr(source, "name", getattr(source, "kind", "")))
+    if isinstance(source, str | Path):
+        return str(source)
+    cls = source if isinstance(source, type) else type(source)
+    own = not cls.__module__.startswith("tltlab.")
+    return cls.__name__ if own else str(getattr(source, "name", getattr(source, "kind", "trace")))

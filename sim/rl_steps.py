@@ -21,6 +21,8 @@ from tltlab.costs.stages import STAGES, StageCosts, StepWorkload, served_s
 from tltlab.errors import ConfigError
 from tltlab.planning.dispatch import stage_left
 from tltlab.sim.engine.worker import SimulatedRollout
+from tltlab.traces.rows import span
+from tltlab.traces.schema import TABLES
 from tltlab.traces.trace import Trace
 
 from .simulate import SimResult
@@ -347,13 +349,12 @@ def _spans(pipeline: _Pipeline, steps: pd.DataFrame, num_workers: int, shared: b
         lanes["trainer"] = list(_with_gaps(trainer, after=False, until_s=pipeline.done_s[-1]))
     rl_step, t_start = steps["rl_step"].tolist(), steps["t_start"].tolist()
     rows = [
-        (rl_step[i.step], lane, i.kind, i.start_s - t_start[i.step], i.end_s - i.start_s, None, i.detail)
+        span(rl_step[i.step], lane, i.kind, i.start_s - t_start[i.step], i.end_s - i.start_s, detail=i.detail)
         for lane, intervals in lanes.items()
         for i in intervals
         if i.end_s > i.start_s
     ]
-    columns = ["rl_step", "lane", "kind", "t_start", "duration", "batch", "detail"]
-    return pd.DataFrame(rows, columns=columns).sort_values("rl_step", kind="stable", ignore_index=True)
+    return pd.DataFrame(rows, columns=TABLES["spans"].names).sort_values("rl_step", kind="stable", ignore_index=True)
 
 
 _when = attrgetter("start_s", "end_s")

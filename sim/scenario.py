@@ -19,27 +19,29 @@ from tltlab.config import shown
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, UniformBudget
-from tltlab.drafters.specs import Drafters
+from tltlab.drafters.specs import NETWORK, STANDARD, TEXT, Drafters, DrafterTraits
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
+from tltlab.own import build_own, from_user, raised, split
 from tltlab.planning.composition import Admission, SharedBuffer
+from tltlab.policies.driver import refuse_needs
 from tltlab.policies.policy import Policy, PolicySource, load_policy
-from tltlab.policies.selector import Selector
-from tltlab.policies.specs import build_class, check_contract, from_user, raised
+from tltlab.policies.selector import WHOLE_TOKENS, Selector
+from tltlab.policies.specs import CustomSpec
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
-from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
+from tltlab.sim.engine.drawn import Drawn, Replayed
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, changed, requests_by_step
 from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
-from tltlab.strategy import MODEL_FREE, Strategy
+from tltlab.strategy import Strategy
 
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
 from .idle_training import SimulatedSpotTrainer
-from .placement import place
+from .placement import add_lengths, find_placement, place
 
 
 class PolicyLike(Protocol):
@@ -61,7 +63,7 @@ class OwnPolicy:
     source: type[Selector] | Selector
 
     def __post_init__(self) -> None:
-        check_contract(self.build, self.name)
+        CustomSpec.check_contract(self.build, self.name)
 
     @property
     def name(self) -> str:
@@ -73,7 +75,8 @@ class OwnPolicy:
 
     def build(self, rng: np.random.Generator) -> Selector:
         if isinstance(self.source, type):
-            return build_class(self.source, rng, {}, self.name)
+            selector: Selector = build_own(self.source, {}, f"policy {self.name}", rng)
+            return selector
         return deepcopy(self.source)
 
 
@@ -106,7 +109,7 @@ def named_policies(sources: Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str)
     Raises ConfigError for none, and for a name that comes twice.
     """
     if isinstance(sources, str):
-        sources = [name.strip() for name in sources.split(",") if name.strip()]
+        sources = split(sources)
     if isinstance(sources, Mapping):
         named = {str(name): as_policy(source) for name, source in sources.items()}
     elif isinstance(sources, Sequence):
@@ -136,6 +139,7 @@ class Scenario(SimulationConfig):
     costs_name: str
     acceptance_name: str | None
     spot: SpotTraining | None = None
+    registry: Drafters = STANDARD
 
     @classmethod
     def of(cls, trace: TraceSource, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
@@ -154,15 +158,22 @@ class Scenario(SimulationConfig):
         )
         acceptance, acceptance_name = config.find_acceptance(trace)
         costs, costs_name = config.find_costs(trace)
+        queues: list[list[list[int]]] = []
+        history: dict[str, list[int]] = {}
+        rule = find_placement(config.placement or "contiguous")
+        for step in steps:
+            queues.append(place(step, workers, rule, costs, history))
+            add_lengths(history, step)
         values = {field.name: getattr(config, field.name) for field in fields(SimulationConfig)} | {
             "steps": steps,
-            "queues": tuple(place(step, workers, config.placement or "contiguous", costs) for step in steps),
+            "queues": tuple(queues),
             "costs": costs,
             "acceptance": acceptance,
             "workers": workers,
             "costs_name": costs_name,
             "acceptance_name": acceptance_name,
             "spot": None if config.spot is None else load_spot_training(config.spot),
+            "registry": _described(trace.drafters, acceptance),
         }
         return cls(**values)
 
@@ -187,35 +198,45 @@ class Scenario(SimulationConfig):
         record_rewards: bool = False,
         entropy: Sequence[Sequence[int]] | None = None,
         drafter: Sequence[DrafterState] | None = None,
+        delay: int | None = None,
     ) -> tuple[SimulatedRollout, ...]:
         """Simulate every RL step under a policy; `entropy` seeds each worker's selector, else [seed, worker] does.
 
         `drafter` is the learned drafter's state in each RL step where that is known, else it follows from the training.
+        Outcomes come as in an engine; with a `delay` choices hold at once and outcomes come so many choices later.
         """
         entropy = [[self.seed, w] for w in range(self.workers)] if entropy is None else entropy
+        registry = self.registry_of(policy)
         drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
         budgets = budgets_of(policy, self.workers)
         trainer = None if self.spot is None else SimulatedSpotTrainer(self.spot, self.coordinator)
+        selectors = [policy.build(np.random.default_rng(list(words))) for words in entropy]
+        fluid = {WHOLE_TOKENS: "mode 'fluid' has expected tokens; simulate with mode 'sampled'"}
+        refuse_needs(selectors[0], fluid if self.mode == "fluid" else {})
         simulator = RolloutSimulator(
             costs=self.costs,
-            selectors=[policy.build(np.random.default_rng(list(words))) for words in entropy],
+            selectors=selectors,
             decision_block=self.decision_block,
             record_rewards=record_rewards,
+            ahead=None if delay is None else False,
+            delay=delay,
             idle_use=trainer or LeaveIdle(),
             noise=self.costs.noise if self.mode == "sampled" else None,
             seed=self.seed,
             max_tools=self.max_tools,
         )
+        for selector in simulator.selectors:
+            selector.drafts_with(registry)
         stream = Stream(self.steps, self.admission, self.seed) if isinstance(self.admission, Admission) else None
         rollouts: list[SimulatedRollout] = []
         model_before, state = None, DrafterState()
         for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
             state = state if drafter is None else drafter[at]
-            simulator.drafters = {name: DrafterState() if name in MODEL_FREE else state for name in drafters}
+            simulator.drafters = {n: state if registry[n].has_network else DrafterState() for n in drafters}
             model = None if self.acceptance is None else self.acceptance.in_state(simulator.drafters)
             if not rollouts or model is not model_before:
-                batches = _batches(model if drafters else None, self, budgets)
-                simulator.prepare(Regimes(policy.strategies, self.costs, model), batches)
+                batches = _batches(model if drafters else None, self, budgets, registry)
+                simulator.prepare(Regimes(policy.strategies, self.costs, model, registry), batches)
             model_before = model
             try:
                 if isinstance(self.admission, SharedBuffer):
@@ -232,7 +253,7 @@ class Scenario(SimulationConfig):
                 raise
             except Exception as error:  # whatever a user's policy raises
                 if from_user(error):
-                    raise raised(error, type(simulator.selectors[0]).__name__) from error
+                    raise raised(error, f"policy {type(simulator.selectors[0]).__name__}") from error
                 raise
             tell_each_other(budgets, rollout)
             if trainer is not None:
@@ -243,6 +264,20 @@ class Scenario(SimulationConfig):
                 state = replace(state, age=state.age + 1)
             rollouts.append(rollout)
         return tuple(rollouts)
+
+    def registry_of(self, *policies: PolicyLike) -> Drafters:
+        """The drafters of the trace and of policies; ConfigError for what these do not draft.
+
+        Two policies may not mean a network and none by one name: they are compared by names.
+        """
+        used: dict[str, DrafterTraits] = {}
+        for policy in policies:
+            drafters = self.registry.beside(getattr(policy, "drafters", {}))
+            drafters.check(policy.strategies)
+            for name in {s.drafter for s in policy.strategies if s.speculates}:
+                if used.setdefault(name, drafters[name]) != drafters[name]:
+                    raise ConfigError(f"drafter {name!r} is not the same kind in all policies: rename one of them")
+        return Drafters(traits={**self.registry, **used})
 
     def evidence(self, strategies: Iterable[Strategy], outside: Iterable[str] = ()) -> dict[str, Any]:
         """How far the costs are to be believed where these strategies run: the keys of `evidence` in commands' JSON.
@@ -264,14 +299,16 @@ class Scenario(SimulationConfig):
             "speedup_error": evidence.speedup_error(extrapolated=bool(beyond)) if speculates else None,
         }
 
-    def bounds_s(self, strategies: Sequence[Strategy]) -> list[float]:
+    def bounds_s(self, strategies: Sequence[Strategy], drafters: Drafters | None = None) -> list[float]:
         """The clairvoyant lower bound of each RL step, over all uses of these strategies, all requests drafted alike.
+
+        `drafters` are those of the policies, by default those of the trace.
 
         The bound is for iterations that take what the costs say: with `noise` a lucky rollout may undercut it. Where
         acceptance depends on the drafter's age and training, it is that of the freshest and best trained one.
         """
         model = None if self.acceptance is None else self.acceptance.at_best([s.drafter for s in strategies])
-        regimes = Regimes(strategies, self.costs, model)
+        regimes = Regimes(strategies, self.costs, model, self.registry if drafters is None else drafters)
         every_regime = regimes.up_to(max(map(len, self.steps), default=1))
         # All gain alike in every iteration: then sharing a worker has an exact price.
         alike = not any(s.speculates for s in strategies) or (
@@ -287,6 +324,15 @@ class Scenario(SimulationConfig):
                 bound_s = max(bound_s, sum(step.turns.tool_s) / self.max_tools)
             bounds_s.append(bound_s + self.costs.outside_s if bound_s else bound_s)
         return bounds_s
+
+
+def _described(drafters: Drafters, model: Acceptance | None) -> Drafters:
+    """Drafters with those of other names of which the acceptance model says what they are."""
+    copies: Mapping[str, bool] = getattr(model, "copies", None) or getattr(getattr(model, "base", None), "copies", {})
+    said = {name: TEXT if copied else NETWORK for name, copied in copies.items()}
+    if model is not None and model.trained_drafter is not None:
+        said[model.trained_drafter] = NETWORK
+    return Drafters(traits=said | {**drafters})
 
 
 def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int) -> SimulatedRollout:
@@ -340,7 +386,9 @@ def tell_each_other(budgets: Sequence[DraftBudget], rollout: SimulatedRollout) -
             budget.finished(done, drafted=0, accepted=0)
 
 
-def _batches(model: Settled | None, scenario: Scenario, budgets: Sequence[DraftBudget]) -> Callable[[Requests], Batch]:
+def _batches(
+    model: Settled | None, scenario: Scenario, budgets: Sequence[DraftBudget], drafters: Drafters
+) -> Callable[[Requests], Batch]:
     """How running requests gain tokens: all alike where that can be, else each for itself."""
     if model is None:
         return FluidBatch
@@ -352,9 +400,10 @@ def _batches(model: Settled | None, scenario: Scenario, budgets: Sequence[DraftB
             sampled=scenario.mode == "sampled",
             budgets=budgets,
             refresh=max(REFRESH_ITERATIONS, scenario.decision_block),
+            drafters=drafters,
         )
     if model.varies_by == "position":
-        return lambda requests: ReplayBatch(requests, model)
+        return lambda requests: Batch(requests, Replayed(requests, model))
     if scenario.mode == "sampled":
-        return lambda requests: SampledBatch(requests, scenario.seed)
+        return lambda requests: Batch(requests, Drawn(requests, scenario.seed))
     return FluidBatch

@@ -18,7 +18,6 @@ from tltlab.costs.scaled import ScaledCosts
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.state import DrafterState
 from tltlab.stats import kendall_tau
-from tltlab.strategy import MODEL_FREE
 
 Variant = tuple[BoundSystem, CostModel]
 """A system with the costs that it runs under."""
@@ -76,7 +75,7 @@ def _scale_chances(of_text: bool) -> Callable[[Variant, float], Variant | None]:
     def change(variant: Variant, ratio: float) -> Variant | None:
         bound, costs = variant
         drafted = {s.drafter for s in bound.policy.strategies if s.speculates}
-        names = tuple(sorted(name for name in drafted if (name in MODEL_FREE) == of_text))
+        names = tuple(sorted(name for name in drafted if bound.registry[name].has_network != of_text))
         if not names or not bound.defaults or bound.acceptance is None:
             return None
         return replace(bound, acceptance=ScaledChances(bound.acceptance, names, ratio)), costs

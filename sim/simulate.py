@@ -264,6 +264,7 @@ def simulate(
     config, trace = config.changed(settings, simulate), read(trace)
     chosen = as_policy(policy)
     scenario = Scenario.of(trace, config)
+    drafters = scenario.registry_of(chosen)
     scenario.check_acceptance([chosen])
     started = time.perf_counter()
     rollouts = scenario.rollouts(chosen, record_rewards=record_iterations)
@@ -277,7 +278,8 @@ def simulate(
             "num_rl_steps": len(scenario.steps),
             "seed": scenario.seed,
             "source": source.name or source.source,
-            "notes": f"simulated: policy {name}, placement {config.placement or 'contiguous'}, mode {scenario.mode}",
+            "drafters": drafters.own,
+            "notes": f"simulated: policy {name}, placement {config.placement_name}, mode {scenario.mode}",
         }
     )
     return SimResult(
@@ -287,6 +289,6 @@ def simulate(
         scenario=scenario,
         wall_s=wall_s,
         # A budget drafts less than its strategy for some: the bound does not hold for it.
-        bounds_s=lambda: None if budgets_of(chosen, 1) else scenario.bounds_s(chosen.strategies),
+        bounds_s=lambda: None if budgets_of(chosen, 1) else scenario.bounds_s(chosen.strategies, drafters),
         record_iterations=record_iterations,
     )

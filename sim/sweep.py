@@ -123,10 +123,11 @@ def compare(
         raise ConfigError(f"the baseline {baseline!r} is none of the policies {', '.join(names)}")
     at_least(1, repeats=repeats)
     strategies = tuple(dict.fromkeys(s for policy in policies.values() for s in policy.strategies))
+    drafters = scenario.registry_of(*policies.values())
     seeded = [replace(scenario, seed=scenario.seed + k) for k in range(repeats)]
     tables = [sweep(repeat, policies, jobs=jobs, ray_address=ray_address) for repeat in seeded]
     means = pd.concat(tables).groupby(["policy", "rl_step"])["makespan_s"].mean()
-    bound_s = float(np.mean([repeat.bounds_s(strategies) for repeat in seeded]))
+    bound_s = float(np.mean([repeat.bounds_s(strategies, drafters) for repeat in seeded]))
     base = means[baseline].to_numpy()
     rows = []
     for name in names:
@@ -195,7 +196,7 @@ def speed_up_cells(row: Mapping[str, Any], name: str) -> tuple[str, str]:
     times = "" if value is None else f"{value:.2f}x"
     if low is None:
         return times, "one RL step"
-    return times, f"[{low:.2f}, {'no end' if high is None else format(high, '.2f')}]"
+    return times, f"[{low:.2f}, {'inf' if high is None else format(high, '.2f')}]"
 
 
 def _in_parallel(

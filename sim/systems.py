@@ -27,6 +27,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.composition import System
+from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import BoundSystem, bind, bind_assuming
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy
@@ -119,7 +120,9 @@ def by_name(
     (system,), trace = find_systems([name]), read(trace)
     scenario = Scenario.of(trace, config)
     try:
-        bound = bind(system, scenario.costs, replayable(scenario.acceptance, scenario.steps))
+        bound = bind(
+            system, scenario.costs, replayable(scenario.acceptance, scenario.steps), drafters=scenario.registry
+        )
     except ConfigError as error:
         raise ConfigError(f"system {name}: {error}{partly_recorded(scenario)}") from error
     if scenario.spot is not None:
@@ -155,10 +158,11 @@ def compare_systems(
     over RL steps (Student's below ten), `tokens_per_s` that are trained on and its ratio likewise, `regret` of the
     rollout to the clairvoyant bound over all strategies of all systems on all workers (None under a per-request
     budget), `lossless`, `mean_accept_length`, `bubble_fraction`, `off_policy_share` and `wasted_share` of tokens,
-    `length_bias` (mean length of trained responses over that of all begun, 1 where RL steps are apart), `intervals` of
-    what has one by name, `claim` of the system's paper beside what is found (None: it has none), `workers` (those that
-    generate), `assumptions`, `stand_ins`, `defaults`, `source`. With `stages`: `step_s`, `step_ratio`,
-    `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL steps, by which the rows are then ordered.
+    `runs_here` (True, or the parts that no engine here has), `length_bias` (mean length of trained responses over that
+    of all begun, 1 where RL steps are apart), `intervals` of what has one by name, `claim` of the system's paper beside
+    what is found (None: it has none), `workers` (those that generate), `assumptions`, `stand_ins`, `defaults`,
+    `source`. With `stages`: `step_s`, `step_ratio`, `step_ratio_low`, `step_ratio_high` and `rollout_share` of whole RL
+    steps, by which the rows are then ordered.
 
     No system is left out, `attrs["left_out"]` is empty: a number that is missing takes a default that `defaults` names.
     Where there is one
@@ -228,10 +232,10 @@ def compare_systems(
 
 def bind_all(systems: Sequence[System], scenario: Scenario, acceptance: Acceptance | None) -> list[BoundSystem]:
     """The systems fitted to what is known here, with defaults for what is not; `acceptance` is `replayable`."""
-    fitted = scenario.acceptance.pooled() if isinstance(scenario.acceptance, TraceAcceptance) else None
+    fitted = scenario.acceptance.pooled(scenario.registry) if isinstance(scenario.acceptance, TraceAcceptance) else None
     bound = []
     for system in systems:
-        binding = bind_assuming(system, scenario.costs, acceptance, fitted)
+        binding = bind_assuming(system, scenario.costs, acceptance, fitted, scenario.registry)
         if generating_workers(system, scenario.workers) == scenario.workers and system.topology != "colocated":
             note = "a single worker's GPUs cannot be split: training has as many besides, which the others have not"
             binding = replace(binding, assumptions=(*binding.assumptions, note), defaults=(*binding.defaults, note))
@@ -327,6 +331,7 @@ def _row(
         **{name: None if interval is None else interval.estimate for name, interval in shares.items()},
         "lossless": system.lossless,
         "on_policy": system.on_policy,
+        "runs_here": missing_part(system) or True,
         "length_bias": float(outcome.length_bias),
         "mean_accept_length": outcome.mean_accept_length,
         "workers": generating_workers(system, scenario.workers),
@@ -398,7 +403,8 @@ def _bounds_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) ->
     if len(models) > 1 and any(model.varies_by == "position" for model in models):
         return None
     whole = replace(scenario, acceptance=_covering_all(bound) if len(models) > 1 else next(iter(models), None))
-    bounds_s = [replace(whole, seed=scenario.seed + k).bounds_s(strategies) for k in range(repeats)]
+    drafters = scenario.registry_of(*(binding.policy for binding in bound))
+    bounds_s = [replace(whole, seed=scenario.seed + k).bounds_s(strategies, drafters) for k in range(repeats)]
     return np.asarray(np.mean(bounds_s, axis=0), np.float64)
 
 

@@ -303,6 +303,7 @@ def what_if(
     notes.append(f"acceptance: {scenario.acceptance_name}")
     usual = [USUAL] if granted.knows(USUAL) and not recorded else list(granted.drafters) or [USUAL]
     drafters = usual if drafter is None else [drafter]
+    scenario.registry.check(Strategy.chain(name, 1) for name in drafters)
     accept = None if recorded else _chance(granted, drafters)
     chances: list[float | None] = [None] if accept is None else [*sorted({*_CURVE, LEAST, MOST, accept})]
     stages = 3 + len(chances)

@@ -93,6 +93,3 @@ class Strategy:
 
 
 NO_SPECULATION = Strategy("none", 0, 0, 1)
-
-MODEL_FREE = frozenset({"ngram", "suffix"})
-"""Drafters that look tokens up and run no network: their levels cost no GPU time and capture no graphs."""

@@ -20,9 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.policies.selector import Selector
+from tltlab.acceptance.base import AcceptanceModel, SettledModel
+from tltlab.costs.base import CostModel, IterationCost
+from tltlab.drafters.base import Draft, Drafter
+from tltlab.drafters.specs import STANDARD, Drafters
+from tltlab.planning.placement import PlacedRequest, Placement
+from tltlab.policies.driver import refuse_needs
+from tltlab.policies.selector import Selector, as_choice
 
-from .state import DrafterState, RequestState, StepOutcome, StepState
+from .errors import ConfigError
+from .state import Choice, DrafterState, RequestState, StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
 
 Factory = Callable[[np.random.Generator], Selector]
@@ -30,18 +37,19 @@ NUM_ITERATIONS = 150
 BATCHES = (4096, 512, 200, 64, 40, 33, 32, 31, 21, 20, 9, 8, 5, 4, 3, 2, 1)
 
 
-def check_selector(source: Factory | type[Selector] | Selector) -> None:
+def check_selector(source: Factory | type[Selector] | Selector, drafters: Drafters | None = STANDARD) -> None:
     """Check that the selectors `source(rng)` builds keep every promise of `Selector`; AssertionError if one does not.
 
-    `source` may be a class too, which gets `rng` where it takes one, or an instance, which is copied.
+    `source` may be a class too, which gets `rng` where it takes one, or an instance, which is copied. `drafters` are
+    those that strategies may name; None leaves that open.
 
     They choose only from `strategies`, with a propensity in (0, 1]; the same generator seed gives the same choices;
     `state_dict` survives JSON and a restored selector goes on identically; `reward` changes nothing; no requests in the
-    state, a batch of 1 or 4096, an outcome with nothing accepted, a prefill or an outcome that arrives one choice late
-    do no harm; and a `memoryless` selector looks only at batch and waiting.
+    state, a batch of 1 or 4096, an outcome with nothing accepted, a prefill, outcomes that arrive several choices late
+    from another batch size, or never, do no harm; and a `memoryless` selector looks only at batch and waiting.
     """
     factory = _factory(source)
-    check_strategies(factory)
+    check_strategies(factory, drafters)
     check_choices(factory)
     check_repeatable(factory)
     check_state_round_trip(factory)
@@ -58,7 +66,7 @@ def _factory(source: Factory | type[Selector] | Selector) -> Factory:
     return source
 
 
-def check_strategies(factory: Factory) -> None:
+def check_strategies(factory: Factory, drafters: Drafters | None = None) -> None:
     selector = factory(np.random.default_rng(0))
     assert isinstance(selector, Selector), f"the factory built a {type(selector).__name__}, not a Selector"
     strategies = selector.strategies
@@ -67,19 +75,30 @@ def check_strategies(factory: Factory) -> None:
     for strategy in strategies:
         assert isinstance(strategy, Strategy), f"strategies must hold Strategy values, got {strategy!r}"
     assert len(set(strategies)) == len(strategies), f"strategies lists one twice: {_names(strategies)}"
+    for name in ("propensity_", "bucket_"):
+        assert not hasattr(selector, name), f"{name} is not read: return Choice(strategy, propensity, bucket)"
+    try:
+        refuse_needs(selector)
+    except ConfigError as error:
+        raise AssertionError(str(error)) from error
+    if drafters is not None:
+        try:
+            drafters.check(strategies)
+        except ConfigError as error:
+            raise AssertionError(f"strategies: {error}") from error
 
 
 def check_choices(factory: Factory) -> None:
     selector = factory(np.random.default_rng(0))
     for i in range(NUM_ITERATIONS):
         state = _state(i, requests=i % 3 == 0)
-        chosen = _choose(selector, state, i)
-        outcome = _outcome(chosen, state.batch, i)
-        selector.observe(chosen, outcome)
+        choice = _choose(selector, state, i)
+        selector.observe(choice, _outcome(choice, state.batch, i))
     for batch in (1, 4096):
-        for accepted in ((0,) * batch, ()):
-            chosen = _choose(selector, StepState(rl_step=99, batch=batch, requests=_NoRequests()), batch)
-            selector.observe(chosen, StepOutcome(elapsed_s=0.01, batch=batch, accepted=accepted))
+        for kept in (0, None):
+            choice = _choose(selector, StepState(rl_step=99, batch=batch, requests=_NoRequests()), batch)
+            accepted = () if kept is None else (kept,) * batch
+            selector.observe(choice, StepOutcome(elapsed_s=0.01, batch=batch, accepted=accepted))
 
 
 def check_repeatable(factory: Factory) -> None:
@@ -102,37 +121,36 @@ def check_state_round_trip(factory: Factory) -> None:
 
 
 def check_late_outcomes(factory: Factory) -> None:
-    """An engine that drafts one iteration ahead reports each outcome after the next choice."""
-    selector = factory(np.random.default_rng(0))
-    last: tuple[Strategy, StepState] | None = None
-    for i in range(NUM_ITERATIONS):
-        state = _state(i)
-        chosen = _choose(selector, state, i)
-        if last is not None:
-            selector.observe(last[0], _outcome(last[0], last[1].batch, i))
-        last = chosen, state
+    """Deliver outcomes one and three choices late, some of them never: batches have changed meanwhile."""
+    for delay in (1, 3):
+        selector = factory(np.random.default_rng(0))
+        made: list[Choice] = []
+        for i in range(NUM_ITERATIONS):
+            made.append(_choose(selector, _state(i), i))
+            if i >= delay and i % 5:
+                # The batch that ran is a later one than the choice was made for.
+                selector.observe(made[i - delay], _outcome(made[i - delay], _state(i - delay + 1).batch, i))
 
 
 def check_memoryless(factory: Factory) -> None:
     selector = factory(np.random.default_rng(0))
     if not selector.memoryless:
         return
-    chosen = {batch: _choose(selector, StepState(rl_step=0, batch=batch), batch) for batch in BATCHES}
+    made = {batch: _choose(selector, StepState(rl_step=0, batch=batch), batch) for batch in BATCHES}
     for i, batch in enumerate(BATCHES):
         for strategy in selector.strategies:
-            selector.observe(strategy, _outcome(strategy, batch, i))
+            selector.observe(Choice(strategy), _outcome(Choice(strategy), batch, i))
     for i, batch in enumerate(reversed(BATCHES)):
         state = StepState(
             rl_step=3,
             batch=batch,
             worker=1,
             context_tokens=1e6,
-            free_kv_tokens=10.0,
             strategy=selector.strategies[-1],
             drafters=_drafters(i),
             requests=_requests(batch, i),
         )
-        assert _choose(selector, state, i) == chosen[batch], (
+        assert _choose(selector, state, i) == made[batch], (
             f"memoryless is set, but the choice at batch {batch} changed after observe or with something in the state "
             f"other than batch and waiting"
         )
@@ -172,14 +190,13 @@ def _state(i: int, *, requests: bool = False) -> StepState:
         batch=batch,
         waiting=max(0, 20 - at),
         context_tokens=100.0 * batch + i,
-        free_kv_tokens=None if i % 2 else 1000.0,
         drafters=_drafters(i),
         requests=_requests(min(batch, 16), i) if requests else _NoRequests(),
     )
 
 
 def _drafters(i: int) -> dict[str, DrafterState]:
-    return {"ngram": DrafterState(age=i % 3, updates=i, accept_estimate=1.5 if i % 2 else None)}
+    return {"ngram": DrafterState(age=i % 3, updates=i)}
 
 
 def _requests(num: int, i: int) -> tuple[RequestState, ...]:
@@ -189,48 +206,263 @@ def _requests(num: int, i: int) -> tuple[RequestState, ...]:
     )
 
 
-def _outcome(strategy: Strategy, batch: int, i: int) -> StepOutcome:
+def _outcome(choice: Choice, batch: int, i: int) -> StepOutcome:
     """A made-up iteration: now nothing is accepted, now everything; now and then a prefill rides along."""
-    depth = strategy.draft_depth
+    depth = choice.strategy.draft_depth
     accepted = tuple((i + j) % (depth + 1) if i % 4 else 0 for j in range(batch)) if depth else ()
     drafted = (depth,) * batch if depth else ()
     elapsed_s = 0.01 * (1.0 + 0.1 * depth) + 1e-5 * batch + 1e-4 * (i % 7)
     return StepOutcome(elapsed_s=elapsed_s, batch=batch, drafted=drafted, accepted=accepted, had_prefill=i % 11 == 0)
 
 
-def _choose(selector: Selector, state: StepState, i: int) -> Strategy:
-    chosen = selector.choose(state)
-    assert chosen in selector.strategies, (
-        f"choose returned {chosen!r} at batch {state.batch}, which is not in strategies ({_names(selector.strategies)})"
+def _choose(selector: Selector, state: StepState, i: int) -> Choice:
+    answer = selector.choose(state)
+    assert isinstance(answer, Strategy | Choice), f"choose must return a Strategy or a Choice, got {answer!r}"
+    choice = as_choice(selector, answer)
+    assert choice.strategy in selector.strategies, (
+        f"choose returned {choice.strategy!r} at batch {state.batch}, which is not in strategies "
+        f"({_names(selector.strategies)})"
     )
-    propensity, bucket = selector.propensity_, selector.bucket_
-    assert isinstance(propensity, float), f"propensity_ must be a float, got {propensity!r}"
-    assert 0.0 < propensity <= 1.0, f"propensity_ must be in (0, 1], got {propensity} at batch {state.batch} (call {i})"
-    assert bucket is None or bucket >= 0, f"bucket_ must be None or an index, got {bucket}"
-    return chosen
+    chance, bucket = choice.propensity, choice.bucket
+    assert isinstance(chance, float), f"the propensity must be a float, got {chance!r}"
+    assert 0.0 < chance <= 1.0, f"the propensity must be in (0, 1], got {chance} at batch {state.batch} (call {i})"
+    assert bucket is None or bucket >= 0, f"the bucket must be None or an index, got {bucket}"
+    return choice
 
 
-def _run(selector: Selector, start: int = 0, stop: int = NUM_ITERATIONS, *, ask_reward: bool = False) -> list[Any]:
-    """Ask and tell through iterations start ... stop - 1; the (choice, propensity, bucket) of each."""
-    record = []
+def _run(selector: Selector, start: int = 0, stop: int = NUM_ITERATIONS, *, ask_reward: bool = False) -> list[Choice]:
+    """Ask and tell through iterations start ... stop - 1; the choices."""
+    made = []
     for i in range(start, stop):
         state = _state(i)
-        chosen = _choose(selector, state, i)
-        record.append((chosen, selector.propensity_, selector.bucket_))
-        outcome = _outcome(chosen, state.batch, i)
+        choice = _choose(selector, state, i)
+        made.append(choice)
+        outcome = _outcome(choice, state.batch, i)
         if ask_reward:
-            reward = selector.reward(chosen, outcome)
+            reward = selector.reward(choice, outcome)
             assert reward is None or math.isfinite(reward), f"reward() must be None or finite, got {reward} (call {i})"
-            selector.reward(NO_SPECULATION, outcome)
-        selector.observe(chosen, outcome)
-    return record
+            selector.reward(Choice(NO_SPECULATION), outcome)
+        selector.observe(choice, outcome)
+    return made
 
 
-def _same(first: list[Any], second: list[Any], broken: str) -> None:
+def _same(first: list[Choice], second: list[Choice], broken: str) -> None:
     for i, (a, b) in enumerate(zip(first, second, strict=True)):
-        shown = " against ".join(f"{strategy} with propensity {chance:g}" for strategy, chance, _ in (a, b))
+        shown = " against ".join(f"{choice.strategy} with propensity {choice.propensity:g}" for choice in (a, b))
         assert a == b, f"{broken} (call {i}: {shown})"
 
 
 def _names(strategies: Sequence[Strategy]) -> str:
     return ", ".join(map(str, strategies))
+
+
+def check_drafter(source: Callable[[], Drafter] | type[Drafter] | Drafter) -> None:
+    """Check that a drafter keeps every promise of `Drafter`; AssertionError if it does not. An instance is copied.
+
+    It proposes at most as many tokens as are asked for; the same calls give the same drafts, asking changes nothing,
+    neither does a change of what it was handed; `propose_all` is `propose` of each; requests may be opened under the
+    keys of closed ones; after `recall` nothing of earlier rollouts shows but what was recalled, so that a worker that
+    starts again drafts as before; its state survives JSON; and drafts are made in the engine's core.
+    """
+
+    def fresh() -> Drafter:
+        drafter: Drafter = _part(source, Drafter)
+        return drafter
+
+    drafter = fresh()
+    for name, wanted in (("has_network", bool), ("needs_text", bool), ("draws_trees", bool)):
+        value = getattr(drafter, name, False)
+        assert isinstance(value, wanted), f"{name} must be True or False, got {value!r}"
+    made_by = getattr(drafter, "made_by", "engine")
+    assert made_by == "engine", f"made_by must be 'engine', where a user's drafter is asked, got {made_by!r}"
+    first = _drafts(drafter, 0)
+    assert first == _drafts(fresh(), 0), "two drafters that were told the same draft differently; draw nothing"
+    memory = drafter.memory_bytes
+    assert type(memory) is int, f"memory_bytes must be a whole number, got {memory!r}"
+    assert memory >= 0, f"memory_bytes must be 0 or more, got {memory!r}"
+    again = fresh()
+    recalled = [((0, "p0", 0, 0), [1, 2, 3, 1, 2], [3, 1, 2, 3, 4])]
+    for each in (drafter, again):
+        each.recall(recalled)
+    broken = "after recall the drafts depend on an earlier rollout; override recall, or keep nothing of closed requests"
+    assert _drafts(drafter, 1) == _drafts(again, 1), broken
+    saved = _json(drafter.state_dict())
+    again.load_state_dict(json.loads(saved))
+    assert _json(again.state_dict()) == saved, "state_dict after load_state_dict is not the one that was loaded"
+    drafter.forget()
+    assert _drafts(drafter, 0) == first, "after forget the drafts are not those of a new drafter"
+
+
+def _drafts(drafter: Drafter, rl_step: int) -> list[Any]:
+    """Drafts in a made-up rollout: two groups that repeat themselves, one response that ends early."""
+    drafter.begin(rl_step)
+    keys = [(rl_step, f"p{i // 2}", i % 2, 0) for i in range(4)]
+    prompts = {key: [1, 2, 3, 1, 2] if key[1] == "p0" else [5, 6, 5] for key in keys}
+    for key in keys:
+        _unchanged(drafter.open, key, prompts[key])
+    made: list[Any] = []
+    for turn in range(6):
+        for i, key in enumerate(keys):
+            _unchanged(drafter.extend, key, [3 if i % 2 else 1, 1 + turn % 3, 2])
+        done = drafter.catch_up(64)
+        assert isinstance(done, bool), f"catch_up must return True or False, got {done!r}"
+        queries = [(key, 1 + (turn + i) % 5) for i, key in enumerate(keys)]
+        drafts = [_draft(drafter.propose(key, depth), depth) for key, depth in queries]
+        same = [_draft(drafter.propose(key, depth), depth) for key, depth in queries]
+        assert drafts == same, f"asked twice, propose drafts {drafts} and then {same}; asking must change nothing"
+        together = [
+            _draft(draft, depth) for draft, (_, depth) in zip(drafter.propose_all(queries), queries, strict=True)
+        ]
+        assert drafts == together, f"propose_all drafts {together}, and propose {drafts}"
+        drafter.observe_all(
+            [(key, len(draft[0]), turn % (len(draft[0]) + 1)) for key, draft in zip(keys, drafts, strict=True)]
+        )
+        made.append(drafts)
+        if turn == 3:
+            drafter.close(keys.pop())
+    for key in keys:
+        drafter.close(key)
+    return made
+
+
+def _unchanged(method: Callable[[Any, list[int]], None], key: Any, tokens: list[int]) -> None:
+    handed = list(tokens)
+    method(key, handed)
+    assert handed == tokens, f"{method.__name__} changed the tokens that it was handed"
+    handed[:] = [99] * len(handed)  # a drafter that keeps the list itself drafts from this
+
+
+def _draft(draft: Any, depth: int) -> tuple[list[int], float]:
+    assert isinstance(draft, Draft), f"propose must return a Draft, got {type(draft).__name__}"
+    tokens, expected = list(draft.tokens), draft.expected
+    assert len(tokens) <= depth, f"propose returned {len(tokens)} tokens where {depth} were asked for"
+    assert all(isinstance(token, int | np.integer) for token in tokens), f"a draft holds token ids, got {tokens!r}"
+    assert 0 <= expected < math.inf, f"the expected number of kept tokens must be 0 or more, got {expected}"
+    return tokens, float(expected)
+
+
+def check_placement(source: Callable[[], Placement] | type[Placement] | Placement) -> None:
+    """Check that a placement keeps every promise of `Placement`; AssertionError if it does not.
+
+    It returns a queue for each worker, with each request in one of them, and the same queues when it is asked again;
+    also without requests, with more workers than requests, and without a history; it changes none of its arguments.
+    """
+    placement = _part(source, Placement)
+    for workers, num in ((1, 5), (2, 0), (3, 16), (8, 3)):
+        workload = tuple(PlacedRequest((1, f"p{i // 4}", i % 4, 0), 10 + i, 64) for i in range(num))
+        for history in ({}, {"p0": [60, 50], "p1": [5, 9], "other": [1]}):
+            told = deepcopy(history)
+            queues, again = ([list(q) for q in placement.place(workload, workers, told)] for _ in range(2))
+            about = f"for {num} requests on {workers} workers"
+            assert told == history, f"place changed the history {about}"
+            assert len(queues) == workers, f"place must return a queue for each worker, got {len(queues)} {about}"
+            found = sorted(i for queue in queues for i in queue)
+            assert found == list(range(num)), f"each request must be in one queue once, got {found} {about}"
+            assert queues == again, f"place returned {queues} and then {again} {about}"
+
+
+def check_costs(source: Callable[[], CostModel] | type[CostModel] | CostModel) -> None:
+    """Check that a cost model keeps every promise of `CostModel`; AssertionError if it does not.
+
+    Seconds are finite, 0 or more, linear in the context, and the same when asked again; drafting is a part of them,
+    and none of plain decoding; `tokens_to_verify` is the one that was given; a prompt that is prefilled in chunks
+    takes what it takes as a whole, and beside decoding not more than by itself.
+    """
+    costs = _part(source, CostModel)
+    strategies = [NO_SPECULATION, *(Strategy.chain(name, depth) for name in ("ngram", "learned") for depth in (1, 4))]
+    for strategy in strategies:
+        try:
+            cost, again = costs.iteration(strategy), costs.iteration(strategy)
+            fewer = costs.iteration(strategy, tokens_to_verify=1.5)
+        except ConfigError:
+            assert strategy.speculates, "iteration raised ConfigError for plain decoding, which costs must know"
+            continue
+        assert isinstance(cost, IterationCost), f"iteration must return an IterationCost, got {type(cost).__name__}"
+        for made, verified in ((cost, strategy.tokens_to_verify), (fewer, 1.5)):
+            assert made.tokens_to_verify == verified, (
+                f"iteration({strategy}) has tokens_to_verify {made.tokens_to_verify}, asked for were {verified}"
+            )
+        for batch in (1, 7, 64, 512):
+            about = f"at {strategy} and batch {batch}"
+            parts = {n: getattr(cost, n)(batch) for n in ("without_context_s", "context_slope_s", "draft_s")}
+            for name, value in parts.items():
+                assert 0 <= value < math.inf, f"{name} must be 0 or more, got {value} {about}"
+                assert value == getattr(again, name)(batch), f"{name} differs when asked again {about}"
+            draft_s = parts["draft_s"]
+            assert draft_s <= parts["without_context_s"], f"draft_s is more than without_context_s {about}"
+            assert strategy.speculates or not draft_s, f"plain decoding drafts nothing, draft_s is {draft_s} {about}"
+            for context in (0.0, 1e3, 1e6):
+                linear = parts["without_context_s"] + parts["context_slope_s"] * context
+                assert math.isclose(cost.seconds(batch, context), linear, rel_tol=1e-9, abs_tol=1e-15), (
+                    f"seconds is not without_context_s + context_slope_s * context at context {context:g} {about}"
+                )
+            beside_s = cost.beside_s(batch, 100.0, 0.5)
+            assert 0 <= beside_s <= 0.5, f"beside_s must be between 0 and apart_s = 0.5, got {beside_s} {about}"
+    whole_s, parts_s = costs.prefill_s(300.0), costs.prefill_s(100.0) + costs.prefill_s(200.0)
+    assert 0 <= whole_s < math.inf, f"prefill_s must be 0 or more, got {whole_s}"
+    assert math.isclose(whole_s, parts_s, rel_tol=1e-9), f"chunks of a prompt take {parts_s} s, the whole {whole_s} s"
+
+
+def check_acceptance(source: Callable[[], SettledModel] | type[SettledModel] | SettledModel) -> None:
+    """Check that an acceptance model keeps every promise of its base class; AssertionError if it does not.
+
+    P(accepted = j) sums to 1; P(accepted >= i) lies in [0, 1] and falls with i, one row per request; answers are the
+    same when asked again; no more tokens are accepted than drafted; levels depend on the seed and the request alone;
+    a `steady` model does not look at progress; `most_tokens` is never exceeded.
+    """
+    model = _part(source, SettledModel)
+    assert model.varies_by in ("nothing", "request"), f"varies_by must be nothing or request, got {model.varies_by!r}"
+    covered = 0
+    for drafter in model.drafters or ("ngram", "learned"):
+        for depth in (1, 4, 8):
+            strategy = Strategy.chain(drafter, depth)
+            try:
+                model.in_state({drafter: DrafterState()}).check(strategy)
+            except ConfigError:
+                continue
+            covered += 1
+            _check_strategy(model.in_state({drafter: DrafterState()}), strategy)
+    assert covered, "check refuses every chain of depth 1, 4 and 8: the model covers nothing"
+
+
+def _check_strategy(model: Any, strategy: Strategy) -> None:
+    reach, drafter = strategy.reach, strategy.drafter
+    drafted = model.num_drafted(strategy)
+    assert 0 <= drafted <= strategy.tokens_to_verify - 1, f"num_drafted of {strategy} is {drafted}"
+    if isinstance(model, AcceptanceModel):
+        p = np.asarray(model.distribution(strategy))
+        assert p.shape == (reach + 1,), f"distribution of {strategy} must have {reach + 1} entries, got {p.shape}"
+        assert p.min() >= 0, f"distribution of {strategy} has a chance below 0: {p.tolist()}"
+        assert abs(p.sum() - 1) < 1e-6, f"distribution of {strategy} must sum to 1, got {p.tolist()}"
+        assert np.array_equal(p, model.distribution(strategy)), f"distribution of {strategy} differs when asked again"
+        accepted = model.tokens_per_iteration(strategy) - 1
+        assert accepted <= drafted + 1e-9, f"{strategy}: {accepted:g} tokens are accepted of {drafted:g} drafted"
+    chances = model.by_request()
+    keys = [(0, f"p{i // 2}", i % 2, 0) for i in range(6)]
+    levels = chances.levels(drafter, keys, 3)
+    assert levels.shape == (6,), f"levels must have an entry per request, got {levels.shape}"
+    alone = np.concatenate([chances.levels(drafter, [key], 3) for key in keys])
+    assert np.array_equal(levels, alone), "levels depend on the other requests; draw from the seed and the key alone"
+    zeros, longest = np.zeros(6), np.full(6, 1000.0)
+    rows = {}
+    for name, at, siblings in (("early", zeros, zeros), ("late", longest, zeros), ("last", longest, np.full(6, 3.0))):
+        rows[name] = survival = np.asarray(chances.survival(strategy, levels, at, siblings))
+        assert survival.shape == (6, reach), (
+            f"survival of {strategy} must have shape (6, {reach}), got {survival.shape}"
+        )
+        assert ((survival >= 0) & (survival <= 1)).all(), f"survival of {strategy} must lie between 0 and 1"
+        assert (np.diff(survival, axis=1) <= 1e-12).all(), f"survival of {strategy} rises with the position"
+        again = chances.survival(strategy, levels, at, siblings)
+        assert np.array_equal(survival, again), f"survival of {strategy} differs when asked again"
+        most = chances.most_tokens(strategy, levels, longest, np.full(6, 3.0))
+        assert (1 + survival.sum(axis=1) <= most + 1e-9).all(), f"{strategy}: more tokens than most_tokens says"
+    assert not chances.steady or all(np.array_equal(rows["early"], row) for row in rows.values()), (
+        f"steady is set, but the survival of {strategy} changes with progress or finished siblings"
+    )
+
+
+def _part(source: Any, base: type[Any]) -> Any:
+    """A fresh object: `source` copied, or built of a class or function."""
+    part = deepcopy(source) if isinstance(source, base) else source()
+    assert isinstance(part, base), f"a {base.__name__} was expected, got {type(part).__name__}"
+    return part

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any, Literal
 
-from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.policies.policy import AcceptanceBudgetSpec, Policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -63,7 +63,7 @@ class AuditedDrafter:
 
     def specs(self, models: TinyModels) -> dict[str, DrafterSpec]:
         """The drafters of that engine."""
-        specs: dict[str, DrafterSpec] = {"ngram": NgramSpec(), "suffix": SuffixSpec()}
+        specs: dict[str, DrafterSpec] = dict(DEFAULT_DRAFTERS)
         if self.method:
             specs["learned"] = LearnedSpec(method=self.method, model=str(getattr(models, self.method)))
         if self.method and not self.probabilistic:
@@ -141,7 +141,7 @@ def policy_of(case: AuditCase, drafting: AuditedDrafter, batch: int) -> Policy:
         budget = AcceptanceBudgetSpec(min_tokens=0, max_draft_tokens=batch * 3 // 4)
         return Policy(selector=FixedSpec(strategy=strategy), budget=budget)
     if case.composition == "switching":
-        second = "suffix" if drafting.name == "ngram" else "ngram"
+        second = next(name for name in DEFAULT_DRAFTERS if name != drafting.name)
         depths = sorted({case.depth, (case.depth + 1) // 2})
         arms = (*(Strategy.chain(drafting.name, d) for d in depths), Strategy.chain(second, case.depth), NO_SPECULATION)
         return Policy(selector=ExploreSpec(strategies=arms, hold_iterations=1))
@@ -150,9 +150,10 @@ def policy_of(case: AuditCase, drafting: AuditedDrafter, batch: int) -> Policy:
 
 def tiny_drafters(policy: Policy, models: TinyModels) -> Mapping[str, DrafterSpec]:
     """The drafters that `policy` names, the learned one replaced by the audit's own of the same method."""
-    specs: dict[str, DrafterSpec] = {"ngram": NgramSpec(), "suffix": SuffixSpec(), **policy.drafters}
-    if any(strategy.speculates and strategy.drafter == "learned" for strategy in policy.strategies):
-        specs.setdefault("learned", LearnedSpec(method="eagle", model=str(models.eagle)))
+    specs: dict[str, DrafterSpec] = DEFAULT_DRAFTERS | policy.drafters
+    for strategy in policy.strategies:
+        if policy.registry.network_levels(strategy):
+            specs.setdefault(strategy.drafter, LearnedSpec(method="eagle", model=str(models.eagle)))
     for name, spec in specs.items():
         if isinstance(spec, LearnedSpec):
             specs[name] = spec.model_copy(update={"model": str(getattr(models, spec.method))})

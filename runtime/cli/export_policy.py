@@ -33,11 +33,11 @@ def export_policy(
     Example: tltlab export-policy policy.json --max-batch 64 --out vllm.json
     """
     from tltlab.policies.policy import load_policy
-    from tltlab.runtime.engine.graphs import plan_graphs
+    from tltlab.runtime.engine.graphs import VLLM_SUFFIX, plan_graphs
 
     chosen = load_policy(policy)
     plan = plan_graphs(chosen, max_batch, fill=fill)
-    if plan.drafts.get("method") == "suffix":
+    if plan.method == VLLM_SUFFIX:
         # Which vLLM's V2 runner does not have.
         plan = plan_graphs(chosen, max_batch, runner="V1")
     if (refused := plan.refused()) is not None:

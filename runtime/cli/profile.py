@@ -108,11 +108,11 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _learned(text: str) -> tuple[str, LearnedSpec]:
-    from tltlab.drafters.specs import LearnedSpec
+    from tltlab.drafters.specs import STANDARD, LearnedSpec
 
     name, _, head = text.partition("=")
     method, colon, model = head.partition(":")
-    if not name or not colon:
+    if not colon or name not in STANDARD or not STANDARD[name].has_network:
         raise ConfigError(f"--drafter is {text!r}: give NAME=METHOD:PATH, such as learned=eagle:heads/eagle")
     with faults_in(f"--drafter is {text!r}"):
         return name, LearnedSpec.model_validate({"method": method, "model": model})

@@ -33,7 +33,7 @@ def train(
     tltlab train --resume runs/first train.steps=8
     tltlab train qwen2.5-7b-tlt --dry-run
     """
-    from tltlab.policies.specs import code_allowed
+    from tltlab.own import code_allowed
     from tltlab.runtime.recipe.checks import check
     from tltlab.runtime.recipe.dry_run import plan_of
     from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe

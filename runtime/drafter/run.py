@@ -18,12 +18,13 @@ import ray
 from tltlab.coordination.canary import check_chances
 from tltlab.coordination.gate import Attempt, tokens_per_draft
 from tltlab.coordination.schedule import TrainingSchedule
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import new_folder
 from tltlab.policies.policy import Policy
 from tltlab.runtime.coordinator.keys import ClientKeys
 from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.graphs import parts_of
 from tltlab.runtime.ray.actors import get
 from tltlab.runtime.ray.scratch import scratch_folder
 from tltlab.runtime.recipe.drafter import DrafterConfig
@@ -86,7 +87,7 @@ class DrafterRun:
         if not self.drafts:
             name = self.config.name
             self.events.note(
-                f"policy {self.recipe.rollout.policy} never drafts with {name!r}: it is trained and serves nobody"
+                f"{self.recipe.rollout.chosen_by} never drafts with {name!r}: it is trained and serves nobody"
             )
 
     def feed(self, worker: int) -> str:
@@ -323,11 +324,5 @@ def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> 
     run = DrafterRun(config, recipe, out / "drafter", events)
     specs = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters | run.specs
     DrafterPool(specs, recipe.rollout.max_draft_depth)
-    run.drafts = any(s.speculates and _may_draft(s.drafter, config.name, specs) for s in policy.strategies)
+    run.drafts = any(s.speculates and config.name in parts_of(specs, s.drafter) for s in policy.strategies)
     return run
-
-
-def _may_draft(name: str, learned: str, specs: Mapping[str, DrafterSpec]) -> bool:
-    """Whether strategies of drafter `name` may draft with `learned`."""
-    spec = specs.get(name)
-    return learned in ((spec.first, spec.otherwise) if isinstance(spec, HybridSpec) else (name,))

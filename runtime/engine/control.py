@@ -1,7 +1,12 @@
 """What sits between a policy and an engine's scheduler: it asks the policy, shares out drafts and tells the outcomes.
 
-`Control` is what a scheduler calls: it knows the requests and the drafters, has the policy in a `Seat` and the
-iterations in a `Ledger`. Nothing here knows vLLM.
+`Control` is what a scheduler calls: it knows the requests and the drafters, has the policy in a `PolicyDriver` and the
+iterations in a `Ledger`. Nothing here knows vLLM. In an iteration, in order:
+
+    iteration_starts   the iteration before is over: its outcome goes to the policy
+    scheduled          the batch is known: which choice it verifies, and the choice for the next iteration
+    sampled            tokens are back: how many of each draft were kept
+    drafts             drafts for the next iteration, by the choice made in `scheduled`
 """
 
 from __future__ import annotations
@@ -21,20 +26,19 @@ import numpy as np
 from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
+from tltlab.policies.driver import PolicyDriver, refuse_needs
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
-from tltlab.state import RequestState, StepOutcome, StepState
+from tltlab.state import Choice, RequestState, StepOutcome, StepState, recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.rows import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
-from .ledger import NO_CHOICE, Choice, Clock, Iteration, Ledger, Row, Scheduled, Stopwatch
+from .failures import what_was_raised
+from .ledger import Clock, Iteration, Ledger, Scheduled, Stopwatch
 from .metrics import Samples, Tally
-from .seat import Seat, what_was_raised
 
 logger = logging.getLogger(__name__)
-
-_NEWEST_WEIGHT = 0.2
-"""Weight of the newest draft in a request's `recent_acceptance`: about its last five drafts count."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +53,6 @@ class Live:
     output: Sequence[int]
     max_response_tokens: int
     recent_acceptance: float | None = None
-    length_class: int | None = None
     drafter: str = ""
     drafted: int = 0
     accepted: int = 0
@@ -99,7 +102,7 @@ class Control:
     opens a rollout, `end` closes it and returns its rows (`Ledger`). An iteration calls `iteration_starts`,
     `scheduled`, `sampled` and, where drafts are made beside the scheduler, `drafts`: O(batch), but requests are looked
     at one by one only where there are drafts or the policy reads them. Where the engine has no policy `watched` stands
-    for `scheduled`. `inside` runs while the ledger is kept, `seat.deciding` while the policy decides.
+    for `scheduled`. `inside` runs while the ledger is kept, `deciding` while the policy chooses, shares out or learns.
 
     A policy that raises is logged once and asked no more: the engine decodes plainly, and `failure` has the sentence
     until another policy is set. A `tally` counts iterations for `metrics`.
@@ -116,7 +119,8 @@ class Control:
     ) -> None:
         self.drafters = drafters
         self.overlapped = overlapped
-        self.seat = Seat(worker=worker, clock=clock)
+        self.driver = PolicyDriver(worker=worker)
+        self.deciding = Stopwatch(clock)
         self._tally = tally or Tally()
         self.ledger = Ledger(self._tell, worker=worker, overlapped=overlapped, clock=clock, over=self._tally.add)
         self._policy: Policy | None = None
@@ -150,12 +154,15 @@ class Control:
     def set_selector(self, selector: Selector | None, budget: DraftBudget | None = None) -> None:
         """Choose by `selector` from now on, None for plain decoding; ConfigError for what this engine cannot run."""
         self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
-        self.seat.take(selector, budget)
+        if selector is not None:
+            selector.drafts_with(self.drafters.registry)
+            refuse_needs(selector)
+        self.driver.take(selector, budget)
         self.failure = ""
 
     def suspend(self) -> None:
         """Decode plainly until `resume`; the policy in force neither chooses nor learns."""
-        self._suspended_policy = self.seat.selector, self.seat.budget
+        self._suspended_policy = self.driver.selector, self.driver.budget
         self.set_selector(None)
 
     def resume(self) -> None:
@@ -176,7 +183,7 @@ class Control:
     @property
     def seconds(self) -> tuple[float, float, float]:
         """Seconds spent inside in all, of these deciding, and, beside them, feeding drafters and looking up."""
-        return self.inside.seconds, self.seat.deciding.seconds, self.drafting.seconds
+        return self.inside.seconds, self.deciding.seconds, self.drafting.seconds
 
     def metrics(self) -> Samples:
         """What iterations did by arm since the start, and the policy in force, by `metrics.FAMILIES`."""
@@ -191,20 +198,21 @@ class Control:
 
         It may share lists with what goes on learning. Without `history` it has no texts: they are to be recalled.
         """
-        return {**self.seat.state_dict(), "drafters": self.drafters.state_dict(history)}
+        return {**self.driver.state_dict(), "drafters": self.drafters.state_dict(history)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to what `state_dict` gave; nothing may be running. A replay, now or to come, goes on where it was."""
-        self.seat.load_state_dict(state)
+        self.driver.load_state_dict(state)
         self.drafters.load_state_dict(state["drafters"])
 
     def begin(self, rl_step: int) -> None:
         """Open a rollout: its rows start empty and its clock at 0. Requests that still run go on."""
         self.ledger.begin(rl_step)
         if not self.live:
-            self.ledger.in_force = NO_CHOICE
+            self.ledger.clear()
+            self.driver.forget()
         self.drafters.begin(rl_step)
-        self.seat.begin(rl_step)
+        self.driver.begin(rl_step)
 
     def end(self) -> tuple[list[Row], list[Row], dict[Key, float]]:
         """Close the rollout: rows of its iterations, its decisions, and when each response's first token came."""
@@ -242,7 +250,7 @@ class Control:
     def _tell_budget(self, live: Live) -> None:
         """Let the budget learn how a request did that has ended."""
         try:
-            self.seat.budget.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
+            self.driver.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
         except Exception as error:  # the budget may be anybody's code
             self._give_up(error)
 
@@ -257,32 +265,35 @@ class Control:
         """Choose what the iteration drafts at its end; the depth for the engine's workers."""
         with self.inside:
             self._work, self._verified = work, self.ledger.schedule(work)
-            if self.seat.selector is None:
+            if self.driver.selector is None:
                 return 0
-            choice = self.seat.answer(len(work.request_ids), work.waiting, self.ledger.rl_step)
+            choice = self.driver.again(len(work.request_ids), work.waiting, self.ledger.rl_step)
             if choice is None:
                 choice = self._ask(work.request_ids)
+            if choice is None:
+                return 0
             self.ledger.choose(choice)
             return self.drafters.worker_depth(choice.strategy)
 
-    def _ask(self, request_ids: Sequence[str]) -> Choice:
+    def _ask(self, request_ids: Sequence[str]) -> Choice | None:
+        """Ask the policy; None where it raises."""
         try:
-            with self.seat.deciding:
-                choice = self.seat.ask(self._state(request_ids))
+            with self.deciding:
+                choice = self.driver.ask(self._state(request_ids))
                 self.drafters.check(choice.strategy)
         except Exception as error:  # the policy may be anybody's code
             self._give_up(error)
-            return NO_CHOICE
+            return None
         return choice
 
-    def _tell(self, choice: Choice, outcome: StepOutcome) -> float | None:
+    def _tell(self, choice: Choice, outcome: StepOutcome, iteration: Iteration) -> None:
         if self.failure:
-            return None
+            return
         try:
-            return self.seat.tell(choice, outcome)
+            with self.deciding:
+                self.driver.tell(choice, outcome, iteration.rewarded)
         except Exception as error:  # the policy may be anybody's code
             self._give_up(error)
-            return None
 
     def _give_up(self, error: Exception) -> None:
         """Decode plainly from now on: the policy may be anybody's, and requests are being served."""
@@ -296,7 +307,7 @@ class Control:
         """Take down an iteration that nobody of ours chooses for: at its end the engine drafts by `strategy`."""
         with self.inside:
             self.ledger.schedule(work)
-            self.ledger.choose(Choice(strategy))
+            self.ledger.choose(Choice(strategy, learns=False), decided=False)
 
     def _state(self, request_ids: Sequence[str]) -> StepState:
         """What a policy sees of the iteration that was scheduled last."""
@@ -307,7 +318,6 @@ class Control:
             batch=len(request_ids),
             waiting=work.waiting,
             context_tokens=work.context_tokens,
-            free_kv_tokens=work.free_kv_tokens,
             strategy=self._verified,
             drafters=self.drafters,
             requests=cast(Sequence[RequestState], _BatchRequests(request_ids, self.live)),
@@ -317,13 +327,13 @@ class Control:
     def roomy(self) -> bool:
         """Whether, for all that is known, each next draft may have all tokens of the strategy: then none is trimmed."""
         deepest = self.ledger.in_force.strategy.reach
-        return self._least_room >= deepest and isinstance(self.seat.budget, UniformBudget)
+        return self._least_room >= deepest and isinstance(self.driver.budget, UniformBudget)
 
     def allot(self, request_ids: Sequence[str]) -> list[int]:
         """How many tokens the next draft of each request may have: its share, and never beyond what it may generate."""
         with self.inside:
             lives = [self.live[i] for i in request_ids]
-            with self.seat.deciding:
+            with self.deciding:
                 shares = self._shares(self.ledger.in_force.strategy, lives)
             # Of all: who is not asked for now may be in a moment. A batch may be under way, of which nobody knows yet.
             self._least_room = min(map(_room, self.live.values()), default=0) - self.drafters.max_depth - 1
@@ -331,15 +341,12 @@ class Control:
 
     def _shares(self, strategy: Strategy, lives: Sequence[Live]) -> list[int]:
         """How many tokens the next draft of each request gets of the budget."""
-        if isinstance(self.seat.budget, UniformBudget) or not lives:
+        if isinstance(self.driver.budget, UniformBudget) or not lives:
             return [strategy.reach] * len(lives)
         requests = cast(Sequence[RequestState], lives)
         state = replace(self._state(()), batch=len(lives), strategy=strategy, requests=requests)
         try:
-            shares = list(self.seat.budget.allot(state, strategy))
-            if len(shares) != len(lives):
-                raise ValueError(f"the budget gave {len(shares)} shares to {len(lives)} requests")
-            return shares
+            return self.driver.shares(state, strategy)
         except Exception as error:
             self._give_up(error)
             return [0] * len(lives)
@@ -387,7 +394,7 @@ class Control:
             # Until a request comes or goes.
             self._batch_places = (request_ids, places, lives) if len(lives) == len(request_ids) else None
         rooms = [live.max_response_tokens - len(live.output) - 1 for live in lives]
-        with self.seat.deciding:
+        with self.deciding:
             shares = self._shares(strategy, lives)
         shares = [share if share < room else max(room, 0) for share, room in zip(shares, rooms, strict=True)]
         if not all(shares):
@@ -417,8 +424,7 @@ class Control:
                 continue
             live.drafted += drafted
             live.accepted += kept
-            recent = live.recent_acceptance
-            live.recent_acceptance = float(kept) if recent is None else recent + _NEWEST_WEIGHT * (kept - recent)
+            live.recent_acceptance = recent_acceptance(live.recent_acceptance, float(kept))
             verified[live.drafter or drafter].append((live.key, drafted, kept))
         for name, drafts in verified.items():
             self.drafters.observe(name, drafts)
@@ -427,3 +433,4 @@ class Control:
         """Nothing is left to run: the last iteration is over, and what was chosen for the next one has no meaning."""
         with self.inside:
             self.ledger.pause()
+            self.driver.idle()

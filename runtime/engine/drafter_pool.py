@@ -14,8 +14,8 @@ from typing import Any
 
 from tltlab.coordination.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
 from tltlab.drafters.base import Drafter, Key
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
-from tltlab.errors import ConfigError, RunError
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, TEXT, Drafters, DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.errors import ConfigError, RunError, did_you_mean
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
@@ -137,6 +137,12 @@ class DrafterPool(Mapping[str, DrafterState]):
                         f"drafter {name}: a hybrid's first drafter must be model-free, got {spec.first!r}"
                     )
 
+    @property
+    def registry(self) -> Drafters:
+        """The drafters by name; those that are objects draft beside the scheduler."""
+        specs = {name: spec for name, spec in self.specs.items() if not isinstance(spec, Drafter)}
+        return Drafters(specs, dict.fromkeys(self.specs.keys() - specs.keys(), TEXT))
+
     def use(self, strategies: Sequence[Strategy]) -> None:
         """Feed from now on the drafters that `strategies` name, all of them if there are none, what runs included."""
         for strategy in strategies:
@@ -175,7 +181,8 @@ class DrafterPool(Mapping[str, DrafterState]):
                 "vLLM drafts chains only and has no tree attention; top_k must be 1 (trees run in the simulator)"
             )
         elif strategy.drafter not in self.specs:
-            complaint = f"this engine has the drafters {', '.join(self.specs) or 'none'}"
+            near = did_you_mean(strategy.drafter, self.specs)
+            complaint = f"this engine has the drafters {', '.join(self.specs) or 'none'}{near}"
         elif strategy.draft_depth > self.max_depth:
             complaint = (
                 f"the engine is built for draft depths up to {self.max_depth}; raise max_draft_depth, or set "
@@ -420,8 +427,7 @@ class DrafterPool(Mapping[str, DrafterState]):
     def __getitem__(self, name: str) -> DrafterState:
         if name not in self.specs:
             raise KeyError(name)
-        weights = self._weights if name == self.learned else DrafterState()
-        return replace(weights, accept_estimate=self._accept_estimates.get(name))
+        return self._weights if name == self.learned else DrafterState()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)

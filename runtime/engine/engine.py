@@ -27,9 +27,9 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control
 from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport, ResponseTokens
+from .failures import PolicyFailed
 from .generation import EngineDied, FollowUp, FollowUps, GenerationRequest, Rollout
 from .graphs import CapturedGraphs, GraphPlan
-from .seat import PolicyFailed
 
 ASK_EVERY_S = 1.0
 """How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""
@@ -346,7 +346,7 @@ class Engine:
         Tokens come out the same where policy, seeds, requests, weights, and what drafters and budget knew are the same.
         ConfigError where the policy never makes such choices; a rollout that runs otherwise ends in a RunError.
         """
-        self._call("seat.replay", [{name: row[name] for name in REPLAYED} for row in rows])
+        self._call("driver.replay", [{name: row[name] for name in REPLAYED} for row in rows])
 
     def state_dict(self, *, history: bool = True) -> dict[str, Any]:
         """All that policy, budget and drafters have learned, as JSON types; of a learned drafter how it did.

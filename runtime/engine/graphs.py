@@ -22,7 +22,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.specs import (
+    DEFAULT_DRAFTERS,
+    Drafters,
+    DrafterSpec,
+    HybridSpec,
+    LearnedSpec,
+    NgramSpec,
+    SuffixSpec,
+)
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_for
 from tltlab.policies.policy import Policy
@@ -43,6 +51,9 @@ _SPACINGS = (1.0, 1.25, 1.5, 2.0)
 
 BatchDepth = tuple[int, int]
 """Requests in the batch, and K."""
+
+VLLM_NGRAM, VLLM_SUFFIX = "ngram", "suffix"
+"""vLLM's methods of drafting without a network."""
 
 Runner = Literal["V1", "V2"]
 Kind = Literal["full", "piecewise", "eager"]
@@ -104,6 +115,11 @@ class GraphPlan:
     uneven: bool = False
     any_lengths: bool = False
     max_tokens: int = ANY_TOKENS
+
+    @property
+    def method(self) -> str | None:
+        """What vLLM calls the drafter; None for one that vLLM does not have."""
+        return self.drafts.get("method")
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -173,7 +189,7 @@ class GraphPlan:
                 f"the policy does not say what its drafter {self.drafters[0]} is in vLLM's words, or that it is not "
                 f'trained yet: give it under "drafters", with kind "learned", method and model; {instead}'
             )
-        if self.drafts["method"] == "suffix" and self.schedule:
+        if self.method == VLLM_SUFFIX and self.schedule:
             return (
                 f"vLLM's suffix decoding has one K for all batches and dies of another, and the policy has "
                 f"{', '.join(map(str, self.depths))}; {instead}"
@@ -291,6 +307,7 @@ def plan_graphs(
     policy: Policy,
     max_batch: int,
     *,
+    drafters: Mapping[str, DrafterSpec] = {},
     fill: bool = False,
     runner: Runner = "V2",
     any_lengths: bool = False,
@@ -303,8 +320,9 @@ def plan_graphs(
 
     Graphs are asked for at vLLM's own batch sizes, or such as lie a ratio `spacing` apart; with `fill`, for the V2
     runner, at more, until all that may run has a full graph. `plain` adds plain decoding at all of them. `deepest` is
-    by default the policy's deepest draft. For `any_lengths`, which the V2 runner ignores, and `max_tokens` see
-    `GraphPlan`. ConfigError for what vLLM cannot draft, and for a policy that does not say what it may choose.
+    by default the policy's deepest draft. `drafters` are those of the engine beside the policy's. For `any_lengths`,
+    which the V2 runner ignores, and `max_tokens` see `GraphPlan`. ConfigError for what vLLM cannot draft, for an
+    unknown drafter, and for a policy that does not say what it may choose.
     """
     if max_batch < 1:
         raise ConfigError(f"max batch is {max_batch}: an engine runs at least one request")
@@ -317,23 +335,25 @@ def plan_graphs(
                 f"vLLM drafts chains only: strategy {strategy} is a tree (top_k {strategy.top_k}); "
                 "top_k > 1 runs in the simulator"
             )
-    specs = DEFAULT_DRAFTERS | policy.drafters
+    specs: dict[str, DrafterSpec] = {**DEFAULT_DRAFTERS, **policy.drafters, **drafters}
+    registry = Drafters(specs)
+    registry.check(strategies)
     named = dict.fromkeys(s.drafter for s in strategies if s.speculates)
-    drafters = tuple(dict.fromkeys(part for name in named for part in parts_of(specs, name)))
+    used = tuple(dict.fromkeys(part for name in named for part in parts_of(specs, name)))
     batches = vllm_batches(max_batch, spacing)
     plan = GraphPlan(
         max_num_seqs=max_batch,
-        may_run=_graphs(policy, max_batch, range(1, max_batch + 1), plain=plain),
-        asked=_graphs(policy, max_batch, batches, plain=plain),
-        drafters=drafters,
-        networks=tuple(name for name in drafters if not isinstance(specs.get(name), NgramSpec | SuffixSpec)),
-        drafts=_method(specs[drafters[0]], max(s.draft_depth for s in strategies))
-        if len(drafters) == 1 and drafters[0] in specs
+        may_run=_graphs(policy, max_batch, range(1, max_batch + 1), registry, plain=plain),
+        asked=_graphs(policy, max_batch, batches, registry, plain=plain),
+        drafters=used,
+        networks=tuple(name for name in used if registry[name].has_network),
+        drafts=_method(specs[used[0]], max(s.draft_depth for s in strategies))
+        if len(used) == 1 and used[0] in specs
         else {},
         notes=(),
         deepest=max((s.draft_depth for s in strategies), default=0) if deepest is None else deepest,
         runner=runner,
-        uneven=bool(policy.budget) or any(isinstance(specs.get(n), NgramSpec | SuffixSpec) for n in drafters),
+        uneven=bool(policy.budget) or not all(registry[name].has_network for name in used),
         any_lengths=any_lengths and runner == "V1",
         max_tokens=max_tokens,
     )
@@ -415,8 +435,10 @@ def check_memory(pool: GraphPool, plan: GraphPlan, cap_bytes: float) -> float:
     return needed
 
 
-def _graphs(policy: Policy, max_batch: int, batches: Sequence[int], *, plain: bool) -> tuple[BatchDepth, ...]:
-    graphs = plan_for(policy, max_batch, batches).target_graphs
+def _graphs(
+    policy: Policy, max_batch: int, batches: Sequence[int], drafters: Drafters, *, plain: bool
+) -> tuple[BatchDepth, ...]:
+    graphs = plan_for(policy, max_batch, batches, drafters).target_graphs
     also = {(batch, 0) for batch in batches} if plain else set()
     return tuple(sorted({(batch, tokens - 1) for batch, tokens in graphs} | also))
 
@@ -432,12 +454,12 @@ def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
     if isinstance(spec, LearnedSpec):
         return spec.speculative_config if spec.trained else {}
     if isinstance(spec, NgramSpec):
-        return {"method": "ngram", "prompt_lookup_min": spec.min_match, "prompt_lookup_max": spec.max_match}
+        return {"method": VLLM_NGRAM, "prompt_lookup_min": spec.min_match, "prompt_lookup_max": spec.max_match}
     if not isinstance(spec, SuffixSpec):
         return {}
     ours = spec.arguments()
     return {
-        "method": "suffix",
+        "method": VLLM_SUFFIX,
         "suffix_decoding_max_tree_depth": ours["max_match"] + deepest,
         "suffix_decoding_min_token_prob": ours["min_token_prob"],
         # As many tokens as matched, times this; whatever matched, all of the depth.
@@ -465,12 +487,12 @@ def _notes(policy: Policy, plan: GraphPlan) -> Iterator[str]:
     specs = [policy.drafters.get(name) for name in plan.networks]
     if any(isinstance(spec, LearnedSpec) and (spec.fallback, spec.max_age) != (None, None) for spec in specs):
         yield "vLLM's drafter serves whatever its age: the fallback needs tltlab.runtime"
-    if plan.drafts.get("method") in ("ngram", "suffix"):
+    if plan.method in (VLLM_NGRAM, VLLM_SUFFIX):
         yield (
             "vLLM's own n-gram drafter searches the request alone, its suffix drafter the request and all responses "
             "before it: what else the policy's drafter is set to search needs tltlab.runtime"
         )
-    if plan.drafts.get("method") == "suffix":
+    if plan.method == VLLM_SUFFIX:
         yield "vLLM's suffix decoding needs arctic-inference where vLLM runs"
     yield from plan.shortfalls()
     if plan.capture_sizes[-1] > _TOKEN_BUDGET and plan.max_tokens == ANY_TOKENS:

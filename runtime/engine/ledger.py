@@ -9,16 +9,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
 from tltlab.drafters.base import Key
-from tltlab.policies.selector import Selector
-from tltlab.state import StepOutcome
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.state import NO_CHOICE, Choice, StepOutcome
+from tltlab.strategy import Strategy
+from tltlab.traces.rows import Row, as_rows, columns, strategy_columns
 
-Row = dict[str, Any]
 Clock = Callable[[], float]
 
 
@@ -35,30 +34,16 @@ class Scheduled:
     waiting: int
     context_tokens: int
     prefill_tokens: int
-    free_kv_tokens: int
     graph: tuple[str, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A strategy, and the selector that chose it and, if it `learns`, is told its outcome; without one nobody chose."""
-
-    strategy: Strategy
-    selector: Selector | None = None
-    bucket: int | None = None
-    propensity: float = 1.0
-    learns: bool = True
-
-
-NO_CHOICE = Choice(NO_SPECULATION)
-
-Tell = Callable[[Choice, StepOutcome], float | None]
-"""Takes the outcome of a choice; the reward that was learned from it."""
+Tell = Callable[[Choice, StepOutcome, "Iteration"], object]
+"""Delivers the outcome of a choice, and writes the reward that was learned from it into the iteration."""
 
 
 @dataclass(slots=True, eq=False)
 class Iteration:
-    """An iteration in flight or over, and the choice that it verifies."""
+    """An iteration in flight or over, and the choice that it verifies; `decided` where a policy made that choice."""
 
     number: int
     start_s: float
@@ -67,6 +52,7 @@ class Iteration:
     context_tokens: int
     prefill_tokens: int
     verified: Choice
+    decided: bool
     draft_s_before: float | None
     next_depth: int = 0
     drafted: Sequence[int] = ()
@@ -83,13 +69,18 @@ class Iteration:
     def outcome(self) -> StepOutcome:
         """The outcome of the choice: its own drafting counts, that for the next iteration does not."""
         drafting_s = 0.0 if self.draft_s is None else (self.draft_s_before or 0.0) - self.draft_s
+        speculates = self.verified.strategy.speculates
         return StepOutcome(
             elapsed_s=self.duration_s + drafting_s,
             batch=self.batch,
-            drafted=self.drafted,
-            accepted=self.accepted,
+            drafted=self.drafted if speculates else (),
+            accepted=self.accepted if speculates else (),
             had_prefill=self.prefill_tokens > 0,
         )
+
+    def rewarded(self, reward: float | None) -> None:
+        """Take the reward of the choice that this iteration verified."""
+        self.reward = reward
 
 
 class Stopwatch:
@@ -135,8 +126,8 @@ class Ledger:
         self.clock = clock
         self._tell = tell
         self._on_end = over
-        self.in_force = NO_CHOICE
-        self._noughts: tuple[int, ...] = ()
+        self.clear()
+        self._zeros: tuple[int, ...] = ()
         self._in_flight: deque[Iteration] = deque()
         self.begin(0)
         self.is_open = False
@@ -152,7 +143,7 @@ class Ledger:
         self._ended: list[Iteration] = []
         self._number = 0
         # Overlapped, an iteration of requests that have ended may still be in flight: it is of no rollout.
-        self._strays = len(self._in_flight)
+        self._stale = len(self._in_flight)
         self._last: Iteration | None = None
         self._draft_s: float | None = 0.0
 
@@ -171,18 +162,19 @@ class Ledger:
         verified = self.in_force
         batch, context_tokens, prefill_tokens = len(work.request_ids), work.context_tokens, work.prefill_tokens
         self._last = Iteration(
-            self._number, self._start_s, batch, work.waiting, context_tokens, prefill_tokens, verified, self._draft_s
-        )
+            self._number, self._start_s, batch, work.waiting, context_tokens, prefill_tokens, verified, self._decided,
+            self._draft_s,
+        )  # fmt: skip
         self._in_flight.append(self._last)
         self._number += 1
         self._draft_s = None if self.overlapped else 0.0
-        self.in_force = NO_CHOICE
+        self.clear()
         return verified.strategy
 
-    def choose(self, choice: Choice) -> None:
-        """`choice` is what the iteration just scheduled drafts at its end, and the next one verifies."""
+    def choose(self, choice: Choice, *, decided: bool = True) -> None:
+        """Note what the iteration just scheduled drafts at its end and the next one verifies, `decided` by a policy."""
         assert self._last is not None
-        self.in_force = choice
+        self.in_force, self._decided = choice, decided
         self._last.next_depth = choice.strategy.draft_depth
 
     def first_token(self, key: Key) -> None:
@@ -197,10 +189,10 @@ class Ledger:
             iteration.drafted = drafted = list(map(len, map(work.drafts.get, work.request_ids, repeat(()))))
             iteration.accepted = [count - 1 if n and count else 0 for count, n in zip(counts, drafted, strict=True)]
         else:
-            # Iterations without drafts share their noughts: a rollout keeps all of its iterations until it ends.
-            if len(self._noughts) != iteration.batch:
-                self._noughts = (0,) * iteration.batch
-            iteration.drafted = iteration.accepted = self._noughts
+            # Iterations without drafts share their zeros: a rollout keeps all of its iterations until it ends.
+            if len(self._zeros) != iteration.batch:
+                self._zeros = (0,) * iteration.batch
+            iteration.drafted = iteration.accepted = self._zeros
         iteration.num_generated = sum(counts)
         iteration.graph = work.graph
         return iteration
@@ -213,8 +205,8 @@ class Ledger:
             return
         iteration.start_s = max(iteration.start_s, self._last_end_s)
         iteration.draft_s = None
-        if self._strays:
-            self._strays -= 1
+        if self._stale:
+            self._stale -= 1
         else:
             self._finish(iteration, self._busy_until_s)
 
@@ -236,7 +228,11 @@ class Ledger:
     def pause(self) -> None:
         """Nothing is left to run: the last iteration ended with its output or its drafts, and no choice is in force."""
         self._close(self._busy_until_s)
-        self.in_force = NO_CHOICE
+        self.clear()
+
+    def clear(self) -> None:
+        """Leave no choice in force: the next iteration verifies nothing."""
+        self.in_force, self._decided = NO_CHOICE, False
 
     def _close(self, now: float) -> None:
         """The iteration scheduled last is over `now`, unless it was closed before or is not back."""
@@ -249,9 +245,8 @@ class Ledger:
         self._last_end_s = now
         if self.is_open:
             self._ended.append(iteration)
-        choice = iteration.verified
-        if choice.learns and choice.selector is not None and choice.selector.learns_from(choice.strategy):
-            iteration.reward = self._tell(choice, iteration.outcome)
+        if iteration.decided and iteration.verified.learns:
+            self._tell(iteration.verified, iteration.outcome, iteration)
         self._on_end(iteration)
 
     def take(self) -> EndedIterations:
@@ -295,35 +290,36 @@ class EndedIterations:
 
     def rows(self) -> tuple[list[Row], list[Row]]:
         """Their rows of `iterations.parquet`, and of `decisions.parquet` where somebody chose."""
-        iterations: list[Row] = []
-        decisions: list[Row] = []
-        fields: dict[Strategy, Row] = {}
-        for it in self.passed:
-            strategy = it.verified.strategy
-            if (columns := fields.get(strategy)) is None:
-                columns = fields[strategy] = asdict(strategy)
-            place: Row = {"rl_step": self.rl_step, "worker": self.worker, "iteration": it.number}
-            iterations.append(
-                {
-                    **place,
-                    "t_start": it.start_s - self.origin,
-                    "duration": it.duration_s,
-                    "draft_duration": it.draft_s,
-                    "batch": it.batch,
-                    "num_waiting": it.waiting,
-                    "context_tokens": it.context_tokens,
-                    "prefill_tokens": it.prefill_tokens,
-                    **columns,
-                    "num_drafted": sum(it.drafted),
-                    "num_accepted": sum(it.accepted),
-                    "num_generated": it.num_generated,
-                    "accepted_per_request": list(it.accepted) if strategy.speculates else None,
-                    "next_draft_depth": it.next_depth,
-                    "graph": it.graph[0] if it.graph is not None else None,
-                    "graph_tokens": it.graph[1] if it.graph is not None else None,
-                }
-            )
-            if (choice := it.verified).selector is not None:
-                bandit = {"propensity": choice.propensity, "reward": it.reward}
-                decisions.append({**place, "bucket": choice.bucket, **columns, **bandit})
+        passed, chosen = self.passed, [it for it in self.passed if it.decided]
+        graphs = [it.graph or (None, None) for it in passed]
+        iterations = self._rows(
+            "iterations",
+            passed,
+            t_start=[it.start_s - self.origin for it in passed],
+            duration=[it.duration_s for it in passed],
+            draft_duration=[it.draft_s for it in passed],
+            batch=[it.batch for it in passed],
+            num_waiting=[it.waiting for it in passed],
+            context_tokens=[it.context_tokens for it in passed],
+            prefill_tokens=[it.prefill_tokens for it in passed],
+            num_drafted=[sum(it.drafted) for it in passed],
+            num_accepted=[sum(it.accepted) for it in passed],
+            num_generated=[it.num_generated for it in passed],
+            accepted_per_request=[list(it.accepted) if it.verified.strategy.speculates else None for it in passed],
+            next_draft_depth=[it.next_depth for it in passed],
+            graph=[kind for kind, _ in graphs],
+            graph_tokens=[tokens for _, tokens in graphs],
+        )
+        decisions = self._rows(
+            "decisions",
+            chosen,
+            bucket=[it.verified.bucket for it in chosen],
+            propensity=[it.verified.propensity for it in chosen],
+            reward=[it.reward for it in chosen],
+        )
         return iterations, decisions
+
+    def _rows(self, table: str, passed: Sequence[Iteration], **values: list[Any]) -> list[Row]:
+        place = {"rl_step": self.rl_step, "worker": self.worker, "iteration": [it.number for it in passed]}
+        strategies = strategy_columns([it.verified.strategy for it in passed])
+        return as_rows(columns(table, **place, **strategies, **values))

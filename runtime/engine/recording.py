@@ -25,11 +25,12 @@ from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import recording_of
+from tltlab.traces.rows import Row, columns, key_columns
 from tltlab.traces.schema import Manifest
 
 from .control import Control, Live
-from .ledger import Clock, EndedIterations, Row
-from .seat import what_was_raised
+from .failures import what_was_raised
+from .ledger import Clock, EndedIterations
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +170,7 @@ class LiveRecording:
                 num_workers=control.ledger.worker + 1,
                 source="tltlab",
                 notes=f"recorded by the engine itself; {self._grouping.notes}",
+                drafters=control.drafters.registry.own,
             ),
         )
         self._thread = Thread(target=self._write_on, name="tltlab-recording", daemon=True)
@@ -218,8 +220,8 @@ class LiveRecording:
         self.control.begin(rl_step)
         self._grouping.begin()
         self._origins[rl_step] = ledger.origin
-        row = {"rl_step": rl_step, "t_start": ledger.origin - self._start_s, "policy_version": self._grouping.version}
-        self._give(("steps", row), _ROW_BYTES)
+        t_start, version = ledger.origin - self._start_s, self._grouping.version
+        self._give(("steps", columns("steps", rl_step=rl_step, t_start=t_start, policy_version=version)), _ROW_BYTES)
 
     def new_weights(self, method: str | None = None) -> None:
         """The engine has new weights, as far as its core hears: None, or a `method` was called on all its workers.
@@ -350,10 +352,9 @@ class LiveRecording:
             self._hand_over()
         self._end(error)
 
-    def _append(self, table: str, key: Key, **columns: Any) -> None:
-        rl_step, prompt_id, sample, turn = key
-        row = {"rl_step": rl_step, "prompt_id": prompt_id, "sample": sample, "turn": turn, **columns}
-        tokens = len(columns["token_ids"]) + len(columns["prompt_token_ids"]) if table == "tokens" else 0
+    def _append(self, table: str, key: Key, **values: Any) -> None:
+        row = columns(table, **key_columns(key), **values)
+        tokens = len(row["token_ids"]) + len(row["prompt_token_ids"]) if table == "tokens" else 0
         self._give((table, row), _ROW_BYTES + _TOKEN_BYTES * tokens)
 
     def _hand_over(self) -> None:

@@ -143,11 +143,16 @@ def recipe_of(
     train: Path | None = None,
     workers: int | None = None,
     repeat_every: int = 0,
+    system: str | None = None,
 ) -> Recipe:
-    """A run on a folder of `tltlab make-model`; `train` takes the place of its prompts. No policy: no speculation."""
+    """A run on a folder of `tltlab make-model`; `train` takes the place of its prompts.
+
+    A `system` decides on drafts itself. Without it and without a policy there is no speculation.
+    """
     report = read_json(model / "report.json")
     if not isinstance(report, Mapping) or "reward" not in report:
         raise ConfigError(f"{model / 'report.json'} names no reward: the benchmark takes a folder of tltlab make-model")
+    drafting: dict[str, Any] = {"max_draft_depth": sizes.draft_depth if policy else 0, "policy": str(policy or "none")}
     return Recipe(
         model=str(model),
         reward=report["reward"],
@@ -157,10 +162,9 @@ def recipe_of(
             prompts_per_step=sizes.prompts_per_step,
             group_size=sizes.group_size,
             max_response_tokens=sizes.max_response_tokens,
-            max_draft_depth=sizes.draft_depth if policy else 0,
-            policy=str(policy) if policy else "none",
             repeat_every=repeat_every,
             vllm={"max_num_seqs": max(sizes.prompts_per_step * sizes.group_size // (workers or sizes.workers), 1) + 1},
+            **({"system": system} if system else drafting),
         ),
         train=TrainConfig(steps=sizes.steps),
         drafter=drafter,

@@ -95,7 +95,7 @@ def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
         try:
             pool.check(strategy)
         except ConfigError as error:
-            yield f"rollout.policy = {recipe.rollout.policy}: {error}"
+            yield f"{recipe.rollout.chosen_by}: {error}"
             # Its other strategies lack the same.
             return
 
@@ -277,8 +277,8 @@ def _config(recipe: Recipe) -> dict[str, Any]:
 
 
 RULES = (
-    _raising(RewardPool), policy, model, sequence_parallel, data, first_rows, enough_prompts, context, cpu_engine,
-    engine_dtype, learning_rate, _raising(bundles_of), _raising(engines_of),
+    _raising(RewardPool), policy, _raising(Recipe.read_placement), model, sequence_parallel, data, first_rows,
+    enough_prompts, context, cpu_engine, engine_dtype, learning_rate, _raising(bundles_of), _raising(engines_of),
 )  # fmt: skip
 """Of a recipe on this machine."""
 

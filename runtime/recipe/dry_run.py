@@ -29,6 +29,7 @@ from .memory import (
     memory_table,
 )
 from .recipe import Recipe
+from .system import system_settings
 
 Place = tuple[int, tuple[int, ...]]
 
@@ -72,10 +73,12 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """A recipe's plan. `fits` is None where no GPU is named that memory could be held against."""
+    """A recipe's plan. `fits` is None where no GPU is named that memory could be held against; `system` is None, or the
+    settings that execute the recipe's system."""
 
     model: str
     num_params: int
+    system: dict[str, Any] | None
     placement: str
     num_nodes: int
     gpus_per_node: int
@@ -105,6 +108,10 @@ class RunPlan:
             ("RL step", f"{self.responses_per_step} responses of up to {self.tokens_per_response} tokens, "
                         "prompt included"),
         ]  # fmt: skip
+        if self.system is not None:
+            settings = [f"{name} = {value}" for name, value in self.system["settings"].items()]
+            drafts = ", ".join(self.system["strategies"])
+            run.append(("system", ", ".join([f"{self.system['title']}: drafts {drafts}", *settings])))
         lines = [table((), run, left=2), "actors", table((), _actor_rows(self.actors), left=4, indent=2)]
         lines += ["memory, GB by phase", *_memory_tables(self.memory, self.gpu_bytes)]
         if self.fits is not None:
@@ -125,7 +132,7 @@ def plan_of(recipe: Recipe) -> RunPlan:
     table, actors = memory_table(sizes), _actors(recipe, bundles)
     memory = _memory(table, bundles, actors)
     fits = None if gpu is None else _fits(bundles, memory, gpu)
-    notes = []
+    system, notes = system_settings(recipe)
     if table.at_once < sizes.running:
         notes.append(
             f"an engine's KV cache holds {table.at_once} responses of full length, up to {sizes.running} run at a "
@@ -148,6 +155,7 @@ def plan_of(recipe: Recipe) -> RunPlan:
     return RunPlan(
         model=shape.name,
         num_params=shape.stored_params,
+        system=system,
         placement=recipe.cluster.placement,
         num_nodes=recipe.cluster.num_nodes,
         gpus_per_node=recipe.cluster.gpus_per_node,
@@ -248,13 +256,17 @@ def _fits(bundles: Bundles, memory: tuple[Memory, ...], gpu: Gpu) -> bool:
 
 def _options(recipe: Recipe) -> tuple[Option, ...]:
     rollout, train = recipe.rollout, recipe.train
-    options = [(f"rollout.policy = {rollout.policy}", True, "verification keeps the distribution")]
+    options = [(rollout.chosen_by, True, "verification keeps the distribution")]
     if rollout.partial is not None:
         options.append(("rollout.partial", False, "a response's tokens are of several versions"))
     if rollout.reuse is not None:
         exact = rollout.reuse.residual == "exact" and rollout.reuse.leniency == 1
         why = "the prefix is verified, its end drawn anew from the residual" if exact else "prefixes are of older ones"
         options.append(("rollout.reuse", exact, why))
+    if rollout.one_step_off:
+        options.append(("rollout.one_step_off", False, "responses are of the weights one update before"))
+    if rollout.staleness:
+        options.append((f"rollout.staleness = {rollout.staleness}", False, "tokens are up to so many updates old"))
     if train.accept_biased_sampling and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
         options.append(("top_p, top_k, min_p", False, "tokens are cut off that have a chance"))
     if train.minibatches > 1:

@@ -118,7 +118,7 @@ class Sizes:
         # Most tokens that an iteration verifies.
         self.drafted_rows = requests_per_engine(recipe) * (1 + build.max_draft_depth)
         with suppress(ConfigError):  # of a policy that does not say what it may choose at which batch
-            may_run = plan_graphs(policy, requests_per_engine(recipe)).may_run
+            may_run = plan_graphs(policy, requests_per_engine(recipe), drafters=build.drafters).may_run
             self.drafted_rows = max(batch * (depth + 1) for batch, depth in may_run)
         self.learned = drafter is not None or any(isinstance(spec, LearnedSpec) for spec in self.drafters)
         # Bytes of a number in engines, trainers and drafter trainers.

@@ -16,11 +16,13 @@ from tltlab.config import json_or_text
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean, refuse
 from tltlab.files import found_in, read_json, read_text
+from tltlab.own import OwnPart, allowed_modules, code_allowed
+from tltlab.planning.placement import Placement, load_placement
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.policies.specs import allowed_modules, code_allowed
 
 from .rules import RULES
-from .sections import Sections
+from .sections import SYSTEMS_POLICY, Sections
+from .system import engine_run_of, give_way, sections_of_system
 from .user_code import CODE, code_of, refuse_code
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -39,14 +41,42 @@ class Recipe(Sections):
     """
 
     def read_policy(self) -> Policy:
-        """The rollouts' policy, its module looked up in `code` too. ConfigError as `load_policy`."""
+        """The rollouts' policy; its module and those of drafters are looked up in `code` too.
+
+        ConfigError as `load_policy`, and for a drafter of the user's own that breaks its contract.
+        """
+        if self.rollout.system is not None and self.rollout.policy == SYSTEMS_POLICY:
+            return engine_run_of(self).policy
         with found_in(self.code), code_allowed(self.rollout.allow_code):
+            for spec in self.rollout.drafters.values():
+                if isinstance(spec, OwnPart):
+                    spec.check()
             return load_policy(self.rollout.policy)
+
+    def read_placement(self) -> Placement:
+        """The rollouts' placement, its module looked up in `code` too. ConfigError as `load_placement`."""
+        with found_in(self.code):
+            return load_placement(self.rollout.placement)
 
     @model_validator(mode="after")
     def _by_the_rules(self) -> Recipe:
         refuse((complaint for rule in RULES for complaint in rule(self)), ValueError)
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_its_system(cls, fields: Any) -> Any:
+        try:
+            sections = Sections.model_validate(fields)
+        except ValidationError:
+            # The validation that follows says what is wrong with the fields.
+            return fields
+        if sections.rollout.system is None or not isinstance(fields, dict):
+            return fields
+        try:
+            return fields | sections_of_system(sections)
+        except ConfigError as error:
+            raise ValueError(f"rollout.system: {error}") from error
 
 
 def builtin_recipes() -> dict[str, Path]:
@@ -70,6 +100,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a TOML recipe, a file or one of those that come with tltlab, and apply `section.key=value` overrides.
 
+    Where `rollout.system` is an override, the fields that it decides are not taken from the file.
     ConfigError lists every fault with its path.
     """
     path = find_recipe(recipe)
@@ -87,9 +118,10 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequence[str] = ()) -> Recipe:
     """The recipe of a run that is to go on, from its `run.json`, with overrides; ConfigError as in `load_recipe`.
 
-    Its modules are looked up in the run's own copies first; a policy file that is no more is the run's `policy.json`.
+    Its modules are looked up in the run's own copies first. A policy file that is no more is the run's `policy.json`,
+    and so is the policy of a system, whatever its row says now.
     ConfigError too for a module, or an argument of vLLM that imports code, which is neither in `allow_code` nor
-    allowed by `policies.specs.code_allowed`: a run's folder does not choose what is imported.
+    allowed by `tltlab.own.code_allowed`: a run's folder does not choose what is imported.
     """
     path = Path(run) / "run.json"
     description = read_json(path)
@@ -98,7 +130,8 @@ def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequenc
     fields = description["recipe"]
     rollout, copy = fields.get("rollout"), Path(run) / "policy.json"
     policy = rollout.get("policy") if isinstance(rollout, dict) else None
-    if isinstance(policy, str) and policy.endswith(".json") and not Path(policy).exists() and copy.is_file():
+    gone = isinstance(policy, str) and policy.endswith(".json") and not Path(policy).exists()
+    if (gone or policy == SYSTEMS_POLICY) and copy.is_file():
         rollout["policy"] = str(copy.resolve())
     recipe, copies = _recipe(fields, overrides, str(path)), str((Path(run) / CODE).resolve())
     with code_allowed(allow_code):
@@ -132,6 +165,9 @@ def located(recipe: Recipe) -> Recipe:
 
 
 def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
+    named = [override.partition("=")[2] for override in overrides if override.startswith("rollout.system=")]
+    if any(json_or_text(name) for name in named):
+        give_way(fields)
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals:

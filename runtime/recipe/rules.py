@@ -97,6 +97,16 @@ def off_policy(recipe: Sections) -> Iterator[str]:
     yield from (f"{name} does not go with {setting}" for setting, is_set in conflicts.items() if is_set)
 
 
+def placement(recipe: Sections) -> Iterator[str]:
+    """Whole rollouts are placed; whoever begins requests as others end has none to place."""
+    rollout = recipe.rollout
+    if rollout.placement == "contiguous":
+        return
+    modes = {"partial": rollout.partial, "one_step_off": rollout.one_step_off, "staleness": rollout.staleness}
+    for mode in (name for name, value in modes.items() if value):
+        yield f"rollout.placement = {rollout.placement!r} places whole rollouts: leave out rollout.{mode}"
+
+
 def sampling_rounds(recipe: Sections) -> Iterator[str]:
     rollout = recipe.rollout
     if (rollout.partial is not None or rollout.reuse is not None) and recipe.train.sampling_rounds > 1:
@@ -134,7 +144,7 @@ def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterato
 
 
 RULES = (
-    biased_sampling, drafting, overlong_responses, partial_rollouts, environments, off_policy, sampling_rounds,
-    sequence_parallel,
+    biased_sampling, drafting, overlong_responses, partial_rollouts, environments, off_policy, placement,
+    sampling_rounds, sequence_parallel,
 )  # fmt: skip
 """Of a whole recipe, whose fields are right each by itself."""

@@ -12,11 +12,14 @@ from pydantic import Field, field_validator, model_validator
 from tltlab.config import FiniteModel
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import refuse
+from tltlab.own import OwnPart, paths_in
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
 
 from .drafter import Beta, DrafterConfig
 
 _SECRET = re.compile(r"(^|[_-])(hf_token|api_key|password|secret|access_token|auth_token)$", re.IGNORECASE)
+SYSTEMS_POLICY = "system"
+"""`rollout.policy` of a recipe whose `rollout.system` brings the policy."""
 _VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
 
 
@@ -109,7 +112,10 @@ class EnvironmentConfig(FiniteModel):
 
 
 class RolloutConfig(FiniteModel):
-    """`num_workers` engines share each step's `prompts_per_step` x `group_size` responses, split in order.
+    """`num_workers` engines share each step's `prompts_per_step` x `group_size` responses, split as `placement` says.
+
+    `placement` is contiguous (in order), round_robin, least_loaded or a class, `package.module:Class`, which gets the
+    lengths of earlier RL steps (`tltlab.planning.placement`); the simulator's clairvoyant ones cannot run here.
 
     Tokens are drawn at `temperature` from the `top_k` likeliest (0: from all), the least set of them that has `top_p`
     of the mass, and those of at least `min_p` times the likeliest one's; responses end at `max_response_tokens`.
@@ -129,6 +135,9 @@ class RolloutConfig(FiniteModel):
     On GPUs engines capture the CUDA `graphs` that are planned for the policy, of as many batch sizes as `graph_gib` GiB
     on each GPU allow ("planned"), or what vLLM captures by default ("stock"). Planned, engines run this policy and no
     deeper drafts or other drafters.
+
+    `system` is a row of `tltlab.planning.systems`, such as copris: its parts decide `policy`, `max_draft_depth`,
+    `partial`, `reuse`, `one_step_off`, `staleness` and `drafter.schedule.kind`.
     """
 
     num_workers: int = Field(default=2, ge=1)
@@ -141,6 +150,7 @@ class RolloutConfig(FiniteModel):
     max_response_tokens: int = Field(default=768, ge=1)
     max_draft_depth: int = Field(default=8, ge=0)
     policy: str = "none"
+    placement: str = "contiguous"
     allow_code: tuple[str, ...] = ()
     graphs: Literal["planned", "stock"] = "planned"
     graph_gib: float = Field(default=6.0, gt=0)
@@ -154,6 +164,7 @@ class RolloutConfig(FiniteModel):
     one_step_off: bool = False
     staleness: int = Field(default=0, ge=0)
     stale: Literal["hold", "drop"] = "hold"
+    system: str | None = None
     vllm: dict[str, Any] = Field(default={})
 
     @field_validator("vllm")
@@ -161,6 +172,12 @@ class RolloutConfig(FiniteModel):
     def _by_the_rules(cls, vllm: dict[str, Any]) -> dict[str, Any]:
         refuse(vllm_arguments(vllm), ValueError)
         return vllm
+
+    @property
+    def chosen_by(self) -> str:
+        """The setting that says who chooses what is drafted, with its value."""
+        name = "system" if self.policy == SYSTEMS_POLICY else "policy"
+        return f"rollout.{name} = {getattr(self, name)}"
 
     @property
     def batched_tokens(self) -> int:
@@ -323,9 +340,11 @@ class Sections(FiniteModel):
 
     @property
     def own_modules(self) -> list[str]:
-        """Modules of rewards and the environment."""
+        """Modules of rewards, the environment, drafters and the placement."""
         environment = self.rollout.environment
         paths = [path for path, _ in self.reward_terms] + ([environment.path] if environment is not None else [])
+        paths += [spec.path for spec in self.rollout.drafters.values() if isinstance(spec, OwnPart)]
+        paths += paths_in(self.rollout.placement)
         return [path.partition(":")[0] for path in paths]
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tltlab.errors import ConfigError
 from tltlab.files import write_file
-from tltlab.policies.specs import allowed_modules
+from tltlab.own import OwnPart, allowed_modules, paths_in
 
 from .sections import RolloutConfig, Sections, leaves
 
@@ -55,7 +55,7 @@ def keep_code(code: Sequence[str], modules: Iterable[str], run: Path) -> None:
 def refuse_code(run: Path, names: Iterable[str]) -> None:
     """Raise ConfigError where `names`, imported for the recipe of a run's folder, are not all allowed.
 
-    Allowed are those of --allow-code (`policies.specs.code_allowed`) and TLTLAB_ALLOW_CODE.
+    Allowed are those of --allow-code (`tltlab.own.code_allowed`) and TLTLAB_ALLOW_CODE.
     """
     if missing := [name for name in dict.fromkeys(names) if name not in allowed_modules()]:
         options = " ".join(f"--allow-code {name}" for name in missing)
@@ -70,14 +70,17 @@ def code_of(recipe: Sections) -> Iterator[str]:
     rollout = recipe.rollout
     for path, _ in recipe.reward_terms:
         yield from _foreign(path)
-    if _IMPORT_PATH.fullmatch(rollout.policy):
-        yield from _foreign(rollout.policy)
+    for path in paths_in(f"{rollout.policy} {rollout.placement}"):
+        yield from _foreign(path)
     yield from rollout.allow_code
     yield from code_of_engines(rollout)
 
 
 def code_of_engines(rollout: RolloutConfig) -> Iterator[str]:
     """The part of `code_of` that rollouts alone import."""
+    for drafter in rollout.drafters.values():
+        if isinstance(drafter, OwnPart):
+            yield from _foreign(drafter.path)
     if rollout.environment is not None:
         yield from _foreign(rollout.environment.path)
     for argument, value in rollout.vllm.items():

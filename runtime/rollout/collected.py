@@ -95,9 +95,10 @@ class RolloutTools:
 
     `generate(shares, round, quotas)` has every worker generate its share and returns one Rollout each, with a response
     to each request; with quotas worker n stops once that many of its prompts have all their requests answered, and the
-    rest come back as "abort". `share(requests)` splits requests over workers in order. `rewards` gives one number per
-    whole response. `score(pairs, distributions=False)` gives for pairs (prompt ids, response ids of N tokens) the
-    policy's natural log-probs [N] at the sampling temperature, or with `distributions` all of them [N, V].
+    rest come back as "abort". `share(requests)` splits requests over workers as `rollout.placement` says. `rewards`
+    gives one number per whole response. `score(pairs, distributions=False)` gives for pairs (prompt ids, response ids
+    of N tokens) the policy's natural log-probs [N] at the sampling temperature, or with `distributions` all of them
+    [N, V].
     """
 
     generate: Callable[[Shares, int, Sequence[int] | None], list[Rollout]]

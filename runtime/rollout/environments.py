@@ -6,7 +6,6 @@ behind the turn's, where training does not count them, and the model goes on.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections import Counter
@@ -21,6 +20,7 @@ from pebble import ProcessExpired, ProcessPool
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import found_in
+from tltlab.own import load_name
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest
 
 from .reward_pool import UserProcesses, error_place, exit_reason, process_object
@@ -72,11 +72,10 @@ def load_environment(path: str, code: Sequence[str] = ()) -> Environment:
     if not (module and colon and name):
         raise ConfigError(f"environment {path!r} is neither package.module:Class nor one of {', '.join(BUILT_IN)}")
     with found_in(code):
+        cls = load_name(BUILT_IN.get(path, path), f"environment {path!r}")
         try:
-            environment: Environment = getattr(importlib.import_module(module), name)()
-        except AttributeError as error:
-            raise ConfigError(f"environment {path!r}: {module} has no {name!r}, or it cannot be made") from error
-        except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
+            environment: Environment = cls()
+        except Exception as error:  # whatever a user's class raises
             raise ConfigError(f"environment {path!r} cannot be made: {type(error).__name__}: {error}") from error
     try:
         inspect.signature(environment.step).bind([])

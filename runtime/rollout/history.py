@@ -47,6 +47,10 @@ class _Visit:
     num_bytes: int
 
 
+_OF_OWN: dict[str, Any] = {"scopes": ("problem",), "window": None, "history_mib": 256.0}
+"""What is held for a drafter class of the user's own: earlier responses to the prompts that come again."""
+
+
 class RunHistory:
     """The whole responses of a run that drafters in use can draft from, an object in Ray's store per prompt and step.
 
@@ -68,8 +72,8 @@ class RunHistory:
     def serve(self, policy: Policy) -> None:
         """Hold from now on what the drafters that `policy` may use can draft from."""
         names = self._drafters.model_free(policy.strategies)
-        specs = [spec for spec in (self._drafters.specs[name] for name in names) if isinstance(spec, SuffixSpec)]
-        memories = [spec.arguments() for spec in specs if {"problem", "global"} & set(spec.scopes)]
+        specs = [spec for spec in (self._drafters.specs[name] for name in names) if getattr(spec, "remembers", False)]
+        memories = [spec.arguments() if isinstance(spec, SuffixSpec) else _OF_OWN for spec in specs]
         self.everything = any("global" in settings["scopes"] for settings in memories)
         self.window = max((settings["window"] or math.inf for settings in memories), default=0.0)
         self.max_bytes = max(((settings["history_mib"] or math.inf) * 2**20 for settings in memories), default=0.0)

@@ -27,8 +27,9 @@ from tltlab.config import FrozenModel
 from tltlab.drafters.base import Drafter
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.files import parse_json, read_json, write_file
+from tltlab.own import code_allowed
 from tltlab.policies.policy import Policy
-from tltlab.policies.specs import ExploreSpec, code_allowed
+from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -82,6 +83,11 @@ class Play(FrozenModel):
             for number in range(self.rounds)
             for place, at in enumerate(np.random.default_rng([self.seed, number]).permutation(len(names)))
         ]
+
+    @property
+    def specs(self) -> dict[str, DrafterSpec]:
+        """The drafters that the policies bring along."""
+        return {name: spec for policy in self.policies.values() for name, spec in policy.drafters.items()}
 
     def of_engine(self, stock: bool) -> list[str]:
         """The policies that stock vLLM, or ours, plays."""
@@ -255,7 +261,9 @@ def _engine(plan: Play, out: Path, worker: int, stock: bool) -> Any:
     graphs = None
     if plan.gpus:
         everything = Policy(selector=ExploreSpec(strategies=tuple(strategies)))
-        graphs = plan_graphs(everything, most, runner="V1" if plan.forced else "V2", any_lengths=True, plain=True)
+        graphs = plan_graphs(
+            everything, most, drafters=plan.specs, runner="V1" if plan.forced else "V2", any_lengths=True, plain=True
+        )
     return Engine(
         model, worker=worker, drafters=drafters, max_draft_depth=depth, seed=plan.seed, graphs=graphs,
         vllm_args=arguments,

@@ -77,7 +77,7 @@ def run_to_verify(run: Path) -> RunToVerify:
     """Read a RUN's recipe, with its final checkpoint as the model where there is one. ConfigError names what is wrong.
 
     A drafter that the run trained is taken from `drafter/final`, fully trained. Tools, and arguments of vLLM that
-    import code, must be allowed by name (`policies.specs.code_allowed`).
+    import code, must be allowed by name (`tltlab.own.code_allowed`).
     """
     manifest = read_json(Path(run) / "run.json")
     try:
@@ -196,7 +196,7 @@ class PolicyRounds:
             self._stack.callback(self._pool.close)
             self._pool.start()
             notes = "tltlab verify: each RL step is one policy's rollout, the model does not move"
-            self._recorder = Recorder(self.out / "trace", run_manifest(self.recipe, self.out.name, notes))
+            self._recorder = Recorder(self.out / "trace", run_manifest(self.recipe, self.out.name, self.specs, notes))
             write_json(self.out / "run.json", run_json(self.recipe))
         except BaseException:
             self._stack.close()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import ray
@@ -14,6 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
+from tltlab.planning.placement import PLACEMENTS, PlacedRequest, Placement, placed
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.engine.weights import Way
@@ -106,6 +109,8 @@ class WorkerPool:
         self.recipe = recipe
         self.build = build
         self.history = RunHistory(build.drafters)
+        self.placement = recipe.read_placement()
+        self.lengths: dict[str, list[int]] = {}  # of whole responses by prompt id, for placements that read them
         self.feed, self.options = feed, options
         self.events, self.on_restart = events, on_restart
         self.handles: list[Any] = [None] * num_workers
@@ -132,11 +137,17 @@ class WorkerPool:
         self._ask_all(None)
         self._running = True
 
-    def share(self, requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
-        """Split requests over the workers in order: request i of N goes to worker i * W // N."""
-        num, total = len(self.handles), len(requests)
-        cuts = [-(-n * total // num) for n in range(num + 1)]
-        return [list(requests[cuts[n] : cuts[n + 1]]) for n in range(num)]
+    def share(
+        self, requests: Sequence[GenerationRequest], placement: Placement = PLACEMENTS["contiguous"]
+    ) -> list[list[GenerationRequest]]:
+        """Split requests over the workers; by default in order, request i of N to worker i * W // N."""
+        workload = [PlacedRequest(r.key, len(r.prompt_token_ids), r.max_response_tokens) for r in requests]
+        queues = placed(placement, workload, len(self.handles), self.lengths)
+        return [[requests[i] for i in queue] for queue in queues]
+
+    def place(self, requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
+        """Split the requests of a rollout over the workers as `rollout.placement` says."""
+        return self.share(requests, self.placement)
 
     def set_policy(self, policy: Policy, rl_step: int) -> None:
         """Let every engine choose with a fresh selector of `policy`, seeded by the run, the worker and the RL step."""
@@ -228,6 +239,12 @@ class WorkerPool:
         `comes_again` says how many prompts come before each of these comes again, None for never.
         """
         self.history.add(shares, parts, comes_again)
+        if self.placement not in PLACEMENTS.values():
+            whole: Counter[Key] = Counter()
+            for key, tokens in chain.from_iterable(_lengths(parts)):
+                whole[(*key[:3], 0)] += tokens
+            for key, tokens in whole.items():
+                self.lengths.setdefault(key[1], []).append(tokens)
         if len(self.handles) == 1 or self._policy is None or self._policy[0].budget is None:
             return
         lengths = ray.put(_lengths(parts))

@@ -6,7 +6,6 @@ A reward function is called as reward(prompt, response, answer) -> float. Those 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import re
@@ -20,6 +19,7 @@ from typing import Any
 
 from tltlab.errors import ConfigError
 from tltlab.files import found_in
+from tltlab.own import load_name
 
 Reward = Callable[[str, str, str], float]
 
@@ -82,12 +82,7 @@ def load_reward(path: str) -> Reward:
         raise ConfigError(f"reward {path!r} is not package.module:function")
     if module.endswith(".py"):
         raise ConfigError(f"reward {path!r} names a file: give its module, {Path(module).stem}:{name}")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except AttributeError as error:
-        raise ConfigError(f"reward {path!r}: {module} has no {name!r}") from error
-    except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
-        raise ConfigError(f"reward {path!r} does not import: {type(error).__name__}: {error}") from error
+    function = load_name(path, f"reward {path!r}")
     if not callable(function):
         raise ConfigError(f"reward {path!r} is not a function")
     if function is math and find_spec("math_verify") is None:

@@ -17,12 +17,12 @@ import numpy as np
 from tltlab.errors import ConfigError, TltlabError, refuse
 from tltlab.files import lock, make_folder, sealed, write_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
-from tltlab.policies.specs import CustomSpec
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
+from tltlab.runtime.recipe.graphs import drafters_of
 from tltlab.runtime.recipe.recipe import Recipe, located
 from tltlab.runtime.recipe.rules import exact_replay
 from tltlab.runtime.recipe.user_code import keep_code
@@ -179,10 +179,8 @@ class GrpoRun:
     def __enter__(self) -> GrpoRun:
         with ExitStack() as stack:
             stack.enter_context(self.locked())
-            modules = self.recipe.own_modules
-            if isinstance(self.policy.selector, CustomSpec):
-                modules.append(self.policy.selector.module)
-            keep_code(self.recipe.code, modules, self.out)
+            modules = [part.module for part in self.policy.own_parts]
+            keep_code(self.recipe.code, [*self.recipe.own_modules, *modules], self.out)
             folder = self.recovery.newest() if self._resume else None
             self.recovery.prepare(folder)
             if self.data.num_dropped:
@@ -197,7 +195,8 @@ class GrpoRun:
             write_json(self.out / "graphs.json", sealed(self.actors.graphs))
             self._choose_by(self.policy)
             self.state = self.recovery.begin(self.actors, self.state, folder)
-            manifest, path = run_manifest(self.recipe, self.out.name), self.out / "trace"
+            drafters = drafters_of(self.recipe, self.policy)
+            manifest, path = run_manifest(self.recipe, self.out.name, drafters), self.out / "trace"
             self._recorder = Recorder.reopen(path, manifest, self.rl_step) if self._resume else Recorder(path, manifest)
             stack.push(self._recorder)
             self._write_notes()
@@ -373,7 +372,7 @@ class GrpoRun:
 
         return RolloutTools(
             generate=generate,
-            share=self.pool.share,
+            share=self.pool.place,
             rewards=rewards,
             score=score,
             rl_step=rl_step,

@@ -93,6 +93,7 @@ class Recovery:
                 **self.data.state_dict(folder / "rollouts"),
                 "drafter": self.drafting.state_dict(folder / "drafter"),
                 "history": self.actors.pool.history.state_dict(folder / "history"),
+                "lengths": self.actors.pool.lengths,
             }
             write_state(folder, state, parts, workers, self.recipe)
 
@@ -121,6 +122,7 @@ class Recovery:
     def _go_back(self, folder: Path | None) -> tuple[RunState, Mapping[str, Any]]:
         """Bring everything back but the drafter, whose state then is the second of the two."""
         pool = self.actors.pool
+        pool.lengths = {}
         now = self.policy.model_dump(mode="json")
         if folder is None:
             state, drafter, then, history = self._origin.copy(), self._origin_drafter, now, None
@@ -129,6 +131,7 @@ class Recovery:
             state, parts = read_state(folder, self.recipe)
             drafter, then, history = parts["drafter"], parts["recipe_policy"], parts.get("history")
             self.data.load_state_dict(parts, folder / "rollouts")
+            pool.lengths = parts.get("lengths", {})
             self.actors.trainers_turn()
             self.actors.trainers.load_checkpoint(str((folder / "trainer").resolve()))
         self.events.rl_step = state.rl_step

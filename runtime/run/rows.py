@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from tltlab.arrays import Array
+from tltlab.drafters.specs import Drafters, DrafterSpec
 from tltlab.errors import TraceError
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.strategy import Strategy
 from tltlab.traces.metrics import bubble_fraction, mean_accept_length, tail_fraction, tokens_per_s
 from tltlab.traces.recorder import ColumnRows
+from tltlab.traces.rows import Row, columns, idle_spans, key_columns, span, span_detail
 from tltlab.traces.schema import GRAPH_KINDS, TABLES, Manifest
 from tltlab.traces.trace import Trace
-
-Row = dict[str, Any]
 
 _OFF_POLICY = {
     "staleness": "staleness/mean", "off_policy_share": "staleness/off_policy_share",
@@ -102,35 +105,42 @@ def step_rows(
     submitted_s = [0.0] * len(requests) if submitted_s is None else submitted_s
     by_response = zip(requests, placed, rewards, epochs, submitted_s, strict=True)
     for request, (worker, response), reward, epoch, t_submit in by_response:
-        key = dict(zip(("rl_step", "prompt_id", "sample", "turn"), request.key, strict=True))
-        task = {
-            "epoch": epoch,
-            "prompt_tokens": len(request.prompt_token_ids),
-            "max_response_tokens": request.max_response_tokens,
-            "policy_version": response.versions[0][0] if response.versions else policy_version,
-        }
-        outcome = {
-            "response_tokens": len(response.token_ids),
-            "finish_reason": response.finish_reason,
-            "reward": reward,
-            "worker": worker,
-            "t_submit": response.t_submit or t_submit,
-            "tool_s": response.tool_s,
-            "t_first_token": response.t_first_token,
-            "t_finish": response.t_finish,
-        }
-        workload.append(key | task)
-        outcomes.append(key | outcome)
-    step = {
-        "rl_step": report.rl_step,
-        "t_start": t_start,
+        key = key_columns(request.key)
+        workload.append(
+            columns(
+                "workload",
+                **key,
+                epoch=epoch,
+                prompt_tokens=len(request.prompt_token_ids),
+                max_response_tokens=request.max_response_tokens,
+                policy_version=response.versions[0][0] if response.versions else policy_version,
+            )
+        )
+        outcomes.append(
+            columns(
+                "outcomes",
+                **key,
+                response_tokens=len(response.token_ids),
+                finish_reason=response.finish_reason,
+                reward=reward,
+                worker=worker,
+                t_submit=response.t_submit or t_submit,
+                t_first_token=response.t_first_token,
+                t_finish=response.t_finish,
+                tool_s=response.tool_s,
+            )
+        )
+    step = columns(
+        "steps",
+        rl_step=report.rl_step,
+        t_start=t_start,
         **{f"{name}_s": seconds for name, seconds in report.stages.items()},
-        "policy": report.policy,
-        "policy_version": policy_version,
-        "reward_mean": report.reward_mean,
-        "drift_kl": report.metrics["drift_kl"],
+        policy=report.policy,
+        policy_version=policy_version,
+        reward_mean=report.reward_mean,
+        drift_kl=report.metrics["drift_kl"],
         **{column: report.metrics.get(name) for column, name in _OFF_POLICY.items()},
-    }
+    )
     rows: dict[str, Sequence[Mapping[str, Any]]] = {
         "workload": workload,
         "outcomes": outcomes,
@@ -197,42 +207,44 @@ def _spans(
 ) -> Iterator[Row]:
     """The step's lanes: what each worker ran, its idle end and the training in it, and the stages after the rollout."""
     for worker, part in enumerate(parts):
-        lane = f"worker {worker}"
+        at = report.rl_step, f"worker {worker}"
         ran = ColumnRows.of("iterations", part.iterations)
         starts, batches = ran.column("t_start"), ran.column("batch")
         # A share that had to be issued again begins late.
         end = float(starts.min()) if len(starts) else 0.0
-        if end:
-            yield _span(report.rl_step, lane, "idle", 0.0, end, 0)
+        yield from idle_spans(report.rl_step, worker, 0.0, end)
         if len(starts):
             end = float(starts[-1] + ran.column("duration")[-1])
             kinds = np.where(ran.column("prefill_tokens") > 0, 0, np.where(ran.column("num_drafted") > 0, 1, 2))
-            changes = np.flatnonzero(np.diff(kinds).astype(bool) | np.diff(batches).astype(bool)) + 1
-            first = [0, *changes.tolist()]
+            details = _details(ran)
+            details[kinds != 1] = None
+            changes = np.diff(kinds).astype(bool) | np.diff(batches).astype(bool) | (details[1:] != details[:-1])
+            first = [0, *(np.flatnonzero(changes) + 1).tolist()]
             bounds = [*starts[first].tolist(), end]
-            for n, i in enumerate(first):
-                start = bounds[n]
-                yield _span(report.rl_step, lane, _KINDS[kinds[i]], start, bounds[n + 1] - start, int(batches[i]))
+            for i, (start, until) in zip(first, pairwise(bounds), strict=True):
+                yield span(*at, _KINDS[kinds[i]], start, until - start, int(batches[i]), details[i])
+        rest, free = [], end
         for row in sorted((row for row in training if row["worker"] == worker), key=lambda row: row["t_start"]):
-            start = max(row["t_start"], end)
-            yield _span(report.rl_step, lane, "idle", end, start - end, 0)
-            end = max(row["t_start"] + row["duration"], start)
-            yield _span(report.rl_step, lane, "spot_train", start, end - start, None)
-        yield _span(report.rl_step, lane, "idle", end, max(report.rollout_s - end, 0.0), 0)
+            start, free = max(row["t_start"], free), max(row["t_start"] + row["duration"], free)
+            rest.append(span(*at, "spot_train", start, free - start, 0, f"term {row['term']}"))
+        busy = [(row["t_start"], row["t_start"] + row["duration"]) for row in rest]
+        rest += idle_spans(report.rl_step, worker, end, report.rollout_s, busy)
+        yield from sorted(rest, key=lambda row: row["t_start"])
     start, (_, *stages) = report.rollout_s if stages_s is None else stages_s, report.stages.items()
     for stage, seconds in stages:
-        yield _span(report.rl_step, "trainer", {"sync": "weight_sync"}.get(stage, stage), start, seconds, None)
+        yield span(report.rl_step, "trainer", {"sync": "weight_sync"}.get(stage, stage), start, seconds)
         start += seconds
 
 
-def _span(rl_step: int, lane: str, kind: str, t_start: float, duration: float, batch: int | None) -> Row:
-    return {
-        "rl_step": rl_step, "lane": lane, "kind": kind, "t_start": t_start, "duration": duration, "batch": batch,
-    }  # fmt: skip
+def _details(ran: ColumnRows) -> Array:
+    """The `detail` of spans by the strategy that each iteration verified, None where it is not known."""
+    each = list(zip(*(ran.table[name].to_pylist() for name in Strategy.__slots__), strict=True))
+    details = {verified: span_detail(Strategy(*verified)) if all(verified) else None for verified in set(each)}
+    return np.array([details[verified] for verified in each], object)
 
 
-def run_manifest(recipe: Recipe, name: str, notes: str | None = None) -> Manifest:
-    """The manifest of a run by `recipe` that begins now, recorded as `name`."""
+def run_manifest(recipe: Recipe, name: str, drafters: Mapping[str, DrafterSpec], notes: str | None = None) -> Manifest:
+    """The manifest of a run by `recipe` with these drafters that begins now, recorded as `name`."""
     rollout = recipe.rollout
     return Manifest(
         kind="recorded",
@@ -248,6 +260,7 @@ def run_manifest(recipe: Recipe, name: str, notes: str | None = None) -> Manifes
         source="tltlab",
         seed=recipe.seed,
         notes=notes,
+        drafters=Drafters(drafters).own,
     )
 
 

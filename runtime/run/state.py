@@ -16,9 +16,10 @@ from typing import Any
 
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
+from tltlab.own import code_allowed, named_in
 from tltlab.policies.policy import Policy, parse_policy
-from tltlab.policies.specs import CustomSpec, code_allowed
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.user_code import code_of
 from tltlab.stats import finite
 
 from .rows import StepReport
@@ -102,19 +103,18 @@ def _state_of(parts: dict[str, Any], folder: Path, recipe: Recipe) -> tuple[RunS
     if fields["policies"]:
         latest = fields["policies"][-1]
         latest["policy"] = _complete_policy(latest["policy"], folder / STATE, "policies")
-        _refuse_foreign_code(Policy.model_validate(latest["policy"]), recipe, folder / STATE)
+        _refuse_foreign_code(latest["policy"], recipe, folder / STATE)
     if "recipe_policy" in parts:
         parts["recipe_policy"] = _complete_policy(parts["recipe_policy"], folder / STATE, "recipe_policy")
     fields["reports"] = [StepReport(**_with_nan(report)) for report in fields["reports"]]
     return RunState(**fields), parts
 
 
-def _refuse_foreign_code(policy: Policy, recipe: Recipe, path: Path) -> None:
+def _refuse_foreign_code(policy: Any, recipe: Recipe, path: Path) -> None:
     """ConfigError for a policy of a class that the recipe neither names nor allows."""
-    selector = policy.selector
-    if isinstance(selector, CustomSpec) and selector.path != recipe.rollout.policy:
-        with code_allowed(recipe.rollout.allow_code):
-            selector.refuse_unasked(path)
+    with named_in(path), code_allowed(code_of(recipe)):
+        for part in Policy.model_validate(policy).own_parts:
+            part.refuse_unasked(path)
 
 
 def _complete_policy(policy: Any, path: Path, part: str) -> dict[str, Any]:

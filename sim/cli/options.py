@@ -4,11 +4,13 @@ from typing import Annotated
 
 import typer
 
+from tltlab.own import split
 from tltlab.traces.trace import Trace
 
 Workers = Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")]
 Costs = Annotated[
-    str | None, typer.Option(help="Cost file or preset. [default: the trace's costs.json, else cpu-small]")
+    str | None,
+    typer.Option(help="Cost file, preset or module:Class. [default: the trace's costs.json, else cpu-small]"),
 ]
 Gpus = Annotated[str | None, typer.Option(help="Such as 8xH100, in place of costs and workers. [with --model: 8xH100]")]
 Model = Annotated[
@@ -24,8 +26,8 @@ Acceptance = Annotated[
     str | None,
     typer.Option(
         help="By drafter, learned=geometric:0.7,ngram=geometric:0.42, or all=MODEL; a MODEL is geometric:ALPHA, "
-        "constant:A, 0.8/0.6/0.5 by token, a fitted file; also trace, default. [default: what the trace has, else with "
-        "--gpus the default of each drafter]"
+        "constant:A, 0.8/0.6/0.5 by token, a fitted file, module:Class; also trace, default. [default: what the trace "
+        "has, else with --gpus the default of each drafter]"
     ),
 ]
 AcceptanceSpread = Annotated[
@@ -61,7 +63,9 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of policies, of searches an
 
 
 def words(text: str | None, between: str = ",") -> tuple[str, ...]:
-    """The words of an option, with commas or another sign between."""
+    """Parts of an option with commas or another sign between; commas within brackets do not count."""
+    if between == ",":
+        return tuple(split(text or ""))
     return tuple(word.strip() for word in (text or "").split(between) if word.strip())
 
 

@@ -14,10 +14,11 @@ from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
+from tltlab.own import code_allowed
 from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, Policy, load_policy
-from tltlab.policies.specs import FixedSpec, code_allowed
+from tltlab.policies.specs import FixedSpec
 from tltlab.sim.config import SimulationConfig, Source
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps
@@ -50,7 +51,7 @@ def simulate(
     acceptance_spread: options.AcceptanceSpread = 0.0,
     placement: Annotated[
         str | None,
-        typer.Option(help=f"One of {', '.join(PLACEMENTS)}. [default: contiguous, or the system's]"),
+        typer.Option(help=f"One of {', '.join(PLACEMENTS)}, or module:Class. [default: contiguous, or the system's]"),
     ] = None,
     mode: options.Mode = "fluid",
     strategy: Annotated[
@@ -163,7 +164,7 @@ def simulate(
     emit(summary, as_json=as_json, text="\n".join(f"{label:<18} {words}" for label, words in lines))
 
 
-def likely_drafter(model: Acceptance | None, costs: CostModel | Source | None) -> str:
+def likely_drafter(model: Acceptance | None, costs: CostModel | type[CostModel] | Source | None) -> str:
     """The drafter that `--strategy` leaves open: drafts of a learned one cost time, those of n-grams do not."""
     if model is not None and model.trained_drafter is not None:
         return model.trained_drafter

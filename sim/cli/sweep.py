@@ -13,8 +13,8 @@ from tltlab.console import AllowCode, Json, emit, json_rows, made_by, progress, 
 from tltlab.errors import ConfigError
 from tltlab.files import write_file, write_json
 from tltlab.importers.sources import read
+from tltlab.own import code_allowed
 from tltlab.planning.systems import SYSTEMS, find_systems
-from tltlab.policies.specs import code_allowed
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.sweep import drafters_text, granted_text, speed_up_cells
 

@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,11 +49,18 @@ def tune(
     drafters: Annotated[
         str | None, typer.Option(help="Drafters to try, with commas between. [default: those the acceptance knows]")
     ] = None,
+    policies: Annotated[
+        str | None, typer.Option(help="Further candidates, with commas between: shipped names, files, module:Class.")
+    ] = None,
+    search: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=LOW..HIGH", help="Tune this setting of --policies; or KEY=A|B|C. Repeatable."),
+    ] = None,
     judge: Annotated[
         str | None, typer.Option(help="a:b, RL steps to judge on; the rest is tuned on. [default: every other one]")
     ] = None,
     max_buckets: Annotated[int, typer.Option(min=1, help="Most rows of a table and buckets of a bandit.")] = 4,
-    trials: Annotated[int, typer.Option(min=0, help="Bandit settings to try; 0 leaves the bandit out.")] = 40,
+    trials: Annotated[int, typer.Option(min=0, help="Settings to try, of the bandit or --search; 0: none.")] = 40,
     repeats: Annotated[int, typer.Option(min=1, help="Seeds that each sampled score is the mean of.")] = 3,
     decision_block: Annotated[int, typer.Option(min=1, help="Iterations per decision of a bandit.")] = 1,
     robust: Annotated[
@@ -88,7 +96,7 @@ def tune(
     check_writable(out)
     journal = out.with_name(out.name + ".trials")
     if plot is not None and (plot.suffix not in FORMATS or not trials):
-        raise ConfigError(f"--plot {plot}: it shows the trials of a bandit (--trials), as {' or '.join(FORMATS)}")
+        raise ConfigError(f"--plot {plot}: it shows the settings that were tried (--trials), as {' or '.join(FORMATS)}")
     if journal.exists() and not resume:
         raise ConfigError(f"{journal} has the trials of an interrupted tune: go on with --resume, or remove it")
     sources = [read(path) for path in traces]
@@ -101,8 +109,8 @@ def tune(
         costs=costs, acceptance=acceptance, workers=workers, placement=placement, decision_block=decision_block,
         seed=seed, depths=draft_depths, judge_steps=_judged(judge, sources), max_buckets=max_buckets,
         drafters=[d for d in drafters.split(",") if d] if drafters is not None else None, trials=trials,
-        repeats=repeats, robust=robust, cost_error=cost_error, jobs=jobs, graphs=graphs, gpus=gpus, model=model,
-        engine=engine, tp=tp,
+        policies=policies or (), search=_searched(search or ()), repeats=repeats, robust=robust,
+        cost_error=cost_error, jobs=jobs, graphs=graphs, gpus=gpus, model=model, engine=engine, tp=tp,
     )  # fmt: skip
     origin = {"command": "tltlab " + shlex.join(sys.argv[1:]), "paths": [str(path) for path in traces]}
     with progress_bar("trials", trials) as done:
@@ -158,13 +166,24 @@ def text(result: TuneResult, out: Path) -> str:
         "regret: to the per-iteration oracle, which knows costs and acceptance; to bound: to the clairvoyant bound",
         f"minimised: {result.policy.provenance['objective']}",
         f"verdict: {result.verdict}",
-        f"{len(result.searched)} policies without luck, {len(result.trials)} bandits with it; {result.wall_s:.0f} s",
+        f"{len(result.searched)} policies without luck, {len(result.trials)} settings with it; {result.wall_s:.0f} s",
         f"{result.name} -> {out}",
     ]
     if result.trials:
         settings = ", ".join(f"{name} {value}" for name, value in result.trials[0].settings.items())
-        lines.insert(-1, f"tuned beg-mab: {settings}")
+        lines.insert(-1, f"tuned {result.tuned}: {settings}")
     return "\n".join(lines + [f"note: {note}" for note in result.notes])
+
+
+def _searched(search: Sequence[str]) -> dict[str, str]:
+    """What `--search` says, by setting; ConfigError for one without values, or that comes twice."""
+    values: dict[str, str] = {}
+    for text in search:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier() or key in values:
+            raise ConfigError(f"--search {text}: give KEY=LOW..HIGH or KEY=A|B|C, each key once")
+        values[key] = value
+    return values
 
 
 def _judged(judge: str | None, sources: list[Trace]) -> list[int] | None:

@@ -8,6 +8,6 @@ How a choice of strategy comes to take time, in five files:
     batch.py                      Batch.advance(regime) -> MacroStep: iterations until something happens, their seconds
     worker.py                     asks, advances, waits (env.timeout), tells the policy: the only one that knows SimPy
 
-Beside that path: `scheduler` says who runs, `drawn` and `by_request` are batches with gains of each request's own,
+Beside that path: `scheduler` says who runs, `drawn` and `by_request` are sources of gains of each request's own,
 `memoryless` finishes a rollout in closed form, `log` keeps the macro-steps and `record` makes tables of them.
 """

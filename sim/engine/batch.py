@@ -1,19 +1,23 @@
-"""The running requests of a worker, advanced by macro-steps: many iterations at once, in closed form."""
+"""The running requests of a worker, advanced by macro-steps: many iterations at once.
+
+One `Batch` for every source of gains; where all gain what is expected, `FluidBatch` does the same in closed form.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 
 from tltlab.arrays import Array, Floats, Ints
-from tltlab.state import RequestState
+from tltlab.state import NEWEST_WEIGHT, RequestState, StepState, recent_acceptance
+from tltlab.strategy import Strategy
 
 from .regime import Regime
 from .requests import Requests
@@ -31,7 +35,8 @@ class MacroStep:
     `context_tokens` is the sum before the first iteration. `accepted` is the mean per iteration of each request in
     order of admission; `tokens` all tokens that came out, surplus of finishing requests included. Where requests gain
     apart, `gains[i, j]` is what request i got in iteration j, a single column what it got in each; None means
-    `regime.tokens` throughout.
+    `regime.tokens` throughout. `shares` are the tokens drafted for each request, None where they are
+    `regime.num_drafted` for all.
     """
 
     regime: Regime
@@ -42,6 +47,12 @@ class MacroStep:
     context_tokens: float
     finished: list[int]
     gains: Array | None = None
+    shares: Floats | None = None
+
+    @property
+    def drafted(self) -> tuple[float, ...]:
+        """Tokens drafted for each request in an iteration."""
+        return (self.regime.num_drafted,) * self.batch if self.shares is None else tuple(self.shares.tolist())
 
     @property
     def tokens(self) -> float:
@@ -56,41 +67,139 @@ class MacroStep:
         return tuple((self.gains.mean(axis=1) - 1.0).tolist())
 
 
-class Batch(ABC):
-    """Residents in order of admission; the newest is the last."""
+class Ahead(NamedTuple):
+    """Iterations that speculate: what residents gain in them, and what was `drafted` for each in one of them.
 
-    def __init__(self, requests: Requests) -> None:
+    `gains` has a row per resident and a column per iteration, or a single column where all iterations are alike.
+    `regime` is that of the strategy, or one of another cost where a budget shares drafts out.
+    """
+
+    regime: Regime
+    gains: Array
+    num_iterations: int
+    drafted: Array | float
+
+
+class Gains(ABC):
+    """Source of what the residents of one batch gain while a strategy speculates; without, each gains a token.
+
+    With `is_steady` every request gains the same in all iterations under one strategy at one batch size: those of
+    `steady_gains` by request of the rollout, or what the regime says where that is None. With `is_apart` no request's
+    gains depend on what others do.
+    """
+
+    is_steady: bool = False
+    is_apart: bool = True
+    steady_gains: Callable[[Strategy, int], Floats] | None = None
+
+    @abstractmethod
+    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
+        """Return the next iterations: until a request finishes, `limit` of them, or as many as fit, at least one."""
+
+    def finish(self, batch: Batch, requests: Sequence[int]) -> None:  # noqa: B027
+        """Note that these requests have finished."""
+
+
+_NOBODY: Ints = np.zeros(0, np.int64)
+
+
+class Batch:
+    """Residents of a worker in order of admission, the newest last; `source` says what each gains while drafted for.
+
+    `is_steady` and `steady_gains` are those of the source. With `passes_plainly` iterations without speculation may be
+    passed at once (`pass_plainly`).
+    """
+
+    def __init__(self, requests: Requests, source: Gains) -> None:
         self.requests = requests
+        self.source = source
+        self.state: Callable[[], StepState] = self._alone
+        """The worker as its policy sees it."""
+        self.is_steady, self.steady_gains = source.is_steady, source.steady_gains
+        self.passes_plainly = source.is_apart and not source.is_steady
+        self.residents = _NOBODY
+        self._finished: list[int] = []
+        # Most policies never read what was drafted, so that it is counted when it is read.
+        self._uncounted: list[tuple[Ints, Ahead]] = []
+
+    # Arrays as long as a rollout are made when they are first needed: closed forms do without.
+    @cached_property
+    def made(self) -> Floats:
+        """Tokens that each request of the rollout has generated."""
+        return np.zeros(len(self.requests))
+
+    @cached_property
+    def num_drafts(self) -> Ints:
+        """Drafts of each request of the rollout so far."""
+        return np.zeros(len(self.requests), np.int64)
+
+    @cached_property
+    def _counts(self) -> Floats:
+        """By request of the rollout: recent acceptance, and tokens drafted and accepted."""
+        return np.zeros((len(self.requests), 3))
 
     @property
-    @abstractmethod
     def running(self) -> Sequence[int]:
         """Requests in order of admission."""
+        running: list[int] = self.residents.tolist()
+        return running
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.residents)
+
+    def _alone(self) -> StepState:
+        """The state of a batch that no worker has."""
+        return StepState(rl_step=self.requests.rl_step, batch=len(self), context_tokens=self.context_tokens)
 
     @property
-    @abstractmethod
     def context_tokens(self) -> float:
         """Prompt and generated tokens of the residents."""
+        return float(self.requests.prompts[self.residents].sum() + self.made[self.residents].sum())
 
     @property
-    @abstractmethod
     def grows_to(self) -> int:
         """Tokens that the KV cache never has to exceed for the residents, however they advance."""
+        requests, residents = self.requests, self.residents
+        return int(requests.prompts[residents].sum() + requests.lengths[residents].sum()) + len(residents)
 
-    @abstractmethod
+    @property
+    def remaining(self) -> Floats:
+        """Tokens that each resident lacks."""
+        remaining: Floats = self.requests.lengths[self.residents] - self.made[self.residents]
+        return remaining
+
     def generated(self, request: int) -> float:
         """Tokens a resident has generated; expected ones in fluid mode."""
+        return float(self.made[request])
 
-    @abstractmethod
     def generated_so_far(self) -> tuple[Ints, Floats]:
         """The residents and the tokens that each has generated."""
+        return self.residents, self.made[self.residents]
 
-    def recent_acceptance(self, request: int) -> float | None:
-        """Accepted tokens per draft of a resident lately; None where it was not drafted for, or requests are alike."""
-        return None
+    def drafts(self, request: int) -> tuple[float | None, float, float]:
+        """Recent acceptance (None before the first draft) and the tokens that were drafted and accepted in all."""
+        if self._uncounted:
+            for residents, ahead in self._uncounted:
+                self._count(residents, ahead)
+            self._uncounted = []
+        recent, drafted, accepted = self._counts[request].tolist()
+        return recent if drafted else None, drafted, accepted
+
+    def _count(self, residents: Ints, ahead: Ahead) -> None:
+        gains, n, drafted = ahead.gains, ahead.num_iterations, ahead.drafted
+        if isinstance(drafted, np.ndarray) and not drafted.all():
+            residents, gains, drafted = residents[drafted > 0], gains[drafted > 0], drafted[drafted > 0]
+        first, faded = gains[:, 0] - 1.0, (1.0 - NEWEST_WEIGHT) ** n
+        if gains.shape[1] == 1:
+            newest, accepted = first * (1.0 - faded), first * n
+        else:
+            newest = (gains - 1.0) @ (NEWEST_WEIGHT * (1.0 - NEWEST_WEIGHT) ** np.arange(n - 1.0, -1.0, -1.0))
+            accepted = gains.sum(axis=1) - n
+        counts = self._counts[residents]
+        counts[:, 0] = np.where(counts[:, 1] > 0, counts[:, 0], first) * faded + newest
+        counts[:, 1] += n * drafted
+        counts[:, 2] += accepted
+        self._counts[residents] = counts
 
     def request_state(self, request: int) -> RequestState:
         """A resident as policies and budgets see it."""
@@ -100,51 +209,122 @@ class Batch(ABC):
             prompt_id=key[1],
             generated_tokens=int(self.generated(request)),
             max_response_tokens=self.requests.max_response_tokens[request],
-            recent_acceptance=self.recent_acceptance(request),
+            recent_acceptance=self.drafts(request)[0],
         )
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether every request gains the same in all iterations under one strategy at one batch size."""
-        return False
-
-    def settle(self) -> None:  # noqa: B027
-        """The last macro-step's time has passed: what it finished is known from now on."""
-
-    @abstractmethod
     def admit(self, request: int, generated: float) -> None:
         """Take a request in that has `generated` tokens already (from before a preemption)."""
+        self.made[request] = generated
+        self.residents = np.append(self.residents, request)
 
-    @abstractmethod
     def preempt(self) -> tuple[int, float]:
         """Put the newest out; the request and its generated tokens."""
+        request = int(self.residents[-1])
+        self.residents = self.residents[:-1]
+        return request, self.generated(request)
 
-    @abstractmethod
+    def settle(self) -> None:
+        """The last macro-step's time has passed: what it finished is known from now on."""
+        if self._finished:
+            finished, self._finished = self._finished, []
+            self.source.finish(self, finished)
+
     def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
         """Run until a request finishes, `limit` iterations ran, or the next iteration would overflow the KV cache.
 
         `room_tokens` is what the context may grow before an iteration no longer fits. Finished requests leave.
         """
+        self.settle()
+        batch, residents, shares = len(self.residents), self.residents, None
+        total: Array | int
+        if regime.strategy.speculates:
+            ahead = self.source.ahead(self, regime, limit, room_tokens)
+            regime, gains, n = ahead.regime, ahead.gains, ahead.num_iterations
+            shares = ahead.drafted if isinstance(ahead.drafted, np.ndarray) else None
+            self.num_drafts[residents] += n
+            self._uncounted.append((residents, ahead))
+            if gains.shape[1] == 1:
+                total, growth = gains[:, 0] * n, float(gains.sum()) * (n * (n - 1) / 2)
+            else:
+                total, growth = gains.sum(axis=1), float((gains.sum(axis=0) * np.arange(n - 1, -1, -1)).sum())
+        else:
+            gains, n = None, steady_iterations(self.remaining, 1.0, limit, room_tokens)
+            total, growth = n, batch * n * (n - 1) / 2
+        context, slope_s = self.context_tokens, regime.slope_s(batch)
+        first_s = regime.fixed_s(batch) + slope_s * context
+        self.made[residents] = made = self.made[residents] + total
+        over = made >= self.requests.lengths[residents] - TOLERANCE_TOKENS
+        if over.any():
+            self.residents, self._finished = residents[~over], residents[over].tolist()
+        seconds = n * first_s + slope_s * growth
+        return MacroStep(regime, n, batch, seconds, first_s, context, list(self._finished), gains, shares)
+
+    def pass_plainly(self, num_iterations: int) -> None:
+        """Take these iterations without speculation as having passed; requests that end within them leave."""
+        self.made[self.residents] += num_iterations
+        self.residents = self.residents[self.remaining > TOLERANCE_TOKENS]
 
 
-def iterations_that_fit(batch: int, growth_tokens: float, room_tokens: float) -> float:
+def steady_iterations(remaining: Floats, gain: Floats | float, limit: float, room_tokens: float) -> int:
+    """Iterations of one `gain` each until a request has what is `remaining`, at most `limit` and what fits."""
+    n = max(1, math.ceil(float(((remaining - TOLERANCE_TOKENS) / gain).min())))
+    growth = float(gain.sum()) if isinstance(gain, np.ndarray) else len(remaining) * gain
+    return int(min(n, limit, _iterations_that_fit(len(remaining), growth, room_tokens)))
+
+
+def _iterations_that_fit(batch: int, growth_tokens: float, room_tokens: float) -> float:
     """Iterations before the context has outgrown `room_tokens`; a lone request always fits."""
     if room_tokens == math.inf or batch == 1:
         return math.inf
     return math.floor((room_tokens + TOLERANCE_TOKENS) / growth_tokens) + 1
 
 
-class FluidBatch(Batch):
-    """Every resident gains the expected tokens in each iteration.
+def columns_ahead(remaining: Floats, gain: Floats | float, limit: float) -> int:
+    """Iterations worth drawing at once, at most `limit`, where requests are expected to gain `gain` in each."""
+    # The first to finish is likely the one with the fewest iterations left: rarely worth drawing far beyond it.
+    if limit == 1:
+        return 1
+    soonest = math.ceil(float((remaining / gain).min()) * 1.2) + 4
+    return max(1, int(min(limit, soonest, remaining.min(), BLOCK_CELLS // len(remaining))))
 
-    So one clock serves all: it counts the tokens that a resident gained since the step began. A request admitted at
-    clock C with g tokens generated has offset C - g and finishes when the clock reaches offset + length.
-    """
+
+def until_done(gains: Ints, remaining: Floats, room_tokens: float) -> Ints:
+    """Columns of `gains` until one request has what is `remaining` of it, or the context has outgrown `room_tokens`."""
+    if gains.shape[1] == 1:
+        return gains
+    gained, needed = np.cumsum(gains, axis=1), np.ceil(remaining - TOLERANCE_TOKENS).astype(np.int64)
+    done = (gained >= needed[:, None]).any(axis=0)
+    n = int(done.argmax()) + 1 if done.any() else gains.shape[1]
+    if len(remaining) > 1 and not math.isinf(room_tokens):
+        growth = np.concatenate([[0], gained.sum(axis=0)[:-1]])
+        n = min(n, max(1, int((growth[:n] <= room_tokens + TOLERANCE_TOKENS).sum())))
+    return gains[:, :n]
+
+
+class Expected(Gains):
+    """Every resident gains the expected tokens in each iteration."""
 
     is_steady = True
 
+    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
+        n = steady_iterations(batch.remaining, regime.tokens, limit, room_tokens)
+        return Ahead(regime, np.full((len(batch), 1), regime.tokens), n, regime.num_drafted)
+
+
+_EXPECTED = Expected()
+_Counted = tuple[int, float | None, float, float]
+_UNDRAFTED: _Counted = (0, None, 0.0, 0.0)
+
+
+class FluidBatch(Batch):
+    """The batch whose source is `Expected`, in O(log batch) a macro-step instead of O(batch).
+
+    One clock serves all: it counts the tokens that a resident gained since the step began. A request admitted at clock
+    C with g tokens generated has offset C - g and finishes when the clock reaches offset + length.
+    """
+
     def __init__(self, requests: Requests) -> None:
-        super().__init__(requests)
+        super().__init__(requests, _EXPECTED)
         self._clock = 0.0
         self._offsets: dict[int, float] = {}
         self._finish: list[tuple[float, int, int]] = []
@@ -152,6 +332,9 @@ class FluidBatch(Batch):
         self._entry: dict[int, int] = {}
         self._base = 0.0
         self._grows_to = 0
+        # Macro-steps that drafted; by request, how many of them are in its `drafts`, and these.
+        self._drafting: list[MacroStep] = []
+        self._counted: dict[int, _Counted] = {}
 
     @property
     def running(self) -> Sequence[int]:
@@ -171,7 +354,22 @@ class FluidBatch(Batch):
     def generated(self, request: int) -> float:
         return self._clock - self._offsets[request]
 
+    def generated_so_far(self) -> tuple[Ints, Floats]:
+        residents = np.fromiter(self._offsets, np.int64, len(self._offsets))
+        return residents, self._clock - np.fromiter(self._offsets.values(), np.float64, len(self._offsets))
+
+    def drafts(self, request: int) -> tuple[float | None, float, float]:
+        counted, recent, drafted, accepted = self._counted.get(request, _UNDRAFTED)
+        for macro in self._drafting[counted:]:
+            n, kept = macro.num_iterations, macro.regime.tokens - 1.0
+            recent = recent_acceptance(recent, kept, n)
+            drafted, accepted = drafted + n * macro.regime.num_drafted, accepted + n * kept
+        self._counted[request] = len(self._drafting), recent, drafted, accepted
+        return recent, drafted, accepted
+
     def admit(self, request: int, generated: float) -> None:
+        if self._drafting:
+            self._counted[request] = (len(self._drafting), *self._counted.get(request, _UNDRAFTED)[1:])
         offset = self._clock - generated
         self._serial += 1
         self._offsets[request] = offset
@@ -183,6 +381,8 @@ class FluidBatch(Batch):
     def preempt(self) -> tuple[int, float]:
         request = next(reversed(self._offsets))
         generated = self.generated(request)
+        if self._drafting:
+            self.drafts(request)
         self._remove(request)
         return request, generated
 
@@ -204,7 +404,7 @@ class FluidBatch(Batch):
         context = batch * self._clock + self._base
         growth = batch * gain
         n = max(1, math.ceil((self._next_finish() - self._clock - TOLERANCE_TOKENS) / gain))
-        n = int(min(n, limit, iterations_that_fit(batch, growth, room_tokens)))
+        n = int(min(n, limit, _iterations_that_fit(batch, growth, room_tokens)))
         first_s = regime.fixed_s(batch) + slope_s * context
         seconds = n * first_s + slope_s * growth * (n * (n - 1) / 2)
         self._clock += n * gain
@@ -214,101 +414,10 @@ class FluidBatch(Batch):
             request = heapq.heappop(self._finish)[2]
             self._remove(request)
             finished.append(request)
-        return MacroStep(regime, n, batch, seconds, first_s, context, finished)
-
-    def generated_so_far(self) -> tuple[Ints, Floats]:
-        residents = np.fromiter(self._offsets, np.int64, len(self._offsets))
-        return residents, self._clock - np.fromiter(self._offsets.values(), np.float64, len(self._offsets))
-
-
-class ArrayBatch(Batch):
-    """Residents as an array in order of admission, where every request has gains of its own."""
-
-    def __init__(self, requests: Requests, dtype: type[np.int64] | type[np.float64]) -> None:
-        super().__init__(requests)
-        self._running = np.zeros(0, np.int64)
-        self._generated: Array = np.zeros(len(requests), dtype)
-
-    @property
-    def running(self) -> Sequence[int]:
-        return [int(r) for r in self._running]
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    @property
-    def context_tokens(self) -> float:
-        return float(self.requests.prompts[self._running].sum() + self._generated[self._running].sum())
-
-    def generated(self, request: int) -> float:
-        return float(self._generated[request])
-
-    def admit(self, request: int, generated: float) -> None:
-        self._generated[request] = generated
-        self._running = np.append(self._running, request)
-
-    def preempt(self) -> tuple[int, float]:
-        request = int(self._running[-1])
-        self._running = self._running[:-1]
-        return request, self.generated(request)
-
-    @property
-    def grows_to(self) -> int:
-        requests, running = self.requests, self._running
-        return int(requests.prompts[running].sum() + requests.lengths[running].sum()) + len(running)
-
-    def generated_so_far(self) -> tuple[Ints, Floats]:
-        return self._running, self._generated[self._running].astype(np.float64)
-
-    def pass_plainly(self, num_iterations: int) -> None:
-        """Take these iterations without speculation as having passed; requests that end within them leave."""
-        self._generated[self._running] += num_iterations
-        self._running = self._running[self._remaining() > TOLERANCE_TOKENS]
-
-    def _remaining(self) -> Array:
-        """Tokens that each resident lacks."""
-        remaining: Array = self.requests.lengths[self._running] - self._generated[self._running]
-        return remaining
-
-    def _advance_plain(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
-        """Run without speculation: a token per request and iteration."""
-        batch = len(self._running)
-        whole = max(1, math.ceil(float(self._remaining().min()) - TOLERANCE_TOKENS))
-        n = int(min(whole, limit, iterations_that_fit(batch, batch, room_tokens)))
-        return self._advanced(regime, n, n, batch * n * (n - 1) / 2)
-
-    def _advance_by(self, regime: Regime, gains: Array) -> MacroStep:
-        """Run as many iterations as there are columns of `gains`."""
-        n = gains.shape[1]
-        growth = float((gains.sum(axis=0) * np.arange(n - 1, -1, -1)).sum())
-        return self._advanced(regime, n, gains.sum(axis=1), growth, gains)
-
-    def _advance_steadily(self, regime: Regime, n: int, gain: Floats) -> MacroStep:
-        """Run `n` iterations in each of which request i gains `gain[i]`."""
-        return self._advanced(regime, n, gain * n, float(gain.sum()) * (n * (n - 1) / 2), gain[:, None])
-
-    def _advanced(
-        self, regime: Regime, n: int, total: Array | int, growth: float, gains: Array | None = None
-    ) -> MacroStep:
-        """`growth` sums over the iterations what the context has grown by before each."""
-        running, batch, context = self._running, len(self._running), self.context_tokens
-        first_s = regime.fixed_s(batch) + regime.slope_s(batch) * context
-        self._generated[running] = generated = self._generated[running] + total
-        over = generated >= self.requests.lengths[running] - TOLERANCE_TOKENS
-        self._running = running[~over]
-        seconds = n * first_s + regime.slope_s(batch) * growth
-        return MacroStep(regime, n, batch, seconds, first_s, context, running[over].tolist(), gains)
-
-
-def iterations_until_done(gains: Array, remaining: Array, room_tokens: float) -> int:
-    """Columns of `gains` until one request has what is `remaining` of it, or the context has outgrown `room_tokens`."""
-    gained = np.cumsum(gains, axis=1)
-    done = (gained >= remaining[:, None]).any(axis=0)
-    n = int(done.argmax()) + 1 if done.any() else gains.shape[1]
-    if len(remaining) > 1 and not math.isinf(room_tokens):
-        growth = np.concatenate([[0], gained.sum(axis=0)[:-1]])
-        n = min(n, max(1, int((growth[:n] <= room_tokens + TOLERANCE_TOKENS).sum())))
-    return n
+        macro = MacroStep(regime, n, batch, seconds, first_s, context, finished)
+        if regime.num_drafted:
+            self._drafting.append(macro)
+        return macro
 
 
 class RequestsView(Sequence[RequestState]):

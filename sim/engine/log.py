@@ -112,6 +112,13 @@ class WorkerLog:
     def append(self, entry: Entry) -> None:
         self._entries.append(entry)
 
+    def reward_of_last(self) -> Callable[[float | None], None]:
+        """Return what writes the reward of the last entry, which may come after further ones."""
+        return partial(self._reward, len(self._entries) - 1)
+
+    def _reward(self, at: int, reward: float | None) -> None:
+        self._entries[at] = self._entries[at]._replace(reward=reward)
+
     def extend(self, columns: Callable[[], Columns]) -> None:
         self._parts += [partial(Columns.of, self._entries), columns]
         self._entries = []

@@ -16,24 +16,14 @@ from itertools import pairwise
 import numpy as np
 
 from tltlab.arrays import Array, Flags, Floats, Ints
-from tltlab.errors import ConfigError
-from tltlab.policies.selector import Selector
-from tltlab.state import StepState
+from tltlab.policies.driver import PolicyDriver
+from tltlab.state import Choice, StepState
 from tltlab.strategy import Strategy
 
 from .batch import TOLERANCE_TOKENS
 from .log import Columns
 from .regime import Regime, Regimes
 from .requests import Residents, suffix_sums
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyChoice:
-    """What a policy chose, and the bucket and propensity it gave."""
-
-    strategy: Strategy
-    bucket: int | None
-    propensity: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,25 +80,22 @@ class Drained:
 
 
 class MemorylessChoices:
-    """The choices of a memoryless selector, remembered for all workers."""
+    """The choices of a memoryless policy, remembered for all workers."""
 
-    def __init__(self, selector: Selector, regimes: Regimes) -> None:
-        self._selector = selector
+    def __init__(self, driver: PolicyDriver, regimes: Regimes) -> None:
+        self._driver = driver
         self._regimes = regimes
-        self._choices: dict[tuple[int, int], PolicyChoice] = {}
-        self._by_batch: list[tuple[PolicyChoice, Regime]] = []
+        self._choices: dict[tuple[int, int], Choice] = {}
+        self._by_batch: list[tuple[Choice, Regime]] = []
         self._terms: Floats = np.zeros((5, 1))
         """By batch, with nothing waiting: tokens, seconds without context, those before a drafter is loaded, seconds
         per token of context, and whether it speculates."""
 
-    def choose(self, batch: int, waiting: int, rl_step: int) -> PolicyChoice:
-        """What the selector chooses at this batch and queue."""
+    def choose(self, batch: int, waiting: int, rl_step: int) -> Choice:
+        """The policy's choice at this batch and queue."""
         choice = self._choices.get((batch, waiting))
         if choice is None:
-            selector = self._selector
-            strategy = selector.choose(StepState(rl_step=rl_step, batch=batch, waiting=waiting))
-            check_listed(strategy, self._regimes)
-            choice = PolicyChoice(strategy=strategy, bucket=selector.bucket_, propensity=selector.propensity_)
+            choice = self._driver.ask(StepState(rl_step=rl_step, batch=batch, waiting=waiting))
             self._choices[batch, waiting] = choice
         return choice
 
@@ -127,7 +114,7 @@ class MemorylessChoices:
             self._terms = np.append(self._terms, np.array(terms, np.float64).T, axis=1)
         return self
 
-    def of(self, batch: int, loaded: bool) -> tuple[PolicyChoice, Regime]:
+    def of(self, batch: int, loaded: bool) -> tuple[Choice, Regime]:
         """The choice at a batch that `up_to` has reached, and its regime where a drafter is loaded, or not yet."""
         choice, regime = self._by_batch[batch - 1]
         return choice, regime if loaded else self._regimes.at(choice.strategy, batch, loaded=False)
@@ -252,10 +239,3 @@ def _runs(values: Array) -> Iterator[tuple[int, int]]:
 def _shifted(values: Floats) -> Floats:
     """What stands before each in its row, 0 before the first."""
     return np.concatenate([np.zeros((len(values), 1)), values[:, :-1]], axis=1)
-
-
-def check_listed(strategy: Strategy, regimes: Regimes) -> None:
-    """ConfigError when a policy chose a strategy that it did not list."""
-    if strategy not in regimes.strategies:
-        listed = ", ".join(map(str, regimes.strategies))
-        raise ConfigError(f"the policy chose {strategy}, which is not among its strategies: {listed}")

@@ -7,22 +7,20 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pandas as pd
 
-from tltlab.arrays import Array, Flags, Floats, Ints
+from tltlab.arrays import Floats, Ints
+from tltlab.traces.rows import Row, columns, idle_spans, span, span_detail, strategy_columns
 from tltlab.traces.schema import KEY, TABLES
 
 from .log import Columns
 from .worker import SimulatedRollout
 
-WORKLOAD = (*KEY, "epoch", "prompt_tokens", "max_response_tokens", "policy_version")
-
-
-SPANS = ["lane", "kind", "t_start", "duration", "batch", "detail"]
+SPANS = TABLES["spans"].names
 
 
 def tables(rollouts: Sequence[SimulatedRollout], policy: str, *, iterations: bool) -> dict[str, pd.DataFrame]:
     """Workload, outcomes, steps and spans; with `iterations` also iterations and decisions, row by row."""
     built = {
-        "workload": pd.concat([r.requests.rows[list(WORKLOAD)] for r in rollouts], ignore_index=True),
+        "workload": pd.concat([r.requests.rows[TABLES["workload"].names] for r in rollouts], ignore_index=True),
         "outcomes": pd.concat([_outcomes(r) for r in rollouts], ignore_index=True),
         "steps": _steps(rollouts, policy),
         "spans": pd.concat([_spans(r) for r in rollouts], ignore_index=True),
@@ -50,15 +48,17 @@ def _outcomes(rollout: SimulatedRollout) -> pd.DataFrame:
 
 def _steps(rollouts: Sequence[SimulatedRollout], policy: str) -> pd.DataFrame:
     lengths = np.array([r.makespan_s for r in rollouts])
-    steps = pd.DataFrame(
-        {
-            "rl_step": [r.requests.rl_step for r in rollouts],
-            "t_start": np.cumsum(lengths) - lengths,
-            "rollout_s": lengths,
-            "policy": policy,
-            "policy_version": [r.requests.policy_version for r in rollouts],
-        }
+    rewards = [r.requests.rows.get("reward") for r in rollouts]
+    table = columns(
+        "steps",
+        rl_step=[r.requests.rl_step for r in rollouts],
+        t_start=np.cumsum(lengths) - lengths,
+        rollout_s=lengths,
+        policy=policy,
+        policy_version=[r.requests.policy_version for r in rollouts],
+        reward_mean=np.array([np.nan if each is None else each.mean() for each in rewards]),
     )
+    steps = pd.DataFrame(table)
     trained = np.empty(0, np.int64)
     for n, rollout in enumerate(rollouts):
         if rollout.ages is None:
@@ -73,34 +73,30 @@ def _steps(rollouts: Sequence[SimulatedRollout], policy: str) -> pd.DataFrame:
 
 
 def _spans(rollout: SimulatedRollout) -> pd.DataFrame:
-    parts = []
+    parts, rl_step = [], rollout.requests.rl_step
     for w, log in enumerate(rollout.logs):
         c = log.columns
         if not len(c):
             continue
+        at = rl_step, f"worker {w}"
         strategies = [regime.strategy for regime in c.regime]
         kinds = np.where(c.speculates, "speculative_decode", "decode").astype(object)
-        details = np.array([str(s) if s.speculates else None for s in strategies], dtype=object)
-        nothing = np.full(len(c), None, dtype=object)
-        switching, prefilling = c.switch_s > 0, c.prefill_s > 0
-        blocks = [
-            _block("switch", c.start_s, c.switch_s, c.batch, nothing, switching),
-            _block("prefill", c.start_s + c.switch_s, c.prefill_s, c.batch, nothing, prefilling),
-            _block(kinds, c.decode_start_s, c.seconds, c.batch, details, np.ones(len(c), dtype=bool)),
+        details = np.array([span_detail(s) for s in strategies], dtype=object)
+        waits = _waits(rollout, c)
+        others = [
+            span(*at, "switch", c.start_s, c.switch_s, c.batch),
+            span(*at, "prefill", c.start_s + c.switch_s, c.prefill_s, c.batch),
+            span(*at, "idle", c.start_s - waits, waits, 0),
         ]
-        if (waits := _waits(rollout, c)).any():
-            blocks.append(_block("idle", c.start_s - waits, waits, np.zeros_like(c.batch), nothing, waits > 0))
-        spans = pd.concat(blocks, ignore_index=True).sort_values("t_start", kind="stable")
-        spans.insert(0, "lane", f"worker {w}")
-        parts.append(spans)
+        frames = [pd.DataFrame(span(*at, kinds, c.decode_start_s, c.seconds, c.batch, details))]
+        frames += [pd.DataFrame(each)[each["duration"] > 0].astype({"detail": object}) for each in others]
+        parts.append(pd.concat(frames, ignore_index=True).sort_values("t_start", kind="stable"))
     rows = [row for w in range(len(rollout.logs)) for row in _idle(rollout, w)]
     if rollout.spot is not None:
-        rows += [(s.lane, s.kind, s.start_s, s.end_s - s.start_s, 0, s.detail) for s in rollout.spot.spans]
+        rows += [span(rl_step, s.lane, s.kind, s.start_s, s.end_s - s.start_s, 0, s.detail) for s in rollout.spot.spans]
     if rows:
         parts.append(pd.DataFrame(rows, columns=SPANS))
-    joined = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=SPANS)
-    joined.insert(0, "rl_step", rollout.requests.rl_step)
-    return joined
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=SPANS)
 
 
 def _waits(rollout: SimulatedRollout, columns: Columns) -> Floats:
@@ -115,26 +111,11 @@ def _waits(rollout: SimulatedRollout, columns: Columns) -> Floats:
 _ROUNDING_S = 1e-9
 
 
-def _idle(rollout: SimulatedRollout, worker: int) -> Iterator[tuple[str, str, float, float, int, str | None]]:
+def _idle(rollout: SimulatedRollout, worker: int) -> Iterator[Row]:
     """The times after a worker's last request in which it does not even train the drafter."""
-    lane, now = f"worker {worker}", rollout.worker_end_s[worker]
-    spans = [span for span in (rollout.spot.spans if rollout.spot else ()) if span.lane == lane]
-    for start_s, end_s in [*((span.start_s, span.end_s) for span in spans), (rollout.makespan_s, rollout.makespan_s)]:
-        if start_s > now:
-            yield lane, "idle", now, start_s - now, 0, None
-        now = max(now, end_s)
-
-
-def _block(
-    kind: str | Array,
-    start_s: Floats,
-    seconds: Floats,
-    batch: Ints,
-    detail: Array,
-    chosen: Flags,
-) -> pd.DataFrame:
-    frame = pd.DataFrame({"kind": kind, "t_start": start_s, "duration": seconds, "batch": batch, "detail": detail})
-    return frame[chosen].astype({"kind": object, "detail": object})
+    spans = rollout.spot.spans if rollout.spot else ()
+    busy = [(span.start_s, span.end_s) for span in spans if span.lane == f"worker {worker}"]
+    return idle_spans(rollout.requests.rl_step, worker, rollout.worker_end_s[worker], rollout.makespan_s, busy)
 
 
 def _iterations(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
@@ -169,34 +150,32 @@ def _iterations(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
     prefilled = np.where(first, (c.prefill_tokens - c.chunk_tokens)[of], 0.0) + (c.chunk_tokens / counts)[of]
     duration[0] += draft_s[0]
     start = np.cumsum(duration) - duration + np.cumsum(_waits(rollout, c))[of]
-    depth = np.array([regime.strategy.draft_depth for regime in c.regime], np.int64)[of]
+    strategies = strategy_columns([regime.strategy for regime in c.regime], of)
+    depth = strategies["draft_depth"]
     drafted = _whole(np.array([b * regime.num_drafted for regime, b in sizes])[of])
     accepted = _whole(tokens - batch)
     # What a drafter returned is known on average only, what was accepted exactly.
     drafted = np.maximum.reduce([drafted, accepted, (depth > 0).astype(np.int64)])
-    return pd.DataFrame(
-        {
-            "rl_step": rollout.requests.rl_step,
-            "worker": worker,
-            "iteration": np.arange(len(of)),
-            "t_start": start,
-            "duration": duration,
-            "draft_duration": next_draft_s,
-            "batch": batch,
-            "num_waiting": c.waiting[of],
-            "context_tokens": np.rint(context).astype(np.int64),
-            "prefill_tokens": _whole(prefilled),
-            "drafter": np.array([regime.strategy.drafter for regime in c.regime], dtype=object)[of],
-            "draft_depth": depth,
-            "top_k": np.array([regime.strategy.top_k for regime in c.regime], np.int64)[of],
-            "tokens_to_verify": np.array([regime.strategy.tokens_to_verify for regime in c.regime], np.int64)[of],
-            "num_drafted": drafted,
-            "num_accepted": accepted,
-            "num_generated": batch + accepted,
-            "accepted_per_request": [row for i in range(len(c)) for row in _accepted_rows(c, i)],
-            "next_draft_depth": np.append(depth[1:], 0),
-        }
+    table = columns(
+        "iterations",
+        rl_step=rollout.requests.rl_step,
+        worker=worker,
+        iteration=np.arange(len(of)),
+        t_start=start,
+        duration=duration,
+        draft_duration=next_draft_s,
+        batch=batch,
+        num_waiting=c.waiting[of],
+        context_tokens=np.rint(context).astype(np.int64),
+        prefill_tokens=_whole(prefilled),
+        **strategies,
+        num_drafted=drafted,
+        num_accepted=accepted,
+        num_generated=batch + accepted,
+        accepted_per_request=[row for i in range(len(c)) for row in _accepted_rows(c, i)],
+        next_draft_depth=np.append(depth[1:], 0),
     )
+    return pd.DataFrame(table)
 
 
 def _noise(columns: Columns, modelled_s: Floats) -> Floats:
@@ -236,18 +215,14 @@ def _whole(expected: Floats) -> Ints:
 def _decisions(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
     c = rollout.logs[worker].columns
     rows = np.flatnonzero(c.is_decision)
-    strategies = [c.regime[i].strategy for i in rows]
-    return pd.DataFrame(
-        {
-            "rl_step": rollout.requests.rl_step,
-            "worker": worker,
-            "iteration": (np.cumsum(c.num_iterations) - c.num_iterations)[rows],
-            "bucket": [c.bucket[i] for i in rows],
-            "drafter": [s.drafter for s in strategies],
-            "draft_depth": [s.draft_depth for s in strategies],
-            "top_k": [s.top_k for s in strategies],
-            "tokens_to_verify": [s.tokens_to_verify for s in strategies],
-            "propensity": c.propensity[rows],
-            "reward": [c.reward[i] for i in rows],
-        }
+    table = columns(
+        "decisions",
+        rl_step=rollout.requests.rl_step,
+        worker=worker,
+        iteration=(np.cumsum(c.num_iterations) - c.num_iterations)[rows],
+        **strategy_columns([c.regime[i].strategy for i in rows]),
+        bucket=[c.bucket[i] for i in rows],
+        propensity=c.propensity[rows],
+        reward=[c.reward[i] for i in rows],
     )
+    return pd.DataFrame(table)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tltlab.acceptance.base import Settled
 from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, IterationCost
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
@@ -47,15 +48,23 @@ class Regime:
 class Regimes:
     """The regimes of a policy's strategies, by strategy and batch size.
 
-    Raises ConfigError for a missing cost term or an unknown acceptance.
+    Raises ConfigError for a missing cost term, an unknown acceptance, and what no drafter of `drafters` drafts.
     """
 
-    def __init__(self, strategies: Sequence[Strategy], costs: CostModel, acceptance: Settled | None) -> None:
+    def __init__(
+        self,
+        strategies: Sequence[Strategy],
+        costs: CostModel,
+        acceptance: Settled | None,
+        drafters: Drafters = STANDARD,
+    ) -> None:
+        drafters.check(strategies)
         self.strategies = tuple(strategies)
         self.loads_late = costs.switch_s > 0 and any(s.speculates for s in strategies)
         """Whether a rollout that begins with plain decoding has no drafter loaded until it drafts."""
         self._loaded = any(s.speculates for s in strategies)
         self._costs = costs
+        self._drafters = drafters
         self._acceptance = acceptance
         self._by_model: dict[tuple[Strategy, int, bool], Regime] = {}
         self._by_batch: dict[tuple[Strategy, int, bool], Regime] = {}
@@ -71,7 +80,7 @@ class Regimes:
                 model = model.at(batch)
             key = (strategy, id(model), loaded)
             if key not in self._by_model:
-                self._by_model[key] = _regime(strategy, self._costs, model, self._loaded and loaded)
+                self._by_model[key] = _regime(strategy, self._costs, model, self._loaded and loaded, self._drafters)
             regime = self._by_batch[strategy, batch, loaded] = self._by_model[key]
         return regime
 
@@ -81,7 +90,9 @@ class Regimes:
         return list({id(regime): regime for regime in regimes}.values())
 
 
-def _regime(strategy: Strategy, costs: CostModel, acceptance: Settled | None, loaded: bool) -> Regime:
+def _regime(
+    strategy: Strategy, costs: CostModel, acceptance: Settled | None, loaded: bool, drafters: Drafters
+) -> Regime:
     tokens, drafted, cdf = 1.0, 0.0, None
     if strategy.speculates:
         if acceptance is None:
@@ -93,5 +104,5 @@ def _regime(strategy: Strategy, costs: CostModel, acceptance: Settled | None, lo
         acceptance.check(strategy)
         tokens, drafted = acceptance.tokens_per_iteration(strategy), acceptance.num_drafted(strategy)
         cdf = acceptance.cdf(strategy)
-    cost = costs.iteration(strategy, tokens_to_verify=1.0 + drafted, drafter_loaded=loaded)
+    cost = costs.iteration(strategy, tokens_to_verify=1.0 + drafted, drafter_loaded=loaded, drafters=drafters)
     return Regime(strategy=strategy, cost=cost, tokens=tokens, num_drafted=drafted, most=strategy.reach, cdf=cdf)

@@ -1,8 +1,20 @@
 """One RL step's rollout as a discrete-event simulation: one SimPy process per worker, one timeout per macro-step.
 
-A worker's round: its scheduler preempts or admits, its policy is asked, its batch advances until something happens, and
-the policy is told. Once nothing waits, a memoryless policy over requests whose gains stay the same has a closed form:
-one timeout to the end. Where gains are drawn or replayed, one timeout passes all iterations before it first drafts.
+A macro-step is a number of iterations that are alike, one where the policy learns. In each, in order:
+
+    schedule   preempt or admit requests                                    `Scheduler`
+    ask        choose what the next iteration verifies                      `PolicyDriver`
+    advance    verify what the choice before drafted: tokens and seconds    `Batch`
+    (timeout)  virtual time passes
+    settle     requests that have ended leave, their groups and budgets learn
+    tell       the outcome of the choice that was verified                  `PolicyDriver`
+
+So a policy that learns is one choice ahead of its outcomes, as in an engine, and the first iteration of a rollout
+drafts nothing. A memoryless policy cannot tell, and its choice holds at once; so does one for a block of iterations
+(`decision_block`), whose outcome then comes after the next block's choice.
+
+Once nothing waits, a memoryless policy over requests whose gains stay the same has a closed form: one timeout to the
+end. Where gains are drawn or replayed, one timeout passes all iterations before it first drafts.
 """
 
 from __future__ import annotations
@@ -20,24 +32,22 @@ import simpy
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.costs.noise import IterationNoise
+from tltlab.policies.driver import PolicyDriver
 from tltlab.policies.selector import Selector
 from tltlab.sim.idle_training import SpotResult
-from tltlab.state import DrafterState, StepOutcome, StepState
-from tltlab.strategy import NO_SPECULATION
+from tltlab.state import NO_CHOICE, Choice, DrafterState, StepOutcome, StepState
 
 from .admission import RequestFeed
 from .batch import Batch, MacroStep, RequestsView
-from .by_request import RateBatch
-from .drawn import WalkBatch
 from .log import Entry, WorkerLog
-from .memoryless import Drained, MemorylessChoices, check_listed
+from .memoryless import Drained, MemorylessChoices
 from .random_numbers import NoiseDraws
 from .regime import Regime, Regimes
 from .requests import Requests, Residents, Tools, check_fits
 from .scheduler import Scheduler
 
 _ROUNDING = 1e-9
-"""Of a number of iterations that is a quotient of times, and of seconds at which requests come back together."""
+"""Tolerance for iteration counts derived from times, and for seconds at which requests come back together."""
 
 
 class IdleUse(Protocol):
@@ -108,13 +118,17 @@ class SimulatedRollout:
 class RolloutSimulator:
     """What all rollouts of a simulation share. Selectors persist across RL steps, one per worker.
 
-    `noise` multiplies the time of each iteration, drawn from `seed`; prefill and switches have none.
+    `noise` multiplies the time of each iteration, drawn from `seed`; prefill and switches have none. A choice is made
+    one iteration `ahead` of the one that verifies it, and its outcome comes `delay` choices later than that iteration
+    ends; where these are None, policies that learn are ahead, and outcomes of blocks come one block late.
     """
 
     costs: CostModel
     selectors: list[Selector]
     decision_block: int = 1
     record_rewards: bool = False
+    ahead: bool | None = None
+    delay: int | None = None
     idle_use: IdleUse = field(default_factory=LeaveIdle)
     regimes: Regimes = field(init=False)
     new_batch: Callable[[Requests], Batch] = field(init=False)
@@ -122,12 +136,22 @@ class RolloutSimulator:
     noise: IterationNoise | None = None
     seed: int = 0
     max_tools: int | None = None
+    drivers: list[PolicyDriver] = field(init=False)
     choices: MemorylessChoices = field(init=False)
+
+    def __post_init__(self) -> None:
+        delay = int(self.decision_block > 1) if self.delay is None else self.delay
+        self.drivers = [PolicyDriver(s, worker=w, delay=delay) for w, s in enumerate(self.selectors)]
+
+    @property
+    def memoryless(self) -> bool:
+        """Whether every choice depends on batch and queue alone, and holds at once."""
+        return not self.ahead and all(selector.memoryless for selector in self.selectors)
 
     def prepare(self, regimes: Regimes, new_batch: Callable[[Requests], Batch]) -> RolloutSimulator:
         """Set what strategies yield, which may change from one RL step to the next; the selectors stay."""
         self.regimes, self.new_batch = regimes, new_batch
-        self.choices = MemorylessChoices(self.selectors[0], regimes)
+        self.choices = MemorylessChoices(self.drivers[0], regimes)
         return self
 
     def rollout(self, requests: Requests, queues: list[list[int]], feed: RequestFeed | None = None) -> SimulatedRollout:
@@ -150,7 +174,7 @@ class RolloutSimulator:
         batches = [self.new_batch(requests) for _ in queues]
         # The rest of a rollout has a closed form where gains stay the same, nothing is learned and costs are exact.
         exact = self.noise is None and feed is None and requests.turns is None
-        closed = exact and all(s.memoryless for s in self.selectors)
+        closed = exact and self.memoryless
         if closed and all(batch.is_steady for batch in batches) and self._fits_at_once(residents):
             self._drain_all(result, residents, batches[0])
         else:
@@ -206,7 +230,7 @@ class RolloutSimulator:
             start_s=start_s,
             prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in residents.to_prefill.tolist()]),
             switch_s=self.costs.switch_s,
-            gains=batch.steady_gains if isinstance(batch, RateBatch) else None,
+            gains=batch.steady_gains,
             from_the_start=from_the_start,
             drafter_ready=drafter_ready,
             down_to=down_to,
@@ -222,79 +246,8 @@ class RolloutSimulator:
         return drained
 
 
-class PolicySeat:
-    """A worker's policy: asked for a strategy before a macro-step, told its outcome after it.
-
-    A memoryless policy depends on batch and queue alone: it is asked when these change, and learns nothing.
-    """
-
-    def __init__(self, simulator: RolloutSimulator, worker: int, requests: Requests, scheduler: Scheduler) -> None:
-        self.simulator = simulator
-        self.worker = worker
-        self.requests = requests
-        self.scheduler = scheduler
-        self.selector = simulator.selectors[worker]
-        self.memoryless = self.selector.memoryless
-        self.max_iterations = math.inf if self.memoryless else simulator.decision_block
-        self.strategy = NO_SPECULATION
-        self.bucket: int | None = None
-        self.propensity = 1.0
-        self._asked_at: tuple[int, int] | None = None
-
-    def ask(self, batch: int, waiting: int) -> bool:
-        """Have a strategy chosen for what runs and waits now; whether the policy had to be asked for it."""
-        if self.memoryless:
-            if (batch, waiting) == self._asked_at:
-                return False
-            self._asked_at = (batch, waiting)
-            choice = self.simulator.choices.choose(batch, waiting, self.requests.rl_step)
-            self.strategy, self.bucket, self.propensity = choice.strategy, choice.bucket, choice.propensity
-            return True
-        before = self.strategy
-        self.strategy = self.selector.choose(self._state(batch, waiting))
-        self.bucket, self.propensity = self.selector.bucket_, self.selector.propensity_
-        if self.strategy is not before:
-            check_listed(self.strategy, self.simulator.regimes)
-        return True
-
-    def regime(self, batch: int, drafter_ready: bool) -> Regime:
-        """What the strategy in force costs and yields at this batch."""
-        regimes = self.simulator.regimes
-        return regimes.at(self.strategy, batch, loaded=drafter_ready or not regimes.loads_late)
-
-    def tell(self, macro: MacroStep, prefill_s: float, had_prefill: bool) -> float | None:
-        """Give the policy the mean of a macro-step's iterations; its reward where rewards are recorded."""
-        if self.memoryless:
-            return None
-        speculates = self.strategy.speculates
-        outcome = StepOutcome(
-            elapsed_s=(prefill_s + macro.seconds) / macro.num_iterations,
-            batch=macro.batch,
-            drafted=(macro.regime.num_drafted,) * macro.batch if speculates else (),
-            accepted=macro.accepted if speculates else (),
-            had_prefill=had_prefill,
-        )
-        reward = self.selector.reward(self.strategy, outcome) if self.simulator.record_rewards else None
-        self.selector.observe(self.strategy, outcome)
-        return reward
-
-    def _state(self, batch: int, waiting: int) -> StepState:
-        room_tokens = self.scheduler.room_tokens
-        return StepState(
-            rl_step=self.requests.rl_step,
-            worker=self.worker,
-            batch=batch,
-            waiting=waiting,
-            context_tokens=self.scheduler.batch.context_tokens,
-            free_kv_tokens=None if room_tokens == math.inf else max(0.0, room_tokens + batch),
-            strategy=self.strategy,
-            drafters=self.simulator.drafters,
-            requests=RequestsView(self.scheduler.batch),
-        )
-
-
 class Worker:
-    """One engine in virtual time: its scheduler and its policy, stepped from macro-step to macro-step."""
+    """One engine in virtual time, stepped from macro-step to macro-step in the order that the module draws."""
 
     def __init__(
         self,
@@ -318,7 +271,8 @@ class Worker:
         self.requests = rollout.requests
         self.batch = batch
         self.scheduler = Scheduler(self.requests.prompt_tokens, self.batch, simulator.costs)
-        self.policy = PolicySeat(simulator, index, self.requests, self.scheduler)
+        self.driver = simulator.drivers[index]
+        self.log = rollout.logs[index]
         # A response without tokens (an abort before its first) takes no time.
         self.queue = np.array(queue, np.int64)
         self.queue = self.queue[self.requests.lengths[self.queue] > 0]
@@ -326,24 +280,33 @@ class Worker:
         self.drafter_ready = False
         noise = simulator.noise
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
-        self.closed = closed and (batch.is_steady or isinstance(batch, WalkBatch))
+        self.closed = closed and (batch.is_steady or batch.passes_plainly)
+        self.memoryless = simulator.memoryless
+        self.ahead = not self.memoryless and simulator.decision_block == 1 and simulator.ahead is not False
+        self.max_iterations: float = math.inf if self.memoryless else simulator.decision_block
+        # The choice in force, whether the policy made it, and the batch and queue for which a memoryless one did.
+        self.in_force, self.decided = NO_CHOICE, False
+        self.asked_at: tuple[int, int] | None = None
+        batch.state = lambda: self._state(len(batch), self.scheduler.num_waiting)
 
     def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """The SimPy process: everything until nothing runs or waits."""
+        self.driver.begin(self.requests.rl_step)
         if len(self.queue) and self.simulator.costs.outside_s:
             yield env.timeout(self.simulator.costs.outside_s)
         self.scheduler.waiting.extend((request, 0.0) for request in self.queue.tolist())
         yield from self._decode(env)
+        self.driver.idle()
         self.rollout.worker_end_s[self.index] = env.now
         idle_use = self.simulator.idle_use
         idle_use.responses_finished(self._response_tokens(), env.now)
         idle_use.worker_idle(self.index, env.now)
 
     def _decode(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
-        """Schedule, ask the policy, advance the batch, tell the policy: one timeout per macro-step."""
-        costs, scheduler, policy = self.simulator.costs, self.scheduler, self.policy
+        scheduler = self.scheduler
         while (self.away or not scheduler.is_done) and not (self.feed is not None and self.feed.stopped):
-            if self.away and scheduler.is_done:
+            if scheduler.is_done:
+                self._go_idle()
                 # Its time is not compared: a timeout may end an ulp before it.
                 back = env.timeout(max(0.0, self.away[0][0] - env.now))
                 yield back if self.feed is None else back | self.stop
@@ -352,58 +315,117 @@ class Worker:
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
             while self.away and self.away[0][0] <= env.now + _ROUNDING:
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
-            start_s = env.now
             up_front = scheduler.schedule()
-            waiting = scheduler.num_waiting
             batch = len(self.batch)
-            if self.closed and not waiting and (down_to := self._drains_to()) < batch:
+            if self.closed and not scheduler.num_waiting and (down_to := self._drains_to()) < batch:
                 yield env.timeout(self._drain(down_to, up_front, env.now) - env.now)
                 if not down_to:
                     return
                 continue
-            is_decision, switch_s = policy.ask(batch, waiting), self._switch_s()
-            prefill_s = costs.prefill_s(up_front) if up_front else 0.0
-            regime = policy.regime(batch, self.drafter_ready)
-            most = policy.max_iterations if self.feed is None else min(policy.max_iterations, self.feed.max_iterations)
-            if self.away:
-                most = min(most, self._until(regime, self.away[0][0] - start_s - switch_s - prefill_s))
-            limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, most)
-            macro = self.batch.advance(regime, limit, scheduler.room_tokens)
-            noise = self._add_noise(macro)
-            beside = min(chunk * macro.num_iterations, scheduler.prefill_left_tokens) if chunk else 0.0
-            beside_s = self._beside_s(macro, beside) if beside else 0.0
-            yield env.timeout(switch_s + prefill_s + beside_s + macro.seconds)
-            self.batch.settle()
-            # The first iteration also prefills its chunk.
-            first_s = start_s + switch_s + prefill_s + (macro.first_s + beside_s / macro.num_iterations)
-            if scheduler.joined:
-                self.rollout.note_first_tokens(scheduler.take_joined(), first_s)
-            for request in macro.finished:
-                self.rollout.finish_s[request] = env.now
-            if self.tools is not None:
-                scheduler.evict(macro.context_tokens + macro.tokens)
-                self._call_tools(self.tools, macro.finished, env.now)
-            if self.feed is not None:
-                room_tokens = 0.0 if scheduler.num_waiting else scheduler.room_tokens
-                for request in self.feed.finished(macro.finished, self.index, room_tokens):
-                    self.rollout.worker_of[request] = self.index
-                    scheduler.waiting.append((request, 0.0))
-                if self.feed.stopped and not self.stop.triggered:
-                    self.stop.succeed()
-            if scheduler.prefilling:
-                scheduler.prefill(beside)
-            prefill_s, tokens = prefill_s + beside_s, up_front + beside
-            reward = policy.tell(macro, prefill_s, tokens > 0) if is_decision else None
-            entry = Entry(
-                start_s=start_s, switch_s=switch_s, prefill_s=prefill_s, prefill_tokens=tokens, chunk_tokens=beside,
-                waiting=waiting, is_decision=is_decision, bucket=policy.bucket, propensity=policy.propensity,
-                reward=reward, noise=noise, macro=macro,
-            )  # fmt: skip
-            self.rollout.logs[self.index].append(entry)
-            self.iteration += macro.num_iterations
+            choice, entry, first_s = self._advance(up_front, env.now)
+            yield env.timeout(entry.switch_s + entry.prefill_s + entry.macro.seconds)
+            self._settle(choice, entry, first_s, env.now)
         if self.feed is not None:
             for request, generated in scheduler.unfinished():
                 self.feed.leave(request, generated)
+
+    def _go_idle(self) -> None:
+        """All requests are away: what was chosen for the next iteration has no meaning."""
+        if self.ahead:
+            self.driver.idle()
+            self.in_force, self.decided = NO_CHOICE, False
+
+    def _advance(self, up_front: float, start_s: float) -> tuple[Choice, Entry, float]:
+        """Ask the policy, then run the batch until something happens.
+
+        Returns the choice that is verified, the macro-step, and the time at which its first iteration ends.
+        """
+        scheduler, batch, waiting = self.scheduler, len(self.batch), self.scheduler.num_waiting
+        choice, is_decision, switch_s = self._ask(batch, waiting)
+        prefill_s = self.simulator.costs.prefill_s(up_front) if up_front else 0.0
+        regimes = self.simulator.regimes
+        regime = regimes.at(choice.strategy, batch, loaded=self.drafter_ready or not regimes.loads_late)
+        most = self.max_iterations if self.feed is None else min(self.max_iterations, self.feed.max_iterations)
+        if self.away:
+            most = min(most, self._until(regime, self.away[0][0] - start_s - switch_s - prefill_s))
+        limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, most)
+        macro = self.batch.advance(regime, limit, scheduler.room_tokens)
+        noise = self._add_noise(macro)
+        beside = min(chunk * macro.num_iterations, scheduler.prefill_left_tokens) if chunk else 0.0
+        beside_s = self._beside_s(macro, beside) if beside else 0.0
+        # The first iteration also prefills its chunk.
+        first_s = start_s + switch_s + prefill_s + (macro.first_s + beside_s / macro.num_iterations)
+        entry = Entry(
+            start_s=start_s, switch_s=switch_s, prefill_s=prefill_s + beside_s, prefill_tokens=up_front + beside,
+            chunk_tokens=beside, waiting=waiting, is_decision=is_decision, bucket=choice.bucket,
+            propensity=choice.propensity, reward=None, noise=noise, macro=macro,
+        )  # fmt: skip
+        return choice, entry, first_s
+
+    def _ask(self, batch: int, waiting: int) -> tuple[Choice, bool, float]:
+        """The choice that is verified now, whether the policy made it anew, and seconds to bring speculation in."""
+        if self.memoryless:
+            if anew := (batch, waiting) != self.asked_at:
+                self.asked_at = batch, waiting
+                self.in_force = self.simulator.choices.choose(batch, waiting, self.requests.rl_step)
+            return self.in_force, anew, self._switch_s(self.in_force)
+        verified, decided = self.in_force, self.decided
+        chosen = self.driver.again(batch, waiting, self.requests.rl_step)
+        if chosen is None:
+            chosen = self.driver.ask(self._state(batch, waiting))
+        self.in_force, self.decided = chosen, True
+        switch_s = self._switch_s(chosen)
+        return (verified, decided, switch_s) if self.ahead else (chosen, True, switch_s)
+
+    def _state(self, batch: int, waiting: int) -> StepState:
+        """The worker as a policy sees it."""
+        return StepState(
+            rl_step=self.requests.rl_step,
+            worker=self.index,
+            batch=batch,
+            waiting=waiting,
+            context_tokens=self.batch.context_tokens,
+            strategy=self.in_force.strategy,
+            drafters=self.simulator.drafters,
+            requests=RequestsView(self.batch),
+        )
+
+    def _settle(self, choice: Choice, entry: Entry, first_s: float, now: float) -> None:
+        """A macro-step's time has passed: finished requests leave, the policy receives the outcome."""
+        scheduler, macro = self.scheduler, entry.macro
+        self.batch.settle()
+        if scheduler.joined:
+            self.rollout.note_first_tokens(scheduler.take_joined(), first_s)
+        for request in macro.finished:
+            self.rollout.finish_s[request] = now
+        if self.tools is not None:
+            scheduler.evict(macro.context_tokens + macro.tokens)
+            self._call_tools(self.tools, macro.finished, now)
+        if self.feed is not None:
+            room_tokens = 0.0 if scheduler.num_waiting else scheduler.room_tokens
+            for request in self.feed.finished(macro.finished, self.index, room_tokens):
+                self.rollout.worker_of[request] = self.index
+                scheduler.waiting.append((request, 0.0))
+            if self.feed.stopped and not self.stop.triggered:
+                self.stop.succeed()
+        if scheduler.prefilling:
+            scheduler.prefill(entry.chunk_tokens)
+        self.log.append(entry)
+        if choice.learns:
+            rewarded = self.log.reward_of_last() if self.simulator.record_rewards else None
+            self.driver.tell(choice, self._outcome(choice, entry), rewarded)
+        self.iteration += macro.num_iterations
+
+    def _outcome(self, choice: Choice, entry: Entry) -> StepOutcome:
+        """The mean of a macro-step's iterations."""
+        macro, speculates = entry.macro, choice.strategy.speculates
+        return StepOutcome(
+            elapsed_s=(entry.prefill_s + macro.seconds) / macro.num_iterations,
+            batch=macro.batch,
+            drafted=macro.drafted if speculates else (),
+            accepted=macro.accepted if speculates else (),
+            had_prefill=entry.prefill_tokens > 0,
+        )
 
     def _call_tools(self, tools: Tools, finished: Sequence[int], now: float) -> None:
         """Turns that have ended leave the engine for a tool, and what they left behind stays in the cache."""
@@ -464,7 +486,7 @@ class Worker:
             down_to=down_to,
         )
         end_s = float(drained.finish_s[0, -1])
-        if isinstance(self.batch, WalkBatch):
+        if self.batch.passes_plainly:
             num_iterations = int(drained.counts.sum())
             self.iteration += num_iterations
             self.batch.pass_plainly(num_iterations)
@@ -473,9 +495,9 @@ class Worker:
             self.rollout.finish_s[residents.requests[0, residents.remaining.shape[1] - down_to :]] = end_s
         return end_s
 
-    def _switch_s(self) -> float:
+    def _switch_s(self, choice: Choice) -> float:
         """Bringing speculation in costs once in a rollout, and nothing where a rollout begins with it."""
-        if self.drafter_ready or not self.policy.strategy.speculates:
+        if self.drafter_ready or not choice.strategy.speculates:
             return 0.0
         self.drafter_ready = True
         return self.simulator.costs.switch_s if self.iteration else 0.0

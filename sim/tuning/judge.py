@@ -13,9 +13,9 @@ from tltlab.strategy import Strategy
 
 from .cases import TuningCases
 
-ORDER = ("none", "fixed", "elastic", "table", "bandit")
+ORDER = ("none", "fixed", "elastic", "table", "bandit", "own")
 """From simple to complicated: of policies that are equally good the first is taken."""
-_TUNED = ("elastic", "table", "bandit")
+_TUNED = ORDER[2:]
 
 
 @dataclass(frozen=True, kw_only=True)

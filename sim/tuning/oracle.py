@@ -33,7 +33,7 @@ class ExpectedIteration:
     def __init__(self, scenario: Scenario, strategies: Sequence[Strategy]) -> None:
         self.strategies = tuple(dict.fromkeys((NO_SPECULATION, *strategies)))
         model = None if scenario.acceptance is None else scenario.acceptance.in_state({})
-        self._regimes = Regimes(self.strategies, scenario.costs, model)
+        self._regimes = Regimes(self.strategies, scenario.costs, model, scenario.registry)
         self._means: dict[Strategy, float] = {}
         if model is None or model.varies_by != "nothing":
             self._means = {s: _mean_tokens(scenario, s) for s in self.strategies if s.speculates}

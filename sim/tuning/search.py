@@ -1,20 +1,28 @@
-"""The policies that tuning tries: fixed strategies, elastic ones, exact tables, and a bandit's settings by Optuna."""
+"""The policies that tuning tries: fixed strategies, elastic ones, exact tables, and by Optuna the settings of a bandit
+or of policies that a user names.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+import numpy as np
+
+from tltlab.config import json_or_text
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.planning.buckets import plan_buckets
 from tltlab.planning.graph_pool import GraphPool, plan_for
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.selector import SelectorSpec
-from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
+from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .cases import TuningCase
@@ -28,6 +36,7 @@ SHIPPED_SETTINGS = {
 }  # fmt: skip
 _TRIALS_AT_ONCE = 4
 _LEAST_WEIGHT = 1e-6
+_RANGE_VALUES = 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +47,11 @@ class GraphMemory:
     cap_bytes: float
     max_batch: int
     sizes: tuple[int, ...]
+    drafters: Drafters = STANDARD
 
     def holds(self, policy: Policy) -> bool:
         """Whether the graphs of a policy fit."""
-        return self.pool.fits(plan_for(policy, self.max_batch, self.sizes), self.cap_bytes)
+        return self.pool.fits(plan_for(policy, self.max_batch, self.sizes, self.drafters), self.cap_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +100,7 @@ class Prices:
             sizes=graphs.sizes if graphs else None,
             max_batch=most,
             max_buckets=max_buckets,
+            drafters=graphs.drafters if graphs else STANDARD,
         )
         return TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in plan.rows))
 
@@ -128,6 +139,69 @@ def tables(prices: Sequence[Prices], max_buckets: int, graphs: GraphMemory | Non
     }
 
 
+class Space(Protocol):
+    """Policies by their settings."""
+
+    def policy(self, settings: Mapping[str, Any]) -> Policy:
+        """The policy of a trial."""
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """The settings of a trial and their values, in order where they are numbers."""
+
+    def first(self) -> Mapping[str, Any]:
+        """Settings to begin with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Settings of a policy that a user names, and the values to try. ConfigError for a value that it does not take."""
+
+    base: Policy
+    values: Mapping[str, tuple[Any, ...]]
+
+    def __post_init__(self) -> None:
+        for name, values in self.values.items():
+            for value in values:
+                self.policy({name: value}).build(np.random.default_rng(0))
+
+    def policy(self, settings: Mapping[str, Any]) -> Policy:
+        return self.base.with_settings(settings)
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        return dict(self.values)
+
+    def first(self) -> Mapping[str, Any]:
+        selector = self.base.selector
+        settings = selector.args if isinstance(selector, CustomSpec) else dict(selector)
+        kept = {name: settings[name] for name in self.values if isinstance(settings.get(name), int | float)}
+        return {name: value for name, value in kept.items() if not isinstance(self.values[name][0], str)}
+
+
+def values_of(name: str, text: str) -> tuple[Any, ...]:
+    """The values of a setting that `low..high` or `a|b|c` stands for; ConfigError for another text.
+
+    Whole numbers are all of a range of at most 32, else 17 of it; ranges from above 0 to ten times as much or more are
+    divided by ratios, others by differences.
+
+    >>> values_of("few", "2..5"), values_of("epsilon", "0.01..0.1")[::8], values_of("reward", "paper|relative")
+    ((2, 3, 4, 5), (0.01, 0.031622777, 0.1), ('paper', 'relative'))
+    """
+    if ends := re.fullmatch(r"(.+?)\.\.(.+)", text):
+        low, high = (json_or_text(end) for end in ends.groups())
+        numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high))
+        if not numbers or not -math.inf < low < high < math.inf:
+            raise ConfigError(f"--search {name}={text}: a range is low..high, two numbers, the lower one first")
+        spaced = np.geomspace if low > 0 and high >= 10 * low else np.linspace
+        if not (isinstance(low, int) and isinstance(high, int)):
+            return tuple(float(f"{value:.8g}") for value in spaced(low, high, _RANGE_VALUES))
+        whole = range(low, high + 1) if high - low < 32 else spaced(low, high, _RANGE_VALUES).round()
+        return tuple(dict.fromkeys(int(value) for value in whole))
+    values = tuple(dict.fromkeys(json_or_text(value) for value in text.split("|")))
+    if len(values) < 2:
+        raise ConfigError(f"--search {name}={text}: give a range, low..high, or values with | between them")
+    return values
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bandits:
     """Makes BEG-MAB policies from settings: buckets are a table's rows, arms the strategies cheapest there."""
@@ -158,6 +232,9 @@ class Bandits:
             activation=Activation(max_requests=most) if most else None,
         )
 
+    def first(self) -> Mapping[str, Any]:
+        return SHIPPED_SETTINGS
+
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """The settings of a trial and their values; activation 0 is none."""
         arms = range(2, min(4, len(self.prices.strategies)) + 1)
@@ -184,7 +261,7 @@ class Trial:
 
 
 def search(
-    bandits: Bandits,
+    space: Space,
     score: Callable[[Mapping[str, Policy]], Mapping[str, float]],
     *,
     trials: int,
@@ -193,8 +270,11 @@ def search(
     done: Callable[[str], None] = lambda trial: None,
     journal: Path | None = None,
     identity: str = "",
+    study_name: str = "tltlab tune",
 ) -> list[Trial]:
-    """Optuna's TPE over a bandit's settings, the shipped ones first; the best trial comes first. `done` hears of each.
+    """Optuna's TPE over a policy's settings, those that it has first; the best trial comes first. `done` hears of each.
+
+    No more than `trials` combinations are all tried instead.
 
     Four trials are asked for at a time, however many processes score them: the numbers do not depend on that. Nor on
     an interruption: trials are kept in `journal`, which Optuna's tools read, and those that are there are asked for
@@ -204,20 +284,26 @@ def search(
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    choices = bandits.choices()
+    choices, first = space.choices(), space.first()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=12)
     study = optuna.create_study(sampler=sampler)
-    study.enqueue_trial({name: _nearest(SHIPPED_SETTINGS[name], values) for name, values in choices.items()})
-    stored = None if journal is None else _journal_study(journal, identity)
+    combinations = math.prod(map(len, choices.values()))
+    if combinations <= trials:
+        trials = combinations
+        for values in product(*map(_places, choices.values())):
+            study.enqueue_trial(dict(zip(choices, values, strict=True)))
+    else:
+        study.enqueue_trial({name: _nearest(first[name], values) for name, values in choices.items() if name in first})
+    stored = None if journal is None else _journal_study(journal, identity, study_name)
     before = [] if stored is None else stored.get_trials(deepcopy=False)
     scores = {trial.user_attrs["policy"]: float(trial.value) for trial in before if trial.value is not None}
     finished: list[Trial] = []
     for begin in range(0, trials, _TRIALS_AT_ONCE):
         open_trials = [study.ask() for _ in range(min(_TRIALS_AT_ONCE, trials - begin))]
         settings = [_suggested(trial, choices) for trial in open_trials]
-        policies = [bandits.policy(combination) for combination in settings]
+        policies = [space.policy(combination) for combination in settings]
         keys = [policy.model_dump_json() for policy in policies]
         new = {key: p for key, p in zip(keys, policies, strict=True) if key not in scores and fits(p)}
         scores |= score(new) if new else {}
@@ -240,7 +326,7 @@ def search(
     return sorted(finished, key=lambda trial: trial.score)
 
 
-def _journal_study(journal: Path, identity: str) -> Any:
+def _journal_study(journal: Path, identity: str, study_name: str) -> Any:
     """The study in Optuna's journal file, made where there is none."""
     import optuna
     from optuna.storages.journal import JournalFileBackend
@@ -252,7 +338,7 @@ def _journal_study(journal: Path, identity: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(journal)))
-    study = optuna.create_study(storage=storage, study_name="tltlab tune", load_if_exists=True)
+    study = optuna.create_study(storage=storage, study_name=study_name, load_if_exists=True)
     if study.user_attrs.get("identity", identity) != identity:
         raise ConfigError(
             f"{journal} has trials of a tuning on other traces, costs or settings: repeat that one, or remove the file"
@@ -270,6 +356,10 @@ def _suggested(trial: Any, choices: Mapping[str, tuple[Any, ...]]) -> dict[str, 
         else:
             settings[name] = values[trial.suggest_int(name, 0, len(values) - 1)]
     return settings
+
+
+def _places(values: tuple[Any, ...]) -> Sequence[Any]:
+    return values if isinstance(values[0], str) else range(len(values))
 
 
 def _nearest(value: Any, values: Sequence[Any]) -> Any:

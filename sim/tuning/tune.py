@@ -11,7 +11,7 @@ import hashlib
 import html
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,17 +20,18 @@ import pandas as pd
 
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
-from tltlab.policies.policy import Policy, load_policy
+from tltlab.own import split
+from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim.config import SimulationConfig, at_least
 from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.scenario import Scenario
+from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
 from .cases import TuningCase, TuningCases
 from .judge import Finalists, Judged, judge
-from .search import Bandits, GraphMemory, Prices, Trial, elastic, fixed, search, tables
+from .search import Bandits, GraphMemory, Parameters, Prices, Space, Trial, elastic, fixed, search, tables, values_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,12 +45,13 @@ class TuneResult(Judged):
     """The chosen policy with its provenance, and what it was measured against; all times are simulated.
 
     `searched` maps every policy that was tried without luck to its score on the tuning steps, `trials` are the
-    bandit's, the best first.
+    settings of policy `tuned` that were tried, the best first: of the bandit, or of the best policy that is searched.
     """
 
     policy: Policy
     searched: dict[str, float]
     trials: tuple[Trial, ...]
+    tuned: str
     buckets: tuple[dict[str, Any], ...]
     tuned_on: tuple[tuple[int, ...], ...]
     judged_on: tuple[tuple[int, ...], ...]
@@ -77,13 +79,14 @@ class TuneResult(Judged):
                     title="Held-out RL steps (simulated)")  # fmt: skip
 
     def history(self) -> Figure:
-        """The score of each of the bandit's trials in the order in which they were tried, and the best so far."""
+        """The score of each of the trials in the order in which they were tried, and the best so far."""
         from tltlab.charts import lines
 
         tried = sorted(self.trials, key=lambda trial: trial.number)
         at, scores = [trial.number + 1 for trial in tried], [trial.score for trial in tried]
         return lines({"trial": (at, scores), "best so far": (at, list(accumulate(scores, min)))}, xlabel="trial",
-                     ylabel="score, less is better", title=f"{len(at)} bandits (simulated)")  # fmt: skip
+                     ylabel="score, less is better",
+                     title=f"{len(at)} settings of {self.tuned} (simulated)")  # fmt: skip
 
     def json(self, path: str | None = None) -> dict[str, Any]:
         """The keys of `tltlab tune --json`."""
@@ -114,7 +117,9 @@ class TuneConfig(SimulationConfig):
     out, by default every other RL step of each trace. Candidates: no speculation, chains of `depths` by each of
     `drafters` (default: those that the acceptance knows) throughout or below a threshold, exact tables of up to
     `max_buckets` rows, and BEG-MAB, whose settings `trials` trials of Optuna search, each the mean of `repeats` seeds;
-    0 leaves the bandit out.
+    0 leaves the bandit out. `policies` are further candidates, as `load_policy` takes them. With `search`, values or
+    `low..high` by setting, their settings are what the trials search, in place of the bandit's, and the best of them is
+    the result, whether it is worth it or not.
 
     `robust` minimises the largest ratio to plain decoding over the traces and, with `cost_error` e, over costs and
     chances of drafted tokens that are off by a share of e either way. `graphs` limits policies to those whose CUDA
@@ -130,6 +135,8 @@ class TuneConfig(SimulationConfig):
     robust: bool = False
     cost_error: float | None = None
     graphs: GraphMemory | None = None
+    policies: Sequence[PolicySource] | str = ()
+    search: Mapping[str, Sequence[Any] | str] = field(default_factory=dict)
     jobs: int = 1
 
     def __post_init__(self) -> None:
@@ -140,12 +147,19 @@ class TuneConfig(SimulationConfig):
             raise ConfigError(f"depths count drafted tokens, 0 or more, got {', '.join(map(str, self.depths))}")
         if not any(self.depths):
             raise ConfigError("no depth above 0 given: name depths to try, such as 1,2,4,8")
+        if self.search and not (self.policies and self.trials):
+            raise ConfigError("--search tries settings of policies: name them with --policies, and 1 or more --trials")
         at_least(0, trials=self.trials)
         at_least(1, repeats=self.repeats, max_buckets=self.max_buckets)
         if self.cost_error is not None and not 0.0 <= self.cost_error < 1.0:
             raise ConfigError(f"the cost error is a share between 0 and 1, such as 0.2, got {self.cost_error:g}")
         if self.cost_error is not None and not self.robust:
             raise ConfigError("a cost error is what a robust policy withstands: give --robust with it")
+
+    def named(self) -> dict[str, Policy]:
+        """The further candidates by name."""
+        sources = split(self.policies) if isinstance(self.policies, str) else self.policies
+        return {policy_name(source): load_policy(source) for source in sources}
 
     def seeds(self, stage: int = 0) -> list[int]:
         """Seeds of a stage of the tuning; what won one stage by luck has to win the next one again."""
@@ -188,7 +202,14 @@ def tune(
         [_case(trace, i, part[side], config) for i, (trace, part) in enumerate(zip(sources, parts, strict=True))]
         for side in (0, 1)
     )
+    if config.graphs is not None:
+        config = replace(config, graphs=replace(config.graphs, drafters=tune_on[0].scenario.registry))
     strategies, notes = _strategies(tune_on + judge_on, config)
+    own = config.named()
+    spaces: dict[str, Space] = {}
+    if config.search:
+        values = {key: values_of(key, v) if isinstance(v, str) else tuple(v) for key, v in config.search.items()}
+        spaces = {name: Parameters(base=policy, values=values) for name, policy in own.items()}
     for case in tune_on:
         case.scenario.check_acceptance([Policy(selector=FixedSpec(strategy=strategy)) for strategy in strategies])
     tuning, judging = (_with_errors(cases, strategies, config) for cases in (tune_on, judge_on))
@@ -215,38 +236,52 @@ def tune(
     searched = {name: tuning.score(fluid[name], fluid["none"]) for name in policies}
     best = {kind: min(named, key=lambda n: searched[n]) for kind, named in kinds.items() if named}
 
-    # With luck and noise: the bandit.
-    trials: list[Trial] = []
-    if config.trials and strategies:
+    # With luck and noise: settings of the policies that are named, or of the bandit.
+    if config.trials and strategies and not config.search:
         rows = [prices.table(k, config.graphs) for k in range(1, config.max_buckets + 1)]
-        bandits = Bandits(prices=prices, tables=tuple({str(t): t for t in rows}.values()))
+        spaces = {"beg-mab": Bandits(prices=prices, tables=tuple({str(t): t for t in rows}.values()))}
+    found: dict[str, list[Trial]] = {}
+    if spaces:
         plain = tuning.makespans(plain_policy, mode="sampled", seeds=seeds)["none"]
 
         def score(new: Mapping[str, Policy]) -> dict[str, float]:
             makespans = tuning.makespans(new, mode="sampled", seeds=seeds, jobs=jobs)
             return {name: tuning.score(makespans[name], plain) for name in new}
 
-        say(f"{config.trials} bandits with luck, {config.repeats} seeds each")
         fluid_scores = sorted((name, f"{value:.9g}") for name, value in searched.items())
-        identity = hashlib.sha256(repr([fluid_scores, seeds, config.max_buckets]).encode()).hexdigest()
-        trials = search(
-            bandits, score, trials=config.trials, seed=config.seed, fits=config.holds, done=done, journal=journal,
-            identity=identity,
-        )  # fmt: skip
+        identity = hashlib.sha256(repr([fluid_scores, seeds, config.max_buckets, config.search]).encode()).hexdigest()
+        for name, space in spaces.items():
+            say(f"{config.trials} settings of {name} with luck, {config.repeats} seeds each")
+            found[name] = search(
+                space, score, trials=config.trials, seed=config.seed, fits=config.holds, done=done, journal=journal,
+                identity=identity, study_name="tltlab tune" + f" {name}" * bool(config.search),
+            )  # fmt: skip
+    found = {name: trials for name, trials in found.items() if trials}
+    tuned = min(found, key=lambda name: found[name][0].score) if found else ""
+    trials = found.get(tuned, [])
+    further = {name: (policy, "own") for name, policy in own.items() if not config.search}
+    for name, tried in found.items():
+        further[f"tuned {name}"] = (tried[0].policy, "own" if config.search else "bandit")
 
     finalists = _finalists(
-        policies, best, trials, strategies, config, _adaptive(tune_on + judge_on, strategies, config)
+        policies, best, further, strategies, config, _adaptive(tune_on + judge_on, strategies, config)
     )
+    strategies = list(dict.fromkeys([*strategies, *(s for p, _ in further.values() for s in p.strategies)]))
+    strategies = [strategy for strategy in strategies if strategy.speculates]
     say(f"{len(finalists.policies)} finalists on RL steps held out")
     selected = tuning.makespans(finalists.policies, mode="sampled", seeds=config.seeds(_SELECTION), jobs=jobs)
     scores = {n: tuning.score(row, selected["none"]) for n, row in selected.items()}
     judged = judge(judging, finalists, scores, strategies, seeds=config.seeds(_JUDGEMENT), seed=config.seed, jobs=jobs)
+    if config.search and judged.name != f"tuned {tuned}":
+        written = f"{judged.verdict}; tuned {tuned} is the result, as --search asks"
+        judged = replace(judged, name=f"tuned {tuned}", verdict=written)
     origin = _provenance(judged, tuning, parts, len(searched) + len(trials), len(trials), config)
     return TuneResult(
         **vars(judged),
         policy=finalists.policies[judged.name].model_copy(update={"provenance": origin | dict(provenance or {})}),
         searched=searched,
         trials=tuple(trials),
+        tuned=tuned,
         buckets=tuple(
             {"table": name, "score": searched[name], "rows": policy.selector.model_dump(mode="json")["rows"]}
             for name, policy in kinds["table"].items()
@@ -261,16 +296,18 @@ def tune(
 def _finalists(
     policies: Mapping[str, Policy],
     best: Mapping[str, str],
-    trials: Sequence[Trial],
+    further: Mapping[str, tuple[Policy, str]],
     strategies: Sequence[Strategy],
     config: TuneConfig,
     untuned: Mapping[str, Policy],
 ) -> Finalists:
-    """Plain decoding, the best of each kind, and what ships: the bandit, where its strategies are known here."""
+    """Plain decoding, the best of each kind, `further` policies with their kinds, and what ships: the bandit, where its
+    strategies are known here.
+    """
     kind_of = {"none": "none"} | {name: kind for kind, name in best.items() if name != "none"}
     chosen = {"none": load_policy("none")} | {name: policies[name] for name in best.values()}
-    if trials:
-        chosen["tuned beg-mab"], kind_of["tuned beg-mab"] = trials[0].policy, "bandit"
+    for name, (policy, kind) in further.items():
+        chosen[name], kind_of[name] = policy, kind
     shipped = load_policy("beg-mab")
     if {s for s in shipped.strategies if s.speculates} <= set(strategies) and config.holds(shipped):
         untuned = {"shipped beg-mab": shipped, **untuned}
@@ -318,11 +355,13 @@ def _strategies(cases: Sequence[TuningCase], config: TuneConfig) -> tuple[list[S
     if drafters is None:
         named = [set(model.drafters) for model in models if model.drafters]
         drafters = sorted(set.intersection(*named)) if named else ["ngram"]
+    for case in cases:
+        case.scenario.registry.check(Strategy.chain(drafter, 1) for drafter in drafters)
     covered, notes = [], []
     for strategy in (Strategy.chain(drafter, depth) for drafter in drafters for depth in config.depths if depth):
         try:
             for case, model in zip(cases, models, strict=True):
-                regimes = Regimes([strategy], case.scenario.costs, model.in_state({}))
+                regimes = Regimes([strategy], case.scenario.costs, model.in_state({}), case.scenario.registry)
                 regimes.up_to(max(map(len, case.scenario.steps), default=1))
             covered.append(strategy)
         except ConfigError as error:

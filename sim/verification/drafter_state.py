@@ -70,7 +70,7 @@ class DrafterStates:
             rows = self.trace.iterations
             assert rows is not None
             drafts = (rows["rl_step"] == step) & (rows["draft_depth"] > 0) & (rows["drafter"] == drafter)
-            self._fits[drafter, step] = fit_acceptance(rows[drafts])[0]
+            self._fits[drafter, step] = fit_acceptance(rows[drafts], self.trace.drafters)[0]
         return self._fits[drafter, step]
 
     @cached_property
@@ -100,4 +100,4 @@ def rescaled(
             pooled[depth] = cell.model_copy(update={"accepted": accepted})
         cells_of = {name: cells for name, cells in band.drafters_by_depth.items() if name != drafter}
         bands.append(Band(max_batch=band.max_batch, drafters_by_depth=cells_of | ({drafter: pooled} if pooled else {})))
-    return BatchAcceptance(bands=tuple(bands))
+    return BatchAcceptance(bands=tuple(bands), copies=base.copies)

@@ -11,7 +11,7 @@ import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,8 +26,8 @@ from tltlab.console import json_rows, made_by, table
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
+from tltlab.own import split
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
-from tltlab.policies.specs import CustomSpec
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.sweep import drafters_text, granted_text
 from tltlab.stats import kendall_tau, mean_interval, pairs_apart
@@ -130,7 +130,7 @@ def named_policies(text: str, fewest: int = 2) -> dict[str, Policy]:
     >>> list(named_policies("none,ngram:4@8"))
     ['none', 'ngram:4@8']
     """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = split(text)
     if "default" in parts:
         suffix = importlib.util.find_spec("arctic_inference") is not None
         at = parts.index("default")
@@ -164,7 +164,7 @@ def verify_policies(
     """
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already: choose another --out")
-    modules = {p.selector.module for p in policies.values() if isinstance(p.selector, CustomSpec)}
+    modules = {part.module for policy in policies.values() for part in policy.own_parts}
     with nullcontext(out) if out is not None else tempfile.TemporaryDirectory(prefix="tltlab-verify-") as folder:
         roll_out(Path(folder))
         verification = judge(Path(folder), samples=samples, seed=seed, allow_code=modules)
@@ -174,7 +174,7 @@ def verify_policies(
 
 
 def judge(
-    session: Path, *, samples: int = SAMPLES, seed: int = 0, allow_code: Container[str] = ()
+    session: Path, *, samples: int = SAMPLES, seed: int = 0, allow_code: Collection[str] = ()
 ) -> PolicyVerification:
     """Predict the rollouts of a recorded session, the folder that `verify_policies` wrote, and compare.
 

@@ -36,6 +36,7 @@ from tltlab.traces import metrics
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
+from .decisions import most_requests
 from .drafter_state import DrafterStates
 from .run_files import InForce, policies_in_force, repeats
 
@@ -235,15 +236,10 @@ class _Prediction:
         }
 
     @cached_property
-    def seats(self) -> int | None:
-        """Requests that an engine runs at most; None where none ever waited while as many ran as ever do.
-
-        Those that begin with a batch that its token budget limits wait too, and not while the batch is largest.
-        """
-        rows = self.trace.iterations
-        assert rows is not None
-        most = rows.loc[rows["batch"] == rows["batch"].max()]
-        return int(most["batch"].iloc[0]) if (most["num_waiting"].fillna(0) > 0).any() else None
+    def most_requests(self) -> int | None:
+        """Requests that an engine of the run has at most."""
+        assert self.trace.iterations is not None
+        return most_requests(self.trace.iterations)
 
     @cached_property
     def prefix(self) -> Prefix:
@@ -281,7 +277,7 @@ class _Prediction:
         alike, mine = rows["rl_step"].map(epochs) == epochs[step], rows["drafter"].isin(remember)
         drafted = pd.MultiIndex.from_frame(rows[["drafter", "draft_depth", "tokens_to_verify"]])
         unlike = mine & ~alike & drafted.isin(drafted[mine & alike])
-        return replace(fitted, acceptance=fit_acceptance(rows[~unlike])[0]) if unlike.any() else fitted
+        return replace(fitted, acceptance=fit_acceptance(rows[~unlike], trace.drafters)[0]) if unlike.any() else fitted
 
     def _simulate(
         self,
@@ -295,7 +291,7 @@ class _Prediction:
         states, last = self.drafters.by_step, trace.rl_steps[-1]
         scenario = Scenario.of(
             trace,
-            costs=fitted.costs.model_copy(update={"max_num_seqs": self.seats}),
+            costs=fitted.costs.model_copy(update={"max_num_seqs": self.most_requests}),
             acceptance=accepted,
             placement="recorded",
             prefix=self.prefix,

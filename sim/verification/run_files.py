@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Valid
 
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
+from tltlab.own import code_allowed, named_in
 from tltlab.policies.policy import SHIPPED, Policy
-from tltlab.policies.specs import CustomSpec
 from tltlab.traces.trace import Trace, run_folder
 
 _File = TypeVar("_File", bound="_RunFile")
@@ -28,7 +28,7 @@ class InForce:
     seed: int
 
 
-def policies_in_force(trace: Trace, allow_code: Container[str] = ()) -> dict[int, InForce]:
+def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[int, InForce]:
     """The policy of each RL step: from the run's policies.json, else shipped policies by the name in `steps`;
     none where that says nothing and nothing was speculated.
 
@@ -36,7 +36,7 @@ def policies_in_force(trace: Trace, allow_code: Container[str] = ()) -> dict[int
     that is a class of a module that `allow_code` does not name: a run must not choose what code is imported here.
     """
     assert trace.steps is not None
-    file = _beside(trace, "policies.json", _Policies)
+    file = _beside(trace, "policies.json", _Policies, allow_code)
     if file is not None:
         set_at = {entry.rl_step: entry for entry in file.policies}
         in_force = {}
@@ -44,12 +44,12 @@ def policies_in_force(trace: Trace, allow_code: Container[str] = ()) -> dict[int
             since = max((s for s in set_at if s <= step), default=None)
             if since is None:
                 raise ConfigError(f"policies.json: no policy was in force at RL step {step}")
-            selector = set_at[since].policy.selector
-            if isinstance(selector, CustomSpec) and selector.module not in allow_code:
-                raise ConfigError(
-                    f"RL step {step} was chosen for by {selector.path}, a class of the run's own, which is not "
-                    f"imported unasked: where you trust it, tltlab verify --allow-code {selector.module}"
-                )
+            for part in set_at[since].policy.own_parts:
+                if part.module not in allow_code:
+                    raise ConfigError(
+                        f"RL step {step} was chosen for by {part.path}, a class of the run's own, which is not "
+                        f"imported unasked: where you trust it, tltlab verify --allow-code {part.module}"
+                    )
             in_force[step] = InForce(name=set_at[since].name, policy=set_at[since].policy, since=since, seed=file.seed)
         return in_force
     column = trace.steps["policy"].astype(object).where(trace.steps["policy"].notna(), None)
@@ -108,7 +108,7 @@ class _Repeats(_RunFile):
     repeats: tuple[_Repeat, ...]
 
 
-def _beside(trace: Trace, name: str, kind: type[_File]) -> _File | None:
+def _beside(trace: Trace, name: str, kind: type[_File], allow_code: Collection[str] = ()) -> _File | None:
     """A file of the RUN that a trace belongs to, or of the trace's own folder; None where there is none."""
     if trace.path is None:
         return None
@@ -116,7 +116,8 @@ def _beside(trace: Trace, name: str, kind: type[_File]) -> _File | None:
     if not path.is_file():
         return None
     try:
-        return kind.model_validate(read_json(path), context={"folder": path.parent})
+        with named_in(path), code_allowed(allow_code):
+            return kind.model_validate(read_json(path), context={"folder": path.parent})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"

@@ -10,6 +10,7 @@ import numpy as np
 
 from bench.harness import Table, Text, in_turn, spread
 from tltlab.policies.policy import SHIPPED, Policy
+from tltlab.policies.selector import chosen
 from tltlab.state import RequestState, StepOutcome, StepState
 
 BATCHES = (1, 8, 32, 128)
@@ -57,15 +58,16 @@ def _time(policy: Policy, batch: int, calls: int, seed: int) -> tuple[np.ndarray
     clock = time.thread_time_ns
     for i, (state, ended) in enumerate(_states(batch, calls + _WARM_UP)):
         began = clock()
-        strategy = selector.choose(state)
-        chosen = clock()
+        choice = chosen(selector, state)
+        decided = clock()
+        strategy = choice.strategy
         depth = strategy.draft_depth
         accepted = rng.binomial(depth, 0.6, batch).tolist() if depth else ()
         outcome = StepOutcome(
             elapsed_s=1e-2 + 1e-3 * depth, batch=batch, drafted=(depth,) * batch if depth else (), accepted=accepted
         )
         resumed = clock()
-        selector.observe(strategy, outcome)
+        selector.observe(choice, outcome)
         observed = clock()
         if policy.budget:
             if ended is not None:
@@ -73,7 +75,7 @@ def _time(policy: Policy, batch: int, calls: int, seed: int) -> tuple[np.ndarray
             budget.allot(state, strategy)
         shared_out = clock()
         if i >= _WARM_UP:
-            decide[i - _WARM_UP] = (chosen - began + observed - resumed) / 1e3
+            decide[i - _WARM_UP] = (decided - began + observed - resumed) / 1e3
             allot[i - _WARM_UP] = (shared_out - observed) / 1e3
     return decide, allot
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.policies.selector import Selector
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import Strategy
 
 
@@ -49,16 +49,16 @@ class Script(Selector):
     def __init__(self, *choices: Strategy) -> None:
         self.strategies = tuple(dict.fromkeys(choices))
         self.choices = list(choices)
-        self.told: list[tuple[Strategy, StepOutcome]] = []
+        self.told: list[tuple[Choice, StepOutcome]] = []
 
     def choose(self, state: StepState) -> Strategy:
         self.state = state
         return self.choices.pop(0)
 
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        self.told.append((strategy, outcome))
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        self.told.append((choice, outcome))
 
     @property
     def outcomes(self) -> list[tuple[int, list[int]]]:
-        """Of each choice that it was told of the depth, and how many drafts each request kept."""
-        return [(strategy.draft_depth, list(outcome.accepted)) for strategy, outcome in self.told]
+        """Draft depth of each choice whose outcome came, and how many drafts each request kept."""
+        return [(choice.strategy.draft_depth, list(outcome.accepted)) for choice, outcome in self.told]

@@ -157,6 +157,7 @@ def simulated(small: Small, rule: str = "last", placement: str = "round_robin") 
     result = simulate(
         small.trace(), policy, costs=small.costs, acceptance=small.acceptance, workers=small.workers,
         placement=placement, mode=small.mode, seed=small.seed,
+        decision_block=2,  # Choices hold at once, so that no rollout begins with plain decoding that is not listed.
     )  # fmt: skip
     (bound_s,) = result.bounds_s() or ()
     return result.makespan_s, bound_s

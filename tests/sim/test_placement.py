@@ -1,13 +1,16 @@
 """Where each request goes."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tltlab
 from tests.refused import refused
 from tltlab.errors import ConfigError
+from tltlab.planning.placement import Placement
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.placement import PLACEMENTS, place
 
@@ -40,6 +43,30 @@ def test_recorded_needs_a_worker_for_each_response():
         place(requests([1] * 4), 2, "recorded")
     with refused(ConfigError, naming=("1",)):
         place(requests([1] * 2), 1, "recorded")
+
+
+class Reversed(Placement):
+    """The last request first; remembers what it was told."""
+
+    told: ClassVar[list[dict[str, list[int]]]] = []
+
+    def place(self, workload, workers, history):
+        self.told.append({name: list(lengths) for name, lengths in history.items()})
+        return [list(range(len(workload)))[::-1], *([[]] * (workers - 1))]
+
+
+def test_a_users_placement_is_told_what_came_before():
+    trace = tltlab.read([[5, 6], [7, 8]])
+    for placement in (Reversed, Reversed()):
+        Reversed.told.clear()
+        result = tltlab.simulate(trace, placement=placement, workers=2)
+        assert result.scenario.queues == ([[1, 0], []], [[1, 0], []])
+        keys = [(p, s) for _, p, s, _ in result.scenario.steps[0].keys]
+        lengths: dict[str, list[int]] = {}
+        for (prompt, _), tokens in zip(keys, (5, 6), strict=True):
+            lengths.setdefault(prompt, []).append(tokens)
+        assert Reversed.told[-2:] == [{}, lengths]
+        assert "placement Reversed" in result.manifest.notes
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 6), st.sampled_from(PLACEMENTS[:4]))

@@ -1,6 +1,7 @@
 """`simulate`: worked examples, its inputs and their defaults, and what it writes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,20 @@ from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, Policy
+from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, SimResult, SimulationConfig, simulate
 from tltlab.sim.cli.simulate import simulate as command
+from tltlab.sim.sweep import compare
 from tltlab.sim.tuning.tune import TuneConfig, tune
+from tltlab.sim.what_if import what_if
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces import metrics
 from tltlab.traces.trace import Trace, read
 
 from ..traces_of_lengths import of_lengths
-from .workloads import COSTS, FREE, ONE_SECOND, Handing, with_positions
+from .workloads import COSTS, FREE, ONE_SECOND, TINY, Handing, with_positions
 
 TIGHT = ONE_SECOND.model_copy(update={"kv_capacity_tokens": 30})
 CHAIN = Strategy.chain("ngram", 4)
@@ -163,7 +167,13 @@ def test_a_recorded_trace_and_its_simulation_calibrate_alike():
     assert again.makespan_s == pytest.approx(result.makespan_s, rel=0.05)
 
 
-def test_a_policy_is_asked_before_every_iteration():
+def test_rewards_are_those_of_the_recorded_run():
+    recorded, unknown = read(TINY), lengths(3)
+    assert simulate(recorded).trace.steps["reward_mean"].tolist() == recorded.steps["reward_mean"].tolist()
+    assert simulate(unknown, costs=COSTS).trace.steps["reward_mean"].isna().all()
+
+
+def test_a_policy_is_asked_one_iteration_ahead():
     running: list[list[tuple[str, float]]] = []
 
     def look(state: StepState) -> Strategy:
@@ -174,14 +184,18 @@ def test_a_policy_is_asked_before_every_iteration():
     costs = ONE_SECOND.model_copy(update={"prefill_per_token_s": 0.1})
     simulate(lengths(4, 6), policy, costs=costs, acceptance="constant:2")
     (selector,) = policy.built
-    assert [s.batch for s in selector.states] == [2, 2, 1]
-    assert [s.context_tokens for s in selector.states] == [20, 24, 14]
-    assert [s.strategy for s in selector.states] == [NO_SPECULATION, CHAIN, CHAIN]
-    assert running == [[("p0", 0), ("p1", 0)], [("p0", 2), ("p1", 2)], [("p1", 4)]]
-    assert [o.elapsed_s for o in selector.outcomes] == [3.0, 1.0, 1.0]
-    assert [o.had_prefill for o in selector.outcomes] == [True, False, False]
+    assert [s.batch for s in selector.states] == [2, 2, 2, 1]
+    assert [s.context_tokens for s in selector.states] == [20, 22, 26, 15]
+    assert [s.strategy for s in selector.states] == [NO_SPECULATION, CHAIN, CHAIN, CHAIN]
+    assert running == [[("p0", n), ("p1", n)] for n in (0, 1, 3)] + [[("p1", 5)]]
+    # The first iteration, which prefills, verifies no choice.
+    assert [o.elapsed_s for o in selector.outcomes] == [1.0, 1.0, 1.0]
+    assert not any(o.had_prefill for o in selector.outcomes)
     assert selector.outcomes[0].drafted == (4.0, 4.0)
     assert selector.outcomes[0].accepted == (1.0, 1.0)
+    simulate(lengths(4, 6), policy, costs=costs, acceptance="constant:2", decision_block=2)
+    assert [o.elapsed_s for o in policy.built[1].outcomes] == [2.0, 1.0]
+    assert [o.had_prefill for o in policy.built[1].outcomes] == [True, False]
 
 
 def test_a_decision_may_hold_for_a_block():
@@ -202,7 +216,8 @@ def test_decisions_are_recorded_with_their_rewards():
     decisions = result.trace.decisions
     assert decisions["propensity"].between(0, 1, inclusive="right").all()
     assert decisions["reward"].notna().any()
-    assert len(decisions) == len(result.trace.iterations)
+    # No policy chose the first iteration of a rollout.
+    assert set(decisions["iteration"]) == set(result.trace.iterations["iteration"]) - {0}
 
 
 @pytest.mark.parametrize("trace", ["", "trace"])
@@ -407,6 +422,64 @@ def test_recorded_acceptance_adds_up():
     assert (rows["num_accepted"] == rows["accepted_per_request"].map(sum)).all()
     assert (rows["num_drafted"] >= rows["num_accepted"]).all()
     assert metrics.mean_accept_length(result.trace) == pytest.approx(result.summary["mean_accept_length"])
+
+
+def test_a_drafter_is_what_it_is_by_any_name(tmp_path: Path):
+    trace = read("traces/tiny")
+    settings = {"costs": "h100-qwen2.5-7b", "acceptance": "geometric:0.7"}
+    kinds = {"recent": {"kind": "suffix"}, "head": {"kind": "learned", "method": "mtp"}, "both": {"kind": "hybrid"}}
+    seconds = {
+        name: simulate(trace, {"selector": {"kind": "fixed", "strategy": f"{name}:8"}, "drafters": kinds}, **settings)
+        for name in ("recent", "head", "both", "suffix", "learned")
+    }
+    took = {name: result.makespan_s for name, result in seconds.items()}
+    assert took["recent"] == took["suffix"] < took["learned"] == took["head"] == took["both"]
+    # The simulation's trace says what they are, and is one to simulate again.
+    seconds["recent"].trace.write(tmp_path / "simulated")
+    again = simulate(tmp_path / "simulated", Strategy.chain("recent", 8), **settings)
+    assert again.makespan_s == took["recent"]
+    kind = {"kind": "goodput", "strategies": ["suffix:8", "suffix:2"], "costs": settings["costs"]}
+    own = kind | {"strategies": ["recent:8", "recent:2"]}
+    known, named = (simulate(trace, {"selector": k, "drafters": kinds}, **settings).makespan_s for k in (kind, own))
+    assert known == named
+    compared = compare(trace, {"none": "none", "own": {"selector": own, "drafters": kinds}, "known": kind}, **settings)
+    assert compared.set_index("policy").loc[["own", "known"], "makespan_s"].tolist() == [known, known]
+
+
+class Ngarm(Selector):
+    strategies = (Strategy.chain("ngarm", 4),)
+
+    def choose(self, state: StepState) -> Strategy:
+        return self.strategies[0]
+
+
+@pytest.mark.parametrize("policy", ["ngarm:4", Strategy.chain("ngarm", 4), Ngarm, Ngarm()], ids=str)
+def test_an_unknown_drafter_is_refused(policy: Any):
+    with refused(ConfigError, naming=("'ngarm'", "'ngram'")):
+        simulate("traces/tiny", policy, acceptance="geometric:0.7")
+    with refused(ConfigError, naming=("'ngarm'", "'ngram'")):
+        compare("traces/tiny", {"none": "none", "own": policy}, acceptance="geometric:0.7")
+
+
+@pytest.mark.parametrize(
+    ("ask", "naming"),
+    [
+        (lambda: tune("traces/tiny", drafters=("ngarm",), acceptance="geometric:0.7"), ("'ngarm'", "'ngram'")),
+        (lambda: what_if("traces/tiny", drafter="ngarm", accept=0.7), ("'ngarm'", "'ngram'")),
+        (lambda: simulate("traces/tiny", "ngram:4x2/7", acceptance="constant:2"), ("ngram:4x2/7", "top_k", 2)),
+        (
+            lambda: compare("traces/tiny", {"a": "ngram:4", "b": {
+                "selector": {"kind": "fixed", "strategy": "ngram:2"},
+                "drafters": {"ngram": {"kind": "learned", "method": "mtp"}},
+            }}, acceptance="geometric:0.7"),
+            ("'ngram'",),
+        ),
+    ],
+    ids=["tune", "what-if", "tree", "two kinds by one name"],
+)  # fmt: skip
+def test_what_no_drafter_of_the_run_drafts_is_refused(ask: Callable[[], Any], naming: tuple):
+    with refused(ConfigError, naming=naming):
+        ask()
 
 
 def test_costs_of_nothing_have_no_regret():

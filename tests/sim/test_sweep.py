@@ -134,7 +134,8 @@ def test_policies_are_given_in_many_ways(tmp_path: Path):
     alone = [simulate(LENGTHS, policy, **SETTINGS).makespan_s for policy in given]
     assert alone[3] == alone[5]
     assert len({alone[at] for at in (1, 2, 6, 8, 9)}) == 1
-    assert alone[7] == pytest.approx(alone[1], rel=1e-12)
+    # A table's choice holds at once, that of a class that may learn from the next iteration on.
+    assert alone[7] == pytest.approx(alone[1], rel=1e-3)
     assert alone[1] < alone[0]
     rows = compare(LENGTHS, given[:6], **SETTINGS)
     assert sorted(rows["makespan_s"]) == pytest.approx(sorted(alone[:6]), rel=1e-12)

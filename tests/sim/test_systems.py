@@ -21,6 +21,7 @@ from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, SyncCos
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.planning.composition import EarlierEpoch, Regrouped, Rung, System, Truncated, one_strategy
+from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import bind
 from tltlab.planning.systems import SYSTEMS
 from tltlab.sim import Separate, run_steps, simulate
@@ -187,7 +188,7 @@ def test_hedge_follows_the_better_drafter_whichever_it_is(trace: Trace, mode: st
             trace, bound, costs=COSTS, workers=4, mode=mode, record_iterations=True, rl_steps=[0, 1]
         ).result
         drafters = result.trace.decisions["drafter"]
-        assert (drafters == better).mean() > 0.9
+        assert (drafters == better).mean() > 0.85
         assert (drafters == better)[:40].mean() < 1.0 or len(set(drafters)) == 2
 
 
@@ -314,6 +315,7 @@ def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys):
         assert row["interval"] == [row["ratio_low"], row["ratio_high"]]
         assert row["lossless"] is SYSTEMS[row["system"]].lossless
         assert row["on_policy"] is SYSTEMS[row["system"]].on_policy
+        assert row["runs_here"] == (missing_part(SYSTEMS[row["system"]]) or True)
     assert rows["das"]["regret"] is None
     assert rows["tlt"]["regret"] > 0
     assert "ngram" in rows["das"]["stand_ins"][0]

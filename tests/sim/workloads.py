@@ -12,7 +12,7 @@ from tltlab.cli.app import main
 from tltlab.costs.base import LinearCosts
 from tltlab.policies.selector import Selector
 from tltlab.sim.engine.requests import Requests
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
@@ -50,7 +50,7 @@ class Ruled(Selector):
         self.states.append(state)
         return self.rule(state)
 
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
         self.outcomes.append(outcome)
 
 

@@ -13,8 +13,9 @@ from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, field_valid
 
 from tltlab.arrays import Floats
 from tltlab.config import FiniteModel, StoredModel
+from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
-from tltlab.strategy import MODEL_FREE, Strategy
+from tltlab.strategy import Strategy
 
 from .base import (
     Acceptance,
@@ -160,7 +161,7 @@ class SiblingAcceptance(RequestAcceptance):
         return () if self.drafter is None else (self.drafter,)
 
     def knows(self, drafter: str) -> bool:
-        return drafter in self.drafters if self.drafters else drafter in MODEL_FREE
+        return drafter in self.drafters if self.drafters else not STANDARD[drafter].has_network
 
     def alpha(self, num_siblings: Floats, generated_tokens: Floats) -> Floats:
         """The chance to keep one more token."""

@@ -19,8 +19,9 @@ from pydantic import Field, TypeAdapter
 from tltlab.config import faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
+from tltlab.own import OwnPart
 
-from .base import Acceptance, ChainAcceptance, ConstantAcceptance, GeometricAcceptance
+from .base import Acceptance, ChainAcceptance, ConstantAcceptance, GeometricAcceptance, SettledModel
 from .by_request import SiblingAcceptance, SpreadAcceptance
 from .freshness import Base, FreshAcceptance
 from .per_drafter import EVERY, PerDrafter
@@ -83,11 +84,21 @@ _NAMED = re.compile(r"\s*[A-Za-z_][\w.-]*\s*=")
 _COMMA = re.compile(r",(?![^()]*\))")
 
 
-def load_acceptance(source: Acceptance | Mapping[str, Any] | str | Path) -> Acceptance:
+class OwnAcceptance(OwnPart):
+    """An acceptance model class of the user's own: an `AcceptanceModel` or a `RequestAcceptance`."""
+
+    base = SettledModel
+    part = "acceptance model"
+    contract = "check_acceptance"
+
+
+def load_acceptance(source: Acceptance | type[SettledModel] | Mapping[str, Any] | str | Path) -> Acceptance:
     """Return an acceptance model from itself, a dict, `constant:A`, `geometric:ALPHA`, a shipped name or a JSON file.
 
     A number is a geometric model's ALPHA, `0.8/0.6/0.5` the chances that a chain is kept up to each of its tokens. By
     drafter: `learned=MODEL,ngram=MODEL`, a dict of models by drafter, `all=MODEL`, or "default" for `DEFAULTS`.
+    `module:Class(key=value,...)` is a user's own class, as is the class itself or an instance: it must pass
+    `tltlab.testing.check_acceptance`.
 
     >>> load_acceptance("geometric:0.5").tokens_per_iteration(Strategy.chain("ngram", 2))
     1.75
@@ -97,9 +108,16 @@ def load_acceptance(source: Acceptance | Mapping[str, Any] | str | Path) -> Acce
     if isinstance(source, Mapping):
         by_drafter = source and "kind" not in source and all(map(_is_source, source.values()))
         return _by_drafter(source) if by_drafter else _validated(source, "acceptance")
+    text = str(source) if isinstance(source, str | Path) else ""
+    name, colon, number = text.partition(":")
+    if colon and name in _SHORT:
+        return _validated({"kind": name, _SHORT[name]: number}, text)
+    own: Acceptance | None = OwnAcceptance.resolve(source)
+    if own is not None:
+        return own
     if not isinstance(source, str | Path):
+        assert not isinstance(source, type)
         return source
-    text = str(source)
     if text == DEFAULT:
         usual = _by_drafter(DEFAULTS)
         return replace(usual, texts={name: f"{model} ({DEFAULT})" for name, model in usual.texts.items()})
@@ -111,14 +129,11 @@ def load_acceptance(source: Acceptance | Mapping[str, Any] | str | Path) -> Acce
         first, *others = map(float, text.split("/"))
         value = {"kind": "chances", "kept": (first, *others)} if others else {"kind": "geometric", "alpha": first}
         return _validated(value, text)
-    name, colon, number = text.partition(":")
-    if colon and name in _SHORT:
-        return _validated({"kind": name, _SHORT[name]: number}, text)
     if not Path(source).exists():
         raise ConfigError(
             f"no acceptance model {text!r}: give constant:A, geometric:ALPHA, 'trace', '{DEFAULT}', "
             f"{', '.join(SHIPPED)} (-fresh: with an assumed effect of the drafter's age and training), a fitted "
-            "model's file, or one for each drafter as learned=geometric:ALPHA,ngram=geometric:ALPHA"
+            "model's file, module:Class, or one for each drafter as learned=geometric:ALPHA,ngram=geometric:ALPHA"
         )
     return _validated(read_json(Path(source)), text)
 

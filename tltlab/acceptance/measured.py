@@ -7,15 +7,16 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
+from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
-from tltlab.strategy import MODEL_FREE, Strategy
+from tltlab.strategy import Strategy
 
 from .base import AcceptanceModel, Share, from_survival, known_drafter, only_chains
 
@@ -72,7 +73,26 @@ class FittedDepth(FrozenModel):
         return p
 
 
-class FittedAcceptance(AcceptanceModel):
+class _Measured(AcceptanceModel):
+    """A measured model; `copies` says of each drafter whether it copies text. Names of `STANDARD` may be left out."""
+
+    copies: dict[str, bool] = Field(default={})
+
+    @model_validator(mode="after")
+    def _says_what_copies(self) -> Self:
+        if unknown := [name for name in self.drafters if name not in self.copies and name not in STANDARD]:
+            raise ValueError(
+                f"copies: say of drafter {unknown[0]!r} whether it copies text (true) or has a network (false), as in "
+                f'"copies": {{"{unknown[0]}": false}}'
+            )
+        return self
+
+    def copied(self, drafter: str) -> bool:
+        """Whether a drafter copies text."""
+        return self.copies[drafter] if drafter in self.copies else not STANDARD[drafter].has_network
+
+
+class FittedAcceptance(_Measured):
     """Distributions measured per drafter and depth.
 
     A depth that was not measured is that of the next larger measured one: of a learned drafter its first d tokens, of
@@ -111,12 +131,12 @@ class FittedAcceptance(AcceptanceModel):
 
     def outside(self, strategy: Strategy) -> list[str]:
         depths = self.drafters_by_depth.get(strategy.drafter, {})
-        return ["draft_depth"] if strategy.drafter in MODEL_FREE and depths and strategy.reach not in depths else []
+        return ["draft_depth"] if depths and strategy.reach not in depths and self.copied(strategy.drafter) else []
 
     def distribution(self, strategy: Strategy) -> Floats:
         depth, fitted = self._measured(strategy)
         most = strategy.reach
-        if strategy.drafter in MODEL_FREE and depth != most:
+        if depth != most and self.copied(strategy.drafter):
             return copied_runs(fitted.accepted, most)
         p = np.asarray(fitted.accepted)
         cut: Floats = np.append(p[:most], p[most:].sum())
@@ -134,7 +154,7 @@ class FittedAcceptance(AcceptanceModel):
         depths, most = self.drafters_by_depth[strategy.drafter], strategy.reach
         enough = [d for d in sorted(depths) if d >= most]
         deepest = max(depths)
-        if not enough and strategy.drafter in MODEL_FREE and deepest >= 2 and most <= FARTHEST * deepest:
+        if not enough and self.copied(strategy.drafter) and deepest >= 2 and most <= FARTHEST * deepest:
             enough = [deepest]
         if not enough:
             raise ConfigError(
@@ -153,7 +173,7 @@ class Band(FrozenModel):
     drafters_by_depth: Annotated[dict[str, dict[int, FittedDepth]], Field(alias="drafters")]
 
 
-class BatchAcceptance(AcceptanceModel):
+class BatchAcceptance(_Measured):
     """Distributions measured per batch size too, as `tltlab calibrate` writes them: one `FittedAcceptance` per band.
 
     A drafter that retrieves from the group accepts little while the batch is large and responses are young, and more
@@ -177,7 +197,9 @@ class BatchAcceptance(AcceptanceModel):
 
     @cached_property
     def by_batch(self) -> tuple[FittedAcceptance, ...]:
-        return tuple(FittedAcceptance(drafters_by_depth=band.drafters_by_depth) for band in self.bands)
+        return tuple(
+            FittedAcceptance(drafters_by_depth=band.drafters_by_depth, copies=self.copies) for band in self.bands
+        )
 
     def at(self, batch: int) -> FittedAcceptance:
         ends = [band.max_batch for band in self.bands if band.max_batch is not None]

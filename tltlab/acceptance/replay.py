@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Bytes
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError, TraceError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
@@ -54,7 +55,7 @@ class TraceAcceptance:
     def trained_drafter(self) -> None:
         return None
 
-    def pooled(self) -> FittedAcceptance:
+    def pooled(self, drafters: Drafters = STANDARD) -> FittedAcceptance:
         """All positions and responses alike, by each drafter's youngest rows, as deep as all of them go."""
         rows: dict[str, list[_Row]] = {}
         for (drafter, _), ages in self._rows.items():
@@ -67,7 +68,7 @@ class TraceAcceptance:
             shares = np.bincount(accepted, minlength=depth + 1) / len(accepted)
             fit = FittedDepth(accepted=tuple(shares.tolist()), drafted=float(depth), num_samples=len(accepted))
             fitted[drafter] = {depth: fit} if depth else {}
-        return FittedAcceptance(drafters_by_depth=fitted)
+        return FittedAcceptance(drafters_by_depth=fitted, copies=drafters.copying(fitted))
 
     def knows(self, drafter: str) -> bool:
         return not self.drafters or drafter in self.drafters

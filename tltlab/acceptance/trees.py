@@ -9,7 +9,8 @@ from pydantic import Field
 
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
-from tltlab.strategy import MODEL_FREE, Strategy
+from tltlab.drafters.specs import STANDARD
+from tltlab.strategy import Strategy
 
 from .base import AcceptanceModel, Positive, Share, from_survival, known_drafter
 
@@ -56,7 +57,7 @@ class TreeAcceptance(AcceptanceModel):
         return () if self.drafter is None else (self.drafter,)
 
     def knows(self, drafter: str) -> bool:
-        return drafter in self.drafters if self.drafters else drafter not in MODEL_FREE
+        return drafter in self.drafters if self.drafters else STANDARD[drafter].has_network
 
     def curve(self, strategy: Strategy) -> Floats:
         if self.drafter is not None:

@@ -59,7 +59,7 @@ def calibrate(trace: str | Path | Trace) -> Calibration:
     trace = read(trace)
     cost_fit = fit_trace(trace, most_folds=0)
     assert isinstance(cost_fit.costs, LinearCosts)
-    acceptance, acceptance_notes = fit_acceptance(iterations_of(trace))
+    acceptance, acceptance_notes = fit_acceptance(iterations_of(trace), trace.drafters)
     notes = (*cost_fit.costs.notes, *acceptance_notes)
     return Calibration(
         costs=cost_fit.costs.model_copy(update={"notes": notes}),
@@ -74,7 +74,7 @@ def iteration_times(costs: LinearCosts, trace: Trace) -> Floats:
     """Seconds of each recorded iteration under a cost model, in the order of `trace.iterations`."""
     if trace.iterations is None:
         raise ConfigError(f"{trace.path or 'the trace'} has no iterations.parquet")
-    return predict(costs, recorded_rows(trace.iterations, trace.steps))
+    return predict(costs, recorded_rows(trace.iterations, trace.steps, trace.drafters))
 
 
 def parse_rl_steps(text: str | None, rl_steps: list[int]) -> list[int] | None:

@@ -86,7 +86,7 @@ def fit_trace(
     ConfigError for a trace without iterations and for an unknown kind.
     """
     table = iterations_of(trace)
-    rows = recorded_rows(table, trace.steps)
+    rows = recorded_rows(table, trace.steps, trace.drafters)
     estimator = estimator_of(kind, hardware, recorded=True).fit(rows)
     notes = coverage(table, trace.steps)
     parts = step_folds(sorted(table["rl_step"].unique().tolist()), most_folds)

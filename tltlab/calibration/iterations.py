@@ -12,8 +12,9 @@ import pandas as pd
 
 from tltlab.arrays import Flags, Floats, Ints
 from tltlab.costs.base import CalibratedRange, CostModel
-from tltlab.errors import ConfigError
-from tltlab.strategy import MODEL_FREE
+from tltlab.drafters.specs import STANDARD, Drafters
+from tltlab.errors import ConfigError, did_you_mean
+from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.trace import Trace
 
 from .residuals import regimes, worker_sums
@@ -102,8 +103,11 @@ def iterations_of(trace: Trace) -> pd.DataFrame:
     return table
 
 
-def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None) -> Iterations:
-    """Rows of iterations.parquet; steps.parquet tells in which RL steps a drafter was loaded without ever drafting."""
+def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None, drafters: Drafters = STANDARD) -> Iterations:
+    """Rows of iterations.parquet; steps.parquet tells in which RL steps a drafter was loaded without ever drafting.
+
+    Raises ConfigError for a drafter that is not among `drafters`.
+    """
     depth = table["draft_depth"]
     spec = depth.to_numpy() > 0
     with_drafter = set(table.loc[spec, "rl_step"].unique().tolist())
@@ -128,13 +132,21 @@ def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None) -> Ite
         loaded=table["rl_step"].isin(list(with_drafter)).to_numpy(),
         next_depth=np.asarray(following.fillna(0), np.float64),
         drafted_depth=np.asarray(drafted, np.float64),
-        levels=np.asarray(drafted.where(~table["drafter"].isin(list(MODEL_FREE)), 0), np.float64),
+        levels=_levels(table["drafter"], np.asarray(drafted, np.float64), drafters),
         draft_s=np.asarray(draft.fillna(0.0), np.float64),
         draft_known=(draft.notna() & following.notna()).to_numpy(),
         seconds=table["duration"].to_numpy(np.float64),
         regime=regimes(prefill, spec),
         block=np.asarray(table.groupby(["rl_step", "worker"]).ngroup(), np.int64),
     )
+
+
+def _levels(drafter: pd.Series[str], depth: Floats, drafters: Drafters) -> Floats:
+    """Levels that a network drafts; what a plain iteration drafts is the network's, where the rows have one."""
+    plain = NO_SPECULATION.drafter
+    drafter = drafter.fillna(plain)
+    networks = [name for name in drafter[depth > 0].unique() if name != plain and drafters[name].has_network]
+    return np.where(drafter.isin([*networks, plain] if networks else []), depth, 0.0)
 
 
 def measured_rows(points: pd.DataFrame) -> Iterations:
@@ -146,7 +158,7 @@ def measured_rows(points: pd.DataFrame) -> Iterations:
         )
     )  # fmt: skip
     unknown, nothing = np.zeros(len(points), dtype=bool), np.zeros(len(points), np.int64)
-    drafter = points.get("drafter", pd.Series("learned", points.index))
+    drafter = points.get("drafter", pd.Series("learned", points.index)).fillna("learned")
     return Iterations(
         rl_step=nothing,
         worker=nothing,
@@ -161,7 +173,7 @@ def measured_rows(points: pd.DataFrame) -> Iterations:
         loaded=unknown,
         next_depth=depth,
         drafted_depth=depth,
-        levels=np.where(drafter.isin(list(MODEL_FREE)), 0.0, depth),
+        levels=_levels(drafter, depth, STANDARD),
         draft_s=np.zeros(len(points)),
         draft_known=unknown,
         seconds=seconds,
@@ -215,4 +227,9 @@ def checked(points: pd.DataFrame, place: str = "measured iterations") -> pd.Data
             rule = "a time above 0" if name == "seconds" else f"{kind}, at least {_LEAST[name]}"
             raise ConfigError(f"{place}: row {at}: {name} is {column.tolist()[at]!r}; it is {rule}")
         table[name] = values
+    if "drafter" in table:
+        for name in table.loc[table["draft_depth"] > 0, "drafter"].dropna().unique():
+            if name not in STANDARD:
+                known = ", ".join(sorted(STANDARD))
+                raise ConfigError(f"{place}: drafter {name!r}{did_you_mean(name, STANDARD)} is none of {known}")
     return table

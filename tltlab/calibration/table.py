@@ -154,7 +154,7 @@ def predict_iterations(costs: CostModel, rows: Iterations) -> Floats:
     @cache
     def cost(depth: int, verify: float, loaded: bool) -> IterationCost:
         # Of any width: what was verified is given apart, and stands in no strategy's own number.
-        strategy = Strategy("any", depth, 2, 2) if depth > 0 else NO_SPECULATION
+        strategy = Strategy("learned", depth, 2, 2) if depth > 0 else NO_SPECULATION
         return costs.iteration(strategy, tokens_to_verify=verify, drafter_loaded=loaded and depth == 0)
 
     each_row = zip(*(column.tolist() for column in columns), strict=True)

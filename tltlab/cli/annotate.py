@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from tltlab.calibration.acceptance.annotate import (
 )
 from tltlab.config import faults
 from tltlab.console import Json, emit, table
-from tltlab.drafters.specs import ModelFreeSpec
+from tltlab.drafters.specs import NETWORK, Drafters, DrafterTraits, ModelFreeSpec, OwnDrafter
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import fsync_file, new_file, sha256_of
 from tltlab.importers.sources import read
@@ -46,7 +46,7 @@ def annotate_trace(
         typer.Option(
             metavar="[NAME=]SPEC",
             help="ngram, suffix, suffix:scopes=problem+request,window=16, draft_model:FOLDER, eagle:FOLDER, or "
-            "learned:FOLDER (what it holds); @N at the end: it is N RL steps old. May be given several times.",
+            "learned:FOLDER (what it holds), or module:Class; @N at the end: it is N RL steps old. Repeatable.",
         ),
     ],
     max_depth: Annotated[int, typer.Option(help="Tokens drafted at each position.")] = 16,
@@ -69,8 +69,12 @@ def annotate_trace(
             raise ConfigError(f"{trace} is no finished trace: say with --out where the annotated one goes")
         source = read(source.write(out))
     annotators: dict[DraftedBy, Annotator] = {}
+    drafters = source.drafters
     for text in drafter:
-        named, annotator = parse_drafter(text, model)
+        named, annotator, traits = parse_drafter(text, model)
+        if named.drafter in drafters and drafters[named.drafter] != traits:
+            raise ConfigError(f"--drafter {text}: {named.drafter!r} is a drafter of another kind, name it NAME=SPEC")
+        drafters = Drafters(traits={**drafters, named.drafter: traits})
         if named in annotators:
             raise ConfigError(f"--drafter {named.drafter!r} of age {named.age} is given twice; name one NAME=SPEC")
         annotators[named] = annotator
@@ -79,7 +83,7 @@ def annotate_trace(
     path = out or source.path
     assert path is not None
     num_positions = 0
-    with _acceptance_file(source, path) as writer:
+    with _acceptance_file(source, path, drafters.own) as writer:
         for step, rows in annotate(source, annotators, max_depth):
             # Replacing the table checks it as readers of the trace will.
             table = step.replace(acceptance=merged(step.arrow("acceptance"), rows)).arrow("acceptance")
@@ -96,10 +100,10 @@ def annotate_trace(
     emit(result, as_json=as_json, text=_text(result))
 
 
-def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Annotator]:
-    """The name, age and annotator of one `[NAME=]SPEC[@AGE]`. Raises ConfigError.
+def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Annotator, DrafterTraits]:
+    """The name, age, annotator and traits of one `[NAME=]SPEC[@AGE]`. Raises ConfigError.
 
-    Without a name a model-free drafter has that of its kind, a learned one is "learned".
+    Without a name a model-free drafter has that of its kind, a user's own that of its module, a learned one "learned".
     """
     name, spec_text = _split_name(text)
     spec_text, age = _split_age(spec_text)
@@ -109,9 +113,10 @@ def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Ann
         raise ConfigError(f"--drafter {text}: an age of {age} RL steps does not fit the trace, at most {_OLDEST} does")
     kind, _, folder = spec_text.partition(":")
     if kind in _LEARNED:
-        return DraftedBy(name or "learned", age), _learned(kind, folder, target)
+        return DraftedBy(name or "learned", age), _learned(kind, folder, target), NETWORK
     spec = _model_free(spec_text)
-    return DraftedBy(name or spec.kind, age), ReplayedDrafter(spec.build)
+    named = spec.module if isinstance(spec, OwnDrafter) else spec.kind
+    return DraftedBy(name or named, age), ReplayedDrafter(spec.build), spec.traits
 
 
 def _split_name(text: str) -> tuple[str | None, str]:
@@ -125,7 +130,10 @@ def _split_age(text: str) -> tuple[str, int]:
 
 
 def _model_free(text: str) -> ModelFreeSpec:
-    """A drafter without a network from `KIND[:key=value,...]`."""
+    """A drafter without a network from `KIND[:key=value,...]`, or a user's own from `module:Class`."""
+    if (own := OwnDrafter.parse(text)) is not None:
+        own.check()
+        return own
     kind, _, options = text.partition(":")
     value: dict[str, Any] = {"kind": kind}
     for option in options.split(",") if options else ():
@@ -149,10 +157,11 @@ def _learned(method: str, folder: str, target: Path | None) -> Annotator:
 
 
 @contextmanager
-def _acceptance_file(source: Trace, path: Path) -> Iterator[Any]:
+def _acceptance_file(source: Trace, path: Path, drafters: Mapping[str, DrafterTraits]) -> Iterator[Any]:
     """A writer for acceptance.parquet of the trace at `path`, where it is as a whole once the block ended well.
 
-    At the source's own place that file alone is replaced; elsewhere the trace is copied, without fitted files.
+    At the source's own place that file alone is replaced; elsewhere the trace is copied, without fitted files. The
+    manifest says what `drafters` of other than the standard names are.
     """
     assert source.path is not None
     try:
@@ -162,7 +171,7 @@ def _acceptance_file(source: Trace, path: Path) -> Iterator[Any]:
                     yield writer
                 # A kill between the two leaves a table without a sum, not one with another's.
                 put_sum(path, FILE, None)
-            put_sum(path, FILE, sha256_of(path / FILE))
+            put_sum(path, FILE, sha256_of(path / FILE), drafters)
             return
         with new_trace_folder(path) as folder:
             for name in [MANIFEST_FILE, *(f"{table}.parquet" for table in source.names)]:
@@ -172,7 +181,7 @@ def _acceptance_file(source: Trace, path: Path) -> Iterator[Any]:
             with parquet_writer(folder / FILE, "acceptance") as writer:
                 yield writer
             fsync_file(folder / FILE)
-            put_sum(folder, FILE, sha256_of(folder / FILE))
+            put_sum(folder, FILE, sha256_of(folder / FILE), drafters)
     except OSError as error:
         raise cannot_write(path, error) from error
 

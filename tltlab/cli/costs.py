@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tltlab.console import Json, emit, parse_strategy, table, whole_numbers
+from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -60,6 +61,7 @@ def costs(
     chosen = None
     if strategy is not None:
         chosen = parse_strategy(strategy, drafter)
+        STANDARD.check([chosen])
     if chosen and accept_length and accept_length > 1 + chosen.reach:
         raise ConfigError(
             f"--accept-length is {accept_length:g}: drafts of {chosen} yield at most "

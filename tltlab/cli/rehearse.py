@@ -10,7 +10,7 @@ import typer
 
 from tltlab.console import AllowCode, Json, emit
 from tltlab.importers.sources import read
-from tltlab.policies.specs import code_allowed
+from tltlab.own import code_allowed
 
 
 def rehearse(

@@ -270,7 +270,8 @@ def _counts_text(counts: dict[str, Any]) -> str:
 
 
 def _describe_text(result: dict[str, Any]) -> str:
-    fields = [(name, value) for name, value in result["manifest"].items() if value is not None]
+    said = {name: value for name, value in result["manifest"].items() if value is not None}
+    fields = [(name, ", ".join(value) if isinstance(value, dict) else value) for name, value in said.items()]
     tables = ", ".join(f"{name} ({rows} rows)" for name, rows in result["tables"].items())
     columns = {
         "RL step": ("rl_step", "d"), "responses": ("num_responses", "d"), "tokens": ("num_tokens", "d"),

@@ -12,8 +12,9 @@ from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import AllowCode, Json, emit, progress
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
-from tltlab.policies.specs import code_allowed
+from tltlab.own import code_allowed
 from tltlab.sim.verification import policies as of_policies
+from tltlab.sim.verification.decisions import replay_decisions
 from tltlab.sim.verification.rollouts import text
 from tltlab.sim.verification.rollouts import verify as run_verify
 from tltlab.sim.verification.training_log import WINDOW as LOG_WINDOW
@@ -49,6 +50,10 @@ def verify(
         typer.Option(help="Of a log: costs whose level it shows, a preset, profile or file. [default: linear ones]"),
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Of a log: the engines that it ran on.")] = None,
+    decisions: Annotated[
+        bool,
+        typer.Option("--decisions", help="Make the recorded decisions again, with the recorded times and acceptance."),
+    ] = False,
     samples: Annotated[
         int | None,
         typer.Option(min=1, help=f"Sampled simulations per prediction. [default: {SAMPLES}, with --policies 8]"),
@@ -62,6 +67,9 @@ def verify(
     With --policies: roll out each policy on this machine, with the run's model and data, and say whether the simulator
     predicts their times and their order. It takes engines, and some minutes.
 
+    With --decisions: play each rollout through the simulator with its recorded times and acceptance, and print which
+    share of the policy's decisions, and of the states they were made in, come out the same.
+
     Of a training log, which has no iterations, later RL steps are predicted from earlier ones.
 
     Example: tltlab verify demo --json
@@ -73,6 +81,10 @@ def verify(
             raise ConfigError("--repeats and --out belong to rollouts on this machine: say of which --policies")
         trace = read(run)
         chosen = parse_rl_steps(rl_steps, trace.rl_steps)
+        if decisions:
+            played = replay_decisions(trace, rl_steps=chosen, allow_code=allow_code or ())
+            emit(played.json(), as_json=as_json, text=played.text())
+            return
         if is_log(trace):
             trace = trace if chosen is None else trace.select(chosen)
             log = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW)
@@ -86,6 +98,8 @@ def verify(
         )  # fmt: skip
         emit(verification.json(), as_json=as_json, text=text(verification))
         return
+    if decisions:
+        raise ConfigError("--decisions is about a recorded run, --policies rolls out new ones")
     if rl_steps is not None or window is not None:
         raise ConfigError("--rl-steps and --window choose among recorded RL steps, --policies rolls out new ones")
     # Only here are engines needed.

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from tltlab.config import FrozenModel, StoredModel
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
@@ -92,12 +93,18 @@ class CostModel(StoredModel, ABC):
 
     @abstractmethod
     def iteration(
-        self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
+        self,
+        strategy: Strategy,
+        *,
+        tokens_to_verify: float | None = None,
+        drafter_loaded: bool = False,
+        drafters: Drafters = STANDARD,
     ) -> IterationCost:
         """The cost of an iteration under `strategy`, as a function of batch and context alone.
 
         `tokens_to_verify` per request replaces the strategy's own where a drafter returns fewer drafts than asked
-        (1 + mean drafted). Raises ConfigError for what the model does not know.
+        (1 + mean drafted). `drafters` say what the strategy's drafter is. Raises ConfigError for what the model does
+        not know.
         """
 
     @abstractmethod
@@ -169,7 +176,12 @@ class LinearCosts(CostModel):
     prefill_per_token_s: Seconds | None = None
 
     def iteration(
-        self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
+        self,
+        strategy: Strategy,
+        *,
+        tokens_to_verify: float | None = None,
+        drafter_loaded: bool = False,
+        drafters: Drafters = STANDARD,
     ) -> LinearIteration:
         verified = float(strategy.tokens_to_verify) if tokens_to_verify is None else tokens_to_verify
         fixed, per_request, depth = self.need("base_s"), self.need("per_request_s"), strategy.draft_depth

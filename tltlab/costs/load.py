@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter
 from tltlab.config import dotted, faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
+from tltlab.own import OwnPart
 
 from .base import CostModel, LinearCosts
 from .profiles import named_costs, profiles
@@ -38,18 +39,30 @@ def stage_presets() -> list[str]:
     return _shipped("stage_presets")
 
 
-def load_costs(source: CostModel | dict[str, Any] | str | Path) -> CostModel:
+class OwnCosts(OwnPart):
+    """A cost model class of the user's own."""
+
+    base = CostModel
+    part = "cost model"
+    contract = "check_costs"
+
+
+def load_costs(source: CostModel | type[CostModel] | dict[str, Any] | str | Path) -> CostModel:
     """Return a cost model from itself, a dict, the name of a preset or a JSON file, or of an engine profile.
 
-    `ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]` is an engine's profile for a model (`tltlab.costs.profiles`).
+    `ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]` is an engine's profile for a model (`tltlab.costs.profiles`), and
+    `module:Class(key=value,...)` a user's own class, as is the class itself or an instance: it must pass
+    `tltlab.testing.check_costs`.
 
     >>> load_costs("cpu-small").base_s
     0.00324
     """
-    if isinstance(source, CostModel):
-        return source
     if isinstance(source, str) and (named := named_costs(source)) is not None:
         return named
+    own: CostModel | None = OwnCosts.resolve(source)
+    if own is not None:
+        return own
+    assert not isinstance(source, CostModel | type)
     origin, value = _read(source, "presets", "costs", "cost model")
     if not isinstance(value, dict):
         raise ConfigError(f"{origin}: a cost model is an object with 'kind' and terms, not {type(value).__name__}")
@@ -94,6 +107,7 @@ def _read(source: dict[str, Any] | str | Path, folder: str, name: str, kind: str
         return name, source
     if not Path(source).exists():
         names = ", ".join(_shipped(folder))
-        engines = f", or ENGINE:GPUS:MODEL with one of {', '.join(profiles().engines)}" if folder == "presets" else ""
-        raise ConfigError(f"no {kind} at {source}: give a JSON file or one of the presets {names}{engines}")
+        engines = ", ".join(profiles().engines)
+        others = f", ENGINE:GPUS:MODEL with one of {engines}, or module:Class" if folder == "presets" else ""
+        raise ConfigError(f"no {kind} at {source}: give a JSON file or one of the presets {names}{others}")
     return str(source), read_json(Path(source))

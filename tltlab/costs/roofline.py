@@ -11,9 +11,10 @@ from pydantic import Field, field_validator, model_validator
 
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.hardware import BYTES_PER_VALUE, DTYPE_BYTES, Dtype, Gpu, ModelShape, gpu, model, per_gpu_heads
-from tltlab.strategy import MODEL_FREE, Strategy
+from tltlab.strategy import Strategy
 
 from .base import CostModel, IterationCost, Seconds, padded
 
@@ -283,14 +284,19 @@ class RooflineCosts(CostModel):
         return f"{self.evidence.engine}:{self.tp}x{gpu(self.gpu).name}:{model(self.model).name}"
 
     def iteration(
-        self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
+        self,
+        strategy: Strategy,
+        *,
+        tokens_to_verify: float | None = None,
+        drafter_loaded: bool = False,
+        drafters: Drafters = STANDARD,
     ) -> RooflineIteration:
         once = 0.0
         if strategy.speculates:
             once = self.constants.need("sd_base_s")
         elif drafter_loaded:
             once = self.constants.need("sd_idle_s")
-        levels = 0 if strategy.drafter in MODEL_FREE else strategy.draft_depth
+        levels = drafters.network_levels(strategy)
         if levels:
             self.constants.need("draft_level_s")
             self.constants.need("draft_level_per_request_s")

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, WrapValidator
 
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .base import CostModel, IterationCost, LinearCosts
@@ -55,9 +56,16 @@ class ScaledCosts(CostModel):
         return self.of.tensor_parallel
 
     def iteration(
-        self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
+        self,
+        strategy: Strategy,
+        *,
+        tokens_to_verify: float | None = None,
+        drafter_loaded: bool = False,
+        drafters: Drafters = STANDARD,
     ) -> ScaledIteration:
-        cost = self.of.iteration(strategy, tokens_to_verify=tokens_to_verify, drafter_loaded=drafter_loaded)
+        cost = self.of.iteration(
+            strategy, tokens_to_verify=tokens_to_verify, drafter_loaded=drafter_loaded, drafters=drafters
+        )
         level, plain, passes = self.level, cost, None
         if strategy.speculates:
             level *= self.speculative

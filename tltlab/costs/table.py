@@ -12,9 +12,10 @@ from pydantic import Field, field_validator, model_validator
 
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.hardware import Gpu, ModelShape, gpu, model, per_gpu_heads
-from tltlab.strategy import MODEL_FREE, Strategy
+from tltlab.strategy import Strategy
 
 from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
 
@@ -151,10 +152,15 @@ class TableCosts(CostModel):
         return self.roofline.tp if self.roofline else 1
 
     def iteration(
-        self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
+        self,
+        strategy: Strategy,
+        *,
+        tokens_to_verify: float | None = None,
+        drafter_loaded: bool = False,
+        drafters: Drafters = STANDARD,
     ) -> TableIteration:
         fixed = self.base_s
-        depth = 0 if self.network_levels and strategy.drafter in MODEL_FREE else strategy.draft_depth
+        depth = drafters.network_levels(strategy) if self.network_levels else strategy.draft_depth
         draft_fixed = draft_per_request = 0.0
         if strategy.speculates:
             fixed += self._need("sd_base_s")

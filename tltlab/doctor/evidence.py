@@ -152,7 +152,7 @@ class RunEvidence:
         table = every[(every["draft_depth"] == 0) & (every["duration"] > 0)]
         costs, batches, source = self.costs, (0.0, np.inf), "predicted by the costs given"
         if len(table) >= ENOUGH_PLAIN and table["batch"].nunique() > 1:
-            fitted, _ = fit_recorded(recorded_rows(table))
+            fitted, _ = fit_recorded(recorded_rows(table, drafters=self.known.drafters))
             costs = fitted.model_copy(update={n: 0.0 for n, value in fitted if n.endswith("_s") and value is None})
             batches = (table["batch"].min(), table["batch"].max())
             source = f"predicted from {len(table)} plain iterations of this run"
@@ -164,7 +164,8 @@ class RunEvidence:
         else:
             batches = (costs.calibrated and costs.calibrated.batch) or batches
             # Costs of another engine miss what this run's iterations took.
-            took = predict(costs, recorded_rows(every)).sum() if isinstance(costs, LinearCosts) else None
+            rows = recorded_rows(every, drafters=self.known.drafters)
+            took = predict(costs, rows).sum() if isinstance(costs, LinearCosts) else None
             off = 1.0 if took is None else took / every["duration"].sum()
             if abs(off - 1) > COSTS_MAY_MISS:
                 raise NotChecked(

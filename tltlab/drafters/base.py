@@ -24,7 +24,9 @@ class Draft(NamedTuple):
 class Drafter(ABC):
     """Proposes continuations from text it has seen. `open` a request, `extend` it as it grows, `close` it at its end.
 
-    An engine has it put in `piece_tokens` of what waits in an iteration, which is to take about 10 ms.
+    An engine has it put in `piece_tokens` of what waits in an iteration, which is to take about 10 ms. A class of your
+    own that is no drafter of text says so by the names of `DrafterTraits`, such as `has_network = True`: the simulator
+    then prices each drafted token as a pass of a network.
 
     >>> drafter.open((0, "p", 0, 0), [1, 2, 3])                                                     # doctest: +SKIP
     >>> drafter.extend((0, "p", 0, 0), [7, 8, 9, 7])                                                # doctest: +SKIP
@@ -78,9 +80,9 @@ class Drafter(ABC):
         """Drop everything: open requests and all that was learned."""
 
     @property
-    @abstractmethod
     def memory_bytes(self) -> int:
-        """About how much memory the index takes."""
+        """About how much memory the index takes, 0 where the drafter does not say."""
+        return 0
 
     def state_dict(self) -> dict[str, Any]:
         """What of finished responses outlives an RL step, as JSON types."""
@@ -102,3 +104,29 @@ class Drafter(ABC):
         It is asked before each rollout by whoever keeps the history of a run. A drafter that keeps nothing beyond a
         group has nothing to do.
         """
+
+
+class TextDrafter(Drafter):
+    """A drafter that looks at a request's own text, `texts[key]`, and at nothing beyond its end.
+
+    One method, `propose`, is enough for a drafter of your own. A constructor must call that of this class.
+
+    >>> class Repeat(TextDrafter):
+    ...     def propose(self, key, depth):
+    ...         return Draft(self.texts[key][-1:] * depth, expected=0.5)
+    """
+
+    def __init__(self) -> None:
+        self.texts: dict[Key, list[int]] = {}
+
+    def open(self, key: Key, tokens: Sequence[int]) -> None:
+        self.texts[key] = list(tokens)
+
+    def extend(self, key: Key, tokens: Sequence[int]) -> None:
+        self.texts[key].extend(tokens)
+
+    def close(self, key: Key) -> None:
+        del self.texts[key]
+
+    def forget(self) -> None:
+        self.texts.clear()

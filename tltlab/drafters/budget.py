@@ -94,6 +94,17 @@ class AcceptanceBudget(DraftBudget):
         return chances
 
 
+def shares_of(budget: DraftBudget, state: StepState, strategy: Strategy) -> list[int]:
+    """Tokens to draft for each request of `state`, as a budget allots them. ConfigError for shares that do not fit."""
+    shares = [int(share) for share in budget.allot(state, strategy)]
+    if len(shares) != state.batch or any(not 0 <= share <= strategy.draft_depth for share in shares):
+        raise ConfigError(
+            f"the budget gave {shares} for {state.batch} requests: it must give each 0 to {strategy.draft_depth} "
+            f"tokens under {strategy}"
+        )
+    return shares
+
+
 def share_out(chances: Floats, depth: int, total: int, min_tokens: int = 0) -> Ints:
     """Tokens for each request that maximise the expected number kept, sum over requests of sum_i chance^i.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from tltlab.config import Built, FiniteModel
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
+from tltlab.own import OwnPart
 from tltlab.strategy import Strategy
 
 from . import suffix
@@ -118,34 +119,60 @@ class HybridSpec(FiniteModel):
         return bool(first.tokens) and first.expected >= max(self.min_expected, other_expected)
 
 
-ModelFreeSpec = NgramSpec | SuffixSpec
-DrafterSpec = Annotated[NgramSpec | SuffixSpec | LearnedSpec | HybridSpec, Field(discriminator="kind")]
+class OwnDrafter(OwnPart):
+    """A drafter class of the user's own, which the engine asks beside its scheduler, as it asks the suffix drafter.
+
+    Its traits are attributes of the class by the names of `DrafterTraits`; those of `TEXT` are the default.
+    """
+
+    base = Drafter
+    part = "drafter"
+    contract = "check_drafter"
+
+    def build(self) -> Drafter:
+        drafter: Drafter = self.make()
+        return drafter
+
+    @property
+    def traits(self) -> DrafterTraits:
+        cls = self.load()
+        return replace(TEXT, **{f.name: getattr(cls, f.name) for f in fields(TEXT) if hasattr(cls, f.name)})
+
+    @property
+    def remembers(self) -> bool:
+        """Whether responses of earlier RL steps serve: the class overrides `recall`."""
+        return self.load().recall is not Drafter.recall
+
+
+ModelFreeSpec = NgramSpec | SuffixSpec | OwnDrafter
+DrafterSpec = Annotated[ModelFreeSpec | LearnedSpec | HybridSpec, Field(discriminator="kind")]
 
 DEFAULT_DRAFTERS: dict[str, ModelFreeSpec] = {"ngram": NgramSpec(), "suffix": SuffixSpec()}
 """The drafters that every engine has, by the name that strategies use."""
 
 
 class Drafters(Mapping[str, DrafterTraits]):
-    """Drafters of a run by name, with their traits: the standard ones and those of `specs`.
+    """Drafters of a run by name, with their traits: the standard ones, those of `specs` and those of `traits`.
 
-    Standard are `ngram`, `suffix` and `learned`. A hybrid has a network where one of its parts has. Names are for
-    people: whatever depends on what a drafter is asks here.
+    Standard are `ngram`, `suffix` and `learned`. `traits` are of drafters whose spec is not at hand, such as a recorded
+    trace's. A hybrid has a network where one of its parts has. Names are for people: whatever depends on what a drafter
+    is asks here.
 
-    >>> drafters = Drafters({"recent": SuffixSpec(window=4)})
-    >>> drafters["recent"].has_network, drafters["learned"].has_network
+    >>> drafters = Drafters({"own": SuffixSpec(window=4)})
+    >>> drafters["own"].has_network, drafters["learned"].has_network
     (False, True)
-    >>> drafters["sufix"]
+    >>> drafters["sufix"]  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    tltlab.errors.ConfigError: no drafter named 'sufix' (did you mean 'suffix'?); there are learned, ngram, recent, suffix
+    tltlab.errors.ConfigError: no drafter named 'sufix' (did you mean 'suffix'?); there are learned, ngram, ...
     """
 
-    def __init__(self, specs: Mapping[str, DrafterSpec] = {}) -> None:
+    def __init__(self, specs: Mapping[str, DrafterSpec] = {}, traits: Mapping[str, DrafterTraits] = {}) -> None:
         self.specs: dict[str, DrafterSpec] = {**DEFAULT_DRAFTERS, **specs}
-        self._traits = {"learned": NETWORK}
-        self._traits |= {name: spec.traits for name, spec in self.specs.items() if not isinstance(spec, HybridSpec)}
-        for name, spec in self.specs.items():
-            if isinstance(spec, HybridSpec):
-                self._traits[name] = self._of_hybrid(spec)
+        self._given = dict(specs)
+        standard = {"learned": NETWORK} | {name: spec.traits for name, spec in DEFAULT_DRAFTERS.items()}
+        self._traits: dict[str, DrafterTraits | HybridSpec] = {**standard, **traits}
+        for name, spec in specs.items():
+            self._traits[name] = spec if isinstance(spec, HybridSpec) else spec.traits
 
     def _of_hybrid(self, spec: HybridSpec) -> DrafterTraits:
         first, otherwise = self[spec.first], self[spec.otherwise]
@@ -161,14 +188,46 @@ class Drafters(Mapping[str, DrafterTraits]):
         """The traits of a drafter; ConfigError for a name that no drafter of the run has."""
         if name not in self._traits:
             known = ", ".join(sorted(self._traits))
-            raise ConfigError(f"no drafter named {name!r}{did_you_mean(name, self._traits)}; there are {known}")
-        return self._traits[name]
+            raise ConfigError(
+                f"no drafter named {name!r}{did_you_mean(name, self._traits)}; there are {known}, and those under "
+                '"drafters" in a policy file or in the manifest.json of a trace'
+            )
+        traits = self._traits[name]
+        return self._of_hybrid(traits) if isinstance(traits, HybridSpec) else traits
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._traits
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._traits)
 
     def __len__(self) -> int:
         return len(self._traits)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._traits))
+
+    def beside(self, specs: Mapping[str, DrafterSpec]) -> Drafters:
+        """The same with further drafters, which replace those of their names."""
+        known = {name: traits for name, traits in self._traits.items() if not isinstance(traits, HybridSpec)}
+        return Drafters({**self._given, **specs}, known) if specs else self
+
+    @property
+    def own(self) -> dict[str, DrafterTraits]:
+        """The drafters that are not standard, or not what the standard one of the name is."""
+        return {name: traits for name, traits in self.items() if name not in STANDARD or STANDARD[name] != traits}
+
+    def check(self, strategies: Iterable[Strategy]) -> None:
+        """Raise ConfigError for a strategy of an unknown drafter, and for a tree of one that draws none."""
+        for strategy in strategies:
+            if strategy.speculates and not self[strategy.drafter].draws_trees and strategy.top_k > 1:
+                raise ConfigError(
+                    f"{strategy} is a tree (top_k = {strategy.top_k}), and drafter {strategy.drafter!r} drafts chains"
+                )
+
+    def copying(self, names: Iterable[str]) -> dict[str, bool]:
+        """Whether each of these drafters copies text; ConfigError for an unknown one."""
+        return {name: not self[name].has_network for name in names}
 
     def network_levels(self, strategy: Strategy) -> int:
         """Draft levels that are forward passes of a network; ConfigError for an unknown drafter."""

@@ -1,14 +1,11 @@
 """systems: rows of `tltlab compare` run on real engines here, each beside what `tltlab verify` predicts of its run.
 
-A row that is a composition of what the runtime has is a run of the same small recipe with the changes in `CHANGES`, and
-with the policy of the table where the system drafts. What cannot run says why.
+Each row is a run of the same small recipe with `rollout.system`. A row with a part that no engine here has says which.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -18,47 +15,16 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.acceptance.load import load_acceptance
 from tltlab.charts import bars
-from tltlab.costs.load import load_costs
+from tltlab.config import faults_in
 from tltlab.errors import ConfigError, TltlabError
-from tltlab.planning.system_binding import bind
+from tltlab.planning.composition import System
+from tltlab.planning.execution import missing_part, network_drafter
 from tltlab.planning.systems import SYSTEMS
-from tltlab.policies.policy import Policy
 from tltlab.traces.trace import read
 
 from .harness import Case, Row, chosen
 from .models import Count, RunsExperiment, Several, sizes_of
-
-ONE_STEP_OFF = "one-step-off"
-CHANGES: Mapping[str, Mapping[str, Any]] = {
-    "verl": {},
-    "tlt": {},
-    "tlt-base": {},
-    "vllm-dynamic": {},
-    "vllm-static": {},
-    "das": {},
-    "seer-drafts": {},
-    "histospec": {},
-    "copris": {"partial": {"concurrency": 1.5}},
-    "spec-rl": {"reuse": {"leniency": math.exp(0.5), "residual": "none"}},
-    "spec-rl-exact": {"reuse": {"leniency": 1.0, "residual": "exact"}},
-    ONE_STEP_OFF: {"one_step_off": True},
-    "areal": {"staleness": 1},
-}
-"""Of `[rollout]`, by system; CoPRIS's concurrency is in responses that an RL step trains."""
-TRAINED_BESIDE = ("tlt",)
-"""Of those with a draft head: idle workers go on training it, in every rollout."""
-_PARTS = ("dvi", "diffuspec", "seer", "rlhfuse", "rhymerl", "streamrl", "streamrl-async", "april", "rollpacker")
-WHY_NOT: Mapping[str, str] = {
-    **dict.fromkeys(_PARTS, "is simulated only: the runtime has no such drafter, buffer, placement or fusion"),
-    "vllm-adaptive": "needs costs and acceptance of its own engine, which a first run measures",
-    "sglang-adaptive": "is another engine's",
-    "hedgespec": "needs several trained draft heads beside one target, and an engine here has one",
-    "open-r1": "needs devices of the trainer's own to differ from VeRL's row; here both share two cores",
-    "dler": "is a workload: train.algorithm = 'dler' with a lower cap",
-    "brorl": "is a workload: a larger rollout.group_size",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,38 +56,48 @@ class Systems(RunsExperiment[SystemsSettings]):
 
     def cases(self) -> list[Case]:
         about = f"{self.settings.steps} RL steps"
-        every = [Case(name, WHY_NOT.get(name, about)) for name in (*SYSTEMS, ONE_STEP_OFF)]
+        every = [Case(name, missing_part(system) or about, system) for name, system in SYSTEMS.items()]
         cases = chosen("system", every, self.settings.only)
-        sizes, drafts = sizes_of(self.settings, heldout=0, warm_up_texts=128), any(learns(case.name) for case in cases)
+        sizes = sizes_of(self.settings, heldout=0, warm_up_texts=128)
+        drafts = any(missing_part(case.given) is None and network_drafter(case.given) for case in cases)
         self.prepare(sizes, runs=self.folder / "systems-runs", drafts=drafts)
         return cases
 
     def measure(self, case: Case) -> list[Row]:
-        name, out = case.name, self.out / f"{case.name}-{self.seed}"
-        row: Row = {"system": name, "ran": name in CHANGES, "why_not": WHY_NOT.get(name)}
-        if row["ran"]:
+        system, out = case.given, self.out / f"{case.name}-{self.seed}"
+        row: Row = {"system": system.name, "ran": False, "why_not": missing_part(system)}
+        row |= dict.fromkeys(("predicted_s", "error", "error_at_speed"), float("nan"))
+        if row["why_not"] is None:
             try:
-                row |= self._ran(recipe_for(self.settings, name, self.model, self.head, out, self.seed), out)
+                row |= self._ran(recipe_for(self.settings, system, self.model, self.head, out, self.seed), out)
+                row |= self._predicted(out)
             except TltlabError as error:
-                row |= {"ran": False, "why_not": str(error)}
+                row["why_not"] = f"not predicted: {error}" if row["ran"] else str(error)
         return [row]
 
-    def _ran(self, recipe: Any, out: Path) -> Row:
-        """What a run took, and what is predicted of it."""
-        from tltlab.runtime.run.grpo import GrpoRun
+    def _predicted(self, out: Path) -> Row:
+        """Predict each rollout of a run from its others; ConfigError where these are too few or too much alike."""
         from tltlab.sim.verification.rollouts import verify
 
-        with GrpoRun(recipe, out) as grpo:
-            reports = [grpo.step() for _ in range(self.settings.steps)][1:]
         verification = verify(out)
         later = verification.rows[verification.rows["rl_step"] > 0]
-        tokens, rollout_s = sum(r.num_tokens for r in reports), sum(r.rollout_s for r in reports)
-        last = reports[-1].metrics
         return {
-            "rollout_s": rollout_s / len(reports),
             "predicted_s": float(later["predicted_s"].mean()),
             "error": verification.median_error,
             "error_at_speed": verification.median_error_at_step_time,
+        }
+
+    def _ran(self, recipe: Any, out: Path) -> Row:
+        """Run the recipe; its seconds, tokens and staleness."""
+        from tltlab.runtime.run.grpo import GrpoRun
+
+        with GrpoRun(recipe, out) as grpo:
+            reports = [grpo.step() for _ in range(self.settings.steps)][1:]
+        tokens, rollout_s = sum(r.num_tokens for r in reports), sum(r.rollout_s for r in reports)
+        last = reports[-1].metrics
+        return {
+            "ran": True,
+            "rollout_s": rollout_s / len(reports),
             "tokens_per_s": tokens / rollout_s,
             "step_s": sum(r.seconds for r in reports) / len(reports),
             "policies_behind": last.get("staleness/mean", float(recipe.rollout.one_step_off)),
@@ -136,17 +112,19 @@ class Systems(RunsExperiment[SystemsSettings]):
         return readings
 
     def verdict(self, rows: pd.DataFrame) -> str:
-        ran = rows[rows["ran"]].sort_values("error")
+        ran, known = f"{int(rows['ran'].sum())} systems ran here", rows.dropna(subset="error")
+        if known.empty:
+            return f"{ran}; no rollout could be predicted."
+        error, at_worst = known["error"].median(), known.iloc[int(known["error"].argmax())]
         return (
-            f"{len(ran)} systems ran here; predicted rollout seconds err by {ran['error'].median():.1%} (median), "
-            f"{ran['error'].iloc[-1]:.1%} at worst ({ran['system'].iloc[-1]}), and with the machine's speed known by "
-            f"{ran['error_at_speed'].median():.1%}."
+            f"{ran}; predicted rollout seconds err by {error:.1%} (median), {at_worst['error']:.1%} at worst "
+            f"({at_worst['system']}), and with the machine's speed known by {known['error_at_speed'].median():.1%}."
         )
 
     def picture(self, rows: pd.DataFrame) -> Figure:
-        ran = rows[rows["ran"]]
+        known = rows.dropna(subset="error")
         return bars(
-            ran["system"].tolist(), ran["error"].to_numpy(np.float64),
+            known["system"].tolist(), known["error"].to_numpy(np.float64),
             xlabel="median error of predicted rollout seconds", title="Systems measured here against their prediction",
         )  # fmt: skip
 
@@ -160,42 +138,17 @@ class Systems(RunsExperiment[SystemsSettings]):
         )
 
 
-def policy_of(name: str) -> Policy | None:
-    """The policy of a system that drafts, as the table has it; None for one that does not."""
-    system = SYSTEMS.get(name)
-    if system is None or not system.drafters:
-        return None
-    # Costs are what a length-aware budget is made of; which acceptance makes no difference to what is drafted by.
-    return bind(system, load_costs("cpu-small"), load_acceptance("geometric:0.6")).policy
-
-
-def learns(name: str) -> bool:
-    """Whether a system drafts with a trained head."""
-    policy = policy_of(name)
-    return policy is not None and any(s.drafter == "learned" for s in policy.strategies)
-
-
-def recipe_for(settings: SystemsSettings, name: str, model: Path, head: Path, out: Path, seed: int) -> Any:
-    """The `Recipe` of a system's run, whose prompts and policy are written beside `out`."""
+def recipe_for(settings: SystemsSettings, system: System, model: Path, head: Path, out: Path, seed: int) -> Any:
+    """The `Recipe` of a system's run, whose prompts are written beside `out`; ConfigError where it cannot run here."""
     from tltlab.runtime.models.runs import recipe_of, trained_beside
-    from tltlab.runtime.recipe.recipe import Recipe
 
     out.parent.mkdir(parents=True, exist_ok=True)
     prompts = (model / "train.jsonl").read_text().splitlines()[: 2 * settings.prompts]
     data = out.with_name("prompts.jsonl")
     data.write_text("\n".join(prompts) + "\n")
-    policy, path, drafter = policy_of(name), None, None
-    depth = max([1, *(s.draft_depth for s in policy.strategies)]) if policy is not None else 1
-    sizes = sizes_of(settings, heldout=0, draft_depth=depth)
-    if policy is not None:
-        path = out.with_name(f"{name}.json")
-        policy.write(path)
-    if learns(name):
-        drafter = trained_beside(head, sizes, "always" if name in TRAINED_BESIDE else "never")
-    fields = json.loads(recipe_of(model, sizes, seed=seed, policy=path, drafter=drafter, train=data).model_dump_json())
-    changes = json.loads(json.dumps(CHANGES[name]))
-    if partial := changes.get("partial"):
-        partial["concurrency"] = int(partial["concurrency"] * settings.prompts * settings.group_size)
-    fields["rollout"] |= changes
-    fields["checkpoint"]["every"] = 0
-    return Recipe.model_validate(fields)
+    sizes, drafter = sizes_of(settings, heldout=0), None
+    if network_drafter(system):
+        drafter = trained_beside(head, sizes, "always" if system.idle_use else "never")
+    with faults_in(f"recipe of {system.name}"):
+        recipe = recipe_of(model, sizes, seed=seed, policy=None, drafter=drafter, train=data, system=system.name)
+    return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"every": 0})})

@@ -19,9 +19,10 @@ import scipy.sparse as sp
 from scipy.optimize import linprog
 
 from tltlab.arrays import Flags, Floats, Ints, Words
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.strategy import Strategy
 
-from .graph_pool import DrafterRunner, GraphPool, TargetRunner, has_drafter_graphs
+from .graph_pool import DrafterRunner, GraphPool, TargetRunner
 
 PRICES = (0.0, 0.7, 1.0, 1.4)
 """Prices of a byte that are tried, in units of the linear programme's; the best one shifts with what is left."""
@@ -44,18 +45,24 @@ class BucketProblem:
 
     @classmethod
     def of(
-        cls, seconds: Floats, strategies: Sequence[Strategy], pool: GraphPool, sizes: Sequence[int], cap: float
+        cls,
+        seconds: Floats,
+        strategies: Sequence[Strategy],
+        pool: GraphPool,
+        sizes: Sequence[int],
+        cap: float,
+        drafters: Drafters = STANDARD,
     ) -> BucketProblem:
         """The pool's bytes taken apart into runners, graphs and openings."""
         batches = range(1, seconds.shape[1] + 1)
         targets = sorted({s.tokens_to_verify for s in strategies})
-        drafters = [s for s in strategies if has_drafter_graphs(s)]
+        drafted = [s for s in strategies if drafters.network_levels(s)]
         single = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b,))) for b in batches] for v in targets]
         pair = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b, b))) for b in batches] for v in targets]
-        single += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b,))) for b in batches] for s in drafters]
-        pair += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b, b))) for b in batches] for s in drafters]
+        single += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b,))) for b in batches] for s in drafted]
+        pair += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b, b))) for b in batches] for s in drafted]
         graph = np.array(pair) - np.array(single)
-        uses = [[s.tokens_to_verify == v for v in targets] + [s == d for d in drafters] for s in strategies]
+        uses = [[s.tokens_to_verify == v for v in targets] + [s == d for d in drafted] for s in strategies]
         return cls(
             seconds=seconds,
             uses=np.array(uses, np.float64),

@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tltlab.arrays import Floats, Ints, Words
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
@@ -108,6 +109,7 @@ def plan_buckets(
     sizes: Sequence[int] | None = None,
     max_batch: int,
     max_buckets: int | None = None,
+    drafters: Drafters = STANDARD,
 ) -> BucketPlan:
     """The plan for batches 1..max_batch with the fewest seconds; of equals the one with the least memory or rows.
 
@@ -127,17 +129,17 @@ def plan_buckets(
     seconds = _seconds(weights, seconds_per_token, strategies, max_batch)
     max_rows = max_batch if max_buckets is None else min(max_buckets, max_batch)
     floor_s, choice = _without_cap(seconds, max_rows)
-    plan = _plan(choice, seconds, strategies, pool, sizes)
+    plan = _plan(choice, seconds, strategies, pool, sizes, drafters)
     if pool is None or cap_bytes is None or plan.memory_bytes <= cap_bytes:
         return plan
-    fitting = cheapest(BucketProblem.of(seconds, strategies, pool, sizes, cap_bytes), floor_s, max_rows)
+    fitting = cheapest(BucketProblem.of(seconds, strategies, pool, sizes, cap_bytes, drafters), floor_s, max_rows)
     if fitting is None:
-        least = min(pool.memory_bytes(plan_bucketed([(1, s)], max_batch, sizes)) for s in strategies)
+        least = min(pool.memory_bytes(plan_bucketed([(1, s)], max_batch, sizes, drafters=drafters)) for s in strategies)
         raise ConfigError(
             f"no plan of {', '.join(map(str, strategies))} fits into {cap_bytes:.4g} bytes; the smallest of them alone "
             f"takes {least:.4g} for batches to {max_batch}: raise the cap, or lower max_batch or the captured sizes"
         )
-    return _plan(fitting, seconds, strategies, pool, sizes)
+    return _plan(fitting, seconds, strategies, pool, sizes, drafters)
 
 
 def _without_cap(seconds: Floats, max_rows: int) -> tuple[Floats, list[int]]:
@@ -165,10 +167,15 @@ def _without_cap(seconds: Floats, max_rows: int) -> tuple[Floats, list[int]]:
 
 
 def _plan(
-    choice: Sequence[int], seconds: Floats, strategies: Sequence[Strategy], pool: GraphPool | None, sizes: Sequence[int]
+    choice: Sequence[int],
+    seconds: Floats,
+    strategies: Sequence[Strategy],
+    pool: GraphPool | None,
+    sizes: Sequence[int],
+    drafters: Drafters,
 ) -> BucketPlan:
     rows = tuple((b + 1, strategies[s]) for b, s in enumerate(choice) if b == 0 or s != choice[b - 1])
-    memory = 0.0 if pool is None else pool.memory_bytes(plan_bucketed(rows, len(choice), sizes))
+    memory = 0.0 if pool is None else pool.memory_bytes(plan_bucketed(rows, len(choice), sizes, drafters=drafters))
     return BucketPlan(
         rows=rows, seconds=math.fsum(seconds[s, b] for b, s in enumerate(choice)), memory_bytes=float(memory)
     )

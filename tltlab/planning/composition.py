@@ -2,13 +2,14 @@
 
 It says what is drafted by whom (`drafters`, `ladder`), who decides (`selector`, `activation`, `budget`), where
 requests run (`placement`, `topology`) and what idle workers do (`idle_use`). What a row leaves out is plain: nothing.
-What a paper does not say is in `assumptions`. `system_binding.bind` fits a row to the acceptance that is known.
+What a paper does not say is in `assumptions`. `system_binding.bind` fits a row to the acceptance that is known, for the
+simulator; `execution.engine_run` has the settings with which real engines run it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,14 @@ from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Hedge
-from tltlab.policies.policy import AcceptanceBudgetSpec, Activation, BudgetSpec, LengthAwareBudgetSpec, MbaBudgetSpec
+from tltlab.policies.policy import (
+    AcceptanceBudgetSpec,
+    Activation,
+    BudgetSpec,
+    LengthAwareBudgetSpec,
+    MbaBudgetSpec,
+    Policy,
+)
 from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.simple import AcceptLadder
 from tltlab.policies.specs import (
@@ -106,12 +114,16 @@ def by_survival(costs: CostModel) -> BudgetSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierEpoch:
-    """Every prompt was visited an epoch before, and each token of that response is kept with chance `keep`.
+    """Every prompt was visited an epoch before; up to the first token that is not kept, its response is a prefix.
 
-    Up to the first that is not, the response is taken over: its prefix is prefilled, only the rest is generated.
+    The prefix is prefilled, only the rest is generated. Engines keep a token with min(1, `leniency` pi_now / pi_then),
+    and draw the first after the prefix by `residual`: as any other ("none"), or from the residual distribution
+    ("exact"). The simulator keeps it with chance `keep`.
     """
 
     keep: float
+    leniency: float = 1.0
+    residual: Literal["none", "exact"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +245,22 @@ class System:
     streamed: bool = False
     max_staleness: int = 0
     assumptions: tuple[str, ...] = ()
+
+    def policy(self, arms: Callable[[Rung], Iterable[Strategy]], costs: CostModel | None) -> Policy:
+        """Return the policy of the system that drafts `arms` on each rung of its ladder.
+
+        `costs` are what a budget is made from; a system without one takes None.
+        """
+        buckets = [Bucket(min_batch=r.min_batch, strategies=tuple(dict.fromkeys(arms(r)))) for r in self.ladder]
+        drafting = {arm.drafter for bucket in buckets for arm in bucket.strategies}
+        assert costs is not None or self.budget is None, "a budget is made from costs"
+        return Policy(
+            selector=self.selector(buckets),
+            activation=self.activation,
+            budget=None if self.budget is None or costs is None else self.budget(costs),
+            drafters={name: spec for name, spec in self.specs if name in drafting},
+            provenance={"system": self.name, "source": self.source},
+        )
 
     @property
     def same_work(self) -> bool:

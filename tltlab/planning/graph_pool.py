@@ -29,12 +29,13 @@ import numpy as np
 from pydantic import Field
 
 from tltlab.config import FrozenModel
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable
-from tltlab.strategy import MODEL_FREE, NO_SPECULATION, Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 Count = Annotated[int, Field(gt=0)]
 
@@ -84,24 +85,31 @@ def sglang_sizes(max_batch: int) -> tuple[int, ...]:
     return tuple(b for b in steps if b <= max_batch)
 
 
-def plan_naive(strategies: Sequence[Strategy], max_batch: int, sizes: Sequence[int]) -> CapturePlan:
+def plan_naive(
+    strategies: Sequence[Strategy], max_batch: int, sizes: Sequence[int], drafters: Drafters = STANDARD
+) -> CapturePlan:
     """Every strategy captured at every size, nothing shared."""
     batches = _within(sizes, 1, max_batch)
     return CapturePlan(
         target=tuple(TargetRunner(tokens_to_verify=s.tokens_to_verify, batches=batches) for s in strategies),
-        drafter=tuple(DrafterRunner(strategy=s, batches=batches) for s in strategies if has_drafter_graphs(s)),
+        drafter=tuple(DrafterRunner(strategy=s, batches=batches) for s in strategies if drafters.network_levels(s)),
         max_batch=max_batch,
     )
 
 
 def plan_bucketed(
-    rows: Sequence[tuple[int, Strategy]], max_batch: int, sizes: Sequence[int], *, bucket_drafters: bool = True
+    rows: Sequence[tuple[int, Strategy]],
+    max_batch: int,
+    sizes: Sequence[int],
+    *,
+    bucket_drafters: bool = True,
+    drafters: Drafters = STANDARD,
 ) -> CapturePlan:
     """Each strategy captured from its min_batch up to the next larger one; equal tokens_to_verify share the target's.
 
     Rows with one min_batch are strategies of one bucket; batches below the first use the first. A bucket's largest
     batch is always captured, so each of its batches has a graph. `bucket_drafters=False` captures drafters at every
-    size, as if only the target's graphs were bucketed.
+    size, as if only the target's graphs were bucketed. Drafters with a network have graphs of their own.
 
     >>> plan = plan_bucketed([(1, Strategy("learned", 8, 4, 48)), (3, Strategy("learned", 8, 4, 16))], 8, (1, 2, 4, 8))
     >>> plan.target_graphs
@@ -118,7 +126,7 @@ def plan_bucketed(
     for min_batch, strategy in rows:
         batches = _within(sizes, 1 if min_batch == starts[0] else min_batch, ends[min_batch] - 1)
         target.setdefault(strategy.tokens_to_verify, set()).update(batches)
-        if has_drafter_graphs(strategy):
+        if drafters.network_levels(strategy):
             drafter.setdefault(strategy, set()).update(batches if bucket_drafters else _within(sizes, 1, max_batch))
     return CapturePlan(
         target=tuple(TargetRunner(tokens_to_verify=v, batches=tuple(sorted(b))) for v, b in sorted(target.items())),
@@ -127,8 +135,10 @@ def plan_bucketed(
     )
 
 
-def plan_for(policy: Policy, max_batch: int, sizes: Sequence[int]) -> CapturePlan:
+def plan_for(policy: Policy, max_batch: int, sizes: Sequence[int], drafters: Drafters | None = None) -> CapturePlan:
     """What an engine captures to run a policy: each strategy at the batches at which the policy may choose it.
+
+    `drafters` are by default the policy's.
 
     A table's rows and BEG-MAB's buckets, with all their arms, are captured as `plan_bucketed` does; what other
     selectors may choose at every batch. Speculation is captured up to the activation's `max_requests`; decoding plainly
@@ -151,7 +161,7 @@ def plan_for(policy: Policy, max_batch: int, sizes: Sequence[int]) -> CapturePla
         rows += [(start, NO_SPECULATION) for start in dict.fromkeys(start for start, _ in rows)]
     if last < max_batch:
         rows.append((last + 1, NO_SPECULATION))
-    return plan_bucketed(rows, max_batch, sizes)
+    return plan_bucketed(rows, max_batch, sizes, drafters=policy.registry if drafters is None else drafters)
 
 
 def _rows(selector: Selector) -> list[tuple[int, Strategy]]:
@@ -239,11 +249,6 @@ class GraphPool(FrozenModel):
 def _drafter_passes(strategy: Strategy) -> int:
     """Layer passes of a batch's two drafter graphs: a layer and a head each, depth - 1 times and once."""
     return 2 * strategy.draft_depth
-
-
-def has_drafter_graphs(strategy: Strategy) -> bool:
-    """Whether a network drafts for it, which runs in graphs of its own."""
-    return strategy.speculates and strategy.drafter not in MODEL_FREE
 
 
 def _within(sizes: Sequence[int], low: int, high: int) -> tuple[int, ...]:

@@ -17,11 +17,11 @@ from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.acceptance.trees import TreeAcceptance
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
-from tltlab.policies.specs import Bucket
 from tltlab.state import DrafterState
-from tltlab.strategy import MODEL_FREE, Strategy
+from tltlab.strategy import Strategy
 
 from .composition import Rung, System, strategies
 
@@ -39,6 +39,7 @@ class BoundSystem:
 
     `assumptions` are the system's and those of the binding; `stand_ins` the ones among them where one drafter's
     acceptance is taken for another's, `defaults` those where a number is missing and the stated default taken.
+    `registry` says what the policy's drafters are.
     """
 
     system: System
@@ -48,10 +49,15 @@ class BoundSystem:
     assumptions: tuple[str, ...]
     stand_ins: tuple[str, ...] = ()
     defaults: tuple[str, ...] = ()
+    registry: Drafters = STANDARD
 
 
 def bind_assuming(
-    system: System, costs: CostModel, acceptance: Acceptance | None, fitted: Acceptance | None = None
+    system: System,
+    costs: CostModel,
+    acceptance: Acceptance | None,
+    fitted: Acceptance | None = None,
+    drafters: Drafters = STANDARD,
 ) -> BoundSystem:
     """Bind a system as `bind` does; where acceptance is missing take a default and say so in `defaults`.
 
@@ -59,42 +65,45 @@ def bind_assuming(
     `TEXT_DEFAULT`, published curves of other models.
     """
     with suppress(UnknownAcceptance):
-        return bind(system, costs, acceptance)
+        return bind(system, costs, acceptance, drafters)
     if fitted is not None:
         with suppress(UnknownAcceptance):
             note = "acceptance of all responses alike, fitted to those of acceptance.parquet that have it"
-            return _assumed(bind(system, costs, fitted), note)
+            return _assumed(bind(system, costs, fitted, drafters), note)
+    network = _of_kind(system.drafters, False, drafters)
     if system.together:
-        learned = None if acceptance is None else _played_by("learned", acceptance)
-        texts = [] if acceptance is None else _texts(system, acceptance)
+        learned = None if acceptance is None else _network(system, acceptance, drafters)
+        texts = [] if acceptance is None else _texts(system, acceptance, drafters)
         missing = [name for name, known in ((LEARNED_DEFAULT, learned), (TEXT_DEFAULT, texts)) if not known]
         note = f"acceptance of all drafters is not known: the default {' and '.join(missing)} is taken"
-        sources: dict[str, Any] = dict.fromkeys(_of_kind(system.drafters, text=True), TEXT_DEFAULT)
-        sources |= {learned or "learned": LEARNED_DEFAULT}
+        sources: dict[str, Any] = dict.fromkeys(_of_kind(system.drafters, True, drafters), TEXT_DEFAULT)
+        sources |= {learned or network[0]: LEARNED_DEFAULT}
         for name in (*([learned] if learned else []), *texts):
             sources[name] = acceptance.of(name) if isinstance(acceptance, PerDrafter) else acceptance
-        return _assumed(bind(system, costs, load_acceptance(sources)), note)
-    kind, name = ("learned", LEARNED_DEFAULT) if "learned" in system.drafters else ("model-free", TEXT_DEFAULT)
-    note = f"acceptance of a {kind} drafter is not known: the default {name} is taken"
-    return _assumed(bind(system, costs, load_acceptance(name)), note)
+        return _assumed(bind(system, costs, load_acceptance(sources), drafters), note)
+    kind, default = ("learned", LEARNED_DEFAULT) if network else ("model-free", TEXT_DEFAULT)
+    note = f"acceptance of a {kind} drafter is not known: the default {default} is taken"
+    return _assumed(bind(system, costs, load_acceptance(default), drafters), note)
 
 
 def _assumed(bound: BoundSystem, note: str) -> BoundSystem:
     return replace(bound, assumptions=(*bound.assumptions, note), defaults=(note,))
 
 
-def bind(system: System, costs: CostModel, acceptance: Acceptance | None) -> BoundSystem:
+def bind(system: System, costs: CostModel, acceptance: Acceptance | None, drafters: Drafters = STANDARD) -> BoundSystem:
     """Fit a system to what is known; ConfigError with the reason where it cannot run.
 
     `acceptance` serves every drafter that it knows. Where each has a model of its own, those that draft from text stand
     in for a learned one only. A curve fitted to a learned drafter's trees says nothing of n-grams, though it names no
-    drafter. A drafter that is not known is replaced by a model-free one that is, which `stand_ins` says.
+    drafter. A drafter that is not known is replaced by a model-free one that is, which `stand_ins` says. `drafters` say
+    what those of the acceptance model are.
     """
+    drafters = drafters.beside(dict(system.specs))
     if not system.drafters:
-        policy = Policy(selector=system.selector(()), provenance={"system": system.name, "source": system.source})
+        policy = system.policy(lambda rung: (), costs)
         return BoundSystem(system=system, policy=policy, acceptance=None, spot=None, assumptions=system.assumptions)
     choose = _together if system.together else _drafters
-    chosen, model, stand_ins = choose(system, acceptance)
+    chosen, model, stand_ins = choose(system, acceptance, drafters)
     notes = [*stand_ins]
     remembering = _changed(model, lambda part: _remembering(part, system.history))
     if remembering is not model:
@@ -108,20 +117,17 @@ def bind(system: System, costs: CostModel, acceptance: Acceptance | None) -> Bou
             "default values of Freshness"
         )
     depends = model.trained_drafter in chosen
-    learned = [name for name in chosen if name not in MODEL_FREE]
-    if learned and "ngram" in system.drafters and len(chosen) == 1:
+    learned = _of_kind(chosen, False, drafters)
+    if learned and len(chosen) == 1 and not system.together and _of_kind(system.drafters, True, drafters):
         notes.append("the drafter was warmed up before RL step 0, so that the model-free one never has to serve")
     if learned and not depends:
         notes.append("acceptance does not depend on the drafter's age and training: a static one would fare alike")
-    buckets = []
-    for rung in system.ladder:
-        arms = [arm for name in chosen for arm in _arms(rung, name, model)]
-        buckets.append(Bucket(min_batch=rung.min_batch, strategies=tuple(dict.fromkeys(arms))))
+    policy = system.policy(lambda rung: [arm for name in chosen for arm in _arms(rung, name, model, drafters)], costs)
     published = {
         arm for rung in system.ladder for name in chosen for trees in (True, False)
         for arm in strategies(rung, name, trees=trees)
     }  # fmt: skip
-    drafted = dict.fromkeys(arm for bucket in buckets for arm in bucket.strategies if arm.speculates)
+    drafted = [arm for arm in policy.strategies if arm.speculates]
     outside = [str(arm) for arm in drafted if model.outside(arm)]
     if outside:
         notes.append(f"acceptance is extrapolated for {'; '.join(outside)}")
@@ -131,13 +137,6 @@ def bind(system: System, costs: CostModel, acceptance: Acceptance | None) -> Bou
         raise UnknownAcceptance(
             "its budget needs an acceptance model, and acceptance.parquet is replayed: name a model"
         )
-    policy = Policy(
-        selector=system.selector(buckets),
-        activation=system.activation,
-        budget=None if system.budget is None else system.budget(costs),
-        drafters={name: spec for name, spec in system.specs if name in chosen},
-        provenance={"system": system.name, "source": system.source},
-    )
     return BoundSystem(
         system=system,
         policy=policy,
@@ -145,6 +144,7 @@ def bind(system: System, costs: CostModel, acceptance: Acceptance | None) -> Bou
         spot=system.idle_use if depends else None,
         assumptions=(*system.assumptions, *notes),
         stand_ins=tuple(stand_ins),
+        registry=drafters,
     )
 
 
@@ -164,24 +164,27 @@ def _remembering(model: Acceptance, responses: int) -> Acceptance:
     return model.model_copy(update={"alone": alpha})
 
 
-def _drafters(system: System, acceptance: Acceptance | None) -> tuple[list[str], Acceptance, list[str]]:
+def _drafters(
+    system: System, acceptance: Acceptance | None, drafters: Drafters
+) -> tuple[list[str], Acceptance, list[str]]:
     """The drafters that serve, the one model that knows them all, and what stands in for what."""
+    network = _of_kind(system.drafters, False, drafters)
     tries: list[Sequence[str]] = [system.drafters]
     if isinstance(acceptance, PerDrafter):
-        tries = [_of_kind(system.drafters, text=False), _of_kind(system.drafters, text=True)]
+        tries = [network, _of_kind(system.drafters, True, drafters)]
     for names in tries if acceptance is not None else ():
         assert acceptance is not None
-        chosen = [played for name in names if (played := _played_by(name, acceptance))]
+        chosen = [played for name in names if (played := _played_by(name, acceptance, drafters))]
         if chosen:
             note = f"no learned drafter's acceptance is known: {system.title} runs on its model-free drafter throughout"
-            alone = "learned" in system.drafters and all(name in MODEL_FREE for name in chosen)
+            alone = network and not _of_kind(chosen, False, drafters)
             model = acceptance.only(chosen) if isinstance(acceptance, PerDrafter) else acceptance
             return chosen, model, [note] if alone else []
     substitutes = [name for name in ("suffix", "ngram") if acceptance is not None and acceptance.knows(name)]
     if substitutes and acceptance is not None:
         note = f"the acceptance of drafter {system.drafters[0]!r} is not known: {substitutes[0]!r} takes its place"
         return substitutes[:1], acceptance, [note]
-    if "learned" in system.drafters:
+    if network:
         raise UnknownAcceptance(
             "no drafter's acceptance is known: give --acceptance, such as a fitted file or geometric:ALPHA"
         )
@@ -191,14 +194,16 @@ def _drafters(system: System, acceptance: Acceptance | None) -> tuple[list[str],
     )
 
 
-def _together(system: System, acceptance: Acceptance | None) -> tuple[list[str], Acceptance, list[str]]:
+def _together(
+    system: System, acceptance: Acceptance | None, drafters: Drafters
+) -> tuple[list[str], Acceptance, list[str]]:
     """All drafters side by side; those that were recorded where acceptance is replayed."""
     if acceptance is not None and acceptance.varies_by == "position":
         recorded = list(acceptance.drafters)
         note = f"recorded drafters are the ones to choose among: {', '.join(recorded)}"
         return recorded, acceptance, [note] if len(recorded) < len(system.drafters) else []
-    learned = None if acceptance is None else _played_by("learned", acceptance)
-    texts = [] if acceptance is None else _texts(system, acceptance)
+    learned = None if acceptance is None else _network(system, acceptance, drafters)
+    texts = [] if acceptance is None else _texts(system, acceptance, drafters)
     if acceptance is not None and learned is not None and texts:
         chosen = [learned, *texts]
         return chosen, acceptance.only(chosen) if isinstance(acceptance, PerDrafter) else acceptance, []
@@ -208,32 +213,36 @@ def _together(system: System, acceptance: Acceptance | None) -> tuple[list[str],
     )
 
 
-def _texts(system: System, model: Acceptance) -> list[str]:
-    """Those of its drafters that draft from text and that the model knows."""
-    return [name for name in _of_kind(system.drafters, text=True) if model.knows(name)]
+def _texts(system: System, model: Acceptance, drafters: Drafters) -> list[str]:
+    """The system's drafters that draft from text and that the model knows."""
+    return [name for name in _of_kind(system.drafters, True, drafters) if model.knows(name)]
 
 
-def _of_kind(names: Sequence[str], text: bool) -> list[str]:
-    """Those that draft from text, or those that do not."""
-    return [name for name in names if (name in MODEL_FREE) == text]
+def _network(system: System, model: Acceptance, drafters: Drafters) -> str | None:
+    """The drafter of the model that plays the system's drafter with a network."""
+    return next((_played_by(name, model, drafters) for name in _of_kind(system.drafters, False, drafters)), None)
 
 
-def _played_by(name: str, model: Acceptance) -> str | None:
+def _of_kind(names: Sequence[str], text: bool, drafters: Drafters) -> list[str]:
+    """The drafters without a network, which draft from text, or those with one."""
+    return [name for name in names if drafters[name].has_network != text]
+
+
+def _played_by(name: str, model: Acceptance, drafters: Drafters) -> str | None:
     """The drafter of the model that plays `name`."""
-    if name != "learned":
+    if not drafters[name].has_network:
         return name if model.knows(name) else None
-    if model.trained_drafter is not None and model.trained_drafter not in MODEL_FREE:
+    if model.trained_drafter is not None and drafters[model.trained_drafter].has_network:
         return model.trained_drafter
-    named = [drafter for drafter in model.drafters if drafter not in MODEL_FREE]
-    return "learned" if model.knows("learned") else next(iter(named), None)
+    return name if model.knows(name) else next(iter(_of_kind(model.drafters, False, drafters)), None)
 
 
-def _arms(rung: Rung, drafter: str, model: Acceptance) -> list[Strategy]:
+def _arms(rung: Rung, drafter: str, model: Acceptance, drafters: Drafters) -> list[Strategy]:
     """The rung's strategies that the model covers, trees where it can; else the deepest chain below that it covers.
 
     ConfigError where it covers none.
     """
-    if drafter not in MODEL_FREE and rung.trees:
+    if drafters[drafter].draws_trees and rung.trees:
         trees = [arm for arm in strategies(rung, drafter, trees=True) if _covers(model, arm)]
         if trees:
             return trees

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tltlab.coordination.progress import SpotTraining
@@ -271,7 +272,7 @@ SYSTEMS: dict[str, System] = {
             name="spec-rl", title="SPEC-RL", source="arXiv 2509.23232",
             algorithm="token kept with min(1, l pi_now / pi_old), l = e^0.5, cut at the first rejection",
             exact=("the prefix that is kept ends at the first rejection; the rest is generated",),
-            workload=EarlierEpoch(keep=0.9991), lossless=False,
+            workload=EarlierEpoch(keep=0.9991, leniency=math.exp(0.5)), lossless=False,
             assumptions=(
                 "every prompt slot was visited an epoch before, with a response as long as the new one",
                 "a token is kept with 0.9991: what reuses 66 % of responses of 1,000 tokens, as reported",
@@ -283,7 +284,7 @@ SYSTEMS: dict[str, System] = {
             source="arXiv 2509.23232 at l = 1, the first token after the cut from the residual distribution (issue 14)",
             algorithm="token kept with min(1, pi_now / pi_old), then norm(max(0, pi_now - pi_old))",
             exact=("the prefix that is kept ends at the first rejection; the rest is generated",),
-            workload=EarlierEpoch(keep=0.996),
+            workload=EarlierEpoch(keep=0.996, residual="exact"),
             assumptions=(
                 "every prompt slot was visited an epoch before, with a response as long as the new one",
                 "a token is kept with 0.996: what a speed-up of 1.22 at l = 1 amounts to on 1,000 tokens",
@@ -338,6 +339,13 @@ SYSTEMS: dict[str, System] = {
             ),
         ),
         System(
+            name="one-step-off", title="One step off", source="arXiv 2410.18252; verl's one_step_off_policy",
+            algorithm="engines generate the responses of step k + 1 while step k is trained",
+            exact=("an RL step trains on responses of the weights one update before its own",), topology="separate",
+            generating_share=0.5, max_staleness=1, on_policy=False,
+            assumptions=("half of the GPUs generate and half train", "a rollout takes the weights that it begins with"),
+        ),
+        System(
             name="areal", title="AReaL", source="arXiv 2505.24298; inclusionAI/AReaL",
             algorithm="begin min(most - running, (eta + version + 1) batch - (accepted + running))",
             exact=("the bound on what may begin", "prefixes are prefilled again under every new version"),
@@ -362,7 +370,7 @@ def find_systems(names: str | Sequence[str | System] = "all") -> tuple[System, .
     """
     if isinstance(names, str):
         names = list(SYSTEMS) if names.strip() == "all" else [name.strip() for name in names.split(",") if name.strip()]
-    systems = tuple(name if isinstance(name, System) else _row(name) for name in names)
+    systems = tuple(name if isinstance(name, System) else find_system(name) for name in names)
     chosen = [system.name for system in systems]
     if not chosen:
         raise ConfigError(f"no system given; there are {', '.join(SYSTEMS)}, or all")
@@ -371,9 +379,8 @@ def find_systems(names: str | Sequence[str | System] = "all") -> tuple[System, .
     return systems
 
 
-def _row(name: str) -> System:
+def find_system(name: str) -> System:
+    """Return the row of that name; ConfigError for an unknown one."""
     if name not in SYSTEMS:
-        raise ConfigError(
-            f"no system named {name!r}{did_you_mean(name, SYSTEMS)}; there are {', '.join(SYSTEMS)}, or all"
-        )
+        raise ConfigError(f"no system named {name!r}{did_you_mean(name, SYSTEMS)}; there are {', '.join(SYSTEMS)}")
     return SYSTEMS[name]

@@ -5,21 +5,23 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 from tltlab.errors import ConfigError
-from tltlab.state import StepOutcome, StepState
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.state import Choice, StepState
+from tltlab.strategy import NO_SPECULATION
 
-from .selector import Selector
+from .selector import Selector, Wrapper, chosen
 
 Count = Literal["running", "remaining"]
+_OFF = Choice(NO_SPECULATION, learns=False)
+_STAYS_OFF = Choice(NO_SPECULATION, learns=False, stays=True)
 
 
-class ElasticActivation(Selector):
+class ElasticActivation(Wrapper):
     """Wraps a selector: it is asked while at most `max_requests` are left, above that decoding is plain.
 
     `count` says what is counted: the `running` requests of this worker, or the `remaining` ones (running and waiting).
     After a switch, on or off, nothing switches again for `hold_iterations` choices, so a batch that flutters around
-    the threshold does not; a new RL step starts afresh. While off, `inner` neither chooses nor learns, the propensity
-    is 1 and there is no bucket. TLT's default is 32 running requests. Its released code holds differently: the count
+    the threshold does not; a new RL step starts afresh. While off, `inner` is not asked; outcomes of its earlier
+    choices still reach it. TLT's default is 32 running requests. Its released code holds differently: the count
     must stay low for 10 iterations before speculation comes on, which then stays on until the rollout ends.
     """
 
@@ -33,7 +35,7 @@ class ElasticActivation(Selector):
             )
         if count not in get_args(Count):
             raise ConfigError(f"activation: count must be 'running' or 'remaining', got {count!r}")
-        self.inner = inner
+        super().__init__(inner)
         self.max_requests = max_requests
         self.count = count
         self.hold_iterations = hold_iterations
@@ -43,31 +45,16 @@ class ElasticActivation(Selector):
         self.held_ = 0
         self.rl_step_: int | None = None
 
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state: StepState) -> Choice:
         few = (state.batch if self.count == "running" else state.remaining) <= self.max_requests
         if state.rl_step != self.rl_step_:
             self.rl_step_, self.on_, self.held_ = state.rl_step, few, self.hold_iterations
         elif few != self.on_ and self.held_ >= self.hold_iterations:
             self.on_, self.held_ = few, 0
         self.held_ = min(self.held_ + 1, self.hold_iterations)
-        self.steady_ = not self.on_ and self.held_ == self.hold_iterations
-        if not self.on_:
-            self.propensity_, self.bucket_ = 1.0, None
-            return NO_SPECULATION
-        chosen = self.inner.choose(state)
-        self.propensity_, self.bucket_ = self.inner.propensity_, self.inner.bucket_
-        return chosen
-
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        if self.learns_from(strategy):
-            self.inner.observe(strategy, outcome)
-
-    def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
-        return self.inner.reward(strategy, outcome) if self.learns_from(strategy) else None
-
-    def learns_from(self, strategy: Strategy) -> bool:
-        # An engine may report an iteration after the next choice: just after a switch it need not be one of inner's.
-        return self.on_ and strategy in self.inner.strategies
+        if self.on_:
+            return chosen(self.inner, state)
+        return _STAYS_OFF if self.held_ == self.hold_iterations else _OFF
 
     def state_dict(self) -> dict[str, Any]:
         return {"on": self.on_, "held": self.held_, "rl_step": self.rl_step_, "inner": self.inner.state_dict()}

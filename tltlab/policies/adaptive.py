@@ -13,7 +13,7 @@ import numpy as np
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import FAR_TOKENS
 from tltlab.errors import ConfigError
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .goodput import kept_by_position
@@ -145,7 +145,7 @@ class Adaptive(Selector, kind="adaptive"):
         self.chances_ = [0.0] * len(self.strategies)
         self.loss_s_ = 0.0
 
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state: StepState) -> Choice:
         batch = max(state.batch, 1)
         self.context_per_request_ = state.context_tokens / batch
         if state.rl_step != self.rl_step_:
@@ -160,16 +160,13 @@ class Adaptive(Selector, kind="adaptive"):
             # Renting until the rent has cost as much as buying loses at most twice the best of both.
             self.lost_s_ += self.loss_s_
             if self.lost_s_ < self.switch_s:
-                self.propensity_ = 1.0
-                return NO_SPECULATION
+                return Choice(NO_SPECULATION)
         chances = self.chances_
         total = chances[-1]
         if u < total:
             i = bisect_right(chances, u)
-            self.propensity_ = chances[i] - (chances[i - 1] if i else 0.0)
-            return self.strategies[i]
-        self.propensity_ = 1.0 - total
-        return self.strategies[self.best_]
+            return Choice(self.strategies[i], chances[i] - (chances[i - 1] if i else 0.0))
+        return Choice(self.strategies[self.best_], 1.0 - total)
 
     def seconds(self, batch: int, context_tokens: float) -> Floats:
         """Expected seconds of an iteration by strategy, in order; 1-scaled before the first was measured."""
@@ -264,7 +261,8 @@ class Adaptive(Selector, kind="adaptive"):
             self.offered_ *= RL_STEP_DRAFTS[:, 0] / np.maximum(self.offered_[:, :, 1:], RL_STEP_DRAFTS[:, 0])
         self.rl_step_, self.lost_s_, self.look_age_, self.since_change_ = rl_step, 0.0, EVERY, 0
 
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        strategy = choice.strategy
         i = self.best_ if strategy is self.strategies[self.best_] else self._index.get(strategy)
         if i is None or outcome.batch < 1:
             return
@@ -337,9 +335,9 @@ class Adaptive(Selector, kind="adaptive"):
             np.multiply.at(values, cells, 1.0 - 1.0 / CELL_WINDOW)
             np.add.at(values, cells, new)
 
-    def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
+    def reward(self, choice: Choice, outcome: StepOutcome) -> float | None:
         """Tokens per second of the iteration, None where it teaches nothing about time."""
-        return _TOKENS_PER_SECOND(strategy, outcome) if strategy in self._index else None
+        return _TOKENS_PER_SECOND(choice.strategy, outcome) if choice.strategy in self._index else None
 
     def state_dict(self) -> dict[str, Any]:
         return {

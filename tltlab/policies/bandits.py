@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.errors import ConfigError
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import Strategy
 
 from .beg_mab import BegMab
@@ -81,9 +81,9 @@ class Ucb1(EpsilonGreedy, kind="ucb1"):
         scale = self.exploration * (max(highs) - min(lows)) * math.sqrt(2.0 * math.log(max(self.rounds_, 1)))
         return max(windows, key=lambda arm: windows[arm].value + scale / math.sqrt(len(windows[arm].values)))
 
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        self.rounds_ += strategy in self.strategies and self.reward(strategy, outcome) is not None
-        super().observe(strategy, outcome)
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        self.rounds_ += choice.strategy in self.strategies and self.reward(choice, outcome) is not None
+        super().observe(choice, outcome)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"rounds": self.rounds_}
@@ -123,17 +123,16 @@ class Hedge(Selector, kind="hedge"):
         weights = [math.exp(-eta * (loss - least)) for loss in self.losses_]
         return [weight / math.fsum(weights) for weight in weights]
 
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state: StepState) -> Choice:
         chances = self.chances
         at = min(int(np.searchsorted(np.cumsum(chances), self.rng.random(), side="right")), len(chances) - 1)
-        self.propensity_ = chances[at]
-        return self.strategies[at]
+        return Choice(self.strategies[at], chances[at])
 
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        if strategy not in self.strategies:
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        if choice.strategy not in self.strategies:
             return
         loss = 1.0 - (outcome.accept_length - 1.0) / max(arm.reach for arm in self.strategies)
-        self.losses_[self.strategies.index(strategy)] += loss / self.propensity_
+        self.losses_[self.strategies.index(choice.strategy)] += loss / choice.propensity
         self.rounds_ += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tltlab.config import FiniteModel, InFile
 from tltlab.errors import ConfigError
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .reward import Reward, RewardKind, Statistic, Window
@@ -49,7 +49,8 @@ class BegMab(Selector, kind="beg-mab"):
 
     >>> deep, shallow = Strategy.chain("ngram", 8), Strategy.chain("ngram", 2)
     >>> bandit = BegMab([(1, [deep, shallow]), (9, [shallow, NO_SPECULATION])], rng=np.random.default_rng(0))
-    >>> str(bandit.choose(StepState(rl_step=0, batch=4))), bandit.bucket_
+    >>> choice = bandit.choose(StepState(rl_step=0, batch=4))
+    >>> str(choice.strategy), choice.bucket
     ('ngram:8', 0)
     """
 
@@ -90,19 +91,16 @@ class BegMab(Selector, kind="beg-mab"):
                     f"such arm: add no speculation to {', '.join(map(str, arms))}, or give plain_rate"
                 )
 
-    def choose(self, state: StepState) -> Strategy:
-        bucket = self.bucket_ = bucket_of(self.thresholds, state.batch)
+    def choose(self, state: StepState) -> Choice:
+        bucket = bucket_of(self.thresholds, state.batch)
         arms = self.arms[bucket]
         if len(arms) == 1:
-            self.propensity_ = 1.0
-            return arms[0]
+            return Choice(arms[0], 1.0, bucket)
         greedy = chosen = self._best(bucket)
         if self.rng.random() < self.epsilon:
             chosen = arms[int(self.rng.random() * len(arms))]
-        self.propensity_ = self.epsilon / len(arms) + (
-            1.0 - self.epsilon if chosen is greedy or chosen == greedy else 0.0
-        )
-        return chosen
+        chance = self.epsilon / len(arms) + (1.0 - self.epsilon if chosen is greedy or chosen == greedy else 0.0)
+        return Choice(chosen, chance, bucket)
 
     def _best(self, bucket: int) -> Strategy:
         windows = self.windows_[bucket]
@@ -116,16 +114,16 @@ class BegMab(Selector, kind="beg-mab"):
                 best, most = arm, window.value
         return best
 
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        reward = self.reward_(strategy, outcome)
-        window = self.windows_[bucket_of(self.thresholds, outcome.batch)].get(strategy)
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        reward = self.reward_(choice.strategy, outcome)
+        window = self.windows_[bucket_of(self.thresholds, outcome.batch)].get(choice.strategy)
         if window is not None and reward is not None:
             window.push(reward)
-        self.reward_.learn(strategy, outcome)
+        self.reward_.learn(choice.strategy, outcome)
 
-    def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
+    def reward(self, choice: Choice, outcome: StepOutcome) -> float | None:
         """The reward that `observe` would learn from this outcome; ask before `observe`."""
-        return self.reward_(strategy, outcome)
+        return self.reward_(choice.strategy, outcome)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tltlab.errors import ConfigError
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .selector import Selector
@@ -68,14 +68,16 @@ class AcceptedThresholds(Selector):
         chains = (Strategy.chain(drafter, depth) for slot in self.slots_ for depth in slot.depths)
         self.strategies = tuple(dict.fromkeys((NO_SPECULATION, *chains)))
 
-    def choose(self, state: StepState) -> Strategy:
-        self.bucket_ = bucket_of(self.thresholds, state.batch)
-        slot = self.slots_[self.bucket_]
-        return Strategy.chain(self.drafter, slot.depths[slot.at])
+    def choose(self, state: StepState) -> Choice:
+        bucket = bucket_of(self.thresholds, state.batch)
+        slot = self.slots_[bucket]
+        return Choice(Strategy.chain(self.drafter, slot.depths[slot.at]), bucket=bucket)
 
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
         slot = self.slots_[bucket_of(self.thresholds, outcome.batch)]
-        if strategy.speculates and outcome.batch:
+        if choice.strategy.draft_depth != slot.depths[slot.at]:
+            return  # Chosen before the last move, or for another range of batch sizes.
+        if choice.strategy.speculates and outcome.batch:
             slot.accepted += self.weight * (outcome.accept_length - 1.0 - slot.accepted)
         slot.iterations += 1
         due = slot.iterations - self.warm_up
@@ -110,7 +112,7 @@ class ContextTable(Selector):
     `rows` are (min_tokens, strategy) with ascending min_tokens, as in `BatchTable`.
 
     >>> table = ContextTable([(1, Strategy.chain("learned", 5)), (131072, NO_SPECULATION)])
-    >>> str(table.choose(StepState(rl_step=0, batch=2, context_tokens=3e5)))
+    >>> str(table.choose(StepState(rl_step=0, batch=2, context_tokens=3e5)).strategy)
     'none'
     """
 
@@ -119,6 +121,6 @@ class ContextTable(Selector):
         self.rows = tuple(strategy for _, strategy in rows)
         self.strategies = tuple(dict.fromkeys(self.rows))
 
-    def choose(self, state: StepState) -> Strategy:
-        self.bucket_ = bucket_of(self.thresholds, int(state.context_tokens / max(state.batch, 1)))
-        return self.rows[self.bucket_]
+    def choose(self, state: StepState) -> Choice:
+        bucket = bucket_of(self.thresholds, int(state.context_tokens / max(state.batch, 1)))
+        return Choice(self.rows[bucket], bucket=bucket)

@@ -13,9 +13,10 @@ from tltlab.arrays import Floats
 from tltlab.config import InFile
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs, presets
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .selector import Selector, StrategyField, rng_state, set_rng_state
@@ -66,7 +67,7 @@ class Goodput(Selector, kind="goodput"):
     >>> costs = LinearCosts(base_s=4e-3, per_request_s=0, per_token_s=1e-4, per_context_s=0, sd_base_s=1e-3,
     ...                     sd_idle_s=0, draft_level_s=0, draft_level_per_request_s=0)
     >>> goodput = Goodput([Strategy.chain("ngram", 4)], costs, epsilon=0.0, rng=np.random.default_rng(0))
-    >>> [str(goodput.choose(StepState(rl_step=0, batch=batch))) for batch in (1, 64)]
+    >>> [str(goodput.choose(StepState(rl_step=0, batch=batch)).strategy) for batch in (1, 64)]
     ['ngram:4', 'none']
     """
 
@@ -91,9 +92,8 @@ class Goodput(Selector, kind="goodput"):
         self.epsilon = epsilon
         self.prior = prior
         self.rng = rng
-        loaded = any(s.speculates for s in self.strategies)
-        self._iterations = {s: costs.iteration(s, drafter_loaded=loaded) for s in self.strategies}
-        self._seconds: dict[int, list[tuple[Strategy, float, float]]] = {}
+        self._costs = costs
+        self.drafts_with(STANDARD)
         depths: dict[str, int] = {}
         for strategy in self.strategies:
             depths[strategy.drafter] = max(depths.get(strategy.drafter, 0), strategy.draft_depth)
@@ -103,11 +103,18 @@ class Goodput(Selector, kind="goodput"):
         self._tokens = dict.fromkeys(self.strategies, 1.0)
         self._estimate()
 
+    def drafts_with(self, drafters: Drafters) -> None:
+        # What drafters of other names are a run says later.
+        known = [s for s in self.strategies if not s.speculates or s.drafter in drafters]
+        loaded = any(s.speculates for s in self.strategies)
+        self._iterations = {s: self._costs.iteration(s, drafter_loaded=loaded, drafters=drafters) for s in known}
+        self._seconds: dict[int, list[tuple[Strategy, float, float]]] = {}
+
     def tokens(self, strategy: Strategy) -> float:
         """Tokens per request and iteration that `strategy` is expected to yield, the bonus token included."""
         return self._tokens[strategy]
 
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state: StepState) -> Choice:
         batch, context = max(state.batch, 1), state.context_tokens
         if batch not in self._seconds:
             costs = self._iterations.items()
@@ -121,10 +128,10 @@ class Goodput(Selector, kind="goodput"):
         chosen = best
         if self.epsilon and self.rng.random() < self.epsilon:
             chosen = self.strategies[int(self.rng.random() * len(self.strategies))]
-        self.propensity_ = self.epsilon / len(self.strategies) + (1.0 - self.epsilon if chosen == best else 0.0)
-        return chosen
+        return Choice(chosen, self.epsilon / len(self.strategies) + (1.0 - self.epsilon if chosen == best else 0.0))
 
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        strategy = choice.strategy
         forget = 1.0 - 1.0 / self.window
         for counts in (self.reached_, self.kept_):
             for name, of_drafter in counts.items():

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 from pydantic import model_validator as validator
 
 from tltlab.config import Built, FiniteModel, faults_in, shown
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.drafters.length_budget import LengthAwareBudget
 from tltlab.drafters.mba import MbaBudget
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, Drafters, DrafterSpec, HybridSpec, OwnDrafter
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json, write_json
+from tltlab.own import OwnPart, named_in, parse_call
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .activation import Count, ElasticActivation
@@ -82,7 +83,8 @@ class Policy(FiniteModel):
     """A selector, when it is active, how drafts are shared out, and where it came from.
 
     Without a `budget` every request is drafted what the strategy says. `drafters` are those that the policy brings
-    along, by the name that its strategies use, beside the ones that every engine has (`DEFAULT_DRAFTERS`).
+    along, by the name that its strategies use, beside the ones that every engine has (`DEFAULT_DRAFTERS`): specs, or
+    classes of the user's own.
     `provenance` says how the policy was found: trace, costs, seed, objective, interval, ...
 
     >>> policy = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)), activation=Activation(max_requests=16))
@@ -98,6 +100,14 @@ class Policy(FiniteModel):
     drafters: dict[str, DrafterSpec] = Field(default={})
     provenance: dict[str, Any] = Field(default={})
 
+    @field_validator("drafters", mode="before")
+    @classmethod
+    def _classes(cls, drafters: Any) -> Any:
+        """Drafter classes stand for their names."""
+        if not isinstance(drafters, Mapping):
+            return drafters
+        return {n: OwnDrafter.of_class(spec) if isinstance(spec, type) else spec for n, spec in drafters.items()}
+
     @validator(mode="after")
     def _drafters_can_serve(self) -> Policy:
         available = DEFAULT_DRAFTERS | self.drafters
@@ -109,14 +119,43 @@ class Policy(FiniteModel):
                 raise ValueError(f"drafters.{name}: a hybrid of {hybrids[0]!r}, which is a hybrid itself")
         return self
 
+    @property
+    def registry(self) -> Drafters:
+        """The standard drafters and those that the policy brings along."""
+        return Drafters(self.drafters)
+
     def build(self, rng: np.random.Generator) -> Selector:
         """A fresh selector that draws from `rng`; build one per worker."""
         selector = self.selector.build(rng)
+        selector.drafts_with(self.registry)
         return self.activation.wrap(selector) if self.activation else selector
 
     def build_budget(self) -> DraftBudget:
         """What shares out the drafts of an iteration."""
         return self.budget.build() if self.budget else UniformBudget()
+
+    @property
+    def own_parts(self) -> tuple[OwnPart, ...]:
+        """Classes of a user's own that the policy imports."""
+        return tuple(part for part in (self.selector, *self.drafters.values()) if isinstance(part, OwnPart))
+
+    def with_settings(self, settings: Mapping[str, Any], name: str = "") -> Policy:
+        """The policy with other values for settings of its selector; ConfigError for one that it does not have.
+
+        >>> load_policy("goodput").with_settings({"window": 100}).selector.window
+        100
+        """
+        name, selector = name or f"policy {self.selector.kind}", self.selector
+        if isinstance(selector, CustomSpec):
+            args = {**selector.args, **settings}
+            return self.model_copy(update={"selector": selector.model_copy(update={"args": args})})
+        known = [field for field in type(selector).model_fields if field != "kind"]
+        if unknown := [key for key in settings if key not in known]:
+            near = did_you_mean(unknown[0], known)
+            raise ConfigError(f"{name} has no setting {unknown[0]!r}{near}; there are {', '.join(known) or 'none'}")
+        with faults_in(name):
+            changed = type(selector).model_validate({**selector.model_dump(mode="json"), **settings})
+        return self.model_copy(update={"selector": changed})
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -137,10 +176,11 @@ def load_policy(source: PolicySource) -> Policy:
 
     That is a shipped name, a policy file, drafts in short (`ngram:4` always drafts 4 tokens, `learned:8x4/48` a tree,
     `ngram:4@8` only while at most 8 requests run), "package.module:Class" or the class itself, what stands in a policy
-    file or its selector, as a dict or built, or a Strategy, which is always chosen. A class of the user's own must be
-    one that other processes can import, and pass `tltlab.testing.check_selector`; a file may name one only of a module
-    that `code_allowed` or `TLTLAB_ALLOW_CODE` does. ConfigError names everything that is wrong with a file, each fault
-    with its place, on one line.
+    file or its selector, as a dict or built, or a Strategy, which is always chosen. A name or a class takes parameters
+    behind it, as in `goodput(window=100)`. A class of the user's own must be one that other processes can import, and
+    pass `tltlab.testing.check_selector`; a file may name one only of a module that `code_allowed` or
+    `TLTLAB_ALLOW_CODE` does. ConfigError names everything that is wrong with a file, each fault with its place, on one
+    line.
 
     >>> load_policy(Strategy.chain("ngram", 2)).strategies
     (Strategy(drafter='ngram', draft_depth=2, top_k=1, tokens_to_verify=3),)
@@ -148,7 +188,7 @@ def load_policy(source: PolicySource) -> Policy:
     if isinstance(source, Policy):
         return source
     if isinstance(source, type):
-        return _of_class(source)
+        return _checked(Policy(selector=CustomSpec.of_class(source)))
     if isinstance(source, Strategy):
         return Policy(selector=FixedSpec(strategy=source))
     if isinstance(source, Mapping | BaseModel):
@@ -168,35 +208,27 @@ def load_policy(source: PolicySource) -> Policy:
         if drafts := re.fullmatch(r"([\w-]+:[1-9]\d*(?:x[1-9]\d*)?(?:/[1-9]\d*)?)(?:@([1-9]\d*))?", source):
             activation = Activation(max_requests=int(drafts[2])) if drafts[2] else None
             return Policy(selector=FixedSpec(strategy=Strategy.parse(drafts[1])), activation=activation)
-        if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source):
-            return _checked(Policy(selector=CustomSpec(path=source)))
-        if "/" not in source and not path.suffix:
+        if (own := CustomSpec.parse(source)) is not None:
+            return _checked(Policy(selector=own))
+        name, settings = parse_call(source)
+        if settings and name in SHIPPED:
+            return SHIPPED[name].with_settings(settings, name)
+        if settings or ("/" not in source and not path.suffix):
             raise ConfigError(
-                f"no policy named {source!r}{did_you_mean(source, SHIPPED)}; there are {', '.join(SHIPPED)}, "
+                f"no policy named {name!r}{did_you_mean(name, SHIPPED)}; there are {', '.join(SHIPPED)}, "
                 f"or give drafts such as ngram:4, a policy file or package.module:Class"
             )
     if path.suffix == ".py":
         raise ConfigError(f"{path} is a module: name the class in it, as in {path.stem}:{path.stem.title()}")
     policy = parse_policy(read_json(path), path)
-    if isinstance(policy.selector, CustomSpec):
-        policy.selector.refuse_unasked(path)
+    for part in policy.own_parts:
+        part.refuse_unasked(path)
     return _checked(policy)
 
 
-def _of_class(cls: type) -> Policy:
-    if not issubclass(cls, Selector):
-        raise ConfigError(f"{cls.__name__} is no policy: it is not a subclass of tltlab.policies.selector.Selector")
-    if cls.__module__ == "__main__" or "." in cls.__qualname__:
-        raise ConfigError(
-            f"{cls.__name__} is defined in {'a script or notebook' if cls.__module__ == '__main__' else 'a function'}, "
-            "where other processes cannot find it: move it to a module; tltlab.sim takes it as it is"
-        )
-    return _checked(Policy(selector=CustomSpec(path=f"{cls.__module__}:{cls.__qualname__}")))
-
-
 def _checked(policy: Policy) -> Policy:
-    if isinstance(policy.selector, CustomSpec):
-        policy.selector.check()
+    for part in policy.own_parts:
+        part.check()
     return policy
 
 
@@ -208,7 +240,7 @@ def parse_policy(value: Any, path: Path, part: str = "") -> Policy:
     origin = f"{path}: {part}" if part else str(path)
     if not isinstance(value, dict):
         raise ConfigError(f"{origin}: a policy file holds one JSON object, got {type(value).__name__}")
-    with faults_in(origin, _place):
+    with named_in(path), faults_in(origin, _place):
         # Defaults are for Python; a file must say what it is.
         return Policy.model_validate({"format": None, "version": None, **value}, context={"folder": path.parent})
 

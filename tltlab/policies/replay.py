@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import NO_CHOICE, Choice, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .selector import Selector
+from .selector import Selector, Wrapper, chosen
 
 REPLAYED = ("rl_step", "iteration", "drafter", "draft_depth", "top_k", "tokens_to_verify", "bucket", "propensity")
 """The columns of `decisions` that say what was chosen when."""
@@ -21,12 +22,12 @@ START: Place = (-1, 0)
 """Before the first."""
 
 
-class ReplayedDecisions(Selector):
+class ReplayedDecisions(Wrapper):
     """Chooses what one worker's rows of a trace's `decisions` say, and after their last RL step what `inner` does.
 
     A row names the iteration that a choice was in force in, which is the one after it was made; the first iteration of
-    a rollout has none. Several rollouts of one RL step count on. `inner` is asked and told all the same, and learns
-    from what was replayed; its answers are not used. Engines call `begin` before each rollout. Raises ConfigError where
+    a rollout has none. Several rollouts of one RL step count on. `inner` is asked all the same and learns from what was
+    replayed; its answers are not used. Engines call `begin` before each rollout. Raises ConfigError where
     `inner` could not have made these choices, RunError in an iteration whose choice is not in the rows.
 
     >>> row = {"rl_step": 0, "iteration": 1, "drafter": "ngram", "draft_depth": 4, "top_k": 1, "tokens_to_verify": 5}
@@ -34,18 +35,18 @@ class ReplayedDecisions(Selector):
     """
 
     def __init__(self, inner: Selector, rows: Iterable[Mapping[str, Any]], *, worker: int = 0) -> None:
-        self.inner = inner
-        self.strategies = inner.strategies
+        super().__init__(inner)
+        self.memoryless = False
         self.worker = worker
-        self._rows: dict[Place, Mapping[str, Any]] = {(int(r["rl_step"]), int(r["iteration"])): r for r in rows}
-        self._chosen = {place: _strategy(row) for place, row in self._rows.items()}
-        self.last_rl_step = max((rl_step for rl_step, _ in self._rows), default=-1)
-        foreign = set(self._chosen.values()) - {NO_SPECULATION, *self.strategies}
+        self._choices: dict[Place, Choice] = {(int(r["rl_step"]), int(r["iteration"])): _choice(r) for r in rows}
+        self.last_rl_step = max((rl_step for rl_step, _ in self._choices), default=-1)
+        foreign = {choice.strategy for choice in self._choices.values()} - {NO_SPECULATION, *self.strategies}
         if self.strategies and foreign:
             raise ConfigError(
                 f"worker {worker}: the decisions to replay have {min(map(str, foreign))}, which the policy never "
                 "chooses: replay with the policy that recorded them"
             )
+        self.strategies = tuple(dict.fromkeys((*inner.strategies, NO_SPECULATION)))
         self.go_to(START)
 
     @property
@@ -64,7 +65,7 @@ class ReplayedDecisions(Selector):
             self.rl_step_, self.iteration_ = rl_step, 0
         self.unknown_ = False
 
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state: StepState) -> Choice:
         if state.rl_step != self.rl_step_:
             self.begin(state.rl_step)
         if self.unknown_:
@@ -73,25 +74,13 @@ class ReplayedDecisions(Selector):
                 f"{self.iteration_}: this run does not do what the recorded one did"
             )
         self.iteration_ += 1
-        chosen = self.inner.choose(state)
-        self.propensity_, self.bucket_ = self.inner.propensity_, self.inner.bucket_
+        own = chosen(self.inner, state)
         if self.rl_step_ > self.last_rl_step:
-            return chosen
-        place = self.rl_step_, self.iteration_
-        row = self._rows.get(place)
+            return own
+        replayed = self._choices.get((self.rl_step_, self.iteration_))
         # The last choice of a rollout is in force nowhere and is in no row.
-        self.unknown_ = row is None
-        if row is None:
-            return NO_SPECULATION
-        bucket, self.propensity_ = row.get("bucket"), float(row.get("propensity", 1.0))
-        self.bucket_ = None if bucket is None or bucket != bucket else int(bucket)
-        return self._chosen[place]
-
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        self.inner.observe(strategy, outcome)
-
-    def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
-        return self.inner.reward(strategy, outcome)
+        self.unknown_ = replayed is None
+        return NO_CHOICE if replayed is None else replace(replayed, learns=own.learns)
 
     def state_dict(self) -> dict[str, Any]:
         """How far it has come, and what `inner` has learned."""
@@ -103,5 +92,8 @@ class ReplayedDecisions(Selector):
         self.inner.load_state_dict(state["inner"])
 
 
-def _strategy(row: Mapping[str, Any]) -> Strategy:
-    return Strategy(str(row["drafter"]), int(row["draft_depth"]), int(row["top_k"]), int(row["tokens_to_verify"]))
+def _choice(row: Mapping[str, Any]) -> Choice:
+    strategy = Strategy(str(row["drafter"]), int(row["draft_depth"]), int(row["top_k"]), int(row["tokens_to_verify"]))
+    bucket = row.get("bucket")
+    number = None if bucket is None or bucket != bucket else int(bucket)
+    return Choice(strategy, float(row.get("propensity", 1.0)), number)

@@ -1,7 +1,8 @@
-"""The contract between a policy and its caller, an engine or the simulator: ask with `choose`, tell with `observe`.
+"""The contract between a policy and its caller, `PolicyDriver`: `choose` a strategy, `observe` its outcome.
 
-The loop belongs to the caller. A selector holds no clock and no global random state: randomness comes from the
-generator it is built with. Constructors only check and store their arguments; learned state ends in an underscore.
+The loop belongs to the caller, the simulator's worker or an engine's control. A selector holds no clock and no global
+random state: randomness comes from the generator it is built with. Constructors only check and store their arguments;
+learned state ends in an underscore.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import numpy as np
 from pydantic import SerializerFunctionWrapHandler, ValidatorFunctionWrapHandler, WrapValidator, model_serializer
 
 from tltlab.config import Built, FiniteModel
+from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import Strategy
 
 
@@ -58,6 +60,10 @@ def as_tuples(rows: Iterable[FiniteModel]) -> list[tuple[Any, ...]]:
     return [tuple(value for _, value in row) for row in rows]
 
 
+WHOLE_TOKENS = "whole_tokens"
+"""A need: outcomes count whole tokens. Expected values, as of the simulator's fluid mode, do not serve."""
+
+
 class Selector(ABC):
     """Chooses a strategy for each decode iteration. One method is enough for a policy of your own.
 
@@ -66,11 +72,15 @@ class Selector(ABC):
     ...     def choose(self, state):
     ...         return self.strategies[state.batch <= 8]
 
+    `choose` returns a strategy, or a `Choice` that says with which probability and in which bucket it was chosen.
+    Outcomes come late: an engine drafts at the end of one iteration what the next one verifies, so at least one more
+    choice is made before `observe` receives the outcome of this one, and some outcomes never come. Whatever an outcome
+    needs of its choice belongs into the `Choice`.
+
     `strategies` lists everything `choose` may return: engines size their buffers by it. `memoryless` promises that
-    `choose` depends on nothing but `batch` and `waiting` and that `observe` does nothing; the simulator then asks once
-    per change of these. `propensity_` is the probability that the last choice had, `bucket_` the bucket it fell in.
-    `steady_` promises it of the last choice alone: the next ones are the same until one of `batch`, `waiting` and
-    `rl_step` changes, whether it is asked for them or not.
+    `choose` depends on nothing but `batch` and `waiting` and that `observe` does nothing; the caller then asks once
+    per change of these. `needs` names what the policy cannot do without (`WHOLE_TOKENS`): callers that lack it refuse
+    the policy before anything starts.
 
     A class declared with a kind, as in `class Fixed(Selector, kind="fixed")`, has a `Spec`: the model of its settings
     in policy files, made of the constructor's signature. Files know those listed in `specs.SELECTORS`.
@@ -79,9 +89,7 @@ class Selector(ABC):
     Spec: ClassVar[type[SelectorSpec]]
     strategies: tuple[Strategy, ...] = ()
     memoryless: bool = False
-    propensity_: float = 1.0
-    bucket_: int | None = None
-    steady_: bool = False
+    needs: frozenset[str] = frozenset()
 
     def __init_subclass__(cls, kind: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -98,18 +106,17 @@ class Selector(ABC):
             )
 
     @abstractmethod
-    def choose(self, state: StepState) -> Strategy:
-        """Return the strategy for the next iteration, one of `strategies`."""
+    def choose(self, state: StepState) -> Strategy | Choice:
+        """Return what the next iteration is to verify, one of `strategies`."""
 
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:  # noqa: B027
-        """Learn from an iteration that ran under `strategy`."""
+    def drafts_with(self, drafters: Drafters) -> None:  # noqa: B027
+        """Learn what the run's drafters are, before the first choice."""
 
-    def learns_from(self, strategy: Strategy) -> bool:
-        """Whether `observe` and `reward` do anything with an outcome of `strategy` as things stand."""
-        return True
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:  # noqa: B027
+        """Learn from the iteration that verified what `choice` drafted."""
 
-    def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
-        """The reward this selector would learn from, None if it learns nothing. Recorded in decisions.parquet."""
+    def reward(self, choice: Choice, outcome: StepOutcome) -> float | None:
+        """Reward that `observe` would learn from, None for none. Recorded in decisions.parquet."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,6 +125,35 @@ class Selector(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Take back what `state_dict` gave."""
+
+
+class Wrapper(Selector):
+    """A selector around another one, `inner`, which learns from the choices that it made."""
+
+    def __init__(self, inner: Selector) -> None:
+        self.inner = inner
+        self.strategies = inner.strategies
+        self.memoryless = inner.memoryless
+        self.needs = inner.needs
+
+    def drafts_with(self, drafters: Drafters) -> None:
+        self.inner.drafts_with(drafters)
+
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        self.inner.observe(choice, outcome)
+
+    def reward(self, choice: Choice, outcome: StepOutcome) -> float | None:
+        return self.inner.reward(choice, outcome)
+
+
+def as_choice(selector: Selector, answer: Strategy | Choice) -> Choice:
+    """The choice that `choose` means: a bare strategy is certain, and a memoryless selector learns nothing from it."""
+    return answer if isinstance(answer, Choice) else Choice(answer, learns=not selector.memoryless)
+
+
+def chosen(selector: Selector, state: StepState) -> Choice:
+    """Ask a selector for a choice."""
+    return as_choice(selector, selector.choose(state))
 
 
 def rng_state(rng: np.random.Generator) -> dict[str, Any]:

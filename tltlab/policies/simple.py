@@ -11,7 +11,7 @@ import numpy as np
 
 from tltlab.config import FiniteModel, InFile
 from tltlab.errors import ConfigError
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .selector import Selector, StrategyField, as_tuples, rng_state, set_rng_state
@@ -55,7 +55,7 @@ class BatchTable(Selector, kind="table"):
     amount to is such a table, since each of its buckets holds one strategy.
 
     >>> table = BatchTable([(1, Strategy.chain("ngram", 8)), (5, Strategy.chain("ngram", 2)), (33, NO_SPECULATION)])
-    >>> str(table.choose(StepState(rl_step=0, batch=20)))
+    >>> str(table.choose(StepState(rl_step=0, batch=20)).strategy)
     'ngram:2'
     """
 
@@ -68,9 +68,9 @@ class BatchTable(Selector, kind="table"):
         self.rows = tuple(strategy for _, strategy in rows)
         self.strategies = tuple(dict.fromkeys(self.rows))
 
-    def choose(self, state: StepState) -> Strategy:
-        self.bucket_ = bucket_of(self.thresholds, state.batch)
-        return self.rows[self.bucket_]
+    def choose(self, state: StepState) -> Choice:
+        bucket = bucket_of(self.thresholds, state.batch)
+        return Choice(self.rows[bucket], bucket=bucket, learns=False)
 
 
 class AcceptLadder(Selector, kind="ladder"):
@@ -78,12 +78,13 @@ class AcceptLadder(Selector, kind="ladder"):
 
     `strategies` ascend in draft depth; the first is where it starts. a is an exponential average of the accepted tokens
     per draft, each iteration with weight `ema`. After `warmup` iterations, and every `hold` after that, it climbs where
-    a > depth - `slack` and descends where a <= depth of the rung below - `slack` - `hysteresis`.
+    a > depth - `slack` and descends where a <= depth of the rung below - `slack` - `hysteresis`. Outcomes of another
+    rung than the current one, chosen before the last step, count for nothing.
 
     >>> ladder = AcceptLadder([Strategy.chain("learned", d) for d in (1, 3)], ema=1.0, warmup=1, hold=1)
     >>> for accepted in (1.0, 3.0, 0.0):
     ...     chosen = ladder.choose(StepState(rl_step=0, batch=1))
-    ...     ladder.observe(chosen, StepOutcome(elapsed_s=0.01, batch=1, drafted=(3,), accepted=(accepted,)))
+    ...     ladder.observe(Choice(chosen), StepOutcome(elapsed_s=0.01, batch=1, drafted=(3,), accepted=(accepted,)))
     ...     print(chosen)
     learned:1
     learned:3
@@ -119,7 +120,9 @@ class AcceptLadder(Selector, kind="ladder"):
     def choose(self, state: StepState) -> Strategy:
         return self.strategies[self.rung_]
 
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        if choice.strategy != self.strategies[self.rung_] or outcome.batch < 1:
+            return
         accepted = outcome.accept_length - 1.0
         before = accepted if self.average_ is None else self.average_
         self.average_ = before + self.ema * (accepted - before)
@@ -157,14 +160,13 @@ class Explore(Selector, kind="explore"):
         self.rng = rng
         self.current_ = 0
         self.left_ = 0
-        self.propensity_ = 1.0 / len(self.strategies)
 
-    def choose(self, state: StepState) -> Strategy:
+    def choose(self, state: StepState) -> Choice:
         if self.left_ == 0:
             self.current_ = int(self.rng.random() * len(self.strategies))
             self.left_ = self.hold_iterations
         self.left_ -= 1
-        return self.strategies[self.current_]
+        return Choice(self.strategies[self.current_], 1.0 / len(self.strategies))
 
     def state_dict(self) -> dict[str, Any]:
         return {"current": self.current_, "left": self.left_, "rng": rng_state(self.rng)}

@@ -13,12 +13,13 @@ from tltlab.acceptance.base import ChainAcceptance
 from tltlab.acceptance.load import DEFAULT, DEFAULTS, load_acceptance, split_by_drafter
 from tltlab.acceptance.per_drafter import EVERY, refuse_one_for_several
 from tltlab.costs.profiles import find_model
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, STANDARD, Drafters, DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.drafters.specs import STANDARD, Drafters, HybridSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.hardware import GIB, RUNTIME_BYTES, ModelShape, available_memory
+from tltlab.own import split
 from tltlab.policies.policy import Policy
-from tltlab.policies.specs import CustomSpec, FixedSpec
+from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.engine import environment
 from tltlab.runtime.rollout.played import STOCK, Play
 from tltlab.sim.verification.policies import named_policies
@@ -53,7 +54,7 @@ def plan_of(
 
     Plain steps are timed at `plain_batches` besides. Raises ConfigError; nothing has been started then.
     """
-    names = [part.strip() for part in policies.split(",") if part.strip()]
+    names = split(policies)
     ours = named_policies(",".join(name for name in names if name != STOCK), fewest=0 if STOCK in names else 1)
     if names.count(STOCK) > 1:
         raise ConfigError(f"--policies {policies}: {STOCK} is there twice")
@@ -64,7 +65,7 @@ def plan_of(
     learned = learned_drafters(ours, used)
     known = Drafters({name: spec for policy in ours.values() for name, spec in policy.drafters.items()})
     granted = acceptance_by_drafter(acceptance, used, known)
-    modules = sorted({p.selector.module for p in ours.values() if isinstance(p.selector, CustomSpec)})
+    modules = sorted({part.module for policy in ours.values() for part in policy.own_parts})
     plan = Play(
         model=shape.name, config=config, kv_token_bytes=shape.kv_bytes_per_token, lengths=lengths,
         prompt_tokens=prompt_tokens, group_size=trace.manifest.group_size or 8, about=about, policies=stock | ours,
@@ -155,20 +156,17 @@ def rates(source: str, drafter: str, depth: int) -> tuple[float, ...]:
 
 def learned_drafters(policies: Mapping[str, Policy], used: Sequence[str]) -> tuple[str, ...]:
     """Drafters with a network, at most one. ConfigError for trees, for hybrids and for a drafter that is nowhere."""
-    specs: dict[str, DrafterSpec] = {**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="eagle", model="untrained")}
-    for policy in policies.values():
-        specs |= policy.drafters
+    specs = {name: spec for policy in policies.values() for name, spec in policy.drafters.items()}
+    drafters = Drafters(specs)
+    learned = tuple(name for name in used if drafters[name].has_network)
     for name in used:
-        if name not in specs:
-            raise ConfigError(f"no drafter named {name!r} here; there are: {', '.join(sorted(specs))}")
-        if isinstance(specs[name], HybridSpec):
+        if isinstance(specs.get(name), HybridSpec):
             raise ConfigError(
                 f"drafter {name} joins two others, whose drafts an engine cannot keep at rates of their own"
             )
     for name, policy in policies.items():
         if trees := [s for s in policy.strategies if s.speculates and s.tokens_to_verify != s.draft_depth + 1]:
             raise ConfigError(f"policy {name} asks for {trees[0]}: engines verify whole chains")
-    learned = tuple(name for name in used if isinstance(specs[name], LearnedSpec))
     if len(learned) > 1:
         raise ConfigError(f"{' and '.join(learned)} are learned drafters: an engine has at most one")
     return learned

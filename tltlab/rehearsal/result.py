@@ -19,6 +19,7 @@ from tltlab.charts import lines, save_figure
 from tltlab.console import json_rows, made_by, table
 from tltlab.costs.base import CostModel
 from tltlab.costs.profiles import find_gpu, find_model, nearest_engine, profile_costs
+from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError, RunError, TltlabError
 from tltlab.files import sealed, write_json
 from tltlab.runtime.engine.environment import gpus, hardware, versions
@@ -189,6 +190,7 @@ def _recorded(plan: Play, out: Path) -> Trace:
         num_workers=len(plan.lengths), max_response_tokens=longest, group_size=plan.group_size,
         license="Apache-2.0", source="tltlab", seed=plan.seed,
         notes=f"tltlab rehearse: {plan.about}; lengths forced, drafts kept at {plan.granted}, token ids left out",
+        drafters=Drafters(plan.specs).own,
     )  # fmt: skip
     started = 0.0
     with Recorder(out / "trace", manifest) as recorder:

@@ -1,1 +1,1 @@
-"""Recorded and simulated rollouts on disk: schema, reading and writing, the recorder, metrics."""
+"""Recorded and simulated rollouts on disk: schema, rows, reading and writing, the recorder, metrics."""

@@ -296,7 +296,8 @@ def put_together(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, pa.T
     notes.append(f"put together from {', '.join(Path(part.place).name for part in parts)}: workers in this order")
     hardware = ", ".join(dict.fromkeys(part.manifest.hardware for part in parts if part.manifest.hardware))
     update = {"num_workers": workers, "num_rl_steps": None, "notes": "; ".join(notes), "hardware": hardware or None}
-    return first.model_copy(update=update), tables
+    drafters = {name: traits for part in parts for name, traits in part.manifest.drafters.items()}
+    return first.model_copy(update=update | {"drafters": drafters}), tables
 
 
 _Places = dict[tuple[int, int], tuple[int, float]]

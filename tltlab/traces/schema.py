@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import pyarrow as pa
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, field_validator, model_serializer
 
 from tltlab.config import FrozenModel, faults
+from tltlab.drafters.specs import DrafterTraits
 from tltlab.errors import TraceError
 from tltlab.files import read_text, sealed, unsealed
 
@@ -113,7 +114,7 @@ class Manifest(FrozenModel):
     """What a trace is and where it comes from: `manifest.json`. Unknown is None.
 
     `engine` holds name and version, `created` is ISO 8601, `num_workers` counts rollout workers (engines, not GPUs),
-    `group_size` samples per prompt.
+    `group_size` samples per prompt. `drafters` says what drafters of other than the standard names are.
 
     >>> Manifest(kind="recorded", engine="vllm 0.32.0", num_workers=8).version
     1
@@ -135,6 +136,11 @@ class Manifest(FrozenModel):
     source: str | None = None
     seed: int | None = None
     notes: str | None = None
+    drafters: dict[str, DrafterTraits] = Field(default={})
+
+    @model_serializer(mode="wrap")
+    def _without_no_drafters(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if name != "drafters" or value}
 
     @field_validator("created")
     @classmethod
@@ -164,7 +170,7 @@ class Manifest(FrozenModel):
             raise TraceError(f"{path}: {faults(error)}") from error
 
     def to_json(self, sums: Mapping[str, str] | None = None) -> str:
-        """The text of `manifest.json`, sealed (`files.sealed`); every field is there, None as null.
+        """The text of `manifest.json`, sealed (`files.sealed`); every field is there, or null; not empty `drafters`.
 
         `sums` are the SHA-256 of the files beside it, by name.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tltlab.arrays import Ints
+from tltlab.drafters.specs import DrafterTraits
 from tltlab.errors import ConfigError, InputError, TraceError
 from tltlab.files import (
     fsync_file,
@@ -247,14 +248,19 @@ def seal(folder: Path) -> None:
     write_durably(file, Manifest.read(file).to_json(sums).encode())
 
 
-def put_sum(folder: Path, name: str, digest: str | None) -> None:
-    """Have the manifest say this of a file, or nothing with None; a trace that has no sums stays so. Raises OSError."""
+def put_sum(folder: Path, name: str, digest: str | None, drafters: Mapping[str, DrafterTraits] = {}) -> None:
+    """Have the manifest say this of a file, or nothing with None; a trace that has no sums stays so. Raises OSError.
+
+    `drafters` are added to those of the manifest.
+    """
     file = folder / MANIFEST_FILE
-    sums = unsealed(read_text(file)).get(SUMS)
+    sums, manifest = unsealed(read_text(file)).get(SUMS), Manifest.read(file)
     if isinstance(sums, dict):
         sums.pop(name, None)
         sums |= {} if digest is None else {name: digest}
-        replace_durably(file, Manifest.read(file).to_json(sums).encode())
+    if isinstance(sums, dict) or drafters:
+        manifest = manifest.model_copy(update={"drafters": {**manifest.drafters, **drafters}})
+        replace_durably(file, manifest.to_json(sums).encode())
 
 
 def check_sums(folder: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pandas as pd
 import pyarrow as pa
 
 from tltlab.console import progress
+from tltlab.drafters.specs import Drafters
 from tltlab.errors import TraceError
 from tltlab.files import in_progress, write_durably
 
@@ -64,6 +65,11 @@ class Trace:
         self.rl_steps = rl_steps
         self._tables = dict(tables)
         self._frames: dict[str, pd.DataFrame] = {}
+
+    @cached_property
+    def drafters(self) -> Drafters:
+        """The drafters of the trace by name, as its manifest says what they are."""
+        return Drafters(traits=self.manifest.drafters)
 
     @classmethod
     def from_tables(cls, manifest: Manifest, tables: Mapping[str, pd.DataFrame | pa.Table | None]) -> Trace:

@@ -34,7 +34,7 @@ def ours(owner: Any, part: Callable[..., _Value], *args: Any, otherwise: _Otherw
     try:
         return part(*args)
     except Exception as error:
-        from tltlab.runtime.engine.seat import what_was_raised
+        from tltlab.runtime.engine.failures import what_was_raised
 
         owner.tltlab_failed = True
         # vLLM's log is often off.

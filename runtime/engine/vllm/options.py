@@ -199,7 +199,9 @@ def vllm_options(
     if max_batch is not None:
         options["max_num_seqs"] = max_batch
         if chosen is not None:
-            plan = plan_graphs(chosen, max_batch, runner="V1" if pool.feeds else "V2", any_lengths=True)
+            plan = plan_graphs(
+                chosen, max_batch, drafters=pool_specs, runner="V1" if pool.feeds else "V2", any_lengths=True
+            )
     return _options_for(options | engine_settings(speculative_config(pool_specs, depth), plan), for_)
 
 
@@ -264,19 +266,23 @@ class Variables(FrozenModel):
         """`vllm_options` for an engine whose program asks for `async_scheduling`, None where it does not say.
 
         Where the program speculates by itself with a learned drafter (`speculative` is its speculative_config) that one
-        is the policy's drafter "learned", as deep as the program has it. ConfigError where the policy names none.
+        is the policy's drafter with a network, as deep as the program has it. ConfigError where the policy names none.
         """
         arguments = {name: value for name, value in self.options if name != "strict"}
         if arguments["async_scheduling"] is None:
             arguments["async_scheduling"] = async_scheduling
         if speculative and self.policy is not None:
-            head = _learned(speculative)
-            if head is None or not any(strategy.drafter == "learned" for strategy in self.policy.strategies):
+            head, drafters = _learned(speculative), self.policy.registry.beside(arguments["drafters"] or {})
+            named = {s.drafter for s in self.policy.strategies if drafters.network_levels(s)}
+            parts = {part for name in named for part in parts_of(drafters.specs, name)}
+            networks = [name for name in sorted(parts) if drafters[name].has_network]
+            if head is None or len(networks) != 1:
                 raise ConfigError(
-                    "its program speculates by itself, and the policy can steer that where it names the drafter "
-                    f"'learned' and the method is one of {', '.join(_LEARNED)} (it is {speculative.get('method')!r})"
+                    "its program speculates by itself, and the policy can steer that where it names one drafter with a "
+                    f"network, such as 'learned', and the method is one of {', '.join(_LEARNED)} (it is "
+                    f"{speculative.get('method')!r})"
                 )
-            arguments["drafters"] = {**(arguments["drafters"] or {}), "learned": head}
+            arguments["drafters"] = {**(arguments["drafters"] or {}), networks[0]: head}
             arguments["max_draft_depth"] = int(speculative["num_speculative_tokens"])
         options = vllm_options(self.policy, record=self.record, **arguments)
         if speculative and self.policy is not None:

@@ -1,4 +1,13 @@
-"""What is changed in vLLM's model runners: drafting is timed, and iterations without drafts cost what plain ones do."""
+"""Changes to vLLM's model runners: drafting is timed, and an iteration without drafts costs what a plain one does.
+
+An iteration of the V1 runner, in order, and what happens here:
+
+    execute_model            no drafts to verify and none to make: speculation is hidden from the runner
+    sample_tokens            the same; a draft model falls behind by what this iteration computed
+      _sample                no drafts to verify: ordinary sampling in place of rejection sampling
+      propose_draft_token_ids    no drafts wanted: a draft model rests. Wanted again: it catches up, then drafts (timed)
+    take_draft_token_ids     the seconds of drafting travel with the drafts
+"""
 
 from __future__ import annotations
 
@@ -19,13 +28,13 @@ if TYPE_CHECKING:
 
 
 def spare_speculation() -> None:
-    """Have the V1 runner run an iteration without drafts as an engine built without speculation does.
+    """Make the V1 runner run an iteration without drafts as an engine built without speculation does.
 
-    vLLM else gathers the logits of no drafts, samples by rejection and proposes, in all a quarter of an iteration of a
-    small model, and runs a draft model's first pass. Here a draft model rests while no drafts are asked for, and
-    catches up when they are. It goes on as in vLLM with EAGLE heads, whose inputs are gone then, under asynchronous
-    scheduling, without a policy of ours and for hybrid models (Mamba), which keep their states by what is drafted. What
-    is sampled is the same whatever drafts. Where anything of this raises, that runner is vLLM's own from then on.
+    Stock vLLM gathers the logits of no drafts, samples by rejection, proposes and runs a draft model's first pass, in
+    all a quarter of an iteration of a small model. Here a draft model rests while no drafts are wanted and catches up
+    when they are. Stock behaviour stays for EAGLE heads, whose inputs are gone by then, under asynchronous scheduling,
+    without a policy, and for hybrid models (Mamba), whose states depend on what is drafted. Sampled tokens do not
+    depend on any of this. After the first exception in this code the runner is stock vLLM's for good.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
 
@@ -56,15 +65,15 @@ def spare_speculation() -> None:
 
 
 def _begins_plain(runner: Any, output: Any) -> bool:
-    """Whether the iteration that `output` schedules neither verifies drafts nor makes any."""
+    """True if the iteration that `output` schedules neither verifies drafts nor makes any."""
     rest = _rest_of(runner)
-    rest.came_and_went(output)
+    rest.update_requests(output)
     rest.plain = not output.scheduled_spec_decode_tokens and rest.rests(output)
     return rest.plain
 
 
 def _ends_plain(runner: Any) -> bool:
-    """Whether the iteration under way is such a one, and has computed something."""
+    """True if the iteration under way is plain and has computed something."""
     rest = _rest_of(runner)
     plain = rest.plain and runner.execute_model_state is not None
     if plain:
@@ -77,7 +86,7 @@ def _has_drafts(metadata: Any) -> bool:
 
 
 def _at_rest(runner: Any, arguments: Callable[[], Mapping[str, Any]]) -> torch.Tensor | None:
-    """No drafts (B, 0) where a draft model rests; None where something drafts, a draft model once it has caught up."""
+    """Return no drafts, shape (batch, 0), where a draft model rests; else None, after a draft model has caught up."""
     rest = _rest_of(runner)
     if not rest.of_a_model:
         return None
@@ -90,10 +99,10 @@ def _at_rest(runner: Any, arguments: Callable[[], Mapping[str, Any]]) -> torch.T
 
 
 class Rest:
-    """Whether what drafts in a runner rests in an iteration, and what a draft model then has to catch up.
+    """Iterations in which a runner's drafter is skipped, and the text that a draft model then has to catch up on.
 
-    `behind` has of each request in the engine that was in such an iteration the first position whose keys and values
-    the draft model lacks. `plain` is whether the iteration under way neither verifies drafts nor makes any.
+    `behind` maps a request to the first position whose keys and values the draft model lacks, for requests that were in
+    a skipped iteration. `plain`: the iteration under way neither verifies drafts nor makes any.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -116,21 +125,21 @@ class Rest:
         self._has_rested = False
 
     def rests(self, output: Any) -> bool:
-        """Whether nothing is to be drafted at the end of this iteration."""
+        """True if nothing is to be drafted at the end of this iteration."""
         return self.always or (self.of_a_model and not output.num_spec_tokens_to_schedule)
 
-    def came_and_went(self, output: Any) -> None:
-        """Take note of requests that have ended, and of those that begin with what others left in the cache."""
+    def update_requests(self, output: Any) -> None:
+        """Drop requests that have ended, and mark those that begin or resume: their cached blocks may lack drafts."""
         if not self._has_rested:
             return
         for name in output.finished_req_ids:
             self.behind.pop(name, None)
-        # Nobody knows which cached blocks were computed while the draft model rested.
+        # Cached blocks may have been computed while the draft model rested.
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         self.behind.update(dict.fromkeys((*(r.req_id for r in output.scheduled_new_reqs), *resumed), 0))
 
     def falls_behind(self, batch: Any) -> None:
-        """What the iteration computed, the draft model does not have."""
+        """Mark what this iteration computes as lacking in the draft model."""
         if not self.of_a_model:
             return
         self._has_rested = True
@@ -138,7 +147,7 @@ class Rest:
             self.behind.setdefault(name, computed)
 
     def catches_up(self, runner: Any, common: Any, hidden: Any, sampling: Any) -> None:
-        """Run the draft model over what it lacks of the batch: vLLM's own first pass, with no drafts to make."""
+        """Run the draft model over the tokens that it lacks: vLLM's own first pass, with no drafts to make."""
         batch, drafter = runner.input_batch, runner.drafter
         # A pass takes a token more of each request, the one that comes next.
         room = drafter.max_num_tokens
@@ -222,7 +231,7 @@ def model_runners() -> tuple[Any, Any]:
 
 
 def time_drafting() -> None:
-    """Have both model runners say with the drafts they hand over how many seconds these took, as `draft_s`.
+    """Attach to the drafts that a model runner hands over the seconds that drafting took, as `draft_s`.
 
     On CUDA the time is the device's, between two events. Under asynchronous scheduling drafts are not handed over.
     """
@@ -244,20 +253,20 @@ class _DeviceStopwatch:
         self.seconds = 0.0
 
     def start(self) -> None:
-        """Something begins."""
+        """Begin an interval."""
         if torch.cuda.is_available():
             self.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self.events[0].record()
         self.seconds = -time.perf_counter()
 
     def stop(self) -> None:
-        """It is over."""
+        """End the interval."""
         self.seconds += time.perf_counter()
         if self.events is not None:
             self.events[1].record()
 
     def read(self) -> float:
-        """The seconds of the last interval, once."""
+        """Return the seconds of the last interval, and reset them."""
         seconds, events = self.seconds, self.events
         if events is not None:
             events[1].synchronize()
@@ -267,7 +276,7 @@ class _DeviceStopwatch:
 
 
 def _call_timed(runner: Any, draft: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `draft` returns, timed by the stopwatch of `runner`."""
+    """Call `draft` and time it with the stopwatch of `runner`."""
     ours(runner, lambda: _stopwatch(runner).start(), otherwise=None)
     result = draft(*args, **kwargs)
     ours(runner, lambda: _stopwatch(runner).stop(), otherwise=None)
@@ -283,7 +292,7 @@ def _take_with_time(stock: Any, self: Any) -> Any:
 
 
 def _time_speculator(runner: Any) -> None:
-    """The V2 runner's drafter is an object of its own; its first drafts pass untimed."""
+    """Time the V2 runner's drafter, an object of its own; its first drafts are not timed."""
     speculator = getattr(runner, "speculator", None)
     if speculator is not None and not hasattr(speculator.propose, "tltlab"):
         in_place_of(speculator, "propose")(lambda propose, *args, **more: _call_timed(runner, propose, *args, **more))
@@ -316,7 +325,7 @@ def held_bytes(worker: Any) -> dict[str, int]:
 
 
 def _weight_bytes(model: Any) -> dict[int, int]:
-    """Bytes of a model's weights by where they lie; those that the CPU build has packed by whose they are."""
+    """Bytes of a model's weights by address; weights that the CPU build has packed by their owner."""
     sizes: dict[int, int] = {}
     value = next((tensor.element_size() for tensor in model.parameters() if tensor.is_floating_point()), 0)
     for module in model.modules():
@@ -344,7 +353,7 @@ def kind_of(runtime_mode: str) -> Kind:
 
 
 def keep_captured_bytes(*runners: Any) -> None:
-    """Have model runners of these classes keep what their `capture_model` returns; call it before the engine starts.
+    """Make model runners of these classes keep what `capture_model` returns; call it before the engine starts.
 
     vLLM 0.32 logs that number ("Graph capturing finished in ... secs, took ... GiB") and forgets it.
     """
@@ -364,7 +373,7 @@ def captured_bytes(worker: Any) -> int | None:
 
 
 def captured_graphs(worker: Any) -> CapturedGraphs:
-    """What a vLLM worker has captured."""
+    """CUDA graphs that a vLLM worker has captured."""
     from tltlab.runtime.engine.graphs import CapturedGraphs
 
     runner = worker.model_runner

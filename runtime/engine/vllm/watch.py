@@ -136,7 +136,6 @@ class Watch:
             waiting=len(scheduler.waiting),
             context_tokens=computed + undrafted,
             prefill_tokens=prefill,
-            free_kv_tokens=scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size,
         )
         self._in_flight.append(work)
         return work

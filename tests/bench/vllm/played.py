@@ -205,7 +205,7 @@ class PlayedEngine:
             hash_block_size=_BLOCK,
         )
         self.control = self.scheduler.control
-        self.control.seat.deciding = Stopwatch(time.thread_time)
+        self.control.deciding = Stopwatch(time.thread_time)
         if not record:
             # Speculation pays by this clock, so that a policy that learns goes on drafting.
             self.control.ledger.clock = lambda: self._now_s

@@ -20,6 +20,8 @@ from tltlab.traces.trace import read
 TINY = Path(__file__).parents[3] / "traces" / "tiny"
 CLASS = {"kind": "custom", "path": "evil:Evil", "args": {}}
 POLICY = {"format": "tltlab-policy", "version": 1, "selector": CLASS}
+DRAFTS = POLICY | {"selector": {"kind": "fixed", "strategy": "x:4"}, "drafters": {"x": CLASS}}
+PRICES = POLICY | {"selector": {"kind": "goodput", "strategies": ["ngram:4"], "costs": "evil:Evil"}}
 
 # Every command in one process, in which what must not happen is refused and told.
 WATCHED = """
@@ -72,11 +74,19 @@ def place(tmp_path, monkeypatch):
     read(TINY).select([0, 1]).write(run / "trace")
     for name in ("costs.json", "acceptance.json"):
         shutil.copy(TINY / name, run / "trace")
-    policies = [{"rl_step": 0, "name": "mine", "policy": POLICY}]
+    policies = [{"rl_step": n, "name": "mine", "policy": p} for n, p in enumerate((POLICY, DRAFTS))]
     write = {
         "policies.json": {"seed": 0, "policies": policies},
         "policy.json": POLICY,
-        "run.json": {"recipe": {"model": "m", "reward": "evil:reward", "code": ["."]}, "argv": ["evil"]},
+        "run.json": {
+            "recipe": {
+                "model": "m",
+                "reward": "evil:reward",
+                "code": ["."],
+                "rollout": {"placement": "evil:Evil", "drafters": {"x": CLASS}},
+            },
+            "argv": ["evil"],
+        },
         "summary.json": {"steps": [], "policy": "evil:Evil"},
         "graphs.json": {"__reduce__": ["os.system", "touch unpickled"]},
     }
@@ -108,7 +118,12 @@ def place(tmp_path, monkeypatch):
     for number, data in enumerate((payload, Path("typed.arrow").read_bytes()), 1):
         chunk.with_name(f"{number:06d}-{hashlib.sha256(data).hexdigest()[:16]}.arrow").write_bytes(data)
 
+    shutil.copytree(run, "priced")
+    priced = [{"rl_step": 0, "name": "mine", "policy": PRICES}]
+    Path("priced/policies.json").write_text(json.dumps({"seed": 0, "policies": priced}))
     Path("policy.json").write_text(json.dumps(POLICY))
+    Path("drafts.json").write_text(json.dumps(DRAFTS))
+    Path("prices.json").write_text(json.dumps(PRICES))
     Path("standard.json").write_text(json.dumps({**POLICY, "selector": {**CLASS, "path": "antigravity:Fly"}}))
     for name in ("dump.pkl", "dump.pt", "dump.jsonl", "dump.parquet", "dump.csv", "dump.json", "events.out.tfevents.1"):
         Path(name).write_bytes(payload)
@@ -124,7 +139,8 @@ def test_nothing_in_a_folder_is_run(place):
         ["compare", "--policies", "none,table", "--acceptance", "constant:2"],
     ]  # fmt: skip
     commands = [[*command, trace] for command in per_trace for trace in ("run", "live")]
-    for policy in ("policy.json", "standard.json", "antigravity:Fly"):
+    commands += [["verify", "priced"], ["report", "priced"], ["doctor", "priced"]]
+    for policy in ("policy.json", "standard.json", "drafts.json", "prices.json", "antigravity:Fly"):
         commands += [
             ["simulate", "typed", "--policy", policy],
             ["compare", "typed", "--policies", f"none,{policy}"],

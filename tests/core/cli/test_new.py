@@ -2,16 +2,21 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.refused import refused
 from tltlab.cli.app import command_names
-from tltlab.policies.policy import load_policy
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.strategy import Strategy
 
 from ..conftest import Command
+
+TINY = Path("traces/tiny").resolve()
 
 
 @pytest.fixture
@@ -21,18 +26,44 @@ def said(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     return command
 
 
-def test_a_new_policy_keeps_the_contract_and_is_a_policy(said, tmp_path: Path, capsys):
-    code, out, _ = said("new", "policy", "quarter_step")
+PARTS = {
+    "policy": ["--policy", "quarter_step:QuarterStep(few=2)"],
+    "drafter": ["--policy", "policy.json", "--allow-code", "quarter_step"],
+    "placement": ["--placement", "quarter_step:QuarterStep"],
+    "costs": ["--costs", "quarter_step:QuarterStep(step_s=0.01)"],
+    "acceptance": ["--policy", "ngram:4", "--acceptance", "quarter_step:QuarterStep(first=0.5)"],
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_new_part_keeps_its_contract_and_serves(
+    said, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    code, out, _ = said("new", kind, "quarter_step")
     assert (code, out) == (0, "wrote quarter_step.py; next: python quarter_step.py\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "quarter_step", raising=False)
     runpy.run_path(str(tmp_path / "quarter_step.py"), run_name="__main__")
-    assert "QuarterStep" in capsys.readouterr().out
-    assert len(load_policy("quarter_step:QuarterStep").strategies) == 3
+    assert "makespan" in (shown := capsys.readouterr().out) or "SimResult" in shown
+    drafters = {"mine": {"kind": "custom", "path": "quarter_step:QuarterStep"}}
+    Policy(selector=FixedSpec(strategy=Strategy.chain("mine", 4)), drafters=drafters).write("policy.json")
+    code, out, err = said("simulate", TINY, "--acceptance", "geometric:0.7", *PARTS[kind], "--json")
+    assert code == 0, err
+    assert json.loads(out)["makespan_s"] > 0
+    monkeypatch.delitem(sys.modules, "quarter_step")
+
+
+@pytest.mark.parametrize("kind", [*PARTS, "reward", "recipe"])
+def test_a_new_file_is_short(said, tmp_path: Path, kind: str):
+    said("new", kind, "short")
+    for path in (*tmp_path.glob("*.py"), *tmp_path.glob("short/*.toml"), *tmp_path.glob("short/*.py")):
+        assert len(path.read_text().splitlines()) <= 20
 
 
 def test_a_new_experiment_ends_in_a_table_and_a_picture(said, tmp_path: Path):
     assert said("new", "experiment", "longest")[0] == 0
     runpy.run_path(str(tmp_path / "longest.py"), run_name="__main__")
-    assert (tmp_path / "longest.csv").read_text().startswith("policy,makespan_s,ratio")
+    assert (tmp_path / "longest.csv").read_text().startswith("policy,drafters,acceptance,makespan_s,ratio")
     assert (tmp_path / "longest.png").stat().st_size > 10_000
 
 

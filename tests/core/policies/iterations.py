@@ -1,14 +1,27 @@
-"""Iterations as policies see them: before one is decided, and after it ran."""
+"""Iterations as policies see them: the state, the choice, and the outcome."""
+
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tltlab.policies.selector import Selector
-from tltlab.state import StepOutcome, StepState
+from tltlab.policies.driver import PolicyDriver
+from tltlab.policies.selector import Selector, chosen
+from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import Strategy
 
 
 def at(batch: int, rl_step: int = 0, **fields: object) -> StepState:
     return StepState(rl_step=rl_step, batch=batch, **fields)
+
+
+def pick(selector: Selector, batch: int, rl_step: int = 0, **fields: object) -> Strategy:
+    """The strategy that is chosen in this state."""
+    return chosen(selector, at(batch, rl_step, **fields)).strategy
+
+
+def teach(selector: Selector, strategy: Strategy, outcome: StepOutcome) -> None:
+    """Deliver the outcome of a strategy that was certain to be chosen."""
+    selector.observe(Choice(strategy), outcome)
 
 
 def ran(strategy: Strategy, batch: int, elapsed_s: float, accepted: float = 0.0, **fields: object) -> StepOutcome:
@@ -18,13 +31,24 @@ def ran(strategy: Strategy, batch: int, elapsed_s: float, accepted: float = 0.0,
     return StepOutcome(elapsed_s=elapsed_s, batch=batch, drafted=drafted, accepted=taken, **fields)
 
 
-def play(selector: Selector, rate: dict[Strategy, float], num: int, batches=(4,), noise: float = 0.0) -> list[Strategy]:
-    """What is chosen in `num` iterations that keep no drafts, in which strategy s generates rate[s] tokens a second."""
-    picks, luck = [], np.random.default_rng(1)
+def play(
+    selector: Selector,
+    rate: Mapping[Strategy, float],
+    num: int,
+    batches: Sequence[int] = (4,),
+    noise: float = 0.0,
+    kept: Mapping[Strategy, float] = {},
+    delay: int = 0,
+) -> list[Strategy]:
+    """What is chosen in `num` iterations, where strategy s keeps kept[s] tokens of a draft, by default none.
+
+    With no drafts kept, it generates rate[s] tokens a second. Outcomes come `delay` choices late.
+    """
+    picks, rng, driver = [], np.random.default_rng(1), PolicyDriver(selector, delay=delay)
     for i in range(num):
         batch = batches[i % len(batches)]
-        strategy = selector.choose(at(batch))
-        picks.append(strategy)
-        seconds = batch / (rate[strategy] * luck.uniform(1 - noise, 1 + noise))
-        selector.observe(strategy, ran(strategy, batch, seconds))
+        choice = driver.ask(at(batch))
+        picks.append(strategy := choice.strategy)
+        seconds = batch / (rate[strategy] * rng.uniform(1 - noise, 1 + noise))
+        driver.tell(choice, ran(strategy, batch, seconds, kept.get(strategy, 0.0)))
     return picks

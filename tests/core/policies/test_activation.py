@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 
 from tltlab.policies.activation import ElasticActivation
 from tltlab.policies.beg_mab import BegMab
+from tltlab.policies.driver import PolicyDriver
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable, Explore, Fixed
-from tltlab.state import StepOutcome
+from tltlab.state import Choice, StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
 
-from .iterations import at
+from .iterations import at, pick
 
 D4, D2 = Strategy.chain("ngram", 4), Strategy.chain("ngram", 2)
 
@@ -25,16 +26,15 @@ class Spy(Selector):
 
     def __init__(self):
         self.asked, self.told = 0, []
-        self.propensity_, self.bucket_ = 0.25, 3
 
     def choose(self, state):
         self.asked += 1
-        return D4
+        return Choice(D4, propensity=0.25, bucket=3)
 
-    def observe(self, strategy, outcome):
-        self.told.append(strategy)
+    def observe(self, choice, outcome):
+        self.told.append(choice)
 
-    def reward(self, strategy, outcome):
+    def reward(self, choice, outcome):
         return 7.0
 
 
@@ -42,7 +42,7 @@ OUTCOME = StepOutcome(elapsed_s=0.01, batch=4)
 
 
 def follow(selector, batches, rl_step=0):
-    return [selector.choose(at(batch, rl_step=rl_step)).speculates for batch in batches]
+    return [pick(selector, batch, rl_step).speculates for batch in batches]
 
 
 HOLDS = {
@@ -63,8 +63,7 @@ def test_it_speculates_up_to_the_threshold(hold, batches, on):
 def test_it_counts_the_waiting_requests_if_told_so():
     running = ElasticActivation(Fixed(D4), max_requests=8, hold_iterations=0)
     remaining = ElasticActivation(Fixed(D4), max_requests=8, count="remaining", hold_iterations=0)
-    state = at(8, waiting=1)
-    assert (running.choose(state), remaining.choose(state)) == (D4, NO_SPECULATION)
+    assert (pick(running, 8, waiting=1), pick(remaining, 8, waiting=1)) == (D4, NO_SPECULATION)
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=80), st.integers(0, 6))
@@ -85,21 +84,19 @@ def test_a_new_rl_step_ends_the_hold():
     assert follow(selector, [64], rl_step=1) == [False]
 
 
-def test_while_off_the_inner_selector_rests():
-    spy = Spy()
-    selector = ElasticActivation(spy, max_requests=8, hold_iterations=0)
-    selector.observe(selector.choose(at(64)), OUTCOME)
-    assert (spy.asked, spy.told) == (0, [])
-    assert (selector.propensity_, selector.bucket_) == (1.0, None)
-    assert selector.reward(NO_SPECULATION, OUTCOME) is None
-    selector.observe(selector.choose(at(8)), OUTCOME)
-    assert (spy.asked, spy.told) == (1, [D4])
-    assert (selector.propensity_, selector.bucket_) == (0.25, 3)
-    assert selector.reward(D4, OUTCOME) == 7.0
-    plain = selector.choose(at(9))
-    selector.choose(at(8))
-    selector.observe(plain, OUTCOME)
-    assert spy.told == [D4], "nor does it learn of a plain iteration that is reported late"
+def test_while_off_the_inner_selector_learns_from_its_own_choices():
+    spy, rewards = Spy(), []
+    driver = PolicyDriver(ElasticActivation(spy, max_requests=8, hold_iterations=0))
+    choices = [driver.ask(at(batch)) for batch in (64, 8, 9)]
+    assert spy.asked == 1
+    assert choices[1] == Choice(D4, propensity=0.25, bucket=3)
+    for choice in choices:
+        driver.tell(choice, OUTCOME, rewards.append)
+    assert (spy.told, rewards) == ([choices[1]], [7.0])
+    driver.ask(at(8))
+    assert driver.ask(at(9)).strategy == driver.ask(at(9)).strategy == NO_SPECULATION
+    assert driver.ask(at(8)).strategy == D4
+    assert spy.asked == 3
 
 
 def test_strategies_and_memory_are_those_of_the_selector():

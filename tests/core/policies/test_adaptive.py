@@ -10,9 +10,11 @@ from tltlab.costs.base import LinearCosts
 from tltlab.policies.adaptive import Adaptive
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import AdaptiveSpec
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import Choice, StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
+
+from .iterations import at, pick, teach
 
 COSTS = LinearCosts(
     base_s=4e-3, per_request_s=1e-5, per_token_s=1e-4, per_context_s=1e-8, sd_base_s=2e-4, sd_idle_s=0.0,
@@ -33,7 +35,7 @@ class World:
         return 1.0 + sum(self.kept[strategy.drafter] ** i for i in range(1, strategy.draft_depth + 1))
 
     def decode(
-        self, policy: Adaptive, iterations: int, batch: int, rl_step: int = 0, after: Callable = lambda chosen: None
+        self, policy: Adaptive, iterations: int, batch: int, rl_step: int = 0, after: Callable = lambda choice: None
     ) -> tuple[float, list[Strategy]]:
         """Let the policy choose; the share of time that its choices lost, and they. `after` sees each of them."""
         lost, total, chosen = 0.0, 0.0, []
@@ -41,17 +43,17 @@ class World:
         rates = {s: self.tokens(s) / takes[s] for s in takes}
         loss = {s: 1.0 - rates[s] / max(rates.values()) for s in rates}
         for _ in range(iterations):
-            state = StepState(rl_step=rl_step, batch=batch, context_tokens=500.0 * batch)
-            strategy = policy.choose(state)
+            choice = policy.choose(at(batch, rl_step, context_tokens=500.0 * batch))
+            strategy = choice.strategy
             depth, seconds = strategy.draft_depth, takes[strategy]
             alive = self.rng.random((batch, depth)) < self.kept.get(strategy.drafter, 0.0)
             accepted = np.cumprod(alive, axis=1).sum(axis=1).tolist() if depth else ()
             elapsed_s = seconds * float(self.rng.lognormal(0.0, 0.08))
-            policy.observe(strategy, StepOutcome(elapsed_s=elapsed_s, batch=batch, accepted=accepted))
+            policy.observe(choice, StepOutcome(elapsed_s=elapsed_s, batch=batch, accepted=accepted))
             lost += seconds * loss[strategy]
             total += seconds
             chosen.append(strategy)
-            after(strategy)
+            after(choice)
         return lost / total, chosen
 
 
@@ -90,13 +92,13 @@ def test_drafts_not_found_cost_what_was_verified():
 
     for i in range(1500):
         batch = 96 if i % 100 < 50 else 8
-        strategy = policy.choose(StepState(rl_step=0, batch=batch, context_tokens=0.0))
+        strategy = pick(policy, batch)
         deep = strategy.draft_depth
         drafts = np.where(rng.random(batch) < found[batch], deep, 0)
         kept = np.minimum(np.cumprod(rng.random((batch, deep)) < 0.8, axis=1).sum(axis=1), drafts)
         elapsed_s = float(seconds(batch, int(drafts.sum()), deep)) * float(rng.lognormal(0.0, 0.08))
         drafted, accepted = (drafts.tolist(), kept.tolist()) if deep else ((), ())
-        policy.observe(strategy, StepOutcome(elapsed_s=elapsed_s, batch=batch, drafted=drafted, accepted=accepted))
+        teach(policy, strategy, StepOutcome(elapsed_s=elapsed_s, batch=batch, drafted=drafted, accepted=accepted))
     for batch, share in found.items():
         takes = seconds(batch, batch * share * depth, depth)
         assert policy.seconds(batch, 0.0)[[0, 4, 8]] == pytest.approx(takes[[0, 4, 8]], rel=0.1)
@@ -137,10 +139,10 @@ def test_propensities_are_the_chances_that_were_drawn_from():
     world.decode(policy, 300, 8)
     drawn, tried = [], []
 
-    def look(strategy: Strategy) -> None:
-        index, total = policy.strategies.index(strategy), policy.chances_[-1]
+    def look(choice: Choice) -> None:
+        index, total = policy.strategies.index(choice.strategy), policy.chances_[-1]
         chance = policy.chances_[index] - (policy.chances_[index - 1] if index else 0.0)
-        assert policy.propensity_ == pytest.approx(1.0 - total if index == policy.best_ else chance)
+        assert choice.propensity == pytest.approx(1.0 - total if index == policy.best_ else chance)
         tried.append(index != policy.best_)
         drawn.append(total)
 

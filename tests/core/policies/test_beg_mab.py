@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.policies.beg_mab import BegMab, paper_buckets
-from tltlab.state import StepOutcome
+from tltlab.state import Choice, StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .iterations import at, play, ran
+from .iterations import at, pick, play, ran, teach
 
 D8, D4, D2, D1 = (Strategy.chain("ngram", depth) for depth in (8, 4, 2, 1))
 
@@ -20,7 +20,7 @@ def bandit(buckets, seed=0, **settings):
 
 def test_the_bucket_of_the_batch_limits_the_choice():
     mab = bandit([(2, [D8, D4]), (5, [D2]), (21, [D1, NO_SPECULATION])], epsilon=1.0)
-    seen = {batch: {mab.choose(at(batch)) for _ in range(60)} for batch in (1, 2, 4, 5, 20, 21, 4096)}
+    seen = {batch: {pick(mab, batch) for _ in range(60)} for batch in (1, 2, 4, 5, 20, 21, 4096)}
     assert seen[1] == seen[2] == seen[4] == {D8, D4}
     assert seen[5] == seen[20] == {D2}
     assert seen[21] == seen[4096] == {D1, NO_SPECULATION}
@@ -82,15 +82,14 @@ LESSONS = {
 def test_outcomes_teach_the_bucket_of_their_batch(buckets, fields, told, chosen):
     mab = bandit(buckets, epsilon=0.0, reward="relative" if buckets is RELATIVE else "paper")
     for arm, batch, rate in told:
-        mab.observe(arm, ran(arm, batch, batch / rate, **fields))
-    assert {batch: mab.choose(at(batch)) for batch in chosen} == chosen
+        teach(mab, arm, ran(arm, batch, batch / rate, **fields))
+    assert {batch: pick(mab, batch) for batch in chosen} == chosen
 
 
 def test_a_bucket_with_one_arm_needs_no_randomness():
     mab = bandit([(1, [D8])], epsilon=1.0)
     before = mab.state_dict()["rng"]
-    assert mab.choose(at(1)) == D8
-    assert mab.propensity_ == 1.0
+    assert mab.choose(at(1)) == Choice(D8, propensity=1.0, bucket=0)
     assert mab.state_dict()["rng"] == before
 
 
@@ -101,8 +100,8 @@ def test_the_propensities_of_all_arms_sum_to_one(num_arms, epsilon, warm_up):
     play(mab, {arm: 100.0 + arm.draft_depth for arm in arms}, warm_up)
     chance = {}
     for _ in range(20_000):
-        chosen = mab.choose(at(4))
-        chance[chosen] = mab.propensity_
+        choice = mab.choose(at(4))
+        chance[choice.strategy] = choice.propensity
         if len(chance) == num_arms:
             break
     assert sum(chance.values()) == pytest.approx(1.0)
@@ -111,11 +110,12 @@ def test_the_propensities_of_all_arms_sum_to_one(num_arms, epsilon, warm_up):
 def test_the_propensity_is_how_often_an_arm_is_chosen():
     mab = bandit([(1, [D8, D4, D2])], epsilon=0.3)
     for arm, rate in ((D8, 100.0), (D4, 150.0), (D2, 120.0)):
-        mab.observe(arm, ran(arm, 4, 4 / rate))
+        teach(mab, arm, ran(arm, 4, 4 / rate))
     picks, chance = [], {}
     for _ in range(10_000):
-        picks.append(mab.choose(at(4)))
-        chance[picks[-1]] = mab.propensity_
+        choice = mab.choose(at(4))
+        picks.append(choice.strategy)
+        chance[choice.strategy] = choice.propensity
     assert chance == {D8: pytest.approx(0.1), D4: pytest.approx(0.8), D2: pytest.approx(0.1)}
     for arm, p in chance.items():
         assert picks.count(arm) / 10_000 == pytest.approx(p, abs=0.02)
@@ -128,15 +128,15 @@ def test_a_restored_bandit_decides_identically(story, reward):
     buckets = [(1, [D8, D4, NO_SPECULATION]), (9, [D2, D1, NO_SPECULATION])]
     original = bandit(buckets, seed=1, window=7, reward=reward)
     for batch, rate in story:
-        strategy = original.choose(at(batch))
-        original.observe(strategy, ran(strategy, batch, batch / rate))
+        choice = original.choose(at(batch))
+        original.observe(choice, ran(choice.strategy, batch, batch / rate))
     restored = bandit(buckets, seed=2, window=7, reward=reward)
     restored.load_state_dict(json.loads(json.dumps(original.state_dict(), allow_nan=False)))
     for batch, rate in (*story, *story):
         a, b = original.choose(at(batch)), restored.choose(at(batch))
-        assert (a, original.propensity_, original.bucket_) == (b, restored.propensity_, restored.bucket_)
-        original.observe(a, ran(a, batch, batch / rate))
-        restored.observe(b, ran(b, batch, batch / rate))
+        assert a == b
+        original.observe(a, ran(a.strategy, batch, batch / rate))
+        restored.observe(b, ran(b.strategy, batch, batch / rate))
 
 
 def test_falling_batches_mislead_the_paper_reward_only():
@@ -148,8 +148,8 @@ def test_falling_batches_mislead_the_paper_reward_only():
         for batch, strategy in ((32, NO_SPECULATION), (16, NO_SPECULATION), (8, D2), (4, D2)):
             accepted = (1,) * batch if strategy.speculates else ()
             elapsed_s = 0.015 if strategy.speculates else 0.010
-            mab.observe(strategy, StepOutcome(elapsed_s=elapsed_s, batch=batch, accepted=accepted))
-        return mab.choose(at(2))
+            teach(mab, strategy, StepOutcome(elapsed_s=elapsed_s, batch=batch, accepted=accepted))
+        return pick(mab, 2)
 
     assert favourite("paper") == NO_SPECULATION
     assert favourite("relative") == D2
@@ -166,7 +166,7 @@ TREES = [Strategy("learned", 8, 4, v) for v in (8, 48, 16, 32)]
 def test_the_papers_grouping_gives_small_batches_most_tokens():
     """The released settings: 48 / 32 / 16 / 8 tokens at batches 1 / 2-4 / 5-20 / 21 and up."""
     mab = bandit(paper_buckets(TREES, [1, 2, 5, 21]))
-    tokens = [mab.choose(at(batch)).tokens_to_verify for batch in (1, 2, 4, 5, 20, 21, 300)]
+    tokens = [pick(mab, batch).tokens_to_verify for batch in (1, 2, 4, 5, 20, 21, 300)]
     assert tokens == [48, 32, 32, 16, 16, 8, 8]
     deep, shallow = Strategy("learned", 10, 4, 48), Strategy("learned", 6, 4, 48)
     assert paper_buckets([deep, *TREES, shallow], [1, 2, 5, 21])[0] == (1, [deep, TREES[1], shallow])
@@ -176,8 +176,8 @@ def test_the_papers_grouping_gives_small_batches_most_tokens():
 def test_all_or_nothing_drafts_rank_by_mean(statistic: str, settles_on: Strategy):
     mab = bandit([(1, [D4, D2])], epsilon=0.0, statistic=statistic, tries=10)
     for n in range(20):
-        arm = mab.choose(at(1))
+        arm = pick(mab, 1)
         # Two of five drafts of four are kept whole, 1.6 tokens on average; the shorter ones keep one token each time.
         kept = (4 if n % 5 in (0, 2) else 0) if arm == D4 else 1
-        mab.observe(arm, StepOutcome(elapsed_s=1.0, batch=1, drafted=(arm.draft_depth,), accepted=(kept,)))
-    assert mab.choose(at(1)) == settles_on
+        teach(mab, arm, StepOutcome(elapsed_s=1.0, batch=1, drafted=(arm.draft_depth,), accepted=(kept,)))
+    assert pick(mab, 1) == settles_on

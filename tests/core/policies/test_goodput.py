@@ -12,7 +12,7 @@ from tltlab.state import StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
 
-from .iterations import at
+from .iterations import at, pick, teach
 
 CHAINS = tuple(Strategy.chain("ngram", depth) for depth in (1, 2, 4, 8))
 COSTS = LinearCosts(
@@ -32,7 +32,7 @@ def keep(policy: Goodput, strategy: Strategy, chance: float, times: int, batch: 
     for _ in range(times):
         kept = np.cumprod(rng.random((batch, strategy.draft_depth)) < chance, axis=1).sum(axis=1)
         drafted = (strategy.draft_depth,) * batch
-        policy.observe(strategy, StepOutcome(elapsed_s=0.01, batch=batch, drafted=drafted, accepted=kept.tolist()))
+        teach(policy, strategy, StepOutcome(elapsed_s=0.01, batch=batch, drafted=drafted, accepted=kept.tolist()))
 
 
 def test_it_keeps_the_contract_of_selectors():
@@ -51,12 +51,12 @@ def test_it_chooses_what_brute_force_finds_best(chance: float, batch: int, conte
 
     assert policy.tokens(CHAINS[3]) == pytest.approx(1.0 + chain)
     best = max(rate(s) for s in (NO_SPECULATION, *CHAINS))
-    assert rate(policy.choose(at(batch, context_tokens=context))) == pytest.approx(best)
+    assert rate(pick(policy, batch, context_tokens=context)) == pytest.approx(best)
 
 
 def test_it_drafts_deeper_for_smaller_batches():
     policy = goodput(prior=0.7)
-    assert [policy.choose(at(batch)).draft_depth for batch in (1, 16, 64, 512)] == [4, 2, 1, 0]
+    assert [pick(policy, batch).draft_depth for batch in (1, 16, 64, 512)] == [4, 2, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_expected_values_teach_what_their_samples_would(chance: float):
     """The simulator's fluid mode reports the mean; from it the shallower chains must not look too good."""
     policy, means = goodput(window=10_000), {d: sum(chance**i for i in range(1, d + 1)) for d in (1, 2, 4, 8)}
     for _ in range(200):
-        policy.observe(CHAINS[3], StepOutcome(elapsed_s=0.01, batch=9, drafted=(8.0,) * 9, accepted=(means[8],) * 9))
+        teach(policy, CHAINS[3], StepOutcome(elapsed_s=0.01, batch=9, drafted=(8.0,) * 9, accepted=(means[8],) * 9))
     found = {chain.draft_depth: policy.tokens(chain) - 1.0 for chain in CHAINS}
     assert found == pytest.approx(means, rel=0.04)
 
@@ -88,19 +88,19 @@ def test_more_than_the_strategy_verifies_counts_as_all():
     trimmed = Strategy("ngram", 8, 1, 5)
     policy = goodput(trimmed, window=10_000)
     for _ in range(200):
-        policy.observe(trimmed, StepOutcome(elapsed_s=0.01, batch=10, drafted=(8.0,) * 10, accepted=(5.5,) * 10))
+        teach(policy, trimmed, StepOutcome(elapsed_s=0.01, batch=10, drafted=(8.0,) * 10, accepted=(5.5,) * 10))
     assert 4.9 <= policy.tokens(trimmed) <= 5.0
 
 
 def test_a_refused_drafter_is_tried_again_later():
     policy = goodput(window=100)
-    assert policy.choose(at(8)).speculates
+    assert pick(policy, 8).speculates
     keep(policy, CHAINS[2], 0.0, times=50)
-    assert policy.choose(at(8)) == NO_SPECULATION
+    assert pick(policy, 8) == NO_SPECULATION
     back_on = []
     for _ in range(1000):
-        policy.observe(NO_SPECULATION, StepOutcome(elapsed_s=0.01, batch=8))
-        back_on.append(policy.choose(at(8)).speculates)
+        teach(policy, NO_SPECULATION, StepOutcome(elapsed_s=0.01, batch=8))
+        back_on.append(pick(policy, 8).speculates)
     assert not any(back_on[:100])
     assert back_on[-1]
 
@@ -109,9 +109,9 @@ def test_exploration_happens_with_the_chance_that_is_recorded():
     policy = goodput(epsilon=0.25)
     chosen = []
     for _ in range(4000):
-        strategy = policy.choose(at(512))
-        chosen.append(strategy)
-        assert policy.propensity_ == pytest.approx(0.05 + 0.75 * (strategy == NO_SPECULATION))
+        choice = policy.choose(at(512))
+        chosen.append(choice.strategy)
+        assert choice.propensity == pytest.approx(0.05 + 0.75 * (choice.strategy == NO_SPECULATION))
     assert chosen.count(CHAINS[0]) / len(chosen) == pytest.approx(0.05, abs=0.015)
 
 
@@ -120,4 +120,4 @@ def test_drafters_are_told_apart():
     two = goodput(CHAINS[2], suffix)
     keep(two, CHAINS[2], 0.2, times=100)
     keep(two, suffix, 0.8, times=100)
-    assert two.choose(at(4)) == suffix
+    assert pick(two, 4) == suffix

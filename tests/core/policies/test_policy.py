@@ -11,14 +11,16 @@ from tests.refused import refused
 from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
+from tltlab.own import code_allowed
 from tltlab.policies.activation import ElasticActivation
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
-from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, code_allowed
-from tltlab.state import StepState
+from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .iterations import pick
 
 D8, D4, D2 = (Strategy.chain("ngram", depth) for depth in (8, 4, 2))
 NGRAM_4 = {"drafter": "ngram", "draft_depth": 4, "top_k": 1, "tokens_to_verify": 5}
@@ -105,7 +107,7 @@ def test_a_policy_builds_fresh_selectors():
 def test_with_activation_plain_decoding_is_among_the_strategies(activation, strategies, chosen):
     policy = Policy(selector=FixedSpec(strategy=D4), activation=activation)
     assert policy.strategies == strategies
-    assert policy.build(rng()).choose(StepState(rl_step=0, batch=512)) == chosen
+    assert pick(policy.build(rng()), 512) == chosen
 
 
 def test_the_file_is_the_one_of_the_manual(tmp_path):
@@ -234,6 +236,7 @@ def test_a_name_is_not_taken_for_a_folder_of_that_name(tmp_path, monkeypatch):
 
 OWN = """
 from tltlab.policies.selector import Selector
+from tltlab.state import Choice
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 class Halving(Selector):
@@ -247,13 +250,12 @@ class Halving(Selector):
 
 class Coin(Selector):
     strategies = Halving.strategies
-    propensity_ = 0.5
 
     def __init__(self, rng):
         self.rng = rng
 
     def choose(self, state):
-        return self.strategies[int(self.rng.integers(2))]
+        return Choice(self.strategies[int(self.rng.integers(2))], propensity=0.5)
 
 class Liar(Halving):
     strategies = (NO_SPECULATION,)
@@ -281,7 +283,7 @@ def test_a_users_own_class_is_found_in_the_folder(own):
     before = [*sys.path]
     policy = load_policy(f"{own}:Halving")
     assert policy.strategies == (NO_SPECULATION, D4)
-    assert policy.build(rng()).choose(StepState(rl_step=0, batch=8)) == D4
+    assert pick(policy.build(rng()), 8) == D4
     assert sys.path == before
 
 
@@ -293,7 +295,7 @@ def test_a_users_own_class_takes_arguments_from_the_file(own, tmp_path):
         loaded = load_policy(tmp_path / "p.json")
         assert_refused(write(tmp_path / "wrong.json", selector=selector), "edge")
     assert loaded == policy
-    assert loaded.build(rng()).choose(StepState(rl_step=0, batch=8)) == NO_SPECULATION
+    assert pick(loaded.build(rng()), 8) == NO_SPECULATION
 
 
 def test_a_class_is_the_policy_that_its_path_names(own):

@@ -12,12 +12,12 @@ from tltlab.policies.bandits import EpsilonGreedy, Hedge, Ucb1
 from tltlab.policies.policy import SHIPPED
 from tltlab.policies.reward import Reward, Window
 from tltlab.policies.selector import Selector, rng_state, set_rng_state
-from tltlab.policies.simple import BatchTable, Explore, bucket_of, checked_thresholds
-from tltlab.state import StepOutcome, StepState
+from tltlab.policies.simple import AcceptLadder, BatchTable, Explore, bucket_of, checked_thresholds
+from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
 
-from .iterations import at, play, ran
+from .iterations import at, pick, play, ran, teach
 
 DEEP, SHALLOW = Strategy.chain("ngram", 8), Strategy.chain("ngram", 2)
 
@@ -31,7 +31,7 @@ def test_every_shipped_policy_keeps_the_contract(name):
 
 def test_a_table_looks_up_the_batch():
     table = BatchTable([(2, DEEP), (5, SHALLOW), (33, NO_SPECULATION)])
-    found = [(table.choose(at(batch)), table.bucket_) for batch in (1, 2, 4, 5, 32, 33, 4096)]
+    found = [(choice.strategy, choice.bucket) for choice in map(table.choose, map(at, (1, 2, 4, 5, 32, 33, 4096)))]
     assert found == [(DEEP, 0)] * 3 + [(SHALLOW, 1)] * 2 + [(NO_SPECULATION, 2)] * 2
 
     # A strategy is listed once though rows repeat it.
@@ -51,11 +51,12 @@ def test_bucket_lookup_agrees_with_its_definition(thresholds, batch):
 
 def test_exploration_is_uniform_in_blocks():
     explore = Explore([NO_SPECULATION, SHALLOW, DEEP], hold_iterations=5, rng=np.random.default_rng(0))
-    picks = [explore.choose(at(8)) for _ in range(30_000)]
+    choices = [explore.choose(at(8)) for _ in range(30_000)]
+    picks = [choice.strategy for choice in choices]
     assert all(len(set(picks[i : i + 5])) == 1 for i in range(0, 30_000, 5))
     for strategy in explore.strategies:
         assert picks[::5].count(strategy) == pytest.approx(2000, abs=150)
-    assert explore.propensity_ == 1 / 3
+    assert {choice.propensity for choice in choices} == {1 / 3}
 
 
 # The window and the reward
@@ -153,9 +154,9 @@ def test_mean_and_median_differ_on_an_outlier():
     def favourite(statistic):
         bandit = EpsilonGreedy([SHALLOW, DEEP], epsilon=0.0, statistic=statistic, rng=np.random.default_rng(0))
         for elapsed_s in (0.1, 0.1, 0.001):
-            bandit.observe(DEEP, ran(DEEP, 1, elapsed_s))
-            bandit.observe(SHALLOW, ran(SHALLOW, 1, 0.05))
-        return bandit.choose(at(1))
+            teach(bandit, DEEP, ran(DEEP, 1, elapsed_s))
+            teach(bandit, SHALLOW, ran(SHALLOW, 1, 0.05))
+        return pick(bandit, 1)
 
     assert (favourite("mean"), favourite("median")) == (DEEP, SHALLOW)
 
@@ -166,8 +167,8 @@ OTHER = Strategy.chain("suffix", 8)
 def test_hedge_weighs_a_loss_by_its_chance():
     check_selector(Hedge.Spec(strategies=(DEEP, OTHER)).build)
     hedge, again = (Hedge([DEEP, OTHER], rng=np.random.default_rng(seed)) for seed in (0, 1))
-    chosen = hedge.choose(at(1))
-    hedge.observe(chosen, ran(chosen, 2, 0.1, accepted=4.0))
+    choice = hedge.choose(at(1))
+    hedge.observe(choice, ran(choice.strategy, 2, 0.1, accepted=4.0))
     assert sorted(hedge.losses_) == [0.0, 0.5 / 0.5]
     # In the second round eta is sqrt(8 ln 2 / 2).
     assert min(hedge.chances) == pytest.approx(1 / (1 + math.exp(math.sqrt(4 * math.log(2)))))
@@ -175,6 +176,27 @@ def test_hedge_weighs_a_loss_by_its_chance():
     assert [hedge.choose(at(1)) for _ in range(9)] == [again.choose(at(1)) for _ in range(9)]
     with refused(ConfigError, naming=("suffix:8",)):
         Hedge([DEEP], rng=np.random.default_rng(0)).load_state_dict(hedge.state_dict())
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_hedge_weighs_by_the_choice_an_outcome_belongs_to(delay):
+    kept = {DEEP: 5.0, OTHER: 2.0}
+    hedge = Hedge([OTHER, DEEP], rng=np.random.default_rng(0))
+    picks = play(hedge, dict.fromkeys(kept, 100.0), 2000, kept=kept, delay=delay)
+    assert picks.count(DEEP) / len(picks) > 0.95
+
+
+def test_a_ladder_counts_outcomes_of_its_rung_only():
+    rungs = [Strategy.chain("ngram", depth) for depth in (1, 3, 5)]
+    ladder = AcceptLadder(rungs, ema=1.0, warmup=1, hold=1)
+    teach(ladder, rungs[0], ran(rungs[0], 1, 0.01, accepted=1.0))
+    climbed = ladder.state_dict()
+    assert pick(ladder, 1) == rungs[1]
+    for late in (rungs[0], rungs[2]):
+        teach(ladder, late, ran(late, 1, 0.01, accepted=float(late.draft_depth)))
+    assert ladder.state_dict() == climbed
+    teach(ladder, rungs[1], ran(rungs[1], 1, 0.01, accepted=0.0))
+    assert pick(ladder, 1) == rungs[0]
 
 
 # The state of a generator
@@ -202,7 +224,7 @@ class Good(Selector):
 
 
 class Remembers(Good):
-    def observe(self, strategy, outcome):
+    def observe(self, choice, outcome):
         self.seen_ += 1
 
     def state_dict(self):
@@ -222,9 +244,20 @@ class ImpureReward(Remembers):
     def choose(self, state):
         return self.strategies[self.seen_ > 200]
 
-    def reward(self, strategy, outcome):
+    def reward(self, choice, outcome):
         self.seen_ += 1
         return 0.0
+
+
+class LearnsAtOnce(Good):
+    """Loses track where an outcome is not that of the latest choice."""
+
+    def choose(self, state):
+        self.latest_ = Choice(self.strategies[state.batch <= 8], bucket=state.batch)
+        return self.latest_
+
+    def observe(self, choice, outcome):
+        assert choice is self.latest_
 
 
 def by(condition):
@@ -242,6 +275,11 @@ def test_the_contract_suite_passes_a_good_selector():
     [
         (object, {}, ()),
         (Good, {"choose": lambda self, state: SHALLOW}, ()),
+        (Good, {"choose": lambda self, state: "none"}, ("Choice", "'none'")),
+        (Good, {"choose": lambda self, state: Choice(DEEP, propensity=0.0)}, ("propensity", 0.0)),
+        (Good, {"choose": lambda self, state: Choice(DEEP, bucket=-1)}, ("bucket", -1)),
+        (Good, {"needs": {"luck"}}, ("'luck'", "whole_tokens")),
+        (LearnsAtOnce, {}, ()),
         (Good, {"choose": by(lambda self, state: state.requests[0].generated_tokens > 100)}, ("ask",)),
         (Good, {"propensity_": 0.0}, ("propensity_",)),
         (Good, {"choose": by(lambda self, state: np.random.random() < 0.5)}, ("same",)),

@@ -83,7 +83,7 @@ def changed(since: dict[str, Any]) -> list[str]:
 
 def scheduled(*request_ids: str, drafts: Mapping[str, Sequence[int]] | None = None, **more: int) -> Scheduled:
     """An iteration of an engine that is only played, without requests that wait, context and prefill if not told so."""
-    counts = {"waiting": 0, "context_tokens": 0, "prefill_tokens": 0, "free_kv_tokens": 100} | more
+    counts = {"waiting": 0, "context_tokens": 0, "prefill_tokens": 0} | more
     return Scheduled(request_ids=list(request_ids), drafts=drafts or {}, **counts)
 
 

@@ -124,4 +124,4 @@ def test_a_policy_file_decides_in_the_engine_as_it_does_on_paper(roomy: Engine, 
     asked = [request("p", n, PROMPT, 5 * n, ignore_eos=False) for n in range(1, 10)]
     for row in roomy.generate(asked, rl_step=0, temperature=TEMPERATURE).iterations:
         chosen = on_paper.choose(StepState(rl_step=0, batch=row["batch"], waiting=row["num_waiting"]))
-        assert row["next_draft_depth"] == chosen.draft_depth
+        assert row["next_draft_depth"] == chosen.strategy.draft_depth

@@ -12,7 +12,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.cli.app import main
-from tltlab.drafters.specs import SYSTEM_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import GraphPool
 from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
@@ -239,6 +239,18 @@ def test_a_network_that_drafts_level_by_level_has_graphs_of_one_token_per_reques
     assert plan.capture_sizes == (1, 2, 4, 8, 16, 32)
     assert {graph[1] for graph in plan.captured().drafter_graphs} == {1, 2, 4, 8}
     assert plan_graphs(table((1, 7), (5, 3), drafter="ngram"), 8).captured().drafter == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "standard"), [("own", NgramSpec(), "ngram"), ("head", EAGLE["learned"], "learned")]
+)
+def test_a_renamed_drafter_has_the_same_graphs(name: str, spec: Any, standard: str):
+    given = plan_graphs(table((1, 7), (5, 3), drafter=name), 8, drafters={name: spec or EAGLE[standard]})
+    known = plan_graphs(table((1, 7), (5, 3), drafter=standard), 8)
+    assert (given.settings(), given.full_graphs()) == (known.settings(), known.full_graphs())
+    assert (given.uneven, memory_bytes(POOL, given)) == (known.uneven, memory_bytes(POOL, known))
+    with refused(ConfigError, naming=(f"'{name}'",)):
+        plan_graphs(table((1, 7), (5, 3), drafter=name), 8)
 
 
 def test_a_depth_that_never_varies_needs_no_schedule():

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.policies.simple import Fixed
-from tltlab.runtime.engine.ledger import NO_CHOICE, Choice, Ledger, Scheduled, Stopwatch
-from tltlab.state import StepOutcome
+from tltlab.runtime.engine.ledger import Iteration, Ledger, Scheduled, Stopwatch
+from tltlab.state import NO_CHOICE, Choice, StepOutcome
 from tltlab.strategy import Strategy
 
 from .asking import scheduled
@@ -26,22 +25,24 @@ class Engine:
         self.ledger.begin(7)
         self.depth = 0
 
-    def tell(self, choice: Choice, outcome: StepOutcome) -> float:
+    def tell(self, choice: Choice, outcome: StepOutcome, iteration: Iteration) -> None:
         self.told.append((choice, outcome))
-        return 10.0 * len(self.told)
+        iteration.rewarded(10.0 * len(self.told))
 
-    def schedule(self, draft: int = 0) -> Scheduled:
+    def schedule(self, draft: int = 0, *, learns: bool = True, decided: bool = True) -> Scheduled:
         drafts = {"a": [9] * draft, "b": [9] * draft} if draft else {}
         what = scheduled("b", "a", drafts=drafts, waiting=3, context_tokens=40)
         self.ledger.start()
         self.ledger.schedule(what)
         self.depth += 1
         strategy = Strategy.chain("ngram", self.depth)
-        self.ledger.choose(Choice(strategy, Fixed(strategy), bucket=self.depth % 2, propensity=0.5))
+        self.ledger.choose(Choice(strategy, 0.5, self.depth % 2, learns), decided=decided)
         return what
 
-    def iterate(self, forward_s: float = 1.0, draft_s: float = 0.0, after_s: float = 0.0, kept: int = 0) -> None:
-        what = self.schedule(self.ledger.in_force.strategy.draft_depth)
+    def iterate(
+        self, forward_s: float = 1.0, draft_s: float = 0.0, after_s: float = 0.0, kept: int = 0, **chosen: bool
+    ) -> None:
+        what = self.schedule(self.ledger.in_force.strategy.draft_depth, **chosen)
         self.now += forward_s
         self.ledger.sampled(self.ledger.verified(what, [1, kept + 1]))
         since = self.now
@@ -84,6 +85,17 @@ def test_a_row_has_what_its_iteration_verified_and_chose():
         "rl_step": 7, "worker": 2, "iteration": 1, "bucket": 1, "drafter": "ngram", "draft_depth": 1, "top_k": 1,
         "tokens_to_verify": 2, "propensity": 0.5, "reward": 10.0,
     }  # fmt: skip
+
+
+def test_only_a_policys_choices_are_decisions_and_some_have_no_outcome():
+    engine = Engine()
+    engine.iterate(decided=False)
+    engine.iterate(learns=False)
+    engine.iterate()
+    engine.iterate()
+    engine.ledger.end()
+    assert [row["draft_depth"] for row in engine.ledger.iterations] == [0, 1, 2, 3]
+    assert [(row["draft_depth"], row["reward"]) for row in engine.ledger.decisions] == [(2, None), (3, 10.0)]
 
 
 def test_a_pause_is_no_iterations_time():

@@ -13,8 +13,9 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.ledger import Choice, Iteration
+from tltlab.runtime.engine.ledger import Iteration
 from tltlab.runtime.engine.metrics import Collector, Tally
+from tltlab.state import Choice
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import raising
@@ -26,7 +27,7 @@ def iteration(
     strategy: Strategy, duration_s: float, *drafts: tuple[int, int], batch: int = 2, prefill: int = 0
 ) -> Iteration:
     """One that is over; `drafts` are the tokens drafted and kept of each request."""
-    over = Iteration(0, 0.0, batch, 0, 10, prefill, Choice(strategy), 0.0)
+    over = Iteration(0, 0.0, batch, 0, 10, prefill, Choice(strategy), True, 0.0)
     over.drafted, over.accepted = [each[0] for each in drafts], [each[1] for each in drafts]
     over.num_generated = batch + sum(over.accepted)
     over.duration_s = duration_s
@@ -117,7 +118,7 @@ def control() -> Control:
 def test_another_policy_takes_the_place_of_the_one_in_force(control: Control):
     for name, strategies in (("fixed", ["ngram:4"]), ("none", ["none"])):
         control.replace_policy(load_policy(name), (0, 0, 1))
-        assert [str(s) for s in control.seat.selector.strategies] == strategies
+        assert [str(s) for s in control.driver.selector.strategies] == strategies
         assert [key[1] for key in control.metrics() if key[0] == "policy_info"] == [name]
 
 
@@ -132,9 +133,9 @@ def test_a_policy_that_cannot_be_run_leaves_the_one_in_force(policy: str, facts:
 
 
 def test_a_drafter_that_cannot_be_built_leaves_the_policy(control: Control, monkeypatch: pytest.MonkeyPatch):
-    before = control.seat.selector
+    before = control.driver.selector
     monkeypatch.setattr(SuffixSpec, "build", raising(ConfigError("no library")))
     with refused(ConfigError, naming=("library",)):
         control.replace_policy(load_policy("beg-mab-suffix"), (0,))
-    assert control.seat.selector is before
+    assert control.driver.selector is before
     assert control.drafters.feeds

@@ -7,9 +7,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 
+from tltlab.drafters.specs import NETWORK, TEXT, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.recording import LiveRecording, how_it_ended
@@ -21,9 +23,9 @@ from .asking import raising, run_program, scheduled
 class Engine:
     """An engine whose requests, tokens and idle times a test scripts."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, drafters: dict[str, Any] | None = None) -> None:
         self.path, self.now = path, 0.0
-        self.control = Control(DrafterPool(None, 0), clock=lambda: self.now)
+        self.control = Control(DrafterPool(drafters, 0), clock=lambda: self.now)
         self.recording = LiveRecording(path, self.control, model="m", hardware="h", engine="vllm 0")
         self._number = itertools.count()
 
@@ -88,6 +90,13 @@ def test_a_session_goes_on_over_stalls_and_ends_with_a_long_gap(engine: Engine):
     assert trace.steps["t_start"].tolist() == pytest.approx([0.0, 122.91, 129.11])
     assert trace.outcomes["t_submit"].tolist()[-3:] == [0.0] * 3
     assert trace.iterations.groupby("rl_step").size().tolist() == [3, 1, 1]
+
+
+def test_a_trace_says_what_drafters_of_other_names_are(tmp_path: Path):
+    specs = {"ngram": NgramSpec(), "own": SuffixSpec(window=4), "mtp": LearnedSpec(method="mtp")}
+    engine = Engine(tmp_path / "trace", {**specs, "test": NgramSpec().build()})
+    engine.serves()
+    assert engine.trace().manifest.drafters == {"own": TEXT, "mtp": NETWORK, "test": TEXT}
 
 
 def test_once_weights_are_updated_nothing_else_ends_an_rl_step(engine: Engine):

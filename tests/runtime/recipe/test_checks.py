@@ -15,7 +15,7 @@ import pytest
 from tests.refused import refused
 from tltlab.cli import app as cli
 from tltlab.errors import ConfigError
-from tltlab.policies.specs import code_allowed
+from tltlab.own import code_allowed
 from tltlab.runtime.recipe import checks
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.traces.recorder import Recorder
@@ -75,6 +75,9 @@ CANNOT: list[tuple[str, tuple[str, ...]]] = [
     ("rollout.policy=beg-mab-learned", ("learned:8", "ngram, suffix")),
     ("rollout.policy=policy.json", ("policy.json", "format", "tltlab-policy")),
     ("rollout.policy=gone.json", ("gone.json",)),
+    ('rollout.drafters={"x":{"kind":"custom","path":"silent:Mine"}}', ("silent", "ModuleNotFoundError")),
+    ("rollout.placement=longest_first", ("longest_first", "least_loaded")),
+    ("rollout.placement=silent:Order", ("silent", "ModuleNotFoundError")),
     ("reward=loud:rewards", ("loud", "'rewards'")),
     ("reward=silent:reward", ("silent", "ModuleNotFoundError")),
     ("data.train=gone.jsonl", ("data.train", "gone.jsonl")),

@@ -65,6 +65,10 @@ def written(path: Path, text: str) -> Path:
         ('rollout={"staleness":2,"vllm":{"async_scheduling":true}}', ("rollout.vllm.async_schedul",)),
         ('rollout={"staleness":2,"num_workers":9,"prompts_per_step":8}', ()),
         ("rollout.staleness=-1", ("0",)),
+        *(
+            (f'rollout={{"placement":"round_robin",{mode}}}', ("rollout.placement", "round_robin", name))
+            for name, mode in (("partial", '"partial":{"concurrency":8}'), ("staleness", '"staleness":2'))
+        ),
         ("drafter={} rollout.max_draft_depth=0", ("max_draft_depth", "0")),
         ('drafter={} rollout.drafters={"learned":{"kind":"ngram"}}', ("learned",)),
         ('drafter={"checkpoint":"head","loss":{"kind":"mtp"}}', ("MTP",)),
@@ -145,6 +149,10 @@ IMPORTING = {
         ({}, "mine:reward", ["mine"]),
         ({}, [{"path": "mine:reward"}, {"path": "os:system"}], ["mine", "os"]),
         ({"policy": "yours.deep:Policy"}, None, ["yours.deep"]),
+        ({"policy": "yours:Policy(depth=4)", "placement": "ours:Order(x=1)"}, None, ["yours", "ours"]),
+        ({"policy": "goodput(costs=prices:Mine)"}, None, ["prices"]),
+        ({"policy": "goodput(costs=cpu-small)", "placement": "round_robin"}, None, []),
+        ({"drafters": {"own": {"kind": "custom", "path": "drafts:Mine"}}}, None, ["drafts"]),
         ({"allow_code": ["theirs"]}, None, ["theirs"]),
         ({"environment": {"path": "tools:Shell"}}, None, ["tools"]),
         ({"vllm": {"trust_remote_code": False, "hf_overrides": {}}}, None, []),

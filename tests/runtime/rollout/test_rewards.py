@@ -33,7 +33,7 @@ def of_one(response): return 1.0
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some_rewards.py").write_text(MODULE)
-    (tmp_path / "broken_rewards.py").write_text("1 / 0")
+    (tmp_path / "broken_rewards.py").write_text("f = 1 / 0")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 

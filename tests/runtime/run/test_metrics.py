@@ -116,7 +116,7 @@ def test_a_worker_without_requests_is_bubble():
     rows = rows_of(report())
     rows["outcomes"] = [row | {"worker": 0} for row in rows["outcomes"]]
     rows["iterations"] = [row for row in rows["iterations"] if row["worker"] == 0]
-    rows["spans"] = [row for row in rows["spans"] if not (row["lane"] == "worker 1" and row["kind"] == "decode")]
+    rows["spans"] = [row | {"kind": "idle"} if row["lane"] == "worker 1" else row for row in rows["spans"]]
     assert step_metrics(report(), rows)["rollout/bubble_fraction"] == pytest.approx(0.75)
 
 
@@ -126,3 +126,28 @@ def test_shares_of_graphs_are_told_where_known():
     ran_in = [{**row, "graph": kind} for row, kind in zip(rows["iterations"], ("full", "piecewise"), strict=True)]
     found = step_metrics(report(), {**rows, "iterations": ran_in})
     assert [found[f"graphs/{kind}"] for kind in ("full", "piecewise", "eager")] == [0.5, 0.5, 0.0]
+
+
+def test_spans_name_strategies_terms_and_idle_time():
+    kinds = [("none", 0), ("ngram", 4), ("ngram", 4), ("ngram", 2), ("none", 0)]
+    made = [
+        iteration(0, n, float(n), 1.0, [3, 1] if depth else None)
+        | {"prefill_tokens": 6 * (n == 0), "draft_depth": depth, "tokens_to_verify": depth + 1, "drafter": drafter}
+        for n, (drafter, depth) in enumerate(kinds)
+    ]
+    training = [
+        {"worker": 0, "t_start": t_start, "duration": 1.0, "term": term} for t_start, term in ((7.0, 5), (4.5, 4))
+    ]
+    given = {"epochs": [], "policy_version": 3, "t_start": 0.0, "drafter": {"spot_training": training}}
+    rows = step_rows(report(), [], [rollout([], made, 5.0)], [], **given)
+    names = ("kind", "t_start", "duration", "batch", "detail")
+    assert [tuple(row[name] for name in names) for row in rows["spans"] if row["lane"] == "worker 0"] == [
+        ("prefill", 0.0, 1.0, 2, None),
+        ("speculative_decode", 1.0, 2.0, 2, "ngram:4"),
+        ("speculative_decode", 3.0, 1.0, 2, "ngram:2"),
+        ("decode", 4.0, 1.0, 2, None),
+        ("spot_train", 5.0, 0.5, 0, "term 4"),
+        ("idle", 5.5, 1.5, 0, None),
+        ("spot_train", 7.0, 1.0, 0, "term 5"),
+        ("idle", 8.0, 2.0, 0, None),
+    ]

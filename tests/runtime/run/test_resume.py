@@ -89,6 +89,71 @@ def learning(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     )
 
 
+PARTS = """
+from tltlab.drafters.base import Draft, TextDrafter
+from tltlab.planning.placement import Placement
+
+class Echo(TextDrafter):
+    def __init__(self):
+        super().__init__()
+        self.earlier = {}
+
+    def recall(self, responses):
+        self.earlier = {key[1:3]: list(response) for key, prompt, response in responses}
+
+    def forget(self):
+        super().forget()
+        self.earlier.clear()
+
+    def open(self, key, tokens):
+        super().open(key, tokens)
+        self.texts[key] = self.earlier.get(key[1:3], []) + self.texts[key]
+
+    def propose(self, key, depth):
+        *before, last = self.texts[key]
+        at = before.index(last) + 1 if last in before else len(before)
+        return Draft(before[at:][:depth], 1.0)
+
+class Longest(Placement):
+    def place(self, workload, workers, history):
+        tokens = [sum(history.get(request.key[1], [48])) for request in workload]
+        order = sorted(range(len(workload)), key=lambda i: -tokens[i])
+        return [order[w * len(order) // workers : (w + 1) * len(order) // workers] for w in range(workers)]
+"""
+
+
+def test_a_run_with_own_parts_equals_the_unbroken_one(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "parts.py").write_text(PARTS)
+    prompts = (recipe_file.parent / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(prompts[:6]))
+    monkeypatch.chdir(tmp_path)
+    calm = whole_run(
+        recipe_file,
+        tmp_path / "calm",
+        f"data.train={tmp_path / 'train.jsonl'}",
+        'rollout.drafters={"echo":{"kind":"custom","path":"parts:Echo"}}',
+        "rollout.policy=echo:4",
+        "rollout.placement=parts:Longest",
+    )
+    trace = tltlab.read(calm / "trace")
+    assert set(trace.iterations["drafter"][trace.iterations["num_drafted"] > 0]) == {"echo"}
+    rows = trace.outcomes
+    for rl_step in range(1, STEPS):
+        before = rows[rows["rl_step"] < rl_step].groupby("prompt_id")["response_tokens"].sum()
+        now = rows[rows["rl_step"] == rl_step]
+        tokens = now["prompt_id"].map(before).fillna(48)
+        assert before.nunique() > 1
+        assert tokens[now["worker"] == 0].min() >= tokens[now["worker"] == 1].max()
+    (tmp_path / "parts.py").unlink()
+    run = as_it_was_at(calm, 2, tmp_path / "run")
+    with refused(ConfigError, naming=("--allow-code parts",)):
+        resumed(run)
+    train(resumed_recipe(run, (), ["parity", "parts"]), run, resume=True)
+    check_finished(run, calm)
+
+
 def test_a_resumed_run_equals_the_unbroken_one(fixed: Path, tmp_path: Path):
     run, newest = as_it_was_at(fixed, 2, tmp_path / "run"), f"step-{STEPS:06d}"
     shutil.copytree(fixed / "checkpoints" / newest, run / "checkpoints" / newest)
@@ -105,6 +170,14 @@ def test_a_resumed_run_equals_the_unbroken_one(fixed: Path, tmp_path: Path):
 def test_a_learning_run_resumes_with_replayed_decisions(learning: Path, tmp_path: Path):
     again = resumed(as_it_was_at(learning, 2, tmp_path / "run"), replay=learning / "trace")
     check_finished(again, learning)
+
+
+def test_a_systems_run_resumes_under_its_own_policy(recipe_file: Path, tmp_path: Path):
+    """DAS: drafts from a prompt's earlier responses, shared out by a budget that learns lengths."""
+    settings = ["rollout.prompts_per_step=32", "rollout.group_size=2", "rollout.num_workers=1"]
+    unbroken = whole_run(recipe_file, tmp_path / "whole", "rollout.system=das", *settings)
+    assert "suffix" in set(tltlab.read(unbroken / "trace").iterations["drafter"])
+    check_finished(resumed(as_it_was_at(unbroken, 2, tmp_path / "run")), unbroken)
 
 
 def test_cut_responses_go_on_a_step_later(fixed: Path):

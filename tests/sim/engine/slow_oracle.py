@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tltlab.costs.base import CostModel
-from tltlab.policies.selector import Selector
+from tltlab.policies.selector import Selector, chosen
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
-from tltlab.state import StepState
-from tltlab.strategy import NO_SPECULATION
+from tltlab.state import NO_CHOICE, Choice, StepOutcome, StepState
 
 Gain = Callable[[int, float, int, Regime], float]
 """Tokens that a request gets: (request, tokens generated, its speculative iterations so far, regime)."""
@@ -40,6 +39,51 @@ def expected(request: int, generated: float, num_speculative: int, regime: Regim
     return regime.tokens
 
 
+class _Asked:
+    """A selector, asked before an iteration: what it chooses holds from the next one on, and plain decoding until then.
+
+    A memoryless one's choice holds at once, but `ahead`. So does one for a block of iterations, which ends early
+    where something happens; its outcome comes after the next block's choice, and that of the last block at the end.
+    """
+
+    def __init__(self, selector: Selector, block: int, ahead: bool | None) -> None:
+        self.selector, self.block = selector, block
+        self.each_time = selector.memoryless and not ahead
+        self.in_force = NO_CHOICE
+        self.ran: list[tuple[float, list[float], bool]] = []
+        self.held: tuple[Choice, StepOutcome] | None = None
+
+    def ask(self, state: StepState, something_happened: bool) -> tuple[Choice, Choice]:
+        """The choice that this iteration verifies, and the latest one."""
+        verified, ahead = self.in_force, self.block == 1 and not self.each_time
+        if len(self.ran) % self.block == 0 or something_happened or self.each_time:
+            self.ran = []
+            self.in_force = chosen(self.selector, state)
+            self.tell_held()
+        return verified if ahead else self.in_force, self.in_force
+
+    def tell(self, verified: Choice, seconds: float, drafted: float, accepted: list[float], had_prefill: bool) -> None:
+        """An iteration is over: seconds of it and of prefill, tokens drafted for each request, and what each kept."""
+        self.ran.append((seconds, accepted, had_prefill))
+        num, speculates = len(self.ran), verified.strategy.speculates
+        kept = tuple(sum(of_request) / num for of_request in zip(*(kept for _, kept, _ in self.ran), strict=True))
+        outcome = StepOutcome(
+            elapsed_s=sum(seconds for seconds, _, _ in self.ran) / num,
+            batch=len(accepted),
+            drafted=(drafted,) * len(accepted) * speculates,
+            accepted=kept * speculates,
+            had_prefill=any(had_prefill for _, _, had_prefill in self.ran),
+        )
+        self.held = (verified, outcome) if verified.learns else None
+        if self.block == 1:
+            self.tell_held()
+
+    def tell_held(self) -> None:
+        if self.held is not None:
+            self.selector.observe(*self.held)
+        self.held = None
+
+
 def finish_times(
     requests: Requests,
     queue: Sequence[int],
@@ -48,8 +92,10 @@ def finish_times(
     costs: CostModel,
     *,
     gain: Gain = expected,
+    decision_block: int = 1,
+    ahead: bool | None = None,
 ) -> dict[int, float]:
-    """Finish time of each request of one worker, whose selector is asked before every iteration."""
+    """Finish time of each request of one worker, whose selector is asked and told as `_Asked` says."""
     waiting = [
         _Request(r, requests.prompt_tokens[r], requests.response_tokens[r], group=requests.keys[r][1]) for r in queue
     ]
@@ -63,46 +109,55 @@ def finish_times(
     finished: dict[int, float] = {}
     now = 0.0
     began = ready = False
-    strategy = NO_SPECULATION
+    policy = _Asked(selector, decision_block, ahead)
+    something_happened = True
     while waiting or prefilling or running:
-        preempted = False
+        preempted, begin_s, prefilled = False, now, 0.0
         while not _fits([*running, *prefilling], costs) and running and len(running) + len(prefilling) > 1:
             waiting.insert(0, prefilling.pop() if prefilling else running.pop())
-            preempted = True
+            preempted = something_happened = True
         while waiting and not preempted and _admissible([*running, *prefilling, waiting[0]], costs):
             new = waiting.pop(0)
             new.to_prefill = new.context_tokens - (new.shared if new.group in cached else 0)
             cached.add(new.group)
             prefilling.append(new)
+            something_happened = True
         if not running or costs.max_num_batched_tokens is None:
             budget = costs.max_num_batched_tokens or float("inf")
             while prefilling and (not running or costs.max_num_batched_tokens is None):
-                now += costs.prefill_s(_prefill(prefilling, running, budget))
-        strategy = selector.choose(
-            StepState(
-                rl_step=requests.rl_step,
-                batch=len(running),
-                waiting=len(waiting) + len(prefilling),
-                context_tokens=sum(r.context_tokens for r in running),
-                strategy=strategy,
-            )
+                prefilled += (tokens := _prefill(prefilling, running, budget))
+                now += costs.prefill_s(tokens)
+        state = StepState(
+            rl_step=requests.rl_step,
+            batch=len(running),
+            waiting=len(waiting) + len(prefilling),
+            context_tokens=sum(r.context_tokens for r in running),
+            strategy=policy.in_force.strategy,
         )
-        if began and strategy.speculates and not ready:
+        verified, latest = policy.ask(state, something_happened)
+        strategy, something_happened = verified.strategy, False
+        if began and latest.strategy.speculates and not ready:
             now += costs.switch_s
-        began, ready = True, ready or strategy.speculates
+            begin_s += costs.switch_s
+        began, ready = True, ready or latest.strategy.speculates
         regime = regimes.at(strategy, len(running), loaded=ready or not costs.switch_s)
         now += regime.cost.seconds(len(running), sum(r.context_tokens for r in running))
         beside: list[_Request] = []
         if prefilling:
             chunk = (costs.max_num_batched_tokens or 0) - len(running) * regime.cost.tokens_to_verify
             tokens = _prefill(prefilling, beside, max(0.0, chunk))
+            prefilled += tokens
             now += regime.cost.beside_s(len(running), tokens, costs.prefill_s(tokens))
-        for r in running:
-            r.generated += gain(r.request, r.generated, r.num_speculative, regime)
+        gains = [gain(r.request, r.generated, r.num_speculative, regime) for r in running]
+        for r, gained in zip(running, gains, strict=True):
+            r.generated += gained
             r.num_speculative += strategy.speculates
             if r.generated >= r.length - 1e-6:
                 finished[r.request] = now
+                something_happened = True
+        policy.tell(verified, now - begin_s, regime.num_drafted, [gained - 1.0 for gained in gains], prefilled > 0)
         running = [r for r in running if r.request not in finished] + beside
+    policy.tell_held()
     return finished
 
 

@@ -20,7 +20,8 @@ from tltlab.policies.policy import LengthAwareBudgetSpec, Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, simulate
-from tltlab.sim.engine.by_request import RateBatch, Rates
+from tltlab.sim.engine.batch import Batch
+from tltlab.sim.engine.by_request import Rates
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
@@ -178,7 +179,7 @@ def test_what_ended_elsewhere_helps_only_after_it_did() -> None:
     assert second.advance(regime, 1, np.inf).tokens > expected + 0.1
 
 
-def running(rates: Rates, lengths: list[int]) -> RateBatch:
+def running(rates: Rates, lengths: list[int]) -> Batch:
     """A batch of samples of four to a prompt, all admitted."""
     batch = rates(requests_of(lengths, group=4))
     for request in range(len(lengths)):
@@ -243,7 +244,7 @@ def test_a_budget_that_breaks_its_contract_is_refused(tokens: tuple[int, ...]) -
 
 
 def test_trees_have_no_budget_and_refresh_is_positive() -> None:
-    tree = Strategy("eagle", 8, 4, 48)
+    tree = Strategy("learned", 8, 4, 48)
     model = load_acceptance("tlt-qwen2.5-32b")
     batch = running(Rates(model=model, costs=COSTS, budgets=[UniformBudget()]), [50])
     regimes = Regimes((NO_SPECULATION, tree), COSTS, model)

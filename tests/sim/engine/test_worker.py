@@ -21,9 +21,9 @@ from tltlab.hardware import Gpu
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector
-from tltlab.sim.engine.batch import FluidBatch
+from tltlab.sim.engine.batch import Batch, Expected, FluidBatch
 from tltlab.sim.engine.by_request import Rates
-from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
+from tltlab.sim.engine.drawn import Drawn, Replayed
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
@@ -45,15 +45,21 @@ PLAIN = load_policy("none")
 CHAINS = (Strategy.chain("ngram", 2), Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
 
 
-def drafting(deep: int, shallow: int, memoryless: bool) -> Ruled:
-    """Deep drafts at small batches, plain decoding above; forgetful or asked at every iteration."""
+def drafting(deep: int, shallow: int, kind: str) -> Ruled:
+    """Deep drafts at small batches, plain decoding above: memoryless, asked again and again, or with what it learns.
+
+    One that learns looks at how many outcomes have come, so that none may come earlier or later than it does.
+    """
 
     def rule(state: StepState) -> Strategy:
+        if kind == "learns":
+            return selector.strategies[(len(selector.outcomes) + (state.batch <= deep)) % 4]
         if state.batch <= deep:
             return CHAINS[1]
         return CHAINS[state.waiting % 2 * 2] if state.batch <= shallow else NO_SPECULATION
 
-    return Ruled((NO_SPECULATION, *CHAINS), rule, memoryless=memoryless)
+    selector = Ruled((NO_SPECULATION, *CHAINS), rule, memoryless=kind == "memoryless")
+    return selector
 
 
 @st.composite
@@ -87,29 +93,47 @@ def assert_agree(
     cost: CostModel,
     acceptance: Settled | None,
     new_batch: Callable[[Requests], Any],
-    threshold: tuple[int, int, bool] | None,
+    threshold: tuple[int, int, str] | None,
     *,
     workers: int = 2,
     placement: str = "contiguous",
     gain: Callable[..., float] = expected,
+    **asked: Any,
 ) -> None:
-    """`drafting` by a threshold, of which None is plain decoding, takes the time that the slow oracle says."""
+    """`drafting` by a threshold, of which None is plain decoding, takes the time that the slow oracle says.
+
+    A policy that is not memoryless is asked in the same states, and receives the same outcomes.
+    """
 
     def selector() -> Selector:
         return PLAIN.build(np.random.default_rng(0)) if threshold is None else drafting(*threshold)
 
     regimes = Regimes(selector().strategies, cost, acceptance)
-    engine = RolloutSimulator(costs=cost, selectors=[selector() for _ in range(workers)]).prepare(regimes, new_batch)
+    engine = RolloutSimulator(costs=cost, selectors=[selector() for _ in range(workers)], **asked)
+    engine.prepare(regimes, new_batch)
     queues = place(req, workers, placement)
     result = engine.rollout(req, queues)
     makespan = 0.0
-    for queue in queues:
-        slow = finish_times(req, queue, selector(), regimes, cost, gain=gain)
+    for fast, queue in zip(engine.selectors, queues, strict=True):
+        oracle = selector()
+        slow = finish_times(req, queue, oracle, regimes, cost, gain=gain, **asked)
         assert set(slow) == set(queue)
         for request, finish in slow.items():
             assert result.finish_s[request] == pytest.approx(finish, rel=1e-9, abs=1e-12)
         makespan = max([makespan, *slow.values()])
+        if isinstance(fast, Ruled) and isinstance(oracle, Ruled) and not fast.memoryless:
+            assert_same_calls(fast, oracle)
     assert result.makespan_s == pytest.approx(makespan, rel=1e-9, abs=1e-12)
+
+
+def assert_same_calls(fast: Ruled, slow: Ruled) -> None:
+    for a, b in zip(fast.states, slow.states, strict=True):
+        assert (a.batch, a.waiting, a.strategy) == (b.batch, b.waiting, b.strategy)
+        assert a.context_tokens == pytest.approx(b.context_tokens)
+    for one, other in zip(fast.outcomes, slow.outcomes, strict=True):
+        assert (one.batch, one.drafted, one.had_prefill) == (other.batch, other.drafted, other.had_prefill)
+        assert one.elapsed_s == pytest.approx(other.elapsed_s, rel=1e-9, abs=1e-12)
+        assert one.accepted == pytest.approx(other.accepted, rel=1e-9, abs=1e-9)
 
 
 def by_batch(border: int) -> BatchAcceptance:
@@ -125,14 +149,31 @@ def by_batch(border: int) -> BatchAcceptance:
     )
 
 
-THRESHOLDS = st.tuples(st.integers(0, 6), st.integers(0, 12), st.booleans())
-ALPHAS, SEEDS = st.floats(0, 1), st.integers(0, 9)
+THRESHOLDS = st.tuples(st.integers(0, 6), st.integers(0, 12), st.sampled_from(["memoryless", "asked", "learns"]))
+ALPHAS, SEEDS, ASKED = st.floats(0, 1), st.integers(0, 9), st.sampled_from([None, True])
 
 
-@given(requests(), costs(), ALPHAS, st.none() | THRESHOLDS, st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]))
-def test_fluid_decoding_takes_the_time_of_its_iterations(req, cost, alpha, threshold, workers, placement):
+def expected_gains(requests: Requests) -> Batch:
+    """The general batch, of which `FluidBatch` is an optimisation."""
+    return Batch(requests, Expected())
+
+
+FLUID = st.sampled_from([FluidBatch, expected_gains])
+
+
+@given(
+    requests(),
+    costs(),
+    ALPHAS,
+    st.none() | THRESHOLDS,
+    st.integers(1, 3),
+    st.sampled_from(PLACEMENTS[:4]),
+    FLUID,
+    ASKED,
+)
+def test_fluid_decoding_takes_the_time_of_its_iterations(req, cost, alpha, threshold, workers, placement, batch, ahead):
     model = None if threshold is None else GeometricAcceptance(alpha=alpha)
-    assert_agree(req, cost, model, FluidBatch, threshold, workers=workers, placement=placement)
+    assert_agree(req, cost, model, batch, threshold, workers=workers, placement=placement, ahead=ahead)
 
 
 @HALF
@@ -153,7 +194,7 @@ def test_sampled_speculation_takes_the_time_of_its_iterations(req, cost, alpha, 
         return 1.0 if regime.cdf is None else 1.0 + float((regime.cdf <= u).sum())
 
     model = GeometricAcceptance(alpha=alpha)
-    assert_agree(req, cost, model, lambda r: SampledBatch(r, seed), threshold, gain=luck)
+    assert_agree(req, cost, model, lambda r: Batch(r, Drawn(r, seed)), threshold, gain=luck)
 
 
 @HALF
@@ -183,9 +224,10 @@ def test_an_end_in_closed_form_is_that_of_its_iterations(req, cost, deep, shallo
     model = SpreadAcceptance(base=by_batch(border), spread=0.7)
     regimes = Regimes((NO_SPECULATION, *CHAINS), cost, model)
     made = []
-    for memoryless in (True, False):
-        selector = drafting(deep, shallow, memoryless)
-        engine = RolloutSimulator(costs=cost, selectors=[selector]).prepare(regimes, Rates(model=model, costs=cost))
+    for kind in ("memoryless", "asked"):
+        # A choice for a block of iterations holds at once, as that of a memoryless policy does.
+        engine = RolloutSimulator(costs=cost, selectors=[drafting(deep, shallow, kind)], decision_block=2)
+        engine.prepare(regimes, Rates(model=model, costs=cost))
         made.append(engine.rollout(req, [list(range(len(req)))]))
     assert made[0].finish_s == pytest.approx(made[1].finish_s, rel=1e-9, abs=1e-12)
     assert made[0].first_token_s == pytest.approx(made[1].first_token_s, rel=1e-9, abs=1e-12)
@@ -201,7 +243,14 @@ def test_replayed_acceptance_takes_the_time_of_its_iterations(req, cost, thresho
         positions = table["accept_if_drafted"][request]
         return 1.0 + min(regime.most, int(positions[int(generated)]))
 
-    assert_agree(req, cost, acceptance, lambda r: ReplayBatch(r, acceptance), threshold, gain=recorded)
+    assert_agree(req, cost, acceptance, lambda r: Batch(r, Replayed(r, acceptance)), threshold, gain=recorded)
+
+
+@HALF
+@given(requests(), costs(), ALPHAS, THRESHOLDS, st.integers(2, 4))
+def test_a_decision_block_holds_until_something_happens(req, cost, alpha, threshold, block):
+    whole = cost.model_copy(update={"max_num_batched_tokens": None})
+    assert_agree(req, whole, GeometricAcceptance(alpha=alpha), FluidBatch, threshold, decision_block=block)
 
 
 def counterfactuals(req: Requests, seed: int) -> pd.DataFrame:
@@ -215,4 +264,4 @@ def test_a_long_rollout_agrees_too() -> None:
     trace = log_normal(prompts=4, group_size=4, rl_steps=1, median=900, cap=4000, workers=2)
     req = requests_of(trace.outcomes["response_tokens"].tolist(), 128, cap=4000, group=4)
     model = GeometricAcceptance(alpha=0.7)
-    assert_agree(req, COSTS, model, FluidBatch, (2, 5, True), placement="longest_first")
+    assert_agree(req, COSTS, model, FluidBatch, (2, 5, "memoryless"), placement="longest_first")

@@ -19,6 +19,7 @@ from tltlab.costs.load import load_costs
 from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
+from tltlab.own import code_allowed
 from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
@@ -40,6 +41,7 @@ NOISE = IterationNoise(ratios=(0.7, 0.9, 1.0, 1.4))
 CPU = load_costs("traces/subset-sum-small/costs.json").model_copy(update={"noise": NOISE})
 SMALL: dict[str, Any] = {"costs": CPU, "acceptance": "geometric:0.7", "trials": 2, "repeats": 2, "depths": (1, 4)}
 WITHOUT_LUCK = SMALL | {"trials": 0, "repeats": 1}
+TRACES = Path("traces").resolve()
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=2**20)
 CROWDED = COSTS.model_copy(update={"per_token_s": 2e-3, "noise": NOISE})
 
@@ -91,7 +93,7 @@ def test_nothing_on_average_beats_the_oracle_by_more_than_luck(tuned: TuneResult
 
 
 def test_the_oracle_picks_the_least_seconds_per_token():
-    scenario = Scenario.of(read("traces/subset-sum-small"), rl_steps=[0])
+    scenario = Scenario.of(read("traces/subset-sum-small"), rl_steps=[0], decision_block=2)
     strategies = [Strategy.chain("ngram", depth) for depth in (1, 2, 4, 8)]
     oracle, known = OraclePolicy(scenario, strategies), ExpectedIteration(scenario, strategies)
     for rollout in scenario.rollouts(oracle):
@@ -104,7 +106,7 @@ def test_the_oracle_picks_the_least_seconds_per_token():
 def test_the_oracle_of_one_request_is_the_best_fixed_strategy():
     one = log_normal(prompts=1, group_size=1, rl_steps=2, median=400, cap=900, workers=1)
     strategies = [Strategy.chain("ngram", depth) for depth in (1, 2, 4, 8)]
-    scenario = Scenario.of(one, costs=COSTS, acceptance="geometric:0.6")
+    scenario = Scenario.of(one, costs=COSTS, acceptance="geometric:0.6", decision_block=2)
     oracle = np.mean([r.makespan_s for r in scenario.rollouts(OraclePolicy(scenario, strategies))])
     alone = [np.mean([r.makespan_s for r in scenario.rollouts(fixed(depth))]) for depth in (1, 2, 4, 8)]
     assert oracle == pytest.approx(min(alone))
@@ -300,6 +302,69 @@ def test_prices_weigh_batches_by_the_time_spent_at_them():
 def test_what_cannot_be_tuned_is_refused(trace: Trace, options: dict[str, Any], what: tuple):
     with refused(ConfigError, naming=what):
         tune(trace, **SMALL | options)
+
+
+OWN = """
+from tltlab import NO_SPECULATION, Selector, Strategy
+
+class Border(Selector):
+    strategies = (NO_SPECULATION, Strategy.chain("ngram", 4))
+
+    def __init__(self, few=1, deep=True):
+        self.few, self.deep = few, deep
+
+    def choose(self, state):
+        return self.strategies[self.deep and state.batch <= self.few]
+"""
+
+
+@pytest.fixture
+def border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A user's own policy, which speculates up to a border."""
+    name = f"border_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    return f"{name}:Border"
+
+
+def test_settings_of_an_own_policy_are_searched_and_written(border: str, tmp_path: Path):
+    settings = SMALL | {"trials": 20, "repeats": 1, "depths": (4,), "policies": f"{border}(few=9)"}
+    found = tune(SHORT, **settings, search={"few": "0..6", "deep": (False, True)})
+    every = {tuple(trial.settings.values()): trial.score for trial in found.trials}
+    assert every.keys() == {(few, deep) for few in range(7) for deep in (False, True)}, "all of them are few enough"
+    best = min(every, key=lambda key: every[key])
+    assert found.trials[0].score == every[best] < every[0, True]
+    assert found.policy.selector.args == found.trials[0].settings
+    assert {"none", "fixed ngram:4"} <= {row.name for row in found.candidates}
+    found.policy.write(tmp_path / "policy.json")
+    with code_allowed([border.partition(":")[0]]):
+        assert load_policy(tmp_path / "policy.json") == found.policy
+    assert tune(SHORT, **settings, search={"few": "0..6", "deep": (False, True)}).trials == found.trials
+
+
+def test_own_classes_are_candidates(border: str):
+    settings = WITHOUT_LUCK | {"depths": (1,), "policies": [border, "goodput(window=10)"]}
+    rows = {row.name: row.kind for row in tune(SHORT, **settings).candidates}
+    assert (rows[border], rows["goodput(window=10)"]) == ("own", "own")
+
+
+@pytest.mark.parametrize(
+    ("search", "facts"),
+    [
+        (["few=3"], ("--search few=3",)),
+        (["few=9..1"], ("--search few=9..1",)),
+        (["few=a..b"], ("few=a..b",)),
+        (["few"], ("--search few",)),
+        (["few=1..3", "few=2..4"], ("--search few=2..4",)),
+        (["fw=1..3"], ("fw", "few")),
+    ],
+)
+def test_a_search_that_makes_no_sense_is_refused(border: str, tmp_path: Path, capsys, search: list[str], facts: tuple):
+    options = [part for text in search for part in ("--search", text)]
+    code, _, said = typed(capsys, "tune", TRACES / "tiny", "--out", "p.json", "--policies", border, *options)
+    assert (code, [fact for fact in facts if fact not in said]) == (2, []), said
+    with refused(ConfigError, naming=("--policies",)):
+        tune(SHORT, **SMALL, search={"few": (1, 2)})
 
 
 def test_depths_without_acceptance_are_left_out():

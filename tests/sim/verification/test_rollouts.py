@@ -245,6 +245,7 @@ Path(__file__).with_name("imported").touch()
 
 class Mine(Selector):
     strategies = (Strategy.chain("ngram", 3),)
+    memoryless = True
 
     def choose(self, state):
         return self.strategies[0]

@@ -10,8 +10,8 @@ import pandas as pd
 from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
+from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError
-from tltlab.strategy import MODEL_FREE
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
 from tltlab.traces.trace import Trace
 
@@ -53,15 +53,15 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
             note = "nothing was speculated, so there is no acceptance to fit"
             return AcceptanceFit(kind="by-batch", model=None, notes=(note,))
         note = "acceptance: walked along acceptance.parquet, which knows no batch: one band for all of them"
-        return AcceptanceFit(kind="by-batch", model=_pool(_walked_drafts(trace)), notes=(note,))
-    model, notes = fit_acceptance(table)
+        return AcceptanceFit(kind="by-batch", model=_pool(_walked_drafts(trace), trace.drafters), notes=(note,))
+    model, notes = fit_acceptance(table, trace.drafters)
     return AcceptanceFit(kind="by-batch", model=model, notes=tuple(notes))
 
 
 def _siblings(trace: Trace) -> AcceptanceFit:
     drafts, notes = _recorded_drafts(trace)
     names = sorted(drafts["drafter"].unique())
-    candidates = [name for name in names if name in MODEL_FREE] or names
+    candidates = [name for name in names if not trace.drafters[name].has_network] or names
     if len(candidates) > 1:
         raise ConfigError(f"acceptance by siblings describes one drafter, the trace has {', '.join(candidates)}")
     return AcceptanceFit(kind="siblings", model=fit_siblings(drafts, candidates[0]), notes=tuple(notes))
@@ -94,7 +94,7 @@ def _fresh(trace: Trace) -> AcceptanceFit:
     youngest = annotated[annotated["age"] == annotated["age"].min()]
     length = youngest["accept_if_drafted"].map(len)
     model = FreshAcceptance(
-        base=_pool(walked_drafts(youngest, int(annotated["max_depth"].min()))),
+        base=_pool(walked_drafts(youngest, int(annotated["max_depth"].min())), trace.drafters),
         drafter=drafters[0],
         freshness=fitted.freshness,
         measured=measured_state(fitted.freshness, youngest["age"], youngest["updates"], length),
@@ -127,7 +127,7 @@ def _recorded_drafts(trace: Trace) -> tuple[pd.DataFrame, list[str]]:
     return drafts, notes
 
 
-def _pool(drafts: pd.DataFrame) -> BatchAcceptance:
+def _pool(drafts: pd.DataFrame, drafters: Drafters) -> BatchAcceptance:
     """One distribution per drafter and reach, whatever the batch."""
     fits: dict[str, dict[int, FittedDepth]] = {}
     for _, rows in drafts.groupby(["drafter", "reach"]):
@@ -135,4 +135,4 @@ def _pool(drafts: pd.DataFrame) -> BatchAcceptance:
         p = np.bincount(rows["accepted"].to_numpy(np.int64), minlength=depth + 1) / len(rows)
         fitted = FittedDepth(accepted=tuple(p.tolist()), drafted=float(depth), num_samples=len(rows))
         fits.setdefault(drafter, {})[depth] = fitted
-    return BatchAcceptance(bands=(Band(max_batch=None, drafters_by_depth=fits),))
+    return BatchAcceptance(bands=(Band(max_batch=None, drafters_by_depth=fits),), copies=drafters.copying(fits))

@@ -7,7 +7,7 @@ import pandas as pd
 
 from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
 from tltlab.arrays import Floats
-from tltlab.strategy import MODEL_FREE
+from tltlab.drafters.specs import STANDARD, Drafters
 
 BANDS = (4, 16, 48)
 """Upper ends of the batch bands; a last one is open."""
@@ -15,14 +15,14 @@ ENOUGH = 64
 """Request-iterations that make a cell of its own; one with fewer takes over the nearest band that has enough."""
 
 
-def fit_acceptance(iterations: pd.DataFrame) -> tuple[BatchAcceptance | None, list[str]]:
+def fit_acceptance(iterations: pd.DataFrame, drafters: Drafters = STANDARD) -> tuple[BatchAcceptance | None, list[str]]:
     """The distribution of accepted tokens and the mean tokens drafted, and notes; None where nothing was speculated.
 
     One sample is one request in one iteration. The first d tokens of a longer chain are the chain of depth d, so depth
     d also learns from min(accepted, d) of deeper drafts; not where a drafter copies text and depth d has ENOUGH of its
     own (`copied_runs`). Where `accepted_per_request` is unknown only the mean is, and the distribution is the one of a
     chain whose tokens are kept with equal probability. Only whole chains are fitted: trees and trimmed chains are
-    counted in a note.
+    counted in a note. Raises ConfigError for a drafter that is not among `drafters`.
     """
     spec = iterations[iterations["draft_depth"] > 0]
     whole = spec[(spec["top_k"] == 1) & (spec["tokens_to_verify"] == spec["draft_depth"] + 1)]
@@ -30,19 +30,22 @@ def fit_acceptance(iterations: pd.DataFrame) -> tuple[BatchAcceptance | None, li
     if len(whole) < len(spec):
         notes.append(f"acceptance: {len(spec) - len(whole)} iterations with trees or trimmed chains left out")
     number = np.searchsorted(BANDS, whole["batch"].to_numpy())
+    copies = drafters.copying(map(str, whole["drafter"].unique()))
     bands: list[dict[str, dict[int, FittedDepth]]] = [{} for _ in range(len(BANDS) + 1)]
     for drafter, depth in whole[["drafter", "draft_depth"]].drop_duplicates().sort_values("draft_depth").to_numpy():
         of_drafter = (whole["drafter"] == drafter).to_numpy()
-        cells = [_fit(whole[of_drafter & (number == b)], str(drafter), int(depth)) for b in range(len(bands))]
+        copied = copies[str(drafter)]
+        cells = [_fit(whole[of_drafter & (number == b)], copied, int(depth)) for b in range(len(bands))]
         for b, fitted in enumerate(_fill(cells)):
             if fitted is not None:
                 bands[b].setdefault(str(drafter), {})[int(depth)] = fitted
     if not bands[0]:
         return None, notes
     return BatchAcceptance(
+        copies=copies,
         bands=tuple(
             Band(max_batch=end, drafters_by_depth=drafters) for end, drafters in zip((*BANDS, None), bands, strict=True)
-        )
+        ),
     ), notes
 
 
@@ -53,12 +56,12 @@ def _fill(cells: list[FittedDepth | None]) -> list[FittedDepth | None]:
     return [cells[min(enough, key=lambda e: (abs(e - b), e))] for b in range(len(cells))]
 
 
-def _fit(rows: pd.DataFrame, drafter: str, depth: int) -> FittedDepth | None:
+def _fit(rows: pd.DataFrame, copied: bool, depth: int) -> FittedDepth | None:
     """One drafter's iterations in one band as the chain of `depth`; None without any at least as deep."""
     rows = rows[rows["draft_depth"] >= depth]
     same_depth = rows[rows["draft_depth"] == depth]
     sample = same_depth if len(same_depth) else rows
-    if drafter in MODEL_FREE and int(same_depth["batch"].sum()) >= ENOUGH:
+    if copied and int(same_depth["batch"].sum()) >= ENOUGH:
         rows = same_depth
     requests = int(sample["batch"].sum())
     if requests == 0:

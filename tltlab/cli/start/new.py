@@ -1,4 +1,4 @@
-"""`tltlab new`: a recipe, a policy, a reward or an experiment as files that run."""
+"""`tltlab new`: a recipe, a part of a user's own or an experiment as files that run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,7 @@ from tltlab.console import Json, emit
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import write_file
 
-KINDS = ("recipe", "policy", "reward", "experiment")
-_DEFAULT = {"recipe": "my_run", "policy": "my_policy", "reward": "my_reward", "experiment": "my_experiment"}
-_NEXT = {
-    "recipe": "tltlab train {file} --dry-run",
-    "policy": "python {file}",
-    "reward": "python {file}",
-    "experiment": "python {file}",
-}
+KINDS = ("recipe", "policy", "drafter", "placement", "costs", "acceptance", "reward", "experiment")
 _PROBLEMS = 32
 
 
@@ -36,22 +29,22 @@ def new(
     ] = "Qwen/Qwen2.5-0.5B-Instruct",
     as_json: Json = False,
 ) -> None:
-    """Write a recipe, a policy, a reward or an experiment that runs as it stands, to be changed.
+    """Write a recipe, a part of your own or an experiment that runs as it stands, to be changed.
 
     Example: tltlab new policy halving
     """
     if kind not in KINDS:
         raise ConfigError(f"cannot write a {kind!r}{did_you_mean(kind, KINDS)}; there are {', '.join(KINDS)}")
-    paths = write(kind, name or _DEFAULT[kind], Path.cwd(), model=model)
+    paths = write(kind, name or f"my_{kind}", Path.cwd(), model=model)
     names = [str(path.relative_to(Path.cwd())) for path in paths]
-    command = _NEXT[kind].format(file=names[0])
+    command = f"tltlab train {names[0]} --dry-run" if kind == "recipe" else f"python {names[0]}"
     emit({"files": names, "next": command}, as_json=as_json, text=f"wrote {', '.join(names)}; next: {command}")
 
 
 def write(kind: str, name: str, folder: Path, *, model: str) -> list[Path]:
     """Write the files of one kind into `folder`, the one to begin with first; ConfigError where one is there."""
     if not re.fullmatch(r"[a-z_][a-z0-9_]*", name):
-        raise ConfigError(f"{name!r} is no name for a module: small letters, digits and _, such as {_DEFAULT[kind]}")
+        raise ConfigError(f"{name!r} is no name for a module: small letters, digits and _, such as my_{kind}")
     words = {
         "name": name,
         "module": name,

@@ -19,6 +19,7 @@ from tltlab.calibration.acceptance.annotate import AcceptedLengths, DraftedBy, R
 from tltlab.cli.annotate import parse_drafter
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.ngram import NgramDrafter
+from tltlab.drafters.specs import TEXT
 from tltlab.errors import ConfigError
 from tltlab.traces.drafts import RecordedResponse, recorded_responses
 from tltlab.traces.schema import KEY, MANIFEST_FILE, Manifest
@@ -261,6 +262,10 @@ def test_rows_of_several_annotations_add_up(tltlab, tiny, tmp_path):
     table = read(out).acceptance
     kinds = table[["drafter", "drafter_age", "max_depth"]].drop_duplicates()
     assert sorted(kinds.itertuples(index=False, name=None)) == [("ngram", 0, 16), ("own", 0, 16), ("own", 4, 3)]
+    # The manifest says what a drafter of a name of its own is, and the file's sums still hold.
+    assert (read(out).manifest.drafters, read(tiny).manifest.drafters) == ({"own": TEXT}, {})
+    code, _, err = tltlab("annotate", out, "--drafter", "learned=ngram:min_match=3")
+    assert (code, "'learned'" in err) == (2, True)
 
 
 def test_a_trace_without_tokens_is_refused(tltlab, tiny):

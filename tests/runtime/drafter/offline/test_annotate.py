@@ -116,8 +116,8 @@ def test_without_enough_text_before_it_nothing_is_drafted(
 def test_the_folder_says_what_a_learned_drafter_is(eagle_head, draft_model, target_folder):
     assert isinstance(learned_annotator("learned", str(eagle_head), str(target_folder)), Eagle)
     assert isinstance(learned_annotator("learned", str(draft_model), None), DraftModel)
-    named, annotator = parse_drafter(f"eagle:{eagle_head}@2", target_folder)
-    assert (named, type(annotator)) == (("learned", 2), Eagle)
+    named, annotator, traits = parse_drafter(f"eagle:{eagle_head}@2", target_folder)
+    assert (named, type(annotator), traits.has_network) == (("learned", 2), Eagle, True)
 
 
 def test_what_cannot_be_replayed_is_refused(eagle_head, draft_model, tmp_path):

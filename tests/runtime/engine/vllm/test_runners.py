@@ -136,7 +136,7 @@ def runner(roomy: Engine) -> Iterator[Any]:
 @pytest.mark.parametrize(
     "part",
     [
-        "_rest_of", "Rest.came_and_went", "Rest.rests", "Rest.falls_behind", "Rest.catches_up", "_has_drafts",
+        "_rest_of", "Rest.update_requests", "Rest.rests", "Rest.falls_behind", "Rest.catches_up", "_has_drafts",
         "_DeviceStopwatch.start", "_DeviceStopwatch.stop", "_DeviceStopwatch.read", "_time_speculator",
     ],
 )  # fmt: skip

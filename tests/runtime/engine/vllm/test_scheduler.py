@@ -141,8 +141,8 @@ def test_the_depth_of_the_next_iteration_is_chosen_before_this_ones_tokens_are_k
     rows, _, _ = worker.scheduler.control.end()
     assert [row["draft_depth"] for row in rows] == [0, 4, 4, 0, 4]
     assert [row["num_accepted"] for row in rows] == [0, 6, 2, 0, 4]
-    outcomes = worker.scheduler.control.seat.selector.outcomes
-    assert outcomes == [(4, [3, 3]), (4, [1, 1]), (0, [0, 0]), (4, [2, 2])]
+    outcomes = worker.scheduler.control.driver.selector.outcomes
+    assert outcomes == [(4, [3, 3]), (4, [1, 1]), (0, []), (4, [2, 2])]
     assert all(row["draft_duration"] is None for row in rows)
     assert all(b["t_start"] >= a["t_start"] + a["duration"] for a, b in pairwise(rows))
 

@@ -1,0 +1,275 @@
+"""Decisions made again: a recorded rollout played through the simulator's worker with its own times and acceptance.
+
+The policy that ran is built anew from its seed and asked by the simulator: requests are scheduled by the simulator and
+end where their tokens end. What the engine measured, the seconds of each iteration and the tokens kept of each draft,
+is taken from the trace. A policy that cannot tell a simulation from an engine makes the recorded decisions again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tltlab.acceptance.base import ConstantAcceptance
+from tltlab.arrays import Flags, Floats, Ints
+from tltlab.console import table
+from tltlab.costs.base import LinearCosts
+from tltlab.errors import ConfigError
+from tltlab.importers.sources import read
+from tltlab.policies.selector import Selector
+from tltlab.sim.engine import record
+from tltlab.sim.engine.batch import Ahead, Batch, Gains, MacroStep
+from tltlab.sim.engine.regime import Regime, Regimes
+from tltlab.sim.engine.requests import Requests, requests_by_step
+from tltlab.sim.engine.worker import RolloutSimulator, SimulatedRollout
+from tltlab.sim.placement import place
+from tltlab.state import DrafterState
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import Trace
+
+from .drafter_state import DrafterStates
+from .run_files import InForce, policies_in_force
+
+_PLACE = ["rl_step", "worker", "iteration"]
+_STRATEGY = ["drafter", "draft_depth", "top_k", "tokens_to_verify"]
+STATE = ("batch", "num_waiting", "context_tokens")
+"""Columns of `iterations` that tell the state in which a policy chose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """Recorded decisions beside those that the simulator makes.
+
+    Columns of `rows`: `rl_step`, `policy`, `decisions`, `same` (share of them made again), and for each field of the
+    state in which they were made the share that is equal: `batch`, `num_waiting`, `context_tokens`, `strategy` (the one
+    verified meanwhile).
+    """
+
+    rows: pd.DataFrame
+
+    @property
+    def num_decisions(self) -> int:
+        return int(self.rows["decisions"].sum())
+
+    def share(self, column: str) -> float | None:
+        """Share over all decisions; None without any."""
+        total = self.num_decisions
+        return float((self.rows[column] * self.rows["decisions"]).sum() / total) if total else None
+
+    def json(self) -> dict[str, Any]:
+        """The keys of `tltlab verify --decisions --json`."""
+        return {
+            "num_decisions": self.num_decisions,
+            "same": self.share("same"),
+            "states": {name: self.share(name) for name in (*STATE, "strategy")},
+            "steps": self.rows.to_dict("records"),
+        }
+
+    def text(self) -> str:
+        """The table for people."""
+        columns = ("same", *STATE, "strategy")
+        rows = [
+            (row["rl_step"], row["policy"], row["decisions"], *(f"{row[name]:.1%}" for name in columns))
+            for row in self.rows.to_dict("records")
+        ]
+        lines = [table(["step", "policy", "decisions", "same", *STATE, "strategy"], rows, left=2)]
+        if (same := self.share("same")) is not None:
+            states = min(self.share(name) or 0.0 for name in (*STATE, "strategy"))
+            lines += ["", f"{same:.2%} of {self.num_decisions:,} decisions made again; {states:.2%} of states equal"]
+        return "\n".join(lines)
+
+
+def replay_decisions(
+    run: str | Path | Trace,
+    *,
+    rl_steps: Sequence[int] | None = None,
+    allow_code: Collection[str] = (),
+    forces: Mapping[int, InForce] | None = None,
+) -> Decisions:
+    """Make every recorded decision of a run again, and compare. O(iterations).
+
+    `forces` has the policy of each RL step where the run's files do not. Raises ConfigError for a trace without
+    iterations or decisions, a policy that the run does not tell, one that is a class of a module which `allow_code`
+    does not name, and one that never chooses what was recorded.
+    """
+    trace = read(run)
+    if trace.iterations is None or trace.decisions is None or trace.steps is None:
+        raise ConfigError(f"{trace.path or 'the trace'}: iterations, decisions and steps of a run are needed")
+    forces = policies_in_force(trace, allow_code) if forces is None else forces
+    chosen = trace.rl_steps if rl_steps is None else list(rl_steps)
+    rows: list[dict[str, Any]] = []
+    for since in sorted({force.since for force in forces.values()}):
+        span = [step for step in trace.rl_steps if forces[step].since == since]
+        for rollout in _played(trace, span, forces[span[0]]):
+            step = rollout.requests.rl_step
+            if step in chosen:
+                rows.append({"rl_step": step, "policy": forces[step].name, **_compared(trace, rollout)})
+    if not rows:
+        raise ConfigError(f"{run}: no RL step was asked for")
+    return Decisions(rows=pd.DataFrame(rows))
+
+
+def _played(trace: Trace, span: Sequence[int], force: InForce) -> list[SimulatedRollout]:
+    """RL steps under one policy that goes on learning, each with its own times and acceptance."""
+    iterations = trace.iterations
+    assert iterations is not None
+    assert trace.decisions is not None
+    workers = int(iterations["worker"].max()) + 1
+    costs = LinearCosts(
+        base_s=0.0, per_request_s=0.0, per_token_s=0.0, per_context_s=0.0, sd_base_s=0.0, sd_idle_s=0.0,
+        draft_level_s=0.0, draft_level_per_request_s=0.0, prefill_per_token_s=0.0,
+        max_num_seqs=most_requests(iterations),
+    )  # fmt: skip
+    # Asynchronously an iteration is scheduled before the tokens of the one before are known: one choice later.
+    drafting = iterations.loc[iterations["draft_depth"] > 0, "draft_duration"]
+    overlapped = len(drafting) > 0 and bool(drafting.isna().all())
+    selectors: list[Selector] = [
+        force.policy.build(np.random.default_rng([force.seed, worker, force.since])) for worker in range(workers)
+    ]
+    registry = trace.drafters.beside(force.policy.drafters)
+    for selector in selectors:
+        selector.drafts_with(registry)
+    recorded = trace.decisions[trace.decisions["rl_step"].isin(list(span))]
+    foreign = {Strategy(*row) for row in recorded[_STRATEGY].drop_duplicates().itertuples(index=False, name=None)}
+    if foreign := foreign - {NO_SPECULATION, *selectors[0].strategies}:
+        raise ConfigError(
+            f"{trace.path or 'the trace'}: RL step {span[0]} chose {min(map(str, foreign))}, which policy {force.name} "
+            "never does: the run ran another one"
+        )
+    simulator = RolloutSimulator(
+        costs=costs, selectors=selectors, record_rewards=True, ahead=True, delay=int(overlapped)
+    )
+    strategies = tuple(dict.fromkeys((NO_SPECULATION, *selectors[0].strategies)))
+    states = DrafterStates(trace=trace).by_step
+    drafters = sorted({s.drafter for s in strategies if s.speculates})
+    played = []
+    for step in requests_by_step(trace, list(span), tool_s=0.0):
+        rows = iterations[iterations["rl_step"] == step.rl_step]
+        state = states.get(step.rl_step, DrafterState())
+        simulator.drafters = {name: state if registry[name].has_network else DrafterState() for name in drafters}
+        regimes = Regimes(strategies, costs, ConstantAcceptance(tokens=1.0), registry)
+        simulator.prepare(regimes, RecordedIterations(rows))
+        played.append(simulator.rollout(step, place(step, workers, "recorded")))
+    return played
+
+
+def most_requests(iterations: pd.DataFrame) -> int | None:
+    """Requests that an engine runs at most; None where none ever waited while as many ran as ever do.
+
+    Requests that begin with a batch that its token budget limits wait too, and not while the batch is largest.
+    """
+    largest = iterations.loc[iterations["batch"] == iterations["batch"].max()]
+    return int(largest["batch"].iloc[0]) if (largest["num_waiting"].fillna(0) > 0).any() else None
+
+
+@dataclass(slots=True)
+class RecordedIterations:
+    """Makes the batches of one rollout's workers, in order."""
+
+    rows: pd.DataFrame
+    _num_batches: int = field(default=0, init=False)
+
+    def __call__(self, requests: Requests) -> RecordedBatch:
+        worker, self._num_batches = self._num_batches, self._num_batches + 1
+        mine = self.rows[self.rows["worker"] == worker].sort_values("iteration")
+        return RecordedBatch(requests, Recorded(requests, mine), own_seconds(mine))
+
+
+class Recorded(Gains):
+    """Gains of each request as recorded, iteration by iteration; a token each beyond the last one.
+
+    The trace has the tokens drafted for all requests of an iteration together. A request has no draft in the iteration
+    of its first token, and none beyond its cap; the others have equal parts of what was drafted.
+    """
+
+    def __init__(self, requests: Requests, rows: pd.DataFrame) -> None:
+        self._accepted = rows["accepted_per_request"].tolist() if "accepted_per_request" in rows else [None] * len(rows)
+        self._drafted = rows["num_drafted"].tolist()
+        self._caps = np.array(requests.max_response_tokens, np.int64)
+        self.iteration = 0
+
+    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
+        assert isinstance(batch, RecordedBatch)
+        at = self.iteration
+        gains, drafted = np.ones(len(batch), np.int64), np.zeros(len(batch))
+        if at < len(self._accepted):
+            if (accepted := self._accepted[at]) is not None:
+                kept = np.asarray(accepted, np.int64)[: len(batch)]
+                gains[: len(kept)] += kept
+            drafted = self._shares(batch, regime, float(self._drafted[at]))
+        return Ahead(regime, gains[:, None], 1, drafted)
+
+    def _shares(self, batch: RecordedBatch, regime: Regime, total: float) -> Floats:
+        residents = batch.residents
+        room = np.clip(self._caps[residents] - batch.made[residents] - 1, 0, regime.strategy.reach)
+        room[batch.fresh] = 0.0
+        whole = float(room.sum())
+        shares: Floats = room if whole == total or not whole else room * (total / whole)
+        return shares
+
+
+class RecordedBatch(Batch):
+    """Residents that gain what was recorded in the recorded `seconds`, iteration by iteration."""
+
+    def __init__(self, requests: Requests, source: Recorded, seconds: Floats) -> None:
+        super().__init__(requests, source)
+        self._recorded, self._seconds = source, seconds
+        self._before: Ints = np.zeros(0, np.int64)
+
+    @property
+    def fresh(self) -> Flags:
+        """Residents that were not in the iteration before, so that nothing was drafted for them."""
+        return ~np.isin(self.residents, self._before)
+
+    def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
+        at, residents = self._recorded.iteration, self.residents
+        macro = super().advance(regime, 1, room_tokens)
+        macro.seconds = macro.first_s = float(self._seconds[at]) if at < len(self._seconds) else 0.0
+        self._recorded.iteration, self._before = at + 1, residents
+        return macro
+
+
+def own_seconds(rows: pd.DataFrame) -> Floats:
+    """Seconds of each iteration with the drafting of its own drafts in place of those that it made for the next."""
+    drafting = rows["draft_duration"].fillna(0.0).to_numpy(np.float64)
+    seconds: Floats = rows["duration"].to_numpy(np.float64) - drafting
+    seconds[1:] += drafting[:-1]
+    return seconds
+
+
+def _compared(trace: Trace, rollout: SimulatedRollout) -> dict[str, Any]:
+    """Shares of the recorded decisions of a rollout, and of the states they were made in, that came out the same."""
+    step = rollout.requests.rl_step
+    assert trace.iterations is not None
+    assert trace.decisions is not None
+    made = record.tables([rollout], "", iterations=True)
+    decided = trace.decisions[trace.decisions["rl_step"] == step]
+    recorded = _with_states(trace.iterations[trace.iterations["rl_step"] == step], decided)
+    simulated = _with_states(made["iterations"], made["decisions"])
+    both = recorded.merge(simulated, on=_PLACE, how="left", suffixes=("", "_simulated"))
+
+    def share(*columns: str) -> float:
+        same = np.ones(len(both), dtype=bool)
+        for name in columns:
+            same &= (both[name] == both[f"{name}_simulated"]).to_numpy(dtype=bool)
+        return float(same.mean()) if len(both) else float("nan")
+
+    return {
+        "decisions": len(both),
+        "same": share(*_STRATEGY),
+        **{name: share(f"{name}_state") for name in STATE},
+        "strategy": share(*(f"{name}_state" for name in _STRATEGY)),
+    }
+
+
+def _with_states(iterations: pd.DataFrame, decisions: pd.DataFrame) -> pd.DataFrame:
+    """Decisions, each with the state of the iteration before the one that it was in force in, where it was made."""
+    states = iterations[[*_PLACE, *STATE, *_STRATEGY]].copy()
+    states["iteration"] += 1
+    states = states.rename(columns={name: f"{name}_state" for name in (*STATE, *_STRATEGY)})
+    return decisions[[*_PLACE, *_STRATEGY]].merge(states, on=_PLACE, how="left")

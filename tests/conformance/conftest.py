@@ -1,0 +1,5 @@
+"""Engines of the conformance tests run the random model of the runtime's tests."""
+
+from tests.runtime.conftest import random_model
+
+__all__ = ["random_model"]

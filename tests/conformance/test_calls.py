@@ -1,0 +1,249 @@
+"""One story of requests, played through an engine's control and through the simulator: the policy sees the same calls.
+
+The engine is played by a scheduler of its own below, written in the words of vLLM's. The simulator has the lengths, the
+tokens kept of each draft and the seconds of each iteration, and schedules by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from tltlab.acceptance.base import ConstantAcceptance
+from tltlab.costs.base import LinearCosts
+from tltlab.drafters.specs import LearnedSpec
+from tltlab.policies.selector import Selector
+from tltlab.runtime.engine.control import Control
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.ledger import Scheduled
+from tltlab.sim.engine.regime import Regimes
+from tltlab.sim.engine.requests import requests_by_step
+from tltlab.sim.engine.worker import RolloutSimulator
+from tltlab.sim.verification.decisions import RecordedIterations
+from tltlab.state import Choice, DrafterState, StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.schema import KEY, Manifest
+from tltlab.traces.trace import Trace
+
+STRATEGIES = (NO_SPECULATION, Strategy.chain("learned", 2), Strategy.chain("learned", 4), Strategy("learned", 4, 1, 3))
+
+
+class Recording(Selector):
+    """Chooses in turn, each choice with a chance and a bucket of its own, and keeps every call with all its fields."""
+
+    strategies = STRATEGIES
+
+    def __init__(self, hold: int) -> None:
+        self.hold = hold
+        self.calls: list[Any] = []
+        self.asked = 0
+
+    def choose(self, state: StepState) -> Choice:
+        drafters = {name: state.drafters[name] for name in state.drafters}
+        requests = [
+            (r.key, r.prompt_id, r.generated_tokens, r.max_response_tokens, rounded(r.recent_acceptance))
+            for r in state.requests
+        ]
+        seen = (state.rl_step, state.worker, state.batch, state.waiting, state.remaining, state.context_tokens)
+        self.calls.append(("choose", *seen, state.strategy, drafters, requests))
+        strategy = STRATEGIES[self.asked // self.hold % len(STRATEGIES)]
+        self.asked += 1
+        return Choice(strategy, 1.0 / (1 + self.asked % 3), self.asked % 2)
+
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        self.calls.append((
+            "observe", choice, pytest.approx(outcome.elapsed_s, abs=1e-9), outcome.batch, tuple(outcome.accepted),
+            tuple(outcome.drafted), outcome.had_prefill,
+        ))  # fmt: skip
+
+    def reward(self, choice: Choice, outcome: StepOutcome) -> float | None:
+        return outcome.accept_length
+
+
+def rounded(value: float | None) -> float | None:
+    """Averages are sums in another order on the two sides."""
+    return None if value is None else round(value, 9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """A response as it ended: "stop" by EOS or a stop string, "abort" where a client left."""
+
+    name: str
+    prompt_tokens: int
+    tokens: int
+    reason: str = "stop"
+    cap: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """Responses of each RL step, and the machine that they run on."""
+
+    rl_steps: Sequence[Sequence[Response]]
+    most_running: int = 16
+    capacity_tokens: int | None = None
+
+    def kept(self, name: str, position: int) -> int:
+        """Most tokens kept of a draft at this position of a response."""
+        return (7 * len(name) + 3 * position + sum(map(ord, name))) % 5
+
+    def seconds(self, iteration: int, verified: int, drafted: int) -> tuple[float, float]:
+        """Of verifying so many tokens, and of drafting so many."""
+        return 0.01 + 1e-4 * verified + 1e-3 * (iteration % 3), 2e-4 * drafted
+
+
+class Clock:
+    """A clock that the engine sets."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Engine:
+    """vLLM's scheduler in short: first come first served, the newest is preempted when memory runs out."""
+
+    story: Story
+    control: Control
+    clock: Clock
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    preemptions: int = 0
+
+    def play(self, rl_step: int) -> pd.DataFrame:
+        responses = {r.name: r for r in self.story.rl_steps[rl_step]}
+        waiting, running, drafts = list(responses), [], dict.fromkeys(responses, 0)
+        computed: set[str] = set()
+        self.control.begin(rl_step)
+        for name, response in responses.items():
+            self.outputs[name] = []
+            key = (rl_step, name, 0, 0)
+            self.control.add(name, key, range(response.prompt_tokens), self.outputs[name], response.cap)
+
+        def context(name: str) -> int:
+            return responses[name].prompt_tokens + len(self.outputs[name])
+
+        capacity = self.story.capacity_tokens or 10**9
+        iteration = 0
+        while waiting or running:
+            self.control.iteration_starts()
+            preempted = False
+            while len(running) > 1 and sum(map(context, running)) + len(running) > capacity:
+                newest = running.pop()
+                waiting.insert(0, newest)
+                computed.discard(newest)
+                drafts[newest] = 0
+                preempted = True
+                self.preemptions += 1
+            while (
+                waiting and not preempted and len(running) < self.story.most_running
+                and sum(map(context, [*running, waiting[0]])) + len(running) + 1 <= capacity
+            ):  # fmt: skip
+                running.append(waiting.pop(0))
+            prefill = sum(context(name) for name in running if name not in computed)
+            computed |= set(running)
+            work = Scheduled(
+                request_ids=list(running),
+                drafts={name: [0] * drafts[name] for name in running if drafts[name]},
+                waiting=len(waiting),
+                context_tokens=sum(map(context, running)),
+                prefill_tokens=prefill,
+            )
+            depth = self.control.scheduled(work)
+            verified = len(running) + sum(drafts[name] for name in running)
+            counts = [1 + min(drafts[name], self.story.kept(name, len(self.outputs[name]))) for name in running]
+            verify_s, draft_s = self.story.seconds(iteration, verified, depth * len(running))
+            self.clock.now_s += verify_s + draft_s
+            self.control.sampled(work, counts)
+            for name, count in zip(list(running), counts, strict=True):
+                left = responses[name].tokens - len(self.outputs[name])
+                self.outputs[name] += [1] * min(count, left)
+                if count >= left:
+                    running.remove(name)
+                    self.control.finish(name)
+            # The workers drafted for everybody, before anyone knew who had ended.
+            made = self.control.drafts(
+                work.request_ids, [[0] * depth] * len(work.request_ids) if depth else [], draft_s
+            )
+            lengths = map(len, made) if made else [0] * len(work.request_ids)
+            drafts |= dict(zip(work.request_ids, lengths, strict=True))
+            iteration += 1
+        self.control.idle()
+        rows, _, _ = self.control.end()
+        return pd.DataFrame(rows)
+
+
+def engine_calls(story: Story, hold: int) -> tuple[list[Any], list[pd.DataFrame]]:
+    """Calls of the policy beside the engine, and the iterations of each RL step."""
+    clock, policy = Clock(), Recording(hold)
+    pool = DrafterPool({"learned": LearnedSpec(method="eagle", model="a/head")}, 4)
+    control = Control(pool, clock=clock)
+    control.set_selector(policy)
+    engine, iterations = Engine(story, control, clock), []
+    for rl_step in range(len(story.rl_steps)):
+        if rl_step:
+            pool.updated(updates=10 * rl_step)
+        iterations.append(engine.play(rl_step))
+    assert bool(engine.preemptions) == (story.capacity_tokens is not None)
+    return policy.calls, iterations
+
+
+def simulated_calls(story: Story, hold: int, iterations: Sequence[pd.DataFrame]) -> list[Any]:
+    """Calls of the policy in the simulator's worker."""
+    policy = Recording(hold)
+    costs = LinearCosts(
+        base_s=0.0, per_request_s=0.0, per_token_s=0.0, per_context_s=0.0, sd_base_s=0.0, sd_idle_s=0.0,
+        draft_level_s=0.0, draft_level_per_request_s=0.0, prefill_per_token_s=0.0, max_num_seqs=story.most_running,
+        kv_capacity_tokens=story.capacity_tokens,
+    )  # fmt: skip
+    simulator = RolloutSimulator(costs=costs, selectors=[policy])
+    for step, rows in zip(requests_by_step(trace_of(story)), iterations, strict=True):
+        state = DrafterState(updates=10 * step.rl_step)
+        simulator.drafters = {"learned": state}
+        simulator.prepare(Regimes(STRATEGIES, costs, ConstantAcceptance(tokens=1.0)), RecordedIterations(rows))
+        simulator.rollout(step, [list(range(len(step)))])
+    return policy.calls
+
+
+def trace_of(story: Story) -> Trace:
+    """The lengths of a story."""
+    keys = [(step, r.name, 0, r) for step, responses in enumerate(story.rl_steps) for r in responses]
+    key = pd.DataFrame([(step, name, sample, 0) for step, name, sample, _ in keys], columns=list(KEY))
+    workload = key.assign(
+        epoch=0, prompt_tokens=[r.prompt_tokens for *_, r in keys], max_response_tokens=[r.cap for *_, r in keys],
+        policy_version=0,
+    )  # fmt: skip
+    outcomes = key.assign(response_tokens=[r.tokens for *_, r in keys], finish_reason=[r.reason for *_, r in keys])
+    manifest = Manifest(kind="recorded", name="story", num_workers=1)
+    return Trace.from_tables(manifest, {"workload": workload, "outcomes": outcomes})
+
+
+SHORT = [Response(name=f"r{n}", prompt_tokens=5 + n, tokens=4 + 5 * (n % 4)) for n in range(6)]
+STORIES = {
+    "all at once": Story(rl_steps=[SHORT]),
+    "some wait": Story(rl_steps=[SHORT], most_running=3),
+    "memory runs out": Story(rl_steps=[SHORT], capacity_tokens=60),
+    "a cap is reached, a client leaves": Story(
+        rl_steps=[[*SHORT, Response(name="c", prompt_tokens=3, tokens=12, reason="length", cap=12),
+                   Response(name="a", prompt_tokens=3, tokens=7, reason="abort")]]
+    ),
+    "the drafter is updated between RL steps": Story(rl_steps=[SHORT, SHORT[::-1], SHORT[:2]]),
+    "one request": Story(rl_steps=[[Response(name="r", prompt_tokens=1, tokens=9)]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hold", [1, 3])
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+def test_a_policy_sees_the_same_calls_beside_an_engine_and_in_the_simulator(story: Story, hold: int):
+    beside_engine, iterations = engine_calls(story, hold)
+    simulated = simulated_calls(story, hold, iterations)
+    for n, (engine, simulator) in enumerate(zip(beside_engine, simulated, strict=False)):
+        assert engine == simulator, f"call {n}"
+    assert len(beside_engine) == len(simulated)
+    assert {call[0] for call in simulated} == ({"choose", "observe"} if len(simulated) > 2 else {"choose"})

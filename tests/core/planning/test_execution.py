@@ -1,0 +1,109 @@
+"""Which systems of the literature engines here can execute, and with which settings: read off their values alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.refused import refused
+from tltlab.coordination.progress import SpotTraining
+from tltlab.costs.load import load_costs
+from tltlab.drafters.specs import LearnedSpec
+from tltlab.errors import ConfigError
+from tltlab.planning.composition import Admission, Rung, SharedBuffer, System
+from tltlab.planning.execution import engine_run, missing_part, network_drafter
+from tltlab.planning.systems import SYSTEMS
+
+COSTS = load_costs("cpu-small")
+RUN: dict[str, dict[str, Any]] = {
+    "verl": {},
+    "open-r1": {"own_gpus": True},
+    "tlt": {"drafts_by_network": True, "trains_drafter": True},
+    "tlt-base": {},
+    "das": {},
+    "vllm-dynamic": {"drafts_by_network": True},
+    "vllm-static": {"drafts_by_network": True},
+    "vllm-adaptive": {"drafts_by_network": True},
+    "sglang-adaptive": {"drafts_by_network": True},
+    "hedgespec": {"drafts_by_network": True},
+    "seer-drafts": {},
+    "histospec": {},
+    "copris": {"in_flight": 1.5},
+    "spec-rl": {"reuse": SYSTEMS["spec-rl"].workload},
+    "spec-rl-exact": {"reuse": SYSTEMS["spec-rl-exact"].workload},
+    "one-step-off": {"one_step_off": True},
+    "areal": {"staleness": 4},
+}
+"""By system the settings that are not off."""
+LACK: dict[str, tuple[str, ...]] = {
+    "dvi": ("first layers", "while its engine decodes"),
+    "diffuspec": ("block in one pass",),
+    "seer": ("one buffer",),
+    "rlhfuse": ("log-probs",),
+    "rhymerl": ("placement 'rank_groups'",),
+    "streamrl": ("placement 'two_pools'", "trainer that begins"),
+    "streamrl-async": ("placement 'two_pools'", "trainer that begins"),
+    "april": ("1.5 times the prompts",),
+    "rollpacker": ("1.25 times the prompts", "1.25 times the samples", "anew"),
+    "dler": ("rollout.max_response_tokens", 0.125),
+    "brorl": ("rollout.group_size", 4),
+}
+"""By system what is said of the parts that no engine has."""
+
+
+def test_every_row_runs_or_names_a_part_that_is_missing():
+    assert RUN.keys() | LACK.keys() == SYSTEMS.keys()
+    assert {name for name, system in SYSTEMS.items() if missing_part(system) is None} == RUN.keys()
+
+
+@pytest.mark.parametrize("name", LACK)
+def test_a_missing_part_is_named(name: str):
+    with refused(ConfigError, naming=(name, *LACK[name])):
+        engine_run(SYSTEMS[name], COSTS)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_row_is_executed_by_its_values(name: str):
+    run, system = engine_run(SYSTEMS[name], COSTS, head="eagle"), SYSTEMS[name]
+    off = engine_run(SYSTEMS["verl"], COSTS)
+    assert replace(run, policy=off.policy, notes=()) == replace(off, **RUN[name])
+    drafting = {s.drafter for s in run.policy.strategies if s.speculates}
+    assert drafting == {"eagle" if drafter == "learned" else drafter for drafter in system.drafters}
+    assert all(s.top_k <= 1 for s in run.policy.strategies), "vLLM verifies chains alone"
+    assert (run.policy.budget is None) == (system.budget is None)
+    assert dict(run.policy.drafters) == dict(system.specs)
+    assert run.policy.provenance["system"] == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "runs"),
+    [
+        ({"admission": Admission(concurrency=2.0, max_age=3)}, {"in_flight": 2.0, "max_age": 3}),
+        ({"admission": SharedBuffer()}, None),
+        ({"placement": "longest_expected"}, None),
+        ({"idle_use": SpotTraining()}, {"trains_drafter": True}),
+        ({"name": "seer"}, {}),
+    ],
+)
+def test_a_system_of_ones_own_is_judged_by_its_parts(changes: dict[str, Any], runs: dict[str, Any] | None):
+    own = System(
+        name="own", title="Own", source="this test", drafters=("head",), ladder=(Rung(min_batch=1, chains=(3,)),),
+        specs=(("head", LearnedSpec(method="eagle", model="folder")),),
+    )  # fmt: skip
+    assert network_drafter(own)
+    changed = replace(own, **changes)
+    assert (missing_part(changed) is None) == (runs is not None)
+    if runs is not None:
+        run, plain = engine_run(changed, None), engine_run(own, None)
+        assert replace(run, policy=plain.policy) == replace(plain, **runs)
+
+
+def test_trees_become_chains_and_a_note_says_so():
+    run = engine_run(SYSTEMS["tlt"], COSTS)
+    assert [str(s) for s in run.policy.selector.buckets[0].strategies] == [
+        "learned:8",
+        "learned:4",
+        "ngram:8",
+        "ngram:4",
+    ]
+    assert any("vLLM" in note for note in run.notes)

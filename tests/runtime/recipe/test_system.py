@@ -1,0 +1,145 @@
+"""Recipes that name a system of the literature: what it decides, and what in the recipe it does not go with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.refused import refused
+from tltlab.cli import app as cli
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+from tltlab.planning.systems import SYSTEMS
+from tltlab.policies.policy import load_policy
+from tltlab.runtime.engine.environment import run_json
+from tltlab.runtime.recipe.recipe import Recipe, load_recipe, resumed_recipe
+
+RECIPE = """
+reward = "tltlab.runtime.rollout.rewards:math"
+[data]
+train = "t.jsonl"
+[rollout]
+prompts_per_step = 10
+group_size = 8
+policy = "beg-mab"
+max_draft_depth = 4
+max_response_tokens = 64
+"""
+HEAD = 'drafter={"checkpoint":"head","name":"eagle"}'
+GPUS = 'cluster={"gpus_per_node":3,"gpu":"H100"}'
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random_model: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.jsonl").write_text('{"prompt": "w1 w2", "answer": "2"}\n' * 10)
+    (tmp_path / "r.toml").write_text(f'model = "{random_model}"\n{RECIPE}')
+    return tmp_path / "r.toml"
+
+
+@pytest.mark.parametrize(
+    ("system", "overrides", "decided"),
+    [
+        ("copris", [], {"policy": "none", "max_draft_depth": 0, "partial": {"concurrency": 120, "max_age": None}}),
+        ("copris", ["rollout.partial.concurrency=120", "rollout.group_size=8"], {"max_draft_depth": 0}),
+        ("spec-rl-exact", [], {"reuse": {"leniency": 1.0, "residual": "exact"}}),
+        ("areal", [], {"staleness": 4, "one_step_off": False}),
+        ("one-step-off", [], {"staleness": 0, "one_step_off": True}),
+        ("histospec", [], {"policy": "system", "max_draft_depth": 16}),
+        ("tlt-base", ["rollout.max_draft_depth=9"], {"policy": "system", "max_draft_depth": 9}),
+        ("verl", [HEAD], {"policy": "none", "max_draft_depth": 1, "schedule": "never"}),
+        ("tlt", [HEAD], {"policy": "system", "max_draft_depth": 8, "schedule": "always"}),
+        ("vllm-static", [HEAD], {"max_draft_depth": 3, "schedule": "never"}),
+        ("open-r1", [GPUS], {"policy": "none"}),
+    ],
+)
+def test_a_system_over_a_recipe_decides(recipe_file: Path, system: str, overrides: list[str], decided: dict[str, Any]):
+    """The file's own policy and depth give way."""
+    recipe = load_recipe(recipe_file, [f"rollout.system={system}", *overrides])
+    fields = recipe.model_dump(mode="json")
+    schedule = {} if recipe.drafter is None else {"schedule": fields["drafter"]["schedule"]["kind"]}
+    assert decided.items() <= (fields["rollout"] | schedule).items()
+    if recipe.rollout.policy == "system":
+        assert recipe.read_policy().provenance["system"] == system
+    again = Recipe.model_validate(json.loads(recipe.model_dump_json()))
+    assert again == recipe, "what is stored is resolved already"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts"),
+    [
+        (["copri"], ("rollout.system", "'copri'", "did you mean 'copris'")),
+        (["seer"], ("rollout.system", "seer", "one buffer")),
+        (["copris", "rollout.policy=ngram:4"], ("rollout.policy", "ngram:4", "copris")),
+        (["tlt", HEAD, "rollout.policy=none"], ("rollout.policy", "none", "tlt")),
+        (["copris", "rollout.partial.concurrency=9"], ("rollout.partial", 9, "copris", 120)),
+        (["areal", "rollout.staleness=1"], ("rollout.staleness", 1, "areal", 4)),
+        (["histospec", "rollout.max_draft_depth=8"], ("rollout.max_draft_depth", 8, "histospec", 16)),
+        (["das", 'rollout.drafters={"suffix":{"kind":"suffix","window":3}}'], ("rollout.drafters.suffix", "das")),
+        (["das", GPUS.replace(',"gpu":"H100"', "")], ("das", "cluster.gpu")),
+        (["tlt"], ("tlt", "[drafter]")),
+        (["vllm-static"], ("vllm-static", "[drafter]")),
+        (["vllm-static", "drafter={}"], ("vllm-static", "drafter.checkpoint")),
+        (["tlt", HEAD, "drafter.schedule.kind=gated"], ("drafter.schedule.kind", "gated", "tlt", "always")),
+        (["open-r1"], ("open-r1", "cluster.gpus_per_node", "cluster.placement")),
+        (["areal", HEAD], ("rollout.staleness", "[drafter]")),
+    ],
+)
+def test_what_a_system_does_not_go_with_is_refused(recipe_file: Path, overrides: list[str], facts: tuple[Any, ...]):
+    with refused(ConfigError, naming=facts):
+        load_recipe(recipe_file, [f"rollout.system={overrides[0]}", *overrides[1:]])
+
+
+def test_a_system_in_the_file_contradicts_what_stands_beside_it(recipe_file: Path):
+    recipe_file.write_text(recipe_file.read_text() + 'system = "copris"\n')
+    with refused(ConfigError, naming=("rollout.policy", "beg-mab", "copris")):
+        load_recipe(recipe_file)
+    assert load_recipe(recipe_file, ["rollout.system=null"]).rollout.policy == "beg-mab"
+    with refused(ConfigError, naming=("'system'",)):
+        load_recipe(recipe_file, ["rollout.system=null", "rollout.policy=system"]).read_policy()
+
+
+def test_a_resumed_run_keeps_the_policy_that_its_system_had(recipe_file: Path, tmp_path: Path, monkeypatch):
+    run = tmp_path / "run"
+    recipe = load_recipe(recipe_file, ["rollout.system=das"])
+    write_json(run / "run.json", run_json(recipe))
+    recipe.read_policy().write(run / "policy.json")
+    again = resumed_recipe(run)
+    assert again.rollout.model_copy(update={"policy": "system"}) == recipe.rollout
+    assert again.read_policy() == recipe.read_policy()
+    # The row of a later version.
+    monkeypatch.setitem(SYSTEMS, "das", replace(SYSTEMS["das"], budget=None))
+    assert resumed_recipe(run).read_policy() == load_policy(run / "policy.json") != recipe.read_policy()
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "r.toml", *overrides, "--dry-run"])
+    out, err = capsys.readouterr()
+    return ended.value.code, out if not ended.value.code else err
+
+
+@pytest.mark.parametrize(
+    ("system", "settings", "strategies", "says"),
+    [
+        ("copris", {"rollout.max_draft_depth": 0, "rollout.partial.concurrency": 120}, ["none"], "OFF-POLICY"),
+        ("das", {}, ["suffix:8"], "rollout.system = das"),
+        ("areal", {"rollout.max_draft_depth": 0, "rollout.staleness": 4}, ["none"], "note: areal: an RL step"),
+    ],
+)
+def test_a_dry_run_shows_what_a_system_became(recipe_file: Path, capsys, system, settings, strategies, says):
+    code, text = dry_run(capsys, f"rollout.system={system}")
+    assert (code, says in text, SYSTEMS[system].title in text) == (0, True, True)
+    _, text = dry_run(capsys, f"rollout.system={system}", "--json")
+    plan = json.loads(text)["system"]
+    assert (plan["name"], plan["settings"], plan["strategies"]) == (system, settings, strategies)
+
+
+def test_a_dry_run_refuses_a_part_that_no_engine_has(recipe_file: Path, capsys):
+    code, message = dry_run(capsys, "rollout.system=rlhfuse")
+    assert (code, message.count("\n")) == (2, 1)
+    assert "rollout.system: rlhfuse: no engine here has" in message

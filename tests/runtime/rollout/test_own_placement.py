@@ -1,0 +1,78 @@
+"""A placement of a user's own splits the rollouts of a training run, and is told what came before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.refused import refused
+from tltlab.errors import ConfigError
+from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse
+from tltlab.runtime.recipe.graphs import EngineBuild
+from tltlab.runtime.rollout.pool import WorkerPool
+from tltlab.runtime.run.state import RunEvents
+
+from ..engine.asking import request
+from .scripted_engines import recipe, rolled
+
+OWN = """
+from tltlab.planning.placement import Placement
+
+class Longest(Placement):
+    def __init__(self, unknown=0):
+        self.unknown = unknown
+
+    def place(self, workload, workers, history):
+        told = {name: list(lengths) for name, lengths in history.items()}
+        order = sorted(range(len(workload)), key=lambda i: -max(told.get(workload[i].key[1], [self.unknown])))
+        return [*([i] for i in order[: workers - 1]), *[[]] * (workers - 1 - len(order)), order[workers - 1 :]]
+"""
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerPool:
+    """Two workers that are not started, under a placement that gives the first one the longest response alone."""
+    (tmp_path / "placing.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    ours = recipe({"num_workers": 2, "placement": "placing:Longest(unknown=20)"})
+    events = RunEvents(tmp_path / "events.jsonl")
+    build = EngineBuild(drafters={}, max_draft_depth=0, graphs=None)
+    return WorkerPool(ours, build, lambda n: None, lambda n: {}, events=events, on_restart=lambda n: None)
+
+
+def names(shares: list[list[GenerationRequest]]) -> list[list[str]]:
+    return [[r.key[1] for r in share] for share in shares]
+
+
+def response(name: str, turn: int, tokens: int, reason: str = "length") -> GenerationResponse:
+    return GenerationResponse(
+        key=(0, name, 0, turn),
+        token_ids=[5] * tokens,
+        logprobs=[0.0] * tokens,
+        finish_reason=reason,
+        t_first_token=0.0,
+        t_finish=1.0,
+    )
+
+
+def test_rollouts_are_placed_by_earlier_lengths_and_evaluations_are_not(pool: WorkerPool):
+    asked = [request(name, 0, [1, 2], 100) for name in ("a", "b", "c")]
+    assert names(pool.place(asked)) == [["a"], ["b", "c"]]
+    parts = [
+        rolled([response("a", 0, 10), response("b", 0, 15), response("b", 1, 9)]),
+        rolled([response("c", 0, 90, "abort")]),
+    ]
+    pool.remember([asked, []], parts)
+    assert pool.lengths == {"a": [10], "b": [24]}, "of all turns, and of whole responses alone"
+    assert names(pool.place(asked)) == [["b"], ["c", "a"]]
+    assert names(pool.share(asked)) == [["a", "b"], ["c"]]
+    pool.lengths = json.loads(json.dumps(pool.lengths))
+    assert names(pool.place(asked)) == [["b"], ["c", "a"]]
+
+
+def test_a_plan_that_loses_a_request_ends_the_run(pool: WorkerPool):
+    pool.placement.place = lambda *_: [[0], []]  # type: ignore[method-assign]
+    with refused(ConfigError, naming=("Longest", 2)):
+        pool.place([request("a", n, [1], 9) for n in range(2)])

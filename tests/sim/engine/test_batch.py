@@ -1,0 +1,124 @@
+"""One batch, whatever its source of gains: what was drafted for each request, and expected gains by a single clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tltlab.acceptance.base import ConstantAcceptance, GeometricAcceptance
+from tltlab.acceptance.replay import TraceAcceptance
+from tltlab.sim.engine.batch import Batch, Expected, FluidBatch
+from tltlab.sim.engine.by_request import Rates
+from tltlab.sim.engine.drawn import Drawn, Replayed
+from tltlab.sim.engine.regime import Regimes
+from tltlab.sim.engine.requests import Requests
+from tltlab.state import recent_acceptance
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from ..workloads import COSTS, HALF, requests_of
+
+DEEP, SHALLOW = Strategy.chain("ngram", 4), Strategy.chain("ngram", 1)
+TWO_KEPT = ConstantAcceptance(tokens=3.0)
+"""Of a deep draft two tokens, of a shallow one its only token."""
+INF = np.inf
+
+
+def replayed(requests: Requests, *, positions: list[int]) -> Batch:
+    """A batch in which the recorded acceptance of each request goes through `positions` again and again."""
+    table = pd.DataFrame(requests.keys, columns=["rl_step", "prompt_id", "sample", "turn"])
+    rows = [np.resize(np.array(positions, np.uint8), n) for n in requests.response_tokens]
+    table = table.assign(drafter="ngram", drafter_age=0, max_depth=4, accept_if_drafted=rows)
+    return Batch(requests, Replayed(requests, TraceAcceptance(table)))
+
+
+SOURCES: dict[str, Callable[[Requests], Batch]] = {
+    "fluid, one clock": FluidBatch,
+    "fluid": lambda requests: Batch(requests, Expected()),
+    "sampled": lambda requests: Batch(requests, Drawn(requests, 3)),
+    "replayed": lambda requests: replayed(requests, positions=[2]),
+    "by request": Rates(model=TWO_KEPT.by_request(), costs=COSTS),
+    "by request, sampled": Rates(model=TWO_KEPT.by_request(), costs=COSTS, sampled=True),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_counts_drafts_as_an_engine_does(source: str):
+    regimes = Regimes((NO_SPECULATION, DEEP, SHALLOW), COSTS, TWO_KEPT)
+    plain, deep, shallow = (regimes.at(strategy, 1) for strategy in regimes.strategies)
+    batch = SOURCES[source](requests_of([500, 500]))
+    batch.admit(0, 0.0)
+    batch.advance(plain, 3, INF)
+    assert batch.request_state(0).recent_acceptance is None
+    batch.advance(deep, 4, INF)
+    batch.admit(1, 0.0)
+    batch.advance(shallow, 2, INF)
+    # The newest draft weighs 0.2, the first one sets it: 1 + (2 - 1) * 0.8^2, and 1.
+    assert batch.drafts(0) == pytest.approx((1.64, 4 * 4 + 2, 4 * 2 + 2))
+    assert batch.drafts(1) == pytest.approx((1.0, 2, 2))
+    newest, generated = batch.preempt()
+    batch.advance(deep, 1, INF)
+    batch.admit(newest, generated)
+    batch.advance(plain, 5, INF)
+    batch.advance(deep, 1, INF)
+    assert batch.drafts(0) == pytest.approx((2 + (1.64 - 2) * 0.64, 18 + 8, 10 + 4))
+    assert batch.drafts(1) == pytest.approx((2 + (1 - 2) * 0.8, 2 + 4, 2 + 2))
+    assert batch.request_state(1).recent_acceptance == pytest.approx(1.2)
+
+
+def test_drafts_known_one_by_one_are_averaged_so():
+    batch = replayed(requests_of([400]), positions=[0, 3, 1, 4, 2, 1, 2])
+    batch.admit(0, 0.0)
+    macro = batch.advance(Regimes((DEEP,), COSTS, TWO_KEPT).at(DEEP, 1), 9, INF)
+    kept = [tokens - 1 for tokens in macro.gains[0].tolist()]
+    recent = None
+    for accepted in kept:
+        recent = recent_acceptance(recent, accepted)
+    assert len(set(kept)) > 2
+    assert batch.drafts(0) == pytest.approx((recent, 9 * 4, sum(kept)))
+
+
+STEPS = st.one_of(
+    st.just("admit"),
+    st.just("preempt"),
+    st.tuples(st.integers(0, 2), st.sampled_from([1, 2, 7, INF]), st.sampled_from([0.0, 9.0, 200.0, INF])),
+)
+
+
+@HALF
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.floats(0, 1), st.lists(STEPS, max_size=20))
+def test_a_single_clock_is_the_general_batch(lengths, alpha, steps):
+    requests = requests_of(lengths)
+    regimes = Regimes((NO_SPECULATION, DEEP, SHALLOW), COSTS, GeometricAcceptance(alpha=alpha))
+    batches = FluidBatch(requests), Batch(requests, Expected())
+    queue = [(n, 0.0) for n in range(len(lengths))]
+    for step in ["admit", *steps]:
+        if step == "admit" and queue:
+            for batch in batches:
+                batch.admit(*queue[0])
+            del queue[0]
+        elif step == "preempt" and len(batches[0]):
+            (request, generated), (other, theirs) = (batch.preempt() for batch in batches)
+            assert (request, generated) == (other, pytest.approx(theirs, abs=1e-9))
+            queue.append((request, generated))
+        elif not isinstance(step, str) and len(batches[0]):
+            strategy, limit, room_tokens = step
+            regime = regimes.at(regimes.strategies[strategy], len(batches[0]))
+            one, other = (batch.advance(regime, limit, room_tokens) for batch in batches)
+            assert (one.num_iterations, sorted(one.finished)) == (other.num_iterations, sorted(other.finished))
+            assert (one.seconds, one.first_s, one.tokens) == pytest.approx(
+                (other.seconds, other.first_s, other.tokens), rel=1e-9
+            )
+        one, other = batches
+        assert list(one.running) == list(other.running)
+        assert one.grows_to == other.grows_to
+        assert one.context_tokens == pytest.approx(other.context_tokens, rel=1e-9)
+        for request in one.running:
+            assert one.generated(request) == pytest.approx(other.generated(request), rel=1e-9, abs=1e-9)
+            (recent, *sums), (their_recent, *their_sums) = one.drafts(request), other.drafts(request)
+            assert recent == (their_recent and pytest.approx(their_recent, rel=1e-9, abs=1e-9))
+            assert sums == pytest.approx(their_sums, rel=1e-9, abs=1e-9)

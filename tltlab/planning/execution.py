@@ -1,0 +1,126 @@
+"""Systems on real engines: the settings that execute a row's parts, or the part that no engine here has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tltlab.costs.base import CostModel
+from tltlab.drafters.specs import Drafters
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import Policy
+from tltlab.strategy import Strategy
+
+from .composition import Admission, EarlierEpoch, Regrouped, Rung, SharedBuffer, System, Truncated, strategies
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRun:
+    """Settings with which engines execute a system; what it does not have is None, 0 or False.
+
+    `policy` decides on drafts. `drafts_by_network`: it needs a drafter with a network, which idle workers train where
+    `trains_drafter`. `in_flight` responses run at any time, as a multiple of those that an RL step trains; groups
+    begun more than `max_age` RL steps ago are dropped. `reuse` is the prefix of an earlier epoch, `staleness` the bound
+    on updates that a response may be behind. `own_gpus`: trainers and engines wait for each other on GPUs of their own.
+    `notes` say where engines differ from the row.
+    """
+
+    policy: Policy
+    drafts_by_network: bool
+    trains_drafter: bool
+    in_flight: float | None = None
+    max_age: int | None = None
+    reuse: EarlierEpoch | None = None
+    staleness: int = 0
+    one_step_off: bool = False
+    own_gpus: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def missing_part(system: System) -> str | None:
+    """Return a sentence on the parts of a system that no engine here has, None where engines can execute it.
+
+    >>> from tltlab.planning.systems import SYSTEMS
+    >>> missing_part(SYSTEMS["copris"])
+    >>> missing_part(SYSTEMS["rhymerl"])
+    "no engine here has placement 'rank_groups'"
+    """
+    match system.workload:
+        case Truncated(share=share):
+            return f"it is a workload: multiply rollout.max_response_tokens by {share:g}, with train.overlong = 'zero'"
+        case Regrouped(factor=factor):
+            return f"it is a workload: multiply rollout.group_size by {factor}, divide rollout.prompts_per_step by it"
+    parts = " or ".join(_missing_parts(system))
+    return f"no engine here has {parts}" if parts else None
+
+
+def _missing_parts(system: System) -> Iterator[str]:
+    if system.block_drafts:
+        yield "a drafter that makes a block in one pass"
+    elif system.draft_pass_share is not None:
+        yield "drafts from the first layers of the target"
+    if system.online_updates:
+        yield "updates of the drafter while its engine decodes"
+    if system.placement != "contiguous":
+        yield f"placement {system.placement!r}"
+    match system.admission:
+        case SharedBuffer():
+            yield "one buffer from which every engine takes its next request"
+        case Admission() as admission:
+            if admission.issue != 1.0:
+                yield f"rollouts that begin {admission.issue:g} times the prompts that are trained"
+            if admission.samples != 1.0:
+                yield f"groups that begin {admission.samples:g} times the samples that are trained"
+            if admission.leftover == "restart":
+                yield "long rounds in which unfinished prompts begin anew"
+    if system.fused:
+        yield "engines that compute log-probs once their responses have ended"
+    if system.streamed:
+        yield "a trainer that begins while the rollout goes on"
+
+
+def network_drafter(system: System) -> bool:
+    """Return whether one of the system's drafters runs a network."""
+    drafters = Drafters(dict(system.specs))
+    return any(drafters[name].has_network for name in system.drafters)
+
+
+def engine_run(system: System, costs: CostModel | None, head: str = "learned") -> EngineRun:
+    """Return the settings that execute a system; ConfigError names the part that no engine here has.
+
+    A budget is made from `costs`, which may be None for a system without one. `head` is the name of the engines'
+    drafter with a network.
+    """
+    if missing := missing_part(system):
+        raise ConfigError(f"{system.name}: {missing}")
+    drafters = Drafters(dict(system.specs))
+
+    def chains(rung: Rung) -> Iterator[Strategy]:
+        for name in system.drafters:
+            drafter, trees = (head, True) if drafters[name].has_network else (name, False)
+            arms = [arm for arm in strategies(rung, drafter, trees=trees) if arm.top_k <= 1]
+            yield from arms or strategies(rung, drafter, trees=False)
+
+    network = network_drafter(system)
+    admission = system.admission if isinstance(system.admission, Admission) else Admission()
+    asynchronous = admission.staleness is not None
+    one_step_off = system.max_staleness > 0 and not asynchronous
+    notes = []
+    if network and any(top_k > 1 for rung in system.ladder for _, top_k, _ in rung.trees):
+        notes.append("drafts are chains: vLLM verifies no trees")
+    if admission.unit == "response":
+        notes.append("an RL step trains whole groups, since an advantage needs all samples of a prompt")
+    if asynchronous and admission.concurrency is not None:
+        notes.append("rollout.vllm.max_num_seqs limits what runs at a time in an engine, not a multiple of the step")
+    return EngineRun(
+        policy=system.policy(chains, costs),
+        drafts_by_network=network,
+        trains_drafter=system.idle_use is not None,
+        in_flight=None if asynchronous else admission.concurrency,
+        max_age=admission.max_age,
+        reuse=system.workload if isinstance(system.workload, EarlierEpoch) else None,
+        staleness=admission.staleness or 0,
+        one_step_off=one_step_off,
+        own_gpus=system.topology == "separate" and not asynchronous and not one_step_off,
+        notes=tuple(notes),
+    )
