@@ -196,7 +196,7 @@ def speed_up_cells(row: Mapping[str, Any], name: str) -> tuple[str, str]:
     times = "" if value is None else f"{value:.2f}x"
     if low is None:
         return times, "one RL step"
-    return times, f"[{low:.2f}, {'no end' if high is None else format(high, '.2f')}]"
+    return times, f"[{low:.2f}, {'inf' if high is None else format(high, '.2f')}]"
 
 
 def _in_parallel(
