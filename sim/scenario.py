@@ -36,7 +36,7 @@ from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, changed, requests_by_step
 from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
-from tltlab.strategy import Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
@@ -325,12 +325,23 @@ class Scenario(SimulationConfig):
         return bounds_s
 
 
+def strategies_run(*policies: PolicyLike) -> tuple[Strategy, ...]:
+    """All strategies of iterations under these policies: plain decoding too where one learns, since it begins so."""
+    own = dict.fromkeys(strategy for policy in policies for strategy in policy.strategies)
+    plainly = not all(policy.build(np.random.default_rng(0)).memoryless for policy in policies)
+    return tuple({**own, NO_SPECULATION: None} if plainly else own)
+
+
 def _described(drafters: Drafters, model: Acceptance | None) -> Drafters:
     """Drafters with those of other names of which the acceptance model says what they are."""
-    copies: Mapping[str, bool] = getattr(model, "copies", None) or getattr(getattr(model, "base", None), "copies", {})
-    said = {name: TEXT if copied else NETWORK for name, copied in copies.items()}
-    if model is not None and model.trained_drafter is not None:
-        said[model.trained_drafter] = NETWORK
+    said: dict[str, DrafterTraits] = {}
+    for part in [model, *getattr(model, "every", ())]:
+        inner: Any = part
+        while (base := getattr(inner, "base", None)) is not None:
+            inner = base
+        said |= {name: TEXT if copied else NETWORK for name, copied in getattr(inner, "copies", {}).items()}
+        if (trained := getattr(part, "trained_drafter", None)) is not None:
+            said[trained] = NETWORK
     return Drafters(traits=said | {**drafters})
 
 

@@ -15,6 +15,7 @@ from tltlab.acceptance.base import Acceptance, Settled
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.costs.base import CostModel
 from tltlab.costs.scaled import ScaledCosts
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.state import DrafterState
 from tltlab.stats import kendall_tau
@@ -52,8 +53,8 @@ class ScaledChances:
     def varies_by(self) -> Any:
         return self.base.varies_by
 
-    def knows(self, drafter: str) -> bool:
-        return self.base.knows(drafter)
+    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
+        return self.base.knows(drafter, drafters)
 
     def outside(self, strategy: Any) -> list[str]:
         return self.base.outside(strategy)

@@ -23,7 +23,7 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import Manifest, Trace
 
 from .config import SimulationConfig
-from .scenario import AnyPolicy, Scenario, as_policy, budgets_of, policy_name
+from .scenario import AnyPolicy, Scenario, as_policy, budgets_of, policy_name, strategies_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -289,6 +289,6 @@ def simulate(
         scenario=scenario,
         wall_s=wall_s,
         # A budget drafts less than its strategy for some: the bound does not hold for it.
-        bounds_s=lambda: None if budgets_of(chosen, 1) else scenario.bounds_s(chosen.strategies, drafters),
+        bounds_s=lambda: None if budgets_of(chosen, 1) else scenario.bounds_s(strategies_run(chosen), drafters),
         record_iterations=record_iterations,
     )

@@ -22,7 +22,7 @@ from tltlab.importers.sources import TraceSource
 from tltlab.stats import paired_ratio
 
 from .config import SimulationConfig, at_least
-from .scenario import AnyPolicy, PolicyLike, Scenario, budgets_of, named_policies
+from .scenario import AnyPolicy, PolicyLike, Scenario, budgets_of, named_policies, strategies_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -122,7 +122,7 @@ def compare(
     if baseline not in policies:
         raise ConfigError(f"the baseline {baseline!r} is none of the policies {', '.join(names)}")
     at_least(1, repeats=repeats)
-    strategies = tuple(dict.fromkeys(s for policy in policies.values() for s in policy.strategies))
+    strategies = strategies_run(*policies.values())
     drafters = scenario.registry_of(*policies.values())
     seeded = [replace(scenario, seed=scenario.seed + k) for k in range(repeats)]
     tables = [sweep(repeat, policies, jobs=jobs, ray_address=ray_address) for repeat in seeded]

@@ -37,7 +37,7 @@ from tltlab.traces.trace import Trace
 from .config import SimulationConfig, Source
 from .engine.requests import Requests
 from .rl_steps import RunResult, run_steps
-from .scenario import Scenario
+from .scenario import Scenario, strategies_run
 from .sensitivity import Variant, over_ranges
 from .simulate import SimResult, simulate
 from .sweep import ratio_columns
@@ -395,7 +395,7 @@ def _bounds_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) ->
     bound = [binding for binding in bound if binding.policy.budget is None and binding.system.same_work]
     if not bound:
         return None
-    strategies = tuple(dict.fromkeys(s for binding in bound for s in binding.policy.strategies))
+    strategies = strategies_run(*(binding.policy for binding in bound))
     models: list[Acceptance] = []
     for binding in bound:
         if binding.acceptance is not None and binding.acceptance not in models:

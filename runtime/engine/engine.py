@@ -84,6 +84,7 @@ class Engine:
             worker=worker,
             seed=seed,
         )
+        traits = self._pool.registry
         self._death = ""
         self._canary_stops = False
         self._canary_check_s = 0.0
@@ -91,7 +92,7 @@ class Engine:
             model,
             attachment=attachment.model_dump(mode="json"),
             planned=engine_settings(speculative_config(self.drafters, max_draft_depth), graphs),
-            beside=any(not isinstance(drafter, LearnedSpec) for drafter in self.drafters.values()),
+            beside=any(traits[name].made_by == "engine" for name in self.drafters),
             own_process=own_process,
             seed=seed,
             vllm_args=vllm_args or {},

@@ -344,7 +344,9 @@ class Worker:
         choice, is_decision, switch_s = self._ask(batch, waiting)
         prefill_s = self.simulator.costs.prefill_s(up_front) if up_front else 0.0
         regimes = self.simulator.regimes
-        regime = regimes.at(choice.strategy, batch, loaded=self.drafter_ready or not regimes.loads_late)
+        # An iteration that nobody chose for, a rollout's first, pays nothing for a drafter beside it.
+        loaded = choice is not NO_CHOICE and (self.drafter_ready or not regimes.loads_late)
+        regime = regimes.at(choice.strategy, batch, loaded=loaded)
         most = self.max_iterations if self.feed is None else min(self.max_iterations, self.feed.max_iterations)
         if self.away:
             most = min(most, self._until(regime, self.away[0][0] - start_s - switch_s - prefill_s))

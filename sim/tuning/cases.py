@@ -22,8 +22,6 @@ from tltlab.strategy import Strategy
 
 from .oracle import OraclePolicy
 
-ORACLE = "oracle"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TuningCase:
@@ -112,11 +110,12 @@ class TuningCases:
         return seconds
 
     def oracle(self, strategies: Sequence[Strategy], *, mode: str, seeds: Sequence[int]) -> list[Floats]:
-        """Makespans of the per-iteration oracle, which knows each case's costs."""
-        seconds = []
+        """Makespans of the per-iteration oracle, which knows each case's costs and whose choices hold at once."""
+        seconds: list[Floats] = []
         for case in self.cases:
-            policy = {ORACLE: OraclePolicy(case.scenario, strategies)}
-            seconds += TuningCases(cases=(case,), robust=False).makespans(policy, mode=mode, seeds=seeds)[ORACLE]
+            policy = OraclePolicy(case.scenario, strategies)
+            seeded = (replace(case.scenario, mode=mode, seed=seed).rollouts(policy, delay=0) for seed in seeds)
+            seconds.append(np.mean([[rollout.makespan_s for rollout in rollouts] for rollouts in seeded], axis=0))
         return seconds
 
     def bound_s(self, strategies: Sequence[Strategy]) -> float:

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from tests.refused import refused
+from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
 from tltlab.calibration.api import calibrate
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.load import load_costs
+from tltlab.drafters.specs import Drafters, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, Policy
@@ -446,6 +448,25 @@ def test_a_drafter_is_what_it_is_by_any_name(tmp_path: Path):
     assert compared.set_index("policy").loc[["own", "known"], "makespan_s"].tolist() == [known, known]
 
 
+def test_acceptance_says_what_drafters_of_other_names_are():
+    depth = {"4": {"accepted": [0.4, 0.1, 0.1, 0.1, 0.3], "drafted": 4.0}}
+    measured = {"kind": "fitted", "drafters": {"mine": depth}, "copies": {"mine": True}}
+    known = {"kind": "fitted", "drafters": {"suffix": depth}}
+    costs = "h100-qwen2.5-7b"
+    mine, text = (
+        simulate("traces/tiny", Strategy.chain(name, 8), costs=costs, acceptance=acceptance).makespan_s
+        for name, acceptance in (("mine", measured), ("suffix", known))
+    )
+    assert mine == text
+    found = tune("traces/tiny", costs=costs, acceptance=measured, depths=(4,), trials=0, repeats=1)
+    assert {strategy.drafter for strategy in found.policy.strategies} <= {"none", "mine"}
+    # What a model of trees, or of siblings, that names no drafter is for is told by what drafters are.
+    drafters = Drafters({"recent": SuffixSpec(), "mtp": LearnedSpec(method="mtp")})
+    for model, kind in (("tlt-qwen2.5-32b", ["mtp", "learned"]), ("seer-siblings", ["recent", "ngram", "suffix"])):
+        acceptance = load_acceptance(model)
+        assert {name for name in drafters if acceptance.knows(name, drafters)} == set(kind)
+
+
 class Ngarm(Selector):
     strategies = (Strategy.chain("ngarm", 4),)
 
@@ -453,7 +474,9 @@ class Ngarm(Selector):
         return self.strategies[0]
 
 
-@pytest.mark.parametrize("policy", ["ngarm:4", Strategy.chain("ngarm", 4), Ngarm, Ngarm()], ids=str)
+@pytest.mark.parametrize(
+    "policy", ["ngarm:4", Strategy.chain("ngarm", 4), Ngarm, Ngarm()], ids=("text", "strategy", "class", "object")
+)
 def test_an_unknown_drafter_is_refused(policy: Any):
     with refused(ConfigError, naming=("'ngarm'", "'ngram'")):
         simulate("traces/tiny", policy, acceptance="geometric:0.7")

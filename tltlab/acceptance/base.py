@@ -18,6 +18,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from tltlab.arrays import Bytes, Floats
 from tltlab.config import FiniteModel, StoredModel
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
@@ -45,8 +46,11 @@ class Acceptance(Protocol):
     @property
     def varies_by(self) -> Variation: ...
 
-    def knows(self, drafter: str) -> bool:
-        """Whether it speaks of a drafter; constant and geometric models are said to speak of any."""
+    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
+        """Whether it speaks of a drafter; constant and geometric models are said to speak of any.
+
+        `drafters` say what the drafter is: a model of trees that names none is for networks, one of siblings for text.
+        """
 
     def outside(self, strategy: Strategy) -> list[str]:
         """What about a strategy lies outside of what the model was measured on."""
@@ -124,7 +128,7 @@ class SettledModel(FiniteModel, StoredModel, ABC):
     def trained_drafter(self) -> str | None:
         return None
 
-    def knows(self, drafter: str) -> bool:
+    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
         return not self.drafters or drafter in self.drafters
 
     def outside(self, strategy: Strategy) -> list[str]:
@@ -273,8 +277,8 @@ class Wrapped(SettledModel):
     def drafters(self) -> tuple[str, ...]:
         return self.base.drafters
 
-    def knows(self, drafter: str) -> bool:
-        return self.base.knows(drafter)
+    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
+        return self.base.knows(drafter, drafters)
 
     def outside(self, strategy: Strategy) -> list[str]:
         return self.base.outside(strategy)

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, field_valid
 
 from tltlab.arrays import Floats
 from tltlab.config import FiniteModel, StoredModel
-from tltlab.drafters.specs import STANDARD
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
@@ -160,8 +160,8 @@ class SiblingAcceptance(RequestAcceptance):
     def drafters(self) -> tuple[str, ...]:
         return () if self.drafter is None else (self.drafter,)
 
-    def knows(self, drafter: str) -> bool:
-        return drafter in self.drafters if self.drafters else not STANDARD[drafter].has_network
+    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
+        return drafter in self.drafters if self.drafters else not drafters[drafter].has_network
 
     def alpha(self, num_siblings: Floats, generated_tokens: Floats) -> Floats:
         """The chance to keep one more token."""

@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tltlab.config import FiniteModel, StoredModel
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
@@ -88,8 +89,8 @@ class FreshAcceptance(FiniteModel, StoredModel):
     def trained_drafter(self) -> str:
         return self.drafter
 
-    def knows(self, drafter: str) -> bool:
-        return self.base.knows(drafter)
+    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
+        return self.base.knows(drafter, drafters)
 
     def outside(self, strategy: Strategy) -> list[str]:
         return self.base.outside(strategy)

@@ -45,9 +45,9 @@ class _Named:
             )
         return model
 
-    def knows(self, drafter: str) -> bool:
+    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
         model = self.models.get(drafter, self.others)
-        return model is not None and bool(model.knows(drafter))
+        return model is not None and bool(model.knows(drafter, drafters))
 
     def outside(self, strategy: Strategy) -> list[str]:
         outside: list[str] = self.of(strategy.drafter).outside(strategy)
@@ -202,7 +202,7 @@ def refuse_one_for_several(
         inner = base
     if model is None or model.drafters or isinstance(inner, PerDrafter | _ByDrafter):
         return
-    served = sorted(name for name in names if model.knows(name))
+    served = sorted(name for name in names if model.knows(name, drafters))
     if len({drafters[name].has_network for name in served}) > 1:
         each = ",".join(f"{name}={text}" for name in served)
         raise ConfigError(

@@ -70,7 +70,7 @@ class TraceAcceptance:
             fitted[drafter] = {depth: fit} if depth else {}
         return FittedAcceptance(drafters_by_depth=fitted, copies=drafters.copying(fitted))
 
-    def knows(self, drafter: str) -> bool:
+    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
         return not self.drafters or drafter in self.drafters
 
     def outside(self, strategy: Strategy) -> list[str]:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
-from tltlab.drafters.specs import STANDARD
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.strategy import Strategy
 
 from .base import AcceptanceModel, Positive, Share, from_survival, known_drafter
@@ -56,8 +56,8 @@ class TreeAcceptance(AcceptanceModel):
     def drafters(self) -> tuple[str, ...]:
         return () if self.drafter is None else (self.drafter,)
 
-    def knows(self, drafter: str) -> bool:
-        return drafter in self.drafters if self.drafters else STANDARD[drafter].has_network
+    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
+        return drafter in self.drafters if self.drafters else drafters[drafter].has_network
 
     def curve(self, strategy: Strategy) -> Floats:
         if self.drafter is not None:

@@ -70,20 +70,20 @@ def bind_assuming(
         with suppress(UnknownAcceptance):
             note = "acceptance of all responses alike, fitted to those of acceptance.parquet that have it"
             return _assumed(bind(system, costs, fitted, drafters), note)
-    network = _of_kind(system.drafters, False, drafters)
+    network, text = _of_kind(system.drafters, False, drafters), _of_kind(system.drafters, True, drafters)
     if system.together:
         learned = None if acceptance is None else _network(system, acceptance, drafters)
         texts = [] if acceptance is None else _texts(system, acceptance, drafters)
         missing = [name for name, known in ((LEARNED_DEFAULT, learned), (TEXT_DEFAULT, texts)) if not known]
         note = f"acceptance of all drafters is not known: the default {' and '.join(missing)} is taken"
-        sources: dict[str, Any] = dict.fromkeys(_of_kind(system.drafters, True, drafters), TEXT_DEFAULT)
+        sources: dict[str, Any] = dict.fromkeys(text, TEXT_DEFAULT)
         sources |= {learned or network[0]: LEARNED_DEFAULT}
         for name in (*([learned] if learned else []), *texts):
             sources[name] = acceptance.of(name) if isinstance(acceptance, PerDrafter) else acceptance
         return _assumed(bind(system, costs, load_acceptance(sources), drafters), note)
-    kind, default = ("learned", LEARNED_DEFAULT) if network else ("model-free", TEXT_DEFAULT)
-    note = f"acceptance of a {kind} drafter is not known: the default {default} is taken"
-    return _assumed(bind(system, costs, load_acceptance(default), drafters), note)
+    kind, name = ("learned", LEARNED_DEFAULT) if network else ("model-free", TEXT_DEFAULT)
+    note = f"acceptance of a {kind} drafter is not known: the default {name} is taken"
+    return _assumed(bind(system, costs, load_acceptance(name), drafters), note)
 
 
 def _assumed(bound: BoundSystem, note: str) -> BoundSystem:
@@ -95,8 +95,8 @@ def bind(system: System, costs: CostModel, acceptance: Acceptance | None, drafte
 
     `acceptance` serves every drafter that it knows. Where each has a model of its own, those that draft from text stand
     in for a learned one only. A curve fitted to a learned drafter's trees says nothing of n-grams, though it names no
-    drafter. A drafter that is not known is replaced by a model-free one that is, which `stand_ins` says. `drafters` say
-    what those of the acceptance model are.
+    drafter. A drafter that is not known is replaced by a model-free one that is, which `stand_ins` says. `drafters` has
+    the traits of those that the acceptance names.
     """
     drafters = drafters.beside(dict(system.specs))
     if not system.drafters:
@@ -168,10 +168,8 @@ def _drafters(
     system: System, acceptance: Acceptance | None, drafters: Drafters
 ) -> tuple[list[str], Acceptance, list[str]]:
     """The drafters that serve, the one model that knows them all, and what stands in for what."""
-    network = _of_kind(system.drafters, False, drafters)
-    tries: list[Sequence[str]] = [system.drafters]
-    if isinstance(acceptance, PerDrafter):
-        tries = [network, _of_kind(system.drafters, True, drafters)]
+    network, text = _of_kind(system.drafters, False, drafters), _of_kind(system.drafters, True, drafters)
+    tries: list[Sequence[str]] = [network, text] if isinstance(acceptance, PerDrafter) else [system.drafters]
     for names in tries if acceptance is not None else ():
         assert acceptance is not None
         chosen = [played for name in names if (played := _played_by(name, acceptance, drafters))]
@@ -180,7 +178,7 @@ def _drafters(
             alone = network and not _of_kind(chosen, False, drafters)
             model = acceptance.only(chosen) if isinstance(acceptance, PerDrafter) else acceptance
             return chosen, model, [note] if alone else []
-    substitutes = [name for name in ("suffix", "ngram") if acceptance is not None and acceptance.knows(name)]
+    substitutes = [] if acceptance is None else [n for n in ("suffix", "ngram") if acceptance.knows(n, drafters)]
     if substitutes and acceptance is not None:
         note = f"the acceptance of drafter {system.drafters[0]!r} is not known: {substitutes[0]!r} takes its place"
         return substitutes[:1], acceptance, [note]
@@ -215,7 +213,7 @@ def _together(
 
 def _texts(system: System, model: Acceptance, drafters: Drafters) -> list[str]:
     """The system's drafters that draft from text and that the model knows."""
-    return [name for name in _of_kind(system.drafters, True, drafters) if model.knows(name)]
+    return [name for name in _of_kind(system.drafters, True, drafters) if model.knows(name, drafters)]
 
 
 def _network(system: System, model: Acceptance, drafters: Drafters) -> str | None:
@@ -231,10 +229,10 @@ def _of_kind(names: Sequence[str], text: bool, drafters: Drafters) -> list[str]:
 def _played_by(name: str, model: Acceptance, drafters: Drafters) -> str | None:
     """The drafter of the model that plays `name`."""
     if not drafters[name].has_network:
-        return name if model.knows(name) else None
+        return name if model.knows(name, drafters) else None
     if model.trained_drafter is not None and drafters[model.trained_drafter].has_network:
         return model.trained_drafter
-    return name if model.knows(name) else next(iter(_of_kind(model.drafters, False, drafters)), None)
+    return name if model.knows(name, drafters) else next(iter(_of_kind(model.drafters, False, drafters)), None)
 
 
 def _arms(rung: Rung, drafter: str, model: Acceptance, drafters: Drafters) -> list[Strategy]:

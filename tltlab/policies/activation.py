@@ -54,7 +54,7 @@ class ElasticActivation(Wrapper):
         self.held_ = min(self.held_ + 1, self.hold_iterations)
         if self.on_:
             return chosen(self.inner, state)
-        return _STAYS_OFF if self.held_ == self.hold_iterations else _OFF
+        return _STAYS_OFF if not few and self.held_ == self.hold_iterations else _OFF
 
     def state_dict(self) -> dict[str, Any]:
         return {"on": self.on_, "held": self.held_, "rl_step": self.rl_step_, "inner": self.inner.state_dict()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -148,7 +149,9 @@ class Wrapper(Selector):
 
 def as_choice(selector: Selector, answer: Strategy | Choice) -> Choice:
     """The choice that `choose` means: a bare strategy is certain, and a memoryless selector learns nothing from it."""
-    return answer if isinstance(answer, Choice) else Choice(answer, learns=not selector.memoryless)
+    if not isinstance(answer, Choice):
+        return Choice(answer, learns=not selector.memoryless)
+    return replace(answer, learns=False) if selector.memoryless and answer.learns else answer
 
 
 def chosen(selector: Selector, state: StepState) -> Choice:

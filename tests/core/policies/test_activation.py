@@ -42,7 +42,8 @@ OUTCOME = StepOutcome(elapsed_s=0.01, batch=4)
 
 
 def follow(selector, batches, rl_step=0):
-    return [pick(selector, batch, rl_step).speculates for batch in batches]
+    driver = PolicyDriver(selector)
+    return [driver.ask(at(batch, rl_step)).strategy.speculates for batch in batches]
 
 
 HOLDS = {
@@ -52,6 +53,7 @@ HOLDS = {
         [40, 32, 40, 40, 40, 32, 32, 32, 32],
         [False, True, True, True, False, False, False, True, True],
     ),
+    "also in one batch": (3, [40, 32, 32, 32, 40, 40, 40, 32], [False, True, True, True, False, False, False, True]),
 }
 
 
@@ -88,7 +90,7 @@ def test_while_off_the_inner_selector_learns_from_its_own_choices():
     spy, rewards = Spy(), []
     driver = PolicyDriver(ElasticActivation(spy, max_requests=8, hold_iterations=0))
     choices = [driver.ask(at(batch)) for batch in (64, 8, 9)]
-    assert spy.asked == 1
+    assert (spy.asked, choices[0].stays) == (1, True)
     assert choices[1] == Choice(D4, propensity=0.25, bucket=3)
     for choice in choices:
         driver.tell(choice, OUTCOME, rewards.append)

@@ -34,6 +34,14 @@ def test_thresholds_wait_for_the_warm_up():
     assert depth_after(policy, 0, 1) < first
 
 
+def test_thresholds_count_outcomes_of_their_depth_only():
+    policy = AcceptedThresholds()
+    before = policy.state_dict()
+    late = next(s for s in policy.strategies if s.speculates and s != pick(policy, 2))
+    teach(policy, late, ran(late, 2, 0.01))
+    assert policy.state_dict() == before
+
+
 def test_a_context_table_goes_by_the_mean_context_of_a_request():
     table = ContextTable([(1, Strategy.chain("ngram", 4)), (1000, NO_SPECULATION)])
     assert [pick(table, 4, context_tokens=tokens).draft_depth for tokens in (3996.0, 4000.0)] == [4, 0]

@@ -140,7 +140,8 @@ def finish_times(
             now += costs.switch_s
             begin_s += costs.switch_s
         began, ready = True, ready or latest.strategy.speculates
-        regime = regimes.at(strategy, len(running), loaded=ready or not costs.switch_s)
+        loaded = verified is not NO_CHOICE and (ready or not costs.switch_s)
+        regime = regimes.at(strategy, len(running), loaded=loaded)
         now += regime.cost.seconds(len(running), sum(r.context_tokens for r in running))
         beside: list[_Request] = []
         if prefilling:
