@@ -188,7 +188,8 @@ class Scenario(SimulationConfig):
             return
         policies = list(policies)
         names = {s.drafter for policy in policies for s in policy.strategies if s.speculates}
-        refuse_one_for_several(self.acceptance, self.acceptance_name, names, self.registry_of(*policies))
+        own = {name: spec for policy in policies for name, spec in getattr(policy, "drafters", {}).items()}
+        refuse_one_for_several(self.acceptance, self.acceptance_name, names, self.registry.beside(own))
 
     def rollouts(
         self,

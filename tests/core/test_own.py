@@ -94,6 +94,8 @@ def test_parts_are_made_of_their_names_with_arguments(own: str):
     costs, acceptance = load_costs(f"{own}:Slow(base_s=2)"), load_acceptance(f"{own}:Kept")
     assert isinstance(costs, LinearCosts)
     assert (costs.base_s, acceptance.alpha) == (2.0, 0.25)  # type: ignore[attr-defined]
+    by_drafter = load_acceptance(f"learned={own}:Kept(alpha=0.5),ngram=0.4")
+    assert by_drafter.in_state({}).tokens_per_iteration(Strategy.chain("learned", 1)) == 1.5
     assert load_placement(f"{own}:Turns(first=1)").first == 1  # type: ignore[attr-defined]
     drafter = OwnDrafter(path=f"{own}:Repeat", args={"most": 2}).build()
     drafter.open((0, "p", 0, 0), [7, 8])
