@@ -21,7 +21,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import OwnPart
 
-from .base import Acceptance, ChainAcceptance, ConstantAcceptance, GeometricAcceptance, SettledModel
+from .base import Acceptance, AcceptanceModel, ChainAcceptance, ConstantAcceptance, GeometricAcceptance
 from .by_request import SiblingAcceptance, SpreadAcceptance
 from .freshness import Base, FreshAcceptance
 from .per_drafter import EVERY, PerDrafter
@@ -85,14 +85,14 @@ _COMMA = re.compile(r",(?![^()]*\))")
 
 
 class OwnAcceptance(OwnPart):
-    """An acceptance model class of the user's own: an `AcceptanceModel` or a `RequestAcceptance`."""
+    """An acceptance model class of the user's own."""
 
-    base = SettledModel
+    base = AcceptanceModel
     part = "acceptance model"
     contract = "check_acceptance"
 
 
-def load_acceptance(source: Acceptance | type[SettledModel] | Mapping[str, Any] | str | Path) -> Acceptance:
+def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, Any] | str | Path) -> Acceptance:
     """Return an acceptance model from itself, a dict, `constant:A`, `geometric:ALPHA`, a shipped name or a JSON file.
 
     A number is a geometric model's ALPHA, `0.8/0.6/0.5` the chances that a chain is kept up to each of its tokens. By

@@ -18,7 +18,7 @@ from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
-from .base import AcceptanceModel, Share, from_survival, known_drafter, only_chains
+from .base import Distribution, Share, from_survival, known_drafter, only_chains
 
 FARTHEST = 4
 """Copies are extrapolated to drafts so many times as deep as the deepest measured ones."""
@@ -73,7 +73,7 @@ class FittedDepth(FrozenModel):
         return p
 
 
-class _Measured(AcceptanceModel):
+class _Measured(Distribution):
     """A measured model; `copies` says of each drafter whether it copies text. Names of `STANDARD` may be left out."""
 
     copies: dict[str, bool] = Field(default={})
@@ -196,17 +196,20 @@ class BatchAcceptance(_Measured):
         return tuple(sorted({name for band in self.bands for name in band.drafters_by_depth}))
 
     @cached_property
-    def by_batch(self) -> tuple[FittedAcceptance, ...]:
+    def _fitted(self) -> tuple[FittedAcceptance, ...]:
         return tuple(
             FittedAcceptance(drafters_by_depth=band.drafters_by_depth, copies=self.copies) for band in self.bands
         )
 
+    def by_batch(self, drafter: str) -> tuple[FittedAcceptance, ...]:
+        return self._fitted
+
     def at(self, batch: int) -> FittedAcceptance:
         ends = [band.max_batch for band in self.bands if band.max_batch is not None]
-        return self.by_batch[bisect_left(ends, batch)]
+        return self._fitted[bisect_left(ends, batch)]
 
     def outside(self, strategy: Strategy) -> list[str]:
-        return sorted({name for model in self.by_batch for name in model.outside(strategy)})
+        return sorted({name for model in self._fitted for name in model.outside(strategy)})
 
     def distribution(self, strategy: Strategy) -> Floats:
         raise TypeError("acceptance differs by batch size: ask at(batch)")

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
-from tltlab.acceptance.base import ChainAcceptance, ConstantAcceptance, GeometricAcceptance, from_survival, scaled
+from tltlab.acceptance.base import (
+    ChainAcceptance,
+    ConstantAcceptance,
+    GeometricAcceptance,
+    RequestArrays,
+    Scaled,
+    from_survival,
+    scaled,
+)
 from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve, spread_over_requests
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import DEFAULTS, SHIPPED, granted, load_acceptance
@@ -136,7 +144,7 @@ def test_a_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("2.json", "a=b.json", "nano.json"):
         GeometricAcceptance(alpha=0.5).write(tmp_path / name)
         for source in (name, f"./{name}", f"all=./{name}"):
-            assert load_acceptance(source).in_state({}) == GeometricAcceptance(alpha=0.5)
+            assert load_acceptance(source).curve(chain(2)).tolist() == [0.5, 0.25]
 
 
 def test_a_model_is_that_of_the_drafter_which_it_is_given_to():
@@ -145,8 +153,7 @@ def test_a_model_is_that_of_the_drafter_which_it_is_given_to():
     assert load_acceptance("all=tlt-qwen2.5-32b-fresh").trained_drafter == "learned"
     fresh, old = (model.in_state({"mine": DrafterState(age=age, updates=9)}) for age in (0, 50))
     tree = Strategy("mine", 8, 4, 48)
-    nobody = np.zeros(1)
-    assert fresh.survival(tree, nobody, nobody, nobody)[0, 0] > old.survival(tree, nobody, nobody, nobody)[0, 0]
+    assert fresh.curve(tree)[0] > old.curve(tree)[0]
 
 
 def test_a_drafter_without_a_model_is_refused_by_name():
@@ -161,19 +168,19 @@ def test_a_drafter_without_a_model_is_refused_by_name():
 
 def test_drafters_of_which_one_tells_requests_apart():
     model = load_acceptance("learned=geometric:0.7,ngram=seer-siblings")
-    nobody, some = np.zeros(2), np.array([0.0, 5.0])
+    some = RequestArrays(np.zeros(2), np.zeros(2), np.array([0.0, 5.0]))
     settled = model.in_state({})
     assert (model.varies_by, settled.steady) == ("request", False)
-    text = SHIPPED["seer-siblings"].survival(chain(2), nobody, nobody, some)
-    assert settled.survival(chain(2), nobody, nobody, some).tolist() == text.tolist()
-    assert settled.survival(Strategy.chain("learned", 2), nobody, nobody, some) == pytest.approx(
+    text = SHIPPED["seer-siblings"].survival(chain(2), some)
+    assert settled.survival(chain(2), some).tolist() == text.tolist()
+    assert settled.survival(Strategy.chain("learned", 2), some) == pytest.approx(
         np.array([[0.7, 0.49]] * 2)
     )
     spread = spread_over_requests(load_acceptance("learned=geometric:0.7,all=geometric:0.4"), 0.5)
     assert spread.in_state({}).steady
     assert spread.text("ngram") == "geometric:0.4, spread 0.5"
-    lower = settled.scaled("learned", 0.5)
-    assert lower.survival(Strategy.chain("learned", 1), nobody, nobody, nobody)[0, 0] == pytest.approx(0.35)
+    lower = Scaled(settled, ("learned",), 0.5)
+    assert lower.curve(Strategy.chain("learned", 1))[0] == pytest.approx(0.35)
 
 
 @pytest.mark.parametrize(

@@ -65,4 +65,4 @@ def test_a_trace_says_what_it_lacks():
         with refused(ConfigError, naming=(fact,)):
             model.positions("learned", key, num_tokens)
     with refused(ConfigError):
-        model.by_request()
+        model.curve(Strategy.chain("learned", 4))

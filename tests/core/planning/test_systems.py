@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from tests.refused import refused
-from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import BatchAcceptance, FittedAcceptance, FittedDepth
-from tltlab.acceptance.per_drafter import side_by_side
+from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
@@ -99,7 +99,7 @@ def test_earlier_responses_count_as_finished_siblings():
 def test_seers_accepted_length_by_number_of_siblings(siblings, tokens):
     """Its table of linear drafts, which the shipped curve is fitted to."""
     nobody = np.zeros(1)
-    survival = SIBLINGS.survival(Strategy.chain("suffix", 8), nobody, nobody, nobody + siblings)
+    survival = SIBLINGS.survival(Strategy.chain("suffix", 8), RequestArrays(nobody, nobody, nobody + siblings))
     assert 1 + survival.sum() == pytest.approx(tokens, abs=0.03)
 
 
@@ -141,10 +141,9 @@ def test_drafters_side_by_side_have_each_its_own_acceptance():
     learned, text = (Strategy.chain(name, 4) for name in ("learned", "suffix"))
     assert found.policy.strategies == (learned, text)
     model = found.acceptance.in_state(dict.fromkeys(("learned", "suffix"), DrafterState()))
-    nobody = np.zeros(1)
     expected = {learned: FreshAcceptance(base=TREES).in_state({}).curve(learned), text: 0.41591936 ** np.arange(1, 5)}
     for strategy, survival in expected.items():
-        assert model.survival(strategy, nobody, nobody, nobody)[0] == pytest.approx(survival)
+        assert model.curve(strategy) == pytest.approx(survival)
     assert not found.defaults
     assumed = bind_assuming(SYSTEMS["hedgespec"], COSTS, TREES)
     assert assumed.acceptance == found.acceptance
@@ -302,10 +301,10 @@ def test_drafters_side_by_side_are_each_their_own_at_every_batch():
         {"bands": [{"max_batch": 3, "drafters": bad.drafters_by_depth},
                    {"max_batch": None, "drafters": good.drafters_by_depth}]}
     )  # fmt: skip
-    both, nobody = side_by_side({"learned": bands, "ngram": SIBLINGS}), np.zeros(2)
+    both, nobody = PerDrafter({"learned": bands, "ngram": SIBLINGS}), RequestArrays.zeros(2)
     chain, text = Strategy.chain("learned", 8), Strategy.chain("ngram", 4)
     for batch, model in ((3, bad), (4, good)):
-        assert both.at(batch).survival(chain, nobody, nobody, nobody)[0] == pytest.approx(model.curve(chain))
-    assert both.best_survival(chain, nobody, nobody, nobody)[0] == pytest.approx(good.curve(chain))
-    expected = SIBLINGS.survival(text, nobody, nobody, nobody + 3)
-    assert both.survival(text, nobody, nobody, nobody + 3) == pytest.approx(expected)
+        assert both.at(batch).survival(chain, nobody)[1] == pytest.approx(model.curve(chain))
+    assert both.most_tokens(chain, nobody)[0] == pytest.approx(1.0 + good.curve(chain).sum())
+    some = RequestArrays(np.zeros(2), np.zeros(2), np.array([0.0, 3.0]))
+    assert both.survival(text, some) == pytest.approx(SIBLINGS.survival(text, some))

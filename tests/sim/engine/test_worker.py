@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.acceptance.base import GeometricAcceptance, Settled
+from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
 from tltlab.acceptance.by_request import SpreadAcceptance
 from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
 from tltlab.acceptance.replay import TraceAcceptance
@@ -91,7 +91,7 @@ def costs(draw: st.DrawFn) -> LinearCosts:
 def assert_agree(
     req: Requests,
     cost: CostModel,
-    acceptance: Settled | None,
+    acceptance: Acceptance | None,
     new_batch: Callable[[Requests], Any],
     threshold: tuple[int, int, str] | None,
     *,
@@ -213,7 +213,7 @@ def test_acceptance_by_request_takes_the_time_of_its_iterations(req, cost, alpha
         if not regime.strategy.speculates:
             return 1.0
         level = levels[[request]]
-        return 1.0 + float(model.survival(regime.strategy, level, level, level).sum())
+        return 1.0 + float(model.survival(regime.strategy, RequestArrays(level, level, level)).sum())
 
     assert_agree(req, cost, model, Rates(model=model, costs=cost, seed=seed), threshold, gain=own)
 
