@@ -251,13 +251,14 @@ class Wrapped(Acceptance):
 
     def _changed(self, parts: Sequence[Acceptance], known: list[Self] | None = None) -> Self:
         """The model with these inside: itself or one of `known` where it has them, else one that joins `known`."""
-        for model in (self, *(known or ())):
+        models: list[Self] = [self, *(known or ())]
+        for model in models:
             if all(a is b for a, b in zip(model.parts, parts, strict=True)):
                 return model
-        model = self.around(parts)
+        made = self.around(parts)
         if known is not None:
-            known.append(model)
-        return model
+            known.append(made)
+        return made
 
     @cached_property
     def _at_batches(self) -> list[Self]:
@@ -270,7 +271,7 @@ class Scaled(Wrapped):
     """A model in which each token of some drafters has its chance multiplied by `ratio`, at most 1."""
 
     base: Acceptance
-    scaled_drafters: tuple[str, ...]
+    names: tuple[str, ...]
     ratio: float
 
     def around(self, parts: Sequence[Acceptance]) -> Scaled:
@@ -278,7 +279,7 @@ class Scaled(Wrapped):
 
     def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         survival = self.base.survival(strategy, requests)
-        return scaled(survival, self.ratio) if strategy.drafter in self.scaled_drafters else survival
+        return scaled(survival, self.ratio) if strategy.drafter in self.names else survival
 
 
 class ConstantAcceptance(Distribution):

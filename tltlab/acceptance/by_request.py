@@ -210,7 +210,7 @@ class SpreadAcceptance(Wrapped, AcceptanceModel):
         return model
 
     def around(self, parts: Sequence[Acceptance]) -> SpreadAcceptance:
-        return SpreadAcceptance(base=parts[0], spread=self.spread, notes=self.notes)
+        return SpreadAcceptance.model_validate({**dict(self), "base": parts[0]})
 
     @property
     def steady(self) -> bool:
@@ -261,7 +261,7 @@ def spread_over_requests(model: Acceptance, spread: float) -> Acceptance:
     if isinstance(model, Wrapped) and model.trained_drafter is not None:
         # Freshness holds around it.
         return model.around([spread_over_requests(part, spread) for part in model.parts])
-    if model.varies_by == "nothing":
+    if isinstance(model, AcceptanceModel) and model.varies_by == "nothing":
         return SpreadAcceptance(base=model, spread=spread)
     raise ConfigError(
         f"acceptance of kind {getattr(model, 'kind', 'trace')!r} tells requests apart already: a spread is for "

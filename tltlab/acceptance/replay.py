@@ -68,12 +68,8 @@ class TraceAcceptance(Acceptance):
 
     def in_state(self, drafters: Mapping[str, DrafterState]) -> TraceAcceptance:
         """Takes the age of the one drafter that it has a state for, and its youngest rows where it has none."""
-        states = [drafters[name] for name in self.drafters if name in drafters]
-        return self.at_freshness(states[0]) if len(states) == 1 else self
-
-    def at_freshness(self, state: DrafterState) -> TraceAcceptance:
-        """The same recording with the drafter as old as `state` says; the rows are shared."""
-        return self._of_rows(self._rows, state.age)
+        ages = [drafters[name].age for name in self.drafters if name in drafters]
+        return self._of_rows(self._rows, ages[0]) if len(ages) == 1 else self
 
     def at_best(self, drafters: Iterable[str]) -> TraceAcceptance:
         """The most that any of the recorded ages accepts at each position."""
