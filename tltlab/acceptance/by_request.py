@@ -32,7 +32,7 @@ from .base import (
     known_drafter,
     only_chains,
 )
-from .measured import BatchAcceptance, FittedAcceptance
+from .measured import MeasuredAcceptance
 from .per_drafter import PerDrafter
 from .trees import TreeAcceptance
 
@@ -40,7 +40,7 @@ POSITION_SCALE_TOKENS = 64.0
 """Progress is ln(1 + generated / this): acceptance moves fast at first and slowly later."""
 _LEVELS, _WEIGHTS = np.polynomial.hermite_e.hermegauss(41)
 _WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
-Alike = ConstantAcceptance | GeometricAcceptance | ChainAcceptance | FittedAcceptance | BatchAcceptance | TreeAcceptance
+Alike = ConstantAcceptance | GeometricAcceptance | ChainAcceptance | MeasuredAcceptance | TreeAcceptance
 """Models in files that treat all requests alike."""
 _ALIKE: TypeAdapter[Alike] = TypeAdapter(Annotated[Alike, Field(discriminator="kind")])
 DraftedShare = Annotated[float, Field(gt=0, le=1)]

@@ -16,7 +16,7 @@ from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
 from .base import Acceptance, Key, RequestArrays, Variation, known_drafter, only_chains
-from .measured import FittedAcceptance, FittedDepth
+from .measured import FittedDepth, MeasuredAcceptance
 
 _KEY = ("rl_step", "prompt_id", "sample", "turn")
 _Row = tuple[int, Bytes]
@@ -51,7 +51,7 @@ class TraceAcceptance(Acceptance):
             ages = self._rows.setdefault((drafter, key), {})
             ages[age] = max_depth, positions.astype(np.uint8)
 
-    def pooled(self, drafters: Drafters = STANDARD) -> FittedAcceptance:
+    def pooled(self, drafters: Drafters = STANDARD) -> MeasuredAcceptance:
         """All positions and responses alike, by each drafter's youngest rows, as deep as all of them go."""
         rows: dict[str, list[_Row]] = {}
         for (drafter, _), ages in self._rows.items():
@@ -64,7 +64,7 @@ class TraceAcceptance(Acceptance):
             shares = np.bincount(accepted, minlength=depth + 1) / len(accepted)
             fit = FittedDepth(accepted=tuple(shares.tolist()), drafted=float(depth), num_samples=len(accepted))
             fitted[drafter] = {depth: fit} if depth else {}
-        return FittedAcceptance(drafters_by_depth=fitted, copies=drafters.copying(fitted))
+        return MeasuredAcceptance.at_any_batch(fitted, copies=drafters.copying(fitted))
 
     def in_state(self, drafters: Mapping[str, DrafterState]) -> TraceAcceptance:
         """Takes the age of the one drafter that it has a state for, and its youngest rows where it has none."""

@@ -24,7 +24,7 @@ from tltlab.acceptance.base import (
 from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve, spread_over_requests
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import DEFAULTS, SHIPPED, granted, load_acceptance
-from tltlab.acceptance.measured import BatchAcceptance, FittedAcceptance, FittedDepth, copied_runs
+from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance, copied_runs
 from tltlab.acceptance.per_drafter import refuse_one_for_several
 from tltlab.calibration.acceptance.measured import equal_chain
 from tltlab.drafters.specs import Drafters, LearnedSpec
@@ -37,7 +37,7 @@ MEASURED = {
     2: FittedDepth(accepted=(0.6, 0.1, 0.3), drafted=1.0),
     4: FittedDepth(accepted=(0.5, 0.2, 0.1, 0.1, 0.1), drafted=2.0, num_samples=10),
 }
-FITTED = FittedAcceptance(drafters_by_depth={"ngram": MEASURED, "learned": MEASURED})
+FITTED = MeasuredAcceptance.at_any_batch({"ngram": MEASURED, "learned": MEASURED})
 
 
 BANDS = {
@@ -93,7 +93,7 @@ def test_beyond_the_fit_nothing_is_known():
     "model",
     [
         FITTED,
-        BatchAcceptance.model_validate(BANDS),
+        MeasuredAcceptance.model_validate(BANDS),
         CurveAcceptance(curves={"ngram": RequestCurve(keep_logits=(0.0, 0.5, 1.0), drift=0.2, spread=0.8)}),
         spread_over_requests(GeometricAcceptance(alpha=0.7), 0.5),
         FreshAcceptance(base=SHIPPED["seer-siblings"], freshness=Freshness(floor=0.25)),
@@ -319,7 +319,7 @@ def test_real_copies_are_met_within_a_percent(shared_data):
 
 def test_copies_at_other_depths_are_not_measured():
     cell = FittedDepth(accepted=(0.6, 0.0, 0.0, 0.0, 0.4), drafted=4.0)
-    model = FittedAcceptance(drafters_by_depth={name: {4: cell} for name in ("ngram", "learned")})
+    model = MeasuredAcceptance.at_any_batch({name: {4: cell} for name in ("ngram", "learned")})
     assert model.distribution(Strategy.chain("learned", 1)).tolist() == [0.6, 0.4]
     assert model.outside(Strategy.chain("learned", 1)) == []
     assert model.distribution(chain(1)).round(2).tolist() == [0.37, 0.63]

@@ -9,7 +9,7 @@ from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
-from tltlab.acceptance.measured import BatchAcceptance, FittedAcceptance, FittedDepth
+from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
 from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.scaled import ScaledCosts
@@ -32,11 +32,11 @@ TREES = load_acceptance("tlt-qwen2.5-32b")
 SIBLINGS = load_acceptance("seer-siblings")
 
 
-def measured(*drafters: str, depth: int = 8) -> FittedAcceptance:
+def measured(*drafters: str, depth: int = 8) -> MeasuredAcceptance:
     """Chains of these drafters, each token kept or not by the throw of a coin, up to `depth`."""
     kept = [0.5 ** min(i + 1, depth) for i in range(depth + 1)]
     known = FittedDepth(accepted=tuple(kept), drafted=float(depth))
-    return FittedAcceptance(drafters_by_depth={name: {depth: known} for name in drafters})
+    return MeasuredAcceptance.at_any_batch({name: {depth: known} for name in drafters})
 
 
 def test_every_system_says_its_source_and_is_no_other():
@@ -243,15 +243,15 @@ def test_strategies_that_were_never_measured_are_left_out():
     das = bind(SYSTEMS["das"], COSTS, measured("suffix", depth=4))
     assert das.policy.selector == FixedSpec(strategy=Strategy.chain("suffix", 4))
     assert das.assumptions[-1] == "deeper drafts are not covered by the acceptance: suffix:4 instead"
-    nothing = FittedAcceptance(drafters_by_depth={"suffix": {}})
+    nothing = MeasuredAcceptance.at_any_batch({"suffix": {}})
     with refused(ConfigError, naming=("suffix",)):
         bind(SYSTEMS["das"], COSTS, nothing)
 
 
 @pytest.mark.usefixtures("as_measured")
 def test_a_depth_must_be_known_at_every_batch_size():
-    deep, shallow = (measured("ngram", depth=d).drafters_by_depth for d in (8, 4))
-    bands = BatchAcceptance.model_validate(
+    deep, shallow = (measured("ngram", depth=d).bands[0].drafters_by_depth for d in (8, 4))
+    bands = MeasuredAcceptance.model_validate(
         {"bands": [{"max_batch": 5, "drafters": deep}, {"max_batch": None, "drafters": shallow}]}
     )
     found = bind(SYSTEMS["tlt-base"], COSTS, bands)
@@ -294,12 +294,12 @@ def test_das_knows_what_a_pass_and_a_token_cost():
 
 
 def test_drafters_side_by_side_are_each_their_own_at_every_batch():
-    good, bad = measured("learned"), FittedAcceptance(
-        drafters_by_depth={"learned": {8: FittedDepth(accepted=(1.0, *[0.0] * 8), drafted=8.0)}}
+    good, bad = measured("learned"), MeasuredAcceptance.at_any_batch(
+        {"learned": {8: FittedDepth(accepted=(1.0, *[0.0] * 8), drafted=8.0)}}
     )  # fmt: skip
-    bands = BatchAcceptance.model_validate(
-        {"bands": [{"max_batch": 3, "drafters": bad.drafters_by_depth},
-                   {"max_batch": None, "drafters": good.drafters_by_depth}]}
+    bands = MeasuredAcceptance.model_validate(
+        {"bands": [{"max_batch": 3, "drafters": bad.bands[0].drafters_by_depth},
+                   {"max_batch": None, "drafters": good.bands[0].drafters_by_depth}]}
     )  # fmt: skip
     both, nobody = PerDrafter({"learned": bands, "ngram": SIBLINGS}), RequestArrays.zeros(2)
     chain, text = Strategy.chain("learned", 8), Strategy.chain("ngram", 4)

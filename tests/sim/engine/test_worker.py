@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
 from tltlab.acceptance.by_request import SpreadAcceptance
-from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
+from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
@@ -136,9 +136,9 @@ def assert_same_calls(fast: Ruled, slow: Ruled) -> None:
         assert one.accepted == pytest.approx(other.accepted, rel=1e-9, abs=1e-9)
 
 
-def by_batch(border: int) -> BatchAcceptance:
+def by_batch(border: int) -> MeasuredAcceptance:
     """Four in five drafts are kept whole up to a batch, one in five above."""
-    return BatchAcceptance(
+    return MeasuredAcceptance(
         bands=tuple(
             Band(
                 max_batch=end,
