@@ -53,15 +53,15 @@ class RequestArrays:
 
 
 class Acceptance(ABC):
-    """Model of how many drafted tokens the target accepts: a subclass says `survival`.
+    """Model of how many drafted tokens the target accepts. A subclass defines `survival`; the rest follows from it.
 
-    Where acceptance depends on the drafter's age and training, `in_state` returns the model to ask; where it depends on
-    the batch size, `at` does. Without speculation nothing is drafted, one token comes out, and no model is asked.
+    `in_state` returns the model for drafters of some age and training, `at` the one for a batch size. Plain decoding
+    drafts nothing and yields one token: no model is asked.
     """
 
     @property
     def varies_by(self) -> Variation:
-        """What tells two drafts of one strategy at one batch size apart."""
+        """Cause of different acceptance of two drafts of one strategy at one batch size."""
         return "nothing"
 
     @property
@@ -75,9 +75,9 @@ class Acceptance(ABC):
         return None
 
     def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
-        """Whether it describes a drafter.
+        """Return whether the model describes a drafter.
 
-        `drafters` say what the drafter is: a model of trees that names none is for networks, one of siblings for text.
+        `drafters` have its traits: a model of trees that names no drafter is for networks, one of siblings for text.
         """
         return not self.drafters or drafter in self.drafters
 
@@ -110,15 +110,15 @@ class Acceptance(ABC):
 
     @property
     def steady(self) -> bool:
-        """Whether the chances of a request are the same throughout its response."""
+        """True where the chances of a request are the same throughout its response."""
         return self.varies_by == "nothing"
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
-        """One level per request, known or drawn from (seed, key) alone: order and company do not matter."""
+        """One level per request, known or drawn from (seed, key) alone, independent of the other requests."""
         return np.zeros(len(keys))
 
     def positions(self, drafter: str, key: Key, num_tokens: int) -> Bytes:
-        """Where acceptance is replayed: acceptable tokens at positions 0..num_tokens - 1 of one request."""
+        """Acceptable tokens at positions 0..num_tokens - 1 of one request, where acceptance is replayed."""
         raise TypeError("a model has no recorded positions: ask for chances")
 
     def num_drafted(self, strategy: Strategy) -> float:
@@ -154,14 +154,16 @@ class Acceptance(ABC):
         return below
 
     def most_tokens(self, strategy: Strategy, requests: RequestArrays) -> Floats:
-        """Expected tokens per iteration that no request exceeds before it is as far as in `requests`.
+        """Expected tokens per iteration that no request exceeds on its way to the state in `requests`.
 
         Holds for models that are monotone in progress and in siblings.
         """
-        none = np.zeros(len(requests))
+        models, none = self.by_batch(strategy.drafter), np.zeros(len(requests))
+        if all(model.varies_by == "nothing" for model in models):
+            return np.full(len(requests), max(model.tokens_per_iteration(strategy) for model in models))
         corners = [
             model.survival(strategy, RequestArrays(requests.levels, generated, siblings)).sum(axis=1)
-            for model in self.by_batch(strategy.drafter)
+            for model in models
             for generated in (none, requests.generated_tokens)
             for siblings in (none, requests.num_siblings)
         ]
@@ -187,7 +189,7 @@ class Distribution(AcceptanceModel):
 
 
 class Wrapped(Acceptance):
-    """Acceptance that changes what another model says, its `base`, at every batch size alike."""
+    """Acceptance on top of another model, its `base`, in the same way at every batch size."""
 
     if TYPE_CHECKING:
         base: Acceptance
@@ -250,7 +252,7 @@ class Wrapped(Acceptance):
         return self.of(strategy.drafter).survival(strategy, requests)
 
     def _changed(self, parts: Sequence[Acceptance], known: list[Self] | None = None) -> Self:
-        """The model with these inside: itself or one of `known` where it has them, else one that joins `known`."""
+        """Return the model around `parts`: itself, one of `known`, or a new one, which is added to `known`."""
         models: list[Self] = [self, *(known or ())]
         for model in models:
             if all(a is b for a, b in zip(model.parts, parts, strict=True)):

@@ -98,7 +98,7 @@ class FreshAcceptance(Wrapped, AcceptanceModel):
         raise TypeError("acceptance depends on the drafter's age and training: ask in_state(drafters)")
 
     def ratio(self, state: DrafterState) -> float:
-        """What the chance of every drafted token is multiplied by."""
+        """Factor on the chance of every drafted token."""
         level = self.freshness.level(state.age, state.updates)
         if self.measured is None:
             return level

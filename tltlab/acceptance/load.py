@@ -1,8 +1,9 @@
 """Acceptance models from a value, a name or a file, and those that come along.
 
-base.py says what a model is; constant and geometric ones are there too. measured.py holds what `calibrate` writes,
-trees.py trees, by_request.py what differs by request, freshness.py what changes with the drafter's age, replay.py the
-replay per position, per_drafter.py a model for each drafter.
+Six kinds, all under the contract `Acceptance`: constant; chains by one chance or a chance per token (base.py); measured
+distributions, as `calibrate` writes them (measured.py); trees (trees.py); by request, with curves, by siblings or with
+a spread (by_request.py); replayed per position (replay.py). `FreshAcceptance` makes any of them depend on the drafter's
+age and training, `PerDrafter` gives each drafter its own, `Scaled` multiplies the chances of some drafters.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, An
 
 
 def split_by_drafter(text: str) -> dict[str, str] | None:
-    """What `learned=geometric:0.7,ngram=geometric:0.42` says of each drafter; None for text that names none.
+    """Model of each drafter in `learned=geometric:0.7,ngram=geometric:0.42`; None for text that names no drafter.
 
     Raises ConfigError for a part without a name or a model, and for a name that comes twice.
     """

@@ -155,7 +155,7 @@ class MeasuredAcceptance(Distribution):
         return tuple(sorted({name for band in self.bands for name in band.drafters_by_depth}))
 
     def copied(self, drafter: str) -> bool:
-        """Whether a drafter copies text."""
+        """Return whether a drafter copies text."""
         return self.copies[drafter] if drafter in self.copies else not STANDARD[drafter].has_network
 
     @cached_property

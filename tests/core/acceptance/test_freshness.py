@@ -40,6 +40,8 @@ def test_training_helps_and_age_harms(age: float, updates: float, older: float, 
 
 def test_the_level_multiplies_the_chance_of_every_token():
     model = wrapped().at_freshness(DrafterState(age=0, updates=0))
+    with pytest.raises(TypeError, match="in_state"):
+        wrapped().curve(CHAIN)
     expected = GeometricAcceptance(alpha=0.4)
     assert model.distribution(CHAIN) == pytest.approx(expected.distribution(CHAIN))
     assert model.tokens_per_iteration(CHAIN) == pytest.approx(expected.tokens_per_iteration(CHAIN))

@@ -4,6 +4,7 @@ import pytest
 
 from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
+from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.errors import ConfigError, TraceError
 from tltlab.state import DrafterState
@@ -66,3 +67,5 @@ def test_a_trace_says_what_it_lacks():
             model.positions("learned", key, num_tokens)
     with refused(ConfigError):
         model.curve(Strategy.chain("learned", 4))
+    with refused(ConfigError, naming=("replayed",)):
+        PerDrafter({"learned": model})
