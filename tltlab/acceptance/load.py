@@ -205,7 +205,7 @@ def _named(model: Acceptance, drafter: str) -> Acceptance:
 
 
 def _is_source(value: Any) -> bool:
-    return isinstance(value, str | Path | Mapping) or hasattr(value, "in_state")
+    return isinstance(value, str | Path | Mapping | Acceptance)
 
 
 def _by_drafter(sources: Mapping[str, Any]) -> PerDrafter:
