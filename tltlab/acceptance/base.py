@@ -236,7 +236,7 @@ class Wrapped(Acceptance):
         return self._changed([part.at(batch) for part in self.parts], self._at_batches)
 
     def by_batch(self, drafter: str) -> tuple[Acceptance, ...]:
-        return tuple(self._changed([model]) for model in self.base.by_batch(drafter))
+        return tuple(self._changed([model], self._at_batches) for model in self.base.by_batch(drafter))
 
     @property
     def steady(self) -> bool:
