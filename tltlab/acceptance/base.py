@@ -233,10 +233,12 @@ class Wrapped(Acceptance):
         return self._changed([part.at_best(names) for part in self.parts])
 
     def at(self, batch: int) -> Acceptance:
-        return self._changed([part.at(batch) for part in self.parts], self._at_batches)
+        if batch not in self._at_batch:
+            self._at_batch[batch] = self._changed([part.at(batch) for part in self.parts], self._known)
+        return self._at_batch[batch]
 
     def by_batch(self, drafter: str) -> tuple[Acceptance, ...]:
-        return tuple(self._changed([model], self._at_batches) for model in self.base.by_batch(drafter))
+        return tuple(self._changed([model], self._known) for model in self.base.by_batch(drafter))
 
     @property
     def steady(self) -> bool:
@@ -263,7 +265,11 @@ class Wrapped(Acceptance):
         return made
 
     @cached_property
-    def _at_batches(self) -> list[Self]:
+    def _at_batch(self) -> dict[int, Self]:
+        return {}
+
+    @cached_property
+    def _known(self) -> list[Self]:
         # Callers remember models by identity: one object for the same models inside.
         return []
 
