@@ -226,19 +226,19 @@ class Wrapped(Acceptance):
         return self.of(strategy.drafter).outside(strategy)
 
     def in_state(self, drafters: Mapping[str, DrafterState]) -> Acceptance:
-        return self._changed([part.in_state(drafters) for part in self.parts])
+        return self._around([part.in_state(drafters) for part in self.parts])
 
     def at_best(self, drafters: Iterable[str]) -> Acceptance:
         names = list(drafters)
-        return self._changed([part.at_best(names) for part in self.parts])
+        return self._around([part.at_best(names) for part in self.parts])
 
     def at(self, batch: int) -> Acceptance:
         if batch not in self._at_batch:
-            self._at_batch[batch] = self._changed([part.at(batch) for part in self.parts], self._known)
+            self._at_batch[batch] = self._around([part.at(batch) for part in self.parts], self._known)
         return self._at_batch[batch]
 
     def by_batch(self, drafter: str) -> tuple[Acceptance, ...]:
-        return tuple(self._changed([model], self._known) for model in self.base.by_batch(drafter))
+        return tuple(self._around([model], self._known) for model in self.base.by_batch(drafter))
 
     @property
     def steady(self) -> bool:
@@ -253,7 +253,7 @@ class Wrapped(Acceptance):
     def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         return self.of(strategy.drafter).survival(strategy, requests)
 
-    def _changed(self, parts: Sequence[Acceptance], known: list[Self] | None = None) -> Self:
+    def _around(self, parts: Sequence[Acceptance], known: list[Self] | None = None) -> Self:
         """Return the model around `parts`: itself, one of `known`, or a new one, which is added to `known`."""
         models: list[Self] = [self, *(known or ())]
         for model in models:

@@ -83,9 +83,10 @@ class PerDrafter(Wrapped):
         return PerDrafter({name: self.of(name) for name in names}, None, {name: self.text(name) for name in names})
 
     def changed(self, change: Callable[[Acceptance], Acceptance], text: str = "") -> PerDrafter:
-        """With each model replaced by what `change` makes of it, and `text` behind how it is written."""
+        """Apply `change` to each model and append `text` to how it is written; itself where nothing changes."""
+        model = self._around([change(part) for part in self.parts])
         texts = {name: f"{written}{text}" for name, written in self.texts.items()}
-        return replace(self.around([change(part) for part in self.parts]), texts=texts)
+        return replace(model, texts=texts) if text else model
 
 
 def refuse_one_for_several(

@@ -142,9 +142,7 @@ def _chances(*chances: float) -> FittedDepth:
 def _drafters(**first: tuple[float, float]) -> MeasuredAcceptance:
     """Drafters whose first token is kept with one chance and each later one with the other."""
     return MeasuredAcceptance.at_any_batch(
-        {
-            name: {MAX_DEPTH: _chances(chance, *([later] * (MAX_DEPTH - 1)))} for name, (chance, later) in first.items()
-        }
+        {name: {MAX_DEPTH: _chances(chance, *([later] * (MAX_DEPTH - 1)))} for name, (chance, later) in first.items()}
     )
 
 

@@ -173,9 +173,7 @@ def test_drafters_of_which_one_tells_requests_apart():
     assert (model.varies_by, settled.steady) == ("request", False)
     text = SHIPPED["seer-siblings"].survival(chain(2), some)
     assert settled.survival(chain(2), some).tolist() == text.tolist()
-    assert settled.survival(Strategy.chain("learned", 2), some) == pytest.approx(
-        np.array([[0.7, 0.49]] * 2)
-    )
+    assert settled.survival(Strategy.chain("learned", 2), some) == pytest.approx(np.array([[0.7, 0.49]] * 2))
     spread = spread_over_requests(load_acceptance("learned=geometric:0.7,all=geometric:0.4"), 0.5)
     assert spread.in_state({}).steady
     assert spread.text("ngram") == "geometric:0.4, spread 0.5"
