@@ -46,7 +46,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tltlab.acceptance.base import Settled
+from tltlab.acceptance.base import Acceptance, RequestArrays
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.sim.engine.batch import TOLERANCE_TOKENS
@@ -62,7 +62,7 @@ def lower_bound_s(
     regimes: Sequence[Regime],
     costs: CostModel,
     workers: int,
-    acceptance: Settled | None,
+    acceptance: Acceptance | None,
     mode: str,
     seed: int,
 ) -> float:
@@ -108,7 +108,7 @@ def _decoding_s(
     regimes: Sequence[Regime],
     fixed: list[list[float]],
     slope_s: float,
-    acceptance: Settled | None,
+    acceptance: Acceptance | None,
     mode: str,
     seed: int,
 ) -> list[Floats]:
@@ -131,9 +131,8 @@ def _decoding_s(
         keys = [requests.keys[i] for i in ids]
         size = Counter(key[:2] for key in requests.keys)
         siblings = np.array([size[key[:2]] - 1.0 for key in keys])
-        model = acceptance.by_request()
-        levels = model.levels(regime.strategy.drafter, keys, seed)
-        return model.most_tokens(regime.strategy, levels, lengths, siblings)
+        levels = acceptance.levels(regime.strategy.drafter, keys, seed)
+        return acceptance.most_tokens(regime.strategy, RequestArrays(levels, lengths, siblings))
 
     gains = [most(regime) for regime in regimes]
 
@@ -150,7 +149,7 @@ def _replayed(
     ids: list[int],
     strategies: list[tuple[Regime, float]],
     slope_s: float,
-    acceptance: Settled,
+    acceptance: Acceptance,
 ) -> Floats:
     """Shortest path from position 0 to the end, for all responses at once, from the last position backwards."""
     order = np.argsort(-requests.lengths[ids], kind="stable")

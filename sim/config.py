@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 import pyarrow.compute as pc
 
-from tltlab.acceptance.base import Acceptance, SettledModel
+from tltlab.acceptance.base import Acceptance, AcceptanceModel
 from tltlab.acceptance.by_request import spread_over_requests
 from tltlab.acceptance.load import DEFAULT, acceptance_text, load_acceptance
 from tltlab.acceptance.replay import TraceAcceptance
@@ -77,7 +77,7 @@ class SimulationConfig:
     """
 
     costs: CostModel | type[CostModel] | Source | None = None
-    acceptance: Acceptance | type[SettledModel] | Source | None = None
+    acceptance: Acceptance | type[AcceptanceModel] | Source | None = None
     acceptance_spread: float = 0.0
     workers: int | None = None
     placement: str | Placement | type[Placement] | None = None

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from pydantic import BaseModel
 
-from tltlab.acceptance.base import Acceptance, Settled
+from tltlab.acceptance.base import Acceptance
 from tltlab.acceptance.load import granted
 from tltlab.acceptance.per_drafter import refuse_one_for_several
 from tltlab.arrays import Floats
@@ -401,14 +401,14 @@ def tell_each_other(budgets: Sequence[DraftBudget], rollout: SimulatedRollout) -
 
 
 def _batches(
-    model: Settled | None, scenario: Scenario, budgets: Sequence[DraftBudget], drafters: Drafters
+    model: Acceptance | None, scenario: Scenario, budgets: Sequence[DraftBudget], drafters: Drafters
 ) -> Callable[[Requests], Batch]:
     """How running requests gain tokens: all alike where that can be, else each for itself."""
     if model is None:
         return FluidBatch
     if model.varies_by == "request" or budgets:
         return Rates(
-            model=model.by_request(),
+            model=model,
             costs=scenario.costs,
             seed=scenario.seed,
             sampled=scenario.mode == "sampled",

@@ -6,18 +6,16 @@ the number touches are simulated again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from tltlab.acceptance.base import Acceptance, Settled
+from tltlab.acceptance.base import Scaled
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.costs.base import CostModel
 from tltlab.costs.scaled import ScaledCosts
-from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.planning.system_binding import BoundSystem
-from tltlab.state import DrafterState
 from tltlab.stats import kendall_tau
 
 Variant = tuple[BoundSystem, CostModel]
@@ -33,45 +31,6 @@ class Range:
     change: Callable[[Variant, float], Variant | None]
 
 
-@dataclass(frozen=True)
-class ScaledChances:
-    """Another model with the chance of each token of some drafters multiplied by `ratio`, at most 1."""
-
-    base: Acceptance
-    names: tuple[str, ...]
-    ratio: float
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return self.base.drafters
-
-    @property
-    def trained_drafter(self) -> str | None:
-        return self.base.trained_drafter
-
-    @property
-    def varies_by(self) -> Any:
-        return self.base.varies_by
-
-    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
-        return self.base.knows(drafter, drafters)
-
-    def outside(self, strategy: Any) -> list[str]:
-        return self.base.outside(strategy)
-
-    def in_state(self, drafters: Mapping[str, DrafterState]) -> Settled:
-        return self._scaled(self.base.in_state(drafters))
-
-    def at_best(self, drafters: Iterable[str]) -> Settled:
-        return self._scaled(self.base.at_best(drafters))
-
-    def _scaled(self, model: Any) -> Settled:
-        for name in self.names:
-            model = model.scaled(name, self.ratio)
-        settled: Settled = model
-        return settled
-
-
 def _scale_chances(of_text: bool) -> Callable[[Variant, float], Variant | None]:
     def change(variant: Variant, ratio: float) -> Variant | None:
         bound, costs = variant
@@ -79,7 +38,7 @@ def _scale_chances(of_text: bool) -> Callable[[Variant, float], Variant | None]:
         names = tuple(sorted(name for name in drafted if bound.registry[name].has_network != of_text))
         if not names or not bound.defaults or bound.acceptance is None:
             return None
-        return replace(bound, acceptance=ScaledChances(bound.acceptance, names, ratio)), costs
+        return replace(bound, acceptance=Scaled(bound.acceptance, names, ratio)), costs
 
     return change
 

@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 from joblib import Parallel, delayed, parallel_config
 
-from tltlab.acceptance.base import Acceptance, Settled
-from tltlab.acceptance.per_drafter import side_by_side
+from tltlab.acceptance.base import Acceptance
+from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.arrays import Floats
 from tltlab.costs.load import load_stages
@@ -410,12 +410,12 @@ def _bounds_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) ->
 
 def _covering_all(bound: Sequence[BoundSystem]) -> Acceptance:
     """One model of all: each drafter by the first that has it, at its freshest."""
-    settled: dict[str, Settled] = {}
+    settled: dict[str, Acceptance] = {}
     for binding in bound:
         for strategy in binding.policy.strategies:
             if strategy.speculates and binding.acceptance is not None:
                 settled.setdefault(strategy.drafter, binding.acceptance.at_best([strategy.drafter]))
-    return side_by_side(settled)
+    return PerDrafter(settled)
 
 
 def replayable(acceptance: Acceptance | None, steps: Sequence[Requests]) -> Acceptance | None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.acceptance.base import AcceptanceModel, SettledModel
+from tltlab.acceptance.base import Acceptance, AcceptanceModel, RequestArrays
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.specs import STANDARD, Drafters
@@ -412,14 +412,14 @@ def check_costs(source: Callable[[], CostModel] | type[CostModel] | CostModel) -
     assert math.isclose(whole_s, parts_s, rel_tol=1e-9), f"chunks of a prompt take {parts_s} s, the whole {whole_s} s"
 
 
-def check_acceptance(source: Callable[[], SettledModel] | type[SettledModel] | SettledModel) -> None:
+def check_acceptance(source: Callable[[], AcceptanceModel] | type[AcceptanceModel] | AcceptanceModel) -> None:
     """Check that an acceptance model keeps every promise of its base class; AssertionError if it does not.
 
-    P(accepted = j) sums to 1; P(accepted >= i) lies in [0, 1] and falls with i, one row per request; answers are the
-    same when asked again; no more tokens are accepted than drafted; levels depend on the seed and the request alone;
-    a `steady` model does not look at progress; `most_tokens` is never exceeded.
+    P(accepted >= i) lies in [0, 1] and falls with i, one row per request, the same row where requests are alike;
+    answers are the same when asked again; no more tokens are accepted than drafted; levels depend on the seed and the
+    request alone; a `steady` model does not look at progress; `most_tokens` is never exceeded.
     """
-    model = _part(source, SettledModel)
+    model = _part(source, AcceptanceModel)
     assert model.varies_by in ("nothing", "request"), f"varies_by must be nothing or request, got {model.varies_by!r}"
     covered = 0
     for drafter in model.drafters or ("ngram", "learned"):
@@ -434,40 +434,39 @@ def check_acceptance(source: Callable[[], SettledModel] | type[SettledModel] | S
     assert covered, "check refuses every chain of depth 1, 4 and 8: the model covers nothing"
 
 
-def _check_strategy(model: Any, strategy: Strategy) -> None:
+def _check_strategy(model: Acceptance, strategy: Strategy) -> None:
     reach, drafter = strategy.reach, strategy.drafter
     drafted = model.num_drafted(strategy)
     assert 0 <= drafted <= strategy.tokens_to_verify - 1, f"num_drafted of {strategy} is {drafted}"
-    if isinstance(model, AcceptanceModel):
-        p = np.asarray(model.distribution(strategy))
-        assert p.shape == (reach + 1,), f"distribution of {strategy} must have {reach + 1} entries, got {p.shape}"
-        assert p.min() >= 0, f"distribution of {strategy} has a chance below 0: {p.tolist()}"
-        assert abs(p.sum() - 1) < 1e-6, f"distribution of {strategy} must sum to 1, got {p.tolist()}"
-        assert np.array_equal(p, model.distribution(strategy)), f"distribution of {strategy} differs when asked again"
-        accepted = model.tokens_per_iteration(strategy) - 1
-        assert accepted <= drafted + 1e-9, f"{strategy}: {accepted:g} tokens are accepted of {drafted:g} drafted"
-    chances = model.by_request()
     keys = [(0, f"p{i // 2}", i % 2, 0) for i in range(6)]
-    levels = chances.levels(drafter, keys, 3)
+    levels = model.levels(drafter, keys, 3)
     assert levels.shape == (6,), f"levels must have an entry per request, got {levels.shape}"
-    alone = np.concatenate([chances.levels(drafter, [key], 3) for key in keys])
+    alone = np.concatenate([model.levels(drafter, [key], 3) for key in keys])
     assert np.array_equal(levels, alone), "levels depend on the other requests; draw from the seed and the key alone"
-    zeros, longest = np.zeros(6), np.full(6, 1000.0)
+    zeros, longest, beside = np.zeros(6), np.full(6, 1000.0), np.full(6, 3.0)
     rows = {}
-    for name, at, siblings in (("early", zeros, zeros), ("late", longest, zeros), ("last", longest, np.full(6, 3.0))):
-        rows[name] = survival = np.asarray(chances.survival(strategy, levels, at, siblings))
+    for name, at, siblings in (("early", zeros, zeros), ("late", longest, zeros), ("last", longest, beside)):
+        requests = RequestArrays(levels, at, siblings)
+        rows[name] = survival = np.asarray(model.survival(strategy, requests))
         assert survival.shape == (6, reach), (
             f"survival of {strategy} must have shape (6, {reach}), got {survival.shape}"
         )
         assert ((survival >= 0) & (survival <= 1)).all(), f"survival of {strategy} must lie between 0 and 1"
         assert (np.diff(survival, axis=1) <= 1e-12).all(), f"survival of {strategy} rises with the position"
-        again = chances.survival(strategy, levels, at, siblings)
+        again = model.survival(strategy, requests)
         assert np.array_equal(survival, again), f"survival of {strategy} differs when asked again"
-        most = chances.most_tokens(strategy, levels, longest, np.full(6, 3.0))
-        assert (1 + survival.sum(axis=1) <= most + 1e-9).all(), f"{strategy}: more tokens than most_tokens says"
-    assert not chances.steady or all(np.array_equal(rows["early"], row) for row in rows.values()), (
+    steady = all(np.array_equal(rows["early"], row) for row in rows.values())
+    if model.varies_by == "nothing":
+        alike = steady and np.array_equal(rows["early"], model.survival(strategy, RequestArrays.zeros(6)))
+        assert alike, f"varies_by is nothing, but the survival of {strategy} differs by request"
+        accepted = model.tokens_per_iteration(strategy) - 1
+        assert accepted <= drafted + 1e-9, f"{strategy}: {accepted:g} tokens are accepted of {drafted:g} drafted"
+    assert steady or not model.steady, (
         f"steady is set, but the survival of {strategy} changes with progress or finished siblings"
     )
+    most = model.most_tokens(strategy, RequestArrays(levels, longest, beside)) + 1e-9
+    exceeded = any((1 + survival.sum(axis=1) > most).any() for survival in rows.values())
+    assert not exceeded, f"{strategy}: more tokens than most_tokens says"
 
 
 def _part(source: Any, base: type[Any]) -> Any:

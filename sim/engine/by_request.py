@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tltlab.acceptance.base import ByRequest
+from tltlab.acceptance.base import Acceptance, RequestArrays
 from tltlab.arrays import Array, Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, refuse_trees, shares_of
@@ -77,7 +77,7 @@ class Chances(Gains):
         model, gains = self._model.at(batch), self._groups.gains
         if (strategy, id(model)) not in gains:
             everyone = np.zeros(len(self._requests))
-            survival = model.survival(strategy, self._levels(strategy.drafter), everyone, everyone)
+            survival = model.survival(strategy, RequestArrays(self._levels(strategy.drafter), everyone, everyone))
             gains[strategy, id(model)] = 1.0 + survival.sum(axis=1)
         return gains[strategy, id(model)]
 
@@ -139,7 +139,8 @@ class Chances(Gains):
         residents = batch.residents
         full = strategy if drafted is None else Strategy.chain(strategy.drafter, strategy.draft_depth)
         levels, siblings = self._levels(strategy.drafter)[residents], self._groups.siblings(residents)
-        survival = self._model.at(len(batch)).survival(full, levels, batch.made[residents] + ahead, siblings)
+        requests = RequestArrays(levels, batch.made[residents] + ahead, siblings)
+        survival = self._model.at(len(batch)).survival(full, requests)
         if drafted is None:
             return survival
         return np.asarray(np.where(np.arange(survival.shape[1])[None, :] < drafted[:, None], survival, 0.0))
@@ -181,7 +182,7 @@ class Rates:
     batch gets the first one.
     """
 
-    model: ByRequest
+    model: Acceptance
     costs: CostModel
     seed: int = 0
     sampled: bool = False

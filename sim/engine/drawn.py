@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tltlab.acceptance.base import Settled
+from tltlab.acceptance.base import Acceptance
 from tltlab.arrays import Bytes
 
 from .batch import Ahead, Batch, Gains, columns_ahead, until_done
@@ -31,7 +31,7 @@ class Drawn(Gains):
 class Replayed(Gains):
     """Accepted tokens as recorded for the position at which the draft starts: deterministic in every mode."""
 
-    def __init__(self, requests: Requests, acceptance: Settled) -> None:
+    def __init__(self, requests: Requests, acceptance: Acceptance) -> None:
         self._requests = requests
         self._acceptance = acceptance
         self._starts = np.concatenate([[0], np.cumsum(requests.lengths)])[:-1]

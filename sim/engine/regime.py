@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tltlab.acceptance.base import Settled
+from tltlab.acceptance.base import Acceptance
 from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.drafters.specs import STANDARD, Drafters
@@ -55,7 +55,7 @@ class Regimes:
         self,
         strategies: Sequence[Strategy],
         costs: CostModel,
-        acceptance: Settled | None,
+        acceptance: Acceptance | None,
         drafters: Drafters = STANDARD,
     ) -> None:
         drafters.check(strategies)
@@ -91,7 +91,7 @@ class Regimes:
 
 
 def _regime(
-    strategy: Strategy, costs: CostModel, acceptance: Settled | None, loaded: bool, drafters: Drafters
+    strategy: Strategy, costs: CostModel, acceptance: Acceptance | None, loaded: bool, drafters: Drafters
 ) -> Regime:
     tokens, drafted, cdf = 1.0, 0.0, None
     if strategy.speculates:

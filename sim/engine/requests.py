@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.base import ByRequest, Key
+from tltlab.acceptance.base import Acceptance, Key
 from tltlab.arrays import Array, Flags, Floats, Ints, Words
 from tltlab.errors import ConfigError
 from tltlab.planning.composition import EarlierEpoch, Regrouped, Truncated, Workload
@@ -129,7 +129,7 @@ class Requests:
     turns: Turns | None = None
     prefix_caching: bool = False
     _seeds: dict[int, Words] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _levels: dict[tuple[str, int], tuple[ByRequest, Floats]] = field(
+    _levels: dict[tuple[str, int], tuple[Acceptance, Floats]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _placed: list[tuple[list[list[int]], Ints, Residents]] = field(
@@ -168,7 +168,7 @@ class Requests:
             self._seeds[seed] = request_seeds(seed, self.keys)
         return self._seeds[seed]
 
-    def levels(self, model: ByRequest, drafter: str, seed: int) -> Floats:
+    def levels(self, model: Acceptance, drafter: str, seed: int) -> Floats:
         """The level that a model draws for each, drawn once as long as the model stays the same."""
         entry = self._levels.get((drafter, seed))
         if entry is None or entry[0] is not model:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.acceptance.base import Scaled
 from tltlab.arrays import Floats
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.sim.scenario import PolicyLike, Scenario
-from tltlab.sim.sensitivity import ScaledChances
 from tltlab.sim.sweep import sweep
 from tltlab.stats import Interval, paired_ratio
 from tltlab.strategy import Strategy
@@ -45,7 +45,7 @@ class TuningCase:
         for how, dearer in (("cheaper", 1.0 - error), ("dearer", 1.0 + error)):
             off = ScaledCosts.around(costs, level=2.0 - dearer, speculative=dearer / (2.0 - dearer))
             for word, accepted in (("less", 1.0 - error), ("more", 1.0 + error)):
-                scenario = replace(self.scenario, costs=off, acceptance=ScaledChances(known, drafters, accepted))
+                scenario = replace(self.scenario, costs=off, acceptance=Scaled(known, drafters, accepted))
                 name = f"{self.name}: speculation {how} than thought, {word} accepted"
                 cases.append(TuningCase(name=name, trace=self.trace, scenario=scenario))
         return cases

@@ -10,7 +10,7 @@ import numpy as np
 
 from tltlab.acceptance.base import from_survival, scaled
 from tltlab.acceptance.freshness import FreshAcceptance, MeasuredState
-from tltlab.acceptance.measured import Band, BatchAcceptance
+from tltlab.acceptance.measured import Band, MeasuredAcceptance
 from tltlab.calibration.acceptance.freshness import fit_freshness
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.errors import ConfigError
@@ -35,8 +35,8 @@ class DrafterStates:
         return {step: DrafterState(age=age, updates=done) for step, age, done in zip(*columns, strict=True)}
 
     def acceptance(
-        self, base: BatchAcceptance | None, step: int, fit_on: Sequence[int], seen_steps: Sequence[int]
-    ) -> BatchAcceptance | FreshAcceptance | None:
+        self, base: MeasuredAcceptance | None, step: int, fit_on: Sequence[int], seen_steps: Sequence[int]
+    ) -> MeasuredAcceptance | FreshAcceptance | None:
         """Acceptance of some RL steps as it holds for the drafter of another one.
 
         Each of them is scaled by the level of its drafter, with a freshness fitted to acceptance.parquet in the RL
@@ -64,7 +64,7 @@ class DrafterStates:
             )
         return base
 
-    def _drafted(self, drafter: str, step: int) -> BatchAcceptance | None:
+    def _drafted(self, drafter: str, step: int) -> MeasuredAcceptance | None:
         """Return the acceptance fitted to a drafter's drafts of one RL step, cached; None without drafts."""
         if (drafter, step) not in self._fits:
             rows = self.trace.iterations
@@ -74,13 +74,13 @@ class DrafterStates:
         return self._fits[drafter, step]
 
     @cached_property
-    def _fits(self) -> dict[tuple[str, int], BatchAcceptance | None]:
+    def _fits(self) -> dict[tuple[str, int], MeasuredAcceptance | None]:
         return {}
 
 
 def rescaled(
-    base: BatchAcceptance, drafter: str, each: Sequence[tuple[float, BatchAcceptance | None]]
-) -> BatchAcceptance:
+    base: MeasuredAcceptance, drafter: str, each: Sequence[tuple[float, MeasuredAcceptance | None]]
+) -> MeasuredAcceptance:
     """The base with a drafter's distributions pooled from RL steps after each one's chances were multiplied.
 
     Pooled first and multiplied then they would be too long: long drafts of a good drafter and short ones of a bad one
@@ -100,4 +100,4 @@ def rescaled(
             pooled[depth] = cell.model_copy(update={"accepted": accepted})
         cells_of = {name: cells for name, cells in band.drafters_by_depth.items() if name != drafter}
         bands.append(Band(max_batch=band.max_batch, drafters_by_depth=cells_of | ({drafter: pooled} if pooled else {})))
-    return BatchAcceptance(bands=tuple(bands), copies=base.copies)
+    return MeasuredAcceptance(bands=tuple(bands), copies=base.copies)

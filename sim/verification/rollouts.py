@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.freshness import FreshAcceptance
-from tltlab.acceptance.measured import BatchAcceptance
+from tltlab.acceptance.measured import MeasuredAcceptance
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.console import table
@@ -284,7 +284,7 @@ class _Prediction:
         trace: Trace,
         force: InForce,
         fitted: Calibration,
-        accepted: BatchAcceptance | FreshAcceptance | None,
+        accepted: MeasuredAcceptance | FreshAcceptance | None,
         sample: int,
     ) -> SimulatedRollout:
         """The last RL step of `trace`, after those before it."""

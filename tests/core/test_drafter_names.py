@@ -12,7 +12,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.acceptance.load import load_acceptance
-from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
+from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
 from tltlab.calibration.acceptance.fits import fit_kind
 from tltlab.calibration.api import calibrate, iteration_times
 from tltlab.calibration.iterations import checked, recorded_rows
@@ -150,10 +150,10 @@ def test_a_fitted_file_says_of_each_drafter_whether_it_copies():
     depth = FittedDepth(accepted=(0.6, 0.0, 0.0, 0.0, 0.4), drafted=4.0)
     deeper = Strategy.chain("mine", 6)
     copies = load_acceptance({"kind": "fitted", "drafters": {"mine": {4: depth}}, "copies": {"mine": True}})
-    standard = FittedAcceptance(drafters_by_depth={"suffix": {4: depth}})
+    standard = MeasuredAcceptance.at_any_batch({"suffix": {4: depth}})
     assert copies.curve(deeper).tolist() == standard.curve(Strategy.chain("suffix", 6)).tolist()
     assert copies.outside(deeper) == ["draft_depth"]
-    network = FittedAcceptance(drafters_by_depth={"mine": {4: depth}}, copies={"mine": False})
+    network = MeasuredAcceptance.at_any_batch({"mine": {4: depth}}, copies={"mine": False})
     assert network.curve(Strategy.chain("mine", 2)).tolist() == pytest.approx([0.4, 0.4])
     with refused(ConfigError, naming=(6, "'mine'")):
         network.curve(deeper)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.refused import refused
-from tltlab.acceptance.base import AcceptanceModel, RequestAcceptance, from_survival
+from tltlab.acceptance.base import AcceptanceModel
 from tltlab.acceptance.load import SHIPPED as SHIPPED_ACCEPTANCE
 from tltlab.acceptance.load import load_acceptance
 from tltlab.costs.base import CostModel, LinearCosts, LinearIteration
@@ -369,13 +369,15 @@ def test_a_cost_model_that_breaks_a_promise_is_found_out(fact: str):
 
 
 class Same(AcceptanceModel):
-    def distribution(self, strategy: Strategy) -> Any:
-        return from_survival(0.5 ** np.arange(1.0, strategy.reach + 1))
+    def survival(self, strategy: Strategy, requests: Any) -> Any:
+        return requests.alike(0.5 ** np.arange(1.0, strategy.reach + 1))
 
 
-class Each(RequestAcceptance):
-    def survival(self, strategy: Strategy, levels: Any, generated_tokens: Any, num_siblings: Any) -> Any:
-        late = 1 / (1 + generated_tokens)
+class Each(AcceptanceModel):
+    varies_by = "request"
+
+    def survival(self, strategy: Strategy, requests: Any) -> Any:
+        late = 1 / (1 + requests.generated_tokens)
         return np.stack([np.exp(-i * late) for i in range(1, strategy.reach + 1)], axis=1)
 
 
@@ -384,22 +386,14 @@ def accepting(base: type[Any], **members: Any) -> Any:
 
 
 def survival_of(change: Any) -> Any:
-    def survival(self: Any, strategy: Strategy, *arrays: Any) -> Any:
-        return change(Each.survival(self, strategy, *arrays))
-
-    return accepting(Each, survival=survival)
+    return accepting(Each, survival=lambda self, *asked: change(Each.survival(self, *asked)))
 
 
 BROKEN_ACCEPTANCE: dict[str, Any] = {
-    "entries": accepting(Same, distribution=lambda self, strategy: np.ones(1)),
-    "sum to 1": accepting(Same, distribution=lambda self, strategy: np.full(strategy.reach + 1, 0.9)),
-    "below 0": accepting(Same, distribution=lambda self, s: np.concatenate([[2.0, -1.0], np.zeros(s.reach - 1)])),
     "drafted": accepting(Same, num_drafted=lambda self, strategy: 0.1),
     "num_drafted of": accepting(Same, num_drafted=lambda self, strategy: 99.0),
-    "distribution of": accepting(
-        Same, distribution=lambda self, s: from_survival(np.full(s.reach, 1 / (2 + next(NUMBERS))))
-    ),
-    "varies_by": accepting(Each, varies_by="weather"),
+    "varies_by must": accepting(Each, varies_by="weather"),
+    "varies_by is nothing": accepting(Each, varies_by="nothing"),
     "covers nothing": accepting(Same, check=lambda self, strategy: load_costs("no such")),
     "shape": survival_of(lambda rows: rows[:, :0]),
     "between 0 and 1": survival_of(lambda rows: rows + 1),
@@ -407,7 +401,7 @@ BROKEN_ACCEPTANCE: dict[str, Any] = {
     "asked again": survival_of(lambda rows: rows / (1 + next(NUMBERS))),
     "the other requests": accepting(Each, levels=lambda self, drafter, keys, seed: np.arange(len(keys)) * 1.0),
     "entry per request": accepting(Each, levels=lambda self, drafter, keys, seed: np.zeros(1)),
-    "most_tokens": accepting(Each, most_tokens=lambda self, strategy, levels, *rest: np.ones(len(levels))),
+    "most_tokens": accepting(Each, most_tokens=lambda self, strategy, requests: np.ones(len(requests))),
     "steady": accepting(Each, steady=property(lambda self: True)),
 }
 
@@ -421,7 +415,7 @@ def test_an_acceptance_model_that_breaks_a_promise_is_found_out(fact: str):
 
 
 def test_a_broken_part_is_refused_where_it_is_used(own: str):
-    for load, part in ((load_costs, Rising), (load_acceptance, BROKEN_ACCEPTANCE["sum to 1"])):
+    for load, part in ((load_costs, Rising), (load_acceptance, BROKEN_ACCEPTANCE["rises"])):
         with refused(ConfigError, naming=("contract",)):
             load(part(**SECONDS) if part is Rising else part)  # type: ignore[operator]
     with refused(ConfigError, naming=("placement Halves",)):

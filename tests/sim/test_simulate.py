@@ -10,7 +10,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.acceptance.load import load_acceptance
-from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
+from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
 from tltlab.calibration.api import calibrate
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.load import load_costs
@@ -416,8 +416,8 @@ def test_chunks_of_prompts_are_prefilled_beside_decoding():
 
 
 def test_recorded_acceptance_adds_up():
-    drafter = FittedAcceptance(
-        drafters_by_depth={"ngram": {4: FittedDepth(accepted=(0.7, 0.05, 0.05, 0.05, 0.15), drafted=1.2)}}
+    drafter = MeasuredAcceptance.at_any_batch(
+        {"ngram": {4: FittedDepth(accepted=(0.7, 0.05, 0.05, 0.05, 0.15), drafted=1.2)}}
     )
     result = simulate(TRACE, fixed(), costs=COSTS, acceptance=drafter, mode="sampled", record_iterations=True)
     rows = result.trace.iterations

@@ -15,7 +15,7 @@ from bench.simulator import COSTS
 from tests.refused import refused
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import load_acceptance
-from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
+from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
 from tltlab.costs.load import load_costs
 from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
 from tltlab.errors import ConfigError
@@ -175,12 +175,12 @@ def test_idle_workers_train_tlt_s_drafter_alone():
 def test_hedge_follows_the_better_drafter_whichever_it_is(trace: Trace, mode: str):
     """One keeps four of five tokens, the other one in ten: from the few first choices on it drafts with the one."""
 
-    def model(learned: float, text: float) -> FittedAcceptance:
+    def model(learned: float, text: float) -> MeasuredAcceptance:
         def known(share: float) -> FittedDepth:
             accepted = np.diff([0.0, *(1 - share ** np.arange(1, 5)), 1.0])
             return FittedDepth(accepted=tuple(accepted), drafted=4)
 
-        return FittedAcceptance(drafters_by_depth={"learned": {4: known(learned)}, "suffix": {4: known(text)}})
+        return MeasuredAcceptance.at_any_batch({"learned": {4: known(learned)}, "suffix": {4: known(text)}})
 
     for better, chances in (("learned", (0.8, 0.1)), ("suffix", (0.1, 0.8))):
         bound = bind(SYSTEMS["hedgespec"], COSTS, model(*chances))
@@ -195,7 +195,7 @@ def test_hedge_follows_the_better_drafter_whichever_it_is(trace: Trace, mode: st
 def test_training_in_idle_time_is_worth_what_freshness_says():
     """A drafter that accepts nothing untrained, everything trained: the first RL step without it, the others with."""
     long = log_normal(prompts=8, group_size=4, rl_steps=3, median=2000, cap=16000, workers=4)
-    full = FittedAcceptance(drafters_by_depth={"learned": {4: FittedDepth(accepted=(0, 0, 0, 0, 1), drafted=4)}})
+    full = MeasuredAcceptance.at_any_batch({"learned": {4: FittedDepth(accepted=(0, 0, 0, 0, 1), drafted=4)}})
     model = FreshAcceptance(base=full, freshness=Freshness(untrained=0.0, floor=0.0, updates_to_train=0.1))
     mine = System(
         name="mine", title="Mine", source="this test", drafters=("learned",), selector=one_strategy,

@@ -1,4 +1,4 @@
-"""What any acceptance model answers, and those that treat all requests alike or tell them apart.
+"""The contract of acceptance models, and the models that a number or a few describe.
 
 Everywhere `accepted` counts without the bonus token and `tokens` with it. `survival[i - 1]` is P(accepted >= i),
 i = 1..`Strategy.reach`.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, model_validator
 
 from tltlab.arrays import Bytes, Floats
 from tltlab.config import FiniteModel, StoredModel
@@ -29,323 +30,267 @@ Positive = Annotated[float, Field(gt=0)]
 Variation = Literal["nothing", "request", "position"]
 
 
-class Acceptance(Protocol):
-    """How many drafted tokens the target accepts: what a model of any kind answers.
+@dataclass(frozen=True, slots=True)
+class RequestArrays:
+    """Requests that a model answers for, one entry each: level, tokens generated, finished samples of its group."""
 
-    `drafters` names the drafters it knows, () where it holds for any. `trained_drafter` is the one whose age and
-    training change the acceptance by a model, None where they do not. `varies_by` says what tells two drafts of one
-    strategy at one batch size apart: nothing, the request, or the recorded position.
+    levels: Floats
+    generated_tokens: Floats
+    num_siblings: Floats
+
+    @classmethod
+    def zeros(cls, num_requests: int) -> RequestArrays:
+        """Requests of level 0 at their start, the first of their groups."""
+        zeros = np.zeros(num_requests)
+        return cls(zeros, zeros, zeros)
+
+    def __len__(self) -> int:
+        return len(self.levels)
+
+    def alike(self, row: Floats) -> Floats:
+        """One row for every request, shape (requests, reach)."""
+        return np.broadcast_to(row, (len(self), len(row)))
+
+
+class Acceptance(ABC):
+    """Model of how many drafted tokens the target accepts. A subclass defines `survival`; the rest follows from it.
+
+    `in_state` returns the model for drafters of some age and training, `at` the one for a batch size. Plain decoding
+    drafts nothing and yields one token: no model is asked.
     """
 
     @property
-    def drafters(self) -> tuple[str, ...]: ...
-
-    @property
-    def trained_drafter(self) -> str | None: ...
-
-    @property
-    def varies_by(self) -> Variation: ...
-
-    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
-        """Whether it speaks of a drafter; constant and geometric models are said to speak of any.
-
-        `drafters` say what the drafter is: a model of trees that names none is for networks, one of siblings for text.
-        """
-
-    def outside(self, strategy: Strategy) -> list[str]:
-        """What about a strategy lies outside of what the model was measured on."""
-
-    def in_state(self, drafters: Mapping[str, DrafterState]) -> Settled:
-        """The model for drafters in these states; one that is not named counts as never updated, and of age 0."""
-
-    def at_best(self, drafters: Iterable[str]) -> Settled:
-        """The most that these drafters accept in any state: for bounds."""
-
-
-class Settled(Acceptance, Protocol):
-    """Acceptance by drafters in a known state: a model that can be asked.
-
-    Without speculation nothing is drafted, one token comes out, and no model is asked. All raise ConfigError for a
-    strategy that the model does not cover.
-    """
-
-    def at(self, batch: int) -> Settled:
-        """The model that holds at a batch size: itself, unless it tells batch sizes apart."""
-
-    def check(self, strategy: Strategy) -> None:
-        """Raise ConfigError where some batch size has no acceptance for the strategy."""
-
-    def tokens_per_iteration(self, strategy: Strategy) -> float:
-        """Expected tokens of one request in one iteration, the bonus token included; NaN where requests differ."""
-
-    def num_drafted(self, strategy: Strategy) -> float:
-        """Expected tokens really drafted per request and iteration: a drafter may return fewer than asked."""
-
-    def cdf(self, strategy: Strategy) -> Floats | None:
-        """P(accepted <= j) for j = 0..reach - 1; None where requests differ."""
-
-    def by_request(self) -> ByRequest:
-        """The model request by request; ConfigError where acceptance is replayed."""
-
-    def positions(self, drafter: str, key: Key, num_tokens: int) -> Bytes:
-        """Where acceptance is replayed: acceptable tokens at positions 0..num_tokens - 1 of one request."""
-
-
-class ByRequest(Protocol):
-    """Chances of every request; the arrays have one entry per request."""
-
-    @property
-    def steady(self) -> bool:
-        """Whether the chances of a request are the same throughout its response."""
-
-    def at(self, batch: int) -> ByRequest: ...
-
-    def num_drafted(self, strategy: Strategy) -> float: ...
-
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
-        """One level per request, known or drawn from (seed, key) alone: order and company do not matter."""
-
-    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
-        """P(accepted >= i) for i = 1..reach, shape (requests, reach).
-
-        `num_siblings` counts finished samples of the same group.
-        """
-
-    def most_tokens(self, strategy: Strategy, levels: Floats, num_tokens: Floats, num_siblings: Floats) -> Floats:
-        """Expected tokens per iteration that a response of `num_tokens` never exceeds, whatever finishes when."""
-
-
-class SettledModel(FiniteModel, StoredModel, ABC):
-    """The answers that most models share. What they `write` is for `load_acceptance`."""
-
-    varies_by: ClassVar[Variation]
+    def varies_by(self) -> Variation:
+        """Cause of different acceptance of two drafts of one strategy at one batch size."""
+        return "nothing"
 
     @property
     def drafters(self) -> tuple[str, ...]:
+        """Names of the drafters that it describes, () where it holds for any."""
         return ()
 
     @property
     def trained_drafter(self) -> str | None:
+        """The drafter whose age and training change its acceptance, None where they do not."""
         return None
 
     def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
+        """Return whether the model describes a drafter.
+
+        `drafters` have its traits: a model of trees that names no drafter is for networks, one of siblings for text.
+        """
         return not self.drafters or drafter in self.drafters
 
     def outside(self, strategy: Strategy) -> list[str]:
+        """Names of the strategy's settings that lie outside of what was measured."""
         return []
 
-    def in_state(self, drafters: Mapping[str, DrafterState]) -> Self:
+    def in_state(self, drafters: Mapping[str, DrafterState]) -> Acceptance:
+        """The model for drafters in these states; one that is not named counts as never updated, and of age 0."""
         return self
 
-    def at_best(self, drafters: Iterable[str]) -> Self:
+    def at_best(self, drafters: Iterable[str]) -> Acceptance:
+        """The most that these drafters accept in any state: for bounds."""
         return self
 
-    def by_request(self) -> Self:
+    def at(self, batch: int) -> Acceptance:
+        """The model that holds at a batch size, the same object for the same batch."""
         return self
+
+    def by_batch(self, drafter: str) -> tuple[Acceptance, ...]:
+        """The models that hold for a drafter at different batch sizes, each once."""
+        return (self,)
+
+    @abstractmethod
+    def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
+        """P(accepted >= i) for i = 1..reach, shape (requests, reach); one row for all where requests are alike.
+
+        Raises ConfigError for a strategy that the model does not cover.
+        """
 
     @property
     def steady(self) -> bool:
+        """True where the chances of a request are the same throughout its response."""
         return self.varies_by == "nothing"
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
+        """One level per request, known or drawn from (seed, key) alone, independent of the other requests."""
         return np.zeros(len(keys))
 
     def positions(self, drafter: str, key: Key, num_tokens: int) -> Bytes:
+        """Acceptable tokens at positions 0..num_tokens - 1 of one request, where acceptance is replayed."""
         raise TypeError("a model has no recorded positions: ask for chances")
 
     def num_drafted(self, strategy: Strategy) -> float:
+        """Expected tokens really drafted per request and iteration: a drafter may return fewer than asked."""
         return float(strategy.tokens_to_verify - 1)
 
-    @abstractmethod
-    def best_survival(
-        self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats
-    ) -> Floats:
-        """P(accepted >= i), shape (requests, reach), at whichever batch size has the most."""
-
-
-class AcceptanceModel(SettledModel):
-    """Acceptance as a distribution that is the same for every request and position."""
-
-    varies_by = "nothing"
-
-    @abstractmethod
-    def distribution(self, strategy: Strategy) -> Floats:
-        """P(accepted = j) for j = 0..reach. Raises ConfigError for a strategy that the model does not cover."""
-
-    def at(self, batch: int) -> AcceptanceModel:
-        return self
-
-    @property
-    def by_batch(self) -> tuple[AcceptanceModel, ...]:
-        """The models that hold at different batch sizes, each once."""
-        return (self,)
-
     def check(self, strategy: Strategy) -> None:
-        for model in self.by_batch:
-            model.distribution(strategy)
+        """Raise ConfigError where some batch size has no acceptance for the strategy."""
+        for model in self.by_batch(strategy.drafter):
+            model.survival(strategy, RequestArrays.zeros(0))
 
     def curve(self, strategy: Strategy) -> Floats:
-        """P(accepted >= i) for i = 1..reach."""
-        tail = np.cumsum(self.distribution(strategy)[::-1])[::-1][1:]
-        return np.clip(tail, 0.0, 1.0)
+        """P(accepted >= i) for i = 1..reach of one request of level 0 at its start."""
+        row: Floats = self.survival(strategy, RequestArrays.zeros(1))[0]
+        return row
 
-    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
-        curve = self.curve(strategy)
-        return np.broadcast_to(curve, (len(levels), len(curve)))
+    def distribution(self, strategy: Strategy) -> Floats:
+        """P(accepted = j) for j = 0..reach, as `curve`."""
+        return from_survival(self.curve(strategy))
 
     def tokens_per_iteration(self, strategy: Strategy) -> float:
+        """Expected tokens of one request in one iteration, the bonus token included; NaN where requests differ."""
+        if self.varies_by != "nothing":
+            return math.nan
         p = self.distribution(strategy)
         return 1.0 + float(p @ np.arange(len(p)))
 
-    def best_survival(
-        self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats
-    ) -> Floats:
-        best: Floats = np.max([model.curve(strategy) for model in self.by_batch], axis=0)
-        return np.broadcast_to(best, (len(levels), len(best)))
-
-    def most_tokens(self, strategy: Strategy, levels: Floats, num_tokens: Floats, num_siblings: Floats) -> Floats:
-        return np.full(len(levels), max(model.tokens_per_iteration(strategy) for model in self.by_batch))
-
     def cdf(self, strategy: Strategy) -> Floats | None:
+        """P(accepted <= j) for j = 0..reach - 1; None where requests differ."""
+        if self.varies_by != "nothing":
+            return None
         below: Floats = np.cumsum(self.distribution(strategy))[:-1]
         return below
 
-    def scaled(self, drafter: str, ratio: float) -> ScaledAcceptance:
-        """The model in which each token of one drafter has its chance multiplied by `ratio`, at most 1."""
-        return ScaledAcceptance(base=self, drafter=drafter, ratio=ratio)
+    def most_tokens(self, strategy: Strategy, requests: RequestArrays) -> Floats:
+        """Expected tokens per iteration that no request exceeds on its way to the state in `requests`.
 
-
-class RequestAcceptance(SettledModel):
-    """Acceptance that differs by request: by its own level, its progress, or its finished siblings."""
-
-    varies_by = "request"
-
-    @abstractmethod
-    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
-        """As in `ByRequest`. Raises ConfigError for a strategy that the model does not cover."""
-
-    def at(self, batch: int) -> RequestAcceptance:
-        return self
-
-    @property
-    def by_batch(self) -> tuple[RequestAcceptance, ...]:
-        """The models that hold at different batch sizes, each once."""
-        return (self,)
-
-    def best_survival(
-        self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats
-    ) -> Floats:
-        each = [model.survival(strategy, levels, generated_tokens, num_siblings) for model in self.by_batch]
-        best: Floats = np.max(each, axis=0)
-        return best
-
-    def check(self, strategy: Strategy) -> None:
-        nobody = np.zeros(0)
-        for model in self.by_batch:
-            model.survival(strategy, nobody, nobody, nobody)
-
-    def tokens_per_iteration(self, strategy: Strategy) -> float:
-        return math.nan
-
-    def cdf(self, strategy: Strategy) -> Floats | None:
-        return None
-
-    def most_tokens(self, strategy: Strategy, levels: Floats, num_tokens: Floats, num_siblings: Floats) -> Floats:
-        """Holds for models that are monotone in progress and in siblings."""
-        none = np.zeros_like(levels)
+        Holds for models that are monotone in progress and in siblings.
+        """
+        models, none = self.by_batch(strategy.drafter), np.zeros(len(requests))
+        if all(model.varies_by == "nothing" for model in models):
+            return np.full(len(requests), max(model.tokens_per_iteration(strategy) for model in models))
         corners = [
-            model.survival(strategy, levels, at, beside).sum(axis=1)
-            for model in self.by_batch
-            for at in (none, num_tokens)
-            for beside in (none, num_siblings)
+            model.survival(strategy, RequestArrays(requests.levels, generated, siblings)).sum(axis=1)
+            for model in models
+            for generated in (none, requests.generated_tokens)
+            for siblings in (none, requests.num_siblings)
         ]
         most: Floats = 1.0 + np.max(corners, axis=0)
         return most
 
-    def scaled(self, drafter: str, ratio: float) -> ScaledRequests:
-        """The model in which each token of one drafter has its chance multiplied by `ratio`, at most 1."""
-        return ScaledRequests(base=self, drafter=drafter, ratio=ratio)
+
+class AcceptanceModel(FiniteModel, StoredModel, Acceptance):
+    """Base of models that a file or a user's own class describes; `load_acceptance` reads what it writes."""
+
+    varies_by: ClassVar[Variation] = "nothing"
 
 
-class Wrapped(SettledModel):
-    """A model that changes what another one says, its `base`, at every batch size alike."""
+class Distribution(AcceptanceModel):
+    """Acceptance given as P(accepted = j), the same for every request."""
+
+    @abstractmethod
+    def distribution(self, strategy: Strategy) -> Floats: ...
+
+    def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
+        tail = np.cumsum(self.distribution(strategy)[::-1])[::-1][1:]
+        return requests.alike(np.clip(tail, 0.0, 1.0))
+
+
+class Wrapped(Acceptance):
+    """Acceptance on top of another model, its `base`, in the same way at every batch size."""
 
     if TYPE_CHECKING:
-        base: AcceptanceModel | RequestAcceptance
+        base: Acceptance
+
+    @property
+    def parts(self) -> tuple[Acceptance, ...]:
+        """The models inside."""
+        return (self.base,)
+
+    def of(self, drafter: str) -> Acceptance:
+        """The model inside that describes a drafter."""
+        return self.base
+
+    @abstractmethod
+    def around(self, parts: Sequence[Acceptance]) -> Self:
+        """The same with other models inside."""
+
+    @property
+    def varies_by(self) -> Variation:
+        return self.base.varies_by
 
     @property
     def drafters(self) -> tuple[str, ...]:
         return self.base.drafters
 
+    @property
+    def trained_drafter(self) -> str | None:
+        return next((part.trained_drafter for part in self.parts if part.trained_drafter is not None), None)
+
     def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
         return self.base.knows(drafter, drafters)
 
     def outside(self, strategy: Strategy) -> list[str]:
-        return self.base.outside(strategy)
+        return self.of(strategy.drafter).outside(strategy)
 
-    def num_drafted(self, strategy: Strategy) -> float:
-        return self.base.num_drafted(strategy)
+    def in_state(self, drafters: Mapping[str, DrafterState]) -> Acceptance:
+        return self._around([part.in_state(drafters) for part in self.parts])
 
-    def at(self, batch: int) -> Self:
-        return self._around(self.base.at(batch))
+    def at_best(self, drafters: Iterable[str]) -> Acceptance:
+        names = list(drafters)
+        return self._around([part.at_best(names) for part in self.parts])
 
-    @property
-    def by_batch(self) -> tuple[Self, ...]:
-        return tuple(self._around(model) for model in self.base.by_batch)
+    def at(self, batch: int) -> Acceptance:
+        if batch not in self._at_batch:
+            self._at_batch[batch] = self._around([part.at(batch) for part in self.parts], self._known)
+        return self._at_batch[batch]
 
-    def _around(self, model: Any) -> Self:
-        if model is self.base:
-            return self
-        # One object per batch size: callers remember models by identity.
-        if id(model) not in self._wrapped:
-            self._wrapped[id(model)] = type(self)(**dict(self) | {"base": model})
-        return self._wrapped[id(model)]
-
-    @cached_property
-    def _wrapped(self) -> dict[int, Self]:
-        return {}
-
-
-class WrappedAcceptance(Wrapped, AcceptanceModel):
-    """A model around one that treats all requests alike, as it does itself."""
-
-    base: SerializeAsAny[AcceptanceModel]
-
-
-class ScaledAcceptance(WrappedAcceptance):
-    """A model in which each token of one drafter has its chance multiplied by `ratio`, at most 1."""
-
-    drafter: str
-    ratio: Annotated[float, Field(ge=0)]
-
-    def curve(self, strategy: Strategy) -> Floats:
-        curve = self.base.curve(strategy)
-        return scaled(curve, self.ratio) if strategy.drafter == self.drafter else curve
-
-    def distribution(self, strategy: Strategy) -> Floats:
-        return from_survival(self.curve(strategy))
-
-
-class ScaledRequests(Wrapped, RequestAcceptance):
-    """The same for a model that tells requests apart."""
-
-    base: SerializeAsAny[RequestAcceptance]
-    drafter: str
-    ratio: Annotated[float, Field(ge=0)]
-
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
-        return self.base.levels(drafter, keys, seed)
-
-    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
-        survival = self.base.survival(strategy, levels, generated_tokens, num_siblings)
-        return scaled(survival, self.ratio) if strategy.drafter == self.drafter else survival
+    def by_batch(self, drafter: str) -> tuple[Acceptance, ...]:
+        return tuple(self._around([model], self._known) for model in self.base.by_batch(drafter))
 
     @property
     def steady(self) -> bool:
-        return self.base.steady
+        return all(part.steady for part in self.parts)
+
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
+        return self.of(drafter).levels(drafter, keys, seed)
+
+    def num_drafted(self, strategy: Strategy) -> float:
+        return self.of(strategy.drafter).num_drafted(strategy)
+
+    def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
+        return self.of(strategy.drafter).survival(strategy, requests)
+
+    def _around(self, parts: Sequence[Acceptance], known: list[Self] | None = None) -> Self:
+        """Return the model around `parts`: itself, one of `known`, or a new one, which is added to `known`."""
+        models: list[Self] = [self, *(known or ())]
+        for model in models:
+            if all(a is b for a, b in zip(model.parts, parts, strict=True)):
+                return model
+        made = self.around(parts)
+        if known is not None:
+            known.append(made)
+        return made
+
+    @cached_property
+    def _at_batch(self) -> dict[int, Self]:
+        return {}
+
+    @cached_property
+    def _known(self) -> list[Self]:
+        # Callers remember models by identity: one object for the same models inside.
+        return []
 
 
-class ConstantAcceptance(AcceptanceModel):
+@dataclass(frozen=True)
+class Scaled(Wrapped):
+    """A model in which each token of some drafters has its chance multiplied by `ratio`, at most 1."""
+
+    base: Acceptance
+    names: tuple[str, ...]
+    ratio: float
+
+    def around(self, parts: Sequence[Acceptance]) -> Scaled:
+        return replace(self, base=parts[0])
+
+    def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
+        survival = self.base.survival(strategy, requests)
+        return scaled(survival, self.ratio) if strategy.drafter in self.names else survival
+
+
+class ConstantAcceptance(Distribution):
     """Every speculative iteration yields `tokens` per request, but never more than the draft's reach plus the bonus.
 
     Sampled, a fractional value is a draw between the two whole numbers beside it.
@@ -367,7 +312,7 @@ class ConstantAcceptance(AcceptanceModel):
         return p
 
 
-class GeometricAcceptance(AcceptanceModel):
+class GeometricAcceptance(Distribution):
     """Chain drafts, each token kept with probability `alpha` while all before it were kept.
 
     A draft of depth d yields (1 - alpha^(d+1)) / (1 - alpha) tokens on average (Leviathan et al. 2023, equation 1).
@@ -381,7 +326,7 @@ class GeometricAcceptance(AcceptanceModel):
         return from_survival(np.power(self.alpha, np.arange(1, strategy.reach + 1, dtype=np.float64)))
 
 
-class ChainAcceptance(AcceptanceModel):
+class ChainAcceptance(Distribution):
     """Chain drafts, kept up to token i with the chance `kept[i - 1]`; nothing is known of deeper ones.
 
     >>> ChainAcceptance(kept=(0.8, 0.6)).tokens_per_iteration(Strategy.chain("ngram", 2))

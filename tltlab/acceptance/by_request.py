@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, field_validator, model_validator
 
 from tltlab.arrays import Floats
-from tltlab.config import FiniteModel, StoredModel
+from tltlab.config import FiniteModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
@@ -25,14 +25,14 @@ from .base import (
     GeometricAcceptance,
     Key,
     Positive,
-    RequestAcceptance,
+    RequestArrays,
     Share,
     Wrapped,
     chances,
     known_drafter,
     only_chains,
 )
-from .measured import BatchAcceptance, FittedAcceptance
+from .measured import MeasuredAcceptance
 from .per_drafter import PerDrafter
 from .trees import TreeAcceptance
 
@@ -40,7 +40,7 @@ POSITION_SCALE_TOKENS = 64.0
 """Progress is ln(1 + generated / this): acceptance moves fast at first and slowly later."""
 _LEVELS, _WEIGHTS = np.polynomial.hermite_e.hermegauss(41)
 _WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
-Alike = ConstantAcceptance | GeometricAcceptance | ChainAcceptance | FittedAcceptance | BatchAcceptance | TreeAcceptance
+Alike = ConstantAcceptance | GeometricAcceptance | ChainAcceptance | MeasuredAcceptance | TreeAcceptance
 """Models in files that treat all requests alike."""
 _ALIKE: TypeAdapter[Alike] = TypeAdapter(Annotated[Alike, Field(discriminator="kind")])
 DraftedShare = Annotated[float, Field(gt=0, le=1)]
@@ -96,13 +96,14 @@ class RequestCurve(FiniteModel):
         return _survival(np.asarray(self.keep_logits)[at], levels + self.drift * progress(generated_tokens))
 
 
-class CurveAcceptance(RequestAcceptance):
+class CurveAcceptance(AcceptanceModel):
     """Each request has its own level, and acceptance drifts with the tokens generated so far.
 
     A response in `known` has its level; another one's is drawn from (seed, key) with the fitted spread, the same
     quantile for all drafters: what is easy to predict is so for all of them.
     """
 
+    varies_by = "request"
     kind: Literal["per-request"] = "per-request"
     curves: Annotated[dict[str, RequestCurve], Field(alias="drafters")]
     notes: tuple[str, ...] = ()
@@ -118,8 +119,8 @@ class CurveAcceptance(RequestAcceptance):
         drawn = curve.spread * normals(seed, keys)
         return np.array([measured.get(key, level) for key, level in zip(keys, drawn.tolist(), strict=True)], np.float64)
 
-    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
-        return self._curve(strategy).survival(strategy.reach, levels, generated_tokens)
+    def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
+        return self._curve(strategy).survival(strategy.reach, requests.levels, requests.generated_tokens)
 
     def num_drafted(self, strategy: Strategy) -> float:
         return self._curve(strategy).drafted_share * strategy.reach
@@ -130,7 +131,7 @@ class CurveAcceptance(RequestAcceptance):
         return self.curves[strategy.drafter]
 
 
-class SiblingAcceptance(RequestAcceptance):
+class SiblingAcceptance(AcceptanceModel):
     """A model-free drafter that retrieves from its group: acceptance grows with the samples that have finished.
 
     A drafted token is kept, while all before it were, with probability
@@ -141,6 +142,7 @@ class SiblingAcceptance(RequestAcceptance):
     worth one finished sibling, None: they are worth nothing. The text of siblings that still run does not count.
     """
 
+    varies_by = "request"
     kind: Literal["siblings"] = "siblings"
     drafter: str | None = None
     alone: Share
@@ -169,18 +171,19 @@ class SiblingAcceptance(RequestAcceptance):
         alpha: Floats = self.most - (self.most - self.alone) * (1.0 + references) ** -self.exponent
         return alpha
 
-    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
+    def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         only_chains(strategy, "sibling acceptance")
         if self.drafter is not None:
             known_drafter(strategy, self.drafters, "the acceptance model")
-        survival: Floats = self.alpha(num_siblings, generated_tokens)[:, None] ** np.arange(1, strategy.reach + 1)
+        alpha = self.alpha(requests.num_siblings, requests.generated_tokens)
+        survival: Floats = alpha[:, None] ** np.arange(1, strategy.reach + 1)
         return survival
 
     def num_drafted(self, strategy: Strategy) -> float:
         return self.drafted_share * strategy.reach
 
 
-class SpreadAcceptance(Wrapped, RequestAcceptance):
+class SpreadAcceptance(Wrapped, AcceptanceModel):
     """A model that treats requests alike, as it is where each has a level of its own: some are easier to draft for.
 
     A drafted token is kept, given those before it, with the chance whose logit is that of `base` plus a shift plus the
@@ -192,6 +195,7 @@ class SpreadAcceptance(Wrapped, RequestAcceptance):
     >>> easy_and_hard = SpreadAcceptance(base=GeometricAcceptance(alpha=0.7), spread=0.8)
     """
 
+    varies_by = "request"
     kind: Literal["spread"] = "spread"
     base: SerializeAsAny[AcceptanceModel]
     spread: Annotated[float, Field(ge=0, le=5)]
@@ -200,7 +204,13 @@ class SpreadAcceptance(Wrapped, RequestAcceptance):
     @field_validator("base", mode="before")
     @classmethod
     def _of_a_file(cls, base: object) -> object:
-        return _ALIKE.validate_python(base) if isinstance(base, dict) else base
+        model = _ALIKE.validate_python(base) if isinstance(base, dict) else base
+        if getattr(model, "varies_by", "nothing") != "nothing":
+            raise ValueError(f"base: acceptance of kind {getattr(model, 'kind', '')!r} tells requests apart already")
+        return model
+
+    def around(self, parts: Sequence[Acceptance]) -> SpreadAcceptance:
+        return SpreadAcceptance.model_validate({**dict(self), "base": parts[0]})
 
     @property
     def steady(self) -> bool:
@@ -210,8 +220,8 @@ class SpreadAcceptance(Wrapped, RequestAcceptance):
         # All turns of a response are as easy to draft for.
         return self.spread * normals(seed, [(*key[:3], 0) for key in keys])
 
-    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
-        return _survival(self._shifted(strategy), levels)
+    def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
+        return _survival(self._shifted(strategy), requests.levels)
 
     @cached_property
     def _logits(self) -> dict[Strategy, Floats]:
@@ -248,11 +258,11 @@ def spread_over_requests(model: Acceptance, spread: float) -> Acceptance:
         return model
     if isinstance(model, PerDrafter):
         return model.changed(lambda part: spread_over_requests(part, spread), f", spread {spread:g}")
-    if isinstance(model, AcceptanceModel):
-        return SpreadAcceptance(base=model, spread=spread)
-    if isinstance(model, StoredModel) and isinstance(base := getattr(model, "base", None), AcceptanceModel):
+    if isinstance(model, Wrapped) and model.trained_drafter is not None:
         # Freshness holds around it.
-        return model.model_copy(update={"base": SpreadAcceptance(base=base, spread=spread)})
+        return model.around([spread_over_requests(part, spread) for part in model.parts])
+    if isinstance(model, AcceptanceModel) and model.varies_by == "nothing":
+        return SpreadAcceptance(base=model, spread=spread)
     raise ConfigError(
         f"acceptance of kind {getattr(model, 'kind', 'trace')!r} tells requests apart already: a spread is for "
         "models that treat all requests alike"

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from tltlab.config import FiniteModel, StoredModel
-from tltlab.drafters.specs import STANDARD, Drafters
+from tltlab.arrays import Floats
+from tltlab.config import FiniteModel
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
-from .base import Positive, ScaledAcceptance, ScaledRequests, Share, Variation
+from .base import Acceptance, AcceptanceModel, Positive, RequestArrays, Scaled, Share, Wrapped
 from .by_request import Alike, CurveAcceptance, SiblingAcceptance, SpreadAcceptance
 
 Base = Alike | CurveAcceptance | SiblingAcceptance | SpreadAcceptance
@@ -64,7 +64,7 @@ class MeasuredState(FiniteModel):
     updates: Annotated[float, Field(ge=0)]
 
 
-class FreshAcceptance(FiniteModel, StoredModel):
+class FreshAcceptance(Wrapped, AcceptanceModel):
     """Any model as it holds for a drafter of some age and training: ask `at_freshness`.
 
     Only strategies of `drafter` are touched. `measured` is the state that the base describes, None the fresh and fully
@@ -79,30 +79,26 @@ class FreshAcceptance(FiniteModel, StoredModel):
     notes: tuple[str, ...] = ()
 
     # What it varies by for drafters in a known state is the base's; before that, no two drafts need be alike.
-    varies_by: ClassVar[Variation] = "request"
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return self.base.drafters
+    varies_by = "request"
 
     @property
     def trained_drafter(self) -> str:
         return self.drafter
 
-    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
-        return self.base.knows(drafter, drafters)
+    def around(self, parts: Sequence[Acceptance]) -> FreshAcceptance:
+        return FreshAcceptance.model_validate({**dict(self), "base": parts[0]})
 
-    def outside(self, strategy: Strategy) -> list[str]:
-        return self.base.outside(strategy)
-
-    def in_state(self, drafters: Mapping[str, DrafterState]) -> ScaledAcceptance | ScaledRequests:
+    def in_state(self, drafters: Mapping[str, DrafterState]) -> Scaled:
         return self.at_freshness(drafters.get(self.drafter, DrafterState()))
 
-    def at_best(self, drafters: Iterable[str]) -> ScaledAcceptance | ScaledRequests:
+    def at_best(self, drafters: Iterable[str]) -> Scaled:
         return self.in_state(dict.fromkeys(drafters, DrafterState(age=0, updates=sys.maxsize)))
 
+    def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
+        raise TypeError("acceptance depends on the drafter's age and training: ask in_state(drafters)")
+
     def ratio(self, state: DrafterState) -> float:
-        """What the chance of every drafted token is multiplied by."""
+        """Factor on the chance of every drafted token."""
         level = self.freshness.level(state.age, state.updates)
         if self.measured is None:
             return level
@@ -114,6 +110,6 @@ class FreshAcceptance(FiniteModel, StoredModel):
             )
         return level / reference
 
-    def at_freshness(self, state: DrafterState) -> ScaledAcceptance | ScaledRequests:
+    def at_freshness(self, state: DrafterState) -> Scaled:
         """The model for a drafter in this state."""
-        return self.base.scaled(self.drafter, self.ratio(state))
+        return Scaled(self.base, (self.drafter,), self.ratio(state))

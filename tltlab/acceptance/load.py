@@ -1,8 +1,9 @@
 """Acceptance models from a value, a name or a file, and those that come along.
 
-base.py says what a model is; constant and geometric ones are there too. measured.py holds what `calibrate` writes,
-trees.py trees, by_request.py what differs by request, freshness.py what changes with the drafter's age, replay.py the
-replay per position, per_drafter.py a model for each drafter.
+Six kinds, all under the contract `Acceptance`: constant; chains by one chance or a chance per token (base.py); measured
+distributions, as `calibrate` writes them (measured.py); trees (trees.py); by request, with curves, by siblings or with
+a spread (by_request.py); replayed per position (replay.py). `FreshAcceptance` makes any of them depend on the drafter's
+age and training, `PerDrafter` gives each drafter its own, `Scaled` multiplies the chances of some drafters.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import OwnPart, is_own, split
 
-from .base import Acceptance, ChainAcceptance, ConstantAcceptance, GeometricAcceptance, SettledModel
+from .base import Acceptance, AcceptanceModel, ChainAcceptance, ConstantAcceptance, GeometricAcceptance
 from .by_request import SiblingAcceptance, SpreadAcceptance
 from .freshness import Base, FreshAcceptance
 from .per_drafter import EVERY, PerDrafter
@@ -84,14 +85,14 @@ _NAMED = re.compile(r"\s*[A-Za-z_][\w.-]*\s*=")
 
 
 class OwnAcceptance(OwnPart):
-    """An acceptance model class of the user's own: an `AcceptanceModel` or a `RequestAcceptance`."""
+    """An acceptance model class of the user's own."""
 
-    base = SettledModel
+    base = AcceptanceModel
     part = "acceptance model"
     contract = "check_acceptance"
 
 
-def load_acceptance(source: Acceptance | type[SettledModel] | Mapping[str, Any] | str | Path) -> Acceptance:
+def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, Any] | str | Path) -> Acceptance:
     """Return an acceptance model from itself, a dict, `constant:A`, `geometric:ALPHA`, a shipped name or a JSON file.
 
     A number is a geometric model's ALPHA, `0.8/0.6/0.5` the chances that a chain is kept up to each of its tokens. By
@@ -138,7 +139,7 @@ def load_acceptance(source: Acceptance | type[SettledModel] | Mapping[str, Any] 
 
 
 def split_by_drafter(text: str) -> dict[str, str] | None:
-    """What `learned=geometric:0.7,ngram=geometric:0.42` says of each drafter; None for text that names none.
+    """Model of each drafter in `learned=geometric:0.7,ngram=geometric:0.42`; None for text that names no drafter.
 
     Raises ConfigError for a part without a name or a model, and for a name that comes twice.
     """
@@ -204,7 +205,7 @@ def _named(model: Acceptance, drafter: str) -> Acceptance:
 
 
 def _is_source(value: Any) -> bool:
-    return isinstance(value, str | Path | Mapping) or hasattr(value, "in_state")
+    return isinstance(value, str | Path | Mapping | Acceptance)
 
 
 def _by_drafter(sources: Mapping[str, Any]) -> PerDrafter:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -18,7 +18,7 @@ from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
-from .base import AcceptanceModel, Share, from_survival, known_drafter, only_chains
+from .base import Distribution, Share, from_survival, known_drafter, only_chains
 
 FARTHEST = 4
 """Copies are extrapolated to drafts so many times as deep as the deepest measured ones."""
@@ -59,7 +59,7 @@ def copied_runs(accepted: Sequence[float], depth: int) -> Floats:
 
 
 class FittedDepth(FrozenModel):
-    """What was measured for one drafter at one depth: P(accepted = j) for j = 0..depth, and mean tokens drafted."""
+    """Measurement of one drafter at one depth: P(accepted = j) for j = 0..depth, and mean tokens drafted."""
 
     accepted: tuple[Share, ...]
     drafted: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -73,44 +73,13 @@ class FittedDepth(FrozenModel):
         return p
 
 
-class _Measured(AcceptanceModel):
-    """A measured model; `copies` says of each drafter whether it copies text. Names of `STANDARD` may be left out."""
+class Band(FrozenModel):
+    """Measurements for batches up to `max_batch`, None for all larger ones."""
 
-    copies: dict[str, bool] = Field(default={})
-
-    @model_validator(mode="after")
-    def _says_what_copies(self) -> Self:
-        if unknown := [name for name in self.drafters if name not in self.copies and name not in STANDARD]:
-            raise ValueError(
-                f"copies: say of drafter {unknown[0]!r} whether it copies text (true) or has a network (false), as in "
-                f'"copies": {{"{unknown[0]}": false}}'
-            )
-        return self
-
-    def copied(self, drafter: str) -> bool:
-        """Whether a drafter copies text."""
-        return self.copies[drafter] if drafter in self.copies else not STANDARD[drafter].has_network
-
-
-class FittedAcceptance(_Measured):
-    """Distributions measured per drafter and depth.
-
-    A depth that was not measured is that of the next larger measured one: of a learned drafter its first d tokens, of
-    one that copies text what `copied_runs` makes of it. On the n-gram drafts of arXiv 2601.11580 that errs by .1 % of
-    the tokens per draft at most, where cutting short errs by 11 %. Beyond the largest measured depth nothing is known
-    of a learned drafter, which is a ConfigError; copies are extrapolated from depth 2 or more, up to `FARTHEST` times
-    as deep (by .5 % there, while from depth 1 it is 12 %). `outside` tells copies at depths that were not measured.
-    Tokens drafted scale with the depth.
-
-    >>> depth = FittedDepth(accepted=(0.5, 0.2, 0.3), drafted=1.0)
-    >>> FittedAcceptance(drafters_by_depth={"ngram": {2: depth}}).curve(Strategy.chain("ngram", 2)).tolist()
-    [0.5, 0.3]
-    """
-
-    kind: Literal["fitted"] = "fitted"
-    drafters_by_depth: Annotated[dict[str, dict[int, FittedDepth]], Field(alias="drafters")]
-    notes: tuple[str, ...] = ()
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    max_batch: Annotated[int, Field(gt=0)] | None
+    drafters_by_depth: Annotated[dict[str, dict[int, FittedDepth]], Field(alias="drafters")]
 
     @field_validator("drafters_by_depth")
     @classmethod
@@ -125,13 +94,87 @@ class FittedAcceptance(_Measured):
                     raise ValueError(f"{name}: depth {depth} cannot draft {fitted.drafted} tokens")
         return drafters
 
+
+class MeasuredAcceptance(Distribution):
+    """Distributions measured per drafter and depth, in bands of the batch size, as `tltlab calibrate` writes them.
+
+    A drafter that retrieves from the group accepts little while the batch is large and responses are young, and more
+    in the tail: one distribution for both would be wrong at both ends.
+
+    A depth that was not measured is that of the next larger measured one: of a learned drafter its first d tokens, of
+    one that copies text what `copied_runs` makes of it. On the n-gram drafts of arXiv 2601.11580 that errs by .1 % of
+    the tokens per draft at most, where cutting short errs by 11 %. Beyond the largest measured depth nothing is known
+    of a learned drafter, which is a ConfigError; copies are extrapolated from depth 2 or more, up to `FARTHEST` times
+    as deep (by .5 % there, while from depth 1 it is 12 %). `outside` tells copies at depths that were not measured.
+    Tokens drafted scale with the depth. `copies` says of each drafter whether it copies text; names of `STANDARD` may
+    be left out.
+
+    >>> depth = FittedDepth(accepted=(0.5, 0.2, 0.3), drafted=1.0)
+    >>> MeasuredAcceptance.at_any_batch({"ngram": {2: depth}}).curve(Strategy.chain("ngram", 2)).tolist()
+    [0.5, 0.3]
+    """
+
+    copies: dict[str, bool] = Field(default={})
+    kind: Literal["by-batch", "fitted"] = "by-batch"
+    bands: tuple[Band, ...]
+
+    @classmethod
+    def at_any_batch(
+        cls, drafters_by_depth: Mapping[str, Mapping[int, FittedDepth]], copies: Mapping[str, bool] | None = None
+    ) -> MeasuredAcceptance:
+        """The model of kind "fitted": the same at every batch size."""
+        return cls.model_validate({"kind": "fitted", "drafters": drafters_by_depth, "copies": copies or {}})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_band(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("kind") != "fitted" or "drafters" not in values:
+            return values
+        others = {name: value for name, value in values.items() if name not in ("drafters", "notes")}
+        return {**others, "bands": [{"max_batch": None, "drafters": values["drafters"]}]}
+
+    @field_validator("bands")
+    @classmethod
+    def _ascend(cls, bands: tuple[Band, ...]) -> tuple[Band, ...]:
+        ends = [math.inf if band.max_batch is None else band.max_batch for band in bands]
+        if not ends or ends[-1] != math.inf or any(a >= b for a, b in pairwise(ends)):
+            raise ValueError("max_batch must ascend, and be null in the last band only")
+        return bands
+
+    @model_validator(mode="after")
+    def _says_what_copies(self) -> Self:
+        if unknown := [name for name in self.drafters if name not in self.copies and name not in STANDARD]:
+            raise ValueError(
+                f"copies: say of drafter {unknown[0]!r} whether it copies text (true) or has a network (false), as in "
+                f'"copies": {{"{unknown[0]}": false}}'
+            )
+        return self
+
     @property
     def drafters(self) -> tuple[str, ...]:
-        return tuple(sorted(self.drafters_by_depth))
+        return tuple(sorted({name for band in self.bands for name in band.drafters_by_depth}))
+
+    def copied(self, drafter: str) -> bool:
+        """Return whether a drafter copies text."""
+        return self.copies[drafter] if drafter in self.copies else not STANDARD[drafter].has_network
+
+    @cached_property
+    def _each_band(self) -> tuple[MeasuredAcceptance, ...]:
+        if len(self.bands) == 1:
+            return (self,)
+        return tuple(self.at_any_batch(band.drafters_by_depth, self.copies) for band in self.bands)
+
+    def by_batch(self, drafter: str) -> tuple[MeasuredAcceptance, ...]:
+        return self._each_band
+
+    def at(self, batch: int) -> MeasuredAcceptance:
+        ends = [band.max_batch for band in self.bands if band.max_batch is not None]
+        return self._each_band[bisect_left(ends, batch)]
 
     def outside(self, strategy: Strategy) -> list[str]:
-        depths = self.drafters_by_depth.get(strategy.drafter, {})
-        return ["draft_depth"] if depths and strategy.reach not in depths and self.copied(strategy.drafter) else []
+        measured = [band.drafters_by_depth.get(strategy.drafter, {}) for band in self.bands]
+        extrapolated = any(depths and strategy.reach not in depths for depths in measured)
+        return ["draft_depth"] if extrapolated and self.copied(strategy.drafter) else []
 
     def distribution(self, strategy: Strategy) -> Floats:
         depth, fitted = self._measured(strategy)
@@ -148,10 +191,12 @@ class FittedAcceptance(_Measured):
         return fitted.drafted * strategy.reach / depth
 
     def _measured(self, strategy: Strategy) -> tuple[int, FittedDepth]:
+        if len(self.bands) > 1:
+            raise TypeError("acceptance differs by batch size: ask at(batch)")
         only_chains(strategy, "fitted acceptance")
-        measured = [name for name, depths in self.drafters_by_depth.items() if depths]
-        known_drafter(strategy, measured, "the acceptance model")
-        depths, most = self.drafters_by_depth[strategy.drafter], strategy.reach
+        drafters = self.bands[0].drafters_by_depth
+        known_drafter(strategy, [name for name, depths in drafters.items() if depths], "the acceptance model")
+        depths, most = drafters[strategy.drafter], strategy.reach
         enough = [d for d in sorted(depths) if d >= most]
         deepest = max(depths)
         if not enough and self.copied(strategy.drafter) and deepest >= 2 and most <= FARTHEST * deepest:
@@ -162,51 +207,3 @@ class FittedAcceptance(_Measured):
                 f"{strategy} is deeper: record that depth, or name a model such as geometric:0.7"
             )
         return enough[0], depths[enough[0]]
-
-
-class Band(FrozenModel):
-    """What holds for batches up to `max_batch`, None for all larger ones."""
-
-    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
-
-    max_batch: Annotated[int, Field(gt=0)] | None
-    drafters_by_depth: Annotated[dict[str, dict[int, FittedDepth]], Field(alias="drafters")]
-
-
-class BatchAcceptance(_Measured):
-    """Distributions measured per batch size too, as `tltlab calibrate` writes them: one `FittedAcceptance` per band.
-
-    A drafter that retrieves from the group accepts little while the batch is large and responses are young, and more
-    in the tail: one distribution for both would be wrong at both ends.
-    """
-
-    kind: Literal["by-batch"] = "by-batch"
-    bands: tuple[Band, ...]
-
-    @field_validator("bands")
-    @classmethod
-    def _ascend(cls, bands: tuple[Band, ...]) -> tuple[Band, ...]:
-        ends = [math.inf if band.max_batch is None else band.max_batch for band in bands]
-        if not ends or ends[-1] != math.inf or any(a >= b for a, b in pairwise(ends)):
-            raise ValueError("max_batch must ascend, and be null in the last band only")
-        return bands
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return tuple(sorted({name for band in self.bands for name in band.drafters_by_depth}))
-
-    @cached_property
-    def by_batch(self) -> tuple[FittedAcceptance, ...]:
-        return tuple(
-            FittedAcceptance(drafters_by_depth=band.drafters_by_depth, copies=self.copies) for band in self.bands
-        )
-
-    def at(self, batch: int) -> FittedAcceptance:
-        ends = [band.max_batch for band in self.bands if band.max_batch is not None]
-        return self.by_batch[bisect_left(ends, batch)]
-
-    def outside(self, strategy: Strategy) -> list[str]:
-        return sorted({name for model in self.by_batch for name in model.outside(strategy)})
-
-    def distribution(self, strategy: Strategy) -> Floats:
-        raise TypeError("acceptance differs by batch size: ask at(batch)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import ClassVar, NoReturn
@@ -16,14 +15,14 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
-from .base import Key, Variation, known_drafter, only_chains
-from .measured import FittedAcceptance, FittedDepth
+from .base import Acceptance, Key, RequestArrays, Variation, known_drafter, only_chains
+from .measured import FittedDepth, MeasuredAcceptance
 
 _KEY = ("rl_step", "prompt_id", "sample", "turn")
 _Row = tuple[int, Bytes]
 
 
-class TraceAcceptance:
+class TraceAcceptance(Acceptance):
     """Counterfactual acceptance per position, from acceptance.parquet: a draft at position p keeps min(reach, row[p]).
 
     Position p is before the request's token p (p tokens stand). Of several rows of one request and drafter, at
@@ -34,9 +33,10 @@ class TraceAcceptance:
     """
 
     varies_by: ClassVar[Variation] = "position"
+    drafters: tuple[str, ...] = ()
 
     def __init__(self, table: pd.DataFrame, drafter_age: int | None = None) -> None:
-        self.drafters: tuple[str, ...] = tuple(sorted(table["drafter"].unique()))
+        self.drafters = tuple(sorted(table["drafter"].unique()))
         self.drafter_age = drafter_age
         self._rows: dict[tuple[str, Key], dict[int, _Row]] = {}
         columns = [table[c].tolist() for c in (*_KEY, "drafter", "drafter_age", "max_depth", "accept_if_drafted")]
@@ -51,11 +51,7 @@ class TraceAcceptance:
             ages = self._rows.setdefault((drafter, key), {})
             ages[age] = max_depth, positions.astype(np.uint8)
 
-    @property
-    def trained_drafter(self) -> None:
-        return None
-
-    def pooled(self, drafters: Drafters = STANDARD) -> FittedAcceptance:
+    def pooled(self, drafters: Drafters = STANDARD) -> MeasuredAcceptance:
         """All positions and responses alike, by each drafter's youngest rows, as deep as all of them go."""
         rows: dict[str, list[_Row]] = {}
         for (drafter, _), ages in self._rows.items():
@@ -68,22 +64,12 @@ class TraceAcceptance:
             shares = np.bincount(accepted, minlength=depth + 1) / len(accepted)
             fit = FittedDepth(accepted=tuple(shares.tolist()), drafted=float(depth), num_samples=len(accepted))
             fitted[drafter] = {depth: fit} if depth else {}
-        return FittedAcceptance(drafters_by_depth=fitted, copies=drafters.copying(fitted))
-
-    def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
-        return not self.drafters or drafter in self.drafters
-
-    def outside(self, strategy: Strategy) -> list[str]:
-        return []
+        return MeasuredAcceptance.at_any_batch(fitted, copies=drafters.copying(fitted))
 
     def in_state(self, drafters: Mapping[str, DrafterState]) -> TraceAcceptance:
         """Takes the age of the one drafter that it has a state for, and its youngest rows where it has none."""
-        states = [drafters[name] for name in self.drafters if name in drafters]
-        return self.at_freshness(states[0]) if len(states) == 1 else self
-
-    def at_freshness(self, state: DrafterState) -> TraceAcceptance:
-        """The same recording with the drafter as old as `state` says; the rows are shared."""
-        return self._of_rows(self._rows, state.age)
+        ages = [drafters[name].age for name in self.drafters if name in drafters]
+        return self._of_rows(self._rows, ages[0]) if len(ages) == 1 else self
 
     def at_best(self, drafters: Iterable[str]) -> TraceAcceptance:
         """The most that any of the recorded ages accepts at each position."""
@@ -93,19 +79,7 @@ class TraceAcceptance:
         }
         return self._of_rows(best, None)
 
-    def at(self, batch: int) -> TraceAcceptance:
-        return self
-
-    def tokens_per_iteration(self, strategy: Strategy) -> float:
-        return math.nan
-
-    def num_drafted(self, strategy: Strategy) -> float:
-        return float(strategy.reach)
-
-    def cdf(self, strategy: Strategy) -> None:
-        return None
-
-    def by_request(self) -> NoReturn:
+    def survival(self, strategy: Strategy, requests: RequestArrays) -> NoReturn:
         raise ConfigError("a budget needs an acceptance model, and acceptance.parquet is replayed: name a model")
 
     def check(self, strategy: Strategy) -> None:

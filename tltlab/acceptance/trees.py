@@ -12,7 +12,7 @@ from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.strategy import Strategy
 
-from .base import AcceptanceModel, Positive, Share, from_survival, known_drafter
+from .base import AcceptanceModel, Positive, RequestArrays, Share, known_drafter
 
 Span = tuple[int, int]
 
@@ -59,7 +59,7 @@ class TreeAcceptance(AcceptanceModel):
     def knows(self, drafter: str, drafters: Drafters = STANDARD) -> bool:
         return drafter in self.drafters if self.drafters else drafters[drafter].has_network
 
-    def curve(self, strategy: Strategy) -> Floats:
+    def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         if self.drafter is not None:
             known_drafter(strategy, self.drafters, "the tree acceptance model")
         level = np.arange(1, strategy.reach + 1, dtype=np.float64)
@@ -67,11 +67,7 @@ class TreeAcceptance(AcceptanceModel):
         share = np.ones_like(level) if chain else level / (strategy.tokens_to_verify - 1)
         branching = 1.0 if chain else np.exp(self.top_k_penalty * np.log(strategy.top_k / self.best_top_k) ** 2)
         late = self.late_miss * (1.0 - np.exp(-((level / self.onset_levels) ** self.onset_shape)))
-        survival: Floats = np.cumprod(1.0 - np.minimum(1.0, branching * (late + self.pruned * share)))
-        return survival
-
-    def distribution(self, strategy: Strategy) -> Floats:
-        return from_survival(self.curve(strategy))
+        return requests.alike(np.cumprod(1.0 - np.minimum(1.0, branching * (late + self.pruned * share))))
 
     def outside(self, strategy: Strategy) -> list[str]:
         """Names of the settings that lie outside what was measured; all of them where nothing is known.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from tltlab.acceptance.measured import BatchAcceptance
+from tltlab.acceptance.measured import MeasuredAcceptance
 from tltlab.arrays import Floats
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.costs.base import LinearCosts
@@ -28,7 +28,7 @@ class Calibration:
     """
 
     costs: LinearCosts
-    acceptance: BatchAcceptance | None
+    acceptance: MeasuredAcceptance | None
     residuals: pd.DataFrame
     sums: pd.DataFrame
     notes: tuple[str, ...]

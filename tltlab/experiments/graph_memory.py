@@ -20,7 +20,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.acceptance.base import AcceptanceModel
 from tltlab.acceptance.load import load_acceptance
 from tltlab.charts import lines
 from tltlab.costs.load import load_costs
@@ -106,7 +105,7 @@ class GraphMemory(Experiment[GraphMemorySettings]):
     def cases(self) -> Iterator[Case]:
         settings, top = self.settings, self.settings.max_batch
         self.costs, acceptance = load_costs(settings.costs), load_acceptance(settings.acceptance)
-        if not isinstance(acceptance, AcceptanceModel):
+        if acceptance.varies_by != "nothing":
             raise ConfigError(f"acceptance {settings.acceptance}: take a model that treats all requests alike")
         self.acceptance, self.sizes = acceptance, sglang_sizes(top)
         weights, contexts = batch_times(self._trace(), settings.workers)

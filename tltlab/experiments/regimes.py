@@ -14,7 +14,7 @@ import numpy as np
 
 from tltlab.acceptance.base import Acceptance, from_survival
 from tltlab.acceptance.load import load_acceptance
-from tltlab.acceptance.measured import FittedAcceptance, FittedDepth
+from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
 from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
@@ -139,12 +139,10 @@ def _chances(*chances: float) -> FittedDepth:
     return FittedDepth(accepted=tuple(accepted.tolist()), drafted=float(len(chances)))
 
 
-def _drafters(**first: tuple[float, float]) -> FittedAcceptance:
+def _drafters(**first: tuple[float, float]) -> MeasuredAcceptance:
     """Drafters whose first token is kept with one chance and each later one with the other."""
-    return FittedAcceptance(
-        drafters_by_depth={
-            name: {MAX_DEPTH: _chances(chance, *([later] * (MAX_DEPTH - 1)))} for name, (chance, later) in first.items()
-        }
+    return MeasuredAcceptance.at_any_batch(
+        {name: {MAX_DEPTH: _chances(chance, *([later] * (MAX_DEPTH - 1)))} for name, (chance, later) in first.items()}
     )
 
 

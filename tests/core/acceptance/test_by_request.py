@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import tltlab
 from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
-from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
 from tltlab.acceptance.by_request import (
     CurveAcceptance,
     KnownLevel,
@@ -37,7 +37,7 @@ TRACES = Path(__file__).parents[3] / "traces"
 
 
 def survival(model, strategy=CHAIN, level=0.0, generated=0.0, siblings=0.0):
-    return model.survival(strategy, *(np.array([x], float) for x in (level, generated, siblings)))[0]
+    return model.survival(strategy, RequestArrays(*(np.array([x], float) for x in (level, generated, siblings))))[0]
 
 
 @given(st.floats(-8, 8), st.floats(0, 1e5), st.integers(1, 16))
@@ -91,7 +91,7 @@ def test_siblings_help_and_so_does_own_text():
 @given(st.floats(-3, 3), st.floats(1, 5000), st.floats(0, 1), st.floats(-0.5, 0.5))
 def test_no_state_beats_the_most_a_request_can_get(level: float, length: float, share: float, drift: float):
     model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"drift": drift})})
-    (most,) = model.most_tokens(CHAIN, *(np.array([x]) for x in (level, length, 7.0)))
+    (most,) = model.most_tokens(CHAIN, RequestArrays(*(np.array([x]) for x in (level, length, 7.0))))
     assert 1 + survival(model, level=level, generated=length * share, siblings=7 * share).sum() <= most + 1e-12
 
 
@@ -190,7 +190,7 @@ def drawn(model, num_requests: int, num_drafts: int, seed: int = 0, depth: int =
     levels, siblings = model.levels("ngram", keys, seed), rng.integers(0, 8, num_requests)
     at, rows = np.zeros(num_requests), []
     for _ in range(num_drafts):
-        kept = model.survival(Strategy.chain("ngram", depth), levels, at, siblings)
+        kept = model.survival(Strategy.chain("ngram", depth), RequestArrays(levels, at, siblings))
         accepted = (rng.random((num_requests, 1)) < kept).sum(axis=1)
         columns = {"drafter": "ngram", "reach": depth, "generated_tokens": at.astype(int), "accepted": accepted}
         rows.append(pd.DataFrame(keys, columns=list(KEY)).assign(**columns, num_siblings=siblings))
@@ -229,7 +229,7 @@ def test_a_spread_keeps_the_mean_over_drafts(base: str, strategy: Strategy):
         strategy = Strategy.chain("learned", strategy.draft_depth)
     model = spread_over_requests(alike, 0.8)
     levels = 0.8 * np.random.default_rng(0).standard_normal(20_000)
-    tokens = 1.0 + model.survival(strategy, levels, levels, levels).sum(axis=1)
+    tokens = 1.0 + model.survival(strategy, RequestArrays(levels, levels, levels)).sum(axis=1)
     # Responses of one length, each drafted for until it is done: tokens over drafts.
     assert len(tokens) / (1.0 / tokens).sum() == pytest.approx(alike.tokens_per_iteration(strategy), rel=0.01)
     if strategy.draft_depth > 1:
@@ -240,16 +240,16 @@ def test_a_spread_keeps_the_mean_over_drafts(base: str, strategy: Strategy):
 def test_without_a_spread_requests_are_as_in_the_base():
     model = SpreadAcceptance(base=GeometricAcceptance(alpha=0.7), spread=0.0)
     assert spread_over_requests(model.base, 0.0) is model.base
-    for each in (model, model.base.by_request()):
+    for each in (model, model.base):
         assert survival(each) == pytest.approx(0.7 ** np.arange(1, 5), rel=1e-6)
 
 
 def test_a_spread_stands_inside_freshness():
     fresh = spread_over_requests(load_acceptance("tlt-qwen2.5-32b-fresh"), 0.5)
     tree = Strategy("learned", 8, 8, 32)
-    new, old = (fresh.in_state({"learned": DrafterState(age=age, updates=50)}).by_request() for age in (0, 30))
+    new, old = (fresh.in_state({"learned": DrafterState(age=age, updates=50)}) for age in (0, 30))
     levels = new.levels("learned", KEYS, 0)
-    kept = [model.survival(tree, levels, levels, levels).sum(axis=1) for model in (new, old)]
+    kept = [model.survival(tree, RequestArrays(levels, levels, levels)).sum(axis=1) for model in (new, old)]
     assert (kept[0] > kept[1]).all()
     assert kept[0].std() > 0.3
 
@@ -260,11 +260,11 @@ def test_a_spread_over_batches_is_one_each_band():
     model = spread_over_requests(load_acceptance({"kind": "by-batch", "bands": bands}), 0.7)
     one, zeros = Strategy.chain("ngram", 1), np.zeros(len(KEYS))
     levels = model.levels("ngram", KEYS, 3)
-    small, large = (model.at(batch).survival(one, levels, zeros, zeros) for batch in (4, 5))
+    small, large = (model.at(batch).survival(one, RequestArrays(levels, zeros, zeros)) for batch in (4, 5))
     assert model.at(2) is model.at(4)
     assert (small > large).all()
     model.check(one)
-    assert (model.most_tokens(one, levels, zeros, zeros) == 1.0 + small[:, 0]).all()
+    assert (model.most_tokens(one, RequestArrays(levels, zeros, zeros)) == 1.0 + small[:, 0]).all()
 
 
 def test_requests_that_differ_already_are_not_spread_again():

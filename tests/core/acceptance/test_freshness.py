@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
-from tltlab.acceptance.base import GeometricAcceptance, RequestAcceptance
+from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import load_acceptance
 from tltlab.calibration.acceptance.freshness import fit_freshness, levels, measured_state
@@ -40,6 +40,8 @@ def test_training_helps_and_age_harms(age: float, updates: float, older: float, 
 
 def test_the_level_multiplies_the_chance_of_every_token():
     model = wrapped().at_freshness(DrafterState(age=0, updates=0))
+    with pytest.raises(TypeError, match="in_state"):
+        wrapped().curve(CHAIN)
     expected = GeometricAcceptance(alpha=0.4)
     assert model.distribution(CHAIN) == pytest.approx(expected.distribution(CHAIN))
     assert model.tokens_per_iteration(CHAIN) == pytest.approx(expected.tokens_per_iteration(CHAIN))
@@ -60,10 +62,9 @@ def test_any_model_can_be_wrapped(base):
     inner = load_acceptance(base)
     model = FreshAcceptance(base=inner, freshness=HALF)
     stale, new = model.at_freshness(DrafterState(age=50)), model.at_freshness(DrafterState(updates=1000))
-    if isinstance(stale, RequestAcceptance):
-        zeros = np.zeros(2)
-        siblings = np.array([0.0, 7.0])
-        assert (stale.survival(CHAIN, zeros, zeros, siblings) < new.survival(CHAIN, zeros, zeros, siblings)).all()
+    if stale.varies_by == "request":
+        requests = RequestArrays(np.zeros(2), np.zeros(2), np.array([0.0, 7.0]))
+        assert (stale.survival(CHAIN, requests) < new.survival(CHAIN, requests)).all()
         assert (stale.levels("learned", [(0, "p", 0, 0)], 1) == inner.levels("learned", [(0, "p", 0, 0)], 1)).all()
     else:
         tree = Strategy("learned", 8, 4, 48)

@@ -12,11 +12,19 @@ from hypothesis import strategies as st
 
 from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
-from tltlab.acceptance.base import ChainAcceptance, ConstantAcceptance, GeometricAcceptance, from_survival, scaled
+from tltlab.acceptance.base import (
+    ChainAcceptance,
+    ConstantAcceptance,
+    GeometricAcceptance,
+    RequestArrays,
+    Scaled,
+    from_survival,
+    scaled,
+)
 from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve, spread_over_requests
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import DEFAULTS, SHIPPED, granted, load_acceptance
-from tltlab.acceptance.measured import BatchAcceptance, FittedAcceptance, FittedDepth, copied_runs
+from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance, copied_runs
 from tltlab.acceptance.per_drafter import refuse_one_for_several
 from tltlab.calibration.acceptance.measured import equal_chain
 from tltlab.drafters.specs import Drafters, LearnedSpec
@@ -29,7 +37,7 @@ MEASURED = {
     2: FittedDepth(accepted=(0.6, 0.1, 0.3), drafted=1.0),
     4: FittedDepth(accepted=(0.5, 0.2, 0.1, 0.1, 0.1), drafted=2.0, num_samples=10),
 }
-FITTED = FittedAcceptance(drafters_by_depth={"ngram": MEASURED, "learned": MEASURED})
+FITTED = MeasuredAcceptance.at_any_batch({"ngram": MEASURED, "learned": MEASURED})
 
 
 BANDS = {
@@ -85,7 +93,7 @@ def test_beyond_the_fit_nothing_is_known():
     "model",
     [
         FITTED,
-        BatchAcceptance.model_validate(BANDS),
+        MeasuredAcceptance.model_validate(BANDS),
         CurveAcceptance(curves={"ngram": RequestCurve(keep_logits=(0.0, 0.5, 1.0), drift=0.2, spread=0.8)}),
         spread_over_requests(GeometricAcceptance(alpha=0.7), 0.5),
         FreshAcceptance(base=SHIPPED["seer-siblings"], freshness=Freshness(floor=0.25)),
@@ -136,7 +144,7 @@ def test_a_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("2.json", "a=b.json", "nano.json"):
         GeometricAcceptance(alpha=0.5).write(tmp_path / name)
         for source in (name, f"./{name}", f"all=./{name}"):
-            assert load_acceptance(source).in_state({}) == GeometricAcceptance(alpha=0.5)
+            assert load_acceptance(source).curve(chain(2)).tolist() == [0.5, 0.25]
 
 
 def test_a_model_is_that_of_the_drafter_which_it_is_given_to():
@@ -145,8 +153,7 @@ def test_a_model_is_that_of_the_drafter_which_it_is_given_to():
     assert load_acceptance("all=tlt-qwen2.5-32b-fresh").trained_drafter == "learned"
     fresh, old = (model.in_state({"mine": DrafterState(age=age, updates=9)}) for age in (0, 50))
     tree = Strategy("mine", 8, 4, 48)
-    nobody = np.zeros(1)
-    assert fresh.survival(tree, nobody, nobody, nobody)[0, 0] > old.survival(tree, nobody, nobody, nobody)[0, 0]
+    assert fresh.curve(tree)[0] > old.curve(tree)[0]
 
 
 def test_a_drafter_without_a_model_is_refused_by_name():
@@ -161,19 +168,17 @@ def test_a_drafter_without_a_model_is_refused_by_name():
 
 def test_drafters_of_which_one_tells_requests_apart():
     model = load_acceptance("learned=geometric:0.7,ngram=seer-siblings")
-    nobody, some = np.zeros(2), np.array([0.0, 5.0])
+    some = RequestArrays(np.zeros(2), np.zeros(2), np.array([0.0, 5.0]))
     settled = model.in_state({})
     assert (model.varies_by, settled.steady) == ("request", False)
-    text = SHIPPED["seer-siblings"].survival(chain(2), nobody, nobody, some)
-    assert settled.survival(chain(2), nobody, nobody, some).tolist() == text.tolist()
-    assert settled.survival(Strategy.chain("learned", 2), nobody, nobody, some) == pytest.approx(
-        np.array([[0.7, 0.49]] * 2)
-    )
+    text = SHIPPED["seer-siblings"].survival(chain(2), some)
+    assert settled.survival(chain(2), some).tolist() == text.tolist()
+    assert settled.survival(Strategy.chain("learned", 2), some) == pytest.approx(np.array([[0.7, 0.49]] * 2))
     spread = spread_over_requests(load_acceptance("learned=geometric:0.7,all=geometric:0.4"), 0.5)
     assert spread.in_state({}).steady
     assert spread.text("ngram") == "geometric:0.4, spread 0.5"
-    lower = settled.scaled("learned", 0.5)
-    assert lower.survival(Strategy.chain("learned", 1), nobody, nobody, nobody)[0, 0] == pytest.approx(0.35)
+    lower = Scaled(settled, ("learned",), 0.5)
+    assert lower.curve(Strategy.chain("learned", 1))[0] == pytest.approx(0.35)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +317,7 @@ def test_real_copies_are_met_within_a_percent(shared_data):
 
 def test_copies_at_other_depths_are_not_measured():
     cell = FittedDepth(accepted=(0.6, 0.0, 0.0, 0.0, 0.4), drafted=4.0)
-    model = FittedAcceptance(drafters_by_depth={name: {4: cell} for name in ("ngram", "learned")})
+    model = MeasuredAcceptance.at_any_batch({name: {4: cell} for name in ("ngram", "learned")})
     assert model.distribution(Strategy.chain("learned", 1)).tolist() == [0.6, 0.4]
     assert model.outside(Strategy.chain("learned", 1)) == []
     assert model.distribution(chain(1)).round(2).tolist() == [0.37, 0.63]

@@ -4,6 +4,7 @@ import pytest
 
 from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
+from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.errors import ConfigError, TraceError
 from tltlab.state import DrafterState
@@ -65,4 +66,6 @@ def test_a_trace_says_what_it_lacks():
         with refused(ConfigError, naming=(fact,)):
             model.positions("learned", key, num_tokens)
     with refused(ConfigError):
-        model.by_request()
+        model.curve(Strategy.chain("learned", 4))
+    with refused(ConfigError, naming=("replayed",)):
+        PerDrafter({"learned": model})

@@ -166,8 +166,8 @@ def test_an_idle_drafter_is_found_beside_steps_without():
 
 def test_acceptance_is_counted_per_drafter_and_depth():
     model = fitted().acceptance
-    assert sorted(model.at(1).drafters_by_depth["ngram"]) == [1, 2, 4]
-    cell = model.at(8).drafters_by_depth["ngram"][4]
+    assert sorted(model.at(1).bands[0].drafters_by_depth["ngram"]) == [1, 2, 4]
+    cell = model.at(8).bands[0].drafters_by_depth["ngram"][4]
     assert cell.accepted[0] == pytest.approx(0.4, abs=0.03)
     assert cell.drafted == pytest.approx(3.2, abs=0.1)
 
@@ -188,7 +188,7 @@ def test_acceptance_from_totals_keeps_the_mean():
     trace = rollout((2,))
     bare = trace.replace(iterations=trace.iterations.assign(accepted_per_request=None))
     full, totals = (calibrate(t).acceptance for t in (trace, bare))
-    means = [m.at(1).drafters_by_depth["ngram"][2].accepted @ np.arange(3) for m in (full, totals)]
+    means = [m.at(1).bands[0].drafters_by_depth["ngram"][2].accepted @ np.arange(3) for m in (full, totals)]
     assert means[0] == pytest.approx(means[1], abs=1e-6)
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from tests.refused import refused
-from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
-from tltlab.acceptance.measured import BatchAcceptance, FittedAcceptance, FittedDepth
-from tltlab.acceptance.per_drafter import side_by_side
+from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
+from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
@@ -32,11 +32,11 @@ TREES = load_acceptance("tlt-qwen2.5-32b")
 SIBLINGS = load_acceptance("seer-siblings")
 
 
-def measured(*drafters: str, depth: int = 8) -> FittedAcceptance:
+def measured(*drafters: str, depth: int = 8) -> MeasuredAcceptance:
     """Chains of these drafters, each token kept or not by the throw of a coin, up to `depth`."""
     kept = [0.5 ** min(i + 1, depth) for i in range(depth + 1)]
     known = FittedDepth(accepted=tuple(kept), drafted=float(depth))
-    return FittedAcceptance(drafters_by_depth={name: {depth: known} for name in drafters})
+    return MeasuredAcceptance.at_any_batch({name: {depth: known} for name in drafters})
 
 
 def test_every_system_says_its_source_and_is_no_other():
@@ -99,7 +99,7 @@ def test_earlier_responses_count_as_finished_siblings():
 def test_seers_accepted_length_by_number_of_siblings(siblings, tokens):
     """Its table of linear drafts, which the shipped curve is fitted to."""
     nobody = np.zeros(1)
-    survival = SIBLINGS.survival(Strategy.chain("suffix", 8), nobody, nobody, nobody + siblings)
+    survival = SIBLINGS.survival(Strategy.chain("suffix", 8), RequestArrays(nobody, nobody, nobody + siblings))
     assert 1 + survival.sum() == pytest.approx(tokens, abs=0.03)
 
 
@@ -141,10 +141,9 @@ def test_drafters_side_by_side_have_each_its_own_acceptance():
     learned, text = (Strategy.chain(name, 4) for name in ("learned", "suffix"))
     assert found.policy.strategies == (learned, text)
     model = found.acceptance.in_state(dict.fromkeys(("learned", "suffix"), DrafterState()))
-    nobody = np.zeros(1)
     expected = {learned: FreshAcceptance(base=TREES).in_state({}).curve(learned), text: 0.41591936 ** np.arange(1, 5)}
     for strategy, survival in expected.items():
-        assert model.survival(strategy, nobody, nobody, nobody)[0] == pytest.approx(survival)
+        assert model.curve(strategy) == pytest.approx(survival)
     assert not found.defaults
     assumed = bind_assuming(SYSTEMS["hedgespec"], COSTS, TREES)
     assert assumed.acceptance == found.acceptance
@@ -244,15 +243,15 @@ def test_strategies_that_were_never_measured_are_left_out():
     das = bind(SYSTEMS["das"], COSTS, measured("suffix", depth=4))
     assert das.policy.selector == FixedSpec(strategy=Strategy.chain("suffix", 4))
     assert das.assumptions[-1] == "deeper drafts are not covered by the acceptance: suffix:4 instead"
-    nothing = FittedAcceptance(drafters_by_depth={"suffix": {}})
+    nothing = MeasuredAcceptance.at_any_batch({"suffix": {}})
     with refused(ConfigError, naming=("suffix",)):
         bind(SYSTEMS["das"], COSTS, nothing)
 
 
 @pytest.mark.usefixtures("as_measured")
 def test_a_depth_must_be_known_at_every_batch_size():
-    deep, shallow = (measured("ngram", depth=d).drafters_by_depth for d in (8, 4))
-    bands = BatchAcceptance.model_validate(
+    deep, shallow = (measured("ngram", depth=d).bands[0].drafters_by_depth for d in (8, 4))
+    bands = MeasuredAcceptance.model_validate(
         {"bands": [{"max_batch": 5, "drafters": deep}, {"max_batch": None, "drafters": shallow}]}
     )
     found = bind(SYSTEMS["tlt-base"], COSTS, bands)
@@ -295,17 +294,17 @@ def test_das_knows_what_a_pass_and_a_token_cost():
 
 
 def test_drafters_side_by_side_are_each_their_own_at_every_batch():
-    good, bad = measured("learned"), FittedAcceptance(
-        drafters_by_depth={"learned": {8: FittedDepth(accepted=(1.0, *[0.0] * 8), drafted=8.0)}}
+    good, bad = measured("learned"), MeasuredAcceptance.at_any_batch(
+        {"learned": {8: FittedDepth(accepted=(1.0, *[0.0] * 8), drafted=8.0)}}
     )  # fmt: skip
-    bands = BatchAcceptance.model_validate(
-        {"bands": [{"max_batch": 3, "drafters": bad.drafters_by_depth},
-                   {"max_batch": None, "drafters": good.drafters_by_depth}]}
+    bands = MeasuredAcceptance.model_validate(
+        {"bands": [{"max_batch": 3, "drafters": bad.bands[0].drafters_by_depth},
+                   {"max_batch": None, "drafters": good.bands[0].drafters_by_depth}]}
     )  # fmt: skip
-    both, nobody = side_by_side({"learned": bands, "ngram": SIBLINGS}), np.zeros(2)
+    both, nobody = PerDrafter({"learned": bands, "ngram": SIBLINGS}), RequestArrays.zeros(2)
     chain, text = Strategy.chain("learned", 8), Strategy.chain("ngram", 4)
     for batch, model in ((3, bad), (4, good)):
-        assert both.at(batch).survival(chain, nobody, nobody, nobody)[0] == pytest.approx(model.curve(chain))
-    assert both.best_survival(chain, nobody, nobody, nobody)[0] == pytest.approx(good.curve(chain))
-    expected = SIBLINGS.survival(text, nobody, nobody, nobody + 3)
-    assert both.survival(text, nobody, nobody, nobody + 3) == pytest.approx(expected)
+        assert both.at(batch).survival(chain, nobody)[1] == pytest.approx(model.curve(chain))
+    assert both.most_tokens(chain, nobody)[0] == pytest.approx(1.0 + good.curve(chain).sum())
+    some = RequestArrays(np.zeros(2), np.zeros(2), np.array([0.0, 3.0]))
+    assert both.survival(text, some) == pytest.approx(SIBLINGS.survival(text, some))

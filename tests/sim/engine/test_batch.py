@@ -41,8 +41,8 @@ SOURCES: dict[str, Callable[[Requests], Batch]] = {
     "fluid": lambda requests: Batch(requests, Expected()),
     "sampled": lambda requests: Batch(requests, Drawn(requests, 3)),
     "replayed": lambda requests: replayed(requests, positions=[2]),
-    "by request": Rates(model=TWO_KEPT.by_request(), costs=COSTS),
-    "by request, sampled": Rates(model=TWO_KEPT.by_request(), costs=COSTS, sampled=True),
+    "by request": Rates(model=TWO_KEPT, costs=COSTS),
+    "by request, sampled": Rates(model=TWO_KEPT, costs=COSTS, sampled=True),
 }
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refused import refused
-from tltlab.acceptance.base import GeometricAcceptance, RequestAcceptance
+from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
 from tltlab.acceptance.by_request import CurveAcceptance, KnownLevel, RequestCurve, SiblingAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.costs.base import LinearCosts
@@ -55,7 +55,7 @@ def run(requests: Requests, rates: Rates, chain: Strategy, *, most: int = 99, as
 class Walker:
     """The oracle's gains, one iteration of one request at a time, from the model's own chances for that request."""
 
-    def __init__(self, requests: Requests, model: RequestAcceptance, seed: int, sampled: bool) -> None:
+    def __init__(self, requests: Requests, model: Acceptance, seed: int, sampled: bool) -> None:
         self.requests, self.model, self.sampled = requests, model, sampled
         self.levels = model.levels("ngram", requests.keys, seed)
         self.seeds = request_seeds(seed, requests.keys)
@@ -69,7 +69,7 @@ class Walker:
             mine = self.requests.keys[request][1]
             beside = sum(self.requests.keys[other][1] == mine for other in self.done)
             one = (np.array([x], float) for x in (self.levels[request], generated, beside))
-            kept = self.model.survival(regime.strategy, *one)[0]
+            kept = self.model.survival(regime.strategy, RequestArrays(*one))[0]
             if self.sampled:
                 u = uniforms(self.seeds[[request]], np.array([num_speculative]), 1)[0, 0]
                 gain = 1.0 + sum(u >= 1.0 - p for p in kept)
@@ -101,7 +101,7 @@ def slowly(requests: Requests, rates: Rates, chain: Strategy, *, most: int = 99)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=10),
     st.sampled_from(CHAINS),
-    st.sampled_from([CURVES, SIBLINGS, GeometricAcceptance(alpha=0.6).by_request()]),
+    st.sampled_from([CURVES, SIBLINGS, GeometricAcceptance(alpha=0.6)]),
     st.booleans(),
     st.integers(0, 12),
     st.none() | st.integers(90, 220),
@@ -117,7 +117,7 @@ def test_asked_at_every_iteration_it_takes_their_time(lengths, chain, model, sam
 
 @pytest.mark.parametrize("model", [CURVES, SIBLINGS], ids=["curves", "siblings"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_chances_held_for_many_iterations_stay_close(model: RequestAcceptance, sampled: bool):
+def test_chances_held_for_many_iterations_stay_close(model: Acceptance, sampled: bool):
     requests = requests_of(drawn_lengths(1, 6.3, 0.8, 4000), group=4)
     rates = Rates(model=model, costs=COSTS, seed=3, sampled=sampled)
     fast, slow = run(requests, rates, CHAINS[0]), slowly(requests, rates, CHAINS[0])
@@ -135,7 +135,7 @@ def drawn_lengths(seed: int, mu: float, sigma: float, cap: int) -> list[int]:
     [(CURVES, None), (SIBLINGS, None), (CURVES, AcceptanceBudget()), (GeometricAcceptance(alpha=0.7), UniformBudget())],
     ids=["curves", "siblings", "curves with a budget", "alike with a budget"],
 )
-def test_fluid_is_the_mean_of_sampled_runs(model: RequestAcceptance, budget: DraftBudget | None):
+def test_fluid_is_the_mean_of_sampled_runs(model: Acceptance, budget: DraftBudget | None):
     requests = requests_of(drawn_lengths(2, 7.0, 0.7, 8000), group=4)
     chain = Strategy("ngram", 8, 1, 5) if budget else CHAINS[0]
     # Levels are drawn from the seed too: they are made known, so that only the luck of the drafts differs.

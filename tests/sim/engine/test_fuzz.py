@@ -15,7 +15,7 @@ from tltlab.acceptance.base import Acceptance, ConstantAcceptance, GeometricAcce
 from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve, SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
-from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
+from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
@@ -94,7 +94,7 @@ ALIKE = st.one_of(
     st.builds(GeometricAcceptance, alpha=st.floats(0.0, 1.0)),
     st.just(load_acceptance("tlt-qwen2.5-32b")),
     st.builds(
-        lambda few, many: BatchAcceptance(
+        lambda few, many: MeasuredAcceptance(
             bands=(Band(max_batch=2, drafters_by_depth=few), Band(max_batch=None, drafters_by_depth=many))
         ),
         CHANCES,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.acceptance.base import GeometricAcceptance, Settled
+from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
 from tltlab.acceptance.by_request import SpreadAcceptance
-from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
+from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
@@ -91,7 +91,7 @@ def costs(draw: st.DrawFn) -> LinearCosts:
 def assert_agree(
     req: Requests,
     cost: CostModel,
-    acceptance: Settled | None,
+    acceptance: Acceptance | None,
     new_batch: Callable[[Requests], Any],
     threshold: tuple[int, int, str] | None,
     *,
@@ -136,9 +136,9 @@ def assert_same_calls(fast: Ruled, slow: Ruled) -> None:
         assert one.accepted == pytest.approx(other.accepted, rel=1e-9, abs=1e-9)
 
 
-def by_batch(border: int) -> BatchAcceptance:
+def by_batch(border: int) -> MeasuredAcceptance:
     """Four in five drafts are kept whole up to a batch, one in five above."""
-    return BatchAcceptance(
+    return MeasuredAcceptance(
         bands=tuple(
             Band(
                 max_batch=end,
@@ -213,7 +213,7 @@ def test_acceptance_by_request_takes_the_time_of_its_iterations(req, cost, alpha
         if not regime.strategy.speculates:
             return 1.0
         level = levels[[request]]
-        return 1.0 + float(model.survival(regime.strategy, level, level, level).sum())
+        return 1.0 + float(model.survival(regime.strategy, RequestArrays(level, level, level)).sum())
 
     assert_agree(req, cost, model, Rates(model=model, costs=cost, seed=seed), threshold, gain=own)
 

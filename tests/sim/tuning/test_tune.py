@@ -13,7 +13,7 @@ import pytest
 
 from bench.simulator import COSTS
 from tests.refused import refused
-from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.base import GeometricAcceptance, Scaled
 from tltlab.acceptance.load import load_acceptance
 from tltlab.costs.load import load_costs
 from tltlab.costs.noise import IterationNoise
@@ -262,7 +262,7 @@ def test_costs_that_are_off_are_off_by_what_was_said():
             off.costs.iteration(s).seconds(3, 900) / CPU.iteration(s).seconds(3, 900)
             for s in (strategy, NO_SPECULATION)
         )
-        kept = GeometricAcceptance(alpha=0.6).scaled("ngram", 1.2).tokens_per_iteration(strategy)
+        kept = Scaled(GeometricAcceptance(alpha=0.6), ("ngram",), 1.2).tokens_per_iteration(strategy)
         more = off.acceptance.in_state({}).tokens_per_iteration(strategy) == pytest.approx(kept)
         factors.append((round(plain, 9), round(speculative, 9), more))
         assert off.costs.noise == CPU.noise

@@ -9,7 +9,7 @@ import pandas as pd
 
 from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
-from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
+from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
 from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
@@ -20,7 +20,7 @@ from .freshness import drafter_states, fit_freshness, measured_state
 from .measured import fit_acceptance
 
 KINDS = ("by-batch", "siblings", "fresh")
-Model = BatchAcceptance | SiblingAcceptance | FreshAcceptance
+Model = MeasuredAcceptance | SiblingAcceptance | FreshAcceptance
 _ASSUMPTION = 'state an assumption: a file {"kind": "fresh", "base": MODEL, "drafter": NAME, "freshness": {...}}'
 
 
@@ -127,7 +127,7 @@ def _recorded_drafts(trace: Trace) -> tuple[pd.DataFrame, list[str]]:
     return drafts, notes
 
 
-def _pool(drafts: pd.DataFrame, drafters: Drafters) -> BatchAcceptance:
+def _pool(drafts: pd.DataFrame, drafters: Drafters) -> MeasuredAcceptance:
     """One distribution per drafter and reach, whatever the batch."""
     fits: dict[str, dict[int, FittedDepth]] = {}
     for _, rows in drafts.groupby(["drafter", "reach"]):
@@ -135,4 +135,4 @@ def _pool(drafts: pd.DataFrame, drafters: Drafters) -> BatchAcceptance:
         p = np.bincount(rows["accepted"].to_numpy(np.int64), minlength=depth + 1) / len(rows)
         fitted = FittedDepth(accepted=tuple(p.tolist()), drafted=float(depth), num_samples=len(rows))
         fits.setdefault(drafter, {})[depth] = fitted
-    return BatchAcceptance(bands=(Band(max_batch=None, drafters_by_depth=fits),), copies=drafters.copying(fits))
+    return MeasuredAcceptance(bands=(Band(max_batch=None, drafters_by_depth=fits),), copies=drafters.copying(fits))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.measured import Band, BatchAcceptance, FittedDepth
+from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
 from tltlab.arrays import Floats
 from tltlab.drafters.specs import STANDARD, Drafters
 
@@ -15,7 +15,9 @@ ENOUGH = 64
 """Request-iterations that make a cell of its own; one with fewer takes over the nearest band that has enough."""
 
 
-def fit_acceptance(iterations: pd.DataFrame, drafters: Drafters = STANDARD) -> tuple[BatchAcceptance | None, list[str]]:
+def fit_acceptance(
+    iterations: pd.DataFrame, drafters: Drafters = STANDARD
+) -> tuple[MeasuredAcceptance | None, list[str]]:
     """The distribution of accepted tokens and the mean tokens drafted, and notes; None where nothing was speculated.
 
     One sample is one request in one iteration. The first d tokens of a longer chain are the chain of depth d, so depth
@@ -41,7 +43,7 @@ def fit_acceptance(iterations: pd.DataFrame, drafters: Drafters = STANDARD) -> t
                 bands[b].setdefault(str(drafter), {})[int(depth)] = fitted
     if not bands[0]:
         return None, notes
-    return BatchAcceptance(
+    return MeasuredAcceptance(
         copies=copies,
         bands=tuple(
             Band(max_batch=end, drafters_by_depth=drafters) for end, drafters in zip((*BANDS, None), bands, strict=True)
