@@ -59,6 +59,11 @@ ToolSeconds = Annotated[
 RayAddress = Annotated[
     str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
 ]
+LogCosts = Annotated[
+    str | None,
+    typer.Option(help="Of a log: costs whose level it shows, a preset, profile or file. [default: linear ones]"),
+]
+LogWorkers = Annotated[int | None, typer.Option(min=1, help="Of a log: the engines that it ran on.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of policies, of searches and of what is sampled.")]
 
 

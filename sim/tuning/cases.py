@@ -65,10 +65,6 @@ class TuningCase:
         return {b: (times[b] / steps, contexts[b] / times[b]) for b in sorted(times)}
 
 
-Makespans = Mapping[str, list[Floats]]
-"""Seconds per policy, case and RL step."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TuningCases:
     """Cases that count together: their mean, or (`robust`) the worst of them relative to plain decoding."""
