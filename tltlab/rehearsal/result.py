@@ -96,7 +96,11 @@ class Rehearsal:
             "error": "+.1%", "shipped_error": "+.1%",
         }  # fmt: skip
         rows = [
-            (row["policy"], *(shown(row[name], form) for name, form in forms.items()), _most(row["chose"]))
+            (
+                row["policy"],
+                *(shown(row[name], form) for name, form in forms.items()),
+                ", ".join(f"{name} {share:.0%}" for name, share in list(row["chose"].items())[:_MOST_CHOSEN]),
+            )
             for row in records
         ]
         why = [f"{row['policy']}: {row['why_not']}" for row in records if row["why_not"]]
@@ -241,10 +245,6 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
 def _shares(values: Iterable[Any]) -> dict[str, float]:
     counts = Counter(map(str, values))
     return {name: count / counts.total() for name, count in counts.most_common()}
-
-
-def _most(chose: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {share:.0%}" for name, share in list(chose.items())[:_MOST_CHOSEN])
 
 
 def _times(ratio: Interval) -> str:
