@@ -26,6 +26,7 @@ from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
 from tltlab.hardware import ModelShape
+from tltlab.own import is_own
 from tltlab.planning.composition import Admission, SharedBuffer, Workload
 from tltlab.planning.placement import Placement
 from tltlab.sim.engine.requests import Prefix
@@ -135,7 +136,7 @@ class SimulationConfig:
 
     @property
     def placement_name(self) -> str:
-        """What a user calls the placement."""
+        """Name of the placement in texts."""
         return _label(self.placement, "contiguous")
 
     def changed(self, settings: Mapping[str, Any], function: Callable[..., Any]) -> Self:
@@ -239,6 +240,6 @@ def _label(source: object, default: str) -> str:
         return str(source.get("kind", "linear"))
     if isinstance(source, str | Path):
         return str(source)
-    cls = source if isinstance(source, type) else type(source)
-    own = not cls.__module__.startswith("tltlab.")
-    return cls.__name__ if own else str(getattr(source, "name", getattr(source, "kind", "trace")))
+    if is_own(source):
+        return (source if isinstance(source, type) else type(source)).__name__
+    return str(getattr(source, "name", getattr(source, "kind", "trace")))

@@ -163,7 +163,7 @@ class Scenario(SimulationConfig):
         Outcomes come as in an engine; with a `delay` choices hold at once and outcomes come so many choices later.
         """
         entropy = [[self.seed, w] for w in range(self.workers)] if entropy is None else entropy
-        registry = self.registry_of(policy)
+        registry = self.registry_of({"": policy})
         drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
         budgets = budgets_of(policy, self.workers)
         trainer = None if self.spot is None else SimulatedSpotTrainer(self.spot, self.coordinator)
@@ -222,18 +222,21 @@ class Scenario(SimulationConfig):
             rollouts.append(rollout)
         return tuple(rollouts)
 
-    def registry_of(self, *policies: Policy) -> Drafters:
-        """The drafters of the trace and of policies; ConfigError for what these do not draft.
+    def registry_of(self, policies: Mapping[str, Policy]) -> Drafters:
+        """The drafters of the trace and of policies by name; ConfigError for what these do not draft.
 
         Two policies may not mean a network and none by one name: they are compared by names.
         """
         used: dict[str, DrafterTraits] = {}
-        for policy in policies:
+        for title, policy in policies.items():
             drafters = self.registry.beside(policy.drafters)
-            drafters.check(policy.strategies)
+            try:
+                drafters.check(policy.strategies)
+            except ConfigError as error:
+                raise ConfigError(f"policy {title}: {error}" if title else str(error)) from error
             for name in {s.drafter for s in policy.strategies if s.speculates}:
                 if used.setdefault(name, drafters[name]) != drafters[name]:
-                    raise ConfigError(f"drafter {name!r} is not the same kind in all policies: rename one of them")
+                    raise ConfigError(f"policy {title}: its drafter {name!r} is another kind than others': rename it")
         return Drafters(traits={**self.registry, **used})
 
     def evidence(self, strategies: Iterable[Strategy], outside: Iterable[str] = ()) -> dict[str, Any]:

@@ -264,7 +264,7 @@ def simulate(
     config, trace = config.changed(settings, simulate), read(trace)
     chosen = as_policy(policy)
     scenario = Scenario.of(trace, config)
-    drafters = scenario.registry_of(chosen)
+    drafters = scenario.registry_of({policy_name(policy): chosen})
     scenario.check_acceptance([chosen])
     started = time.perf_counter()
     rollouts = scenario.rollouts(chosen, record_rewards=record_iterations)

@@ -124,7 +124,7 @@ def compare(
         raise ConfigError(f"the baseline {baseline!r} is none of the policies {', '.join(names)}")
     at_least(1, repeats=repeats)
     strategies = strategies_run(*policies.values())
-    drafters = scenario.registry_of(*policies.values())
+    drafters = scenario.registry_of(policies)
     seeded = [replace(scenario, seed=scenario.seed + k) for k in range(repeats)]
     tables = [sweep(repeat, policies, jobs=jobs, ray_address=ray_address) for repeat in seeded]
     means = pd.concat(tables).groupby(["policy", "rl_step"])["makespan_s"].mean()
@@ -197,7 +197,7 @@ def speed_up_cells(row: Mapping[str, Any], name: str) -> tuple[str, str]:
     times = "" if value is None else f"{value:.2f}x"
     if low is None:
         return times, "one RL step"
-    return times, f"[{low:.2f}, {'no end' if high is None else format(high, '.2f')}]"
+    return times, f"[{low:.2f}, {'inf' if high is None else format(high, '.2f')}]"
 
 
 def _in_parallel(

@@ -403,7 +403,7 @@ def _bounds_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) ->
     if len(models) > 1 and any(model.varies_by == "position" for model in models):
         return None
     whole = replace(scenario, acceptance=_covering_all(bound) if len(models) > 1 else next(iter(models), None))
-    drafters = scenario.registry_of(*(binding.policy for binding in bound))
+    drafters = scenario.registry_of({binding.system.name: binding.policy for binding in bound})
     bounds_s = [replace(whole, seed=scenario.seed + k).bounds_s(strategies, drafters) for k in range(repeats)]
     return np.asarray(np.mean(bounds_s, axis=0), np.float64)
 

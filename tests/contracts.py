@@ -1,4 +1,4 @@
-"""The contracts of `DraftBudget` and `Drafter` as checks.
+"""The contract of `DraftBudget` as a check.
 
 Every broken promise raises AssertionError with a sentence that says which one and where. Exceptions of what is checked
 come through as they are.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.budget import DraftBudget
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -65,78 +64,6 @@ def _allotted(budget: DraftBudget, state: StepState, strategy: Strategy, place: 
     most = state.batch * (strategy.tokens_to_verify - 1)
     assert sum(allotted) <= most, f"allot gave {sum(allotted)} tokens in all, the strategy verifies {most} {place}"
     return allotted
-
-
-def check_drafter(factory: Callable[[], Drafter]) -> None:
-    """Check that the drafters `factory()` builds keep the promises of `Drafter`; AssertionError if one does not.
-
-    They draft at most as deep as asked, nothing at depth 0, in whole numbers, and expect no more than they draft;
-    proposing changes nothing; the same calls give the same drafts; one call with all tokens is as good as many. A
-    request may be empty, closed and opened again; `remember` needs no open request, `observe` no draft that was
-    proposed, `begin` leaves open requests alone, and `forget` and `load_state_dict({})` leave a drafter as good as new.
-    `state_dict` survives JSON, and loading it gives it back.
-    """
-    drafter, again, at_once, restored = factory(), factory(), factory(), factory()
-    assert isinstance(drafter, Drafter), f"the factory built a {type(drafter).__name__}, not a Drafter"
-    fresh = _drafts(drafter)
-    assert _drafts(again) == fresh, "two drafters built alike differ; a drafter draws nothing and holds no clock"
-    assert _drafts(at_once, split=1) == fresh, "drafts depend on how the tokens were cut into calls of extend"
-    assert drafter.memory_bytes >= 0, f"memory_bytes is {drafter.memory_bytes}"
-    _reload(drafter, restored)
-    restored.load_state_dict({})
-    assert _drafts(restored) == fresh, "after load_state_dict({}) a drafter goes on differently from a new one"
-    drafter.forget()
-    assert _drafts(drafter) == fresh, "after forget() a drafter goes on differently from a new one"
-    stranger = (4, "never seen", 0, 0)
-    drafter.open(stranger, [])
-    _propose(drafter, stranger, 8)
-    drafter.begin(9)
-    drafter.extend(stranger, [5, 6, 7, 5, 6])
-    _propose(drafter, stranger, 8)
-    drafter.close(stranger)
-
-
-def _drafts(drafter: Drafter, split: int = 4) -> list[Draft]:
-    """The drafts along a fixed story: two RL steps, two prompts, two samples each, one of them remembered."""
-    drafts = []
-    for rl_step in (0, 1):
-        drafter.begin(rl_step)
-        keys: list[Key] = [(rl_step, prompt_id, sample, 0) for prompt_id in ("p", "q") for sample in (0, 1)]
-        for key in keys:
-            drafter.open(key, _text(7, len(key[1])))
-        for i, key in enumerate(keys):
-            text = _text(40 + i, i)
-            for at in range(0, len(text), len(text) // split):
-                drafter.extend(key, text[at : at + len(text) // split])
-        for key in keys:
-            for depth in (0, 1, 3, 8):
-                drafts.append(_propose(drafter, key, depth))
-                drafter.observe(key, depth, depth // 2)
-        drafter.remember((rl_step, "q", 2, 0), _text(7, 1), _text(30, 5))
-        drafts.append(_propose(drafter, keys[-1], 8))
-        for key in keys:
-            drafter.close(key)
-        drafter.open(keys[0], _text(7, 1))
-        drafts.append(_propose(drafter, keys[0], 8))
-        drafter.close(keys[0])
-    return drafts
-
-
-def _text(length: int, seed: int) -> list[int]:
-    """Tokens that repeat themselves with a flaw now and then."""
-    return [(i % 5 + i // 11 + seed) % 9 for i in range(length)]
-
-
-def _propose(drafter: Drafter, key: Key, depth: int) -> Draft:
-    draft = drafter.propose(key, depth)
-    place = f"(request {key}, depth {depth})"
-    assert len(draft.tokens) <= depth, f"propose gave {len(draft.tokens)} tokens, deeper than asked {place}"
-    assert all(isinstance(token, int) for token in draft.tokens), f"tokens must be ints, got {draft.tokens} {place}"
-    assert 0 <= draft.expected <= len(draft.tokens) + 1e-6, (
-        f"expected is {draft.expected}, outside [0, {len(draft.tokens)} drafted] {place}"
-    )
-    assert drafter.propose(key, depth) == draft, f"proposing twice gave two drafts {place}"
-    return Draft(list(draft.tokens), draft.expected)
 
 
 def _budget_state(i: int) -> StepState:

@@ -77,6 +77,11 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
+def is_own(part: object) -> bool:
+    """True for a class, and an object of one, that is not tltlab's."""
+    return not (part if isinstance(part, type) else type(part)).__module__.startswith("tltlab.")
+
+
 def parse_call(text: str) -> tuple[str, dict[str, Any]]:
     """Name and arguments of `name(key=value,...)`; a name alone has none. Values are JSON, or else text.
 
@@ -157,7 +162,7 @@ class OwnPart(FiniteModel):
             source = build_own(source, {}, f"{cls.part} {source.__name__}")
         elif not isinstance(source, cls.base):
             return None
-        if not type(source).__module__.startswith("tltlab."):
+        if is_own(source):
             cls.check_contract(source, type(source).__name__)
         return source
 
@@ -216,8 +221,8 @@ class OwnPart(FiniteModel):
 
         `source` is an object, or a function of a generator that makes one.
         """
-        from tltlab import testing
-
+        # By name: the checks import the parts that they are for.
+        testing = importlib.import_module("tltlab.testing")
         try:
             getattr(testing, cls.contract)(source, **cls.contract_args)
         except AssertionError as error:
@@ -304,7 +309,7 @@ def build_own(cls: type[Any], args: Mapping[str, Any], name: str, rng: object = 
 
 
 def raised(error: Exception, name: str) -> ConfigError:
-    """What a user's class of that `name` raised, in a line: its own file and line, and what it may have meant."""
+    """Error in one line for a user's class `name` that raised: its own file and line, and a word that may be meant."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, *_INSTALLED, "<frozen"))]
     last = (user_frames or frames)[-1]
@@ -320,7 +325,7 @@ def raised(error: Exception, name: str) -> ConfigError:
 
 
 def from_user(error: Exception) -> bool:
-    """Whether an exception came out of code that we called and that is neither ours nor of an installed package."""
+    """Tell whether an exception came out of code that tltlab called and that is neither tltlab's nor installed."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     ours = max((n for n, file in enumerate(files) if file.startswith(_PACKAGE)), default=-1)
     return any(not file.startswith((*_INSTALLED, "<frozen")) for file in files[ours + 1 :])

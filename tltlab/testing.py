@@ -22,7 +22,7 @@ import numpy as np
 
 from tltlab.acceptance.base import AcceptanceModel, SettledModel
 from tltlab.costs.base import CostModel, IterationCost
-from tltlab.drafters.base import Draft, Drafter
+from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.planning.placement import PlacedRequest, Placement
 from tltlab.policies.driver import refuse_needs
@@ -148,7 +148,7 @@ def check_memoryless(factory: Factory) -> None:
         )
 
 
-def _reload(original: Selector, restored: Selector) -> None:
+def _reload(original: Selector | Drafter, restored: Selector | Drafter) -> None:
     text = _json(original.state_dict())
     restored.load_state_dict(json.loads(text))
     assert _json(restored.state_dict()) == text, "state_dict after load_state_dict is not the one that was loaded"
@@ -251,77 +251,86 @@ def _names(strategies: Sequence[Strategy]) -> str:
 def check_drafter(source: Callable[[], Drafter] | type[Drafter] | Drafter) -> None:
     """Check that a drafter keeps every promise of `Drafter`; AssertionError if it does not. An instance is copied.
 
-    It proposes at most as many tokens as are asked for; the same calls give the same drafts, asking changes nothing,
-    neither does a change of what it was handed; `propose_all` is `propose` of each; requests may be opened under the
-    keys of closed ones; after `recall` nothing of earlier rollouts shows but what was recalled, so that a worker that
-    starts again drafts as before; its state survives JSON; and drafts are made in the engine's core.
+    It proposes at most as many tokens as are asked for, and expects no more to be kept; the same calls give the same
+    drafts, and one `extend` as many; asking changes nothing, and the tokens that it is handed stay as they are;
+    `propose_all` is `propose` of each; `remember` needs no open request, `observe` no draft that was proposed, `begin`
+    leaves open requests alone, and closed ones may be opened again. After `recall` nothing of earlier rollouts shows
+    but what was recalled, so that a worker that starts again drafts as before; after `forget` and `load_state_dict({})`
+    a drafter is as good as new; its state survives JSON. Drafts are made in the engine's core.
     """
 
     def fresh() -> Drafter:
         drafter: Drafter = _part(source, Drafter)
         return drafter
 
-    drafter = fresh()
-    for name, wanted in (("has_network", bool), ("needs_text", bool), ("draws_trees", bool)):
+    drafter, again = fresh(), fresh()
+    for name in ("has_network", "needs_text", "draws_trees"):
         value = getattr(drafter, name, False)
-        assert isinstance(value, wanted), f"{name} must be True or False, got {value!r}"
+        assert isinstance(value, bool), f"{name} must be True or False, got {value!r}"
     made_by = getattr(drafter, "made_by", "engine")
     assert made_by == "engine", f"made_by must be 'engine', where a user's drafter is asked, got {made_by!r}"
-    first = _drafts(drafter, 0)
-    assert first == _drafts(fresh(), 0), "two drafters that were told the same draft differently; draw nothing"
+    first = _drafts(drafter)
+    assert first == _drafts(fresh()), "two drafters that were told the same draft differently; draw nothing"
+    assert first == _drafts(fresh(), cut=True), "drafts depend on how tokens were cut into calls of extend"
     memory = drafter.memory_bytes
     assert type(memory) is int, f"memory_bytes must be a whole number, got {memory!r}"
     assert memory >= 0, f"memory_bytes must be 0 or more, got {memory!r}"
-    again = fresh()
-    recalled = [((0, "p0", 0, 0), [1, 2, 3, 1, 2], [3, 1, 2, 3, 4])]
     for each in (drafter, again):
-        each.recall(recalled)
+        each.recall([((0, "p0", 0, 0), [1, 2, 3, 1, 2], [3, 1, 2, 3, 4])])
     broken = "after recall the drafts depend on an earlier rollout; override recall, or keep nothing of closed requests"
-    assert _drafts(drafter, 1) == _drafts(again, 1), broken
-    saved = _json(drafter.state_dict())
-    again.load_state_dict(json.loads(saved))
-    assert _json(again.state_dict()) == saved, "state_dict after load_state_dict is not the one that was loaded"
+    assert _drafts(drafter, 2) == _drafts(again, 2), broken
+    _reload(drafter, again)
+    again.load_state_dict({})
     drafter.forget()
-    assert _drafts(drafter, 0) == first, "after forget the drafts are not those of a new drafter"
+    for each, call in ((drafter, "forget()"), (again, "load_state_dict({})")):
+        assert _drafts(each) == first, f"after {call} the drafts are not those of a new drafter"
 
 
-def _drafts(drafter: Drafter, rl_step: int) -> list[Any]:
-    """Drafts in a made-up rollout: two groups that repeat themselves, one response that ends early."""
-    drafter.begin(rl_step)
-    keys = [(rl_step, f"p{i // 2}", i % 2, 0) for i in range(4)]
-    prompts = {key: [1, 2, 3, 1, 2] if key[1] == "p0" else [5, 6, 5] for key in keys}
-    for key in keys:
-        _unchanged(drafter.open, key, prompts[key])
+def _drafts(drafter: Drafter, rl_step: int = 0, *, cut: bool = False) -> list[Any]:
+    """Drafts in two made-up rollouts of two groups that repeat themselves; responses end early and are remembered."""
     made: list[Any] = []
-    for turn in range(6):
-        for i, key in enumerate(keys):
-            _unchanged(drafter.extend, key, [3 if i % 2 else 1, 1 + turn % 3, 2])
-        done = drafter.catch_up(64)
-        assert isinstance(done, bool), f"catch_up must return True or False, got {done!r}"
-        queries = [(key, 1 + (turn + i) % 5) for i, key in enumerate(keys)]
-        drafts = [_draft(drafter.propose(key, depth), depth) for key, depth in queries]
-        same = [_draft(drafter.propose(key, depth), depth) for key, depth in queries]
-        assert drafts == same, f"asked twice, propose drafts {drafts} and then {same}; asking must change nothing"
-        together = [
-            _draft(draft, depth) for draft, (_, depth) in zip(drafter.propose_all(queries), queries, strict=True)
-        ]
-        assert drafts == together, f"propose_all drafts {together}, and propose {drafts}"
-        drafter.observe_all(
-            [(key, len(draft[0]), turn % (len(draft[0]) + 1)) for key, draft in zip(keys, drafts, strict=True)]
-        )
-        made.append(drafts)
-        if turn == 3:
-            drafter.close(keys.pop())
-    for key in keys:
-        drafter.close(key)
+    handed: list[tuple[list[int], list[int]]] = []
+
+    def hand(method: Callable[[Key, list[int]], None], key: Key, tokens: list[int]) -> None:
+        handed.append((tokens, list(tokens)))
+        method(key, tokens)
+
+    for step in (rl_step, rl_step + 1):
+        drafter.begin(step)
+        keys = [(step, f"p{i // 2}", i % 2, 0) for i in range(4)]
+        for key in keys:
+            hand(drafter.open, key, [1, 2, 3, 1, 2] if key[1] == "p0" else [5, 6, 5])
+        for turn in range(6):
+            for i, key in enumerate(keys):
+                tokens = [3 if i % 2 else 1, 1 + turn % 3, 2]
+                for part in ([token] for token in tokens) if cut else (tokens,):
+                    hand(drafter.extend, key, part)
+            done = drafter.catch_up(64)
+            assert isinstance(done, bool), f"catch_up must return True or False, got {done!r}"
+            queries = [(key, (turn + i) % 5) for i, key in enumerate(keys)]
+            made.append(_asked(drafter, queries))
+            drafter.observe_all([(key, depth, turn % (depth + 1)) for key, depth in queries])
+            if turn == 3:
+                drafter.remember((step, "p1", 9, 0), [5, 6, 5], [6, 5, 1, 6])
+                drafter.close(keys.pop())
+        for key in keys:
+            drafter.close(key)
+        drafter.open(keys[0], [1, 2, 3, 1, 2])
+        drafter.begin(step)
+        made.append(_asked(drafter, [(keys[0], 4)]))
+        drafter.close(keys[0])
+    for now, before in handed:
+        assert now == before, f"open or extend changed the tokens {before} that it was handed to {now}"
     return made
 
 
-def _unchanged(method: Callable[[Any, list[int]], None], key: Any, tokens: list[int]) -> None:
-    handed = list(tokens)
-    method(key, handed)
-    assert handed == tokens, f"{method.__name__} changed the tokens that it was handed"
-    handed[:] = [99] * len(handed)  # a drafter that keeps the list itself drafts from this
+def _asked(drafter: Drafter, queries: Sequence[tuple[Key, int]]) -> list[Any]:
+    """Drafts for these keys and depths, asked for one by one, again, and all together."""
+    drafts, again = ([_draft(drafter.propose(key, depth), depth) for key, depth in queries] for _ in range(2))
+    assert drafts == again, f"asked twice, propose drafts {drafts} and then {again}; asking must change nothing"
+    together = [_draft(draft, depth) for draft, (_, depth) in zip(drafter.propose_all(queries), queries, strict=True)]
+    assert drafts == together, f"propose_all drafts {together}, and propose {drafts}"
+    return drafts
 
 
 def _draft(draft: Any, depth: int) -> tuple[list[int], float]:
@@ -329,7 +338,7 @@ def _draft(draft: Any, depth: int) -> tuple[list[int], float]:
     tokens, expected = list(draft.tokens), draft.expected
     assert len(tokens) <= depth, f"propose returned {len(tokens)} tokens where {depth} were asked for"
     assert all(isinstance(token, int | np.integer) for token in tokens), f"a draft holds token ids, got {tokens!r}"
-    assert 0 <= expected < math.inf, f"the expected number of kept tokens must be 0 or more, got {expected}"
+    assert 0 <= expected <= len(tokens) + 1e-6, f"expected must lie between 0 and {len(tokens)} tokens, got {expected}"
     return tokens, float(expected)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tltlab.coordination.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
 from tltlab.drafters.base import Drafter, Key
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, TEXT, Drafters, DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, Drafters, DrafterSpec, HybridSpec, LearnedSpec, traits_of
 from tltlab.errors import ConfigError, RunError, did_you_mean
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
@@ -141,7 +141,8 @@ class DrafterPool(Mapping[str, DrafterState]):
     def registry(self) -> Drafters:
         """The drafters by name; those that are objects draft beside the scheduler."""
         specs = {name: spec for name, spec in self.specs.items() if not isinstance(spec, Drafter)}
-        return Drafters(specs, dict.fromkeys(self.specs.keys() - specs.keys(), TEXT))
+        own = {name: traits_of(type(spec)) for name, spec in self.specs.items() if isinstance(spec, Drafter)}
+        return Drafters(specs, own)
 
     def use(self, strategies: Sequence[Strategy]) -> None:
         """Feed from now on the drafters that `strategies` name, all of them if there are none, what runs included."""
@@ -427,7 +428,7 @@ class DrafterPool(Mapping[str, DrafterState]):
     def __getitem__(self, name: str) -> DrafterState:
         if name not in self.specs:
             raise KeyError(name)
-        return self._weights if name == self.learned else DrafterState()
+        return self._weights if self.learned in self._parts(name) else DrafterState()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)

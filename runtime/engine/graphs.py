@@ -346,14 +346,14 @@ def plan_graphs(
         may_run=_graphs(policy, max_batch, range(1, max_batch + 1), registry, plain=plain),
         asked=_graphs(policy, max_batch, batches, registry, plain=plain),
         drafters=used,
-        networks=tuple(name for name in used if registry[name].has_network),
+        networks=tuple(name for name in used if registry[name].made_by == "workers"),
         drafts=_method(specs[used[0]], max(s.draft_depth for s in strategies))
         if len(used) == 1 and used[0] in specs
         else {},
         notes=(),
         deepest=max((s.draft_depth for s in strategies), default=0) if deepest is None else deepest,
         runner=runner,
-        uneven=bool(policy.budget) or not all(registry[name].has_network for name in used),
+        uneven=bool(policy.budget) or not all(registry[name].made_by == "workers" for name in used),
         any_lengths=any_lengths and runner == "V1",
         max_tokens=max_tokens,
     )

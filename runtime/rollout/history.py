@@ -48,7 +48,7 @@ class _Visit:
 
 
 _OF_OWN: dict[str, Any] = {"scopes": ("problem",), "window": None, "history_mib": 256.0}
-"""What is held for a drafter class of the user's own: earlier responses to the prompts that come again."""
+"""Settings for drafter classes of a user's own: earlier responses to prompts that come again are held."""
 
 
 class RunHistory:

@@ -17,6 +17,7 @@ import pyarrow as pa
 from tltlab.arrays import Array
 from tltlab.drafters.specs import Drafters, DrafterSpec
 from tltlab.errors import TraceError
+from tltlab.files import found_in
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
@@ -258,6 +259,8 @@ def _details(ran: ColumnRows) -> Array:
 def run_manifest(recipe: Recipe, name: str, drafters: Mapping[str, DrafterSpec], notes: str | None = None) -> Manifest:
     """The manifest of a run by `recipe` with these drafters that begins now, recorded as `name`."""
     rollout = recipe.rollout
+    with found_in(recipe.code):
+        own = Drafters(drafters).own
     return Manifest(
         kind="recorded",
         name=name,
@@ -272,7 +275,7 @@ def run_manifest(recipe: Recipe, name: str, drafters: Mapping[str, DrafterSpec],
         source="tltlab",
         seed=recipe.seed,
         notes=notes,
-        drafters=Drafters(drafters).own,
+        drafters=own,
     )
 
 

@@ -204,41 +204,42 @@ def _pair(row: dict[str, Any], name: str) -> list[float] | None:
 
 def system_table(comparison: pd.DataFrame) -> str:
     """The comparison of systems for people, what was assumed below it; of whole RL steps where they are known."""
-    whole = "step_s" in comparison
-    columns = ["system", "drafters", "rollout s", "speed-up"]
-    columns += ["accept", "RL step s", "speed-up", "95 % interval"] if whole else []
-    columns += [] if whole else ["95 % interval", "tokens/s", "regret", "accept"]
-    columns += ["ranks"] if "rank_least" in comparison else []
-    columns.append("engine")
+    whole, ranked = "step_s" in comparison, "rank_least" in comparison
     rows = []
     notes: dict[str, list[str]] = {}
     records = comparison.to_dict("records")
     for row in records:
         name = row["system"] + ("*" if row["stand_ins"] else "") + ("+" if row["defaults"] else "")
         accept = "" if pd.isna(row["mean_accept_length"]) else f"{row['mean_accept_length']:.2f}"
-        cells = [name, drafters_text(row["drafters"])]
-        rollout = _times(row, "makespan_s", "ratio")
+        times = ("rollout s", "speed-up", "95 % interval")
+        rollout = list(zip(times, _times(row, "makespan_s", "ratio"), strict=True))
+        cells = [("system", name), ("drafters", drafters_text(row["drafters"])), *rollout[:2]]
         if whole:
-            cells += [*rollout[:2], accept, *_times(row, "step_s", "step_ratio")]
+            cells += [] if ranked else [("accept", accept)]
+            cells += zip(("RL step s", *times[1:]), _times(row, "step_s", "step_ratio"), strict=True)
         else:
-            cells += [*rollout, f"{row['tokens_per_s_ratio']:.2f}x", _regret(row), accept]
-        if "rank_least" in row:
+            tokens = f"{row['tokens_per_s_ratio']:.2f}x"
+            cells += [rollout[2], ("tokens/s", tokens), ("regret", _regret(row)), ("accept", accept)]
+        if ranked:
             least, most = int(row["rank_least"]), int(row["rank_most"])
-            cells.append(str(least) if least == most else f"{least}-{most}")
-        rows.append([*cells, "yes" if row["runs_here"] is True else "no"])
+            cells.append(("ranks", str(least) if least == most else f"{least}-{most}"))
+        rows.append(cells)
         marked = [f"* {note}" for note in row["stand_ins"]] + [f"+ {note}" for note in row["defaults"]]
         missing = [] if row["runs_here"] is True else [row["runs_here"]]
         for note in [*marked, *([] if row["lossless"] else ["not lossless"]), *missing]:
             notes.setdefault(note, []).append(row["system"])
-    lines = [table(columns, rows, left=2), *filter(None, [granted_text(records, "system")])]
+    lines = [table([name for name, _ in rows[0]], [[cell for _, cell in cells] for cells in rows], left=2)]
+    lines += filter(None, [granted_text(records, "system")])
     of_what = "speed-ups" if whole else "speed-ups, also of tokens trained on per second,"
     lines.append(
         f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; "
         f"{of_what} over {comparison.attrs['baseline']}; --json has each system's assumptions and source, and the rest "
         "of its figures and intervals"
     )
-    ranks = "; ranks: over the plausible range of what was assumed" if "rank_least" in comparison else ""
-    lines.append(f"{'' if whole else f'{REGRET}; '}accept: tokens per request and speculative iteration{ranks}")
+    said = [] if whole else [REGRET]
+    said += [] if whole and ranked else ["accept: tokens per request and speculative iteration"]
+    said += ["ranks: over the plausible range of what was assumed"] if ranked else []
+    lines.append("; ".join(said))
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
     biased = [f"{row.system} {row.length_bias:.2f}" for row in comparison.itertuples() if row.length_bias != 1.0]
     lines += [f"length of what is trained on over what is begun: {', '.join(biased)}"] if biased else []
@@ -251,9 +252,10 @@ def system_table(comparison: pd.DataFrame) -> str:
         for end in comparison.attrs["ranges"]
         if end["kendall_tau"] is not None
     ]
+    others = ", ".join(row["system"] for row in records if row["runs_here"] is not True)
     lines.append(
-        "engine: whether engines here can run it, a system of the literature by `tltlab train RECIPE "
-        "rollout.system=NAME`, measured by `tltlab experiment systems only=NAME`"
+        f"engines here run every system of the table{f' but {others}' if others else ''}: "
+        "`tltlab train RECIPE rollout.system=NAME`, measured by `tltlab experiment systems only=NAME`"
     )
     return "\n".join(lines)
 

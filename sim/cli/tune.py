@@ -176,7 +176,7 @@ def text(result: TuneResult, out: Path) -> str:
 
 
 def _searched(search: Sequence[str]) -> dict[str, str]:
-    """What `--search` says, by setting; ConfigError for one without values, or that comes twice."""
+    """Values of `--search` by setting; ConfigError for a setting without values, or that comes twice."""
     values: dict[str, str] = {}
     for text in search:
         key, equals, value = text.partition("=")

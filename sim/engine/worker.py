@@ -36,6 +36,7 @@ from tltlab.policies.driver import PolicyDriver
 from tltlab.policies.selector import Selector
 from tltlab.sim.idle_training import SpotResult
 from tltlab.state import NO_CHOICE, Choice, DrafterState, StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION
 
 from .admission import RequestFeed
 from .batch import Batch, MacroStep, RequestsView
@@ -344,8 +345,9 @@ class Worker:
         choice, is_decision, switch_s = self._ask(batch, waiting)
         prefill_s = self.simulator.costs.prefill_s(up_front) if up_front else 0.0
         regimes = self.simulator.regimes
-        # An iteration that nobody chose for, a rollout's first, pays nothing for a drafter beside it.
-        loaded = choice is not NO_CHOICE and (self.drafter_ready or not regimes.loads_late)
+        # A plain iteration that the policy could not have chosen, a rollout's first, pays for no drafter beside it.
+        listed = choice is not NO_CHOICE or NO_SPECULATION in regimes.strategies
+        loaded = listed and (self.drafter_ready or not regimes.loads_late)
         regime = regimes.at(choice.strategy, batch, loaded=loaded)
         most = self.max_iterations if self.feed is None else min(self.max_iterations, self.feed.max_iterations)
         if self.away:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 
+from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
 from tltlab.own import split
@@ -198,14 +199,17 @@ def tune(
     if config.robust and len(sources) == 1 and not config.cost_error:
         raise ConfigError("--robust needs more than one case: many traces, or --cost-error 0.2")
     parts = [_split(trace, config.judge_steps) for trace in sources]
+    own = config.named()
+    brought: dict[str, DrafterSpec] = {}
+    for policy in own.values():
+        brought |= policy.drafters
+    pairs = list(enumerate(zip(sources, parts, strict=True)))
     tune_on, judge_on = (
-        [_case(trace, i, part[side], config) for i, (trace, part) in enumerate(zip(sources, parts, strict=True))]
-        for side in (0, 1)
+        [_case(trace, i, part[side], config, brought) for i, (trace, part) in pairs] for side in (0, 1)
     )
     if config.graphs is not None:
         config = replace(config, graphs=replace(config.graphs, drafters=tune_on[0].scenario.registry))
     strategies, notes = _strategies(tune_on + judge_on, config)
-    own = config.named()
     spaces: dict[str, Space] = {}
     if config.search:
         values = {key: values_of(key, v) if isinstance(v, str) else tuple(v) for key, v in config.search.items()}
@@ -275,10 +279,14 @@ def tune(
     if config.search and judged.name != f"tuned {tuned}":
         written = f"{judged.verdict}; tuned {tuned} is the result, as --search asks"
         judged = replace(judged, name=f"tuned {tuned}", verdict=written)
+    chosen = finalists.policies[judged.name]
+    used = {name: brought[name] for name in {s.drafter for s in chosen.strategies} & brought.keys()}
     origin = _provenance(judged, tuning, parts, len(searched) + len(trials), len(trials), config)
     return TuneResult(
         **vars(judged),
-        policy=finalists.policies[judged.name].model_copy(update={"provenance": origin | dict(provenance or {})}),
+        policy=chosen.model_copy(
+            update={"drafters": used | chosen.drafters, "provenance": origin | dict(provenance or {})}
+        ),
         searched=searched,
         trials=tuple(trials),
         tuned=tuned,
@@ -328,12 +336,18 @@ def _adaptive(cases: Sequence[TuningCase], strategies: Sequence[Strategy], confi
     return {"adaptive": policy} if covered else {}
 
 
-def _case(trace: Trace, at: int, rl_steps: Sequence[int], config: TuneConfig) -> TuningCase:
-    """With the recorded placement, where nobody asks for another one and the trace knows it of these workers."""
+def _case(
+    trace: Trace, at: int, rl_steps: Sequence[int], config: TuneConfig, brought: Mapping[str, DrafterSpec]
+) -> TuningCase:
+    """With the recorded placement, where nobody asks for another one and the trace knows it of these workers.
+
+    `brought` are drafters that further candidates bring along.
+    """
     same = config.workers in (None, trace.manifest.num_workers)
     has_workers = "worker" in trace.outcomes and bool(trace.outcomes["worker"].notna().all())
     placement = config.placement or ("recorded" if same and has_workers else "contiguous")
     scenario = Scenario.of(trace, config, rl_steps=rl_steps, placement=placement)
+    scenario = replace(scenario, registry=scenario.registry.beside(brought))
     return TuningCase(name=str(trace.manifest.name or f"trace {at}"), trace=at, scenario=scenario)
 
 

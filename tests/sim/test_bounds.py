@@ -159,7 +159,7 @@ def simulated(small: Small, rule: str = "last", placement: str = "round_robin") 
         placement=placement, mode=small.mode, seed=small.seed,
         decision_block=2,  # Choices hold at once, so that no rollout begins with plain decoding that is not listed.
     )  # fmt: skip
-    (bound_s,) = result.bounds_s() or ()
+    (bound_s,) = result.scenario.bounds_s(small.strategies)
     return result.makespan_s, bound_s
 
 

@@ -495,7 +495,7 @@ def test_an_unknown_drafter_is_refused(policy: Any):
                 "selector": {"kind": "fixed", "strategy": "ngram:2"},
                 "drafters": {"ngram": {"kind": "learned", "method": "mtp"}},
             }}, acceptance="geometric:0.7"),
-            ("'ngram'",),
+            ("policy b", "'ngram'"),
         ),
     ],
     ids=["tune", "what-if", "tree", "two kinds by one name"],

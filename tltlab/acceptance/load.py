@@ -19,7 +19,7 @@ from pydantic import Field, TypeAdapter
 from tltlab.config import faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.own import OwnPart
+from tltlab.own import OwnPart, is_own, split
 
 from .base import Acceptance, ChainAcceptance, ConstantAcceptance, GeometricAcceptance, SettledModel
 from .by_request import SiblingAcceptance, SpreadAcceptance
@@ -81,7 +81,6 @@ DEFAULT = "default"
 _FILE: TypeAdapter[Base | FreshAcceptance] = TypeAdapter(Annotated[Base | FreshAcceptance, Field(discriminator="kind")])
 _SHORT = {"constant": "tokens", "geometric": "alpha"}
 _NAMED = re.compile(r"\s*[A-Za-z_][\w.-]*\s*=")
-_COMMA = re.compile(r",(?![^()]*\))")
 
 
 class OwnAcceptance(OwnPart):
@@ -146,7 +145,7 @@ def split_by_drafter(text: str) -> dict[str, str] | None:
     if not _NAMED.match(text) or Path(text).exists():
         return None
     parts: dict[str, str] = {}
-    for part in _COMMA.split(text):
+    for part in split(text):
         name, _, model = (word.strip() for word in part.partition("="))
         if not name or not model or name in parts:
             wrong = f"{name} is there twice" if name in parts else f"{part.strip()!r} is no DRAFTER=MODEL"
@@ -161,6 +160,8 @@ def acceptance_text(model: Acceptance | None) -> str:
     >>> acceptance_text(load_acceptance("geometric:0.5"))
     'geometric:0.5'
     """
+    if model is not None and is_own(model):
+        return type(model).__name__
     if shipped := next((name for name, known in SHIPPED.items() if known == model), None):
         return shipped
     match model:

@@ -202,8 +202,7 @@ def refuse_one_for_several(
         inner = base
     if model is None or model.drafters or isinstance(inner, PerDrafter | _ByDrafter):
         return
-    there = set(drafters)
-    served = sorted(name for name in names if name in there and model.knows(name, drafters))
+    served = sorted(name for name in names if model.knows(name, drafters))
     if len({drafters[name].has_network for name in served}) > 1:
         each = ",".join(f"{name}={text}" for name in served)
         raise ConfigError(

@@ -23,7 +23,7 @@ from tltlab.calibration.acceptance.annotate import (
 )
 from tltlab.config import faults
 from tltlab.console import Json, emit, table
-from tltlab.drafters.specs import NETWORK, Drafters, DrafterTraits, ModelFreeSpec, OwnDrafter
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, NETWORK, Drafters, DrafterTraits, ModelFreeSpec, OwnDrafter
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import fsync_file, new_file, sha256_of
 from tltlab.importers.sources import read
@@ -131,10 +131,10 @@ def _split_age(text: str) -> tuple[str, int]:
 
 def _model_free(text: str) -> ModelFreeSpec:
     """A drafter without a network from `KIND[:key=value,...]`, or a user's own from `module:Class`."""
-    if (own := OwnDrafter.parse(text)) is not None:
+    kind, _, options = text.partition(":")
+    if kind not in {spec.kind for spec in DEFAULT_DRAFTERS.values()} and (own := OwnDrafter.parse(text)) is not None:
         own.check()
         return own
-    kind, _, options = text.partition(":")
     value: dict[str, Any] = {"kind": kind}
     for option in options.split(",") if options else ():
         key, equals, setting = option.partition("=")

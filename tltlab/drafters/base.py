@@ -113,7 +113,7 @@ class TextDrafter(Drafter):
 
     >>> class Repeat(TextDrafter):
     ...     def propose(self, key, depth):
-    ...         return Draft(self.texts[key][-1:] * depth, expected=0.5)
+    ...         return Draft(self.texts[key][-1:] * depth, expected=depth / 2)
     """
 
     def __init__(self) -> None:

@@ -119,6 +119,11 @@ class HybridSpec(FiniteModel):
         return bool(first.tokens) and first.expected >= max(self.min_expected, other_expected)
 
 
+def traits_of(cls: type[Drafter]) -> DrafterTraits:
+    """Traits that a drafter class has as attributes, by default those of `TEXT`."""
+    return replace(TEXT, **{f.name: getattr(cls, f.name) for f in fields(TEXT) if hasattr(cls, f.name)})
+
+
 class OwnDrafter(OwnPart):
     """A drafter class of the user's own, which the engine asks beside its scheduler, as it asks the suffix drafter.
 
@@ -135,12 +140,11 @@ class OwnDrafter(OwnPart):
 
     @property
     def traits(self) -> DrafterTraits:
-        cls = self.load()
-        return replace(TEXT, **{f.name: getattr(cls, f.name) for f in fields(TEXT) if hasattr(cls, f.name)})
+        return traits_of(self.load())
 
     @property
     def remembers(self) -> bool:
-        """Whether responses of earlier RL steps serve: the class overrides `recall`."""
+        """True where responses of earlier RL steps serve: the class overrides `recall`."""
         return self.load().recall is not Drafter.recall
 
 
@@ -167,50 +171,53 @@ class Drafters(Mapping[str, DrafterTraits]):
     """
 
     def __init__(self, specs: Mapping[str, DrafterSpec] = {}, traits: Mapping[str, DrafterTraits] = {}) -> None:
-        self.specs: dict[str, DrafterSpec] = {**DEFAULT_DRAFTERS, **specs}
-        self._given = dict(specs)
-        standard = {"learned": NETWORK} | {name: spec.traits for name, spec in DEFAULT_DRAFTERS.items()}
-        self._traits: dict[str, DrafterTraits | HybridSpec] = {**standard, **traits}
-        for name, spec in specs.items():
-            self._traits[name] = spec if isinstance(spec, HybridSpec) else spec.traits
+        standard = {"learned": NETWORK, **DEFAULT_DRAFTERS}
+        self._known: dict[str, DrafterSpec | DrafterTraits] = {**standard, **traits, **specs}
+
+    @property
+    def specs(self) -> dict[str, DrafterSpec]:
+        """The specs of the drafters that have one here."""
+        return {name: known for name, known in self._known.items() if not isinstance(known, DrafterTraits)}
 
     def _of_hybrid(self, spec: HybridSpec) -> DrafterTraits:
         first, otherwise = self[spec.first], self[spec.otherwise]
-        network = first.has_network or otherwise.has_network
         return DrafterTraits(
-            has_network=network,
+            has_network=first.has_network or otherwise.has_network,
             needs_text=first.needs_text or otherwise.needs_text,
             draws_trees=False,
-            made_by="workers" if network else "engine",
+            made_by="workers" if "workers" in (first.made_by, otherwise.made_by) else "engine",
         )
 
     def __getitem__(self, name: str) -> DrafterTraits:
         """The traits of a drafter; ConfigError for a name that no drafter of the run has."""
-        if name not in self._traits:
-            known = ", ".join(sorted(self._traits))
+        if name not in self._known:
+            names = ", ".join(sorted(self._known))
             raise ConfigError(
-                f"no drafter named {name!r}{did_you_mean(name, self._traits)}; there are {known}, and those under "
+                f"no drafter named {name!r}{did_you_mean(name, self._known)}; there are {names}, and those under "
                 '"drafters" in a policy file or in the manifest.json of a trace'
             )
-        traits = self._traits[name]
-        return self._of_hybrid(traits) if isinstance(traits, HybridSpec) else traits
+        known = self._known[name]
+        if isinstance(known, HybridSpec):
+            return self._of_hybrid(known)
+        return known if isinstance(known, DrafterTraits) else known.traits
 
     def __contains__(self, name: object) -> bool:
-        return name in self._traits
+        return name in self._known
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._traits)
+        return iter(self._known)
 
     def __len__(self) -> int:
-        return len(self._traits)
+        return len(self._known)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._traits))
+        return hash(frozenset(self._known))
 
     def beside(self, specs: Mapping[str, DrafterSpec]) -> Drafters:
         """The same with further drafters, which replace those of their names."""
-        known = {name: traits for name, traits in self._traits.items() if not isinstance(traits, HybridSpec)}
-        return Drafters({**self._given, **specs}, known) if specs else self
+        both = Drafters()
+        both._known = {**self._known, **specs}
+        return both
 
     @property
     def own(self) -> dict[str, DrafterTraits]:

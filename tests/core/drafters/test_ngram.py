@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tltlab.drafters.base import Draft
 from tltlab.drafters.ngram import NgramDrafter
+from tltlab.testing import check_drafter
 
-from ...contracts import check_drafter
 from .told import OTHER, A, B, told
 
 

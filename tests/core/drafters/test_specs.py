@@ -4,12 +4,8 @@ import sys
 import pytest
 from pydantic import TypeAdapter
 
-from tests.refused import refused
 from tltlab.drafters.base import Draft
-from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
-
-from ...contracts import check_drafter
 
 SPECS = TypeAdapter(DrafterSpec)
 
@@ -96,41 +92,3 @@ def test_a_hybrid_takes_the_model_free_draft_where_it_promises_enough():
     assert not hybrid.choose(Draft([1, 2], 1.8), other_expected=1.9)
     assert not hybrid.choose(Draft([1, 2], 1.4), other_expected=0.0)
     assert not HybridSpec(min_expected=0).choose(Draft([], 0.0), other_expected=0.0)
-
-
-class Broken(NgramDrafter):
-    """Breaks the contract of drafters as `kind` says."""
-
-    def __init__(self, kind):
-        self.kind = kind
-        super().__init__()
-
-    def propose(self, key, depth):
-        draft = super().propose(key, depth + (self.kind == "too deep"))
-        if self.kind == "drifting":
-            self.extend(key, draft.tokens[:1])
-        return draft._replace(expected=float(depth + 1)) if self.kind == "too sure" else draft
-
-    def forget(self):
-        stores = getattr(self, "_stores", {})
-        super().forget()
-        self._stores = stores if self.kind == "remembering" else self._stores
-
-    def state_dict(self):
-        return {0: "a key that JSON turns into text"} if self.kind == "keyed" else super().state_dict()
-
-
-@pytest.mark.parametrize(
-    ("kind", "facts"),
-    [
-        ("too deep", ()),
-        ("drifting", ("proposing",)),
-        ("remembering", ("forget",)),
-        ("too sure", ("outside",)),
-        ("keyed", ("JSON",)),
-    ],
-)
-def test_the_contract_check_finds_what_is_broken(kind, facts):
-    check_drafter(lambda: Broken("right"))
-    with refused(AssertionError, naming=facts):
-        check_drafter(lambda: Broken(kind))

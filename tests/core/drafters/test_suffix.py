@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tltlab.drafters.base import Draft
 from tltlab.drafters.suffix import SuffixDrafter
+from tltlab.testing import check_drafter
 
-from ...contracts import check_drafter
 from .told import OTHER, A, B, told
 
 pytest.importorskip("arctic_inference")

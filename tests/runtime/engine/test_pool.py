@@ -11,11 +11,13 @@ from tests.fakes.drafting import Parrot
 from tests.refused import refused
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
+from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
 from .asking import scheduled
@@ -75,6 +77,13 @@ def test_new_weights_bring_it_back_and_begin_all_counts_anew():
     assert (report.serves, report.updates, report.predicted, report.positions) == (True, 2, (0.5, 0.4), {})
     verified(drafters, 2, drafts=10)
     assert drafters.report().measured == (1.0, 1.0, 0.0)
+
+
+def test_a_hybrid_is_as_old_and_as_trained_as_its_network():
+    drafters = pool()
+    drafters.begin(0)
+    drafters.begin(3)
+    assert drafters["hybrid"] == drafters["learned"] != drafters["ngram"] == DrafterState()
 
 
 def test_without_a_fallback_nothing_is_drafted_and_a_hybrid_takes_its_first():
@@ -203,3 +212,13 @@ def test_model_free_drafters_are_refused_where_drafts_stay_on_the_device():
         with refused(ConfigError):
             pool.use([chain(2, without)])
     DrafterPool({"learned": HEAD, "ngram": NgramSpec()}, 4, beside=False).use([chain(2, "learned")])
+
+
+def test_a_users_network_drafts_beside_the_scheduler():
+    class Net(NgramDrafter):
+        has_network = True
+
+    pool = DrafterPool({"net": Net()}, 4)
+    assert (pool.registry["net"].has_network, pool.registry["net"].made_by) == (True, "engine")
+    assert pool.model_free([Strategy.chain("net", 2)]) == ("net",)
+    assert pool.worker_depth(Strategy.chain("net", 2)) == 0

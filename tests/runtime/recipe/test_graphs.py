@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.refused import refused
+from tltlab.drafters.specs import NETWORK, TEXT
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.graphs import GIB, CapturedGraphs
 from tltlab.runtime.recipe.dry_run import plan_of
-from tltlab.runtime.recipe.graphs import EngineBuild, engines_of
+from tltlab.runtime.recipe.graphs import EngineBuild, drafters_of, engines_of
 from tltlab.runtime.recipe.recipe import load_recipe
+from tltlab.runtime.run.rows import run_manifest
 
 RECIPE = "qwen2.5-1.5b-gsm8k"
 
@@ -74,3 +78,13 @@ def test_a_run_tells_planned_and_captured_graphs():
     told = built.as_json([full])
     assert told["planned"]["full"] == [[tokens, None] for tokens, _ in built.graphs.full_graphs()]  # type: ignore[union-attr]
     assert told["captured"] == [asdict(full)]
+
+
+def test_the_trace_of_a_run_says_what_its_drafters_are(tmp_path: Path):
+    policy = {"selector": {"kind": "fixed", "strategy": "recent:4"}, "drafters": {"recent": {"kind": "suffix"}}}
+    (tmp_path / "policy.json").write_text(json.dumps(policy | {"format": "tltlab-policy", "version": 1}))
+    both = 'rollout.drafters={"both":{"kind":"hybrid","first":"ngram"}}'
+    recipe = load_recipe(RECIPE, [f"rollout.policy={tmp_path / 'policy.json'}", both, "cluster.gpu=H100"])
+    drafters = drafters_of(recipe, recipe.read_policy())
+    hybrid = replace(NETWORK, needs_text=True, draws_trees=False)
+    assert run_manifest(recipe, "run", drafters).drafters == {"recent": TEXT, "both": hybrid}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -58,6 +58,7 @@ class Kept:
 
 class Pool(Asked):
     handles = (None, None)
+    lengths: ClassVar = {}
 
     def __init__(self, log: list[str]) -> None:
         super().__init__(log)

@@ -112,7 +112,7 @@ class Echo(TextDrafter):
     def propose(self, key, depth):
         *before, last = self.texts[key]
         at = before.index(last) + 1 if last in before else len(before)
-        return Draft(before[at:][:depth], 1.0)
+        return Draft(before[at:][:depth], 0.0)
 
 class Longest(Placement):
     def place(self, workload, workers, history):

@@ -13,6 +13,7 @@ from tltlab.policies.selector import Selector, chosen
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
 from tltlab.state import NO_CHOICE, Choice, StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION
 
 Gain = Callable[[int, float, int, Regime], float]
 """Tokens that a request gets: (request, tokens generated, its speculative iterations so far, regime)."""
@@ -140,7 +141,8 @@ def finish_times(
             now += costs.switch_s
             begin_s += costs.switch_s
         began, ready = True, ready or latest.strategy.speculates
-        loaded = verified is not NO_CHOICE and (ready or not costs.switch_s)
+        listed = verified is not NO_CHOICE or NO_SPECULATION in regimes.strategies
+        loaded = listed and (ready or not costs.switch_s)
         regime = regimes.at(strategy, len(running), loaded=loaded)
         now += regime.cost.seconds(len(running), sum(r.context_tokens for r in running))
         beside: list[_Request] = []

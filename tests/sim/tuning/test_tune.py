@@ -348,6 +348,17 @@ def test_own_classes_are_candidates(border: str):
     assert (rows[border], rows["goodput(window=10)"]) == ("own", "own")
 
 
+def test_drafters_that_a_candidate_brings_are_tuned_over():
+    recent = {"selector": {"kind": "fixed", "strategy": "recent:4"}, "drafters": {"recent": {"kind": "suffix"}}}
+    settings = WITHOUT_LUCK | {"depths": (1, 4), "drafters": ("recent",)}
+    with refused(ConfigError, naming=("recent",)):
+        tune(SHORT, **settings)
+    found = tune(SHORT, **settings, policies=[recent])
+    assert "fixed recent:4" in found.searched
+    assert found.name != "none"
+    assert found.policy.drafters == load_policy(recent).drafters, "the file says what the drafter is"
+
+
 @pytest.mark.parametrize(
     ("search", "facts"),
     [
