@@ -25,7 +25,6 @@ from tltlab.planning.composition import Admission, SharedBuffer
 from tltlab.policies.driver import refuse_needs
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import WHOLE_TOKENS, Selector
-from tltlab.policies.specs import CustomSpec
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
@@ -41,18 +40,8 @@ from .config import SimulationConfig, load_spot_training
 from .idle_training import SimulatedSpotTrainer
 from .placement import add_lengths, find_placement, place
 
-AnyPolicy = PolicySource | Selector
-"""A policy as `load_policy` takes it, or a selector, whose copies the workers get."""
 
-
-def as_policy(source: AnyPolicy) -> Policy:
-    """The policy that a user means, also a class that no module has. Raises ConfigError as `load_policy` does."""
-    if isinstance(source, Selector) or (isinstance(source, type) and issubclass(source, Selector)):
-        return Policy(selector=CustomSpec.holding(source, check=True))
-    return load_policy(source)
-
-
-def policy_name(source: AnyPolicy) -> str:
+def policy_name(source: PolicySource) -> str:
     """What a user calls it, else its kind."""
     if isinstance(source, str | Path | Strategy):
         return str(source)
@@ -60,7 +49,7 @@ def policy_name(source: AnyPolicy) -> str:
     return own.__name__ if isinstance(own, type) else load_policy(own).selector.kind
 
 
-def named_policies(sources: Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str) -> dict[str, Policy]:
+def named_policies(sources: Mapping[str, PolicySource] | Sequence[PolicySource] | str) -> dict[str, Policy]:
     """Policies by name: a dict of them, a list, whose own names they get, or shipped names with commas between.
 
     Raises ConfigError for none, and for a name that comes twice.
@@ -68,12 +57,12 @@ def named_policies(sources: Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str)
     if isinstance(sources, str):
         sources = split(sources)
     if isinstance(sources, Mapping):
-        named = {str(name): as_policy(source) for name, source in sources.items()}
+        named = {str(name): load_policy(source, held=True) for name, source in sources.items()}
     elif isinstance(sources, Sequence):
         names = [policy_name(source) for source in sources]
         if twice := [name for n, name in enumerate(names) if name in names[:n]]:
             raise ConfigError(f"policy {twice[0]} is given twice; in Python a dict names two that are called the same")
-        named = dict(zip(names, map(as_policy, sources), strict=True))
+        named = dict(zip(names, (load_policy(source, held=True) for source in sources), strict=True))
     else:
         raise ConfigError(f"{shown(sources)} are no policies: give a list of them, or a dict by name")
     if not named:

@@ -19,17 +19,17 @@ from joblib import Parallel, delayed, parallel_config
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError, one_line
 from tltlab.importers.sources import TraceSource
-from tltlab.policies.policy import Policy
+from tltlab.policies.policy import Policy, PolicySource
 from tltlab.stats import paired_ratio
 
 from .config import SimulationConfig, at_least
-from .scenario import AnyPolicy, Scenario, budgets_of, named_policies, strategies_run
+from .scenario import Scenario, budgets_of, named_policies, strategies_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DRAFTERS_CHARACTERS = 16
-Policies = Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str
+Policies = Mapping[str, PolicySource] | Sequence[PolicySource] | str
 
 
 class Comparison(pd.DataFrame):
