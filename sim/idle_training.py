@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tltlab.coordination.machine import CoordinatorConfig, CoordinatorState, advance
 from tltlab.coordination.messages import Event, RolloutEnded, RolloutStarted, WorkerReport
 from tltlab.coordination.progress import Progress, SpotTraining, Trained
+from tltlab.sim.engine.worker import IdleUse
 from tltlab.state import DrafterState
 
 
@@ -48,8 +49,8 @@ class SpotResult:
         return self.trained_worker_s / self.idle_worker_s if self.idle_worker_s > 0 else 0.0
 
 
-class SimulatedSpotTrainer:
-    """Trains the drafter on idle workers; an `engine.IdleUse` whose updates and data last from rollout to rollout.
+class SimulatedSpotTrainer(IdleUse):
+    """Trains the drafter on idle workers; its updates and data last from rollout to rollout.
 
     Calls come in order of time, in seconds of the environment's clock. Every worker begins busy and is idle once, so a
     rollout has one training period at most, which ends when the last worker is idle. Responses that have finished are

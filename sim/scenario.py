@@ -31,7 +31,7 @@ from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
 from tltlab.sim.engine.drawn import Drawn, Replayed
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, changed, requests_by_step
-from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
+from tltlab.sim.engine.worker import IdleUse, RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -166,7 +166,7 @@ class Scenario(SimulationConfig):
             record_rewards=record_rewards,
             ahead=None if delay is None else False,
             delay=delay,
-            idle_use=trainer or LeaveIdle(),
+            idle_use=trainer or IdleUse(),
             noise=self.costs.noise if self.mode == "sampled" else None,
             seed=self.seed,
             max_tools=self.max_tools,

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import simpy
@@ -51,21 +51,12 @@ _ROUNDING = 1e-9
 """Tolerance for iteration counts derived from times, and for seconds at which requests come back together."""
 
 
-class IdleUse(Protocol):
-    """What idle workers do while others still run; called at the virtual time at which it happens.
+class IdleUse:
+    """What idle workers do while others still run: nothing here. Called at the virtual time at which it happens.
 
     A rollout begins; a worker that is about to be idle has finished responses of these lengths, and has nothing left
     to do in this rollout; all workers are done.
     """
-
-    def rollout_started(self, num_workers: int, now: float) -> None: ...
-    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None: ...
-    def worker_idle(self, worker: int, now: float) -> None: ...
-    def rollout_ended(self, now: float) -> None: ...
-
-
-class LeaveIdle:
-    """Idle workers stay idle."""
 
     def rollout_started(self, num_workers: int, now: float) -> None: ...
     def responses_finished(self, response_tokens: Sequence[float], now: float) -> None: ...
@@ -130,7 +121,7 @@ class RolloutSimulator:
     record_rewards: bool = False
     ahead: bool | None = None
     delay: int | None = None
-    idle_use: IdleUse = field(default_factory=LeaveIdle)
+    idle_use: IdleUse = field(default_factory=IdleUse)
     regimes: Regimes = field(init=False)
     new_batch: Callable[[Requests], Batch] = field(init=False)
     drafters: Mapping[str, DrafterState] = field(default_factory=dict)
