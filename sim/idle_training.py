@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from tltlab.coordination.machine import CoordinatorConfig, CoordinatorState, advance
 from tltlab.coordination.messages import Event, RolloutEnded, RolloutStarted, WorkerReport
 from tltlab.coordination.progress import Progress, SpotTraining, Trained
-from tltlab.sim.engine.worker import IdleUse
 from tltlab.state import DrafterState
 
 
@@ -47,6 +46,19 @@ class SpotResult:
     def used_share(self) -> float:
         """Share of the idle worker-seconds that went into updates; 0 where nobody was idle."""
         return self.trained_worker_s / self.idle_worker_s if self.idle_worker_s > 0 else 0.0
+
+
+class IdleUse:
+    """What idle workers do while others still run: nothing here. Called at the virtual time at which it happens.
+
+    A rollout begins; a worker that is about to be idle has finished responses of these lengths, and has nothing left
+    to do in this rollout; all workers are done.
+    """
+
+    def rollout_started(self, num_workers: int, now: float) -> None: ...
+    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None: ...
+    def worker_idle(self, worker: int, now: float) -> None: ...
+    def rollout_ended(self, now: float) -> None: ...
 
 
 class SimulatedSpotTrainer(IdleUse):

@@ -31,13 +31,13 @@ from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
 from tltlab.sim.engine.drawn import Drawn, Replayed
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, changed, requests_by_step
-from tltlab.sim.engine.worker import IdleUse, RolloutSimulator, SimulatedRollout
+from tltlab.sim.engine.worker import RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
-from .idle_training import SimulatedSpotTrainer
+from .idle_training import IdleUse, SimulatedSpotTrainer
 from .placement import add_lengths, find_placement, place
 
 

@@ -34,7 +34,7 @@ from tltlab.costs.base import CostModel
 from tltlab.costs.noise import IterationNoise
 from tltlab.policies.driver import PolicyDriver
 from tltlab.policies.selector import Selector
-from tltlab.sim.idle_training import SpotResult
+from tltlab.sim.idle_training import IdleUse, SpotResult
 from tltlab.state import NO_CHOICE, Choice, DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION
 
@@ -49,19 +49,6 @@ from .scheduler import Scheduler
 
 _ROUNDING = 1e-9
 """Tolerance for iteration counts derived from times, and for seconds at which requests come back together."""
-
-
-class IdleUse:
-    """What idle workers do while others still run: nothing here. Called at the virtual time at which it happens.
-
-    A rollout begins; a worker that is about to be idle has finished responses of these lengths, and has nothing left
-    to do in this rollout; all workers are done.
-    """
-
-    def rollout_started(self, num_workers: int, now: float) -> None: ...
-    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None: ...
-    def worker_idle(self, worker: int, now: float) -> None: ...
-    def rollout_ended(self, now: float) -> None: ...
 
 
 @dataclass(slots=True)
