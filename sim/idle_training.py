@@ -48,8 +48,21 @@ class SpotResult:
         return self.trained_worker_s / self.idle_worker_s if self.idle_worker_s > 0 else 0.0
 
 
-class SimulatedSpotTrainer:
-    """Trains the drafter on idle workers; an `engine.IdleUse` whose updates and data last from rollout to rollout.
+class IdleUse:
+    """What idle workers do while others still run: nothing here. Called at the virtual time at which it happens.
+
+    A rollout begins; a worker that is about to be idle has finished responses of these lengths, and has nothing left
+    to do in this rollout; all workers are done.
+    """
+
+    def rollout_started(self, num_workers: int, now: float) -> None: ...
+    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None: ...
+    def worker_idle(self, worker: int, now: float) -> None: ...
+    def rollout_ended(self, now: float) -> None: ...
+
+
+class SimulatedSpotTrainer(IdleUse):
+    """Trains the drafter on idle workers; its updates and data last from rollout to rollout.
 
     Calls come in order of time, in seconds of the environment's clock. Every worker begins busy and is idle once, so a
     rollout has one training period at most, which ends when the last worker is idle. Responses that have finished are

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.costs.base import CostModel
-from tltlab.errors import ConfigError, did_you_mean
+from tltlab.errors import ConfigError
 from tltlab.planning import placement as core
 from tltlab.planning.dispatch import Seconds, predicted_long, rank_groups, split_pools
 from tltlab.planning.placement import PlacedRequest, Placement, collect, placed, to_the_least
@@ -53,10 +53,7 @@ def find_placement(source: str | Placement | type[Placement]) -> str | Placement
     """The placement that a user means, a clairvoyant one by its name. Raises ConfigError."""
     if isinstance(source, str) and source in _CLAIRVOYANT:
         return source
-    if isinstance(source, str) and source not in PLACEMENTS and ":" not in source:
-        near = did_you_mean(source, PLACEMENTS)
-        raise ConfigError(f"no placement named {source!r}{near}; there are {', '.join(PLACEMENTS)}, or module:Class")
-    return core.load_placement(source)
+    return core.load_placement(source, PLACEMENTS)
 
 
 def longest_first(lengths: Sequence[int], workers: int) -> list[list[int]]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.acceptance.load import granted
@@ -22,88 +20,36 @@ from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.drafters.specs import NETWORK, STANDARD, TEXT, Drafters, DrafterTraits
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
-from tltlab.own import build_own, from_user, raised, split
+from tltlab.own import from_user, raised, split
 from tltlab.planning.composition import Admission, SharedBuffer
 from tltlab.policies.driver import refuse_needs
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import WHOLE_TOKENS, Selector
-from tltlab.policies.specs import CustomSpec
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
 from tltlab.sim.engine.drawn import Drawn, Replayed
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, changed, requests_by_step
-from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
+from tltlab.sim.engine.worker import RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
-from .idle_training import SimulatedSpotTrainer
+from .idle_training import IdleUse, SimulatedSpotTrainer
 from .placement import add_lengths, find_placement, place
 
 
-class PolicyLike(Protocol):
-    """What the simulator needs of a policy; `tltlab.policies.policy.Policy` is one."""
-
-    @property
-    def strategies(self) -> tuple[Strategy, ...]: ...
-
-    def build(self, rng: np.random.Generator) -> Selector: ...
-
-
-@dataclass(frozen=True)
-class OwnPolicy:
-    """A user's own selector: a class, built for each worker, or an instance, of which each worker gets a copy.
-
-    Raises ConfigError where it breaks the contract of `Selector`.
-    """
-
-    source: type[Selector] | Selector
-
-    def __post_init__(self) -> None:
-        CustomSpec.check_contract(self.build, self.name)
-
-    @property
-    def name(self) -> str:
-        return (self.source if isinstance(self.source, type) else type(self.source)).__name__
-
-    @property
-    def strategies(self) -> tuple[Strategy, ...]:
-        return self.build(np.random.default_rng(0)).strategies
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        if isinstance(self.source, type):
-            selector: Selector = build_own(self.source, {}, f"policy {self.name}", rng)
-            return selector
-        return deepcopy(self.source)
-
-
-AnyPolicy = PolicySource | Selector | PolicyLike
-"""A policy as `load_policy` takes it, a selector, whose copies the workers get, or anything that builds selectors."""
-
-
-def as_policy(source: AnyPolicy) -> PolicyLike:
-    """The policy that a user means. Raises ConfigError as `load_policy` does."""
-    if isinstance(source, Selector) or (isinstance(source, type) and issubclass(source, Selector)):
-        return OwnPolicy(source)
-    if hasattr(source, "build") and hasattr(source, "strategies") and not isinstance(source, BaseModel | type):
-        return source
-    return load_policy(source)
-
-
-def policy_name(source: AnyPolicy) -> str:
+def policy_name(source: PolicySource) -> str:
     """What a user calls it, else its kind."""
     if isinstance(source, str | Path | Strategy):
         return str(source)
-    policy = as_policy(source)
-    if isinstance(policy, OwnPolicy):
-        return policy.name
-    return policy.selector.kind if isinstance(policy, Policy) else type(policy).__name__
+    own = type(source) if isinstance(source, Selector) else source
+    return own.__name__ if isinstance(own, type) else load_policy(own).selector.kind
 
 
-def named_policies(sources: Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str) -> dict[str, PolicyLike]:
+def named_policies(sources: Mapping[str, PolicySource] | Sequence[PolicySource] | str) -> dict[str, Policy]:
     """Policies by name: a dict of them, a list, whose own names they get, or shipped names with commas between.
 
     Raises ConfigError for none, and for a name that comes twice.
@@ -111,12 +57,12 @@ def named_policies(sources: Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str)
     if isinstance(sources, str):
         sources = split(sources)
     if isinstance(sources, Mapping):
-        named = {str(name): as_policy(source) for name, source in sources.items()}
+        named = {str(name): load_policy(source, held=True) for name, source in sources.items()}
     elif isinstance(sources, Sequence):
         names = [policy_name(source) for source in sources]
         if twice := [name for n, name in enumerate(names) if name in names[:n]]:
             raise ConfigError(f"policy {twice[0]} is given twice; in Python a dict names two that are called the same")
-        named = dict(zip(names, map(as_policy, sources), strict=True))
+        named = dict(zip(names, (load_policy(source, held=True) for source in sources), strict=True))
     else:
         raise ConfigError(f"{shown(sources)} are no policies: give a list of them, or a dict by name")
     if not named:
@@ -182,18 +128,18 @@ class Scenario(SimulationConfig):
         drafters = sorted({s.drafter for s in strategies if s.speculates})
         return {"drafters": drafters, "acceptance": granted(self.acceptance, self.acceptance_name, drafters)}
 
-    def check_acceptance(self, policies: Iterable[PolicyLike]) -> None:
+    def check_acceptance(self, policies: Iterable[Policy]) -> None:
         """ConfigError where one model would serve drafters of different kinds in these policies (`all=` allows it)."""
         if self.acceptance is None or self.acceptance.drafters:
             return
         policies = list(policies)
         names = {s.drafter for policy in policies for s in policy.strategies if s.speculates}
-        own = {name: spec for policy in policies for name, spec in getattr(policy, "drafters", {}).items()}
+        own = {name: spec for policy in policies for name, spec in policy.drafters.items()}
         refuse_one_for_several(self.acceptance, self.acceptance_name, names, self.registry.beside(own))
 
     def rollouts(
         self,
-        policy: PolicyLike,
+        policy: Policy,
         *,
         record_rewards: bool = False,
         entropy: Sequence[Sequence[int]] | None = None,
@@ -220,7 +166,7 @@ class Scenario(SimulationConfig):
             record_rewards=record_rewards,
             ahead=None if delay is None else False,
             delay=delay,
-            idle_use=trainer or LeaveIdle(),
+            idle_use=trainer or IdleUse(),
             noise=self.costs.noise if self.mode == "sampled" else None,
             seed=self.seed,
             max_tools=self.max_tools,
@@ -265,14 +211,14 @@ class Scenario(SimulationConfig):
             rollouts.append(rollout)
         return tuple(rollouts)
 
-    def registry_of(self, policies: Mapping[str, PolicyLike]) -> Drafters:
+    def registry_of(self, policies: Mapping[str, Policy]) -> Drafters:
         """The drafters of the trace and of policies by name; ConfigError for what these do not draft.
 
         Two policies may not mean a network and none by one name: they are compared by names.
         """
         used: dict[str, DrafterTraits] = {}
         for title, policy in policies.items():
-            drafters = self.registry.beside(getattr(policy, "drafters", {}))
+            drafters = self.registry.beside(policy.drafters)
             try:
                 drafters.check(policy.strategies)
             except ConfigError as error:
@@ -329,7 +275,7 @@ class Scenario(SimulationConfig):
         return bounds_s
 
 
-def strategies_run(*policies: PolicyLike) -> tuple[Strategy, ...]:
+def strategies_run(*policies: Policy) -> tuple[Strategy, ...]:
     """All strategies of iterations under these policies: plain decoding too where one learns, since it begins so."""
     own = dict.fromkeys(strategy for policy in policies for strategy in policy.strategies)
     plainly = not all(policy.build(np.random.default_rng(0)).memoryless for policy in policies)
@@ -378,12 +324,11 @@ def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int)
     )
 
 
-def budgets_of(policy: PolicyLike, workers: int) -> list[DraftBudget]:
+def budgets_of(policy: Policy, workers: int) -> list[DraftBudget]:
     """A budget of the policy for each worker; none where every request is drafted what the strategy says."""
-    build = getattr(policy, "build_budget", UniformBudget)
-    if isinstance(build(), UniformBudget):
+    if isinstance(policy.build_budget(), UniformBudget):
         return []
-    return [build() for _ in range(workers)]
+    return [policy.build_budget() for _ in range(workers)]
 
 
 def tell_each_other(budgets: Sequence[DraftBudget], rollout: SimulatedRollout) -> None:

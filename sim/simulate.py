@@ -16,6 +16,7 @@ import pandas as pd
 import tltlab
 from tltlab.costs.evidence import interval
 from tltlab.importers.sources import TraceSource, read
+from tltlab.policies.policy import PolicySource, load_policy
 from tltlab.sim.engine import record
 from tltlab.sim.engine.log import Columns
 from tltlab.sim.engine.worker import SimulatedRollout
@@ -23,7 +24,7 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import Manifest, Trace
 
 from .config import SimulationConfig
-from .scenario import AnyPolicy, Scenario, as_policy, budgets_of, policy_name, strategies_run
+from .scenario import Scenario, budgets_of, policy_name, strategies_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -239,7 +240,7 @@ def _contexts_outside(c: Columns, least: float, most: float) -> int:
 
 def simulate(
     trace: TraceSource,
-    policy: AnyPolicy = "none",
+    policy: PolicySource = "none",
     config: SimulationConfig = SimulationConfig(),
     *,
     record_iterations: bool = False,
@@ -262,7 +263,7 @@ def simulate(
     >>> simulate("traces/tiny", "none", workers=8).summary["makespan_s"]  # doctest: +SKIP
     """
     config, trace = config.changed(settings, simulate), read(trace)
-    chosen = as_policy(policy)
+    chosen = load_policy(policy, held=True)
     scenario = Scenario.of(trace, config)
     drafters = scenario.registry_of({policy_name(policy): chosen})
     scenario.check_acceptance([chosen])

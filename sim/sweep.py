@@ -19,16 +19,17 @@ from joblib import Parallel, delayed, parallel_config
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError, one_line
 from tltlab.importers.sources import TraceSource
+from tltlab.policies.policy import Policy, PolicySource
 from tltlab.stats import paired_ratio
 
 from .config import SimulationConfig, at_least
-from .scenario import AnyPolicy, PolicyLike, Scenario, budgets_of, named_policies, strategies_run
+from .scenario import Scenario, budgets_of, named_policies, strategies_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DRAFTERS_CHARACTERS = 16
-Policies = Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str
+Policies = Mapping[str, PolicySource] | Sequence[PolicySource] | str
 
 
 class Comparison(pd.DataFrame):
@@ -200,7 +201,7 @@ def speed_up_cells(row: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 
 def _in_parallel(
-    scenario: Scenario, policies: Mapping[str, PolicyLike], jobs: int, ray_address: str | None
+    scenario: Scenario, policies: Mapping[str, Policy], jobs: int, ray_address: str | None
 ) -> dict[str, list[float]]:
     names = list(policies)
     with backend(ray_address, jobs) as num_jobs:
@@ -211,7 +212,7 @@ def _in_parallel(
     return {name: seconds for part in done for name, seconds in part.items()}
 
 
-def makespans(scenario: Scenario, policies: Mapping[str, PolicyLike]) -> dict[str, list[float]]:
+def makespans(scenario: Scenario, policies: Mapping[str, Policy]) -> dict[str, list[float]]:
     """Seconds of each RL step's rollout, by policy."""
     return {name: [r.makespan_s for r in scenario.rollouts(policy)] for name, policy in policies.items()}
 

@@ -51,6 +51,15 @@ def parse_json(data: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
+    """The objects of a JSON-lines file, none where there is no file; a torn last line is left out."""
+    values = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            values.append(parse_json(line))
+    return tuple(value for value in values if isinstance(value, dict))
+
+
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
     """A JSON object that `unsealed` takes for damaged once a bit of its content is another.
 

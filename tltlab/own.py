@@ -64,8 +64,8 @@ def allowed_modules() -> frozenset[str]:
     return _allowed.get() | frozenset(filter(None, os.environ.get(ALLOW_CODE, "").split(",")))
 
 
-def split(text: str) -> list[str]:
-    """Parts of a list with commas between them, but for commas within brackets; empty parts are left out.
+def split(text: str, between: str = ",") -> list[str]:
+    """Parts of a list with commas, or another sign, between them but for those in brackets; empty ones are left out.
 
     >>> split("none, goodput(window=100,epsilon=0.1)")
     ['none', 'goodput(window=100,epsilon=0.1)']
@@ -73,7 +73,7 @@ def split(text: str) -> list[str]:
     parts, depth = [""], 0
     for char in text:
         depth += (char in "([{") - (char in ")]}")
-        parts = [*parts, ""] if char == "," and not depth else [*parts[:-1], parts[-1] + char]
+        parts = [*parts, ""] if char == between and not depth else [*parts[:-1], parts[-1] + char]
     return [part.strip() for part in parts if part.strip()]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any, Literal
@@ -48,16 +48,6 @@ def interval_json(interval: Interval | None) -> dict[str, Any] | None:
     if interval is None:
         return None
     return {name: None if value != value else value for name, value in asdict(interval).items()}
-
-
-def interval_text(interval: Mapping[str, Any]) -> str:
-    """An interval of `interval_json` for people: its ends are left out where they are unknown.
-
-    >>> interval_text({"estimate": 1.5, "low": 1.4, "high": 1.6})
-    '1.50 [1.40, 1.60]'
-    """
-    ends = "" if interval["low"] is None else f" [{interval['low']:.2f}, {interval['high']:.2f}]"
-    return f"{interval['estimate']:.2f}{ends}"
 
 
 def finite(value: float) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
@@ -13,18 +13,20 @@ from tltlab.runtime.run.memory import ProcessMemory
 Rows = dict[str, list[dict[str, Any]]]
 
 
-class Drafting(Protocol):
-    """The drafter of a run, asked from one thread in the order of an RL step, `start` to `close`."""
+class Drafting:
+    """The drafter of a run, asked from one thread in the order of an RL step, `start` to `close`; here none."""
 
     @property
     def specs(self) -> dict[str, DrafterSpec]:
         """The drafters that engines need for it, by name."""
+        return {}
 
     def prepare(self) -> None:
         """Make what engines find when they start."""
 
     def feed(self, worker: int) -> str | None:
         """Where worker `worker`'s engine hands over what its responses can teach; None for nowhere."""
+        return None
 
     def start(self, workers: Sequence[Any], frozen: Callable[[], Any], ask: Callable[..., list[Any]]) -> None:
         """Start what trains it, once engines and the policy's trainer run; they get the drafter in service, if any.
@@ -66,12 +68,15 @@ class Drafting(Protocol):
 
         Its rollout took `rollout_s` seconds, what it waited for trainers included, for `tokens` tokens.
         """
+        return {}
 
     def memory(self) -> list[ProcessMemory]:
         """What the processes that train it hold."""
+        return []
 
     def summary(self) -> dict[str, Any] | None:
         """What became of it, for the run's summary."""
+        return None
 
     def save(self) -> None:
         """Write the newest good drafter beside the run's checkpoints."""
@@ -81,6 +86,7 @@ class Drafting(Protocol):
 
         Before `start` there are none.
         """
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
         """Go on from what `state_dict` gave, before `start`. ConfigError where it is of a run of another kind."""
@@ -89,48 +95,9 @@ class Drafting(Protocol):
         """End the trainers; safe to call at any time."""
 
 
-class NullDrafting:
+class NullDrafting(Drafting):
     """A run without a drafter of its own to train."""
-
-    specs: dict[str, DrafterSpec] = {}  # noqa: RUF012
-
-    def prepare(self) -> None: ...
-
-    def feed(self, worker: int) -> str | None:
-        return None
-
-    def start(self, workers: Sequence[Any], frozen: Callable[[], Any], ask: Callable[..., list[Any]]) -> None: ...
-
-    def rejoin(self, worker: int) -> None: ...
-
-    def rollout_starts(self, rl_step: int) -> None: ...
-
-    def rollout_ends(self, rl_step: int) -> None: ...
-
-    def annotate(self) -> None: ...
-
-    def publish(self, rl_step: int) -> None: ...
-
-    def target_moved(self) -> None: ...
-
-    def went_back(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None: ...
-
-    def rows(self, rl_step: int, drift_kl: float | None, *, rollout_s: float = 0.0, tokens: int = 0) -> Rows:
-        return {}
-
-    def memory(self) -> list[ProcessMemory]:
-        return []
-
-    def summary(self) -> dict[str, Any] | None:
-        return None
-
-    def save(self) -> None: ...
-
-    def state_dict(self, folder: Path) -> dict[str, Any]:
-        return {}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
         if state:
             raise ConfigError(f"{folder} is of a run that trains a drafter, and this recipe has no [drafter]")
-
-    def close(self) -> None: ...

@@ -43,7 +43,7 @@ MOST_LETTERS = 85
 """Of a folder that is to hold sockets: their addresses have at most 107."""
 
 
-class DrafterRun:
+class DrafterRun(Drafting):
     """A `Drafting` by a recipe's `[drafter]`; its heads and checkpoints go below `out`.
 
     `served` is the drafter in service, `watch` what engines say of it, `training` what trains the next one, `schedule`

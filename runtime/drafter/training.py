@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from tltlab.errors import RunError
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.run.memory import tensor_bytes
 
+from .group import DrafterGroup
 from .heads.head import DrafterHead, check_tensors, host_copies
 from .heads.loss import drafter_loss
 from .heads.target import FrozenTarget
@@ -30,17 +31,6 @@ PART_ROWS = {"cpu": 512, "cuda": 4096}
 """Rows of one pass, by device: after each a member may leave. On a CPU small passes are no slower; a GPU takes as many
 rows of a 7B model's head in an engine's iteration."""
 _WARM_UP_ROWS = 64
-
-
-class TrainingGroup(Protocol):
-    """What training needs of a `DrafterGroup`."""
-
-    @property
-    def world(self) -> int: ...
-
-    def sum(self, tensor: Tensor) -> None: ...
-
-    def broadcast(self, tensor: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +151,7 @@ class DrafterTraining:
     def update(
         self,
         sequences: Sequence[TrainingSequence],
-        group: TrainingGroup | None = None,
+        group: DrafterGroup | None = None,
         *,
         leave: Callable[[], bool] = lambda: False,
     ) -> UpdateReport:
@@ -244,7 +234,7 @@ class DrafterTraining:
             batch = pack(teaching, self.device)
             return drafter_loss(head or self.head, self.frozen, batch, self.loss, temperature=self.temperature).accept
 
-    def share(self, group: TrainingGroup) -> None:
+    def share(self, group: DrafterGroup) -> None:
         """Take the leader's weights, moments and counters; all members call it when a group has formed.
 
         Afterwards `exchange_s` says how long an update's exchange takes in this group.

@@ -24,7 +24,7 @@ from .ledger import Clock
 ResponseTokens = tuple[Key, Sequence[int], Sequence[int]]
 """A key, its prompt's tokens and its response's so far."""
 
-NEWEST_WEIGHT = 0.02
+_ESTIMATE_WEIGHT = 0.02
 """Weight of the newest draft in a drafter's mean of accepted tokens: about the last fifty drafts count."""
 
 
@@ -274,7 +274,7 @@ class DrafterPool(Mapping[str, DrafterState]):
             return
         estimate = self._accept_estimates.get(name, float(verified[0][2]))
         for _, _, num_accepted in verified:
-            estimate += NEWEST_WEIGHT * (num_accepted - estimate)
+            estimate += _ESTIMATE_WEIGHT * (num_accepted - estimate)
         self._accept_estimates[name] = estimate
         if name == self.learned:
             for _, num_drafted, num_accepted in verified:

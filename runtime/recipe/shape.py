@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from math import ceil
-from pathlib import Path
 
+from tltlab.costs.profiles import find_model
 from tltlab.errors import ConfigError
-from tltlab.files import read_json
 from tltlab.hardware import Gpu, ModelShape
-from tltlab.hardware import model as model_by_name
 
 from .recipe import Recipe
 
@@ -17,27 +15,13 @@ PROMPT_TOKENS = 1024
 
 
 def shape_of(model: str) -> ModelShape:
-    """Read MODEL/config.json where that is a folder, else look the last part of the id up in `tltlab.hardware`.
-
-    ConfigError for a model of neither kind, and for one that is no dense decoder.
-    """
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        try:
-            return model_by_name(model)
-        except ConfigError as error:
-            raise ConfigError(
-                f"cannot tell the shape of model {model!r}: there is no {path}, and it is an {error}; download it first"
-            ) from error
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} is no model configuration: expected an object")
+    """Return the shape of a dense decoder, a folder or a name of `tltlab.hardware`; ConfigError for any other model."""
     try:
-        shape = ModelShape.from_config(config, Path(model).resolve().name)
+        shape = find_model(model)
     except (ConfigError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"{path} is not of a dense decoder: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"cannot tell the shape of model {model!r}: {error}; download it first") from error
     if shape.experts:
-        raise ConfigError(f"{path} is of a mixture of experts, and estimates are for dense models")
+        raise ConfigError(f"{model} is a mixture of experts, and estimates are for dense models")
     return shape
 
 

@@ -85,12 +85,8 @@ def code_of_engines(rollout: RolloutConfig) -> Iterator[str]:
         yield from _foreign(rollout.environment.path)
     for argument, value in rollout.vllm.items():
         parts = [(argument, value), *leaves({argument: value})]
-        if any(part and (_IMPORTS.fullmatch(name) or _is_import_path(part)) for name, part in parts):
+        if any(part and (_IMPORTS.fullmatch(name) or _IMPORT_PATH.fullmatch(str(part))) for name, part in parts):
             yield f"rollout.vllm.{argument}"
-
-
-def _is_import_path(value: object) -> bool:
-    return isinstance(value, str) and _IMPORT_PATH.fullmatch(value) is not None
 
 
 def _foreign(path: str) -> Iterator[str]:

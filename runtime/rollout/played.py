@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +26,7 @@ import numpy as np
 from tltlab.config import FrozenModel
 from tltlab.drafters.base import Drafter
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
-from tltlab.files import parse_json, read_json, write_file
+from tltlab.files import json_lines, parse_json, read_json, write_file
 from tltlab.own import code_allowed
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import ExploreSpec
@@ -110,12 +110,7 @@ def read_plan(out: Path) -> Play:
 
 def played(out: Path, engine: str = "engine-*") -> list[dict[str, Any]]:
     """The rows on disk, of one engine or all; the last one of each may be torn."""
-    rows = []
-    for path in sorted(out.glob(f"{engine}.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                rows.append(parse_json(line))
-    return rows
+    return [row for path in sorted(out.glob(f"{engine}.jsonl")) for row in json_lines(path)]
 
 
 def engine_file(worker: int, stock: bool) -> str:

@@ -7,7 +7,6 @@ per rollout, beside it `policies.json` and `repeats.json` as a training run writ
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ from tltlab.runtime.recipe.graphs import engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.user_code import code_of_engines, refuse_code
 from tltlab.runtime.run.placement import Placement
-from tltlab.runtime.run.rows import StepReport, repeat_row, rollout_alone, run_manifest, step_rows
+from tltlab.runtime.run.rows import repeat_row, rollout_alone, run_manifest
 from tltlab.runtime.run.state import RunEvents
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recorder import Recorder
@@ -61,16 +60,12 @@ class RunToVerify:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRollout:
-    """One recorded rollout: its RL step in the trace, its round, whose it is, and its seconds.
-
-    `again_s` is what the same rollout took when it was done once more, None where it was not.
-    """
+    """One recorded rollout: its RL step in the trace, its round, whose it is, and its seconds."""
 
     rl_step: int
     round: int
     policy: str
     rollout_s: float
-    again_s: float | None
 
 
 def run_to_verify(run: Path) -> RunToVerify:
@@ -241,29 +236,16 @@ class PolicyRounds:
         # The engines are as before then: what is done again is the same.
         repeated = self._pool.repeat(shares, rl_step) if again else []
         rollout_s = max(part.duration_s for part in parts)
-        again_s = max(part.duration_s for part in repeated) if repeated else None
         epoch_of = dict(zip((request.key for request in requests), epochs, strict=True))
         requests = [request for share in all_requests(shares, parts) for request in share]
         epochs = [epoch_of[*request.key[:3], 0] for request in requests]
-        report = StepReport(
-            rl_step=rl_step,
-            policy=name,
-            reward_mean=math.nan,
-            num_tokens=sum(len(r.token_ids) for part in parts for r in part.responses),
-            rollout_s=rollout_s,
-            recorder_s=max(part.recorder_s for part in parts),
-            metrics={"drift_kl": 0.0},
-        )
-        rewards = [math.nan] * len(requests)
-        rows = rollout_alone(
-            step_rows(report, requests, parts, rewards, epochs=epochs, policy_version=0, t_start=t_start, drafter={})
-        )
-        for table, new in rows.items():
+        for table, new in rollout_alone(rl_step, name, requests, parts, epochs=epochs, t_start=t_start).items():
             self._recorder.append(table, new)
-        if again_s is not None:
+        if repeated:
+            again_s = max(part.duration_s for part in repeated)
             self._repeats.append(repeat_row(rl_step, parts, repeated, rollout_s=rollout_s, repeat_s=again_s))
             write_json(self.out / "repeats.json", sealed({"repeats": self._repeats}))
-        return RoundRollout(rl_step=rl_step, round=number, policy=name, rollout_s=rollout_s, again_s=again_s)
+        return RoundRollout(rl_step=rl_step, round=number, policy=name, rollout_s=rollout_s)
 
     def _requests(self, number: int, rl_step: int) -> tuple[list[GenerationRequest], list[int]]:
         """The prompts that come after the run's own, round by round, and the epoch of each response."""

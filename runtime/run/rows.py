@@ -154,14 +154,26 @@ def step_rows(
     return rows | {table: list(new) for table, new in drafter.items() if table != "steps"}
 
 
-def rollout_alone(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Sequence[Mapping[str, Any]]]:
-    """The rows of `step_rows` of an RL step that is but a rollout: no reward, and no stage after it."""
-    unknown = {"reward", "reward_mean", "reward_s", "inference_s", "train_s", "sync_s", "drift_kl"}
-    known = {
-        table: [{**row, **dict.fromkeys(row.keys() & unknown)} for row in rows[table]]
-        for table in ("outcomes", "steps")
-    }
-    return {**rows, **known, "spans": [row for row in rows["spans"] if row["lane"] != "trainer"]}
+def rollout_alone(
+    rl_step: int,
+    policy: str,
+    requests: Sequence[GenerationRequest],
+    parts: Sequence[Rollout],
+    *,
+    epochs: Sequence[int],
+    t_start: float,
+) -> dict[str, Sequence[Mapping[str, Any]]]:
+    """Return the rows of an RL step that is but a rollout, as `step_rows`: no reward, and no stage after it."""
+    report = StepReport(
+        rl_step=rl_step, policy=policy, reward_mean=math.nan, metrics={"drift_kl": math.nan},
+        num_tokens=sum(len(response.token_ids) for part in parts for response in part.responses),
+        rollout_s=max(part.duration_s for part in parts), recorder_s=max(part.recorder_s for part in parts),
+    )  # fmt: skip
+    nothing: Sequence[None] = [None] * len(requests)
+    rows = step_rows(report, requests, parts, nothing, epochs=epochs, policy_version=0, t_start=t_start, drafter={})
+    unknown = {"reward_mean", "reward_s", "inference_s", "train_s", "sync_s", "drift_kl"}
+    steps = [{**row, **dict.fromkeys(row.keys() & unknown)} for row in rows["steps"]]
+    return {**rows, "steps": steps, "spans": [row for row in rows["spans"] if row["lane"] != "trainer"]}
 
 
 def repeat_row(

@@ -16,9 +16,10 @@ from tltlab.files import write_json
 from tltlab.importers.sources import read
 from tltlab.own import code_allowed
 from tltlab.planning.systems import SYSTEMS
+from tltlab.policies.policy import Policy
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
-from tltlab.sim.scenario import PolicyLike, Scenario, named_policies
+from tltlab.sim.scenario import Scenario, named_policies
 from tltlab.sim.simulate import outside_calibration, outside_text
 from tltlab.sim.sweep import drafters_text, granted_text, speed_up_cells, speed_ups
 
@@ -172,7 +173,7 @@ def _policies(
     return result | {"evidence": evidence, "outside_calibration": outside}, "\n".join(lines)
 
 
-def _outside(scenario: Scenario, policies: Mapping[str, PolicyLike]) -> dict[str, float]:
+def _outside(scenario: Scenario, policies: Mapping[str, Policy]) -> dict[str, float]:
     """The largest share of iterations outside what was measured, by what is outside, over some of the policies."""
     shares = [outside_calibration(scenario, scenario.rollouts(policy)) or {} for policy in policies.values()]
     return {str(name): share for name, share in pd.DataFrame(shares).max().items()}

@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 
-from tltlab.own import split
 from tltlab.traces.trace import Trace
 
 Workers = Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")]
@@ -59,14 +58,12 @@ ToolSeconds = Annotated[
 RayAddress = Annotated[
     str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
 ]
+LogCosts = Annotated[
+    str | None,
+    typer.Option(help="Of a log: costs whose level it shows, a preset, profile or file. [default: linear ones]"),
+]
+LogWorkers = Annotated[int | None, typer.Option(min=1, help="Of a log: the engines that it ran on.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of policies, of searches and of what is sampled.")]
-
-
-def words(text: str | None, between: str = ",") -> tuple[str, ...]:
-    """Parts of an option with commas or another sign between; commas within brackets do not count."""
-    if between == ",":
-        return tuple(split(text or ""))
-    return tuple(word.strip() for word in (text or "").split(between) if word.strip())
 
 
 def decisions(block: int | None, trace: Trace, systems: str | None) -> int:

@@ -13,7 +13,7 @@ from tltlab.console import AllowCode, Json, emit, json_rows, made_by, progress, 
 from tltlab.errors import ConfigError
 from tltlab.files import write_file, write_json
 from tltlab.importers.sources import read
-from tltlab.own import code_allowed
+from tltlab.own import code_allowed, split
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.sweep import drafters_text, granted_text, speed_up_cells
@@ -84,8 +84,8 @@ def sweep(
         gpus = GPUS
     axes = Axes(
         workers=_numbers("--workers", workers), caps=_numbers("--caps", caps),
-        group_sizes=_numbers("--group-sizes", group_sizes), gpus=options.words(gpus),
-        acceptance=options.words(acceptance, ";" if "=" in (acceptance or "") else ","), model=model or MODEL,
+        group_sizes=_numbers("--group-sizes", group_sizes), gpus=tuple(split(gpus or "")),
+        acceptance=tuple(split(acceptance or "", ";" if "=" in (acceptance or "") else ",")), model=model or MODEL,
         systems=() if systems is None else tuple(system.name for system in find_systems(systems)),
     )  # fmt: skip
     source = read(trace)

@@ -20,6 +20,7 @@ from tltlab.console import Json, emit, progress, progress_bar, table, whole_numb
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import read_json
 from tltlab.importers.sources import read
+from tltlab.own import split
 from tltlab.planning.graph_pool import GraphPool, sglang_sizes
 from tltlab.traces.trace import Trace
 
@@ -108,7 +109,7 @@ def tune(
     config = TuneConfig(
         costs=costs, acceptance=acceptance, workers=workers, placement=placement, decision_block=decision_block,
         seed=seed, depths=draft_depths, judge_steps=_judged(judge, sources), max_buckets=max_buckets,
-        drafters=[d for d in drafters.split(",") if d] if drafters is not None else None, trials=trials,
+        drafters=split(drafters) if drafters is not None else None, trials=trials,
         policies=policies or (), search=_searched(search or ()), repeats=repeats, robust=robust,
         cost_error=cost_error, jobs=jobs, graphs=graphs, gpus=gpus, model=model, engine=engine, tp=tp,
     )  # fmt: skip

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import simpy
@@ -34,7 +34,7 @@ from tltlab.costs.base import CostModel
 from tltlab.costs.noise import IterationNoise
 from tltlab.policies.driver import PolicyDriver
 from tltlab.policies.selector import Selector
-from tltlab.sim.idle_training import SpotResult
+from tltlab.sim.idle_training import IdleUse, SpotResult
 from tltlab.state import NO_CHOICE, Choice, DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION
 
@@ -49,28 +49,6 @@ from .scheduler import Scheduler
 
 _ROUNDING = 1e-9
 """Tolerance for iteration counts derived from times, and for seconds at which requests come back together."""
-
-
-class IdleUse(Protocol):
-    """Use of idle workers while others still run; called at the virtual time of each event.
-
-    A rollout begins; a worker that is about to be idle has finished responses of these lengths, and has nothing left
-    to do in this rollout; all workers are done.
-    """
-
-    def rollout_started(self, num_workers: int, now: float) -> None: ...
-    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None: ...
-    def worker_idle(self, worker: int, now: float) -> None: ...
-    def rollout_ended(self, now: float) -> None: ...
-
-
-class LeaveIdle:
-    """Idle workers stay idle."""
-
-    def rollout_started(self, num_workers: int, now: float) -> None: ...
-    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None: ...
-    def worker_idle(self, worker: int, now: float) -> None: ...
-    def rollout_ended(self, now: float) -> None: ...
 
 
 @dataclass(slots=True)
@@ -130,7 +108,7 @@ class RolloutSimulator:
     record_rewards: bool = False
     ahead: bool | None = None
     delay: int | None = None
-    idle_use: IdleUse = field(default_factory=LeaveIdle)
+    idle_use: IdleUse = field(default_factory=IdleUse)
     regimes: Regimes = field(init=False)
     new_batch: Callable[[Requests], Batch] = field(init=False)
     drafters: Mapping[str, DrafterState] = field(default_factory=dict)

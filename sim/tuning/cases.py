@@ -15,12 +15,12 @@ from tltlab.arrays import Floats
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.sim.scenario import PolicyLike, Scenario
+from tltlab.sim.scenario import Scenario
 from tltlab.sim.sweep import sweep
 from tltlab.stats import Interval, paired_ratio
 from tltlab.strategy import Strategy
 
-from .oracle import OraclePolicy
+from .oracle import oracle_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +65,6 @@ class TuningCase:
         return {b: (times[b] / steps, contexts[b] / times[b]) for b in sorted(times)}
 
 
-Makespans = Mapping[str, list[Floats]]
-"""Seconds per policy, case and RL step."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TuningCases:
     """Cases that count together: their mean, or (`robust`) the worst of them relative to plain decoding."""
@@ -95,7 +91,7 @@ class TuningCases:
         return {"drafters": rows[0]["drafters"], "acceptance": {name: " / ".join(text) for name, text in texts.items()}}
 
     def makespans(
-        self, policies: Mapping[str, PolicyLike], *, mode: str, seeds: Sequence[int], jobs: int = 1
+        self, policies: Mapping[str, Policy], *, mode: str, seeds: Sequence[int], jobs: int = 1
     ) -> dict[str, list[Floats]]:
         """Simulate every policy in every case; the mean over seeds, which all policies share."""
         seconds: dict[str, list[Floats]] = {name: [] for name in policies}
@@ -113,7 +109,7 @@ class TuningCases:
         """Makespans of the per-iteration oracle, which knows each case's costs and whose choices hold at once."""
         seconds: list[Floats] = []
         for case in self.cases:
-            policy = OraclePolicy(case.scenario, strategies)
+            policy = oracle_policy(case.scenario, strategies)
             seeded = (replace(case.scenario, mode=mode, seed=seed).rollouts(policy, delay=0) for seed in seeds)
             seconds.append(np.mean([[rollout.makespan_s for rollout in rollouts] for rollouts in seeded], axis=0))
         return seconds

@@ -120,17 +120,13 @@ def best_table(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
 
 def covered_chains(scenario: Scenario, drafters: Sequence[str]) -> list[Strategy]:
     """Chains of `DEPTHS` by these drafters that the scenario's acceptance covers."""
-    chains = [Strategy.chain(name, depth) for name in drafters for depth in DEPTHS]
-    return [strategy for strategy in chains if _covered(scenario, strategy)]
-
-
-def _covered(scenario: Scenario, strategy: Strategy) -> bool:
-    try:
-        assert scenario.acceptance is not None
-        scenario.acceptance.in_state({}).check(strategy)
-    except ConfigError:
-        return False
-    return True
+    assert scenario.acceptance is not None
+    model, covered = scenario.acceptance.in_state({}), []
+    for strategy in (Strategy.chain(name, depth) for name in drafters for depth in DEPTHS):
+        with suppress(ConfigError):
+            model.check(strategy)
+            covered.append(strategy)
+    return covered
 
 
 def times_as_fast(plain: Floats, seconds: Floats, seed: int) -> Interval:

@@ -20,8 +20,9 @@ from tltlab.errors import ConfigError, InputError
 from tltlab.files import parse_json
 from tltlab.importers.sources import TraceSource, read
 from tltlab.planning.systems import find_systems
+from tltlab.policies.policy import Policy
 from tltlab.sim.config import SimulationConfig, at_least, check_keywords
-from tltlab.sim.scenario import PolicyLike, Scenario, named_policies
+from tltlab.sim.scenario import Scenario, named_policies
 from tltlab.sim.sweep import backend, makespans, ratio_columns, speed_ups
 from tltlab.sim.systems import compare_systems
 from tltlab.traces.schema import KEY
@@ -183,7 +184,7 @@ def sweep(
         {
             "responses": trace.num_rows("outcomes"),
             "tokens": int(trace.outcomes["response_tokens"].sum()),
-            "policies": {name: _identity(policy) for name, policy in chosen.items()},
+            "policies": {name: policy.model_dump(mode="json") for name, policy in chosen.items()},
             "settings": {f.name: str(value) for f in fields(config) if (value := getattr(config, f.name)) is not None},
             "model": axes.model if axes.gpus else None,
         }
@@ -213,7 +214,7 @@ def sweep(
 
 
 def _rows(
-    trace: Trace, axes: Axes, config: SimulationConfig, policies: Mapping[str, PolicyLike], point: Mapping[str, Any]
+    trace: Trace, axes: Axes, config: SimulationConfig, policies: Mapping[str, Policy], point: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """A point's rows, one per policy or system."""
     trace, config, stages = _at(trace, axes, config, point)
@@ -273,12 +274,6 @@ def _first_samples(trace: Trace, size: int) -> Trace:
     workload = trace.workload[rank < size]
     outcomes = trace.outcomes.merge(workload[list(KEY)], on=list(KEY))
     return Trace.from_tables(trace.manifest, {"workload": workload, "outcomes": outcomes})
-
-
-def _identity(policy: PolicyLike) -> Any:
-    """What tells a policy from another in a journal."""
-    dump = getattr(policy, "model_dump", None)
-    return dump(mode="json") if dump is not None else repr(getattr(policy, "name", policy))
 
 
 def _read_journal(journal: Path | None, question: str) -> dict[str, list[dict[str, Any]]]:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from tltlab.costs.base import IterationCost
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
-from tltlab.policies.specs import FixedSpec
+from tltlab.policies.specs import CustomSpec, FixedSpec
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.simulate import accept_length
@@ -72,23 +70,15 @@ class Oracle(Selector):
         return cost.without_context_s(batch) / tokens, cost.context_slope_s(batch) / tokens, strategy
 
 
-class OraclePolicy:
+def oracle_policy(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
     """The oracle as a policy of the simulator; it has no file, since no run knows the truth.
 
-    >>> scenario.rollouts(OraclePolicy(scenario, strategies))  # doctest: +SKIP
+    >>> scenario.rollouts(oracle_policy(scenario, strategies))  # doctest: +SKIP
     """
-
-    def __init__(self, scenario: Scenario, strategies: Sequence[Strategy]) -> None:
-        if scenario.acceptance is None and any(s.speculates for s in strategies):
-            raise ConfigError("the oracle needs an acceptance model to know what speculation brings")
-        self._expected = ExpectedIteration(scenario, strategies)
-
-    @property
-    def strategies(self) -> tuple[Strategy, ...]:
-        return self._expected.strategies
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        return Oracle(self._expected)
+    if scenario.acceptance is None and any(s.speculates for s in strategies):
+        raise ConfigError("the oracle needs an acceptance model to know what speculation brings")
+    expected = ExpectedIteration(scenario, strategies)
+    return Policy(selector=CustomSpec.holding(lambda: Oracle(expected)))
 
 
 def _least_somewhere(lines: list[tuple[float, float, Strategy]]) -> list[tuple[float, float, Strategy]]:

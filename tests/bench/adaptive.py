@@ -268,7 +268,7 @@ def figures(trace: Trace, held_s: Mapping[int, float]) -> dict[str, Any]:
     return {
         "slow_down": _as_share(interval_json(slow_down)),
         "met": None if slow_down is None or math.isnan(high := slow_down.high) else math.expm1(high) <= SLOW_DOWN_GOAL,
-        "idle_share": idle / (num_workers * sum(t.ran_s for t in times)),
+        "idle_share": idle / (num_workers * sum(t.rollout_s - t.wait_s for t in times)),
         "idle_held": sum(t.held_s for t in times) / idle if idle else None,
         "idle_trained": sum(t.train_s for t in times) / idle if idle else None,
         "yield_s": _spread(yields),

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tltlab.policies.engines import AcceptedThresholds
-from tltlab.sim.scenario import AnyPolicy, Scenario, as_policy
+from tltlab.policies.policy import PolicySource, load_policy
+from tltlab.sim.scenario import Scenario
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
 SEEDS = range(2)
@@ -39,14 +40,14 @@ def scenarios() -> tuple[Scenario, ...]:
     )  # fmt: skip
 
 
-def busy_s(policy: AnyPolicy, delay: int) -> float:
+def busy_s(policy: PolicySource, delay: int) -> float:
     """Worker-seconds for all tokens of all traces."""
-    chosen = as_policy(policy)
+    chosen = load_policy(policy, held=True)
     return math.fsum(r.busy_s for scenario in scenarios() for r in scenario.rollouts(chosen, delay=delay))
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_late_outcomes_cost_a_policy_little(policy: AnyPolicy):
+def test_late_outcomes_cost_a_policy_little(policy: PolicySource):
     at_once = busy_s(policy, 0)
     lost = {delay: busy_s(policy, delay) / at_once - 1 for delay in (1, 3)}
     assert max(lost.values()) <= MOST_LOST, lost

@@ -1,16 +1,20 @@
 """Requests, costs and ways to ask that the simulator's tests share."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import settings
+from pydantic import PrivateAttr
 
 from tltlab.cli.app import main
 from tltlab.costs.base import LinearCosts
+from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
+from tltlab.policies.specs import NoneSpec
 from tltlab.sim.engine.requests import Requests
 from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -54,19 +58,31 @@ class Ruled(Selector):
         self.outcomes.append(outcome)
 
 
-class Handing:
+class Handing(Policy):
     """A policy whose selectors follow a rule; without one they choose the last strategy."""
+
+    _make: Callable[[], Ruled] = PrivateAttr()
+    _strategies: tuple[Strategy, ...] = PrivateAttr()
+    _built: list[Ruled] = PrivateAttr(default_factory=list)
 
     def __init__(
         self, *strategies: Strategy, rule: Callable[[StepState], Strategy] | None = None, memoryless: bool = False
     ) -> None:
-        self.strategies, self.memoryless = strategies, memoryless
-        self.rule = rule or (lambda state: strategies[-1])
-        self.built: list[Ruled] = []
+        super().__init__(selector=NoneSpec())
+        self._strategies = strategies
+        self._make = partial(Ruled, strategies, rule or (lambda state: strategies[-1]), memoryless=memoryless)
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return self._strategies
+
+    @property
+    def built(self) -> list[Ruled]:
+        return self._built
 
     def build(self, rng: np.random.Generator | None = None) -> Ruled:
-        self.built.append(Ruled(self.strategies, self.rule, memoryless=self.memoryless))
-        return self.built[-1]
+        self._built.append(self._make())
+        return self._built[-1]
 
 
 def up_to(most: int, chain: Strategy, *, memoryless: bool = True) -> Ruled:

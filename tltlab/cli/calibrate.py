@@ -30,6 +30,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import sealed, write_json
 from tltlab.importers.formats import guess
 from tltlab.importers.sources import read
+from tltlab.sim.cli import options
 from tltlab.sim.verification.training_log import LogFit, fit_log, is_log
 
 TABLES = (".csv", ".parquet")
@@ -45,9 +46,7 @@ def calibrate(
     acceptance_out: Annotated[
         Path | None, typer.Option(help="Where the acceptance model goes. [default: acceptance.json beside --out]")
     ] = None,
-    rl_steps: Annotated[
-        str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")
-    ] = None,
+    rl_steps: options.RlSteps = None,
     kind: Annotated[str, typer.Option(help=f"Kind of costs: {', '.join(KINDS)}.")] = "linear",
     gpu: Annotated[
         str | None, typer.Option(help="GPU of the data, such as H100, or a JSON file; a roofline needs it.")
@@ -67,11 +66,8 @@ def calibrate(
         Path | None,
         typer.Option(help="Fit acceptance by the drafter's age and updates too, for simulate --acceptance."),
     ] = None,
-    log_costs: Annotated[
-        str | None,
-        typer.Option(help="Of a log: costs whose level it shows, a preset, profile or file. [default: linear ones]"),
-    ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Of a log: the engines that it ran on.")] = None,
+    log_costs: options.LogCosts = None,
+    workers: options.LogWorkers = None,
     as_json: Json = False,
 ) -> None:
     """Fit costs, acceptance and drafter training to a trace, costs to a table; print residuals and held-out errors.

@@ -13,6 +13,7 @@ from tltlab.console import AllowCode, Json, emit, progress
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.own import code_allowed
+from tltlab.sim.cli import options
 from tltlab.sim.verification import policies as of_policies
 from tltlab.sim.verification.decisions import replay_decisions
 from tltlab.sim.verification.rollouts import text
@@ -38,18 +39,13 @@ def verify(
     out: Annotated[
         Path | None, typer.Option(help="Keep what --policies ran as a RUN of its own. [default: it is not kept]")
     ] = None,
-    rl_steps: Annotated[
-        str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")
-    ] = None,
+    rl_steps: options.RlSteps = None,
     window: Annotated[
         int | None,
         typer.Option(min=2, help=f"Other RL steps to fit on, the nearest. [default: {WINDOW}, of a log {LOG_WINDOW}]"),
     ] = None,
-    costs: Annotated[
-        str | None,
-        typer.Option(help="Of a log: costs whose level it shows, a preset, profile or file. [default: linear ones]"),
-    ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Of a log: the engines that it ran on.")] = None,
+    costs: options.LogCosts = None,
+    workers: options.LogWorkers = None,
     decisions: Annotated[
         bool,
         typer.Option("--decisions", help="Make the recorded decisions again, with the recorded times and acceptance."),

@@ -54,7 +54,21 @@ class CalibratedRange(FrozenModel):
         return [name for name, span in spans.items() if span and not span[0] <= quantities[name] <= span[1]]
 
 
-class CostModel(StoredModel, ABC):
+class Coefficients:
+    """What a cost model is made of, of which some may be None."""
+
+    def need(self, term: str) -> float:
+        """The value of `term`; a ConfigError that names it where the data did not identify it."""
+        value = getattr(self, term)
+        if value is None:
+            raise ConfigError(
+                f"the cost model has no {term} (null: not identified by its data), which this simulation needs; "
+                f"calibrate on a trace that shows it, or write a value into the file"
+            )
+        return float(value)
+
+
+class CostModel(Coefficients, StoredModel, ABC):
     """Seconds of iterations and prefill on one worker, and that worker's limits; its file is for `load_costs`.
 
     `kv_capacity_tokens`, `max_num_seqs` and `max_num_batched_tokens` are per worker, None unlimited. The last is the
@@ -207,16 +221,6 @@ class LinearCosts(CostModel):
 
     def prefill_s(self, tokens: float) -> float:
         return self.need("prefill_per_token_s") * tokens
-
-    def need(self, term: str) -> float:
-        """The value of `term`; a ConfigError that names it where the data did not identify it."""
-        value = getattr(self, term)
-        if value is None:
-            raise ConfigError(
-                f"the cost model has no {term} (null: not identified by its data), which this simulation needs; "
-                f"calibrate on a trace that shows it, or write a value into the file"
-            )
-        return float(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,17 +12,16 @@ from pydantic import Field, field_validator, model_validator
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
-from tltlab.errors import ConfigError
 from tltlab.hardware import BYTES_PER_VALUE, DTYPE_BYTES, Dtype, Gpu, ModelShape, gpu, model, per_gpu_heads
 from tltlab.strategy import Strategy
 
-from .base import CostModel, IterationCost, Seconds, padded
+from .base import Coefficients, CostModel, IterationCost, Seconds, padded
 
 Numbers = float | Floats
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class Constants(FrozenModel):
+class Constants(Coefficients, FrozenModel):
     """What the data sheets do not say; None is a term that the data did not identify.
 
     The efficiencies are shares of the HBM bandwidth reached on weights and on the KV cache, of the peak FLOPs and of
@@ -52,16 +51,6 @@ class Constants(FrozenModel):
     draft_level_s: Seconds | None = None
     draft_level_per_request_s: Seconds | None = None
     tree_s: Seconds = 0.0
-
-    def need(self, term: str) -> float:
-        """The value of `term`; a ConfigError that names it where the data did not identify it."""
-        value = getattr(self, term)
-        if value is None:
-            raise ConfigError(
-                f"the cost model has no {term} (null: not identified by its data), which speculation needs; "
-                f"fit it to measurements with speculation, or write a value into the file"
-            )
-        return float(value)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

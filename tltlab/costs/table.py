@@ -13,7 +13,6 @@ from pydantic import Field, field_validator, model_validator
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
-from tltlab.errors import ConfigError
 from tltlab.hardware import Gpu, ModelShape, gpu, model, per_gpu_heads
 from tltlab.strategy import Strategy
 
@@ -163,12 +162,12 @@ class TableCosts(CostModel):
         depth = drafters.network_levels(strategy) if self.network_levels else strategy.draft_depth
         draft_fixed = draft_per_request = 0.0
         if strategy.speculates:
-            fixed += self._need("sd_base_s")
+            fixed += self.need("sd_base_s")
         if depth:
-            draft_fixed = depth * self._need("draft_level_s")
-            draft_per_request = depth * self._need("draft_level_per_request_s")
+            draft_fixed = depth * self.need("draft_level_s")
+            draft_per_request = depth * self.need("draft_level_per_request_s")
         if drafter_loaded and not strategy.speculates:
-            fixed += self._need("sd_idle_s")
+            fixed += self.need("sd_idle_s")
         return TableIteration(
             fixed_s=fixed,
             per_request_s=self.per_request_s,
@@ -186,7 +185,7 @@ class TableCosts(CostModel):
         )
 
     def prefill_s(self, tokens: float) -> float:
-        return self._need("prefill_per_token_s") * tokens
+        return self.need("prefill_per_token_s") * tokens
 
     def _forward(self) -> Curve:
         tokens, seconds = [k.tokens for k in self.forward], [k.seconds for k in self.forward]
@@ -195,15 +194,6 @@ class TableCosts(CostModel):
         ideal = self.roofline.shape()
         excess = tuple(math.log(s / ideal.at(m)) for m, s in zip(tokens, seconds, strict=True))
         return Utilisation(xs=tuple(tokens), ys=tuple(seconds), excess=excess, ideal=ideal)
-
-    def _need(self, term: str) -> float:
-        value = getattr(self, term)
-        if value is None:
-            raise ConfigError(
-                f"the cost table has no {term} (null: not measured), which this simulation needs; "
-                f"measure it, or write a value into the file"
-            )
-        return float(value)
 
 
 class Curve(Protocol):

@@ -17,7 +17,7 @@ from tltlab.calibration.linear import fit_recorded, predict
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.errors import TraceError
-from tltlab.files import parse_json, read_object
+from tltlab.files import json_lines, read_object
 from tltlab.importers.sources import read
 from tltlab.policies.policy import SHIPPED
 from tltlab.stats import Interval, paired_interval
@@ -196,15 +196,6 @@ def accepted_pairs(table: pd.DataFrame) -> pd.Series:
     """(request, iteration) pairs of each row, as `metrics.mean_accept_length` counts them."""
     lengths = table["accepted_per_request"].astype(object).str.len()
     return lengths.astype(np.float64).fillna(table["batch"])
-
-
-def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
-    """The objects of a JSON-lines file, none where there is no file; a torn last line is left out."""
-    values = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        with suppress(ValueError):
-            values.append(parse_json(line))
-    return tuple(value for value in values if isinstance(value, dict))
 
 
 def _trace_of(run: Path) -> tuple[Trace | None, str, Path | None]:

@@ -6,7 +6,7 @@ is compared with is built from public descriptions; SOURCES says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -23,9 +23,8 @@ from tltlab.policies.beg_mab import BegMab, paper_buckets
 from tltlab.policies.engines import AcceptedThresholds, ContextTable
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import Policy
-from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable
-from tltlab.policies.specs import AdaptiveSpec, NoneSpec
+from tltlab.policies.specs import AdaptiveSpec, CustomSpec, NoneSpec
 from tltlab.sim.sweep import backend
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -86,21 +85,7 @@ class PoliciesSettings:
     clock: Literal["wall", "processor"] = "wall"
 
 
-@dataclass(frozen=True)
-class BuiltPolicy:
-    """A policy of the simulator from a function that builds its selector."""
-
-    make: Callable[[np.random.Generator], Selector]
-
-    @property
-    def strategies(self) -> tuple[Strategy, ...]:
-        return self.make(np.random.default_rng(0)).strategies
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        return self.make(rng)
-
-
-def policies_for(regime: PolicyRegime) -> dict[str, Policy | BuiltPolicy]:
+def policies_for(regime: PolicyRegime) -> dict[str, Policy]:
     """Every policy by name, over the regime's drafters, or its first one where a policy knows no more."""
     name = regime.drafters[0]
     stated_costs, start = regime.file_costs, regime.phases[0].costs
@@ -112,23 +97,24 @@ def policies_for(regime: PolicyRegime) -> dict[str, Policy | BuiltPolicy]:
     contexts = [(1, Strategy.chain(name, 5)), (32768, Strategy.chain(name, 3)), (131072, NO_SPECULATION)]
     trimmed = [Strategy(name, 7, 1, verified) for verified in range(2, 9)]
     published = paper_buckets([*few[:3], NO_SPECULATION], (1, 5, 17, 33))
-    return {
-        ADAPTIVE: Policy(selector=AdaptiveSpec(drafters=regime.drafters)),
-        "goodput": BuiltPolicy(lambda rng: Goodput(chains, stated_costs, rng=rng)),
-        "table by batch": BuiltPolicy(lambda rng: BatchTable(rows)),
-        "table by context": BuiltPolicy(lambda rng: ContextTable(contexts)),
-        "verify budget": BuiltPolicy(lambda rng: Goodput(trimmed, start, epsilon=0.0, rng=rng)),
-        "accepted thresholds": BuiltPolicy(lambda rng: AcceptedThresholds(name)),
-        "cost profile": BuiltPolicy(lambda rng: Goodput(chains, start, epsilon=0.0, rng=rng)),
-        "ucb1": BuiltPolicy(lambda rng: Ucb1([NO_SPECULATION, *few], exploration=0.1, reward="relative")),
-        "beg-mab published": BuiltPolicy(lambda rng: BegMab(published, rng=rng)),
-        SEVERAL: BuiltPolicy(lambda rng: BegMab(arms, rng=rng)),
-        "beg-mab, arms and means": BuiltPolicy(lambda rng: BegMab(arms, statistic="mean", rng=rng)),
-        "beg-mab, arms and relative": BuiltPolicy(lambda rng: BegMab(arms, reward="relative", rng=rng)),
-        "beg-mab, arms and bands": BuiltPolicy(lambda rng: BegMab(bands, rng=rng)),
-        "beg-mab, all repairs": BuiltPolicy(lambda rng: BegMab(bands, statistic="mean", reward="relative", rng=rng)),
-        "none": Policy(selector=NoneSpec()),
+    built: dict[str, Any] = {
+        ADAPTIVE: AdaptiveSpec(drafters=regime.drafters),
+        "goodput": lambda rng: Goodput(chains, stated_costs, rng=rng),
+        "table by batch": lambda rng: BatchTable(rows),
+        "table by context": lambda rng: ContextTable(contexts),
+        "verify budget": lambda rng: Goodput(trimmed, start, epsilon=0.0, rng=rng),
+        "accepted thresholds": lambda rng: AcceptedThresholds(name),
+        "cost profile": lambda rng: Goodput(chains, start, epsilon=0.0, rng=rng),
+        "ucb1": lambda rng: Ucb1([NO_SPECULATION, *few], exploration=0.1, reward="relative"),
+        "beg-mab published": lambda rng: BegMab(published, rng=rng),
+        SEVERAL: lambda rng: BegMab(arms, rng=rng),
+        "beg-mab, arms and means": lambda rng: BegMab(arms, statistic="mean", rng=rng),
+        "beg-mab, arms and relative": lambda rng: BegMab(arms, reward="relative", rng=rng),
+        "beg-mab, arms and bands": lambda rng: BegMab(bands, rng=rng),
+        "beg-mab, all repairs": lambda rng: BegMab(bands, statistic="mean", reward="relative", rng=rng),
+        "none": NoneSpec(),
     }
+    return {name: Policy(selector=CustomSpec.holding(spec) if callable(spec) else spec) for name, spec in built.items()}
 
 
 class Policies(Experiment[PoliciesSettings]):
@@ -210,7 +196,7 @@ def judged(regime: PolicyRegime, seeds: Sequence[int]) -> list[Row]:
     """A row per policy: seconds of an RL step, and ratios to the best fixed strategy, with its interval, and oracle."""
     best, fixed_by_seed = best_fixed(regime, seeds)
     fixed = np.concatenate([fixed_by_seed[seed] for seed in seeds])
-    policies: dict[str, Policy | BuiltPolicy | None] = {**policies_for(regime), ORACLE: None}
+    policies: dict[str, Policy | None] = {**policies_for(regime), ORACLE: None}
     found = {name: np.concatenate([regime.seconds(each, seed) for seed in seeds]) for name, each in policies.items()}
     rows = []
     for name, seconds in found.items():

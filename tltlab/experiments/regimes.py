@@ -7,7 +7,7 @@ when a drafter learns or a machine slows down. Recorded traces come with the cos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +23,12 @@ from tltlab.costs.scaled import ScaledCosts
 from tltlab.importers.sources import read
 from tltlab.lengths.generate import generate
 from tltlab.lengths.model import REGIMES
-from tltlab.policies.policy import load_policy
+from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.selector import Selector
+from tltlab.policies.specs import CustomSpec
 from tltlab.sim.engine.worker import SimulatedRollout
-from tltlab.sim.scenario import PolicyLike, Scenario
-from tltlab.sim.tuning.oracle import OraclePolicy
+from tltlab.sim.scenario import Scenario
+from tltlab.sim.tuning.oracle import oracle_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
@@ -59,18 +60,18 @@ class PolicyRegime:
         depths = range(1, MAX_DEPTH + 1)
         return (NO_SPECULATION, *(Strategy.chain(name, depth) for name in self.drafters for depth in depths))
 
-    def _rollouts(self, policy: PolicyLike | None, seed: int) -> Iterator[SimulatedRollout]:
+    def _rollouts(self, policy: Policy | None, seed: int) -> Iterator[SimulatedRollout]:
         """Of all phases under one policy; None is the per-iteration oracle, which knows each phase's truth."""
-        lasting = None if policy is None else LastingPolicy(policy, self.phases[0].workers)
+        kept = None if policy is None else lasting(policy)
         for phase in self.phases:
             seeded = replace(phase, seed=seed)
-            yield from seeded.rollouts(lasting or OraclePolicy(seeded, self.strategies))
+            yield from seeded.rollouts(kept or oracle_policy(seeded, self.strategies))
 
-    def seconds(self, policy: PolicyLike | None, seed: int) -> Floats:
+    def seconds(self, policy: Policy | None, seed: int) -> Floats:
         """Makespan of each RL step, under selectors that live through all of them, or the oracle (None)."""
         return np.array([rollout.makespan_s for rollout in self._rollouts(policy, seed)])
 
-    def seconds_by_part(self, policy: PolicyLike | None, seed: int) -> dict[str, float]:
+    def seconds_by_part(self, policy: Policy | None, seed: int) -> dict[str, float]:
         """Seconds of decoding on all workers by `PARTS` of the rollouts; None is the per-iteration oracle."""
         seconds = dict.fromkeys(PARTS, 0.0)
         for rollout in self._rollouts(policy, seed):
@@ -81,24 +82,17 @@ class PolicyRegime:
         return seconds
 
 
-@dataclass
-class LastingPolicy:
-    """A policy whose selectors are built once for each of `workers`, however often they are asked for."""
+def lasting(policy: Policy) -> Policy:
+    """A policy whose selectors are built once for each seed of a generator, however often they are asked for."""
+    selectors: dict[str, Selector] = {}
 
-    policy: PolicyLike
-    workers: int
-    _selectors: list[Selector] = field(default_factory=list)
-    _num_builds: int = 0
+    def build(rng: np.random.Generator) -> Selector:
+        seed = str(rng.bit_generator.seed_seq)
+        if seed not in selectors:
+            selectors[seed] = policy.build(rng)
+        return selectors[seed]
 
-    @property
-    def strategies(self) -> tuple[Strategy, ...]:
-        return self.policy.strategies
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        if len(self._selectors) < self.workers:
-            self._selectors.append(self.policy.build(rng))
-        self._num_builds += 1
-        return self._selectors[(self._num_builds - 1) % self.workers]
+    return Policy(selector=CustomSpec.holding(build))
 
 
 def regimes(traces: Path, rl_steps: int) -> list[PolicyRegime]:

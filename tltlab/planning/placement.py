@@ -87,8 +87,10 @@ class OwnPlacement(OwnPart):
     contract = "check_placement"
 
 
-def load_placement(source: str | Placement | type[Placement]) -> Placement:
+def load_placement(source: str | Placement | type[Placement], names: Iterable[str] = PLACEMENTS) -> Placement:
     """Return a placement from itself, a name in `PLACEMENTS`, a class, or `module:Class(key=value,...)`.
+
+    ConfigError for another source; the message lists `names`.
 
     >>> load_placement("round_robin").place([PlacedRequest((0, "p", i, 0), 8, 64) for i in range(3)], 2, {})
     [[0, 2], [1]]
@@ -97,8 +99,8 @@ def load_placement(source: str | Placement | type[Placement]) -> Placement:
         return PLACEMENTS[source]
     own: Placement | None = OwnPlacement.resolve(source)
     if own is None:
-        near = did_you_mean(str(source), PLACEMENTS)
-        raise ConfigError(f"no placement named {source!r}{near}; there are {', '.join(PLACEMENTS)}, or module:Class")
+        near = did_you_mean(str(source), names)
+        raise ConfigError(f"no placement named {source!r}{near}; there are {', '.join(names)}, or module:Class")
     return own
 
 

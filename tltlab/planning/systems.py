@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tltlab.coordination.progress import SpotTraining
 from tltlab.drafters.specs import SYSTEM_DRAFTERS
 from tltlab.errors import ConfigError, did_you_mean
+from tltlab.own import split
 from tltlab.policies.policy import Activation
 
 from .composition import (
@@ -369,7 +370,7 @@ def find_systems(names: str | Sequence[str | System] = "all") -> tuple[System, .
     ['VeRL', 'TLT']
     """
     if isinstance(names, str):
-        names = list(SYSTEMS) if names.strip() == "all" else [name.strip() for name in names.split(",") if name.strip()]
+        names = list(SYSTEMS) if names.strip() == "all" else split(names)
     systems = tuple(name if isinstance(name, System) else find_system(name) for name in names)
     chosen = [system.name for system in systems]
     if not chosen:

@@ -15,7 +15,7 @@ from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .selector import Selector
-from .simple import bucket_of, checked_thresholds
+from .simple import BatchTable, bucket_of, checked_thresholds
 
 SGLANG_STEPS: tuple[tuple[int, tuple[int, ...], float], ...] = (
     (1, (1, 3, 5, 7), -0.25),
@@ -106,7 +106,7 @@ def _moved(slot: _Slot) -> int:
     return at
 
 
-class ContextTable(Selector):
+class ContextTable(BatchTable):
     """A strategy for each range of mean context per request, in tokens: vLLM's proposal #54801.
 
     `rows` are (min_tokens, strategy) with ascending min_tokens, as in `BatchTable`.
@@ -116,10 +116,7 @@ class ContextTable(Selector):
     'none'
     """
 
-    def __init__(self, rows: Sequence[tuple[int, Strategy]]) -> None:
-        self.thresholds = checked_thresholds([min_tokens for min_tokens, _ in rows])
-        self.rows = tuple(strategy for _, strategy in rows)
-        self.strategies = tuple(dict.fromkeys(self.rows))
+    memoryless = False
 
     def choose(self, state: StepState) -> Choice:
         bucket = bucket_of(self.thresholds, int(state.context_tokens / max(state.batch, 1)))

@@ -167,11 +167,11 @@ class Policy(FiniteModel):
         write_json(Path(path), self.model_dump(mode="json"))
 
 
-PolicySource = str | Path | Mapping[str, Any] | BaseModel | Strategy | type[Selector]
+PolicySource = str | Path | Mapping[str, Any] | BaseModel | Strategy | type[Selector] | Selector
 """A policy as users give it: see `load_policy`."""
 
 
-def load_policy(source: PolicySource) -> Policy:
+def load_policy(source: PolicySource, *, held: bool = False) -> Policy:
     """Return the policy that a user means; a Policy is returned as it is.
 
     That is a shipped name, a policy file, drafts in short (`ngram:4` always drafts 4 tokens, `learned:8x4/48` a tree,
@@ -179,14 +179,17 @@ def load_policy(source: PolicySource) -> Policy:
     file or its selector, as a dict or built, or a Strategy, which is always chosen. A name or a class takes parameters
     behind it, as in `goodput(window=100)`. A class of the user's own must be one that other processes can import, and
     pass `tltlab.testing.check_selector`; a file may name one only of a module that `code_allowed` or
-    `TLTLAB_ALLOW_CODE` does. ConfigError names everything that is wrong with a file, each fault with its place, on one
-    line.
+    `TLTLAB_ALLOW_CODE` does. With `held` any class will do, and an instance too, of which each worker gets a copy: no
+    file brings such a policy back. ConfigError names everything that is wrong with a file, each fault with its place,
+    on one line.
 
     >>> load_policy(Strategy.chain("ngram", 2)).strategies
     (Strategy(drafter='ngram', draft_depth=2, top_k=1, tokens_to_verify=3),)
     """
     if isinstance(source, Policy):
         return source
+    if held and (isinstance(source, Selector) or (isinstance(source, type) and issubclass(source, Selector))):
+        return Policy(selector=CustomSpec.holding(source, check=True))
     if isinstance(source, type):
         return _checked(Policy(selector=CustomSpec.of_class(source)))
     if isinstance(source, Strategy):

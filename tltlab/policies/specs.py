@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Union
+from collections.abc import Callable
+from copy import deepcopy
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, Union
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
-from tltlab.own import OwnPart
+from tltlab.own import OwnPart, build_own
 
 from .adaptive import Adaptive
 from .bandits import EpsilonGreedy, Hedge, Ucb1
@@ -43,8 +45,26 @@ class CustomSpec(OwnPart):
     # The drafters that there are become known where the policy runs.
     contract_args: ClassVar = {"drafters": None}
 
+    _held: Callable[..., Selector] | Selector | None = PrivateAttr(None)
+
+    @classmethod
+    def holding(cls, source: Callable[..., Selector] | Selector, *, check: bool = False) -> Self:
+        """The spec of a class or function that builds selectors, or of one to copy; no file brings it back.
+
+        Its contract is checked where `check` is set: ConfigError names the first broken promise.
+        """
+        own: Any = type(source) if isinstance(source, Selector) else source
+        spec = cls.model_construct(path=f"{own.__module__}:{own.__qualname__}")
+        spec._held = source
+        if check:
+            cls.check_contract(spec.build, own.__name__)
+        return spec
+
     def build(self, rng: np.random.Generator) -> Selector:
-        selector: Selector = self.make(rng)
+        held: Any = self._held
+        if isinstance(held, Selector):
+            return deepcopy(held)
+        selector: Selector = self.make(rng) if held is None else build_own(held, {}, self.name, rng)
         return selector
 
 

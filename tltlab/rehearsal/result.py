@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,7 +25,7 @@ from tltlab.files import sealed, write_json
 from tltlab.runtime.engine.environment import gpus, hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.rollout.played import STOCK, Play, details_of, played
-from tltlab.runtime.run.rows import StepReport, rollout_alone, step_rows
+from tltlab.runtime.run.rows import rollout_alone
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.verification.policies import predicted_from_others
 from tltlab.sim.verification.run_files import InForce, policies_in_force
@@ -96,7 +96,11 @@ class Rehearsal:
             "error": "+.1%", "shipped_error": "+.1%",
         }  # fmt: skip
         rows = [
-            (row["policy"], *(shown(row[name], form) for name, form in forms.items()), _most(row["chose"]))
+            (
+                row["policy"],
+                *(shown(row[name], form) for name, form in forms.items()),
+                ", ".join(f"{name} {share:.0%}" for name, share in list(row["chose"].items())[:_MOST_CHOSEN]),
+            )
             for row in records
         ]
         why = [f"{row['policy']}: {row['why_not']}" for row in records if row["why_not"]]
@@ -204,20 +208,12 @@ def _recorded(plan: Play, out: Path) -> Trace:
                 for part in parts
                 for response in part.responses
             ]
-            report = StepReport(
-                rl_step=visit.rl_step, policy=visit.policy, reward_mean=math.nan,
-                num_tokens=sum(map(sum, plan.lengths)), rollout_s=max(part.duration_s for part in parts),
-                recorder_s=max(part.recorder_s for part in parts), metrics={"drift_kl": 0.0},
-            )  # fmt: skip
-            nothing: Sequence[Any] = [None] * len(requests)
-            tables = step_rows(
-                report, requests, parts, nothing, epochs=[0] * len(requests), policy_version=0, t_start=started,
-                drafter={},
-            )  # fmt: skip
-            for name, new in rollout_alone(tables).items():
+            epochs = [0] * len(requests)
+            tables = rollout_alone(visit.rl_step, visit.policy, requests, parts, epochs=epochs, t_start=started)
+            for name, new in tables.items():
                 if name != "tokens":
                     recorder.append(name, new)
-            started += report.rollout_s
+            started += max(part.duration_s for part in parts)
     in_force = [(v, plan.policies[v.policy].model_dump(mode="json")) for v in whole]
     entries = [{"rl_step": visit.rl_step, "name": visit.policy, "policy": policy} for visit, policy in in_force]
     write_json(out / "policies.json", sealed({"seed": plan.seed, "policies": entries}))
@@ -241,10 +237,6 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
 def _shares(values: Iterable[Any]) -> dict[str, float]:
     counts = Counter(map(str, values))
     return {name: count / counts.total() for name, count in counts.most_common()}
-
-
-def _most(chose: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {share:.0%}" for name, share in list(chose.items())[:_MOST_CHOSEN])
 
 
 def _times(ratio: Interval) -> str:

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tltlab.doctor.evidence import json_lines
 from tltlab.doctor.signatures import diagnose
 from tltlab.errors import TltlabError
-from tltlab.files import read_object
+from tltlab.files import json_lines, read_object
 from tltlab.traces.trace import Trace
 
 from .page import Absent, Block, Code, Facts, Items, PageTable, Paragraph, Part, Section

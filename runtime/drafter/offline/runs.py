@@ -115,11 +115,6 @@ class IdleTime:
     updates: int
     yield_s: tuple[float, ...]
 
-    @property
-    def ran_s(self) -> float:
-        """From the rollout's start to its last token."""
-        return self.rollout_s - self.wait_s
-
 
 def idle_times(trace: Trace) -> list[IdleTime]:
     """How the workers' idle time was used, by RL step, from `steps`, `iterations` and `spot_training`.

@@ -25,7 +25,7 @@ from tltlab.experiments.harness import Case
 from tltlab.experiments.lossless import Lossless, reward_row
 from tltlab.experiments.lossless import verdict as lossless_verdict
 from tltlab.experiments.policies import ADAPTIVE, ORACLE, SOURCES, by_part, judged, measured_rows, verdict
-from tltlab.experiments.regimes import PARTS, LastingPolicy, PolicyRegime, best_fixed, regimes
+from tltlab.experiments.regimes import PARTS, PolicyRegime, best_fixed, lasting, regimes
 from tltlab.experiments.result import ExperimentResult, read_settings
 from tltlab.experiments.staleness import FROZEN, STOPPED, Staleness, kept
 from tltlab.experiments.systems import Systems, SystemsSettings, recipe_for
@@ -215,8 +215,8 @@ def test_regimes_that_change_have_phases(found: dict[str, PolicyRegime]):
 
 
 def test_selectors_live_through_all_phases():
-    lasting = LastingPolicy(load_policy("adaptive"), 2)
-    built = [lasting.build(np.random.default_rng(i)) for i in range(4)]
+    policy = lasting(load_policy("adaptive"))
+    built = [policy.build(np.random.default_rng([0, i % 2])) for i in range(4)]
     assert built[0] is built[2]
     assert built[1] is built[3]
     assert built[0] is not built[1]

@@ -21,7 +21,7 @@ from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.selector import Selector
-from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
+from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
 from tltlab.sim import SimResult, simulate
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
@@ -207,17 +207,15 @@ def test_any_scenario_is_bounded_adds_up_and_repeats(case: Case, policy: Policy)
     is_the_same(result.trace, case.simulate(policy).trace)
 
 
-class AskedEveryTime:
+def asked_every_time(policy: Policy) -> Policy:
     """A memoryless policy that does not say so: no closed form applies, it is asked again and again."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self.strategies = policy.strategies
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        selector = self._policy.build(rng)
+    def build(rng: np.random.Generator) -> Selector:
+        selector = policy.build(rng)
         selector.memoryless = False
         return selector
+
+    return policy.model_copy(update={"selector": CustomSpec.holding(build)})
 
 
 @FEW
@@ -226,7 +224,7 @@ def test_the_closed_form_is_the_engine_asked_again_and_again(case: Case, policy:
     scenario = case.scenario()
     # A choice for a block of iterations holds at once, as that of a memoryless policy does.
     blocks = replace(scenario, decision_block=2)
-    (quick,), (slow,) = scenario.rollouts(policy), blocks.rollouts(AskedEveryTime(policy))
+    (quick,), (slow,) = scenario.rollouts(policy), blocks.rollouts(asked_every_time(policy))
     assert quick.finish_s == pytest.approx(slow.finish_s, rel=1e-9)
     assert quick.first_token_s == pytest.approx(slow.first_token_s, rel=1e-9)
 

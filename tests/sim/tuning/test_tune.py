@@ -25,7 +25,7 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.tuning.cases import TuningCase, TuningCases
-from tltlab.sim.tuning.oracle import ExpectedIteration, OraclePolicy
+from tltlab.sim.tuning.oracle import ExpectedIteration, oracle_policy
 from tltlab.sim.tuning.search import GraphMemory, Prices
 from tltlab.sim.tuning.tune import TuneResult, tune
 from tltlab.stats import paired_ratio
@@ -95,7 +95,7 @@ def test_nothing_on_average_beats_the_oracle_by_more_than_luck(tuned: TuneResult
 def test_the_oracle_picks_the_least_seconds_per_token():
     scenario = Scenario.of(read("traces/subset-sum-small"), rl_steps=[0], decision_block=2)
     strategies = [Strategy.chain("ngram", depth) for depth in (1, 2, 4, 8)]
-    oracle, known = OraclePolicy(scenario, strategies), ExpectedIteration(scenario, strategies)
+    oracle, known = oracle_policy(scenario, strategies), ExpectedIteration(scenario, strategies)
     for rollout in scenario.rollouts(oracle):
         for c in (log.columns for log in rollout.logs):
             for regime, batch, context in zip(c.regime, c.batch.tolist(), c.context_tokens.tolist(), strict=True):
@@ -107,7 +107,7 @@ def test_the_oracle_of_one_request_is_the_best_fixed_strategy():
     one = log_normal(prompts=1, group_size=1, rl_steps=2, median=400, cap=900, workers=1)
     strategies = [Strategy.chain("ngram", depth) for depth in (1, 2, 4, 8)]
     scenario = Scenario.of(one, costs=COSTS, acceptance="geometric:0.6", decision_block=2)
-    oracle = np.mean([r.makespan_s for r in scenario.rollouts(OraclePolicy(scenario, strategies))])
+    oracle = np.mean([r.makespan_s for r in scenario.rollouts(oracle_policy(scenario, strategies))])
     alone = [np.mean([r.makespan_s for r in scenario.rollouts(fixed(depth))]) for depth in (1, 2, 4, 8)]
     assert oracle == pytest.approx(min(alone))
 

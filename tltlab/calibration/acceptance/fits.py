@@ -49,7 +49,7 @@ def fit_kind(trace: Trace, kind: str = "by-batch") -> AcceptanceFit:
 def _by_batch(trace: Trace) -> AcceptanceFit:
     table = trace.iterations
     if table is None or not (table["draft_depth"] > 0).any():
-        if not _has_acceptance(trace):
+        if trace.acceptance is None or trace.acceptance.empty:
             note = "nothing was speculated, so there is no acceptance to fit"
             return AcceptanceFit(kind="by-batch", model=None, notes=(note,))
         note = "acceptance: walked along acceptance.parquet, which knows no batch: one band for all of them"
@@ -101,10 +101,6 @@ def _fresh(trace: Trace) -> AcceptanceFit:
         notes=fitted.notes,
     )
     return AcceptanceFit(kind="fresh", model=model, notes=fitted.notes)
-
-
-def _has_acceptance(trace: Trace) -> bool:
-    return trace.acceptance is not None and not trace.acceptance.empty
 
 
 def _walked_drafts(trace: Trace) -> pd.DataFrame:
