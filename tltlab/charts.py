@@ -255,8 +255,11 @@ def scatter_identity(
     return figure
 
 
-def heat_maps(tables: Mapping[str, Any], *, xlabel: str, ylabel: str, title: str, middle: float = 1.0) -> Figure:
-    """A panel for each DataFrame, one above the other: a cell per value, which is written into it.
+def heat_maps(
+    tables: Mapping[str, Any], *, xlabel: str, ylabel: str, title: str, middle: float = 1.0,
+    texts: Mapping[str, Any] | None = None,
+) -> Figure:  # fmt: skip
+    """A panel for each DataFrame, one above the other: a cell per value, which is written into it, or its text.
 
     Rows go down and columns across, named as the frame's; above `middle` cells are blue, below it red, NaN is empty.
     """
@@ -269,7 +272,8 @@ def heat_maps(tables: Mapping[str, Any], *, xlabel: str, ylabel: str, title: str
         axes.imshow(values, aspect="auto", cmap="RdYlBu", vmin=middle - away, vmax=middle + away)
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
+                text = f"{value:.2f}" if texts is None else texts[name].iat[row, column]
+                axes.text(column, row, text, ha="center", va="center", fontsize=8)
         axes.set_xticks(range(values.shape[1]), [str(column) for column in tables[name].columns])
         axes.set_yticks(range(values.shape[0]), [str(row) for row in tables[name].index])
         finish(axes, xlabel=xlabel, ylabel=ylabel, title=f"{name}: {title}", grid=None)

@@ -313,10 +313,8 @@ def _memory(predicted: float, measured: int | None) -> dict[str, float | None]:
 
 def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> dict[str, Any]:
     """Tokens per second of rollouts of fixed length, by batch size, after a rollout that warms up."""
-    from vllm import SamplingParams
-
     from tltlab.runtime import vllm_options
-    from tltlab.runtime.engine.vllm.stock import stock_llm
+    from tltlab.runtime.engine.vllm.stock import fixed_length, stock_llm
 
     arguments = _WITHOUT_WEIGHTS | {
         "max_num_seqs": max(batches), "max_model_len": _PROMPT_TOKENS + tokens,
@@ -335,7 +333,7 @@ def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int,
         llm = stock_llm(model, **arguments)
         try:
             started_s = time.perf_counter() - start
-            params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            params = fixed_length(tokens)
             rates: dict[int, list[float]] = {}
             for batch in batches:
                 for visit in range(WARM_UP + rounds):

@@ -28,6 +28,13 @@ def stock_llm(model: str, **arguments: Any) -> Any:
     return vllm.LLM(model, **arguments)
 
 
+def fixed_length(num_tokens: int) -> Any:
+    """vLLM's sampling parameters for responses of `num_tokens` at temperature 1, whatever is sampled."""
+    import vllm
+
+    return vllm.SamplingParams(temperature=1.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+
 class PlainStock:
     """A `vllm.LLM` in this process with an `Engine`'s arguments, vLLM's own scheduler and no speculation; close it."""
 
