@@ -135,6 +135,19 @@ def is_registered() -> bool:
     return hasattr(EngineCore, "tltlab")
 
 
+def keep_linear_weights() -> None:
+    """Let vLLM multiply by torch's linear, its own fallback where the build has neither oneDNN nor AMX kernels.
+
+    On CPU it otherwise packs weights away after loading, and `load_weights`, by which TRL writes new ones, finds
+    nothing to write to.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_: False
+
+
 def installed_vllm() -> str:
     """The version of vLLM here, whose CPU build is a distribution of another name. Importing it takes seconds."""
     with suppress(PackageNotFoundError):

@@ -17,19 +17,7 @@ from typing import Any
 from transformers import TrainerCallback, trainer
 
 from tltlab.files import write_json
-
-
-def keep_linear_weights() -> None:
-    """Let vLLM multiply by torch's linear, its own fallback where the build has neither oneDNN nor AMX kernels.
-
-    On CPU it otherwise packs weights away after loading, and `load_weights`, by which TRL writes new ones, finds
-    nothing to write to.
-    """
-    from vllm import _custom_ops
-    from vllm.model_executor.layers import utils
-
-    _custom_ops._supports_onednn = False
-    utils.check_cpu_sgl_kernel = lambda *_: False
+from tltlab.runtime.engine.vllm import keep_linear_weights
 
 
 class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
