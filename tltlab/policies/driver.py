@@ -8,11 +8,11 @@ from typing import Any
 
 from tltlab.drafters.budget import DraftBudget, UniformBudget, shares_of
 from tltlab.errors import ConfigError
-from tltlab.state import Choice, RequestState, StepOutcome, StepState
+from tltlab.state import NO_CHOICE, Choice, RequestState, StepOutcome, StepState
 from tltlab.strategy import Strategy
 
 from .replay import START, ReplayedDecisions
-from .selector import WHOLE_TOKENS, Selector, chosen
+from .selector import WHOLE_TOKENS, Selector, as_choice
 
 Rewarded = Callable[[float | None], object]
 """Receives the reward of an outcome when the policy learns from it."""
@@ -51,6 +51,9 @@ class PolicyDriver:
         self.selector = selector
         self.budget = budget or UniformBudget()
         self._listed = frozenset(() if selector is None else selector.strategies)
+        # The last answer and the choice that it means: policies give the same one many times.
+        self._answer: Strategy | Choice = NO_CHOICE
+        self._meant = NO_CHOICE
         self.forget()
 
     def forget(self) -> None:
@@ -79,10 +82,14 @@ class PolicyDriver:
             return choice
         selector = self.selector
         assert selector is not None
-        choice = chosen(selector, state)
-        if choice.strategy not in self._listed:
-            listed = ", ".join(map(str, selector.strategies))
-            raise ConfigError(f"the policy chose {choice.strategy}, which is not among its strategies: {listed}")
+        answer = selector.choose(state)
+        if answer is not self._answer:
+            choice = as_choice(selector, answer)
+            if choice.strategy not in self._listed:
+                listed = ", ".join(map(str, selector.strategies))
+                raise ConfigError(f"the policy chose {choice.strategy}, which is not among its strategies: {listed}")
+            self._answer, self._meant = answer, choice
+        choice = self._meant
         again = choice.stays or selector.memoryless
         self._last = (state.batch, state.waiting, state.rl_step, choice) if again else None
         return self._made(choice)
