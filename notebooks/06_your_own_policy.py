@@ -67,7 +67,7 @@ print(f"{result.summary['regret']:.0%} above the least that its strategies could
 # %% [markdown]
 # ## Minute three: against others
 #
-# All meet the same luck, so that small differences show. `speed_up` is beside each ratio; intervals are over the RL
+# All have common random numbers, so that small differences show. `speed_up` is beside each ratio; intervals are over the RL
 # steps.
 
 # %%

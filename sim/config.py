@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from inspect import Parameter, signature
@@ -175,7 +176,7 @@ class SimulationConfig:
         if table is not None and len(table):
             return TraceAcceptance(table), "the trace's own"
         if self.acceptance is None and (beside := beside_trace(trace, "acceptance.json")):
-            return load_acceptance(beside), str(beside)
+            return load_acceptance(beside), _shortest(beside)
         rows = trace.arrow("iterations")
         if rows is not None and pc.any(pc.greater(rows["draft_depth"], 0)).as_py():
             measured, _ = fit_acceptance(rows.to_pandas(), trace.drafters)
@@ -187,6 +188,11 @@ class SimulationConfig:
                 "it or name a model"
             )
         return None, None
+
+
+def _shortest(path: Path) -> str:
+    """The path as it is or from the current folder, whichever is shorter."""
+    return min(str(path), os.path.relpath(path), key=len)
 
 
 def decisions_apart(trace: Trace) -> int:
