@@ -67,8 +67,8 @@ print(f"{result.summary['regret']:.0%} above the least that its strategies could
 # %% [markdown]
 # ## Minute three: against others
 #
-# All have common random numbers, so that small differences show. `speed_up` is beside each ratio; intervals are over the RL
-# steps.
+# All have common random numbers, so that small differences show. `speed_up` is beside each ratio; intervals are over
+# the RL steps.
 
 # %%
 rows = tltlab.compare(trace, ["none", "ngram:4", "ngram:4@8", Halving, "beg-mab"])
