@@ -22,7 +22,6 @@ from tltlab.files import read_json, write_json
 from tltlab.own import OwnPart, named_in, parse_call
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .activation import Count, ElasticActivation
 from .bandits import EpsilonGreedy, Ucb1
 from .goodput import Goodput
 from .selector import Selector
@@ -38,6 +37,7 @@ from .specs import (
     TableRow,
     TableSpec,
 )
+from .wrappers import Count, ElasticActivation
 
 
 class Activation(FiniteModel):

@@ -12,12 +12,12 @@ from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.own import code_allowed
-from tltlab.policies.activation import ElasticActivation
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec
+from tltlab.policies.wrappers import ElasticActivation
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .iterations import pick

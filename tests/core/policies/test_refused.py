@@ -8,7 +8,6 @@ import pytest
 from tests.refused import refused
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
-from tltlab.policies.activation import ElasticActivation
 from tltlab.policies.adaptive import Adaptive
 from tltlab.policies.bandits import Hedge, Ucb1
 from tltlab.policies.beg_mab import BegMab, paper_buckets
@@ -16,6 +15,7 @@ from tltlab.policies.engines import AcceptedThresholds
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.reward import Reward
 from tltlab.policies.simple import BatchTable, Explore, Fixed
+from tltlab.policies.wrappers import ElasticActivation
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 RNG = np.random.default_rng(0)

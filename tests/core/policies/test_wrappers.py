@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.policies.activation import ElasticActivation
 from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.driver import PolicyDriver
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable, Explore, Fixed
+from tltlab.policies.wrappers import ElasticActivation
 from tltlab.state import Choice, StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
