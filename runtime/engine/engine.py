@@ -17,9 +17,9 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, ch
 from tltlab.errors import ConfigError
 from tltlab.hardware import available_memory
 from tltlab.policies.policy import Policy
-from tltlab.policies.replay import REPLAYED
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
+from tltlab.policies.wrappers import REPLAYED
 from tltlab.runtime.engine.vllm import llm as adapter
 from tltlab.runtime.engine.vllm.capture import Captured, Sink
 from tltlab.runtime.engine.vllm.options import Attachment, engine_settings, speculative_config

@@ -11,8 +11,8 @@ from tltlab.errors import ConfigError
 from tltlab.state import NO_CHOICE, Choice, RequestState, StepOutcome, StepState
 from tltlab.strategy import Strategy
 
-from .replay import START, ReplayedDecisions
 from .selector import WHOLE_TOKENS, Selector, as_choice
+from .wrappers import START, ReplayedDecisions
 
 Rewarded = Callable[[float | None], object]
 """Receives the reward of an outcome when the policy learns from it."""

@@ -128,25 +128,6 @@ class Selector(ABC):
         """Take back what `state_dict` gave."""
 
 
-class Wrapper(Selector):
-    """A selector around another one, `inner`, which learns from the choices that it made."""
-
-    def __init__(self, inner: Selector) -> None:
-        self.inner = inner
-        self.strategies = inner.strategies
-        self.memoryless = inner.memoryless
-        self.needs = inner.needs
-
-    def drafts_with(self, drafters: Drafters) -> None:
-        self.inner.drafts_with(drafters)
-
-    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
-        self.inner.observe(choice, outcome)
-
-    def reward(self, choice: Choice, outcome: StepOutcome) -> float | None:
-        return self.inner.reward(choice, outcome)
-
-
 def as_choice(selector: Selector, answer: Strategy | Choice) -> Choice:
     """The choice that `choose` means: a bare strategy is certain, and a memoryless selector learns nothing from it."""
     if not isinstance(answer, Choice):

@@ -1,18 +1,40 @@
-"""Elastic activation (TLT section 5): speculate only while few requests are left."""
+"""Selectors around another one: elastic activation (TLT section 5), and the choices of a recording made again."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from tltlab.errors import ConfigError
-from tltlab.state import Choice, StepState
-from tltlab.strategy import NO_SPECULATION
+from tltlab.drafters.specs import Drafters
+from tltlab.errors import ConfigError, RunError
+from tltlab.state import NO_CHOICE, Choice, StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .selector import Selector, Wrapper, chosen
+from .selector import Selector, chosen
 
 Count = Literal["running", "remaining"]
 _OFF = Choice(NO_SPECULATION, learns=False)
 _STAYS_OFF = Choice(NO_SPECULATION, learns=False, stays=True)
+
+
+class Wrapper(Selector):
+    """A selector around another one, `inner`, which learns from the choices that it made."""
+
+    def __init__(self, inner: Selector) -> None:
+        self.inner = inner
+        self.strategies = inner.strategies
+        self.memoryless = inner.memoryless
+        self.needs = inner.needs
+
+    def drafts_with(self, drafters: Drafters) -> None:
+        self.inner.drafts_with(drafters)
+
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        self.inner.observe(choice, outcome)
+
+    def reward(self, choice: Choice, outcome: StepOutcome) -> float | None:
+        return self.inner.reward(choice, outcome)
 
 
 class ElasticActivation(Wrapper):
@@ -62,3 +84,90 @@ class ElasticActivation(Wrapper):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.on_, self.held_, self.rl_step_ = state["on"], state["held"], state["rl_step"]
         self.inner.load_state_dict(state["inner"])
+
+
+REPLAYED = ("rl_step", "iteration", "drafter", "draft_depth", "top_k", "tokens_to_verify", "bucket", "propensity")
+"""The columns of `decisions` that say what was chosen when."""
+
+Place = tuple[int, int]
+"""An RL step and the number of an iteration of one worker in it."""
+
+START: Place = (-1, 0)
+"""Before the first."""
+
+
+class ReplayedDecisions(Wrapper):
+    """Chooses what one worker's rows of a trace's `decisions` say, and after their last RL step what `inner` does.
+
+    A row names the iteration that a choice was in force in, which is the one after it was made; the first iteration of
+    a rollout has none. Several rollouts of one RL step count on. `inner` is asked all the same and learns from what was
+    replayed; its answers are not used. Engines call `begin` before each rollout. Raises ConfigError where
+    `inner` could not have made these choices, RunError in an iteration whose choice is not in the rows.
+
+    >>> row = {"rl_step": 0, "iteration": 1, "drafter": "ngram", "draft_depth": 4, "top_k": 1, "tokens_to_verify": 5}
+    >>> replayed = ReplayedDecisions(FixedStrategy(Strategy.chain("ngram", 4)), [row])              # doctest: +SKIP
+    """
+
+    def __init__(self, inner: Selector, rows: Iterable[Mapping[str, Any]], *, worker: int = 0) -> None:
+        super().__init__(inner)
+        self.memoryless = False
+        self.worker = worker
+        self._choices: dict[Place, Choice] = {(int(r["rl_step"]), int(r["iteration"])): _choice(r) for r in rows}
+        self.last_rl_step = max((rl_step for rl_step, _ in self._choices), default=-1)
+        foreign = {choice.strategy for choice in self._choices.values()} - {NO_SPECULATION, *self.strategies}
+        if self.strategies and foreign:
+            raise ConfigError(
+                f"worker {worker}: the decisions to replay have {min(map(str, foreign))}, which the policy never "
+                "chooses: replay with the policy that recorded them"
+            )
+        self.strategies = tuple(dict.fromkeys((*inner.strategies, NO_SPECULATION)))
+        self.go_to(START)
+
+    @property
+    def place(self) -> Place:
+        """The RL step that it is in, and how many iterations of it have run."""
+        return self.rl_step_, self.iteration_
+
+    def go_to(self, place: Place) -> None:
+        """Go on from a place between two rollouts."""
+        self.rl_step_, self.iteration_ = place
+        self.unknown_ = False
+
+    def begin(self, rl_step: int) -> None:
+        """A rollout of `rl_step` begins, its first or another one."""
+        if rl_step != self.rl_step_:
+            self.rl_step_, self.iteration_ = rl_step, 0
+        self.unknown_ = False
+
+    def choose(self, state: StepState) -> Choice:
+        if state.rl_step != self.rl_step_:
+            self.begin(state.rl_step)
+        if self.unknown_:
+            raise RunError(
+                f"the decisions to replay have none for RL step {self.rl_step_}, worker {self.worker}, iteration "
+                f"{self.iteration_}: this run does not do what the recorded one did"
+            )
+        self.iteration_ += 1
+        own = chosen(self.inner, state)
+        if self.rl_step_ > self.last_rl_step:
+            return own
+        replayed = self._choices.get((self.rl_step_, self.iteration_))
+        # The last choice of a rollout is in force nowhere and is in no row.
+        self.unknown_ = replayed is None
+        return NO_CHOICE if replayed is None else replace(replayed, learns=own.learns)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it has come, and what `inner` has learned."""
+        return {"place": list(self.place), "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        rl_step, iteration = state["place"]
+        self.go_to((rl_step, iteration))
+        self.inner.load_state_dict(state["inner"])
+
+
+def _choice(row: Mapping[str, Any]) -> Choice:
+    strategy = Strategy(str(row["drafter"]), int(row["draft_depth"]), int(row["top_k"]), int(row["tokens_to_verify"]))
+    bucket = row.get("bucket")
+    number = None if bucket is None or bucket != bucket else int(bucket)
+    return Choice(strategy, float(row.get("propensity", 1.0)), number)
