@@ -160,7 +160,7 @@ def test_a_replay_that_does_not_fit_says_where(engines: list[Engine]):
     second.set_policy(ADAPTIVE["explore"], seed=[3])
     second.replay([row for row in rows if row["iteration"] != 5])
     for _ in range(2):
-        with refused(PolicyFailed, naming=("0", "5", "replay.py")):
+        with refused(PolicyFailed, naming=("0", "5", "wrappers.py")):
             generate(second, 0)
     second.set_policy(None)
     assert [len(response.token_ids) for response in generate(second, 0).responses]
