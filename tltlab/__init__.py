@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, RunError, TltlabError, TraceError
-from .state import StepOutcome, StepState
+from .state import Choice, StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_SPECULATION",
+    "Choice",
     "ConfigError",
     "Policy",
     "RunError",
