@@ -90,7 +90,12 @@ class Gains(ABC):
 
     is_steady: bool = False
     is_apart: bool = True
-    steady_gains: Callable[[Strategy, int], Floats] | None = None
+    shares_out: bool = False
+    """A budget says how many tokens are drafted for each request, and sees `Batch.state`."""
+
+    @property
+    def steady_gains(self) -> Callable[[Strategy, int], Floats] | None:
+        return None
 
     @abstractmethod
     def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
@@ -113,8 +118,8 @@ class Batch:
     def __init__(self, requests: Requests, source: Gains) -> None:
         self.requests = requests
         self.source = source
-        self.state: Callable[[], StepState] = self._alone
-        """The worker as its policy sees it."""
+        self.state: StepState | None = None
+        """The worker as its policy sees it, without the requests."""
         self.is_steady, self.steady_gains = source.is_steady, source.steady_gains
         self.passes_plainly = source.is_apart and not source.is_steady
         self.residents = _NOBODY
@@ -146,10 +151,6 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.residents)
-
-    def _alone(self) -> StepState:
-        """The state of a batch that no worker has."""
-        return StepState(rl_step=self.requests.rl_step, batch=len(self), context_tokens=self.context_tokens)
 
     @property
     def context_tokens(self) -> float:

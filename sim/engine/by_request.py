@@ -12,7 +12,7 @@ their mean, which leaves the tokens of the batch as they are. Drafting is paid a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, refuse_trees, shares_of
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
+from tltlab.state import StepState
 from tltlab.strategy import Strategy
 
 from .batch import Ahead, Batch, Gains, columns_ahead, steady_iterations, until_done
@@ -69,7 +70,11 @@ class Chances(Gains):
         self._regimes: dict[tuple[Strategy, int, float], Regime] = {}
         self._seeds = requests.seeds(rates.seed) if rates.sampled else None
         self.is_steady = self._model.steady and not rates.sampled and budget is None
-        self.steady_gains = self._steady_gains
+        self.shares_out = budget is not None
+
+    @property
+    def steady_gains(self) -> Callable[[Strategy, int], Floats]:
+        return self._steady_gains
 
     def _steady_gains(self, strategy: Strategy, batch: int) -> Floats:
         if not strategy.speculates:
@@ -155,7 +160,10 @@ class Chances(Gains):
         refuse_trees(strategy)
         assert self._budget is not None
         requests = [batch.request_state(r) for r in batch.running]
-        state = replace(batch.state(), strategy=strategy, requests=requests)
+        state = batch.state or StepState(
+            rl_step=self._requests.rl_step, batch=len(batch), context_tokens=batch.context_tokens
+        )
+        state = replace(state, strategy=strategy, requests=requests)
         drafted = np.array(shares_of(self._budget, state, strategy), np.int64)
         full = Strategy.chain(strategy.drafter, strategy.draft_depth)
         share = self._model.at(len(batch)).num_drafted(full) / strategy.draft_depth

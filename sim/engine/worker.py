@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -120,7 +120,10 @@ class RolloutSimulator:
 
     def __post_init__(self) -> None:
         delay = int(self.decision_block > 1) if self.delay is None else self.delay
-        self.drivers = [PolicyDriver(s, worker=w, delay=delay) for w, s in enumerate(self.selectors)]
+        # A memoryless policy has one driver for all workers.
+        own = self.selectors[:1] if self.memoryless else self.selectors
+        drivers = [PolicyDriver(selector, worker=w, delay=delay) for w, selector in enumerate(own)]
+        self.drivers = drivers * len(self.selectors) if self.memoryless else drivers
 
     @property
     def memoryless(self) -> bool:
@@ -266,7 +269,6 @@ class Worker:
         # The choice in force, whether the policy made it, and the batch and queue for which a memoryless one did.
         self.in_force, self.decided = NO_CHOICE, False
         self.asked_at: tuple[int, int] | None = None
-        batch.state = lambda: self._state(len(batch), self.scheduler.num_waiting)
 
     def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """The SimPy process: everything until nothing runs or waits."""
@@ -331,6 +333,8 @@ class Worker:
         if self.away:
             most = min(most, self._until(regime, self.away[0][0] - start_s - switch_s - prefill_s))
         limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, most)
+        if self.batch.source.shares_out:
+            self.batch.state = replace(self._state(batch, waiting), requests=())
         macro = self.batch.advance(regime, limit, scheduler.room_tokens)
         noise = self._add_noise(macro)
         beside = min(chunk * macro.num_iterations, scheduler.prefill_left_tokens) if chunk else 0.0
