@@ -21,6 +21,7 @@ from tltlab.console import table
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
+from tltlab.policies.driver import PolicyDriver, Rewarded
 from tltlab.policies.selector import Selector
 from tltlab.sim.engine import record
 from tltlab.sim.engine.batch import Ahead, Batch, Gains, MacroStep
@@ -28,7 +29,7 @@ from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests, requests_by_step
 from tltlab.sim.engine.worker import RolloutSimulator, SimulatedRollout
 from tltlab.sim.placement import place
-from tltlab.state import DrafterState
+from tltlab.state import Choice, DrafterState, StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
@@ -144,6 +145,11 @@ def _played(trace: Trace, span: Sequence[int], force: InForce) -> list[Simulated
     simulator = RolloutSimulator(
         costs=costs, selectors=selectors, record_rewards=True, ahead=True, delay=int(overlapped)
     )
+    rewarded = recorded.loc[recorded["reward"].notna(), _PLACE]
+    for worker, selector in enumerate(selectors):
+        mine = rewarded.loc[rewarded["worker"] == worker, ["rl_step", "iteration"]]
+        delivered = frozenset(mine.itertuples(index=False, name=None))
+        simulator.drivers[worker] = RecordedDriver(selector, delivered, worker=worker, delay=int(overlapped))
     strategies = tuple(dict.fromkeys((NO_SPECULATION, *selectors[0].strategies)))
     states = DrafterStates(trace=trace).by_step
     drafters = sorted({s.drafter for s in strategies if s.speculates})
@@ -156,6 +162,35 @@ def _played(trace: Trace, span: Sequence[int], force: InForce) -> list[Simulated
         simulator.prepare(regimes, RecordedIterations(rows))
         played.append(simulator.rollout(step, place(step, workers, "recorded")))
     return played
+
+
+class RecordedDriver(PolicyDriver):
+    """Driver that withholds the outcomes which the engine withheld.
+
+    An engine delivers no outcome of drafts that were made while a drafter lagged behind its text. The trace has a
+    reward for every outcome that was `delivered`, by RL step and iteration, where the policy has rewards.
+    """
+
+    def __init__(
+        self, selector: Selector, delivered: frozenset[tuple[int, int]], *, worker: int = 0, delay: int = 0
+    ) -> None:
+        super().__init__(selector, worker=worker, delay=delay)
+        self._delivered = delivered
+        self._iteration = self._rl_step = -1
+
+    def begin(self, rl_step: int) -> None:
+        super().begin(rl_step)
+        self._rl_step, self._iteration = rl_step, -1
+
+    def _made(self, choice: Choice) -> Choice:
+        self._iteration += 1
+        return super()._made(choice)
+
+    def tell(self, choice: Choice, outcome: StepOutcome, rewarded: Rewarded | None = None) -> None:
+        assert self.selector is not None
+        here = (self._rl_step, self._iteration) in self._delivered
+        if here or not self._delivered or self.selector.reward(choice, outcome) is None:
+            super().tell(choice, outcome, rewarded)
 
 
 def most_requests(iterations: pd.DataFrame) -> int | None:

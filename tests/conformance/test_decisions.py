@@ -13,9 +13,12 @@ import pytest
 from tests.refused import refused
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
+from tltlab.policies.bandits import Ucb1
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.sim.verification.decisions import Decisions, replay_decisions
+from tltlab.sim.verification.decisions import Decisions, RecordedDriver, replay_decisions
 from tltlab.sim.verification.run_files import InForce
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import Strategy
 from tltlab.traces.schema import KEY, Manifest
 from tltlab.traces.trace import Trace, read
 
@@ -117,6 +120,19 @@ def test_a_recorded_run_is_made_again_to_the_last_decision():
     assert decisions.rows["decisions"].tolist() == [524, 449]
     assert decisions.json()["same"] == 1.0
     assert decisions.json()["states"] == dict.fromkeys(STATES, 1.0)
+
+
+def test_an_outcome_that_the_engine_withheld_is_withheld():
+    selector = Ucb1([Strategy.chain("ngram", 2), Strategy.chain("ngram", 4)])
+    driver = RecordedDriver(selector, frozenset({(0, 2)}))
+    driver.begin(0)
+    outcome = StepOutcome(elapsed_s=0.01, batch=1, drafted=(2,), accepted=(1,))
+    first, second = (driver.ask(StepState(rl_step=0, batch=1)) for _ in range(2))
+    driver.tell(first, outcome)
+    assert selector.rounds_ == 0
+    driver.ask(StepState(rl_step=0, batch=1))
+    driver.tell(second, outcome)
+    assert selector.rounds_ == 1
 
 
 def test_other_tokens_than_the_recorded_ones_show():
