@@ -36,7 +36,7 @@ FILE = "acceptance.parquet"
 _DEPTHS = (1, 2, 4, 8, 16)
 _OLDEST = 2**31 - 1
 _LEARNED = ("learned", "draft_model", "eagle", "eagle3")
-_MODEL_FREE: TypeAdapter[ModelFreeSpec] = TypeAdapter(Annotated[ModelFreeSpec, Field(discriminator="kind")])
+_TEXT_SPECS: TypeAdapter[ModelFreeSpec] = TypeAdapter(Annotated[ModelFreeSpec, Field(discriminator="kind")])
 
 
 def annotate_trace(
@@ -144,7 +144,7 @@ def _model_free(text: str) -> ModelFreeSpec:
             )
         value[key] = setting.split("+") if key == "scopes" else setting
     try:
-        return _MODEL_FREE.validate_python(value)
+        return _TEXT_SPECS.validate_python(value)
     except ValidationError as error:
         raise ConfigError(f"--drafter {text}: {faults(error)}") from error
 
