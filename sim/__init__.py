@@ -9,11 +9,11 @@ policies in simulation, `verify` holds predictions against recorded runs. What a
 if __name__ == "sim":
     raise ImportError("import this package as tltlab.sim")
 
+from .comparison.sweep import compare, sweep
 from .config import SimulationConfig
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .simulate import SimResult, simulate
-from .sweep import compare, sweep
 from .topology import Colocated, Separate
 from .verification.rollouts import Verification, verify
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from .policies.policy import Policy, load_policy
     from .policies.selector import Selector
     from .report.timeline import timeline
+    from .sim.comparison.grid import sweep
+    from .sim.comparison.sweep import compare
+    from .sim.comparison.what_if import what_if
     from .sim.simulate import simulate
-    from .sim.sweep import compare
-    from .sim.tuning.grid import sweep
     from .sim.tuning.tune import tune
-    from .sim.what_if import what_if
     from .traces.trace import Trace
 
 __all__ = [
@@ -55,14 +55,14 @@ _MODULE_OF = {
     "Policy": "policies.policy",
     "Selector": "policies.selector",
     "Trace": "traces.trace",
-    "compare": "sim.sweep",
+    "compare": "sim.comparison.sweep",
     "load_policy": "policies.policy",
     "read": "importers.sources",
     "simulate": "sim.simulate",
-    "sweep": "sim.tuning.grid",
+    "sweep": "sim.comparison.grid",
     "timeline": "report.timeline",
     "tune": "sim.tuning.tune",
-    "what_if": "sim.what_if",
+    "what_if": "sim.comparison.what_if",
 }
 
 

@@ -17,11 +17,11 @@ from tltlab.importers.sources import read
 from tltlab.own import code_allowed
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Policy
+from tltlab.sim.comparison.sweep import drafters_text, granted_text, speed_up_cells, speed_ups
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario, named_policies
 from tltlab.sim.simulate import outside_calibration, outside_text
-from tltlab.sim.sweep import drafters_text, granted_text, speed_up_cells, speed_ups
 
 from . import options
 
@@ -117,7 +117,7 @@ def compare(
                               "--placement and --ray")  # fmt: skip
         if gpus_per_worker is not None and stages is None and machine is None:
             raise ConfigError("--gpus-per-worker places the stages of RL steps: give --stages")
-        from tltlab.sim.systems import compare_systems
+        from tltlab.sim.comparison.systems import compare_systems
 
         arguments: dict[str, Any] = {
             "gpus_per_worker": gpus_per_worker, "repeats": repeats, "jobs": jobs, "ranges": ranges,
@@ -158,7 +158,7 @@ def compare(
 def _policies(
     scenario: Scenario, policies: str, repeats: int, jobs: int, ray_address: str | None
 ) -> tuple[dict[str, Any], str]:
-    from tltlab.sim.sweep import compare as run
+    from tltlab.sim.comparison.sweep import compare as run
 
     chosen = named_policies(policies)
     if len(chosen) < 2:

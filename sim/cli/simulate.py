@@ -19,13 +19,13 @@ from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
+from tltlab.sim.comparison.systems import by_name
 from tltlab.sim.config import SimulationConfig, Source
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps
 from tltlab.sim.rl_steps import summary as whole_steps
 from tltlab.sim.simulate import outside_text
 from tltlab.sim.simulate import simulate as run
-from tltlab.sim.systems import by_name
 from tltlab.sim.topology import load_topology
 from tltlab.traces.schema import MANIFEST_FILE
 

@@ -136,7 +136,7 @@ def check_writable(path: Path) -> None:
 
 def text(result: TuneResult, out: Path) -> str:
     """The result for people."""
-    from tltlab.sim.sweep import drafters_text, granted_text
+    from tltlab.sim.comparison.sweep import drafters_text, granted_text
 
     rows: list[tuple[str, ...]] = []
     for row in result.candidates:

@@ -15,8 +15,8 @@ from tltlab.arrays import Floats
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
+from tltlab.sim.comparison.sweep import sweep
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.sweep import sweep
 from tltlab.stats import Interval, paired_ratio
 from tltlab.strategy import Strategy
 

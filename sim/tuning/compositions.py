@@ -15,8 +15,8 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
 from tltlab.planning.composition import SharedBuffer, System
 from tltlab.planning.systems import SYSTEMS
+from tltlab.sim.comparison.systems import compare_systems
 from tltlab.sim.config import SimulationConfig, at_least
-from tltlab.sim.systems import compare_systems
 from tltlab.traces.trace import Trace
 
 DRAFTING = ("verl", "tlt", "tlt-base", "das", "vllm-static", "vllm-dynamic", "vllm-adaptive", "sglang-adaptive",

@@ -28,8 +28,8 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.own import split
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
+from tltlab.sim.comparison.sweep import drafters_text, granted_text
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.sweep import drafters_text, granted_text
 from tltlab.stats import kendall_tau, mean_interval, pairs_apart
 from tltlab.traces.trace import Trace, read
 

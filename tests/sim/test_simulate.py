@@ -22,9 +22,9 @@ from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, SimResult, SimulationConfig, simulate
 from tltlab.sim.cli.simulate import simulate as command
-from tltlab.sim.sweep import compare
+from tltlab.sim.comparison.sweep import compare
+from tltlab.sim.comparison.what_if import what_if
 from tltlab.sim.tuning.tune import TuneConfig, tune
-from tltlab.sim.what_if import what_if
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces import metrics

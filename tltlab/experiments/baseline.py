@@ -25,7 +25,7 @@ from tltlab.files import read_json
 from tltlab.lengths.generate import generate
 from tltlab.lengths.model import of_regime
 from tltlab.planning.claims import CLAIMS
-from tltlab.sim.systems import compare_systems
+from tltlab.sim.comparison.systems import compare_systems
 
 from .harness import Case, Experiment, Row
 from .models import Count, Several, bench_on, own_model

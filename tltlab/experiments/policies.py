@@ -25,7 +25,7 @@ from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import Policy
 from tltlab.policies.simple import BatchTable
 from tltlab.policies.specs import AdaptiveSpec, CustomSpec, NoneSpec
-from tltlab.sim.sweep import backend
+from tltlab.sim.comparison.sweep import backend
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 

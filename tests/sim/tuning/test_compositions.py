@@ -7,8 +7,8 @@ import pytest
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
+from tltlab.sim.comparison.systems import compare_systems
 from tltlab.sim.config import SimulationConfig
-from tltlab.sim.systems import compare_systems
 from tltlab.sim.tuning.compositions import compositions, search_systems
 
 from ..workloads import COSTS, TINY, typed

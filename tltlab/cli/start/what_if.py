@@ -19,7 +19,7 @@ from tltlab.report.page import render
 from tltlab.sim.cli import options
 
 if TYPE_CHECKING:
-    from tltlab.sim.what_if import WhatIf
+    from tltlab.sim.comparison.what_if import WhatIf
 
 _PAGES = (".html", ".htm")
 
@@ -70,7 +70,7 @@ def what_if(
     if out is not None and (out.is_dir() or out.suffix not in (*_PAGES, *FORMATS, ".json")):
         raise ConfigError(f"--out {out}: name a file that ends in .html, .png, .svg or .json")
     from tltlab.sim.cli.compare import system_rows, system_table
-    from tltlab.sim.what_if import what_if as run
+    from tltlab.sim.comparison.what_if import what_if as run
 
     with ExitStack() as stack:
         advance: list[Callable[[str], None]] = []
@@ -101,7 +101,7 @@ def what_if(
 
 def text(answer: WhatIf) -> str:
     """The answer for people, words first."""
-    from tltlab.sim.what_if import THE_VERDICT
+    from tltlab.sim.comparison.what_if import THE_VERDICT
 
     used = ", ".join(column if column == name else f"{column} ({name})" for name, column in answer.used.items())
     evidence = [] if answer.evidence == answer.setting else [answer.evidence.partition(";")[0]]

@@ -25,17 +25,12 @@ from tltlab.planning.composition import System
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import TableSpec
-from tltlab.stats import Interval
-from tltlab.strategy import Strategy
-from tltlab.traces.trace import Trace
-
-from .config import SimulationConfig, Source, beside_trace, check_keywords, decisions_apart
-from .rl_steps import run_steps
-from .scenario import Scenario
-from .simulate import SimResult, outside_calibration, simulate
-from .systems import compare_systems
-from .topology import Colocated
-from .tuning.drafter_training import (
+from tltlab.sim.config import SimulationConfig, Source, beside_trace, check_keywords, decisions_apart
+from tltlab.sim.rl_steps import run_steps
+from tltlab.sim.scenario import Scenario
+from tltlab.sim.simulate import SimResult, outside_calibration, simulate
+from tltlab.sim.topology import Colocated
+from tltlab.sim.tuning.drafter_training import (
     DrafterTraining,
     best_table,
     covered_chains,
@@ -44,6 +39,11 @@ from .tuning.drafter_training import (
     times_as_fast,
     times_text,
 )
+from tltlab.stats import Interval
+from tltlab.strategy import Strategy
+from tltlab.traces.trace import Trace
+
+from .systems import compare_systems
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

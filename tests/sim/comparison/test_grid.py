@@ -11,9 +11,9 @@ import tltlab
 from tests.refused import refused
 from tltlab.costs.deployment import Deployment
 from tltlab.errors import ConfigError
+from tltlab.sim.comparison.grid import Axes, SweepGrid
+from tltlab.sim.comparison.systems import compare_systems
 from tltlab.sim.config import SimulationConfig
-from tltlab.sim.systems import compare_systems
-from tltlab.sim.tuning.grid import Axes, SweepGrid
 
 from ..workloads import typed
 

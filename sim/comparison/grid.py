@@ -23,8 +23,8 @@ from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy
 from tltlab.sim.config import SimulationConfig, at_least, check_keywords
 from tltlab.sim.scenario import Scenario, named_policies
-from tltlab.sim.sweep import backend, makespans, ratio_columns, speed_ups
-from tltlab.sim.systems import compare_systems
+from tltlab.sim.comparison.sweep import backend, makespans, ratio_columns, speed_ups
+from tltlab.sim.comparison.systems import compare_systems
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 

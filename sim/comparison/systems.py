@@ -34,14 +34,14 @@ from tltlab.policies.policy import Policy
 from tltlab.stats import Interval, mean_of_few, paired_ratio
 from tltlab.traces.trace import Trace
 
-from .config import SimulationConfig, Source
-from .engine.requests import Requests
-from .rl_steps import RunResult, run_steps
-from .scenario import Scenario, strategies_run
+from tltlab.sim.config import SimulationConfig, Source
+from tltlab.sim.engine.requests import Requests
+from tltlab.sim.rl_steps import RunResult, run_steps
+from tltlab.sim.scenario import Scenario, strategies_run
 from .sensitivity import Variant, over_ranges
-from .simulate import SimResult, simulate
+from tltlab.sim.simulate import SimResult, simulate
 from .sweep import ratio_columns
-from .topology import Colocated, Separate, Topology
+from tltlab.sim.topology import Colocated, Separate, Topology
 
 RANGE_STEPS = 2
 """RL steps, the first ones, on which plausible ranges are tried."""

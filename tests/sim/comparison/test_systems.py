@@ -25,12 +25,12 @@ from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import bind
 from tltlab.planning.systems import SYSTEMS
 from tltlab.sim import Separate, run_steps, simulate
+from tltlab.sim.comparison.systems import compare_systems, on_gpus, simulate_system
 from tltlab.sim.engine.requests import changed, requests_by_step
 from tltlab.sim.placement import place
-from tltlab.sim.systems import compare_systems, on_gpus, simulate_system
 from tltlab.traces.trace import Trace
 
-from .workloads import TINY, typed, with_positions
+from ..workloads import TINY, typed, with_positions
 
 STAGES = StageCosts(
     num_gpus=4, inference=InferenceCosts(per_token_s=1e-4), reward=RewardCosts(base_s=0.5),

@@ -17,14 +17,14 @@ from tltlab import ConfigError, Selector, compare, load_policy, read, simulate, 
 from tltlab.calibration.api import calibrate
 from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
+from tltlab.sim.comparison.sweep import sweep
+from tltlab.sim.comparison.systems import compare_systems
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.sweep import sweep
-from tltlab.sim.systems import compare_systems
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
 
-from .workloads import TINY, typed
+from ..workloads import TINY, typed
 
 LENGTHS = [60] * 30 + [1500] * 2
 SETTINGS = {"workers": 2, "costs": "cpu-small", "acceptance": "geometric:0.7"}

@@ -14,14 +14,14 @@ from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import DEFAULTS
 from tltlab.costs.deployment import Deployment
 from tltlab.errors import ConfigError
-from tltlab.sim import what_if as questions
+from tltlab.sim.comparison import what_if as questions
+from tltlab.sim.comparison.sweep import drafters_text, granted_text
+from tltlab.sim.comparison.what_if import what_if
 from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.simulate import simulate
-from tltlab.sim.sweep import drafters_text, granted_text
 from tltlab.sim.topology import Colocated
-from tltlab.sim.what_if import what_if
 
-from .workloads import typed
+from ..workloads import typed
 
 RNG = np.random.default_rng(0)
 LENGTHS = np.minimum(RNG.lognormal(5.5, 1, (3, 32)).astype(int) + 1, 2000)

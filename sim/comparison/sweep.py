@@ -22,8 +22,8 @@ from tltlab.importers.sources import TraceSource
 from tltlab.policies.policy import Policy, PolicySource
 from tltlab.stats import paired_ratio
 
-from .config import SimulationConfig, at_least
-from .scenario import Scenario, budgets_of, named_policies, strategies_run
+from tltlab.sim.config import SimulationConfig, at_least
+from tltlab.sim.scenario import Scenario, budgets_of, named_policies, strategies_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
