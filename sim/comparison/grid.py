@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
-from joblib import Parallel, delayed
 
 from tltlab.acceptance.load import load_acceptance
 from tltlab.costs.deployment import MODEL, Deployment
@@ -21,10 +21,11 @@ from tltlab.files import parse_json
 from tltlab.importers.sources import TraceSource, read
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy
+from tltlab.sim.comparison.jobs import side_by_side
+from tltlab.sim.comparison.sweep import makespans, ratio_columns, speed_ups
+from tltlab.sim.comparison.systems import compare_systems
 from tltlab.sim.config import SimulationConfig, at_least, check_keywords
 from tltlab.sim.scenario import Scenario, named_policies
-from tltlab.sim.comparison.sweep import backend, makespans, ratio_columns, speed_ups
-from tltlab.sim.comparison.systems import compare_systems
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
@@ -147,7 +148,7 @@ def sweep(
     policies: Sequence[str] | Mapping[str, Any] | str | None = None,
     config: SimulationConfig = SimulationConfig(),
     *,
-    jobs: int = 1,
+    jobs: int | None = 1,
     ray_address: str | None = None,
     journal: Path | None = None,
     done: Callable[[str], None] = lambda point: None,
@@ -200,15 +201,12 @@ def sweep(
     for point in points:
         if _key(point) in rows_of:
             done(_label(point))
-    with backend(ray_address, jobs) as num_jobs:
-        for first in range(0, len(pending), num_jobs):
-            batch = pending[first : first + num_jobs]
-            results = Parallel(n_jobs=num_jobs)(delayed(_rows)(trace, axes, config, chosen, p) for p in batch)
-            for point, rows in zip(batch, results, strict=True):
-                rows_of[_key(point)] = rows
-                if journal is not None:
-                    _append(journal, json.dumps([_key(point), rows]))
-                done(_label(point))
+    tasks = [partial(_rows, trace, axes, config, chosen, point) for point in pending]
+    for point, rows in zip(pending, side_by_side(tasks, jobs=jobs, ray_address=ray_address), strict=True):
+        rows_of[_key(point)] = rows
+        if journal is not None:
+            _append(journal, json.dumps([_key(point), rows]))
+        done(_label(point))
     frame = pd.DataFrame([point | row for point in points for row in rows_of[_key(point)]])
     return SweepGrid(frame=frame, axes=axes, resumed=resumed)
 

@@ -5,25 +5,23 @@ A scenario is prepared once; policies run one after another, or over processes o
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from joblib import Parallel, delayed, parallel_config
 
 from tltlab.arrays import Floats
-from tltlab.errors import ConfigError, one_line
+from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource
 from tltlab.policies.policy import Policy, PolicySource
-from tltlab.stats import paired_ratio
-
 from tltlab.sim.config import SimulationConfig, at_least
 from tltlab.sim.scenario import Scenario, budgets_of, named_policies, strategies_run
+from tltlab.stats import paired_ratio
+
+from .jobs import side_by_side
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,7 +56,7 @@ def sweep(
     scenario: Scenario | TraceSource,
     policies: Policies,
     *,
-    jobs: int = 1,
+    jobs: int | None = 1,
     ray_address: str | None = None,
 ) -> pd.DataFrame:
     """Simulate every policy on the scenario: one row per policy and RL step, in order, with `makespan_s`.
@@ -78,10 +76,8 @@ def sweep(
     names = list(policies)
     # The table rows are for writing traces: workers need not receive them.
     lean = replace(scenario, steps=tuple(replace(step, rows=step.rows.iloc[:0]) for step in scenario.steps))
-    if jobs == 1 and ray_address is None:
-        seconds_of = makespans(lean, policies)
-    else:
-        seconds_of = _in_parallel(lean, policies, jobs, ray_address)
+    tasks = [partial(makespans, lean, {name: policies[name]}) for name in names]
+    seconds_of = {k: v for each in side_by_side(tasks, jobs=jobs, ray_address=ray_address) for k, v in each.items()}
     steps = [step.rl_step for step in scenario.steps]
     return pd.DataFrame(
         {
@@ -98,7 +94,7 @@ def compare(
     *,
     baseline: str | None = None,
     repeats: int = 1,
-    jobs: int = 1,
+    jobs: int | None = 1,
     ray_address: str | None = None,
     **settings: Any,
 ) -> Comparison:
@@ -200,47 +196,6 @@ def speed_up_cells(row: Mapping[str, Any], name: str) -> tuple[str, str]:
     return times, f"[{low:.2f}, {'inf' if high is None else format(high, '.2f')}]"
 
 
-def _in_parallel(
-    scenario: Scenario, policies: Mapping[str, Policy], jobs: int, ray_address: str | None
-) -> dict[str, list[float]]:
-    names = list(policies)
-    with backend(ray_address, jobs) as num_jobs:
-        parts = [names[i::num_jobs] for i in range(min(num_jobs, len(names)))]
-        done = Parallel(n_jobs=num_jobs)(
-            delayed(makespans)(scenario, {name: policies[name] for name in part}) for part in parts
-        )
-    return {name: seconds for part in done for name, seconds in part.items()}
-
-
 def makespans(scenario: Scenario, policies: Mapping[str, Policy]) -> dict[str, list[float]]:
     """Seconds of each RL step's rollout, by policy."""
     return {name: [r.makespan_s for r in scenario.rollouts(policy)] for name, policy in policies.items()}
-
-
-@contextlib.contextmanager
-def backend(ray_address: str | None, jobs: int) -> Iterator[int]:
-    """Where joblib runs, and with how many jobs: processes here, or a Ray cluster that is left as it was found."""
-    if ray_address is None:
-        with parallel_config(backend="loky", inner_max_num_threads=1):
-            yield jobs
-        return
-    if find_spec("ray") is None:
-        raise ConfigError("running on Ray needs the package ray: pip install 'tltlab[runtime]'")
-    import ray
-    from ray.util.joblib import register_ray
-
-    started = not ray.is_initialized()
-    if started:
-        try:
-            ray.init(ray_address, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            reason = one_line(error)[:200]
-            raise ConfigError(f"no Ray cluster at {ray_address!r} ({reason}); 'local' starts one here") from error
-    try:
-        register_ray()
-        with parallel_config(backend="ray"):
-            # One job is no parallel work for joblib: it would stay in this process.
-            yield max(2, jobs if jobs > 1 else int(ray.cluster_resources().get("CPU", 2)))
-    finally:
-        if started:
-            ray.shutdown()

@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from joblib import Parallel, delayed, parallel_config
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.acceptance.per_drafter import PerDrafter
@@ -31,17 +31,18 @@ from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import BoundSystem, bind, bind_assuming
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy
-from tltlab.stats import Interval, mean_of_few, paired_ratio
-from tltlab.traces.trace import Trace
-
 from tltlab.sim.config import SimulationConfig, Source
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.rl_steps import RunResult, run_steps
 from tltlab.sim.scenario import Scenario, strategies_run
-from .sensitivity import Variant, over_ranges
 from tltlab.sim.simulate import SimResult, simulate
-from .sweep import ratio_columns
 from tltlab.sim.topology import Colocated, Separate, Topology
+from tltlab.stats import Interval, mean_of_few, paired_ratio
+from tltlab.traces.trace import Trace
+
+from .jobs import side_by_side
+from .sensitivity import Variant, over_ranges
+from .sweep import ratio_columns
 
 RANGE_STEPS = 2
 """RL steps, the first ones, on which plausible ranges are tried."""
@@ -141,7 +142,7 @@ def compare_systems(
     stages: StageCosts | Source | None = None,
     gpus_per_worker: int | None = None,
     repeats: int = 1,
-    jobs: int = 1,
+    jobs: int | None = 1,
     ranges: bool | None = None,
     beside: Sequence[tuple[System, Policy]] = (),
     **settings: Any,
@@ -173,7 +174,7 @@ def compare_systems(
 
     >>> compare_systems("traces/tiny", "verl,tlt-base").set_index("system").ratio  # doctest: +SKIP
     """
-    if repeats < 1 or jobs < 1:
+    if repeats < 1 or (jobs is not None and jobs < 1):
         raise ConfigError(f"repeats and jobs must be at least 1, got {repeats} and {jobs}")
     trace = read(trace)
     config, machine = config.changed(settings, compare_systems).on_machine(trace)
@@ -194,12 +195,11 @@ def compare_systems(
     def measure(variants: Sequence[Variant], steps: Sequence[Requests] = scenario.steps) -> list[_Outcome]:
         rl_steps, seeds = [step.rl_step for step in steps], range(config.seed, config.seed + repeats)
         tasks = [
-            delayed(_measured)(trace, binding, replace(config, rl_steps=rl_steps, costs=costs, seed=seed), **placed)
+            partial(_measured, trace, binding, replace(config, rl_steps=rl_steps, costs=costs, seed=seed), **placed)
             for binding, costs in variants
             for seed in seeds
         ]
-        with parallel_config(backend="loky", inner_max_num_threads=1):
-            measured = Parallel(n_jobs=jobs)(tasks)
+        measured = list(side_by_side(tasks, jobs=jobs))
         return [_Outcome.mean(measured[i * repeats : (i + 1) * repeats]) for i in range(len(variants))]
 
     measured = measure([(binding, scenario.costs) for binding in bound])

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pandas as pd
-from joblib import Parallel, delayed
 from matplotlib.figure import Figure
 
 from tltlab.charts import bars
@@ -25,7 +25,7 @@ from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import Policy
 from tltlab.policies.simple import BatchTable
 from tltlab.policies.specs import AdaptiveSpec, CustomSpec, NoneSpec
-from tltlab.sim.comparison.sweep import backend
+from tltlab.sim.comparison.jobs import side_by_side
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -132,8 +132,7 @@ class Policies(Experiment[PoliciesSettings]):
             every = [Case(each.name, each.about, each) for each in regimes(settings.traces, settings.rl_steps)]
             picked = chosen("regime", every, settings.only)
             seeds = [self.seed + i for i in range(settings.seeds)]
-            parallel = Parallel(self.stack.enter_context(backend(None, settings.jobs)), return_as="generator")
-            self.judgements = parallel(delayed(judged)(case.given, seeds) for case in picked)
+            self.judgements = side_by_side([partial(judged, case.given, seeds) for case in picked], jobs=settings.jobs)
             yield from picked
         for model in settings.models:
             yield Case(model, "all modes of tltlab bench runtime in turn")

@@ -1,0 +1,79 @@
+"""Independent simulations side by side: processes here, or a Ray cluster. Results do not depend on where they run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from typing import TypeVar
+
+from joblib import Parallel, delayed, parallel_config
+
+from tltlab.errors import ConfigError, one_line
+from tltlab.sim.config import at_least
+
+Result = TypeVar("Result")
+
+ALONE_S = 2.0
+"""Work that is expected to take less than this is not worth a process, which takes about a second to start."""
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def side_by_side(
+    tasks: Sequence[Callable[[], Result]], *, jobs: int | None = None, ray_address: str | None = None
+) -> Iterator[Result]:
+    """Yield the results of tasks in their order; `jobs` processes (None: one per core) share what takes long.
+
+    Tasks run here, one after another, until it is known that the rest would take longer than `ALONE_S`; they are to be
+    of about the same size. With a `ray_address` ("auto", "local", or an address) all run on that cluster, which is left
+    as it was found. Raises ConfigError for fewer than one job, and where there is no such cluster.
+    """
+    jobs = cores() if jobs is None else jobs
+    at_least(1, jobs=jobs)
+    began, done = time.perf_counter(), 0
+    if ray_address is None:
+        for done, task in enumerate(tasks, 1):
+            yield task()
+            left_s = (time.perf_counter() - began) / done * (len(tasks) - done)
+            if jobs > 1 and len(tasks) > done + 1 and left_s > ALONE_S:
+                break
+    left = tasks[done:]
+    if left:
+        with _backend(ray_address, min(jobs, len(left))) as num_jobs:
+            yield from Parallel(n_jobs=num_jobs, return_as="generator")(delayed(task)() for task in left)
+
+
+@contextlib.contextmanager
+def _backend(ray_address: str | None, jobs: int) -> Iterator[int]:
+    """Where joblib runs, and with how many jobs."""
+    if ray_address is None:
+        with parallel_config(backend="loky", inner_max_num_threads=1):
+            yield jobs
+        return
+    if find_spec("ray") is None:
+        raise ConfigError("running on Ray needs the package ray: pip install 'tltlab[runtime]'")
+    import ray
+    from ray.util.joblib import register_ray
+
+    started = not ray.is_initialized()
+    if started:
+        try:
+            ray.init(ray_address, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            reason = one_line(error)[:200]
+            raise ConfigError(f"no Ray cluster at {ray_address!r} ({reason}); 'local' starts one here") from error
+    try:
+        register_ray()
+        with parallel_config(backend="ray"):
+            # One job is no parallel work for joblib: it would stay in this process.
+            yield max(2, jobs if jobs > 1 else int(ray.cluster_resources().get("CPU", 2)))
+    finally:
+        if started:
+            ray.shutdown()
