@@ -35,10 +35,10 @@ from tltlab.sim.engine.worker import RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .bounds import largest_batch, lower_bound_s, shared_bound_s
+from .bounds import Floors, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
 from .idle_training import IdleUse, SimulatedSpotTrainer
-from .placement import add_lengths, find_placement, place
+from .placement import History, find_placement, place
 
 
 def policy_name(source: PolicySource) -> str:
@@ -105,11 +105,11 @@ class Scenario(SimulationConfig):
         acceptance, acceptance_name = config.find_acceptance(trace)
         costs, costs_name = config.find_costs(trace)
         queues: list[list[list[int]]] = []
-        history: dict[str, list[int]] = {}
+        history = History()
         rule = find_placement(config.placement or "contiguous")
         for step in steps:
             queues.append(place(step, workers, rule, costs, history))
-            add_lengths(history, step)
+            history.add(step)
         values = {field.name: getattr(config, field.name) for field in fields(SimulationConfig)} | {
             "steps": steps,
             "queues": tuple(queues),
@@ -258,17 +258,16 @@ class Scenario(SimulationConfig):
         """
         model = None if self.acceptance is None else self.acceptance.at_best([s.drafter for s in strategies])
         regimes = Regimes(strategies, self.costs, model, self.registry if drafters is None else drafters)
-        every_regime = regimes.up_to(max(map(len, self.steps), default=1))
+        floors = Floors.of(regimes, max(map(len, self.steps), default=1))
         # All gain alike in every iteration: then sharing a worker has an exact price.
         alike = not any(s.speculates for s in strategies) or (
             self.mode == "fluid" and model is not None and model.varies_by == "nothing"
         )
         bounds_s = []
         for step in self.steps:
-            bound_s = lower_bound_s(step, every_regime, self.costs, self.workers, model, self.mode, self.seed)
+            bound_s = lower_bound_s(step, floors, self.costs, self.workers, model, self.mode, self.seed)
             if alike:
-                most = largest_batch(step, self.costs)
-                bound_s = max(bound_s, shared_bound_s(step, regimes, self.costs, self.workers, most))
+                bound_s = max(bound_s, shared_bound_s(step, floors, self.costs, self.workers))
             if step.turns is not None and self.max_tools is not None:
                 bound_s = max(bound_s, sum(step.turns.tool_s) / self.max_tools)
             bounds_s.append(bound_s + self.costs.outside_s if bound_s else bound_s)

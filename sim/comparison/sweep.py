@@ -75,7 +75,7 @@ def sweep(
     scenario.check_acceptance(policies.values())
     names = list(policies)
     # The table rows are for writing traces: workers need not receive them.
-    lean = replace(scenario, steps=tuple(replace(step, rows=step.rows.iloc[:0]) for step in scenario.steps))
+    lean = replace(scenario, steps=tuple(step.without_rows() for step in scenario.steps))
     tasks = [partial(makespans, lean, {name: policies[name]}) for name in names]
     seconds_of = {k: v for each in side_by_side(tasks, jobs=jobs, ray_address=ray_address) for k, v in each.items()}
     steps = [step.rl_step for step in scenario.steps]
