@@ -63,26 +63,16 @@ class Floors:
     """The cheapest iterations of batches up to any size: row r is of `regimes[r]`, column b of batches of 1 to b + 1.
 
     `fixed_s` without the context's share, `each_s` likewise for one request of the batch, and `slope_s` per token of
-    context. `rates` are by strategy.
+    context. `options` are tokens, seconds without context and seconds per token of it, by strategy and batch size, and
+    `envelopes` those of rates and shares by the largest batch, which RL steps of a run share as a rule.
     """
 
     regimes: Sequence[Regime]
     fixed_s: Floats
     each_s: Floats
     slope_s: Floats
-    rates: Sequence[_Rates]
-    _shares: dict[int, _Shares] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def shares(self, most: int) -> _Shares:
-        """What is shared in batches of up to `most` requests; the same for most RL steps of a run."""
-        if most not in self._shares:
-            options = [(r.tokens[:most], r.fixed_s[:most], r.slope_s[:most]) for r in self.rates]
-            tokens, fixed_s, slopes_s = map(np.concatenate, zip(*options, strict=True))
-            corners = None
-            if fixed_s.min() > 0.0:
-                corners = envelope(tokens / fixed_s, np.tile(1.0 / np.arange(1, most + 1), len(options)))
-            self._shares[most] = _Shares(corners=corners, slope_s=float(slopes_s.min()), gain=float(tokens.max()))
-        return self._shares[most]
+    options: Floats
+    envelopes: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, regimes: Regimes, most: int) -> Floors:
@@ -90,43 +80,15 @@ class Floors:
         every, batches = regimes.up_to(most), range(1, most + 1)
         fixed_s = np.array([[regime.fixed_s(b) for b in batches] for regime in every])
         slope_s = np.array([[regime.slope_s(b) for b in batches] for regime in every])
-        loaded = not regimes.loads_late
-        rates = [_Rates.of([regimes.at(s, b, loaded=loaded) for b in batches]) for s in regimes.strategies]
+        at = [[regimes.at(s, b, loaded=not regimes.loads_late) for b in batches] for s in regimes.strategies]
+        options = [[(r.tokens, r.fixed_s(b), r.slope_s(b)) for b, r in zip(batches, row, strict=True)] for row in at]
         return cls(
             regimes=every,
             fixed_s=np.minimum.accumulate(fixed_s, axis=1),
             each_s=np.minimum.accumulate(fixed_s / np.array(batches), axis=1),
             slope_s=np.minimum.accumulate(slope_s.min(axis=0)),
-            rates=rates,
+            options=np.moveaxis(np.array(options), 2, 0),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rates:
-    """Tokens, seconds without context, and seconds per token of context of a strategy's iterations, by batch size."""
-
-    tokens: Floats
-    fixed_s: Floats
-    slope_s: Floats
-
-    @classmethod
-    def of(cls, regimes: Sequence[Regime]) -> _Rates:
-        """Read them off the regimes of batches 1, 2, 3 ..."""
-        each = [(r.tokens, r.fixed_s(b), r.slope_s(b)) for b, r in enumerate(regimes, 1)]
-        tokens, fixed_s, slope_s = np.array(each).T
-        return cls(tokens=tokens, fixed_s=fixed_s, slope_s=slope_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shares:
-    """Corners of the envelope of rates and shares, the least cost of context and the largest gain.
-
-    An iteration without a fixed cost has no rate (None): the other bounds say what can be said.
-    """
-
-    corners: tuple[Floats, Floats] | None
-    slope_s: float
-    gain: float
 
 
 def lower_bound_s(
@@ -308,10 +270,14 @@ def shared_bound_s(requests: Requests, floors: Floors, costs: CostModel, workers
     nonempty = requests.lengths > 0
     if not nonempty.any():
         return 0.0
-    shares = floors.shares(largest_batch(requests, costs))
-    if shares.corners is None:
-        return 0.0
-    (rate, share), slope_s, gain = shares.corners, shares.slope_s, shares.gain
+    most = largest_batch(requests, costs)
+    tokens, fixed_s, slopes_s = floors.options[:, :, :most]
+    if fixed_s.min() <= 0.0:
+        return 0.0  # An iteration without a fixed cost has no rate: the other bounds say what can be said.
+    if most not in floors.envelopes:
+        batches = np.broadcast_to(np.arange(1, most + 1), fixed_s.shape)
+        floors.envelopes[most] = envelope((tokens / fixed_s).ravel(), (1.0 / batches).ravel())
+    (rate, share), slope_s, gain = floors.envelopes[most], slopes_s.min(), tokens.max()
     lengths = requests.lengths[nonempty] - TOLERANCE_TOKENS
     prompts = requests.prompts[nonempty].astype(np.float64)
     contexts = np.maximum((prompts * lengths + lengths**2 / 2) / gain - lengths / 2, 0.0)
