@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,11 @@ class Scenario(SimulationConfig):
         own = {name: spec for policy in policies for name, spec in policy.drafters.items()}
         refuse_one_for_several(self.acceptance, self.acceptance_name, names, self.registry.beside(own))
 
-    def rollouts(
+    def rollouts(self, policy: Policy, **options: Any) -> tuple[SimulatedRollout, ...]:
+        """Simulate every RL step under a policy, see `each_rollout`."""
+        return tuple(self.each_rollout(policy, **options))
+
+    def each_rollout(
         self,
         policy: Policy,
         *,
@@ -145,8 +149,8 @@ class Scenario(SimulationConfig):
         entropy: Sequence[Sequence[int]] | None = None,
         drafter: Sequence[DrafterState] | None = None,
         delay: int | None = None,
-    ) -> tuple[SimulatedRollout, ...]:
-        """Simulate every RL step under a policy; `entropy` seeds each worker's selector, else [seed, worker] does.
+    ) -> Iterator[SimulatedRollout]:
+        """Simulate one RL step after another under a policy, of which nothing is kept; `entropy` seeds each worker's selector, else [seed, worker] does.
 
         `drafter` is the learned drafter's state in each RL step where that is known, else it follows from the training.
         Outcomes come as in an engine; with a `delay` choices hold at once and outcomes come so many choices later.
@@ -174,13 +178,12 @@ class Scenario(SimulationConfig):
         for selector in simulator.selectors:
             selector.drafts_with(registry)
         stream = Stream(self.steps, self.admission, self.seed) if isinstance(self.admission, Admission) else None
-        rollouts: list[SimulatedRollout] = []
         model_before, state = None, DrafterState()
         for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
             state = state if drafter is None else drafter[at]
             simulator.drafters = {n: state if registry[n].has_network else DrafterState() for n in drafters}
             model = None if self.acceptance is None else self.acceptance.in_state(simulator.drafters)
-            if not rollouts or model is not model_before:
+            if not at or model is not model_before:
                 batches = _batches(model if drafters else None, self, budgets, registry)
                 simulator.prepare(Regimes(policy.strategies, self.costs, model, registry), batches)
             model_before = model
@@ -192,7 +195,7 @@ class Scenario(SimulationConfig):
                     rollout = simulator.rollout(step, queues)
                 else:
                     # A pass through the trace first: behind a stream that has just begun are only short responses.
-                    for before in range(0 if rollouts else len(self.steps)):
+                    for before in range(0 if at else len(self.steps)):
                         _streamed(simulator, stream, before, self.workers)
                     rollout = _streamed(simulator, stream, at, self.workers)
             except ConfigError:
@@ -208,8 +211,7 @@ class Scenario(SimulationConfig):
                 state = DrafterState(age=0, updates=state.updates + self.online_updates)
             else:
                 state = replace(state, age=state.age + 1)
-            rollouts.append(rollout)
-        return tuple(rollouts)
+            yield rollout
 
     def registry_of(self, policies: Mapping[str, Policy]) -> Drafters:
         """The drafters of the trace and of policies by name; ConfigError for what these do not draft.

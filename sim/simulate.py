@@ -344,7 +344,7 @@ def simulate(
     drafters = scenario.registry_of({policy_name(policy): chosen})
     scenario.check_acceptance([chosen])
     started = time.perf_counter()
-    rollouts = scenario.rollouts(chosen, record_rewards=record_iterations)
+    rollouts = tuple(each.settled() for each in scenario.each_rollout(chosen, record_rewards=record_iterations))
     wall_s = time.perf_counter() - started
     name, source = policy_name(policy), trace.manifest
     manifest = source.model_copy(

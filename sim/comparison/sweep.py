@@ -198,4 +198,4 @@ def speed_up_cells(row: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 def makespans(scenario: Scenario, policies: Mapping[str, Policy]) -> dict[str, list[float]]:
     """Seconds of each RL step's rollout, by policy."""
-    return {name: [r.makespan_s for r in scenario.rollouts(policy)] for name, policy in policies.items()}
+    return {name: [r.makespan_s for r in scenario.each_rollout(policy)] for name, policy in policies.items()}

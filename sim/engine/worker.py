@@ -88,6 +88,13 @@ class SimulatedRollout:
         parts = [log.columns for log in self.logs]
         return Columns.joined(parts), np.repeat(np.arange(len(parts)), list(map(len, parts)))
 
+    def settled(self) -> SimulatedRollout:
+        """Itself, with its macro-steps as arrays: a fifth of the memory, where rollouts are kept."""
+        if self.drained is None:
+            for log in self.logs:
+                log.settle()
+        return self
+
     @property
     def busy_s(self) -> float:
         """Worker-seconds of switching, prefill and decoding; the rest up to workers * makespan is idle."""
