@@ -150,8 +150,9 @@ class Scenario(SimulationConfig):
         drafter: Sequence[DrafterState] | None = None,
         delay: int | None = None,
     ) -> Iterator[SimulatedRollout]:
-        """Simulate one RL step after another under a policy, of which nothing is kept; `entropy` seeds each worker's selector, else [seed, worker] does.
+        """Simulate one RL step after another under a policy; nothing is kept.
 
+        `entropy` seeds each worker's selector, else [seed, worker] does.
         `drafter` is the learned drafter's state in each RL step where that is known, else it follows from the training.
         Outcomes come as in an engine; with a `delay` choices hold at once and outcomes come so many choices later.
         """
