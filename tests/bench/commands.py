@@ -38,7 +38,7 @@ COMMANDS = {
     "trace validate": "trace validate INPUT --json",
     "trace import": "trace import INPUT WORKERS --out NEW --json",
     "simulate none": "simulate INPUT WORKERS --policy none --json",
-    "simulate 4,1,5": "simulate INPUT WORKERS ACCEPTANCE --strategy 4,1,5 --sd-threshold 32 --json",
+    "simulate strategy": "simulate INPUT WORKERS ACCEPTANCE --strategy 4,1,5 --sd-threshold 32 --json",
     "simulate beg-mab": "simulate INPUT WORKERS ACCEPTANCE --policy beg-mab BLOCK --json",
     "compare": "compare INPUT WORKERS ACCEPTANCE --policies none,table,beg-mab BLOCK --json",
     "what-if": "what-if INPUT GPUS --json",
