@@ -9,13 +9,17 @@ policies in simulation, `verify` holds predictions against recorded runs. What a
 if __name__ == "sim":
     raise ImportError("import this package as tltlab.sim")
 
+from typing import TYPE_CHECKING, Any
+
 from .comparison.sweep import compare, sweep
 from .config import SimulationConfig
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .simulate import SimResult, simulate
 from .topology import Colocated, Separate
-from .verification.rollouts import Verification, verify
+
+if TYPE_CHECKING:
+    from .verification.rollouts import Verification, verify
 
 __all__ = [
     "Colocated",
@@ -31,3 +35,12 @@ __all__ = [
     "sweep",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Verification", "verify"):
+        # Loads what fits costs and acceptance.
+        from .verification import rollouts
+
+        return getattr(rollouts, name)
+    raise AttributeError(f"module 'tltlab.sim' has no attribute {name!r}")

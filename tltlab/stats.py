@@ -14,7 +14,6 @@ from itertools import combinations
 from typing import Any, Literal
 
 import numpy as np
-from scipy.special import stdtrit
 
 from .arrays import Floats
 from .errors import ConfigError
@@ -140,6 +139,8 @@ def student_margin(error: float, freedom: int, level: float = LEVEL) -> float:
     >>> round(student_margin(1.0, 2), 3)
     4.303
     """
+    from scipy.special import stdtrit
+
     return float(stdtrit(freedom, (1.0 + level) / 2.0)) * error
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TypeVar
 
-from joblib import Parallel, delayed, parallel_config
-
 from tltlab.errors import ConfigError, one_line
 from tltlab.sim.config import at_least
 
@@ -46,6 +44,8 @@ def side_by_side(
                 break
     left = tasks[done:]
     if left:
+        from joblib import Parallel, delayed
+
         with _backend(ray_address, min(jobs, len(left))) as num_jobs:
             yield from Parallel(n_jobs=num_jobs, return_as="generator")(delayed(task)() for task in left)
 
@@ -53,6 +53,8 @@ def side_by_side(
 @contextlib.contextmanager
 def _backend(ray_address: str | None, jobs: int) -> Iterator[int]:
     """Where joblib runs, and with how many jobs."""
+    from joblib import parallel_config
+
     if ray_address is None:
         with parallel_config(backend="loky", inner_max_num_threads=1):
             yield jobs

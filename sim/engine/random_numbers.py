@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterable
 
 import numpy as np
-from scipy.special import ndtr, ndtri
 
 from tltlab.acceptance.base import Key
 from tltlab.arrays import Floats, Ints, Words
@@ -65,6 +64,8 @@ class NoiseDraws:
     def _reach(self, end: int) -> None:
         if end <= len(self._drawn):
             return
+        from scipy.special import ndtr, ndtri  # takes longer to import than an RL step to simulate
+
         begin, end = len(self._drawn), max(end, 2 * len(self._drawn), _FIRST)
         scores = np.zeros(end - begin)
         for (length, share), number, offset in zip(self._noise.components, self._seeds, self._offsets, strict=True):

@@ -51,6 +51,30 @@ def sim(
 
 
 @app.command()
+def commands(
+    only: Annotated[
+        str, Option(help="Commands to run, with commas: simulate,tune, or 'simulate none'; '' for all.")
+    ] = "",
+    sizes: Annotated[
+        str, Option(help="Inputs, with commas: shipped traces, and CSVs of so many RL steps x 2,048 responses.")
+    ] = "tiny,subset-sum-small,8,300",
+    rounds: Annotated[int, Option(min=1, help="Times that every command runs, in turn.")] = 3,
+    timeout: Annotated[float, Option(min=0.01, help="Seconds after which a command is ended.")] = 300,
+    out: Result = None,
+    as_json: Json = False,
+) -> None:
+    """What users wait for: seconds, processor seconds and peak memory of whole commands, and how these grow.
+
+    Example: tltlab bench commands --only simulate,what-if --sizes tiny,8,300
+    """
+    from .commands import bench_commands, text
+
+    _check(out)
+    chosen, inputs = ([name.strip() for name in names.split(",") if name.strip()] for names in (only, sizes))
+    _tell(bench_commands(inputs, chosen, rounds=rounds, timeout_s=timeout, progress=progress), as_json, text, out)
+
+
+@app.command()
 def accuracy(
     data: Annotated[Path, Option(help="Folder of the measurements that the cost models are held against.")],
     left_out: Annotated[bool, Option(help="Fit profiles without each model, GPU and engine; half a minute.")] = True,

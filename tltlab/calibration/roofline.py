@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Protocol, Self
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from tltlab.arrays import Flags, Floats, Ints
 from tltlab.costs.roofline import (
@@ -212,6 +211,8 @@ def fit_constants(rows: Measurements, start: Mapping[str, float] | None = None) 
     Relative errors, softened beyond 10 %; a weak pull (a factor e off weighs as much as an error of 0.3 % of one row)
     holds what the data leave open near typical values.
     """
+    from scipy.optimize import least_squares
+
     names = list(rows.ranges)
     typical, least, most = np.log(list(rows.ranges.values())).T
 

@@ -6,6 +6,7 @@ A command is loaded when it is called; the overview reads the first line of its 
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -74,7 +75,11 @@ def _group() -> Any:
             return _first_line(_commands()[str(self.name)])
 
         def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-            return click_command(str(self.name)).make_context(info_name, args, parent, **extra)
+            command = click_command(str(self.name))
+            if not gc.isenabled():  # as `main` left it: modules stay, so no collection needs to look at them
+                gc.freeze()
+                gc.enable()
+            return command.make_context(info_name, args, parent, **extra)
 
     class Commands(TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
@@ -111,8 +116,11 @@ def _missing_extra(error: ModuleNotFoundError) -> TltlabError:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. Exit codes: 0 done, 1 the work failed, 2 the input was wrong, 130 interrupted.
 
-    SIGTERM, by which schedulers end a job, interrupts as Ctrl-C does: what is open is closed.
+    SIGTERM, by which schedulers end a job, interrupts as Ctrl-C does: what is open is closed. Without `argv` the
+    process is the command's own: garbage is collected only from the moment that its modules are loaded.
     """
+    if argv is None:
+        gc.disable()
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     if debug:

@@ -128,8 +128,8 @@ def trace_of(
     numbers = {name: table.whole(columns[name], at_least=0).to_numpy() for name in whole}
     key = pd.DataFrame({"rl_step": numbers.get("rl_step", np.zeros(len(frame), int))})
     groups = key.assign(group=key.groupby("rl_step").cumcount() // group).groupby(["rl_step", "group"], sort=False)
-    own_ids = [f"p{i}" for i in groups.ngroup()]
-    key["prompt_id"] = frame[columns["prompt_id"]].to_numpy() if "prompt_id" in columns else own_ids
+    ids = frame[columns["prompt_id"]].array if "prompt_id" in columns else [f"p{i}" for i in groups.ngroup()]
+    key["prompt_id"] = ids
     key["sample"] = numbers.get("sample", key.groupby(["rl_step", "prompt_id"], sort=False).cumcount())
     prompt_tokens = numbers.get("prompt_tokens", 0)
     cut = (lengths == max_response_tokens).to_numpy()
@@ -258,8 +258,9 @@ def _as_text(place: str, frame: pd.DataFrame) -> pd.DataFrame:
         raise TraceError(f"{place}: no rows; wanted one response length per line")
     if not frame.columns.is_unique:
         raise TraceError(f"{place}: column {frame.columns[frame.columns.duplicated()][0]!r} is there twice")
-    cells = {str(name): values.map(_cell) for name, values in frame.items()}
-    return pd.DataFrame(cells, index=frame.index)
+    # Text needs no look at each cell.
+    texts = (values.fillna("") if values.dtype == "str" else values.map(_cell) for _, values in frame.items())
+    return pd.DataFrame(dict(zip(map(str, frame.columns), texts, strict=True)), index=frame.index)
 
 
 def _cell(value: Any) -> str:

@@ -23,6 +23,8 @@ PACKAGE = Path(tltlab.__file__).parent
 SLOW = {
     "matplotlib", "typer", "pandas", "pyarrow", "pydantic", "scipy", "sklearn", "rich", "numpy", "torch", "vllm", "ray",
 }  # fmt: skip
+FITS = {"scipy", "sklearn", "joblib", "optuna", "tltlab.sim.verification", "asyncio"}
+"""What simulating under given costs, and reading a trace, do without."""
 OF_EXTRAS = (
     "datasets", "huggingface_hub", "joblib", "math_verify", "msgspec", "optuna", "pebble", "ray", "safetensors",
     "simpy", "tensorboard", "tokenizers", "torch", "transformers", "vllm", "zmq",
@@ -107,20 +109,32 @@ def says_what_to_install(done: Done, extra: str, module: str = "") -> None:
             {"matplotlib", "typer", "rich", "pandas", "sklearn", "torch"},
         ),
         ("import tltlab.cli.costs", "typer", {"scipy", "sklearn", "torch"}),
-        ("import tltlab.sim", "simpy", {"matplotlib", "typer"}),
+        ("import tltlab.sim", "simpy", {"matplotlib", "typer", *FITS}),
+        ("import tltlab.sim.cli.simulate", "simpy", {"matplotlib", *FITS}),
+        ("import tltlab.cli.trace", "pyarrow", {"simpy", "matplotlib", *FITS}),
         ("import tltlab.cli.start.ui", "matplotlib", {"sklearn", "scipy.stats", "scipy.optimize", "torch", "simpy"}),
         (
             "import tltlab.runtime.engine.vllm.plugin", "torch",
             {"tltlab.policies", "matplotlib", "typer", "rich", "pandas", "pydantic", "scipy"},
         ),
     ],
-    ids=["import", "overview", "completion", "policy", "costs", "simulator", "ui", "plugin"],
+    ids=["import", "overview", "completion", "policy", "costs", "simulator", "simulate", "trace", "ui", "plugin"],
 )  # fmt: skip
 def test_what_starts_loads_nothing_that_is_slow_and_that_it_does_not_need(code: str, needs: str, leaves_out: set[str]):
     pytest.importorskip(needs)
     loaded = loaded_by(code)
     assert {"tltlab", needs} <= loaded
     assert loaded.isdisjoint(leaves_out)
+
+
+def test_a_process_of_a_command_collects_garbage_once_its_modules_are_loaded():
+    ended = "\nexcept SystemExit: pass\nprint(gc.isenabled(), gc.get_freeze_count() > 10_000, file=sys.stderr)"
+    begun = f"import gc, sys, tltlab.cli.app as cli\nsys.argv = ['tltlab', *{TRACE.split()}]\ntry: cli.main("
+    for argv, found in (("", "True True"), ("sys.argv[1:]", "True False")):
+        done = subprocess.run(
+            [sys.executable, "-c", f"{begun}{argv}){ended}"], capture_output=True, text=True, check=True
+        )
+        assert done.stderr.splitlines()[-1] == found
 
 
 def test_every_export_is_there_and_listed():

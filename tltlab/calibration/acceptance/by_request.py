@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
 from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.arrays import Floats
@@ -30,6 +29,8 @@ def fit_siblings(drafts: pd.DataFrame, drafter: str) -> SiblingAcceptance:
 
     Raises ConfigError without `num_siblings`, below MIN_DRAFTS drafts, or for an accepted length outside [0, reach].
     """
+    from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
+
     _check(drafts)
     rows = drafts[drafts["drafter"] == drafter]
     if "num_siblings" not in rows or len(rows) < MIN_DRAFTS:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
 from tltlab.acceptance.freshness import Freshness, MeasuredState
 from tltlab.arrays import Floats
@@ -138,8 +138,10 @@ class _FreshnessLikelihood:
             self.start |= {"floor": 1.0, "age_steps": float(np.log1p(self.age.max() / 2))}
         self.names = list(self.start)
 
-    def solve(self, start: Mapping[str, float]) -> least_squares:
-        """From the usual start but for `start`; the prior is the usual one."""
+    def solve(self, start: Mapping[str, float]) -> Any:
+        """From the usual start but for `start`; the prior is the usual one. Returns SciPy's solution."""
+        from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
+
         initial = [start.get(name, value) for name, value in self.start.items()]
         return least_squares(self._residuals, initial, x_scale="jac", max_nfev=500)
 

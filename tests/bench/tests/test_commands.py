@@ -1,0 +1,64 @@
+"""`tltlab bench commands`: which figures there are, not how large they are."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from bench import commands
+from bench.app import app
+from tests.refused import refused
+from tltlab.errors import ConfigError
+
+FIGURES = ("wall_s", "cpu_s", "peak_bytes")
+
+
+def bench(*options: str) -> dict:
+    found = CliRunner().invoke(app, ["commands", "--rounds", "1", "--json", *options])
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout)
+
+
+def test_whole_commands_are_measured_by_input_beside_the_floor_and_the_base():
+    found = bench("--only", "timeline", "--sizes", "tiny,1,3")
+    rows = {(row["command"], row["input"]): row for row in found["rows"]}
+    bases = {("trace describe", size) for size in ("tiny", "1", "3")}
+    assert set(rows) == {("--help", None), ("timeline", "tiny"), *bases}
+    for case, row in rows.items():
+        assert all(row[figure] > 0 for figure in FIGURES)
+        assert (row["over_base"] is None) == (case[0] == "--help")
+        assert row["more_than_s"] is None
+        assert row["peak_bytes"] >= rows["--help", None]["peak_bytes"] > 1 << 20
+    drawn, base = rows["timeline", "tiny"], rows["trace describe", "tiny"]
+    assert drawn["over_base"]["ratio"] == pytest.approx(drawn["wall_s"] / base["wall_s"])
+    (grown,) = found["growth"]
+    few, many = (rows["trace describe", size]["wall_s"] for size in ("1", "3"))
+    assert (grown["command"], grown["from"], grown["to"]) == ("trace describe", 1, 3)
+    assert grown["wall"] == pytest.approx(math.log(many / few) / math.log(3))
+    assert [(left["command"], left["input"]) for left in found["left_out"]] == [("timeline", "1"), ("timeline", "3")]
+    assert "time ~ n^" in commands.text(found)
+
+
+def test_what_takes_too_long_is_ended_and_what_fails_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch):
+    (floor, base) = bench("--only", "trace describe", "--sizes", "tiny", "--timeout", "0.01")["rows"]
+    for row in (floor, base):
+        assert row["more_than_s"] == 0.01
+        assert all(row[figure] is None for figure in FIGURES)
+    monkeypatch.setitem(commands.COMMANDS, "doctor", "doctor NEW")
+    found = bench("--only", "doctor", "--sizes", "tiny")
+    (left,) = found["left_out"]
+    assert left["command"] == "doctor"
+    assert "exit code 2: tltlab: " in left["reason"]
+    assert "doctor" not in {row["command"] for row in found["rows"]}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "only", "naming"),
+    [(["tiny"], ["simluate"], ("--only", "simluate", "simulate")), (["tyni"], [], ("--sizes", "tyni", "tiny"))],
+)
+def test_an_unknown_command_or_size_is_refused(sizes: list[str], only: list[str], naming: tuple[str, ...]):
+    with refused(ConfigError, naming=naming):
+        commands.bench_commands(sizes, only)
