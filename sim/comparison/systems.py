@@ -185,8 +185,8 @@ def compare_systems(
     Where there is one (or with `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the
     plausible range of each on the first `RANGE_STEPS` RL steps, and rows have the least and largest of their ratios and
     ranks there: `ratio_least`, `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps` of the
-    trace's `num_rl_steps_of`, `num_workers`, `num_gpus`, the names of `costs` and `acceptance`, the costs' `evidence` (`Scenario.evidence`) and, of plain
-    decoding, `outside_calibration` too.
+    trace's `num_rl_steps_of`, `num_workers`, `num_gpus`, the names of `costs` and `acceptance`, the costs' `evidence`
+    (`Scenario.evidence`) and, of plain decoding, `outside_calibration` too.
 
     Where `rl_steps` are left open in a trace of more than 24, those of a sample are simulated (`Scenarios.answer`).
     `jobs` processes (None: one per core) share the systems.
