@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.planning.placement import PLACEMENTS
-from tltlab.sim.config import SimulationConfig
-from tltlab.sim.scenario import Scenario, described, load_spot_training
+from tltlab.sim.config import SimulationConfig, load_spot_training
+from tltlab.sim.scenario import Scenario, described
 from tltlab.state import DrafterState
 from tltlab.stats import Interval
 from tltlab.traces.trace import Trace

@@ -6,7 +6,7 @@ All of a comparison replay the same responses with the same luck.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -35,7 +35,7 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.sim.config import SimulationConfig, Source
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.rl_steps import RunResult, run_steps
-from tltlab.sim.scenario import Scenario, is_memoryless, policy_name, strategies_run
+from tltlab.sim.scenario import Scenario, policy_name, strategies_run
 from tltlab.sim.simulate import SimResult, outside_calibration, simulated
 from tltlab.sim.topology import Colocated, Separate, Topology
 from tltlab.stats import Interval, mean_of_few, paired_ratio
@@ -44,7 +44,7 @@ from tltlab.traces.trace import Manifest, Trace
 from .jobs import side_by_side
 from .sample import Scenarios, small
 from .sensitivity import Variant, over_ranges
-from .sweep import intervals_of, ratio_columns
+from .sweep import expected_s, intervals_of, ratio_columns
 
 RANGE_STEPS = 2
 """RL steps, the first ones, on which plausible ranges are tried."""
@@ -279,16 +279,16 @@ class SystemComparison:
             for repeat in range(self.repeats)
         ]
         # What takes long begins first: the last to end then ends about when the others do.
-        order = sorted(range(len(tasks)), key=lambda n: is_memoryless(variants[n // self.repeats][0].policy))
-        measured: dict[int, _Outcome] = {}
-        for n, outcome in zip(order, side_by_side([tasks[n] for n in order], jobs=self.jobs), strict=True):
-            measured[n] = outcome
+        seconds = [expected_s(task.args[0], task.args[1].policy) for task in tasks]
+        order = sorted(range(len(tasks)), key=lambda n: -seconds[n])
+        results = side_by_side([tasks[n] for n in order], jobs=self.jobs, expected_s=[seconds[n] for n in order])
+        measured = dict(zip(order, results, strict=True))
         of_variant = (range(n * self.repeats, (n + 1) * self.repeats) for n in range(len(variants)))
         return [_Outcome.mean([measured[n] for n in each]) for each in of_variant]
 
     def _task(
         self, bound: BoundSystem, costs: CostModel, rl_steps: Sequence[int], num_steps: int, seed: int
-    ) -> Callable[[], _Outcome]:
+    ) -> partial[_Outcome]:
         config = self.scenarios.config
         workers = config.num_workers(self.scenarios.trace)
         settings = {"costs": costs} | _settings_of(bound, workers, config, costs)

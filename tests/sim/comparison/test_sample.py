@@ -4,6 +4,7 @@ processes."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,11 @@ ASKED: dict[str, Callable[[int | None], Any]] = {
                                 jobs=jobs).frame,
     "what-if": lambda jobs: what_if(TINY, systems="verl,tlt", jobs=jobs).json() | {"wall_s": 0.0},
 }  # fmt: skip
+
+
+def test_long_tasks_are_shared_from_the_first_on():
+    shared = (list(jobs.side_by_side([os.getpid] * 3, jobs=2, expected_s=[seconds] * 3)) for seconds in (9.0, 0.1))
+    assert [os.getpid() in pids for pids in shared] == [False, True]
 
 
 @pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
