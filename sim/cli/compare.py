@@ -98,6 +98,8 @@ def compare(
             raise ConfigError("--search tries systems' parts: leave out --systems")
         systems = "all"
     source = read(trace)
+    result: dict[str, Any]
+    rows: pd.DataFrame
     decision_block = options.decisions(decision_block, source, systems)
     config = SimulationConfig(
         costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
@@ -112,9 +114,7 @@ def compare(
             chosen = named_policies(policies or _POLICIES)
             if len(chosen) < 2:
                 raise ConfigError(f"--policies {policies!r}: give at least two to compare")
-            rows: pd.DataFrame = compare_policies(
-                source, chosen, config, repeats=repeats, jobs=jobs, ray_address=ray_address
-            )
+            rows = compare_policies(source, chosen, config, repeats=repeats, jobs=jobs, ray_address=ray_address)
         result, lines = {"policies": json_rows(rows)}, policy_table(rows, sampled=rl_steps is None)
     else:
         if policies is not None or placement is not None or ray_address is not None:
