@@ -43,6 +43,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -57,9 +58,42 @@ from tltlab.sim.engine.requests import Requests
 _HALVINGS = 40
 
 
+@dataclass(frozen=True, kw_only=True)
+class Floors:
+    """The cheapest iterations of batches up to any size: row r is of `regimes[r]`, column b of batches of 1 to b + 1.
+
+    `fixed_s` without the context's share, `each_s` likewise for one request of the batch, and `slope_s` per token of
+    context. `options` are tokens, seconds without context and seconds per token of it, by strategy and batch size, and
+    `envelopes` those of rates and shares by the largest batch, which RL steps of a run share as a rule.
+    """
+
+    regimes: Sequence[Regime]
+    fixed_s: Floats
+    each_s: Floats
+    slope_s: Floats
+    options: Floats
+    envelopes: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, regimes: Regimes, most: int) -> Floors:
+        """Work them out for batches of up to `most` requests."""
+        every, batches = regimes.up_to(most), range(1, most + 1)
+        fixed_s = np.array([[regime.fixed_s(b) for b in batches] for regime in every])
+        slope_s = np.array([[regime.slope_s(b) for b in batches] for regime in every])
+        at = [[regimes.at(s, b, loaded=not regimes.loads_late) for b in batches] for s in regimes.strategies]
+        options = [[(r.tokens, r.fixed_s(b), r.slope_s(b)) for b, r in zip(batches, row, strict=True)] for row in at]
+        return cls(
+            regimes=every,
+            fixed_s=np.minimum.accumulate(fixed_s, axis=1),
+            each_s=np.minimum.accumulate(fixed_s / np.array(batches), axis=1),
+            slope_s=np.minimum.accumulate(slope_s.min(axis=0)),
+            options=np.moveaxis(np.array(options), 2, 0),
+        )
+
+
 def lower_bound_s(
     requests: Requests,
-    regimes: Sequence[Regime],
+    floors: Floors,
     costs: CostModel,
     workers: int,
     acceptance: Acceptance | None,
@@ -67,22 +101,18 @@ def lower_bound_s(
     seed: int,
 ) -> float:
     """Seconds that no schedule of these requests on `workers` workers undercuts."""
-    ids = [i for i, length in enumerate(requests.response_tokens) if length > 0]
-    if not ids:
+    ids = np.flatnonzero(requests.lengths > 0)
+    if not len(ids):
         return 0.0
     # With prefix caching a prompt may have been prefilled for another sample, or for the turn before.
     prefill = costs.prefill_s(1.0) * requests.uncached[ids].astype(np.float64)
     most = largest_batch(requests, costs)
-    batches = range(1, most + 1)
-    fixed = [
-        [min(r.fixed_s(b) for b in batches) for r in regimes],
-        [min(r.fixed_s(b) / b for b in batches) for r in regimes],
-    ]
-    slope_s = min(r.slope_s(b) for r in regimes for b in batches)
-    decoding = _decoding_s(requests, ids, regimes, fixed, slope_s, acceptance, mode, seed)
+    fixed = [floors.fixed_s[:, most - 1].tolist(), floors.each_s[:, most - 1].tolist()]
+    slope_s = float(floors.slope_s[most - 1])
+    decoding = _decoding_s(requests, ids.tolist(), floors.regimes, fixed, slope_s, acceptance, mode, seed)
     alone, share = prefill + decoding[0], _held_s(prefill, costs) + decoding[1]
     if requests.turns is not None:
-        seconds = dict(zip(ids, (alone + np.array(requests.turns.tool_s)[ids]).tolist(), strict=True))
+        seconds = dict(zip(ids.tolist(), (alone + np.array(requests.turns.tool_s)[ids]).tolist(), strict=True))
         chains = (requests.turns.chain(first) for first in requests.turns.first if first in seconds)
         alone = np.array([sum(seconds[turn] for turn in chain) for chain in chains])
     return float(max(alone.max(), share.sum() / workers))
@@ -235,19 +265,19 @@ def _fair_price(gains: Ints, fixed: Floats) -> float:
     return low
 
 
-def shared_bound_s(requests: Requests, regimes: Regimes, costs: CostModel, workers: int, most: int) -> float:
-    """Seconds that no schedule of these requests undercuts, where all gain alike; `most` requests fit on a worker."""
+def shared_bound_s(requests: Requests, floors: Floors, costs: CostModel, workers: int) -> float:
+    """Seconds that no schedule of these requests undercuts, where all gain alike."""
     nonempty = requests.lengths > 0
     if not nonempty.any():
         return 0.0
-    loaded = not regimes.loads_late
-    options = [(regimes.at(s, b, loaded=loaded), b) for s in regimes.strategies for b in range(1, most + 1)]
-    if min(regime.fixed_s(b) for regime, b in options) <= 0.0:
+    most = largest_batch(requests, costs)
+    tokens, fixed_s, slopes_s = floors.options[:, :, :most]
+    if fixed_s.min() <= 0.0:
         return 0.0  # An iteration without a fixed cost has no rate: the other bounds say what can be said.
-    rates = np.array([regime.tokens / regime.fixed_s(b) for regime, b in options])
-    rate, share = envelope(rates, np.array([1.0 / b for _, b in options]))
-    slope_s = min(regime.slope_s(b) for regime, b in options)
-    gain = max(regime.tokens for regime, _ in options)
+    if most not in floors.envelopes:
+        batches = np.broadcast_to(np.arange(1, most + 1), fixed_s.shape)
+        floors.envelopes[most] = envelope((tokens / fixed_s).ravel(), (1.0 / batches).ravel())
+    (rate, share), slope_s, gain = floors.envelopes[most], slopes_s.min(), tokens.max()
     lengths = requests.lengths[nonempty] - TOLERANCE_TOKENS
     prompts = requests.prompts[nonempty].astype(np.float64)
     contexts = np.maximum((prompts * lengths + lengths**2 / 2) / gain - lengths / 2, 0.0)

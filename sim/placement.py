@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, overload
 
 import numpy as np
 
@@ -44,9 +46,56 @@ def place(
     rule = placement if isinstance(placement, Placement) else find_placement(placement)
     if isinstance(rule, str):
         return _CLAIRVOYANT[rule](requests, workers, costs)
-    rows = zip(requests.keys, requests.prompt_tokens, requests.max_response_tokens, strict=True)
-    workload = [PlacedRequest(*row) for row in rows]
-    return placed(rule, workload, workers, history)
+    return placed(rule, _Workload(requests), workers, history)
+
+
+class _Workload(Sequence[PlacedRequest]):
+    """An RL step's requests as a placement sees them, made when it looks at the first: most count them only."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @overload
+    def __getitem__(self, at: int) -> PlacedRequest: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[PlacedRequest]: ...
+    def __getitem__(self, at: int | slice) -> PlacedRequest | list[PlacedRequest]:
+        return self._made[at]
+
+    @cached_property
+    def _made(self) -> list[PlacedRequest]:
+        r = self._requests
+        return list(map(PlacedRequest, r.keys, r.prompt_tokens, r.max_response_tokens))
+
+
+class History(Mapping[str, Sequence[int]]):
+    """Response lengths of RL steps by prompt id, the oldest first; they are sorted out when a placement looks."""
+
+    def __init__(self) -> None:
+        self._new: list[Requests] = []
+        self._lengths: dict[str, list[int]] = {}
+
+    def add(self, requests: Requests) -> None:
+        """Add an RL step that has ended."""
+        self._new.append(requests)
+
+    def _known(self) -> dict[str, list[int]]:
+        for requests in self._new:
+            add_lengths(self._lengths, requests)
+        self._new = []
+        return self._lengths
+
+    def __getitem__(self, prompt_id: str) -> Sequence[int]:
+        return self._known()[prompt_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known())
+
+    def __len__(self) -> int:
+        return len(self._known())
 
 
 def find_placement(source: str | Placement | type[Placement]) -> str | Placement:
@@ -74,12 +123,12 @@ def _rank_groups(requests: Requests, workers: int, costs: CostModel | None) -> l
 
 def _recorded(requests: Requests, workers: int, costs: CostModel | None) -> list[list[int]]:
     worker_of: list[int] = []
-    for request, worker in enumerate(requests.recorded_worker):
-        if worker is None:
+    for request, worker in enumerate(requests.recorded_worker.tolist()):
+        if math.isnan(worker):
             raise ConfigError(f"placement 'recorded': outcomes.parquet has no worker for {requests.keys[request]}")
         if not 0 <= worker < workers:
-            raise ConfigError(f"placement 'recorded': {requests.keys[request]} ran on worker {worker} of {workers}")
-        worker_of.append(worker)
+            raise ConfigError(f"placement 'recorded': {requests.keys[request]} ran on worker {worker:g} of {workers}")
+        worker_of.append(int(worker))
     return collect(worker_of, workers)
 
 

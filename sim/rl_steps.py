@@ -6,9 +6,9 @@ back while the engines are between two rollouts. Rollout k waits for the update 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -45,10 +45,10 @@ class RunResult:
     topology: Topology
     num_gpus: int
     steps: pd.DataFrame
-    spans: pd.DataFrame
     gpu_s: pd.DataFrame
     simulated: SimResult
     step_s: float
+    make_spans: Callable[[], pd.DataFrame]
 
     @property
     def run_s(self) -> float:
@@ -71,6 +71,11 @@ class RunResult:
         held_s = self.num_gpus * len(self.steps) * self.step_s
         busy_s = float((self.gpu_s["held_gpu_s"] - self.gpu_s["idle_gpu_s"]).sum())
         return max(0.0, 1.0 - busy_s / held_s) if held_s > 0 else None
+
+    @cached_property
+    def spans(self) -> pd.DataFrame:
+        """Spans of the trainer, and of workers outside rollouts."""
+        return self.make_spans()
 
     @cached_property
     def trace(self) -> Trace:
@@ -128,10 +133,10 @@ def run_steps(
         topology=topology,
         num_gpus=pools.num_gpus,
         steps=steps,
-        spans=_spans(pipeline, steps, num_workers, pools.shared),
         gpu_s=_gpu_s(rollouts, steps, pools),
         simulated=result,
         step_s=_step_s(times, topology.max_staleness, pipeline),
+        make_spans=partial(_spans, pipeline, steps, num_workers, pools.shared),
     )
 
 

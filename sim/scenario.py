@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,10 @@ from tltlab.sim.engine.worker import RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .bounds import largest_batch, lower_bound_s, shared_bound_s
+from .bounds import Floors, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
 from .idle_training import IdleUse, SimulatedSpotTrainer
-from .placement import add_lengths, find_placement, place
+from .placement import History, find_placement, place
 
 
 def policy_name(source: PolicySource) -> str:
@@ -107,11 +107,11 @@ class Scenario(SimulationConfig):
         acceptance, acceptance_name = config.find_acceptance(trace)
         costs, costs_name = config.find_costs(trace)
         queues: list[list[list[int]]] = []
-        history: dict[str, list[int]] = {}
+        history = History()
         rule = find_placement(config.placement or "contiguous")
         for step in steps:
             queues.append(place(step, workers, rule, costs, history))
-            add_lengths(history, step)
+            history.add(step)
         values = {field.name: getattr(config, field.name) for field in fields(SimulationConfig)} | {
             "steps": steps,
             "queues": tuple(queues),
@@ -139,7 +139,11 @@ class Scenario(SimulationConfig):
         own = {name: spec for policy in policies for name, spec in policy.drafters.items()}
         refuse_one_for_several(self.acceptance, self.acceptance_name, names, self.registry.beside(own))
 
-    def rollouts(
+    def rollouts(self, policy: Policy, **options: Any) -> tuple[SimulatedRollout, ...]:
+        """Simulate every RL step under a policy, see `each_rollout`."""
+        return tuple(self.each_rollout(policy, **options))
+
+    def each_rollout(
         self,
         policy: Policy,
         *,
@@ -147,9 +151,10 @@ class Scenario(SimulationConfig):
         entropy: Sequence[Sequence[int]] | None = None,
         drafter: Sequence[DrafterState] | None = None,
         delay: int | None = None,
-    ) -> tuple[SimulatedRollout, ...]:
-        """Simulate every RL step under a policy; `entropy` seeds each worker's selector, else [seed, worker] does.
+    ) -> Iterator[SimulatedRollout]:
+        """Simulate one RL step after another under a policy; nothing is kept.
 
+        `entropy` seeds each worker's selector, else [seed, worker] does.
         `drafter` is the learned drafter's state in each RL step where that is known, else it follows from the training.
         Outcomes come as in an engine; with a `delay` choices hold at once and outcomes come so many choices later.
         """
@@ -176,14 +181,13 @@ class Scenario(SimulationConfig):
         for selector in simulator.selectors:
             selector.drafts_with(registry)
         stream = Stream(self.steps, self.admission, self.seed) if isinstance(self.admission, Admission) else None
-        rollouts: list[SimulatedRollout] = []
         drafter = self.drafter_states if drafter is None else drafter
         model_before, state = None, DrafterState()
         for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
             state = state if drafter is None else drafter[at]
             simulator.drafters = {n: state if registry[n].has_network else DrafterState() for n in drafters}
             model = None if self.acceptance is None else self.acceptance.in_state(simulator.drafters)
-            if not rollouts or model is not model_before:
+            if not at or model is not model_before:
                 batches = _batches(model if drafters else None, self, budgets, registry)
                 simulator.prepare(Regimes(policy.strategies, self.costs, model, registry), batches)
             model_before = model
@@ -195,7 +199,7 @@ class Scenario(SimulationConfig):
                     rollout = simulator.rollout(step, queues)
                 else:
                     # A pass through the trace first: behind a stream that has just begun are only short responses.
-                    for before in range(0 if rollouts else len(self.steps)):
+                    for before in range(0 if at else len(self.steps)):
                         _streamed(simulator, stream, before, self.workers)
                     rollout = _streamed(simulator, stream, at, self.workers)
             except ConfigError:
@@ -211,8 +215,7 @@ class Scenario(SimulationConfig):
                 state = DrafterState(age=0, updates=state.updates + self.online_updates)
             else:
                 state = replace(state, age=state.age + 1)
-            rollouts.append(rollout)
-        return tuple(rollouts)
+            yield rollout
 
     def registry_of(self, policies: Mapping[str, Policy]) -> Drafters:
         """The drafters of the trace and of policies by name; ConfigError for what these do not draft.
@@ -261,17 +264,16 @@ class Scenario(SimulationConfig):
         """
         model = None if self.acceptance is None else self.acceptance.at_best([s.drafter for s in strategies])
         regimes = Regimes(strategies, self.costs, model, self.registry if drafters is None else drafters)
-        every_regime = regimes.up_to(max(map(len, self.steps), default=1))
+        floors = Floors.of(regimes, max(map(len, self.steps), default=1))
         # All gain alike in every iteration: then sharing a worker has an exact price.
         alike = not any(s.speculates for s in strategies) or (
             self.mode == "fluid" and model is not None and model.varies_by == "nothing"
         )
         bounds_s = []
         for step in self.steps:
-            bound_s = lower_bound_s(step, every_regime, self.costs, self.workers, model, self.mode, self.seed)
+            bound_s = lower_bound_s(step, floors, self.costs, self.workers, model, self.mode, self.seed)
             if alike:
-                most = largest_batch(step, self.costs)
-                bound_s = max(bound_s, shared_bound_s(step, regimes, self.costs, self.workers, most))
+                bound_s = max(bound_s, shared_bound_s(step, floors, self.costs, self.workers))
             if step.turns is not None and self.max_tools is not None:
                 bound_s = max(bound_s, sum(step.turns.tool_s) / self.max_tools)
             bounds_s.append(bound_s + self.costs.outside_s if bound_s else bound_s)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,12 +13,14 @@ import numpy as np
 import pandas as pd
 
 import tltlab
+from tltlab.arrays import Floats, Ints
 from tltlab.costs.evidence import interval
 from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.sim.engine import record
 from tltlab.sim.engine.log import Columns
 from tltlab.sim.engine.worker import SimulatedRollout
+from tltlab.strategy import Strategy
 from tltlab.traces import metrics
 from tltlab.traces.trace import Manifest, Trace
 
@@ -93,13 +94,13 @@ class SimResult:
         `evidence` is that of `Scenario.evidence`, and `makespan_interval_s` has the measured makespan with a
         probability of 90 %, as far as costs are at fault: lengths and acceptance are taken as they are.
         """
-        bounds_s = self.bounds_s()
-        strategies = {id(regime): regime.strategy for c in self._columns() for regime in c.regime}.values()
+        bounds_s, found = self.bounds_s(), self._totals
+        strategies = dict.fromkeys(strategy for each in found for strategy in each.strategies)
         speculates = any(strategy.speculates for strategy in strategies)
-        outside = outside_calibration(self.scenario, self.rollouts)
+        outside = _outside_share(self.scenario, found)
         evidence = self.scenario.evidence(strategies, outside or ())
         bound_s = float(np.mean(bounds_s)) if bounds_s is not None else None
-        return metrics.summary(self.trace) | {
+        return metrics.summary(self._measured, workers=self.scenario.workers) | {
             "mean_accept_length": self.mean_accept_length,
             "outside_calibration": outside,
             "evidence": evidence,
@@ -108,13 +109,28 @@ class SimResult:
             "multi_turn": self._multi_turn(),
             "asynchronous": self.asynchronous,
             "prefix_caching": any(step.prefix_caching for step in self.scenario.steps),
-            "prefilled_tokens": round(sum(float(c.prefill_tokens.sum()) for c in self._columns())),
+            "prefilled_tokens": round(sum(each.prefilled_tokens for each in found)),
             "costs": self.scenario.costs_name,
             "acceptance": self.scenario.acceptance_name if speculates else None,
             "lower_bound_s": bound_s,
             "regret": self.makespan_s / bound_s - 1.0 if bound_s and self.makespan_s else None,
             "wall_s": self.wall_s,
         }
+
+    @property
+    def _measured(self) -> list[metrics.Rollout]:
+        """The rollouts as metrics take them."""
+        return [
+            metrics.Rollout(
+                rl_step=rollout.requests.rl_step,
+                lengths=rollout.requests.trained_tokens,
+                finish_s=rollout.finish_s,
+                start_s=0.0 if rollout.submit_s is None else float(rollout.submit_s.min()),
+                rollout_s=float(rollout.makespan_s),
+                busy_s=each.busy_s,
+            )
+            for rollout, each in zip(self.rollouts, self._totals, strict=True)
+        ]
 
     def _spot_training(self) -> dict[str, float] | None:
         """Sums over the RL steps, and the share of idle worker time that went into updates; None without."""
@@ -172,27 +188,100 @@ class SimResult:
             "tool_s": math.fsum(s for t in turns for s in t.tool_s),
             "tool_wait_s": math.fsum(r.tool_wait_s for r in self.rollouts),
             "prompt_tokens": sum(int(r.requests.prompts.sum()) for r in self.rollouts),
-            "prefilled_tokens": math.fsum(float(c.prefill_tokens.sum()) for c in self._columns()),
+            "prefilled_tokens": math.fsum(each.prefilled_tokens for each in self._totals),
         }
 
-    def _columns(self) -> Iterator[Columns]:
-        """What every worker did in every rollout."""
-        return (log.columns for rollout in self.rollouts for log in rollout.logs)
+    @cached_property
+    def _totals(self) -> tuple[Totals, ...]:
+        """By RL step; the macro-steps themselves are not kept."""
+        return _totals(self.rollouts, self.scenario)
 
     @property
     def mean_accept_length(self) -> float | None:
-        """Over all speculative iterations, as in `summary`, without making a trace."""
-        return accept_length(self.rollouts)
+        """Over all speculative iterations, as in `summary`."""
+        return _accept_length(self._totals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums over the macro-steps of a rollout: iterations, and those of them `outside` what was measured, by `_OUTSIDE`.
+
+    `tokens` came out of each macro-step that speculated, `pairs` of a request and an iteration in all. `busy_s` is by
+    worker: the time covered by switches, prefills and iterations.
+    """
+
+    strategies: tuple[Strategy, ...]
+    iterations: int
+    outside: Mapping[str, int]
+    tokens: Floats
+    pairs: int
+    prefilled_tokens: float
+    busy_s: dict[str, float]
+
+
+_OUTSIDE = ("acceptance", "batch", "verified_tokens", "context_tokens")
+
+
+def _totals(rollouts: Sequence[SimulatedRollout], scenario: Scenario | None = None) -> tuple[Totals, ...]:
+    """The sums over each rollout, one after another; what is outside is that of the scenario's costs and acceptance."""
+    found = []
+    for rollout in rollouts:
+        c, worker = rollout.columns()
+        regimes = {id(regime): regime for regime in c.regime}
+        strategies = tuple(dict.fromkeys(regime.strategy for regime in regimes.values()))
+        speculates = c.speculates
+        found.append(
+            Totals(
+                strategies=strategies,
+                iterations=int(c.num_iterations.sum()),
+                outside={} if scenario is None else _iterations_outside(scenario, c, strategies),
+                tokens=c.tokens[speculates],
+                pairs=int((c.num_iterations * c.batch)[speculates].sum()),
+                prefilled_tokens=float(c.prefill_tokens.sum()),
+                busy_s=_busy_s(c, worker, rollout.makespan_s),
+            )
+        )
+    return tuple(found)
+
+
+def _iterations_outside(scenario: Scenario, c: Columns, strategies: Sequence[Strategy]) -> dict[str, int]:
+    outside = dict.fromkeys(_OUTSIDE, 0)
+    calibrated, acceptance = scenario.costs.calibrated, scenario.acceptance
+    strange = {s for s in strategies if acceptance is not None and s.speculates and acceptance.outside(s)}
+    if strange:
+        outside["acceptance"] = int(c.num_iterations[[regime.strategy in strange for regime in c.regime]].sum())
+    if calibrated is not None:
+        verified = c.batch * np.array([regime.cost.tokens_to_verify for regime in c.regime])
+        for name, values in {"batch": c.batch, "verified_tokens": verified}.items():
+            if span := getattr(calibrated, name, None):
+                outside[name] = int(c.num_iterations[(values < span[0]) | (values > span[1])].sum())
+        if calibrated.context_tokens:
+            outside["context_tokens"] = _contexts_outside(c, *calibrated.context_tokens)
+    return outside
+
+
+def _busy_s(c: Columns, worker: Ints, until_s: float) -> dict[str, float]:
+    """Seconds of each worker that its switches, prefills and iterations cover, which do not overlap."""
+    own, prefill_s = np.flatnonzero(c.switch_s > 0), np.flatnonzero(c.prefill_s > 0)
+    at = np.concatenate([worker, worker[own], worker[prefill_s]])
+    starts = np.concatenate([c.decode_start_s, c.start_s[own], (c.start_s + c.switch_s)[prefill_s]])
+    ends = starts + np.concatenate([c.seconds, c.switch_s[own], c.prefill_s[prefill_s]])
+    order = np.lexsort((starts, at))
+    at, starts, ends = at[order], np.minimum(starts[order], until_s), np.minimum(ends[order], until_s)
+    covered = np.append(-np.inf, ends[:-1])
+    covered[np.flatnonzero(np.diff(at, prepend=-1))] = -np.inf
+    each = np.split(np.maximum(0.0, ends - np.maximum(starts, covered)), np.flatnonzero(np.diff(at)) + 1)
+    return {f"worker {w}": float(part.sum()) for w, part in zip(dict.fromkeys(at.tolist()), each, strict=False)}
 
 
 def accept_length(rollouts: Sequence[SimulatedRollout]) -> float | None:
     """Tokens per request and speculative iteration; None where there was none."""
-    tokens, pairs = [], 0
-    for columns in (log.columns for rollout in rollouts for log in rollout.logs):
-        chosen = columns.speculates
-        tokens += columns.tokens[chosen].tolist()
-        pairs += int((columns.num_iterations * columns.batch)[chosen].sum())
-    return math.fsum(tokens) / pairs if pairs else None
+    return _accept_length(_totals(rollouts))
+
+
+def _accept_length(found: Sequence[Totals]) -> float | None:
+    pairs = sum(each.pairs for each in found)
+    return math.fsum(token for each in found for token in each.tokens.tolist()) / pairs if pairs else None
 
 
 def outside_calibration(scenario: Scenario, rollouts: Sequence[SimulatedRollout]) -> dict[str, float] | None:
@@ -200,28 +289,15 @@ def outside_calibration(scenario: Scenario, rollouts: Sequence[SimulatedRollout]
 
     None where neither says what it was fitted on.
     """
-    calibrated, acceptance = scenario.costs.calibrated, scenario.acceptance
-    columns = [log.columns for rollout in rollouts for log in rollout.logs]
-    strange = {
-        r.strategy
-        for c in columns
-        for r in c.regime
-        if acceptance is not None and r.strategy.speculates and acceptance.outside(r.strategy)
-    }
-    if calibrated is None and not strange:
+    return _outside_share(scenario, _totals(rollouts, scenario))
+
+
+def _outside_share(scenario: Scenario, found: Sequence[Totals]) -> dict[str, float] | None:
+    outside = {name: sum(each.outside[name] for each in found) for name in _OUTSIDE}
+    if scenario.costs.calibrated is None and not outside["acceptance"]:
         return None
-    outside: Counter[str] = Counter()
-    total = 0
-    for c in columns:
-        total += int(c.num_iterations.sum())
-        outside["acceptance"] += int(c.num_iterations[[r.strategy in strange for r in c.regime]].sum())
-        verified = c.batch * np.array([regime.cost.tokens_to_verify for regime in c.regime])
-        for name, values in {"batch": c.batch, "verified_tokens": verified}.items():
-            if span := getattr(calibrated, name, None):
-                outside[name] += int(c.num_iterations[(values < span[0]) | (values > span[1])].sum())
-        if calibrated is not None and calibrated.context_tokens:
-            outside["context_tokens"] += _contexts_outside(c, *calibrated.context_tokens)
-    return {name: count / total for name, count in outside.items() if count}
+    iterations = sum(each.iterations for each in found)
+    return {name: count / iterations for name, count in outside.items() if count}
 
 
 def outside_text(outside: Mapping[str, float] | None) -> str:
@@ -274,7 +350,7 @@ def simulated(
     drafters = scenario.registry_of({name: chosen})
     scenario.check_acceptance([chosen])
     started = time.perf_counter()
-    rollouts = scenario.rollouts(chosen, record_rewards=record_iterations)
+    rollouts = tuple(each.settled() for each in scenario.each_rollout(chosen, record_rewards=record_iterations))
     wall_s = time.perf_counter() - started
     manifest = source.model_copy(
         update={

@@ -239,7 +239,7 @@ def _task(
 
 def _rows(scenario: Scenario, policies: Mapping[str, Policy]) -> tuple[list[dict[str, Any]], bool]:
     scenario.check_acceptance(policies.values())
-    seconds = {name: np.array([r.makespan_s for r in scenario.rollouts(policies[name])]) for name in policies}
+    seconds = {name: np.array([r.makespan_s for r in scenario.each_rollout(policies[name])]) for name in policies}
     evidence = scenario.evidence(s for policy in policies.values() for s in policy.strategies)
     rows, ratios = [], []
     for name, steps in seconds.items():

@@ -105,7 +105,7 @@ def expected_s(scenario: Scenario, policy: Policy) -> float:
     if is_memoryless(policy):
         return _REQUEST_S * sum(map(len, scenario.steps))
     rollouts = zip(scenario.steps, scenario.queues, strict=True)
-    longest = (step.lengths[queue].max() for step, queues in rollouts for queue in queues if queue)
+    longest = (step.lengths[queue].max() for step, queues in rollouts for queue in queues if len(queue))
     return _DECISION_S * float(sum(longest)) / scenario.decision_block
 
 
@@ -114,14 +114,15 @@ _REQUEST_S, _DECISION_S = 2e-6, 3e-5
 
 def lean(scenario: Scenario) -> Scenario:
     """The scenario without table rows, which are for writing traces: other processes need not receive them."""
-    return replace(scenario, steps=tuple(replace(step, rows=step.rows.iloc[:0]) for step in scenario.steps))
+    return replace(scenario, steps=tuple(step.without_rows() for step in scenario.steps))
 
 
 def _simulated(scenario: Scenario, policy: Policy, outside: bool) -> tuple[list[float], dict[str, float]]:
     """Seconds of each RL step's rollout, and if asked the shares of iterations outside what was measured."""
+    if not outside:
+        return [rollout.makespan_s for rollout in scenario.each_rollout(policy)], {}
     rollouts = scenario.rollouts(policy)
-    shares = outside_calibration(scenario, rollouts) if outside else None
-    return [rollout.makespan_s for rollout in rollouts], shares or {}
+    return [rollout.makespan_s for rollout in rollouts], outside_calibration(scenario, rollouts) or {}
 
 
 def compare(

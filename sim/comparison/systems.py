@@ -369,7 +369,7 @@ def _measured(scenario: Scenario, *placed: Any) -> _Outcome:
         step_s=None if run.whole is None else run.whole.steps["step_s"].to_numpy(np.float64),
         idle_s=np.maximum(0.0, worker_s - [r.busy_s for r in rollouts]),
         worker_s=worker_s,
-        trained_tokens=np.array([r.requests.rows["response_tokens"].sum() for r in rollouts], np.float64),
+        trained_tokens=np.array([r.requests.trained_tokens.sum() for r in rollouts], np.float64),
         old_tokens=np.array([r.old_tokens for r in rollouts]),
         wasted_tokens=np.array([r.wasted_tokens for r in rollouts]),
         length_bias=1.0 if stale is None else stale["length_bias"] or 1.0,

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -210,16 +211,17 @@ class Stream:
                 response_tokens.append(source.response_tokens[i] - prefix)
                 after.append(len(job_of))
             after[-1] = -1
+        keys = [
+            (step.rl_step, source.keys[i][1], 10_000 * job.source + 100 * job.index + job.sample, n)
+            for n, (job, (source, i)) in enumerate(zip(job_of, each, strict=True))
+        ]
         requests = replace(
             step,
-            keys=[
-                (step.rl_step, source.keys[i][1], 10_000 * job.source + 100 * job.index + job.sample, n)
-                for n, (job, (source, i)) in enumerate(zip(job_of, each, strict=True))
-            ],
-            prompt_tokens=prompt_tokens,
-            max_response_tokens=[source.max_response_tokens[i] for source, i in each],
-            response_tokens=response_tokens,
-            recorded_worker=[None] * len(job_of),
+            make_keys=partial(list, keys),
+            prompts=np.array(prompt_tokens, np.int64),
+            caps=np.array([source.caps[i] for source, i in each], np.int64),
+            lengths=np.array(response_tokens, np.int64),
+            recorded_worker=np.full(len(job_of), np.nan),
             turns=turns_of(each, after, first_of, set(first_of)) if several else None,
         )
         return Round(

@@ -126,6 +126,10 @@ class WorkerLog:
     @property
     def columns(self) -> Columns:
         """All of it."""
+        return self.settle()
+
+    def settle(self) -> Columns:
+        """Make arrays of all of it, to which nothing can be added."""
         if self._columns is None:
             parts = [*(part() for part in self._parts), Columns.of(self._entries)]
             self._columns, self._parts, self._entries = Columns.joined(parts), [], []

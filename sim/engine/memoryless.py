@@ -9,7 +9,7 @@ drawn or replayed, all this holds as long as the policy does without a drafter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -49,13 +49,16 @@ class Drained:
     loaded: Flags
     down_to: int
 
-    def columns(self, row: int) -> Columns:
-        """Return the macro-steps of a row's worker."""
-        at = np.flatnonzero(self.counts[row])
+    def columns(self, rows: Sequence[int]) -> Columns:
+        """Return the macro-steps of these rows' workers, one worker after another."""
+        of, at = np.nonzero(self.counts[rows])
+        row = np.asarray(rows, np.int64)[of]
         batch, counts, num_steps = self.counts.shape[1] + self.down_to - at, self.counts[row, at], len(at)
-        chosen = [self.choices.of(*pair) for pair in zip(batch.tolist(), self.loaded[row, at].tolist(), strict=True)]
-        prefills, prefilled = np.zeros(num_steps), np.zeros(num_steps)
-        prefills[0], prefilled[0] = self.prefill_s[row], self.prefill_tokens[row]
+        codes, chosen_at = np.unique(2 * batch + self.loaded[row, at], return_inverse=True)
+        options = [self.choices.of(code // 2, bool(code % 2)) for code in codes.tolist()]
+        chosen = [options[i] for i in chosen_at.tolist()]
+        first = np.diff(of, prepend=-1) > 0
+        prefills, prefilled = np.where(first, self.prefill_s[row], 0.0), np.where(first, self.prefill_tokens[row], 0.0)
         switches, seconds = self.switch_s[row, at], self.seconds[row, at]
         return Columns(
             start_s=self.finish_s[row, at] - (seconds + switches + prefills),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -14,31 +16,55 @@ from tltlab.traces.schema import KEY, TABLES
 from .log import Columns
 from .worker import SimulatedRollout
 
-SPANS = TABLES["spans"].names
-
 
 def tables(rollouts: Sequence[SimulatedRollout], policy: str, *, iterations: bool) -> dict[str, pd.DataFrame]:
     """Workload, outcomes, steps and spans; with `iterations` also iterations and decisions, row by row."""
+    rows = [r.requests.rows for r in rollouts]
     built = {
-        "workload": pd.concat([r.requests.rows[TABLES["workload"].names] for r in rollouts], ignore_index=True),
-        "outcomes": pd.concat([_outcomes(r) for r in rollouts], ignore_index=True),
-        "steps": _steps(rollouts, policy),
-        "spans": pd.concat([_spans(r) for r in rollouts], ignore_index=True),
+        "workload": pd.concat([each[TABLES["workload"].names] for each in rows], ignore_index=True),
+        "outcomes": pd.concat(map(_outcomes, rollouts, rows), ignore_index=True),
+        "steps": _steps(rollouts, policy, rows),
+        "spans": _one_table("spans", map(_spans, rollouts)),
     }
     if iterations:
-        built["iterations"] = _concat("iterations", [_iterations(r, w) for r in rollouts for w in range(len(r.logs))])
-        built["decisions"] = _concat("decisions", [_decisions(r, w) for r in rollouts for w in range(len(r.logs))])
+        built["iterations"] = _one_table("iterations", map(_iterations, _workers(rollouts)))
+        built["decisions"] = _one_table("decisions", map(_decisions, _workers(rollouts)))
     return built
 
 
-def _concat(table: str, parts: list[pd.DataFrame]) -> pd.DataFrame:
-    filled = [part for part in parts if len(part)]
-    return pd.concat(filled, ignore_index=True) if filled else pd.DataFrame(columns=TABLES[table].names)
+class _Worker(NamedTuple):
+    """A worker in a rollout, and its macro-steps."""
+
+    rollout: SimulatedRollout
+    worker: int
+    columns: Columns
 
 
-def _outcomes(rollout: SimulatedRollout) -> pd.DataFrame:
-    extra = [c for c in ("reward", "tool_s") if c in rollout.requests.rows]
-    out = rollout.requests.rows[[*KEY, "response_tokens", "finish_reason", *extra]].copy()
+def _workers(rollouts: Sequence[SimulatedRollout]) -> Iterator[_Worker]:
+    """Yield those that did anything."""
+    for rollout in rollouts:
+        for worker, log in enumerate(rollout.logs):
+            if len(log.columns):
+                yield _Worker(rollout, worker, log.columns)
+
+
+def _one_table(name: str, parts: Iterable[Row]) -> pd.DataFrame:
+    """One frame of the tables by column, each of which is an array, a list, or a value of all rows."""
+    joined: dict[str, list[Any]] = {column: [] for column in TABLES[name].names}
+    for part in parts:
+        num_rows = max(len(value) for value in part.values() if isinstance(value, list | np.ndarray))
+        for column, value in part.items():
+            joined[column].append(value if isinstance(value, list | np.ndarray) else np.full(num_rows, value))
+    filled = {column: values for column, values in joined.items() if values}
+    if not filled:
+        return pd.DataFrame(columns=TABLES[name].names)
+    arrays = {c: list(chain(*v)) if isinstance(v[0], list) else np.concatenate(v) for c, v in filled.items()}
+    return pd.DataFrame(arrays)
+
+
+def _outcomes(rollout: SimulatedRollout, rows: pd.DataFrame) -> pd.DataFrame:
+    extra = [c for c in ("reward", "tool_s") if c in rows]
+    out = rows[[*KEY, "response_tokens", "finish_reason", *extra]].copy()
     out["worker"] = rollout.worker_of
     out["t_submit"] = 0.0 if rollout.submit_s is None else rollout.submit_s
     out["t_first_token"] = rollout.first_token_s
@@ -46,9 +72,9 @@ def _outcomes(rollout: SimulatedRollout) -> pd.DataFrame:
     return out
 
 
-def _steps(rollouts: Sequence[SimulatedRollout], policy: str) -> pd.DataFrame:
+def _steps(rollouts: Sequence[SimulatedRollout], policy: str, requests: Sequence[pd.DataFrame]) -> pd.DataFrame:
     lengths = np.array([r.makespan_s for r in rollouts])
-    rewards = [r.requests.rows.get("reward") for r in rollouts]
+    rewards = [rows.get("reward") for rows in requests]
     table = columns(
         "steps",
         rl_step=[r.requests.rl_step for r in rollouts],
@@ -72,39 +98,43 @@ def _steps(rollouts: Sequence[SimulatedRollout], policy: str) -> pd.DataFrame:
     return steps
 
 
-def _spans(rollout: SimulatedRollout) -> pd.DataFrame:
-    parts, rl_step = [], rollout.requests.rl_step
-    for w, log in enumerate(rollout.logs):
-        c = log.columns
-        if not len(c):
-            continue
-        at = rl_step, f"worker {w}"
-        strategies = [regime.strategy for regime in c.regime]
-        kinds = np.where(c.speculates, "speculative_decode", "decode").astype(object)
-        details = np.array([span_detail(s) for s in strategies], dtype=object)
-        waits = _waits(rollout, c)
-        others = [
-            span(*at, "switch", c.start_s, c.switch_s, c.batch),
-            span(*at, "prefill", c.start_s + c.switch_s, c.prefill_s, c.batch),
-            span(*at, "idle", c.start_s - waits, waits, 0),
-        ]
-        frames = [pd.DataFrame(span(*at, kinds, c.decode_start_s, c.seconds, c.batch, details))]
-        frames += [pd.DataFrame(each)[each["duration"] > 0].astype({"detail": object}) for each in others]
-        parts.append(pd.concat(frames, ignore_index=True).sort_values("t_start", kind="stable"))
+def _spans(rollout: SimulatedRollout) -> Row:
+    """Spans of each worker in order of time, then what its idle time was for."""
+    c, worker = rollout.columns()
+    rl_step, lanes = rollout.requests.rl_step, np.array([f"worker {w}" for w in range(len(rollout.logs))], object)
+    kinds = np.where(c.speculates, "speculative_decode", "decode").astype(object)
+    details = np.array([span_detail(regime.strategy) for regime in c.regime], object)
+    waits, none = _waits(rollout, c, worker), np.full(len(c), None)
+    # Of one worker and start, in this order.
+    every = [
+        (worker, kinds, c.decode_start_s, c.seconds, c.batch, details),
+        (worker, "switch", c.start_s, c.switch_s, c.batch, none),
+        (worker, "prefill", c.start_s + c.switch_s, c.prefill_s, c.batch, none),
+        (worker, "idle", c.start_s - waits, waits, np.zeros(len(c), np.int64), none),
+    ]
+    parts = []
+    for n, (at, kind, start_s, duration_s, batch, detail) in enumerate(every):
+        kept = np.flatnonzero(duration_s > 0) if n else np.arange(len(c))
+        kind = np.broadcast_to(np.asarray(kind, object), len(c))
+        parts.append([column[kept] for column in (at, kind, start_s, duration_s, batch, detail)])
+    at, kind, start_s, duration_s, batch, detail = map(np.concatenate, zip(*parts, strict=True))
+    order = np.lexsort((start_s, at))
     rows = [row for w in range(len(rollout.logs)) for row in _idle(rollout, w)]
     if rollout.spot is not None:
         rows += [span(rl_step, s.lane, s.kind, s.start_s, s.end_s - s.start_s, 0, s.detail) for s in rollout.spot.spans]
-    if rows:
-        parts.append(pd.DataFrame(rows, columns=SPANS))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=SPANS)
+    spans = span(rl_step, lanes[at], kind, start_s, duration_s, batch, detail)
+    for name, values in spans.items():
+        if name != "rl_step":
+            spans[name] = np.append(values[order], np.array([row[name] for row in rows], values.dtype))
+    return spans
 
 
-def _waits(rollout: SimulatedRollout, columns: Columns) -> Floats:
-    """Seconds before each macro-step in which every request of the worker was away at its tools."""
-    ends = columns.decode_start_s + columns.seconds
+def _waits(rollout: SimulatedRollout, columns: Columns, worker: Ints) -> Floats:
+    """Seconds before each macro-step in which every request of its worker was away at its tools."""
     waits = np.zeros(len(columns))
     if rollout.submit_s is not None:
-        waits[1:] = columns.start_s[1:] - ends[:-1]
+        ends = columns.decode_start_s + columns.seconds
+        waits[1:] = np.where(worker[1:] == worker[:-1], columns.start_s[1:] - ends[:-1], 0.0)
     return np.where(waits > _ROUNDING_S, waits, 0.0)
 
 
@@ -118,54 +148,52 @@ def _idle(rollout: SimulatedRollout, worker: int) -> Iterator[Row]:
     return idle_spans(rollout.requests.rl_step, worker, rollout.worker_end_s[worker], rollout.makespan_s, busy)
 
 
-def _iterations(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
+def _iterations(of: _Worker) -> Row:
     """One row per iteration, in the recorder's attribution: what an iteration drafts, the next one verifies.
 
     So row i lasts from the start of its verification to the start of the next one and holds the drafting for i + 1;
     the first row of a macro-step also holds its switch and what it prefilled up front, the first of all also its own
     drafting; chunks of prompts are spread over the iterations beside which they were prefilled.
     """
-    c = rollout.logs[worker].columns
-    if not len(c):
-        return pd.DataFrame()
+    rollout, worker, c = of
     counts = c.num_iterations
-    of = np.repeat(np.arange(len(c)), counts)
-    first = (np.cumsum(counts) - counts)[of] == np.arange(counts.sum())
+    at = np.repeat(np.arange(len(c)), counts)
+    first = (np.cumsum(counts) - counts)[at] == np.arange(counts.sum())
     sizes = list(zip(c.regime, c.batch.tolist(), strict=True))
-    batch = c.batch[of]
+    batch = c.batch[at]
     gained = [_tokens(c, i) for i in range(len(c))]
     tokens = np.concatenate(gained)
     context = np.concatenate([start + np.cumsum(t) - t for start, t in zip(c.context_tokens, gained, strict=True)])
     drafting = np.array([regime.cost.draft_s(b) for regime, b in sizes])
-    draft_s = drafting[of]
-    verify_s = (np.array([regime.fixed_s(b) for regime, b in sizes]) - drafting)[of]
-    verify_s = verify_s + np.array([regime.slope_s(b) for regime, b in sizes])[of] * context
+    draft_s = drafting[at]
+    verify_s = (np.array([regime.fixed_s(b) for regime, b in sizes]) - drafting)[at]
+    verify_s = verify_s + np.array([regime.slope_s(b) for regime, b in sizes])[at] * context
     if any(noise is not None for noise in c.noise):
         noise = _noise(c, verify_s + draft_s)
         draft_s, verify_s = draft_s * noise, verify_s * noise
     next_draft_s = np.append(draft_s[1:], 0.0)
     up_front = 1.0 - _share(c.chunk_tokens, c.prefill_tokens)
-    duration = np.where(first, (c.switch_s + c.prefill_s * up_front)[of], 0.0) + verify_s + next_draft_s
-    duration += (c.prefill_s * (1.0 - up_front) / counts)[of]
-    prefilled = np.where(first, (c.prefill_tokens - c.chunk_tokens)[of], 0.0) + (c.chunk_tokens / counts)[of]
+    duration = np.where(first, (c.switch_s + c.prefill_s * up_front)[at], 0.0) + verify_s + next_draft_s
+    duration += (c.prefill_s * (1.0 - up_front) / counts)[at]
+    prefilled = np.where(first, (c.prefill_tokens - c.chunk_tokens)[at], 0.0) + (c.chunk_tokens / counts)[at]
     duration[0] += draft_s[0]
-    start = np.cumsum(duration) - duration + np.cumsum(_waits(rollout, c))[of]
-    strategies = strategy_columns([regime.strategy for regime in c.regime], of)
+    start = np.cumsum(duration) - duration + np.cumsum(_waits(rollout, c, np.zeros(len(c), np.int64)))[at]
+    strategies = strategy_columns([regime.strategy for regime in c.regime], at)
     depth = strategies["draft_depth"]
-    drafted = _whole(np.array([b * regime.num_drafted for regime, b in sizes])[of])
+    drafted = _whole(np.array([b * regime.num_drafted for regime, b in sizes])[at])
     accepted = _whole(tokens - batch)
     # Accepted tokens are exact, drafted tokens an average only.
     drafted = np.maximum.reduce([drafted, accepted, (depth > 0).astype(np.int64)])
-    table = columns(
+    return columns(
         "iterations",
         rl_step=rollout.requests.rl_step,
         worker=worker,
-        iteration=np.arange(len(of)),
+        iteration=np.arange(len(at)),
         t_start=start,
         duration=duration,
         draft_duration=next_draft_s,
         batch=batch,
-        num_waiting=c.waiting[of],
+        num_waiting=c.waiting[at],
         context_tokens=np.rint(context).astype(np.int64),
         prefill_tokens=_whole(prefilled),
         **strategies,
@@ -175,7 +203,6 @@ def _iterations(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
         accepted_per_request=[row for i in range(len(c)) for row in _accepted_rows(c, i)],
         next_draft_depth=np.append(depth[1:], 0),
     )
-    return pd.DataFrame(table)
 
 
 def _noise(columns: Columns, modelled_s: Floats) -> Floats:
@@ -212,10 +239,10 @@ def _whole(expected: Floats) -> Ints:
     return np.diff(np.rint(np.cumsum(expected)).astype(np.int64), prepend=0)
 
 
-def _decisions(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
-    c = rollout.logs[worker].columns
+def _decisions(of: _Worker) -> Row:
+    rollout, worker, c = of
     rows = np.flatnonzero(c.is_decision)
-    table = columns(
+    return columns(
         "decisions",
         rl_step=rollout.requests.rl_step,
         worker=worker,
@@ -225,4 +252,3 @@ def _decisions(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
         propensity=c.propensity[rows],
         reward=[c.reward[i] for i in rows],
     )
-    return pd.DataFrame(table)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from tltlab.acceptance.base import Acceptance, Key
 from tltlab.arrays import Array, Flags, Floats, Ints, Words
@@ -112,22 +113,25 @@ def suffix_sums(values: Floats) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """One RL step's workload with what became of it. `recorded_worker` is None where the trace does not know it.
+    """One RL step's workload with what became of it, as arrays by request. `recorded_worker` is nan where unknown.
 
     A request is a response, or a turn of one: then `turns` says which follow each other. With `prefix_caching` the
-    samples of a group on one worker share their prompt's keys and values.
+    samples of a group on one worker share their prompt's keys and values. `make_keys` and `make_rows` return the key of
+    each, and a table with a row for each, when they are first needed: most simulations need neither. `kept` tokens of a
+    response are from an earlier epoch, part of its prompt here and not of its length.
     """
 
     rl_step: int
     policy_version: int
-    keys: list[Key]
-    prompt_tokens: list[int]
-    max_response_tokens: list[int]
-    response_tokens: list[int]
-    recorded_worker: list[int | None]
-    rows: pd.DataFrame
+    prompts: Ints
+    caps: Ints
+    lengths: Ints
+    recorded_worker: Floats
+    make_keys: Callable[[], list[Key]]
+    make_rows: Callable[[], pd.DataFrame]
     turns: Turns | None = None
     prefix_caching: bool = False
+    kept: Ints | None = None
     _seeds: dict[int, Words] = field(default_factory=dict, init=False, repr=False, compare=False)
     _levels: dict[tuple[str, int], tuple[Acceptance, Floats]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -137,17 +141,41 @@ class Requests:
     )
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.lengths)
 
     @cached_property
-    def prompts(self) -> Ints:
-        """`prompt_tokens` as an array."""
-        return np.array(self.prompt_tokens, np.int64)
+    def keys(self) -> list[Key]:
+        """The trace's key of each."""
+        return self.make_keys()
+
+    @property
+    def rows(self) -> pd.DataFrame:
+        """Columns of the trace's workload and outcomes."""
+        return self.make_rows()
 
     @cached_property
-    def lengths(self) -> Ints:
-        """`response_tokens` as an array."""
-        return np.array(self.response_tokens, np.int64)
+    def prompt_tokens(self) -> list[int]:
+        """`prompts` as a list."""
+        return list(self.prompts.tolist())
+
+    @cached_property
+    def max_response_tokens(self) -> list[int]:
+        """`caps` as a list."""
+        return list(self.caps.tolist())
+
+    @cached_property
+    def response_tokens(self) -> list[int]:
+        """`lengths` as a list."""
+        return list(self.lengths.tolist())
+
+    @property
+    def trained_tokens(self) -> Ints:
+        """Tokens of each response that the RL step trains on."""
+        return self.lengths if self.kept is None else self.lengths + self.kept
+
+    def without_rows(self) -> Requests:
+        """The same without what `rows` are made from: for other processes."""
+        return replace(self, make_keys=partial(list, self.keys), make_rows=pd.DataFrame)
 
     @cached_property
     def uncached(self) -> Ints:
@@ -158,6 +186,8 @@ class Requests:
 
     def _to_prefill(self, requests: Ints) -> float:
         """Tokens to prefill where all of these are admitted at once to a worker that has none of their prompts."""
+        if not self.prefix_caching:
+            return float(self.prompts[requests].sum())
         shared = self.shared[requests]
         _, first = np.unique(self.groups[requests], return_index=True)
         return float(self.prompts[requests].sum() - shared.sum() + shared[first].sum())
@@ -199,12 +229,12 @@ class Requests:
         first = self.turns.first
         return replace(
             self,
-            keys=[self.keys[i] for i in first],
-            prompt_tokens=[self.prompt_tokens[i] for i in first],
-            max_response_tokens=[self.max_response_tokens[i] for i in first],
-            response_tokens=[sum(self.response_tokens[j] for j in chain) for chain in self.chains],
-            recorded_worker=[self.recorded_worker[i] for i in first],
-            rows=self.rows.iloc[first],
+            prompts=self.prompts[first],
+            caps=self.caps[first],
+            lengths=np.array([self.lengths[chain].sum() for chain in self.chains], np.int64),
+            recorded_worker=self.recorded_worker[first],
+            make_keys=lambda: [self.keys[i] for i in first],
+            make_rows=lambda: self.rows.iloc[first],
             turns=None,
         )
 
@@ -265,19 +295,100 @@ def requests_by_step(
         raise ConfigError(f"the trace has no rl_step {missing[0]}; its RL steps are {span}")
     if not chosen:
         raise ConfigError("no RL step to simulate: the selection is empty")
-    joined = trace.workload.merge(trace.outcomes, on=list(KEY), how="inner", sort=False)
+    joined = _Joined.of(trace if chosen == recorded else trace.select(chosen))
     if max_response_tokens is not None:
-        longer = joined["response_tokens"] > max_response_tokens
-        joined = cut(joined, max_response_tokens)
-        if (joined["turn"] > 0).any():
-            ends = joined[longer].groupby(list(KEY[:3]))["turn"].min().rename("last")
-            last = joined[list(KEY[:3])].join(ends, on=list(KEY[:3]))["last"]
-            joined = joined[~(joined["turn"] > last)]
-    steps = []
-    for step in chosen:
-        requests = _step(int(step), joined[joined["rl_step"] == step])
-        steps.append(replace(requests, turns=_turns(requests, prefix, tool_s)))
-    return steps
+        joined = joined.first_turns(max_response_tokens)
+    steps = joined.requests(chosen, max_response_tokens)
+    if not joined.column("turn").any():
+        return list(steps)
+    return [replace(step, turns=_turns(step, prefix, tool_s)) for step in steps]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Joined:
+    """Rows of workload and outcomes that belong together, in the workload's order: row `workload[i]` of the one table
+    and row `outcomes[i]` of the other."""
+
+    tables: tuple[pa.Table, pa.Table]
+    workload: Ints
+    outcomes: Ints
+
+    @classmethod
+    def of(cls, trace: Trace) -> _Joined:
+        """Join the tables of a trace; they are in the same order as a rule."""
+        tables = [trace.arrow(name) for name in ("workload", "outcomes")]
+        workload, outcomes = (table for table in tables if table is not None)
+        if all(workload[name].equals(outcomes[name]) for name in KEY):
+            at = np.arange(len(workload))
+            return cls(tables=(workload, outcomes), workload=at, outcomes=at)
+        left, right = (
+            table.select(list(KEY)).to_pandas().assign(**{name: np.arange(len(table))})
+            for name, table in (("of_workload", workload), ("of_outcomes", outcomes))
+        )
+        both = left.merge(right, on=list(KEY), how="inner", sort=False)
+        return cls(
+            tables=(workload, outcomes),
+            workload=both["of_workload"].to_numpy(),
+            outcomes=both["of_outcomes"].to_numpy(),
+        )
+
+    def first_turns(self, cap: int) -> _Joined:
+        """Without the turns after the first of a response that is longer than `cap` tokens."""
+        turns = self.column("turn")
+        if not (turns > 0).any():
+            return self
+        keys = self.tables[0].select(list(KEY[:3])).take(self.workload).to_pandas()
+        longer = self.column("response_tokens") > cap
+        ends = keys[longer].assign(last=turns[longer]).groupby(list(KEY[:3]))["last"].min()
+        kept = ~(turns > keys.join(ends, on=list(KEY[:3]))["last"].to_numpy())
+        return replace(self, workload=self.workload[kept], outcomes=self.outcomes[kept])
+
+    def column(self, name: str) -> Ints:
+        """A column of whole numbers."""
+        table, at = self._place(name)
+        return np.asarray(table[name].to_numpy(), np.int64)[at]
+
+    def _place(self, name: str) -> tuple[pa.Table, Ints]:
+        workload, outcomes = self.tables
+        return (workload, self.workload) if name in workload.column_names else (outcomes, self.outcomes)
+
+    def requests(self, rl_steps: Sequence[int], cap: int | None) -> Iterator[Requests]:
+        """Yield the requests of each of these RL steps, cut at `cap` tokens. ConfigError for one without a row."""
+        rl_step = self.column("rl_step")
+        order = np.argsort(rl_step, kind="stable")
+        ends = np.searchsorted(rl_step[order], [[step, step + 1] for step in rl_steps])
+        names = ("prompt_tokens", "max_response_tokens", "response_tokens", "policy_version")
+        prompts, caps, lengths, version = map(self.column, names)
+        if cap is not None:
+            caps, lengths = np.minimum(caps, cap), np.minimum(lengths, cap)
+        workers = np.full(len(rl_step), np.nan)
+        if "worker" in self.tables[1].column_names:
+            workers = np.asarray(self.tables[1]["worker"].to_numpy(), np.float64)[self.outcomes]
+        for step, (first, last) in zip(rl_steps, ends.tolist(), strict=True):
+            if first == last:
+                raise ConfigError(f"rl_step {step} has no outcomes to replay")
+            at = order[first:last]
+            yield Requests(
+                rl_step=int(step),
+                policy_version=int(version[at[0]]),
+                prompts=prompts[at],
+                caps=caps[at],
+                lengths=lengths[at],
+                recorded_worker=workers[at],
+                make_keys=partial(self._keys, at),
+                make_rows=partial(self._rows, at, cap),
+            )
+
+    def _keys(self, at: Ints) -> list[Key]:
+        columns = (self.tables[0][name].take(self.workload[at]).to_pylist() for name in KEY)
+        return list(zip(*columns, strict=True))
+
+    def _rows(self, at: Ints, cap: int | None) -> pd.DataFrame:
+        workload, outcomes = self.tables
+        others = [name for name in outcomes.column_names if name not in KEY]
+        parts = [workload.take(self.workload[at]), outcomes.select(others).take(self.outcomes[at])]
+        rows = pd.concat([part.to_pandas() for part in parts], axis=1)
+        return rows if cap is None else cut(rows, cap)
 
 
 def changed(requests: Requests, workload: Workload | None, seed: int) -> Requests:
@@ -289,16 +400,20 @@ def changed(requests: Requests, workload: Workload | None, seed: int) -> Request
     if workload is None:
         return requests
     if isinstance(workload, Truncated):
-        caps = np.array([max(1, int(cap * workload.share)) for cap in requests.max_response_tokens])
+        caps = _shorter(requests.caps, workload.share)
         if requests.turns is not None:
             over = requests.lengths > caps
             ends = [[n for n, i in enumerate(chain, 1) if over[i]][:1] or [len(chain)] for chain in requests.chains]
             chains = [chain[:end] for chain, (end,) in zip(requests.chains, ends, strict=True)]
             requests = of_responses(requests, [(requests, chain, requests.keys[chain[0]]) for chain in chains])
-            caps = np.array([max(1, int(cap * workload.share)) for cap in requests.max_response_tokens])
-        lengths = np.minimum(requests.lengths, caps)
-        rows = requests.rows.assign(response_tokens=lengths, max_response_tokens=caps)
-        return replace(requests, rows=rows, response_tokens=lengths.tolist(), max_response_tokens=caps.tolist())
+            caps = _shorter(requests.caps, workload.share)
+        lengths, whole = np.minimum(requests.lengths, caps), requests
+        return replace(
+            requests,
+            caps=caps,
+            lengths=lengths,
+            make_rows=lambda: whole.rows.assign(response_tokens=lengths, max_response_tokens=caps),
+        )
     chains = requests.chains
     keys = [requests.keys[chain[0]] for chain in chains]
     luck = uniforms(request_seeds(seed, keys), np.full(len(keys), _APART), 1)[:, 0]
@@ -316,6 +431,11 @@ def changed(requests: Requests, workload: Workload | None, seed: int) -> Request
         for n in group:
             source[n] = first[int(luck[n] * len(first))] if group is not first else n
     return of_responses(requests, [(requests, chains[m], (keys[m][0], keys[m][1], n, 0)) for n, m in enumerate(source)])
+
+
+def _shorter(caps: Ints, share: float) -> Ints:
+    shorter: Ints = np.maximum(1, (caps * share).astype(np.int64))
+    return shorter
 
 
 def _after_prefix(requests: Requests, keep: float, luck: Floats) -> Requests:
@@ -337,20 +457,16 @@ def _after_prefix(requests: Requests, keep: float, luck: Floats) -> Requests:
         first.append(i)
     if turns is not None:
         turns = replace(turns, tool_s=tool_s, cached_tokens=cached, first=first)
-    return replace(requests, prompt_tokens=prompts, response_tokens=lengths, turns=turns)
+    left = np.array(lengths, np.int64)
+    return replace(
+        requests, prompts=np.array(prompts, np.int64), lengths=left, kept=requests.lengths - left, turns=turns
+    )
 
 
 def of_responses(step: Requests, responses: Sequence[tuple[Requests, Sequence[int], Key]]) -> Requests:
     """An RL step of responses from anywhere: where each is from, the requests of its turns there, and its new key."""
     each = [(source, i) for source, chain, _ in responses for i in chain]
     keys = [(step.rl_step, key[1], key[2], source.keys[i][3]) for source, chain, key in responses for i in chain]
-    places: dict[int, list[int]] = {}
-    for at, (source, _) in enumerate(each):
-        places.setdefault(id(source), []).append(at)
-    parts = [each[slots[0]][0].rows.iloc[[each[at][1] for at in slots]].set_axis(slots) for slots in places.values()]
-    rows = (pd.concat(parts).sort_index() if parts else step.rows.iloc[:0]).assign(
-        rl_step=step.rl_step, prompt_id=[key[1] for key in keys], sample=[key[2] for key in keys]
-    )
     turns = None
     if any(source.turns is not None for source, _ in each):
         ends = np.cumsum([len(chain) for _, chain, _ in responses]).tolist()
@@ -358,14 +474,27 @@ def of_responses(step: Requests, responses: Sequence[tuple[Requests, Sequence[in
         turns = turns_of(each, [-1 if at in last else at for at in range(1, len(each) + 1)], [0, *ends[:-1]])
     return replace(
         step,
-        keys=keys,
-        prompt_tokens=[source.prompt_tokens[i] for source, i in each],
-        max_response_tokens=[source.max_response_tokens[i] for source, i in each],
-        response_tokens=[source.response_tokens[i] for source, i in each],
-        recorded_worker=[None] * len(each),
-        rows=rows.reset_index(drop=True),
+        prompts=np.array([source.prompts[i] for source, i in each], np.int64),
+        caps=np.array([source.caps[i] for source, i in each], np.int64),
+        lengths=np.array([source.lengths[i] for source, i in each], np.int64),
+        recorded_worker=np.full(len(each), np.nan),
+        make_keys=partial(list, keys),
+        make_rows=partial(_rows_from, each, keys, step),
         turns=turns,
+        kept=None if step.kept is None else np.array([0 if s.kept is None else s.kept[i] for s, i in each], np.int64),
     )
+
+
+def _rows_from(each: Sequence[tuple[Requests, int]], keys: Sequence[Key], step: Requests) -> pd.DataFrame:
+    """The rows of requests from anywhere, under new keys."""
+    places: dict[int, list[int]] = {}
+    for at, (source, _) in enumerate(each):
+        places.setdefault(id(source), []).append(at)
+    parts = [each[slots[0]][0].rows.iloc[[each[at][1] for at in slots]].set_axis(slots) for slots in places.values()]
+    rows = (pd.concat(parts).sort_index() if parts else step.rows.iloc[:0]).assign(
+        rl_step=step.rl_step, prompt_id=[key[1] for key in keys], sample=[key[2] for key in keys]
+    )
+    return rows.reset_index(drop=True)
 
 
 def turns_of(
@@ -395,28 +524,12 @@ def cut(rows: pd.DataFrame, max_response_tokens: int) -> pd.DataFrame:
     )
 
 
-def _step(rl_step: int, rows: pd.DataFrame) -> Requests:
-    if rows.empty:
-        raise ConfigError(f"rl_step {rl_step} has no outcomes to replay")
-    worker = rows["worker"] if "worker" in rows else pd.Series([None] * len(rows))
-    columns = [rows[c].tolist() for c in KEY]
-    return Requests(
-        rl_step=rl_step,
-        policy_version=int(rows["policy_version"].iloc[0]),
-        keys=[(int(a), str(b), int(c), int(d)) for a, b, c, d in zip(*columns, strict=True)],
-        prompt_tokens=[int(n) for n in rows["prompt_tokens"].tolist()],
-        max_response_tokens=[int(n) for n in rows["max_response_tokens"].tolist()],
-        response_tokens=[int(n) for n in rows["response_tokens"].tolist()],
-        recorded_worker=[None if pd.isna(w) else int(w) for w in worker.tolist()],
-        rows=rows.reset_index(drop=True),
-    )
-
-
 def _turns(requests: Requests, prefix: str, tool_s: float | None) -> Turns | None:
     """Which requests follow each other; None where every response has one turn. A turn without tokens is the last."""
-    keys, rows = requests.keys, requests.rows
+    keys = requests.keys
     if not any(key[3] for key in keys):
         return None
+    rows = requests.rows
     at = {key: i for i, key in enumerate(keys)}
     columns = {name: rows[name].tolist() if name in rows else [None] * len(rows) for name in _TOOL_TIMES}
     after, seconds, cached = [-1] * len(keys), [0.0] * len(keys), [0] * len(keys)

@@ -40,7 +40,7 @@ from tltlab.strategy import NO_SPECULATION
 
 from .admission import RequestFeed
 from .batch import Batch, MacroStep, RequestsView
-from .log import Entry, WorkerLog
+from .log import Columns, Entry, WorkerLog
 from .memoryless import Drained, MemorylessChoices
 from .random_numbers import NoiseDraws
 from .regime import Regime, Regimes
@@ -78,13 +78,29 @@ class SimulatedRollout:
     num_dropped: int = 0
     submit_s: Floats | None = None
     tool_wait_s: float = 0.0
+    drained: Drained | None = None
+
+    def columns(self) -> tuple[Columns, Ints]:
+        """All macro-steps, one worker after another, and the worker of each; `drained` is all of a rollout at once."""
+        if self.drained is not None:
+            num_steps = np.count_nonzero(self.drained.counts, axis=1)
+            return self.drained.columns(range(len(self.logs))), np.repeat(np.arange(len(self.logs)), num_steps)
+        parts = [log.columns for log in self.logs]
+        return Columns.joined(parts), np.repeat(np.arange(len(parts)), list(map(len, parts)))
+
+    def settled(self) -> SimulatedRollout:
+        """Itself, with its macro-steps as arrays: a fifth of the memory, where rollouts are kept."""
+        if self.drained is None:
+            for log in self.logs:
+                log.settle()
+        return self
 
     @property
     def busy_s(self) -> float:
         """Worker-seconds of switching, prefill and decoding; the rest up to workers * makespan is idle."""
-        return math.fsum(
-            float((c.switch_s + c.prefill_s + c.seconds).sum()) for c in (log.columns for log in self.logs)
-        )
+        c, worker = self.columns()
+        ends = np.searchsorted(worker, np.arange(1, len(self.logs)))
+        return math.fsum(float(part.sum()) for part in np.split(c.switch_s + c.prefill_s + c.seconds, ends))
 
     def note_first_tokens(self, requests: Sequence[int], now: float) -> None:
         """These have got tokens by now; what is known of one from before a preemption stays."""
@@ -189,6 +205,7 @@ class RolloutSimulator:
     def _drain_all(self, result: SimulatedRollout, residents: Residents, batch: Batch) -> None:
         """The whole rollout in closed form."""
         drained = self.drain(result, range(len(result.logs)), residents, batch, self.costs.outside_s)
+        result.drained = drained
         result.worker_end_s = np.where(residents.present[:, -1], drained.finish_s[:, -1], 0.0).tolist()
         for w, end_s in sorted(enumerate(result.worker_end_s), key=lambda pair: pair[1]):
             self.idle_use.responses_finished(residents.remaining[w, residents.present[w]].tolist(), end_s)
@@ -224,7 +241,7 @@ class RolloutSimulator:
         result.first_token_s[requests] = np.where(np.isnan(before_s), first_s, before_s)
         for row, worker in enumerate(workers):
             if residents.present[row, -1]:
-                result.logs[worker].extend(partial(drained.columns, row))
+                result.logs[worker].extend(partial(drained.columns, [row]))
         return drained
 
 

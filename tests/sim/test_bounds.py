@@ -17,7 +17,7 @@ from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.policies.policy import load_policy
 from tltlab.sim import simulate
-from tltlab.sim.bounds import envelope, largest_batch, lower_bound_s, shared_bound_s
+from tltlab.sim.bounds import Floors, envelope, lower_bound_s, shared_bound_s
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.placement import PLACEMENTS
@@ -276,10 +276,10 @@ def test_no_placement_and_no_policy_beats_the_shared_bound(lengths, workers, pla
     costs, model = COSTS.model_copy(update={"max_num_seqs": seats}), GeometricAcceptance(alpha=0.7)
     policy = example_table() if speculates else load_policy("none")
     scenario = Scenario.of(of_lengths(lengths, workers=workers), costs=costs, acceptance=model, placement=placement)
-    step, regimes = scenario.steps[0], Regimes(policy.strategies, costs, model)
-    bound_s = shared_bound_s(step, regimes, costs, workers, largest_batch(step, costs))
+    step, floors = scenario.steps[0], Floors.of(Regimes(policy.strategies, costs, model), len(lengths))
+    bound_s = shared_bound_s(step, floors, costs, workers)
     assert bound_s <= scenario.rollouts(policy)[0].makespan_s * (1 + 1e-9)
-    older_s = lower_bound_s(step, regimes.up_to(len(lengths)), costs, workers, model, "fluid", 0)
+    older_s = lower_bound_s(step, floors, costs, workers, model, "fluid", 0)
     assert bound_s >= 0.999 * older_s if not speculates else bound_s > 0
 
 
@@ -294,9 +294,9 @@ def test_the_shared_bound_is_exact_on_one_worker():
 def test_a_long_response_needs_room_of_its_own():
     per_request = costs(base_s=1.0, per_request_s=0.5)
     step = Scenario.of(of_lengths([1000] + [200] * 30, workers=2), costs=per_request).steps[0]
-    regimes = Regimes([NO_SPECULATION], per_request, None)
-    older_s = lower_bound_s(step, regimes.up_to(31), per_request, 2, None, "fluid", 0)
-    assert shared_bound_s(step, regimes, per_request, 2, 31) > 1.1 * older_s
+    floors = Floors.of(Regimes([NO_SPECULATION], per_request, None), 31)
+    older_s = lower_bound_s(step, floors, per_request, 2, None, "fluid", 0)
+    assert shared_bound_s(step, floors, per_request, 2) > 1.1 * older_s
 
 
 def test_an_envelope_leaves_out_what_lies_above_it():

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from .workloads import requests_of
 
 def requests(lengths: list[int], prompts: list[int] | int = 10) -> Requests:
     made = requests_of(lengths, prompts, cap=100)
-    return replace(made, recorded_worker=[None if i == 3 else w for i, w in enumerate(made.recorded_worker)])
+    return replace(made, recorded_worker=np.where(np.arange(len(made)) == 3, np.nan, made.recorded_worker))
 
 
 @pytest.mark.parametrize(

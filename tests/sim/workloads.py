@@ -100,12 +100,12 @@ def requests_of(
     return Requests(
         rl_step=0,
         policy_version=0,
-        keys=[(0, f"p{i // group}", i % group, 0) for i in range(n)],
-        prompt_tokens=[prompts] * n if isinstance(prompts, int) else list(prompts),
-        max_response_tokens=[cap] * n,
-        response_tokens=list(lengths),
-        recorded_worker=[i % 2 for i in range(n)],
-        rows=pd.DataFrame(),
+        prompts=np.broadcast_to(np.array(prompts, np.int64), n),
+        caps=np.full(n, cap),
+        lengths=np.array(lengths, np.int64),
+        recorded_worker=np.arange(n) % 2.0,
+        make_keys=lambda: [(0, f"p{i // group}", i % group, 0) for i in range(n)],
+        make_rows=pd.DataFrame,
     )
 
 

@@ -53,7 +53,8 @@ class Contiguous(Placement):
     """Request i of N goes to worker i * W // N: the static split of data-parallel engines."""
 
     def place(self, workload: Sequence[PlacedRequest], workers: int, history: Mapping[str, Sequence[int]]) -> Queues:
-        return collect([i * workers // len(workload) for i in range(len(workload))], workers)
+        num = len(workload)
+        return collect([i * workers // num for i in range(num)], workers)
 
 
 class RoundRobin(Placement):

@@ -31,51 +31,59 @@ TAIL_SHARE = 1 / 8
 """The tail begins when fewer than this share of an RL step's responses are still running."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One RL step for the metrics: L_r, the f_r that are known, t0, D, and the seconds in which each worker lane was
+    busy; D and those are None where unknown."""
+
     rl_step: int
-    outcomes: pd.DataFrame
-    spans: pd.DataFrame | None
+    lengths: Ints
+    finish_s: Floats
     start_s: float
     rollout_s: float | None
+    busy_s: dict[str, float] | None
 
 
-def rollout_s(trace: Trace) -> dict[int, float | None]:
+Source = Trace | Sequence[Rollout]
+"""Rollouts, or the trace that has them."""
+
+
+def rollout_s(trace: Source) -> dict[int, float | None]:
     """Seconds each RL step's rollout took: `steps.rollout_s`, else D = max f_r - min s_r.
 
     Responses of 2 s and 5 s, both submitted at 0: {0: 5.0}.
     """
-    return {step.rl_step: step.rollout_s for step in _steps(trace)}
+    return {step.rl_step: step.rollout_s for step in _rollouts(trace)}
 
 
-def makespan_s(trace: Trace) -> float | None:
+def makespan_s(trace: Source) -> float | None:
     """Mean of D over the RL steps. Rollouts of 4 s and 6 s: 5.0."""
-    durations = [step.rollout_s for step in _steps(trace) if step.rollout_s is not None]
+    durations = [step.rollout_s for step in _rollouts(trace) if step.rollout_s is not None]
     return float(np.mean(durations)) if durations else None
 
 
-def num_tokens(trace: Trace) -> int:
+def num_tokens(trace: Source) -> int:
     """Response tokens, sum of L_r."""
-    return sum(int(part.outcomes["response_tokens"].sum()) for part in trace.parts())
+    return sum(int(step.lengths.sum()) for step in _rollouts(trace))
 
 
-def tokens_per_s(trace: Trace) -> float | None:
+def tokens_per_s(trace: Source) -> float | None:
     """Response tokens per second of rollout, sum L_r / sum D. 100 and 300 tokens in a rollout of 8 s: 50.0."""
-    steps = [(step.rollout_s, int(step.outcomes["response_tokens"].sum())) for step in _steps(trace) if step.rollout_s]
+    steps = [(step.rollout_s, int(step.lengths.sum())) for step in _rollouts(trace) if step.rollout_s]
     return _ratio(sum(tokens for _, tokens in steps), sum(seconds for seconds, _ in steps))
 
 
-def bubble_fraction(trace: Trace, *, idle: bool = False) -> float | None:
+def bubble_fraction(trace: Source, *, workers: int | None = None, idle: bool = False) -> float | None:
     """Idle worker-seconds / worker-seconds during rollout, sum (W D - sum_w busy_w) / sum W D.
 
     A worker is busy for the union of its ROLLOUT_KINDS spans in the rollout; in an RL step without worker spans, from
-    t0 until its last response finishes. W is the manifest's. Two workers, done at 5 s and 10 s: (0 + 5) / 20 = 0.25.
-    With `idle` a worker that trains a drafter is busy too.
+    t0 until its last response finishes. W is the manifest's, or `workers`. Two workers, done at 5 s and 10 s:
+    (0 + 5) / 20 = 0.25. With `idle` a worker that trains a drafter is busy too.
     """
-    workers = num_workers(trace)
+    workers = num_workers(trace) if workers is None and isinstance(trace, Trace) else workers
     empty = total = 0.0
-    for step in _steps(trace):
-        busy = _busy_s(step, idle=idle)
+    for step in _rollouts(trace, _BUSY_KINDS if idle else ROLLOUT_KINDS):
+        busy = step.busy_s
         if step.rollout_s is not None and busy is not None and workers:
             total += workers * step.rollout_s
             empty += workers * step.rollout_s - sum(busy.values())
@@ -89,8 +97,8 @@ def worker_bubbles(trace: Trace, *, idle: bool = False) -> dict[str, float]:
     """
     names = [f"worker {worker}" for worker in range(num_workers(trace))]
     busy_s, total_s = dict.fromkeys(names, 0.0), 0.0
-    for step in _steps(trace):
-        busy = _busy_s(step, idle=idle)
+    for step in _rollouts(trace, _BUSY_KINDS if idle else ROLLOUT_KINDS):
+        busy = step.busy_s
         if step.rollout_s is not None and busy is not None:
             total_s += step.rollout_s
             for name, seconds in busy.items():
@@ -98,14 +106,14 @@ def worker_bubbles(trace: Trace, *, idle: bool = False) -> dict[str, float]:
     return {name: 1.0 - seconds / total_s for name, seconds in busy_s.items()} if total_s > 0 else {}
 
 
-def tail_fraction(trace: Trace) -> float | None:
+def tail_fraction(trace: Source) -> float | None:
     """Share of the rollout in which fewer than 1/8 of the responses are still running, sum tail / sum D.
 
     With N responses the tail begins at the finish after which N - k < N / 8, and lasts until the rollout ends.
     16 responses, 15 done by 4 s and one at 10 s: the tail is 4 s to 10 s, 0.6.
     """
     tail = total = 0.0
-    for step in _steps(trace):
+    for step in _rollouts(trace):
         if (window := _tail(step)) is not None:
             total += step.rollout_s or 0.0
             tail += window[1] - window[0]
@@ -114,7 +122,7 @@ def tail_fraction(trace: Trace) -> float | None:
 
 def tail_window(trace: Trace, rl_step: int) -> tuple[float, float] | None:
     """Start and end of an RL step's tail in seconds since the RL step's start, see `tail_fraction`: (4.0, 10.0)."""
-    return _tail(next(_steps(trace.select([rl_step]))))
+    return _tail(_rollouts(trace.select([rl_step]))[0])
 
 
 def tail_start(ends: npt.ArrayLike) -> float:
@@ -179,17 +187,23 @@ def prompt_share(trace: Trace) -> float | None:
     return intraclass_correlation(between / between_df, within / within_df, (num - squared_sizes) / between_df)
 
 
-def summary(trace: Trace) -> dict[str, Any]:
-    """The keys of `tltlab simulate --json`; None where unknown (the bound and the wall time are the simulator's)."""
+def summary(trace: Source, *, workers: int | None = None) -> dict[str, Any]:
+    """The keys of `tltlab simulate --json`; None where unknown (the bound and the wall time are the simulator's).
+
+    Rollouts alone know no accepted lengths, and not on how many `workers` they ran.
+    """
+    rollouts = _rollouts(trace, ROLLOUT_KINDS)
+    if isinstance(trace, Trace):
+        workers = num_workers(trace)
     return {
-        "makespan_s": makespan_s(trace),
-        "makespan_s_per_step": list(rollout_s(trace).values()),
-        "tokens_per_s": tokens_per_s(trace),
-        "num_responses": trace.num_rows("outcomes"),
-        "num_tokens": num_tokens(trace),
-        "bubble_fraction": bubble_fraction(trace),
-        "tail_fraction": tail_fraction(trace),
-        "mean_accept_length": mean_accept_length(trace),
+        "makespan_s": makespan_s(rollouts),
+        "makespan_s_per_step": list(rollout_s(rollouts).values()),
+        "tokens_per_s": tokens_per_s(rollouts),
+        "num_responses": sum(len(step.lengths) for step in rollouts),
+        "num_tokens": num_tokens(rollouts),
+        "bubble_fraction": bubble_fraction(rollouts, workers=workers),
+        "tail_fraction": tail_fraction(rollouts),
+        "mean_accept_length": mean_accept_length(trace) if isinstance(trace, Trace) else None,
         "lower_bound_s": None,
         "regret": None,
         "wall_s": None,
@@ -200,22 +214,22 @@ def per_step(trace: Trace) -> list[dict[str, Any]]:
     """One dict per RL step: lengths, prompt share and the metrics above; RL steps are read one by one."""
     rows = []
     for step in trace.iter_rl_steps():
-        outcomes = step.outcomes
+        outcomes, rollouts = step.outcomes, _rollouts(step, ROLLOUT_KINDS)
         p50, p95, longest = length_percentiles(step) or (None, None, None)
         rows.append(
             {
                 "rl_step": step.rl_steps[0],
                 "num_responses": len(outcomes),
-                "num_tokens": num_tokens(step),
+                "num_tokens": num_tokens(rollouts),
                 "num_cut": int((outcomes["finish_reason"] == "length").sum()),
                 "num_aborted": int((outcomes["finish_reason"] == "abort").sum()),
                 "p50_tokens": p50,
                 "p95_tokens": p95,
                 "max_tokens": longest,
                 "prompt_share": prompt_share(step),
-                "rollout_s": rollout_s(step)[step.rl_steps[0]],
-                "bubble_fraction": bubble_fraction(step),
-                "tail_fraction": tail_fraction(step),
+                "rollout_s": rollouts[0].rollout_s,
+                "bubble_fraction": bubble_fraction(rollouts, workers=num_workers(step)),
+                "tail_fraction": tail_fraction(rollouts),
                 "mean_accept_length": mean_accept_length(step),
             }
         )
@@ -242,7 +256,12 @@ def _squares(outcomes: pd.DataFrame) -> Floats:
     return np.array([len(y), len(groups), len(steps), between, within, squared_sizes], np.float64)
 
 
-def _steps(trace: Trace) -> Iterator[_Step]:
+def _rollouts(source: Source, busy_kinds: Sequence[str] = ()) -> Sequence[Rollout]:
+    """The rollouts; those of a trace know when workers were busy with spans of these kinds."""
+    return list(_read(source, busy_kinds)) if isinstance(source, Trace) else source
+
+
+def _read(trace: Trace, busy_kinds: Sequence[str]) -> Iterator[Rollout]:
     for part in trace.parts():
         nothing, steps = part.outcomes[:0], part.steps
         outcomes = dict(iter(part.outcomes.groupby("rl_step")))
@@ -254,15 +273,21 @@ def _steps(trace: Trace) -> Iterator[_Step]:
             start_s = 0.0 if pd.isna(start) else float(start)
             end = rows["t_finish"].max()
             duration = measured.get(rl_step, None if pd.isna(end) else float(end) - start_s)
-            yield _Step(rl_step=rl_step, outcomes=rows, spans=spans.get(rl_step), start_s=start_s, rollout_s=duration)
+            lengths = rows["response_tokens"].to_numpy(np.int64)
+            finish_s = rows["t_finish"].dropna().to_numpy()
+            busy_s = None
+            if duration is not None and busy_kinds:
+                busy_s = _busy_s(rows, spans.get(rl_step), busy_kinds, start_s, start_s + duration)
+            yield Rollout(
+                rl_step=rl_step, lengths=lengths, finish_s=finish_s, start_s=start_s, rollout_s=duration, busy_s=busy_s
+            )
 
 
-def _tail(step: _Step) -> tuple[float, float] | None:
-    finishes = step.outcomes["t_finish"].dropna().to_numpy()
-    if step.rollout_s is None or not len(finishes):
+def _tail(step: Rollout) -> tuple[float, float] | None:
+    if step.rollout_s is None or not len(step.finish_s):
         return None
     end = step.start_s + step.rollout_s
-    return min(tail_start(finishes), end), end
+    return min(tail_start(step.finish_s), end), end
 
 
 def num_workers(trace: Trace) -> int:
@@ -271,27 +296,26 @@ def num_workers(trace: Trace) -> int:
     return max(trace.manifest.num_workers or 0, *(0 if pd.isna(worker) else int(worker) + 1 for worker in highest))
 
 
-def _busy_s(step: _Step, *, idle: bool = False) -> dict[str, float] | None:
-    """Busy seconds of each worker lane in the rollout; None where unknown."""
-    if step.rollout_s is None:
-        return None
-    end = step.start_s + step.rollout_s
-    if step.spans is not None and (on_worker := step.spans["lane"].str.startswith("worker ")).any():
-        work = step.spans[on_worker & step.spans["kind"].isin(_BUSY_KINDS if idle else ROLLOUT_KINDS)]
-        starts = work["t_start"].clip(step.start_s, end)
-        ends = (work["t_start"] + work["duration"]).clip(step.start_s, end)
+def _busy_s(
+    outcomes: pd.DataFrame, spans: pd.DataFrame | None, kinds: Sequence[str], start: float, end: float
+) -> dict[str, float] | None:
+    """Busy seconds of each worker lane from the start to the end of a rollout; None where unknown."""
+    if spans is not None and (on_worker := spans["lane"].str.startswith("worker ")).any():
+        work = spans[on_worker & spans["kind"].isin(kinds)]
+        starts = work["t_start"].clip(start, end)
+        ends = (work["t_start"] + work["duration"]).clip(start, end)
         return {
-            str(lane): _union_s(starts.loc[rows].to_numpy(), ends.loc[rows].to_numpy())
+            str(lane): union_s(starts.loc[rows].to_numpy(), ends.loc[rows].to_numpy())
             for lane, rows in work.groupby("lane").groups.items()
         }
-    finished = step.outcomes[step.outcomes["worker"].notna() & step.outcomes["t_finish"].notna()]
+    finished = outcomes[outcomes["worker"].notna() & outcomes["t_finish"].notna()]
     if finished.empty:
         return None
-    last = finished.groupby(finished["worker"].astype(int))["t_finish"].max().clip(step.start_s, end) - step.start_s
+    last = finished.groupby(finished["worker"].astype(int))["t_finish"].max().clip(start, end) - start
     return {f"worker {worker}": float(busy) for worker, busy in last.items()}
 
 
-def _union_s(starts: Floats, ends: Floats) -> float:
+def union_s(starts: Floats, ends: Floats) -> float:
     """Length of the union of intervals."""
     order = np.argsort(starts)
     starts, ends = starts[order], ends[order]

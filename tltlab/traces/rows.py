@@ -57,7 +57,7 @@ def strategy_columns(strategies: Sequence[Strategy], at: Ints | None = None) -> 
     return {name: np.array(each, object if name == "drafter" else np.int64)[at] for name, each in chosen.items()}
 
 
-def span(rl_step: int, lane: str, kind: Any, t_start: Any, duration: Any, batch: Any = None, detail: Any = None) -> Row:
+def span(rl_step: int, lane: Any, kind: Any, t_start: Any, duration: Any, batch: Any = None, detail: Any = None) -> Row:
     """Return a span, or many of one lane by column."""
     return dict(zip(_NAMES["spans"], (rl_step, lane, kind, t_start, duration, batch, detail), strict=True))
 

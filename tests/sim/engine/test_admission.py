@@ -165,7 +165,7 @@ def test_the_command_says_how_stale_and_how_biased_training_is(trace: Trace, tmp
 def test_one_buffer_hands_out_probes_then_the_longest_group(trace: Trace):
     step = requests_by_step(trace)[0]
     keys, one = step.keys, step.prompt_tokens[0] + 1
-    step = replace(step, prompt_tokens=[step.prompt_tokens[0]] * len(step))
+    step = replace(step, prompts=np.full(len(step), step.prompts[0]))
     feed = BufferFeed(step, 2, one * PROMPTS // 2, SharedBuffer(chunk_tokens=1))
     queues = feed.first()
     # There is room for as many as there are groups: the probes, shared out evenly.
