@@ -13,12 +13,16 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from tltlab.acceptance.base import Acceptance
 from tltlab.planning.placement import PLACEMENTS
 from tltlab.sim.config import SimulationConfig, load_spot_training
 from tltlab.sim.scenario import Scenario, described
 from tltlab.state import DrafterState
 from tltlab.stats import Interval
+from tltlab.traces.schema import REQUIRED_TABLES
+from tltlab.traces.storage import MemoryTable
 from tltlab.traces.trace import Trace
 
 FIRST, ALL_OF = 8, 24
@@ -111,7 +115,7 @@ class Scenarios:
     def only(self, rl_steps: Sequence[int]) -> Scenarios:
         """The same with no more of the trace than these RL steps: for other processes."""
         part = copy(self)
-        part.trace, part._shared = self._part(rl_steps).in_memory(), {}
+        part.trace, part._shared = self._part(rl_steps), {}
         return part
 
     def deciding_every(self, decision_block: int) -> Scenarios:
@@ -154,4 +158,10 @@ class Scenarios:
 
     def _part(self, rl_steps: Sequence[int]) -> Trace:
         """The trace of these RL steps; all of it where one is not in it, which `Scenario.of` refuses."""
-        return self.trace.select(rl_steps) if set(rl_steps) < set(self.trace.rl_steps) else self.trace
+        if not set(rl_steps) < set(self.trace.rl_steps):
+            return self.trace
+        part = self.trace.select(rl_steps)
+        loaded = ((name, part.arrow(name)) for name in REQUIRED_TABLES)
+        # A copy, since Arrow pickles all that a slice is part of; the other tables are not simulated.
+        tables = {name: MemoryTable(rows.take(np.arange(len(rows)))) for name, rows in loaded if rows is not None}
+        return Trace(part.manifest, tables, part.rl_steps, part.path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,9 @@ def test_scenarios_of_the_same_requests_share_them(growing: Trace):
     assert (id(other.steps), id(other.queues)) == (id(first.steps), id(first.queues))
     assert other.acceptance != first.acceptance
     assert scenarios.of([1, 2], workers=1).queues != first.queues
+    # Other processes receive these RL steps alone.
+    sizes = [len(pickle.dumps(scenarios.only(range(num)).trace.arrow("workload"))) for num in (2, NUM)]
+    assert 4 * sizes[0] < sizes[1]
 
 
 COMMANDS: list[tuple[str, ...]] = [
