@@ -120,9 +120,14 @@ class SimulationConfig:
     def _machine(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("gpus", "model", "engine", "tp")}
 
+    @property
+    def is_on_machine(self) -> bool:
+        """True if GPUs or a model bring costs and workers."""
+        return any(value is not None for value in self._machine.values())
+
     def on_machine(self, trace: Trace) -> tuple[Self, Deployment | None]:
         """Costs, workers and acceptance of the GPUs and the model in their place; None where nobody asks for any."""
-        if all(value is None for value in self._machine.values()):
+        if not self.is_on_machine:
             return self, None
         cap = math.inf if self.max_response_tokens is None else self.max_response_tokens
         responses = np.minimum(trace.outcomes["response_tokens"].to_numpy(), cap)

@@ -86,6 +86,8 @@ class Scenario(SimulationConfig):
     acceptance_name: str | None
     spot: SpotTraining | None = None
     registry: Drafters = STANDARD
+    drafter_states: tuple[DrafterState, ...] | None = None
+    """The learned drafter in each RL step; None: as it follows from the RL steps before."""
 
     @classmethod
     def of(cls, trace: TraceSource, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
@@ -119,7 +121,7 @@ class Scenario(SimulationConfig):
             "costs_name": costs_name,
             "acceptance_name": acceptance_name,
             "spot": None if config.spot is None else load_spot_training(config.spot),
-            "registry": _described(trace.drafters, acceptance),
+            "registry": described(trace.drafters, acceptance),
         }
         return cls(**values)
 
@@ -179,6 +181,7 @@ class Scenario(SimulationConfig):
         for selector in simulator.selectors:
             selector.drafts_with(registry)
         stream = Stream(self.steps, self.admission, self.seed) if isinstance(self.admission, Admission) else None
+        drafter = self.drafter_states if drafter is None else drafter
         model_before, state = None, DrafterState()
         for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
             state = state if drafter is None else drafter[at]
@@ -280,11 +283,16 @@ class Scenario(SimulationConfig):
 def strategies_run(*policies: Policy) -> tuple[Strategy, ...]:
     """All strategies of iterations under these policies: plain decoding too where one learns, since it begins so."""
     own = dict.fromkeys(strategy for policy in policies for strategy in policy.strategies)
-    plainly = not all(policy.build(np.random.default_rng(0)).memoryless for policy in policies)
+    plainly = not all(map(is_memoryless, policies))
     return tuple({**own, NO_SPECULATION: None} if plainly else own)
 
 
-def _described(drafters: Drafters, model: Acceptance | None) -> Drafters:
+def is_memoryless(policy: Policy) -> bool:
+    """True if the policy chooses by batch size alone."""
+    return policy.build(np.random.default_rng(0)).memoryless
+
+
+def described(drafters: Drafters, model: Acceptance | None) -> Drafters:
     """Drafters with those of other names of which the acceptance model says what they are."""
     said: dict[str, DrafterTraits] = {}
     for part in [model, *getattr(model, "every", ())]:

@@ -16,7 +16,7 @@ import tltlab
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.evidence import interval
 from tltlab.importers.sources import TraceSource, read
-from tltlab.policies.policy import PolicySource, load_policy
+from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.sim.engine import record
 from tltlab.sim.engine.log import Columns
 from tltlab.sim.engine.worker import SimulatedRollout
@@ -340,13 +340,18 @@ def simulate(
     """
     config, trace = config.changed(settings, simulate), read(trace)
     chosen = load_policy(policy, held=True)
-    scenario = Scenario.of(trace, config)
-    drafters = scenario.registry_of({policy_name(policy): chosen})
+    return simulated(Scenario.of(trace, config), chosen, policy_name(policy), trace.manifest, record_iterations)
+
+
+def simulated(
+    scenario: Scenario, chosen: Policy, name: str, source: Manifest, record_iterations: bool = False
+) -> SimResult:
+    """What `simulate` returns of a scenario that is made already; `source` is its trace's manifest."""
+    drafters = scenario.registry_of({name: chosen})
     scenario.check_acceptance([chosen])
     started = time.perf_counter()
     rollouts = tuple(each.settled() for each in scenario.each_rollout(chosen, record_rewards=record_iterations))
     wall_s = time.perf_counter() - started
-    name, source = policy_name(policy), trace.manifest
     manifest = source.model_copy(
         update={
             "kind": "simulated",
@@ -356,7 +361,7 @@ def simulate(
             "seed": scenario.seed,
             "source": source.name or source.source,
             "drafters": drafters.own,
-            "notes": f"simulated: policy {name}, placement {config.placement_name}, mode {scenario.mode}",
+            "notes": f"simulated: policy {name}, placement {scenario.placement_name}, mode {scenario.mode}",
         }
     )
     return SimResult(

@@ -16,12 +16,13 @@ from tltlab.files import write_json
 from tltlab.importers.sources import read
 from tltlab.own import code_allowed
 from tltlab.planning.systems import SYSTEMS
-from tltlab.policies.policy import Policy
+from tltlab.sim.comparison.sample import sample_text
+from tltlab.sim.comparison.sweep import compare as compare_policies
 from tltlab.sim.comparison.sweep import drafters_text, granted_text, speed_up_cells, speed_ups
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
-from tltlab.sim.scenario import Scenario, named_policies
-from tltlab.sim.simulate import outside_calibration, outside_text
+from tltlab.sim.scenario import named_policies
+from tltlab.sim.simulate import outside_text
 
 from . import options
 
@@ -69,11 +70,11 @@ def compare(
         typer.Option(help=f"Of policies: one of {', '.join(PLACEMENTS)}, or module:Class. [default: contiguous]"),
     ] = None,
     mode: options.Mode = "fluid",
-    rl_steps: options.RlSteps = None,
+    rl_steps: options.SampledRlSteps = None,
     prefix_caching: options.PrefixCaching = False,
     repeats: Annotated[int, typer.Option(help="Seeds, each the same for all policies.")] = 1,
     decision_block: options.DefaultDecisionBlock = None,
-    jobs: Annotated[int, typer.Option(help="Processes that share the policies.")] = 1,
+    jobs: options.Jobs = None,
     ray_address: options.RayAddress = None,
     seed: options.Seed = 0,
     prefix: options.Prefix = "kept",
@@ -97,6 +98,8 @@ def compare(
             raise ConfigError("--search tries systems' parts: leave out --systems")
         systems = "all"
     source = read(trace)
+    result: dict[str, Any]
+    rows: pd.DataFrame
     decision_block = options.decisions(decision_block, source, systems)
     config = SimulationConfig(
         costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
@@ -104,24 +107,25 @@ def compare(
         decision_block=decision_block, prefix_caching=prefix_caching, prefix=prefix, max_tools=max_tools,
         tool_s=tool_seconds, gpus=gpus, model=model, engine=engine, tp=tp,
     )  # fmt: skip
-    config, machine = config.on_machine(source)
-    scenario = Scenario.of(source, config)
     if systems is None:
         if any(option is not None for option in (stages, gpus_per_worker, ranges, claims or None)):
             raise ConfigError("--stages, --gpus-per-worker, --ranges and --claims are for --systems")
         with code_allowed(allow_code or ()):
-            result, text = _policies(scenario, policies or _POLICIES, repeats, jobs, ray_address)
+            chosen = named_policies(policies or _POLICIES)
+            if len(chosen) < 2:
+                raise ConfigError(f"--policies {policies!r}: give at least two to compare")
+            rows = compare_policies(source, chosen, config, repeats=repeats, jobs=jobs, ray_address=ray_address)
+        result, lines = {"policies": json_rows(rows)}, policy_table(rows, sampled=rl_steps is None)
     else:
         if policies is not None or placement is not None or ray_address is not None:
             raise ConfigError("--systems bring their policies and placement, and run on --jobs: leave out --policies, "
                               "--placement and --ray")  # fmt: skip
-        if gpus_per_worker is not None and stages is None and machine is None:
+        if gpus_per_worker is not None and stages is None and not config.is_on_machine:
             raise ConfigError("--gpus-per-worker places the stages of RL steps: give --stages")
         from tltlab.sim.comparison.systems import compare_systems
 
         arguments: dict[str, Any] = {
-            "gpus_per_worker": gpus_per_worker, "repeats": repeats, "jobs": jobs, "ranges": ranges,
-            "stages": stages if stages or machine is None else machine.stages,
+            "gpus_per_worker": gpus_per_worker, "repeats": repeats, "jobs": jobs, "ranges": ranges, "stages": stages,
         }  # fmt: skip
         if search:
             from tltlab.sim.tuning.compositions import search_systems
@@ -129,22 +133,19 @@ def compare(
             rows = search_systems(source, config, **arguments)
         else:
             rows = compare_systems(source, systems, config, **arguments)
-        attributes = ("baseline", "ranges", "left_out", "num_rl_steps", "num_workers", "num_gpus", "evidence")
-        outside = _outside(scenario, named_policies("none"))
-        result = {
-            "systems": system_rows(rows), "figures": "simulated", **{key: rows.attrs[key] for key in attributes},
-            "stages": stages, "outside_calibration": outside,
-        }  # fmt: skip
-        text = "\n".join([system_table(rows), *evidence_lines(rows.attrs["evidence"], outside)])
-        if search:
-            result |= {key: rows.attrs[key] for key in ("searched", "chosen_on")}
-            text += f"\nthe fastest of {rows.attrs['searched']} compositions on the other RL steps"
-        if claims:
-            text += f"\n\n{claim_table(rows)}"
-            text += "\ntlt at the responses to a worker of its own scripts: tltlab experiment baseline parts=predicted"
+        result, lines = {"systems": system_rows(rows), "figures": "simulated"}, system_table(rows, rl_steps is None)
+        attributes = ("ranges", "left_out", "num_workers", "num_gpus", *(("searched", "chosen_on") if search else ()))
+        result |= {"stages": stages, **{key: rows.attrs[key] for key in attributes}}
+    attributes = ("baseline", "num_rl_steps", "num_rl_steps_of", "evidence", "outside_calibration")
+    result |= {key: rows.attrs[key] for key in (*attributes, "costs", "acceptance")}
+    text = "\n".join([lines, *evidence_lines(rows.attrs["evidence"], rows.attrs["outside_calibration"])])
+    if search:
+        text += f"\nthe fastest of {rows.attrs['searched']} compositions on the other RL steps"
+    if claims:
+        text += f"\n\n{claim_table(rows)}"
+        text += "\ntlt at the responses to a worker of its own scripts: tltlab experiment baseline parts=predicted"
     result |= {
-        "trace": source.manifest.name or str(trace), "costs": scenario.costs_name,
-        "acceptance": scenario.acceptance_name, "num_repeats": repeats, "mode": mode, "seed": seed,
+        "trace": source.manifest.name or str(trace), "num_repeats": repeats, "mode": mode, "seed": seed,
         "decision_block": decision_block, "prefix_caching": prefix_caching, "acceptance_spread": acceptance_spread,
         **made_by("numpy", "scipy", "simpy"),
     }  # fmt: skip
@@ -153,30 +154,6 @@ def compare(
     if prefix_caching:
         text += "\na group's prompt is prefilled, and held, once on each worker"
     emit(result, as_json=as_json, text=text)
-
-
-def _policies(
-    scenario: Scenario, policies: str, repeats: int, jobs: int, ray_address: str | None
-) -> tuple[dict[str, Any], str]:
-    from tltlab.sim.comparison.sweep import compare as run
-
-    chosen = named_policies(policies)
-    if len(chosen) < 2:
-        raise ConfigError(f"--policies {policies!r}: give at least two to compare")
-    rows = run(scenario, chosen, repeats=repeats, jobs=jobs, ray_address=ray_address)
-    baseline = next(iter(chosen))
-    outside = _outside(scenario, {name: chosen[name] for name in (baseline, str(rows["policy"][0]))})
-    evidence = scenario.evidence((s for policy in chosen.values() for s in policy.strategies), outside)
-    result = {"policies": json_rows(rows), "baseline": baseline, "num_rl_steps": len(scenario.steps)}
-    legend = f"speed-up: times as fast as {baseline}, its interval over RL steps; {REGRET}"
-    lines = [policy_table(rows), legend, *evidence_lines(evidence, outside)]
-    return result | {"evidence": evidence, "outside_calibration": outside}, "\n".join(lines)
-
-
-def _outside(scenario: Scenario, policies: Mapping[str, Policy]) -> dict[str, float]:
-    """The largest share of iterations outside what was measured, by what is outside, over some of the policies."""
-    shares = [outside_calibration(scenario, scenario.rollouts(policy)) or {} for policy in policies.values()]
-    return {str(name): share for name, share in pd.DataFrame(shares).max().items()}
 
 
 def evidence_lines(evidence: dict[str, Any], outside: Mapping[str, float]) -> list[str]:
@@ -202,8 +179,11 @@ def _pair(row: dict[str, Any], name: str) -> list[float] | None:
     return None if low is None else [low, high]
 
 
-def system_table(comparison: pd.DataFrame) -> str:
-    """The comparison of systems for people, what was assumed below it; of whole RL steps where they are known."""
+def system_table(comparison: pd.DataFrame, sampled: bool) -> str:
+    """The comparison of systems for people, what was assumed below it; of whole RL steps where they are known.
+
+    `sampled` if it chose its RL steps itself.
+    """
     whole, ranked = "step_s" in comparison, "rank_least" in comparison
     rows = []
     notes: dict[str, list[str]] = {}
@@ -232,7 +212,7 @@ def system_table(comparison: pd.DataFrame) -> str:
     lines += filter(None, [granted_text(records, "system")])
     of_what = "speed-ups" if whole else "speed-ups, also of tokens trained on per second,"
     lines.append(
-        f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; "
+        f"simulated on {comparison.attrs['num_workers']} workers, {_steps(comparison, sampled)}; "
         f"{of_what} over {comparison.attrs['baseline']}; --json has each system's assumptions and source, and the rest "
         "of its figures and intervals"
     )
@@ -277,15 +257,24 @@ def claim_table(comparison: pd.DataFrame) -> str:
     )
 
 
-def policy_table(comparison: pd.DataFrame) -> str:
-    """The comparison of policies for people, with the acceptance granted to their drafters."""
+def policy_table(comparison: pd.DataFrame, sampled: bool) -> str:
+    """The comparison of policies for people, with the acceptance granted to their drafters; `sampled` as above."""
     records = comparison.to_dict("records")
     rows = [
         [row["policy"], drafters_text(row["drafters"]), *_times(row, "makespan_s", "ratio"), _regret(row)]
         for row in records
     ]
     columns = ["policy", "drafters", "makespan s", "speed-up", "95 % interval", "regret"]
-    return "\n".join([table(columns, rows, left=2), *filter(None, [granted_text(records, "policy")])])
+    lines = [table(columns, rows, left=2), *filter(None, [granted_text(records, "policy")])]
+    few = comparison.attrs["num_rl_steps"] < comparison.attrs["num_rl_steps_of"]
+    over = _steps(comparison, sampled) if few else "RL steps"
+    lines.append(f"speed-up: times as fast as {comparison.attrs['baseline']}, its interval over {over}; {REGRET}")
+    return "\n".join(lines)
+
+
+def _steps(comparison: pd.DataFrame, sampled: bool) -> str:
+    num, num_of = (comparison.attrs[name] for name in ("num_rl_steps", "num_rl_steps_of"))
+    return sample_text([num], num_of, sampled=sampled)
 
 
 def _times(row: dict[Any, Any], seconds: str, ratio: str) -> list[str]:

@@ -34,7 +34,14 @@ AcceptanceSpread = Annotated[
     typer.Option(help="Standard deviation, in logits, of acceptance between requests; the mean over drafts is kept."),
 ]
 Mode = Annotated[str, typer.Option(help="fluid (expected tokens) or sampled.")]
-RlSteps = Annotated[str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")]
+RlSteps = Annotated[
+    str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one; or all. [default: all]")
+]
+SampledRlSteps = Annotated[
+    str | None,
+    typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one; or all. [default: of more than 24 a sample]"),
+]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Processes. [default: the cores here]")]
 DecisionBlock = Annotated[int, typer.Option(help="Iterations per decision of a learning policy; more is faster.")]
 DefaultDecisionBlock = Annotated[
     int | None,

@@ -15,6 +15,7 @@ from tltlab.files import write_file, write_json
 from tltlab.importers.sources import read
 from tltlab.own import code_allowed, split
 from tltlab.planning.systems import SYSTEMS, find_systems
+from tltlab.sim.comparison.sample import sample_text
 from tltlab.sim.comparison.sweep import drafters_text, granted_text, speed_up_cells
 from tltlab.sim.config import SimulationConfig
 
@@ -53,10 +54,10 @@ def sweep(
     ] = None,
     costs: options.Costs = None,
     mode: options.Mode = "fluid",
-    rl_steps: options.RlSteps = None,
+    rl_steps: options.SampledRlSteps = None,
     decision_block: options.DefaultDecisionBlock = None,
     seed: options.Seed = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the points.")] = 1,
+    jobs: options.Jobs = None,
     ray_address: options.RayAddress = None,
     out: Annotated[
         Path | None, typer.Option(help="Write .csv, .json, or .png or .svg (a heat map); an interrupted sweep goes on.")
@@ -102,6 +103,7 @@ def sweep(
     result: dict[str, Any] = {
         "points": rows, "axes": {name: list(getattr(axes, name)) for name in swept}, "figures": "simulated",
         "trace": source.manifest.name or str(trace), "resumed": grid.resumed, "seed": seed,
+        "num_rl_steps_of": grid.num_rl_steps_of,
         **made_by("numpy", "scipy", "simpy"),
     }  # fmt: skip
     if out is not None:
@@ -128,11 +130,14 @@ def sweep(
     header = [*names, "drafters", "rollout s", *(["RL step s"] if whole else []), "speed-up", "95 % interval"]
     assumed = dict.fromkeys(f"{row[axes.compared]}: {row['assumed']}" for row in rows if row.get("assumed"))
     one = [] if "acceptance" in axes.names else [granted_text(rows, axes.compared, "granted")]
+    nums = [row["num_rl_steps"] for row in rows]
+    few = min(nums) < grid.num_rl_steps_of
     lines = [
         table(header, cells, left=len(names) + 1),
         *filter(None, one),
         f"speed-up: over plain decoding ({BASELINES[axes.compared]}) at the same point; all simulated",
         *assumed,
+        *([f"simulated on {sample_text(nums, grid.num_rl_steps_of, sampled=rl_steps is None)}"] if few else []),
         *([] if out is None else [f"wrote {out}"]),
     ]
     emit(result, as_json=as_json, text="\n".join(lines))

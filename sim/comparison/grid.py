@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
@@ -15,15 +15,15 @@ import pandas as pd
 
 from tltlab.acceptance.load import load_acceptance
 from tltlab.costs.deployment import MODEL, Deployment
-from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import parse_json
 from tltlab.importers.sources import TraceSource, read
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy
 from tltlab.sim.comparison.jobs import side_by_side
-from tltlab.sim.comparison.sweep import makespans, ratio_columns, speed_ups
-from tltlab.sim.comparison.systems import compare_systems
+from tltlab.sim.comparison.sample import Scenarios, samples, small
+from tltlab.sim.comparison.sweep import intervals_of, lean, ratio_columns, speed_ups
+from tltlab.sim.comparison.systems import SystemComparison, ratios_are_small
 from tltlab.sim.config import SimulationConfig, at_least, check_keywords
 from tltlab.sim.scenario import Scenario, named_policies
 from tltlab.traces.schema import KEY
@@ -95,13 +95,14 @@ class SweepGrid:
     same point with its 95 % interval over the RL steps, `speed_up_low` to `speed_up_high` (NaN of a single RL step).
 
     `drafters` are those of the policy or system, `granted` the acceptance of each in words. Systems on GPUs have
-    `step_s` and `step_speed_up` of whole RL steps likewise, and `assumed` says which acceptance nobody knew. `resumed`
-    of the points had been done before.
+    `step_s` and `step_speed_up` of whole RL steps likewise, and `assumed` says which acceptance nobody knew.
+    `num_rl_steps` of the trace's `num_rl_steps_of` were simulated. `resumed` of the points had been done before.
     """
 
     frame: pd.DataFrame
     axes: Axes
     resumed: int
+    num_rl_steps_of: int
 
     def __repr__(self) -> str:
         return f"<Grid of {len(self.frame)} simulations over {', '.join((*self.axes.names, self.axes.compared))}>"
@@ -158,6 +159,9 @@ def sweep(
     All have common random numbers. `policies` are as `compare` takes them, by default adaptive. Systems are compared
     to verl, which is always among them, as `compare_systems` does without ranges.
 
+    Where `rl_steps` are left open in a trace of more than 24, each point simulates a sample of its own: a point that
+    varies more does not make the others slower, and the smaller sample is part of the larger one.
+
     `jobs` processes, or a Ray cluster as in `compare`, share the points; the numbers do not depend on them. `journal`
     is a file that each finished point is written to: a sweep of the same trace, settings and policies goes on where it
     ended, with more values of an axis too, and another one is refused. `done` is called after each point.
@@ -201,69 +205,94 @@ def sweep(
     for point in points:
         if _key(point) in rows_of:
             done(_label(point))
-    tasks = [partial(_rows, trace, axes, config, chosen, point) for point in pending]
-    for point, rows in zip(pending, side_by_side(tasks, jobs=jobs, ray_address=ray_address), strict=True):
-        rows_of[_key(point)] = rows
-        if journal is not None:
-            _append(journal, json.dumps([_key(point), rows]))
-        done(_label(point))
+    places = dict(zip(map(_key, pending), _at(trace, axes, config, pending), strict=True))
+    for rl_steps in [list(config.rl_steps)] if config.rl_steps is not None else samples(trace.rl_steps):
+        tasks = [_task(axes, chosen, places[_key(point)], rl_steps) for point in pending]
+        found = zip(pending, side_by_side(tasks, jobs=jobs, ray_address=ray_address), strict=True)
+        pending = []
+        for point, (rows, is_enough) in found:
+            if not is_enough and config.rl_steps is None and len(rl_steps) < len(trace.rl_steps):
+                pending.append(point)
+                continue
+            rows_of[_key(point)] = rows
+            if journal is not None:
+                _append(journal, json.dumps([_key(point), rows]))
+            done(_label(point))
+        if not pending:
+            break
     frame = pd.DataFrame([point | row for point in points for row in rows_of[_key(point)]])
-    return SweepGrid(frame=frame, axes=axes, resumed=resumed)
+    num_of = len(trace.rl_steps)
+    return SweepGrid(frame=frame, axes=axes, resumed=resumed, num_rl_steps_of=num_of)
 
 
-def _rows(
-    trace: Trace, axes: Axes, config: SimulationConfig, policies: Mapping[str, Policy], point: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """A point's rows, one per policy or system."""
-    trace, config, stages = _at(trace, axes, config, point)
+def _task(
+    axes: Axes, policies: Mapping[str, Policy], at: Scenarios, rl_steps: Sequence[int]
+) -> Callable[[], tuple[list[dict[str, Any]], bool]]:
+    """What simulates a point on these RL steps: its rows, one per policy or system, and True if they are enough."""
     if axes.systems:
-        return _system_rows(trace, axes, config, stages)
-    scenario = Scenario.of(trace, config)
+        names = list(dict.fromkeys((BASELINES["system"], *axes.systems)))
+        stages = None if at.machine is None else at.machine.stages
+        asked = SystemComparison(scenarios=at.only(rl_steps), systems=find_systems(names), stages=stages, ranges=False)
+        return partial(_system_rows, asked, rl_steps)
+    return partial(_rows, lean(at.of(rl_steps)), policies)
+
+
+def _rows(scenario: Scenario, policies: Mapping[str, Policy]) -> tuple[list[dict[str, Any]], bool]:
     scenario.check_acceptance(policies.values())
-    seconds = {name: np.array(steps) for name, steps in makespans(scenario, policies).items()}
-    rows = []
+    seconds = {name: np.array([r.makespan_s for r in scenario.each_rollout(policies[name])]) for name in policies}
+    evidence = scenario.evidence(s for policy in policies.values() for s in policy.strategies)
+    rows, ratios = [], []
     for name, steps in seconds.items():
         # The ratio of plain decoding to the policy: its interval is that of the speed-up.
-        columns = ratio_columns("speed_up", seconds[BASELINES["policy"]], steps, config.seed)
+        columns = ratio_columns("speed_up", seconds[BASELINES["policy"]], steps, scenario.seed)
+        ratios.append(columns)
         finite = {key: None if value != value else value for key, value in columns.items()}
         drafts = scenario.granted(policies[name].strategies)
         drafts["granted"] = drafts.pop("acceptance")
-        rows.append({"policy": name, **drafts, "makespan_s": float(steps.mean())} | finite)
-    return rows
+        times = {"makespan_s": float(steps.mean())} | finite
+        rows.append({"policy": name, **drafts, **times, "num_rl_steps": len(steps)})
+    return rows, small(intervals_of(pd.DataFrame(ratios), "speed_up"), evidence["speedup_error"])
 
 
-def _system_rows(trace: Trace, axes: Axes, config: SimulationConfig, stages: StageCosts | None) -> list[dict[str, Any]]:
-    names = list(dict.fromkeys((BASELINES["system"], *axes.systems)))
-    table = compare_systems(trace, names, config, stages=stages, ranges=False).set_index("system").loc[names]
+def _system_rows(asked: SystemComparison, rl_steps: Sequence[int]) -> tuple[list[dict[str, Any]], bool]:
+    found = asked.table(rl_steps)
+    table = found.set_index("system").loc[[system.name for system in asked.systems]]
     rows = []
     for name, row in table.iterrows():
         times = {"makespan_s": row["makespan_s"]} | speed_ups("speed_up", row, "ratio")
-        if stages is not None:
+        if asked.stages is not None:
             times |= {"step_s": row["step_s"]} | speed_ups("step_speed_up", row, "step_ratio")
         drafts = {"drafters": row["drafters"], "granted": row["acceptance"]}
-        rows.append({"system": name, **drafts, **times, "assumed": "; ".join(row["defaults"]) or None})
-    return rows
+        assumed = {"assumed": "; ".join(row["defaults"]) or None, "num_rl_steps": len(rl_steps)}
+        rows.append({"system": name, **drafts, **times, **assumed})
+    return rows, ratios_are_small(found)
 
 
-def _at(
-    trace: Trace, axes: Axes, config: SimulationConfig, point: Mapping[str, Any]
-) -> tuple[Trace, SimulationConfig, StageCosts | None]:
-    """Trace, settings and costs of the other stages at a point."""
-    changes: dict[str, Any] = {}
-    if "group_sizes" in point:
-        # What lies beside the trace, or was measured of all its responses.
-        changes = {"costs": config.find_costs(trace)[0], "acceptance": config.find_acceptance(trace)[0]}
-        trace = _first_samples(trace, point["group_sizes"])
-    if "caps" in point:
-        changes["max_response_tokens"] = point["caps"]
-    if "workers" in point:
-        changes["workers"] = point["workers"]
-    if "gpus" in point:
-        changes |= {"gpus": point["gpus"], "model": axes.model, "costs": None, "workers": None}
-    if "acceptance" in point:
-        changes["acceptance"] = point["acceptance"]
-    config, machine = replace(config, **changes).on_machine(trace)
-    return trace, config, None if machine is None else machine.stages
+def _at(trace: Trace, axes: Axes, config: SimulationConfig, points: Sequence[Mapping[str, Any]]) -> Iterator[Scenarios]:
+    """What is simulated at each of these points."""
+    own = any("acceptance" not in point for point in points)
+    known = config.find_acceptance(trace) if own else (None, None)
+    traces: dict[int, Trace] = {}
+    for point in points:
+        changes: dict[str, Any] = {}
+        part = trace
+        if "group_sizes" in point:
+            # What lies beside the trace, or was measured of all its responses.
+            changes = {"costs": config.find_costs(trace)[0], "acceptance": known[0]}
+            size = point["group_sizes"]
+            part = traces[size] = traces.get(size) or _first_samples(trace, size)
+        if "caps" in point:
+            changes["max_response_tokens"] = point["caps"]
+        if "workers" in point:
+            changes["workers"] = point["workers"]
+        if "gpus" in point:
+            changes |= {"gpus": point["gpus"], "model": axes.model, "costs": None, "workers": None}
+        if "acceptance" in point:
+            changes["acceptance"] = point["acceptance"]
+        if axes.systems:
+            # Systems bring their placement and what idle workers do.
+            changes |= {"placement": None, "spot": None}
+        yield Scenarios(part, replace(config, **changes), None if "acceptance" in changes else known)
 
 
 def _first_samples(trace: Trace, size: int) -> Trace:

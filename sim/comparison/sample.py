@@ -8,10 +8,22 @@ among their middles, so that a sample grows by adding to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any, TypeVar
 
+import numpy as np
+
+from tltlab.acceptance.base import Acceptance
+from tltlab.planning.placement import PLACEMENTS
+from tltlab.sim.config import SimulationConfig, load_spot_training
+from tltlab.sim.scenario import Scenario, described
+from tltlab.state import DrafterState
 from tltlab.stats import Interval
+from tltlab.traces.schema import REQUIRED_TABLES
+from tltlab.traces.storage import MemoryTable
+from tltlab.traces.trace import Trace
 
 FIRST, ALL_OF = 8, 24
 """RL steps to begin with, of a run of more than `ALL_OF`; of others all."""
@@ -37,13 +49,119 @@ def small(ratios: Iterable[Interval], cost_error: float | None) -> bool:
     return all((ratio.high - ratio.low) / 2 <= most * ratio.estimate for ratio in ratios if ratio.estimate > 0)
 
 
+def samples(rl_steps: Sequence[int]) -> Iterator[list[int]]:
+    """Yield 8 of these RL steps, 24, 72, ..., all; of 24 or fewer all at once."""
+    num = FIRST if len(rl_steps) > ALL_OF else len(rl_steps)
+    while num < len(rl_steps):
+        yield spread(rl_steps, num)
+        num *= 3
+    yield list(rl_steps)
+
+
 def from_a_sample(
     rl_steps: Sequence[int], answer: Callable[[list[int]], Answer], enough: Callable[[Answer], bool]
 ) -> Answer:
     """Answer from as many of these RL steps as are `enough`: 8, 24, 72, ..., all; from all of 24 or fewer."""
-    num = FIRST if len(rl_steps) > ALL_OF else len(rl_steps)
-    while True:
-        found = answer(spread(rl_steps, num))
-        if num >= len(rl_steps) or enough(found):
-            return found
-        num *= 3
+    for sample in samples(rl_steps):
+        found = answer(sample)
+        if enough(found):
+            break
+    return found
+
+
+def sample_text(nums: Iterable[int], num_of: int, *, sampled: bool) -> str:
+    """How many of `num_of` RL steps were simulated, in words; `sampled` if the command chose them.
+
+    >>> sample_text([8], 300, sampled=True), sample_text([24, 8], 300, sampled=False), sample_text([4], 4, sampled=True)
+    ('8 of 300 RL steps, spread over the run (--rl-steps all: every one)', '8 to 24 of 300 RL steps', '4 RL steps')
+    """
+    least, *_, most = sorted({*nums}) * 2
+    text = f"{least}" if least == most else f"{least} to {most}"
+    if least == num_of:
+        return f"{text} RL steps"
+    return f"{text} of {num_of} RL steps" + (", spread over the run (--rl-steps all: every one)" if sampled else "")
+
+
+class Scenarios:
+    """Scenarios of some RL steps of a trace at a time, under settings that are those of the whole trace.
+
+    What is measured in the trace (its longest response, its acceptance) is measured once, in all of it. Scenarios of
+    the same RL steps that have the same requests on the same workers share them.
+    """
+
+    def __init__(
+        self, trace: Trace, config: SimulationConfig, acceptance: tuple[Acceptance | None, str | None] | None = None
+    ) -> None:
+        """`acceptance` is what `config.find_acceptance` returns, where that is known already."""
+        self.trace = trace
+        self.run = trace.rl_steps
+        self.is_sampled = config.rl_steps is None
+        model, name = config.find_acceptance(trace) if acceptance is None else acceptance
+        known = config if model is None else replace(config, acceptance=model, acceptance_spread=0.0)
+        settled, self.machine = known.on_machine(trace)
+        if model is None and self.machine is not None:
+            model, name = settled.find_acceptance(trace)
+        self.acceptance, self.acceptance_name = model, name
+        costs, self.costs_name = settled.find_costs(trace)
+        self.config = replace(settled, costs=costs, acceptance=model, acceptance_spread=0.0)
+        self._shared: dict[tuple[Any, ...], Scenario] = {}
+
+    def answer(self, answer: Callable[[list[int]], Answer], enough: Callable[[Answer], bool]) -> Answer:
+        """Answer from the RL steps of the settings, or from a sample where the settings name none."""
+        if self.config.rl_steps is not None:
+            return answer(list(self.config.rl_steps))
+        return from_a_sample(self.run, answer, enough)
+
+    def only(self, rl_steps: Sequence[int]) -> Scenarios:
+        """The same with no more of the trace than these RL steps: for other processes."""
+        part = copy(self)
+        part.trace, part._shared = self._part(rl_steps), {}
+        return part
+
+    def deciding_every(self, decision_block: int) -> Scenarios:
+        """The same with so many iterations between decisions."""
+        other = copy(self)
+        other.config = replace(self.config, decision_block=decision_block)
+        return other
+
+    def of(self, rl_steps: Sequence[int], **changes: Any) -> Scenario:
+        """The scenario of these RL steps; `changes` are fields of `Scenario`.
+
+        In a sample a drafter that rollouts do not train is as old, or as long trained, as it is there in the run.
+        """
+        known = {"acceptance": self.acceptance, "acceptance_name": self.acceptance_name, "costs_name": self.costs_name}
+        names = ("costs", "seed", "workload", "placement", "workers")
+        config = replace(self.config, rl_steps=list(rl_steps), **{n: changes[n] for n in names if n in changes})
+        scenario = self._placed(config)
+        spot = changes.get("spot", self.config.spot)
+        values = known | {name: getattr(config, name) for name in ("costs", "seed", "decision_block")} | changes
+        values |= {"spot": None if spot is None else load_spot_training(spot), "workers": scenario.workers}
+        values["registry"] = described(self.trace.drafters, values["acceptance"])
+        if self.is_sampled and spot is None and len(rl_steps) < len(self.run):
+            updates = values.get("online_updates", config.online_updates)
+            at = map(self.run.index, rl_steps)
+            states = (DrafterState(updates=n * updates) if updates else DrafterState(age=n) for n in at)
+            values["drafter_states"] = tuple(states)
+        return replace(scenario, **values)
+
+    def _placed(self, config: SimulationConfig) -> Scenario:
+        """A scenario with the requests and queues of these settings."""
+        placement = config.placement
+        blind = placement is None or (isinstance(placement, str) and placement in PLACEMENTS)
+        # Scenarios keep the objects alive whose ids are used.
+        rule = placement if placement is None or isinstance(placement, str) else id(placement)
+        drawn = None if config.workload is None else (config.workload, config.seed)
+        key = (tuple(config.rl_steps or ()), drawn, rule, config.workers, None if blind else id(config.costs))
+        if key not in self._shared:
+            self._shared[key] = Scenario.of(self._part(config.rl_steps or ()), replace(config, spot=None))
+        return self._shared[key]
+
+    def _part(self, rl_steps: Sequence[int]) -> Trace:
+        """The trace of these RL steps; all of it where one is not in it, which `Scenario.of` refuses."""
+        if not set(rl_steps) < set(self.trace.rl_steps):
+            return self.trace
+        part = self.trace.select(rl_steps)
+        loaded = ((name, part.arrow(name)) for name in REQUIRED_TABLES)
+        # A copy, since Arrow pickles all that a slice is part of; the other tables are not simulated.
+        tables = {name: MemoryTable(rows.take(np.arange(len(rows)))) for name, rows in loaded if rows is not None}
+        return Trace(part.manifest, tables, part.rl_steps, part.path)

@@ -15,13 +15,15 @@ import pandas as pd
 
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
-from tltlab.importers.sources import TraceSource
+from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, PolicySource
 from tltlab.sim.config import SimulationConfig, at_least
-from tltlab.sim.scenario import Scenario, budgets_of, named_policies, strategies_run
-from tltlab.stats import paired_ratio
+from tltlab.sim.scenario import Scenario, budgets_of, is_memoryless, named_policies, strategies_run
+from tltlab.sim.simulate import outside_calibration
+from tltlab.stats import LEVEL, Interval, paired_ratio
 
 from .jobs import side_by_side
+from .sample import Scenarios, small
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,26 +73,62 @@ def sweep(
     """
     at_least(1, jobs=jobs)
     scenario = scenario if isinstance(scenario, Scenario) else Scenario.of(scenario)
-    policies = named_policies(policies)
+    return _swept(scenario, named_policies(policies), jobs, ray_address)
+
+
+def _swept(
+    scenario: Scenario, policies: Mapping[str, Policy], jobs: int | None, ray_address: str | None, outside: bool = False
+) -> pd.DataFrame:
+    """What `sweep` returns; with `outside` its `attrs` has `outside_calibration` of each policy."""
     scenario.check_acceptance(policies.values())
-    names = list(policies)
-    # The table rows are for writing traces: workers need not receive them.
-    lean = replace(scenario, steps=tuple(step.without_rows() for step in scenario.steps))
-    tasks = [partial(makespans, lean, {name: policies[name]}) for name in names]
-    seconds_of = {k: v for each in side_by_side(tasks, jobs=jobs, ray_address=ray_address) for k, v in each.items()}
+    # What takes long begins first: the last to end then ends about when the others do.
+    seconds = {name: expected_s(scenario, policy) for name, policy in policies.items()}
+    order = sorted(policies, key=lambda name: -seconds[name])
+    small_task = lean(scenario)
+    tasks = [partial(_simulated, small_task, policies[name], outside) for name in order]
+    results = side_by_side(tasks, jobs=jobs, ray_address=ray_address, expected_s=[seconds[name] for name in order])
+    found = dict(zip(order, results, strict=True))
     steps = [step.rl_step for step in scenario.steps]
-    return pd.DataFrame(
+    table = pd.DataFrame(
         {
-            "policy": np.repeat(names, len(steps)),
-            "rl_step": steps * len(names),
-            "makespan_s": [seconds for name in names for seconds in seconds_of[name]],
+            "policy": np.repeat(list(policies), len(steps)),
+            "rl_step": steps * len(policies),
+            "makespan_s": [seconds for name in policies for seconds in found[name][0]],
         }
     )
+    table.attrs["outside"] = {name: found[name][1] for name in policies}
+    return table
+
+
+def expected_s(scenario: Scenario, policy: Policy) -> float:
+    """About the seconds of a simulation: those of decisions where a policy learns, else those of requests."""
+    if is_memoryless(policy):
+        return _REQUEST_S * sum(map(len, scenario.steps))
+    rollouts = zip(scenario.steps, scenario.queues, strict=True)
+    longest = (step.lengths[queue].max() for step, queues in rollouts for queue in queues if len(queue))
+    return _DECISION_S * float(sum(longest)) / scenario.decision_block
+
+
+_REQUEST_S, _DECISION_S = 2e-6, 3e-5
+
+
+def lean(scenario: Scenario) -> Scenario:
+    """The scenario without table rows, which are for writing traces: other processes need not receive them."""
+    return replace(scenario, steps=tuple(step.without_rows() for step in scenario.steps))
+
+
+def _simulated(scenario: Scenario, policy: Policy, outside: bool) -> tuple[list[float], dict[str, float]]:
+    """Seconds of each RL step's rollout, and if asked the shares of iterations outside what was measured."""
+    if not outside:
+        return [rollout.makespan_s for rollout in scenario.each_rollout(policy)], {}
+    rollouts = scenario.rollouts(policy)
+    return [rollout.makespan_s for rollout in rollouts], outside_calibration(scenario, rollouts) or {}
 
 
 def compare(
     scenario: Scenario | TraceSource,
     policies: Policies,
+    config: SimulationConfig = SimulationConfig(),
     *,
     baseline: str | None = None,
     repeats: int = 1,
@@ -100,34 +138,58 @@ def compare(
 ) -> Comparison:
     """Compare policies, given as `sweep` takes them: one row each, the fastest first.
 
-    Of a trace, `settings` are the fields of `SimulationConfig` (costs, acceptance, workers, ...).
+    Of a trace, `settings` are the fields of `SimulationConfig` (costs, acceptance, workers, ...), which replace those
+    of `config`. Where `rl_steps` are left open in a trace of more than 24, those of a sample are simulated
+    (`Scenarios.answer`).
 
     Columns: `policy`, its `drafters` and the `acceptance` granted to each, `makespan_s` (mean over RL steps and
     repeats), `ratio` to the `baseline` (the first policy; below 1 is faster) with its paired interval `ratio_low` to
     `ratio_high` over the RL steps (`paired_ratio`: Student's below ten), `speed_up` (how many times as fast as the
     baseline, 1 / `ratio`), and `regret` to the clairvoyant bound over all strategies of all policies (None under a
     per-request budget). `repeats` are seeds; each shares its luck among the policies, and a step's repeats are averaged
-    before resampling, since they share its lengths. Raises ConfigError.
+    before resampling, since they share its lengths. `attrs` has `baseline`, `num_rl_steps` of the trace's
+    `num_rl_steps_of`, the names of `costs` and `acceptance`, `evidence` (`Scenario.evidence`) and, of the baseline and
+    the fastest, the largest `outside_calibration`. Raises ConfigError.
     """
-    if isinstance(scenario, Scenario) and settings:
-        raise ConfigError(f"a Scenario has its settings already: leave out {', '.join(settings)}, or give the trace")
-    if not isinstance(scenario, Scenario):
-        scenario = Scenario.of(scenario, SimulationConfig().changed(settings, compare))
+    if isinstance(scenario, Scenario) and (settings or config != SimulationConfig()):
+        given = ", ".join(settings) or "config"
+        raise ConfigError(f"a Scenario has its settings already: leave out {given}, or give the trace")
     policies = named_policies(policies)
-    names = list(policies)
-    baseline = names[0] if baseline is None else baseline
+    baseline = next(iter(policies)) if baseline is None else baseline
     if baseline not in policies:
-        raise ConfigError(f"the baseline {baseline!r} is none of the policies {', '.join(names)}")
+        raise ConfigError(f"the baseline {baseline!r} is none of the policies {', '.join(policies)}")
     at_least(1, repeats=repeats)
+    table = partial(_compared, policies, baseline, repeats, jobs, ray_address)
+    if isinstance(scenario, Scenario):
+        return table(scenario, len(scenario.steps))
+    scenarios = Scenarios(read(scenario), config.changed(settings, compare))
+    num_of = len(scenarios.trace.rl_steps)
+
+    def is_enough(table: Comparison) -> bool:
+        return small(intervals_of(table, "ratio"), table.attrs["evidence"]["speedup_error"])
+
+    return scenarios.answer(lambda rl_steps: table(scenarios.of(rl_steps), num_of), is_enough)
+
+
+def _compared(
+    policies: Mapping[str, Policy],
+    baseline: str,
+    repeats: int,
+    jobs: int | None,
+    ray_address: str | None,
+    scenario: Scenario,
+    num_rl_steps_of: int,
+) -> Comparison:
+    """The comparison on one scenario."""
     strategies = strategies_run(*policies.values())
     drafters = scenario.registry_of(policies)
     seeded = [replace(scenario, seed=scenario.seed + k) for k in range(repeats)]
-    tables = [sweep(repeat, policies, jobs=jobs, ray_address=ray_address) for repeat in seeded]
+    tables = [_swept(repeat, policies, jobs, ray_address, outside=repeat is seeded[0]) for repeat in seeded]
     means = pd.concat(tables).groupby(["policy", "rl_step"])["makespan_s"].mean()
     bound_s = float(np.mean([repeat.bounds_s(strategies, drafters) for repeat in seeded]))
     base = means[baseline].to_numpy()
     rows = []
-    for name in names:
+    for name in policies:
         seconds = means[name].to_numpy()
         makespan_s = float(seconds.mean())
         rows.append(
@@ -140,13 +202,31 @@ def compare(
                 "regret": makespan_s / bound_s - 1 if bound_s > 0 and not budgets_of(policies[name], 1) else None,
             }
         )
-    return Comparison(pd.DataFrame(rows).sort_values("makespan_s", kind="stable", ignore_index=True))
+    table = Comparison(pd.DataFrame(rows).sort_values("makespan_s", kind="stable", ignore_index=True))
+    shares = [tables[0].attrs["outside"][name] for name in (baseline, str(table["policy"][0]))]
+    outside = {str(name): share for name, share in pd.DataFrame(shares).max().items()}
+    table.attrs.update(
+        baseline=baseline,
+        num_rl_steps=len(scenario.steps),
+        num_rl_steps_of=num_rl_steps_of,
+        costs=scenario.costs_name,
+        acceptance=scenario.acceptance_name,
+        evidence=scenario.evidence((s for policy in policies.values() for s in policy.strategies), outside),
+        outside_calibration=outside,
+    )
+    return table
 
 
 def ratio_columns(name: str, seconds: Floats, base: Floats, seed: int) -> dict[str, float]:
     """The ratio of two series of RL steps, and its paired 95 % interval as `name`_low and `name`_high."""
     ratio = paired_ratio(seconds, base, rng=np.random.default_rng(seed))
     return {name: ratio.estimate, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
+
+
+def intervals_of(table: pd.DataFrame, name: str) -> list[Interval]:
+    """The ratios of a table that `ratio_columns` made, with their intervals."""
+    columns = table[[name, f"{name}_low", f"{name}_high"]].to_numpy(np.float64).tolist()
+    return [Interval(estimate=v, low=low, high=high, level=LEVEL, method="none") for v, low, high in columns]
 
 
 def drafters_text(names: Sequence[str]) -> str:
@@ -194,8 +274,3 @@ def speed_up_cells(row: Mapping[str, Any], name: str) -> tuple[str, str]:
     if low is None:
         return times, "one RL step"
     return times, f"[{low:.2f}, {'inf' if high is None else format(high, '.2f')}]"
-
-
-def makespans(scenario: Scenario, policies: Mapping[str, Policy]) -> dict[str, list[float]]:
-    """Seconds of each RL step's rollout, by policy."""
-    return {name: [r.makespan_s for r in scenario.each_rollout(policy)] for name, policy in policies.items()}

@@ -20,6 +20,7 @@ from tltlab.acceptance.base import Acceptance
 from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.arrays import Floats
+from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_stages
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.stages import StageCosts
@@ -30,19 +31,20 @@ from tltlab.planning.composition import System
 from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import BoundSystem, bind, bind_assuming
 from tltlab.planning.systems import find_systems
-from tltlab.policies.policy import Policy
+from tltlab.policies.policy import Policy, load_policy
 from tltlab.sim.config import SimulationConfig, Source
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.rl_steps import RunResult, run_steps
-from tltlab.sim.scenario import Scenario, strategies_run
-from tltlab.sim.simulate import SimResult, simulate
+from tltlab.sim.scenario import Scenario, policy_name, strategies_run
+from tltlab.sim.simulate import SimResult, outside_calibration, simulated
 from tltlab.sim.topology import Colocated, Separate, Topology
 from tltlab.stats import Interval, mean_of_few, paired_ratio
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Manifest, Trace
 
 from .jobs import side_by_side
+from .sample import Scenarios, small
 from .sensitivity import Variant, over_ranges
-from .sweep import ratio_columns
+from .sweep import expected_s, intervals_of, ratio_columns
 
 RANGE_STEPS = 2
 """RL steps, the first ones, on which plausible ranges are tried."""
@@ -76,37 +78,51 @@ def simulate_system(
     config, machine = config.changed(settings, simulate_system).on_machine(trace)
     stages = machine.stages if stages is None and machine is not None else stages
     workers = config.num_workers(trace)
-    generating, system = generating_workers(bound.system, workers), bound.system
-    config = replace(config, workload=system.workload, online_updates=system.online_updates, admission=system.admission)
+    scenario = Scenario.of(trace, config, **_settings_of(bound, workers, config, config.find_costs(trace)[0]))
+    return _run(scenario, bound, trace.manifest, workers, stages, gpus_per_worker, record_iterations)
+
+
+def _settings_of(bound: BoundSystem, workers: int, config: SimulationConfig, costs: CostModel) -> dict[str, Any]:
+    """The fields of a scenario that are the system's on `workers` workers."""
+    system = bound.system
+    settings: dict[str, Any] = {
+        "workload": system.workload, "online_updates": system.online_updates, "admission": system.admission,
+        "acceptance": bound.acceptance, "workers": generating_workers(system, workers), "spot": bound.spot,
+        "placement": config.placement or system.placement,
+    }  # fmt: skip
     if system.draft_pass_share is not None:
-        costs, _ = config.find_costs(trace)
-        changed = ScaledCosts.around(costs, pass_share=system.draft_pass_share, block=system.block_drafts)
-        config = replace(config, costs=changed)
-    result = simulate(
-        trace,
-        bound.policy,
-        config,
-        acceptance=bound.acceptance,
-        workers=generating,
-        placement=config.placement or bound.system.placement,
-        spot=bound.spot,
-        record_iterations=record_iterations,
-    )
+        settings["costs"] = ScaledCosts.around(costs, pass_share=system.draft_pass_share, block=system.block_drafts)
+    return settings
+
+
+def _run(
+    scenario: Scenario,
+    bound: BoundSystem,
+    manifest: Manifest,
+    workers: int,
+    stages: StageCosts | Source | None,
+    gpus_per_worker: int | None,
+    record_iterations: bool = False,
+) -> SystemRun:
+    """Simulate a system that has the GPUs of `workers` workers, in its scenario."""
+    result = simulated(scenario, bound.policy, policy_name(bound.policy), manifest, record_iterations)
     if stages is None:
         return SystemRun(bound=bound, result=result, whole=None)
     stages = load_stages(stages)
-    gpus = gpus_per_worker or result.scenario.costs.tensor_parallel
+    gpus = gpus_per_worker or scenario.costs.tensor_parallel
     topology: Topology = Colocated(gpus_per_worker=gpus)
     if bound.system.topology == "separate":
         # Refuses stage costs that are for other GPUs than all of them.
         topology.pools(workers, stages)
-        train_gpus = max(1, workers - generating) * gpus
-        topology = Separate(gpus_per_worker=gpus, train_gpus=train_gpus, max_staleness=min(1, system.max_staleness))
+        train_gpus = max(1, workers - scenario.workers) * gpus
+        topology = Separate(
+            gpus_per_worker=gpus, train_gpus=train_gpus, max_staleness=min(1, bound.system.max_staleness)
+        )
         stages = on_gpus(stages, train_gpus)
     return SystemRun(
         bound=bound,
         result=result,
-        whole=run_steps(result, stages, topology=topology, fused=system.fused, streamed=system.streamed),
+        whole=run_steps(result, stages, topology=topology, fused=bound.system.fused, streamed=bound.system.streamed),
     )
 
 
@@ -166,68 +182,120 @@ def compare_systems(
     steps, by which the rows are then ordered.
 
     No system is left out, `attrs["left_out"]` is empty: a number that is missing takes a default that `defaults` names.
-    Where there is one
-    (or with `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the plausible range of
-    each on the first `RANGE_STEPS` RL steps, and rows have the least and largest of their ratios and ranks there:
-    `ratio_least`, `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps`, `num_workers`,
-    `num_gpus` and the costs' `evidence` (`Scenario.evidence`) too.
+    Where there is one (or with `ranges` True; False: never) `attrs["ranges"]` has what `over_ranges` finds over the
+    plausible range of each on the first `RANGE_STEPS` RL steps, and rows have the least and largest of their ratios and
+    ranks there: `ratio_least`, `ratio_most`, `rank_least`, `rank_most`. `attrs` has `baseline`, `num_rl_steps` of the
+    trace's `num_rl_steps_of`, `num_workers`, `num_gpus`, the names of `costs` and `acceptance`, the costs' `evidence`
+    (`Scenario.evidence`) and, of plain decoding, `outside_calibration` too.
+
+    Where `rl_steps` are left open in a trace of more than 24, those of a sample are simulated (`Scenarios.answer`).
+    `jobs` processes (None: one per core) share the systems.
 
     >>> compare_systems("traces/tiny", "verl,tlt-base").set_index("system").ratio  # doctest: +SKIP
     """
     if repeats < 1 or (jobs is not None and jobs < 1):
         raise ConfigError(f"repeats and jobs must be at least 1, got {repeats} and {jobs}")
-    trace = read(trace)
-    config, machine = config.changed(settings, compare_systems).on_machine(trace)
-    config = replace(config, placement=None, spot=None)
-    stages = machine.stages if stages is None and machine is not None else stages
-    # Refuses what is wrong with the trace or the settings before anything is called left out.
-    scenario = Scenario.of(trace, config)
-    acceptance = replayable(scenario.acceptance, scenario.steps)
-    bound = bind_all(find_systems(systems), scenario, acceptance)
-    bound += [
-        BoundSystem(system=system, policy=policy, acceptance=acceptance, spot=None, assumptions=system.assumptions)
-        for system, policy in beside
-    ]
-    scenario.check_acceptance(binding.policy for binding in bound if binding.acceptance is acceptance)
-    config = replace(config, costs=scenario.costs)
-    placed = {"stages": None if stages is None else load_stages(stages), "gpus_per_worker": gpus_per_worker}
+    config = replace(config.changed(settings, compare_systems), placement=None, spot=None)
+    scenarios = Scenarios(read(trace), config)
+    if stages is None and scenarios.machine is not None:
+        stages = scenarios.machine.stages
+    question = SystemComparison(
+        scenarios=scenarios, systems=find_systems(systems), beside=beside, repeats=repeats, jobs=jobs, ranges=ranges,
+        stages=None if stages is None else load_stages(stages), gpus_per_worker=gpus_per_worker,
+    )  # fmt: skip
+    return scenarios.answer(question.table, ratios_are_small)
 
-    def measure(variants: Sequence[Variant], steps: Sequence[Requests] = scenario.steps) -> list[_Outcome]:
-        rl_steps, seeds = [step.rl_step for step in steps], range(config.seed, config.seed + repeats)
-        tasks = [
-            partial(_measured, trace, binding, replace(config, rl_steps=rl_steps, costs=costs, seed=seed), **placed)
-            for binding, costs in variants
-            for seed in seeds
+
+def ratios_are_small(table: pd.DataFrame) -> bool:
+    """True if RL steps more would not make the ratios of a comparison much surer, as its costs are off."""
+    error = table.attrs["evidence"]["speedup_error"]
+    names = [name for name in ("ratio", "step_ratio") if name in table]
+    return all(small(intervals_of(table, name), error) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemComparison:
+    """What `compare_systems` is asked, but for the RL steps."""
+
+    scenarios: Scenarios
+    systems: Sequence[System]
+    stages: StageCosts | None
+    ranges: bool | None
+    beside: Sequence[tuple[System, Policy]] = ()
+    gpus_per_worker: int | None = None
+    repeats: int = 1
+    jobs: int | None = 1
+
+    def table(self, rl_steps: Sequence[int]) -> pd.DataFrame:
+        """What `compare_systems` returns, for these RL steps."""
+        # Refuses what is wrong with the trace or the settings before anything is called left out.
+        scenario = self.scenarios.of(rl_steps)
+        acceptance = replayable(scenario.acceptance, scenario.steps)
+        bound = bind_all(self.systems, scenario, acceptance)
+        bound += [
+            BoundSystem(system=system, policy=policy, acceptance=acceptance, spot=None, assumptions=system.assumptions)
+            for system, policy in self.beside
         ]
-        measured = list(side_by_side(tasks, jobs=jobs))
-        return [_Outcome.mean(measured[i * repeats : (i + 1) * repeats]) for i in range(len(variants))]
-
-    measured = measure([(binding, scenario.costs) for binding in bound])
-    outcomes = {binding.system.name: outcome for binding, outcome in zip(bound, measured, strict=True)}
-    bounds_s = _bounds_s(scenario, bound, repeats)
-    baseline = "verl" if "verl" in outcomes else bound[0].system.name
-    base = outcomes[baseline]
-    rows = [_row(binding, outcomes[binding.system.name], base, bounds_s, scenario) for binding in bound]
-    order = "makespan_s" if stages is None else "step_s"
-    table = pd.DataFrame(rows).sort_values(order, kind="stable", ignore_index=True)
-    ends = []
-    if ranges or (ranges is None and any(binding.defaults for binding in bound)):
-        first = scenario.steps[:RANGE_STEPS]
-        seconds = {name: outcome.seconds(len(first)) for name, outcome in outcomes.items()}
-        ends = over_ranges(
-            bound, scenario.costs, seconds, lambda variants: [o.seconds(len(first)) for o in measure(variants, first)]
+        scenario.check_acceptance(binding.policy for binding in bound if binding.acceptance is acceptance)
+        measured = self._measure([(binding, scenario.costs) for binding in bound], rl_steps, len(scenario.steps))
+        outcomes = {binding.system.name: outcome for binding, outcome in zip(bound, measured, strict=True)}
+        bounds_s = _bounds_s(scenario, bound, self.repeats)
+        baseline = "verl" if "verl" in outcomes else bound[0].system.name
+        base = outcomes[baseline]
+        rows = [_row(binding, outcomes[binding.system.name], base, bounds_s, scenario) for binding in bound]
+        order = "makespan_s" if self.stages is None else "step_s"
+        table = pd.DataFrame(rows).sort_values(order, kind="stable", ignore_index=True)
+        ends = []
+        if self.ranges or (self.ranges is None and any(binding.defaults for binding in bound)):
+            num = min(RANGE_STEPS, len(scenario.steps))
+            seconds = {name: outcome.seconds(num) for name, outcome in outcomes.items()}
+            ends = over_ranges(
+                bound, scenario.costs, seconds,
+                lambda variants: [outcome.seconds(num) for outcome in self._measure(variants, rl_steps, num)],
+            )  # fmt: skip
+            _add_ranges(table, ends, seconds, baseline)
+        plain = scenario.rollouts(load_policy("none"))
+        table.attrs.update(
+            ranges=ends,
+            left_out={},
+            baseline=baseline,
+            num_rl_steps=len(scenario.steps),
+            num_rl_steps_of=len(self.scenarios.run),
+            num_workers=scenario.workers,
+            num_gpus=scenario.workers * (self.gpus_per_worker or scenario.costs.tensor_parallel),
+            evidence=scenario.evidence(s for binding in bound for s in binding.policy.strategies),
+            outside_calibration=outside_calibration(scenario, plain) or {},
+            costs=scenario.costs_name,
+            acceptance=scenario.acceptance_name,
         )
-        _add_ranges(table, ends, seconds, baseline)
-    table.attrs.update(
-        ranges=ends,
-        left_out={},
-        baseline=baseline,
-        num_rl_steps=len(scenario.steps),
-        num_workers=scenario.workers,
-        num_gpus=scenario.workers * (gpus_per_worker or scenario.costs.tensor_parallel),
-        evidence=scenario.evidence(s for binding in bound for s in binding.policy.strategies),
-    )
-    return table
+        return table
+
+    def _measure(self, variants: Sequence[Variant], rl_steps: Sequence[int], num_steps: int) -> list[_Outcome]:
+        """Simulate systems on the first `num_steps` of these RL steps, under costs each; means over the repeats."""
+        seed = self.scenarios.config.seed
+        tasks = [
+            self._task(bound, costs, rl_steps, num_steps, seed + repeat)
+            for bound, costs in variants
+            for repeat in range(self.repeats)
+        ]
+        # What takes long begins first: the last to end then ends about when the others do.
+        seconds = [expected_s(task.args[0], task.args[1].policy) for task in tasks]
+        order = sorted(range(len(tasks)), key=lambda n: -seconds[n])
+        results = side_by_side([tasks[n] for n in order], jobs=self.jobs, expected_s=[seconds[n] for n in order])
+        measured = dict(zip(order, results, strict=True))
+        of_variant = (range(n * self.repeats, (n + 1) * self.repeats) for n in range(len(variants)))
+        return [_Outcome.mean([measured[n] for n in each]) for each in of_variant]
+
+    def _task(
+        self, bound: BoundSystem, costs: CostModel, rl_steps: Sequence[int], num_steps: int, seed: int
+    ) -> partial[_Outcome]:
+        config = self.scenarios.config
+        workers = config.num_workers(self.scenarios.trace)
+        settings = {"costs": costs} | _settings_of(bound, workers, config, costs)
+        scenario = self.scenarios.of(rl_steps, seed=seed, **settings)
+        scenario = replace(scenario, steps=scenario.steps[:num_steps], queues=scenario.queues[:num_steps])
+        manifest = self.scenarios.trace.manifest
+        return partial(_measured, scenario, bound, manifest, workers, self.stages, self.gpus_per_worker)
 
 
 def bind_all(systems: Sequence[System], scenario: Scenario, acceptance: Acceptance | None) -> list[BoundSystem]:
@@ -291,8 +359,9 @@ class _Outcome:
         )
 
 
-def _measured(trace: Trace, bound: BoundSystem, config: SimulationConfig, **placed: Any) -> _Outcome:
-    run = simulate_system(trace, bound, config, **placed)
+def _measured(scenario: Scenario, *placed: Any) -> _Outcome:
+    """What `_run` comes to."""
+    run = _run(scenario, *placed)
     rollouts, stale = run.result.rollouts, run.result.asynchronous
     worker_s = np.array([run.result.scenario.workers * r.makespan_s for r in rollouts])
     return _Outcome(

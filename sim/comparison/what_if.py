@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,21 +15,23 @@ from tltlab.acceptance.base import Acceptance, GeometricAcceptance
 from tltlab.acceptance.load import DEFAULT, load_acceptance, with_drafter
 from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.arrays import Floats
+from tltlab.calibration.api import parse_rl_steps
 from tltlab.costs.base import CostModel
-from tltlab.costs.deployment import GPUS, Deployment
+from tltlab.costs.deployment import GPUS
 from tltlab.costs.load import load_stages
+from tltlab.costs.stages import StageCosts
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.hardware import ModelShape
 from tltlab.importers.sources import TraceSource, read_lengths
 from tltlab.planning.composition import System
 from tltlab.planning.systems import SYSTEMS, find_systems
-from tltlab.policies.policy import Policy
+from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
-from tltlab.sim.config import SimulationConfig, Source, beside_trace, check_keywords, decisions_apart
+from tltlab.sim.config import SimulationConfig, Source, at_least, beside_trace, check_keywords, decisions_apart
 from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.simulate import SimResult, outside_calibration, simulate
+from tltlab.sim.simulate import SimResult, outside_calibration, simulated
 from tltlab.sim.topology import Colocated
 from tltlab.sim.tuning.drafter_training import (
     DrafterTraining,
@@ -41,9 +44,11 @@ from tltlab.sim.tuning.drafter_training import (
 )
 from tltlab.stats import Interval
 from tltlab.strategy import Strategy
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Manifest, Trace
 
-from .systems import compare_systems
+from .jobs import side_by_side
+from .sample import Scenarios, small
+from .systems import SystemComparison, ratios_are_small
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,7 +93,8 @@ class WhatIf:
     `plain_s` is a rollout's mean seconds without speculation, `rollout_share` its share of the RL step;
     `crowded_share` the share of worker time with more requests than the policy drafts for. Nine in ten
     speed-ups are off by less than `speedup_error`, as far as costs are at fault (None: not known). `training` is what
-    training the drafter would bring, None where the trace does not know.
+    training the drafter would bring, None where the trace does not know. `num_rl_steps` were simulated, `is_sampled`
+    if nobody chose them.
     """
 
     trace: Trace
@@ -111,6 +117,8 @@ class WhatIf:
     acceptance: Mapping[str, str]
     recorded: bool
     decision_block: int
+    num_rl_steps: int
+    is_sampled: bool
     wall_s: float
     notes: tuple[str, ...] = field(default=())
 
@@ -176,7 +184,8 @@ class WhatIf:
         rollout, rl_step = self.chosen.rollout, self.chosen.rl_step
         return {
             "verdict": self.verdict,
-            "num_rl_steps": len(self.trace.rl_steps),
+            "num_rl_steps": self.num_rl_steps,
+            "num_rl_steps_of": len(self.trace.rl_steps),
             "num_responses": self.trace.num_rows("outcomes"),
             "num_workers": self.workers,
             "setting": self.setting,
@@ -262,7 +271,8 @@ def what_if(
     systems: str | Sequence[str] | None = None,
     column: str | None = None,
     seed: int = 0,
-    jobs: int = 1,
+    rl_steps: Sequence[int] | str | None = None,
+    jobs: int | None = 1,
     say: Callable[[str, int], None] = lambda message, total: None,
     **misspelt: Any,
 ) -> WhatIf:
@@ -276,79 +286,67 @@ def what_if(
     before it were, all other drafters as in `DEFAULTS`.
 
     The policy is the exact table of up to four draft depths of that drafter (or of the recorded ones) by batch size for
-    these costs and this acceptance: what the best table brings. `say` receives each stage when it is done, and their
-    number. Costs O(responses) per policy, most of it the bandits among `systems`.
+    these costs and this acceptance: what the best table brings. `rl_steps` (numbers, or text such as "0:5" or "all")
+    are simulated, by default a sample where there are more than 24 (`Scenarios.answer`). `jobs` processes (None: one
+    per core) share the acceptances and the systems. `say` receives each stage when it is done, and their number, anew
+    for each larger sample. Costs O(responses) per policy, most of it the bandits among `systems`.
 
     >>> what_if([200] * 500 + [4000] * 12, gpus="8xH100", model="Qwen2.5-7B").verdict  # doctest: +SKIP
     """
     started = time.perf_counter()
     check_keywords(misspelt, (), what_if)
+    at_least(1, jobs=jobs)
     if accept is not None and not 0.0 < accept < 1.0:
         raise ConfigError(f"accept is a chance between 0 and 1, such as 0.7, got {accept:g}")
     if accept is not None and acceptance is not None:
         raise ConfigError(f"accept {accept:g} is short for an acceptance of one drafter: leave out one of the two")
     source = read_lengths(lengths, column=column)
     trace = source.trace
-    notes = list(source.notes)
+    chosen = parse_rl_steps(rl_steps, trace.rl_steps) if isinstance(rl_steps, str) else rl_steps
     config = SimulationConfig(
-        gpus=gpus, model=model, engine=engine, tp=tp, costs=costs, workers=workers, acceptance=acceptance, seed=seed
-    )
+        gpus=gpus, model=model, engine=engine, tp=tp, costs=costs, workers=workers, acceptance=acceptance, seed=seed,
+        rl_steps=chosen,
+    )  # fmt: skip
     if all(option is None for option in (gpus, model, engine, tp, costs)) and not _has_costs(trace, workers):
         config = replace(config, gpus=GPUS)
     config, recorded = _with_acceptance(config, trace, accept, drafter)
-    config, machine = config.on_machine(trace)
-    scenario = Scenario.of(trace, config)
-    granted = scenario.acceptance
+    scenarios = Scenarios(trace, config)
+    granted, machine = scenarios.acceptance, scenarios.machine
     assert granted is not None
-    notes.append(f"acceptance: {scenario.acceptance_name}")
     usual = [USUAL] if granted.knows(USUAL) and not recorded else list(granted.drafters) or [USUAL]
     drafters = usual if drafter is None else [drafter]
+    scenario = scenarios.of((chosen or trace.rl_steps)[:1])
     scenario.registry.check(Strategy.chain(name, 1) for name in drafters)
-    accept = None if recorded else _chance(granted, drafters)
-    chances: list[float | None] = [None] if accept is None else [*sorted({*_CURVE, LEAST, MOST, accept})]
-    stages = 3 + len(chances)
-    say(f"{trace.num_rows('outcomes')} responses of {len(trace.rl_steps)} RL steps", stages)
     strategies = covered_chains(scenario, drafters)
     if not strategies:
         raise ConfigError(
             f"the acceptance covers no chain 1 to 8 deep of {' or '.join(drafters)}: give --acceptance "
             f"{drafters[0]}=geometric:ALPHA"
         )
-    # Acceptance that is measured in the trace is measured once.
-    once = replace(config, acceptance=granted)
-    ask = _Question(
-        trace=trace, config=once, scenario=scenario, machine=machine, strategies=strategies, drafter=drafters[0]
-    )
-    plain = simulate(trace, "none", once)
-    base = ask.seconds(plain)
-    say("no speculation", stages)
-    speed_ups = []
-    for chance in chances:
-        speed_ups.append(ask.speed_up(chance, None if chance == accept else chance, base))
-        say(f"{'recorded ' * recorded}acceptance{'' if chance is None else f' {chance:.2f}'}", stages)
-    chosen = next(s for s in speed_ups if s.accept == accept)
     # All is told relative to VeRL, which does not speculate.
     compared = find_systems(systems or _DEFAULT_SYSTEMS)
     compared = compared if SYSTEMS["verl"] in compared else (SYSTEMS["verl"], *compared)
-    block = decisions_apart(trace)
-    table = compare_systems(
-        trace, compared, replace(config, decision_block=block), beside=[(THE_VERDICT, chosen.policy)],
-        stages=None if machine is None else machine.stages, jobs=jobs, ranges=False,
+    ask = _Question(
+        scenarios=scenarios, strategies=strategies, drafters=drafters, compared=compared,
+        accept=None if recorded else _chance(granted, drafters), block=decisions_apart(trace), jobs=jobs, say=say,
+        recorded=recorded,
     )  # fmt: skip
-    say(f"systems {', '.join(table['system'])}", stages)
+    found = scenarios.answer(ask.answer, ask.is_enough)
+    scenario, plain, best, base = found.scenario, found.plain, found.chosen, found.base
     costs_ = scenario.costs
     return WhatIf(
-        trace=trace, used=source.used, ignored=source.ignored, workers=scenario.workers, chosen=chosen,
+        trace=trace, used=source.used, ignored=source.ignored, workers=scenario.workers, chosen=best,
         setting=machine.name if machine else f"costs {scenario.costs_name}", costs_name=scenario.costs_name,
         distance=costs_.evidence.distance if costs_.evidence is not None else _measured_here(scenario, plain),
         evidence=str(costs_.evidence) if costs_.evidence is not None else f"costs {scenario.costs_name}",
-        speed_ups=tuple(speed_ups), plain_s=plain.makespan_s, systems=table, decision_block=block, notes=tuple(notes),
+        speed_ups=found.speed_ups, plain_s=plain.makespan_s, systems=found.systems, decision_block=ask.block,
+        notes=(*source.notes, f"acceptance: {scenario.acceptance_name}"),
         rollout_share=float(base[0].sum() / base[1].sum()) if base[1] is not None else None,
-        crowded_share=_crowded_share(plain, chosen.policy),
-        speedup_error=scenario.evidence(chosen.policy.strategies)["speedup_error"],
+        crowded_share=_crowded_share(plain, best.policy),
+        speedup_error=found.speedup_error,
         training=drafter_training(trace, scenario), drafters=tuple(drafters), recorded=recorded,
-        acceptance=scenario.granted(strategies)["acceptance"],
-        wall_s=time.perf_counter() - started,
+        acceptance=scenario.granted(strategies)["acceptance"], num_rl_steps=len(scenario.steps),
+        is_sampled=scenarios.is_sampled, wall_s=time.perf_counter() - started,
     )  # fmt: skip
 
 
@@ -380,37 +378,106 @@ def _chance(model: Acceptance, drafters: Sequence[str]) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Question:
-    """What is the same for every acceptance."""
+class _Found:
+    """What was simulated on some RL steps."""
 
-    trace: Trace
-    config: SimulationConfig
     scenario: Scenario
-    machine: Deployment | None
+    plain: SimResult
+    base: tuple[Floats, Floats | None]
+    speed_ups: tuple[SpeedUp, ...]
+    chosen: SpeedUp
+    systems: pd.DataFrame
+
+    @property
+    def speedup_error(self) -> float | None:
+        """How far the verdict's speed-up is off where its costs are at fault; None: not known."""
+        error: float | None = self.scenario.evidence(self.chosen.policy.strategies)["speedup_error"]
+        return error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """What is asked, but for the RL steps."""
+
+    scenarios: Scenarios
     strategies: Sequence[Strategy]
-    drafter: str
+    drafters: Sequence[str]
+    compared: Sequence[System]
+    accept: float | None
+    recorded: bool
+    block: int
+    jobs: int | None
+    say: Callable[[str, int], None]
 
-    def seconds(self, result: SimResult) -> tuple[Floats, Floats | None]:
-        """Of the rollout and of the RL step, by RL step."""
-        rollouts = np.array([rollout.makespan_s for rollout in result.rollouts])
-        if self.machine is None:
-            return rollouts, None
-        placed = Colocated(gpus_per_worker=self.machine.costs.tensor_parallel)
-        whole = run_steps(result, load_stages(self.machine.stages), topology=placed)
-        return rollouts, whole.steps["step_s"].to_numpy(np.float64)
+    def answer(self, rl_steps: Sequence[int]) -> _Found:
+        """Simulate these RL steps without speculation, at each acceptance and under each system."""
+        scenarios, scenario, accept = self.scenarios, self.scenarios.of(rl_steps), self.accept
+        chances: list[float | None] = [None] if accept is None else [*sorted({*_CURVE, LEAST, MOST, accept})]
+        total = 3 + len(chances)
+        responses = sum(len(step.chains) for step in scenario.steps)
+        self.say(f"{responses} responses of {len(scenario.steps)} RL steps", total)
+        plain = simulated(scenario, load_policy("none"), "none", scenarios.trace.manifest)
+        stages = None if scenarios.machine is None else load_stages(scenarios.machine.stages)
+        base = _seconds(plain, stages)
+        self.say("no speculation", total)
+        tasks = [
+            partial(_speed_up, self._at(rl_steps, chance), self.strategies, stages, chance, base) for chance in chances
+        ]
+        speed_ups = []
+        for chance, speed_up in zip(chances, side_by_side(tasks, jobs=self.jobs), strict=True):
+            speed_ups.append(speed_up)
+            what = "" if chance is None else f" {chance:.2f}"
+            self.say(f"{'recorded ' * self.recorded}acceptance{what}", total)
+        chosen = next(s for s in speed_ups if s.accept == accept)
+        systems = SystemComparison(
+            scenarios=scenarios.deciding_every(self.block), systems=self.compared,
+            beside=[(THE_VERDICT, chosen.policy)], stages=stages, jobs=self.jobs, ranges=False,
+        ).table(rl_steps)  # fmt: skip
+        self.say(f"systems {', '.join(systems['system'])}", total)
+        return _Found(scenario=scenario, plain=plain, base=base, speed_ups=tuple(speed_ups), chosen=chosen,
+                      systems=systems)  # fmt: skip
 
-    def speed_up(self, accept: float | None, other: float | None, base: tuple[Floats, Floats | None]) -> SpeedUp:
-        """Of the best table over plain decoding, at the acceptance granted or at another chance of the drafter."""
-        config, scenario = self.config, self.scenario
-        if other is not None:
-            assert scenario.acceptance is not None
-            model = with_drafter(scenario.acceptance, self.drafter, GeometricAcceptance(alpha=other))
-            config, scenario = replace(config, acceptance=model), replace(scenario, acceptance=model)
-        policy = best_table(scenario, self.strategies)
-        seconds = self.seconds(simulate(self.trace, policy, config))
-        step = None if base[1] is None or seconds[1] is None else times_as_fast(base[1], seconds[1], self.config.seed)
-        rollout = times_as_fast(base[0], seconds[0], self.config.seed)
-        return SpeedUp(accept=accept, rollout=rollout, rl_step=step, policy=policy)
+    def is_enough(self, found: _Found) -> bool:
+        """True if RL steps more would not make the speed-ups much surer, as their costs are off."""
+        ratios = [ratio for s in found.speed_ups for ratio in (s.rollout, s.rl_step) if ratio is not None]
+        return small(ratios, found.speedup_error) and ratios_are_small(found.systems)
+
+    def _at(self, rl_steps: Sequence[int], chance: float | None) -> Scenario:
+        """The scenario where another share of the drafter's tokens is accepted than is granted."""
+        granted = self.scenarios.acceptance
+        if chance == self.accept or chance is None or granted is None:
+            return self.scenarios.of(rl_steps)
+        model = with_drafter(granted, self.drafters[0], GeometricAcceptance(alpha=chance))
+        return self.scenarios.of(rl_steps, acceptance=model)
+
+
+def _seconds(result: SimResult, stages: StageCosts | None) -> tuple[Floats, Floats | None]:
+    """Seconds of the rollout and of the RL step, by RL step."""
+    rollouts = np.array([rollout.makespan_s for rollout in result.rollouts])
+    if stages is None:
+        return rollouts, None
+    placed = Colocated(gpus_per_worker=result.scenario.costs.tensor_parallel)
+    whole = run_steps(result, stages, topology=placed)
+    return rollouts, whole.steps["step_s"].to_numpy(np.float64)
+
+
+def _speed_up(
+    scenario: Scenario,
+    strategies: Sequence[Strategy],
+    stages: StageCosts | None,
+    accept: float | None,
+    base: tuple[Floats, Floats | None],
+) -> SpeedUp:
+    """Times as fast as without speculation the best table is."""
+    policy = best_table(scenario, strategies)
+    manifest = Manifest(kind="simulated", num_workers=scenario.workers)
+    rollout_s, step_s = _seconds(simulated(scenario, policy, "table", manifest), stages)
+    return SpeedUp(
+        accept=accept,
+        rollout=times_as_fast(base[0], rollout_s, scenario.seed),
+        rl_step=None if base[1] is None or step_s is None else times_as_fast(base[1], step_s, scenario.seed),
+        policy=policy,
+    )
 
 
 def _crowded_share(plain: SimResult, policy: Policy) -> float:

@@ -15,8 +15,11 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
 from tltlab.planning.composition import SharedBuffer, System
 from tltlab.planning.systems import SYSTEMS
-from tltlab.sim.comparison.systems import compare_systems
+from tltlab.policies.policy import load_policy
+from tltlab.sim.comparison.sample import Scenarios
+from tltlab.sim.comparison.systems import compare_systems, ratios_are_small
 from tltlab.sim.config import SimulationConfig, at_least
+from tltlab.sim.simulate import outside_calibration
 from tltlab.traces.trace import Trace
 
 DRAFTING = ("verl", "tlt", "tlt-base", "das", "vllm-static", "vllm-dynamic", "vllm-adaptive", "sglang-adaptive",
@@ -59,20 +62,30 @@ def search_systems(
 ) -> pd.DataFrame:
     """The compositions that are fastest on every other RL step, judged on the others, as `compare_systems` has them.
 
+    Of a trace of more than 24 RL steps a sample of them, where `config` names none.
+
     The rows are `verl`, which is the baseline, and the `finalists` fastest; `attrs["searched"]` counts the
     compositions, `attrs["chosen_on"]` has the RL steps that chose. `options` are those of `compare_systems`. Costs
     O(compositions x responses). Raises ConfigError for fewer than two RL steps.
     """
     at_least(1, finalists=finalists)
     source: Trace = read(trace)
-    rl_steps: Sequence[int] = sorted(source.rl_steps if config.rl_steps is None else config.rl_steps)
-    if len(rl_steps) < 2:
+    every: Sequence[int] = sorted(source.rl_steps if config.rl_steps is None else config.rl_steps)
+    if len(every) < 2:
         raise ConfigError("a search chooses on half of the RL steps and judges on the others: give at least two")
-    chosen_on, judged_on = list(rl_steps[::2]), list(rl_steps[1::2])
-    tried = list(compositions())
-    first = compare_systems(source, tried, replace(config, rl_steps=chosen_on), **options | {"ranges": False})
-    fastest = [name for name in first["system"] if name != "verl"][:finalists]
-    judged = [system for system in tried if system.name in ("verl", *fastest)]
-    table = compare_systems(source, judged, replace(config, rl_steps=judged_on), **options)
-    table.attrs |= {"searched": len(tried), "chosen_on": chosen_on}
-    return table
+
+    scenarios = Scenarios(source, replace(config, placement=None, spot=None))
+
+    def search(rl_steps: Sequence[int]) -> pd.DataFrame:
+        chosen_on, judged_on = sorted(rl_steps)[::2], sorted(rl_steps)[1::2]
+        tried = list(compositions())
+        first = compare_systems(source, tried, replace(config, rl_steps=chosen_on), **options | {"ranges": False})
+        fastest = [name for name in first["system"] if name != "verl"][:finalists]
+        judged = [system for system in tried if system.name in ("verl", *fastest)]
+        table = compare_systems(source, judged, replace(config, rl_steps=judged_on), **options)
+        scenario = scenarios.of(rl_steps)
+        outside = outside_calibration(scenario, scenario.rollouts(load_policy("none"))) or {}
+        table.attrs |= {"searched": len(tried), "chosen_on": chosen_on, "outside_calibration": outside}
+        return table
+
+    return scenarios.answer(search, ratios_are_small)

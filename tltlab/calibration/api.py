@@ -78,15 +78,17 @@ def iteration_times(costs: LinearCosts, trace: Trace) -> Floats:
 
 
 def parse_rl_steps(text: str | None, rl_steps: list[int]) -> list[int] | None:
-    """`a:b` as the RL steps a <= step < b that the trace has; either may be left out; `a` alone is one step."""
+    """`a:b` as the RL steps a <= step < b that the trace has; either may be left out; `a` alone is one step, or all."""
     if text is None:
         return None
+    if text == "all":
+        return list(rl_steps)
     first, colon, last = text.partition(":")
     try:
         low = int(first) if first else min(rl_steps, default=0)
         high = (int(last) if last else max(rl_steps, default=0) + 1) if colon else low + 1
     except ValueError as error:
-        raise ConfigError(f"--rl-steps {text!r}: give a:b, such as 0:5") from error
+        raise ConfigError(f"--rl-steps {text!r}: give a:b, such as 0:5, or all") from error
     steps = [step for step in rl_steps if low <= step < high]
     if not steps:
         span = f"{rl_steps[0]}..{rl_steps[-1]}" if rl_steps else "none"

@@ -54,7 +54,8 @@ def what_if(
         str | None, typer.Option(help=f"Systems of the table: all, or of {', '.join(SYSTEMS)}. [default: four of them]")
     ] = None,
     column: Annotated[str | None, typer.Option(help="The column of lengths, where its name does not say so.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the systems.")] = 1,
+    rl_steps: options.SampledRlSteps = None,
+    jobs: options.Jobs = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of policies and of intervals.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Write .html (a page), .png or .svg (the picture) or .json (the result).")
@@ -73,17 +74,19 @@ def what_if(
     from tltlab.sim.comparison.what_if import what_if as run
 
     with ExitStack() as stack:
-        advance: list[Callable[[str], None]] = []
+        left: list[Callable[[str], None]] = []
 
         def say(stage: str, total: int) -> None:
-            if not advance:
-                advance.append(stack.enter_context(progress_bar("stage", total)))
-            advance[0](stage)
+            if not left:
+                # A larger sample has the same stages again.
+                stack.close()
+                left.extend([stack.enter_context(progress_bar("stage", total))] * total)
+            left.pop()(stage)
 
         answer = run(
             lengths, gpus=gpus, model=model, engine=engine, tp=tp, costs=costs, workers=workers,
             acceptance=acceptance, accept=accept, drafter=drafter, systems=systems, column=column, jobs=jobs, seed=seed,
-            say=say,
+            rl_steps=rl_steps, say=say,
         )  # fmt: skip
     attributes = ("baseline", "left_out", "num_gpus")
     result: dict[str, Any] = answer.json() | {"systems": system_rows(answer.systems), "figures": "simulated"}
@@ -95,14 +98,17 @@ def what_if(
         save_figure(answer.plot(), out)
     elif out is not None:
         write_json(out, result)
-    lines = [text(answer), "", system_table(answer.systems)]
+    lines = [text(answer), "", system_table(answer.systems, answer.is_sampled)]
     emit(result, as_json=as_json, text="\n".join(lines if out is None else [*lines, f"wrote {out}"]))
 
 
 def text(answer: WhatIf) -> str:
     """The answer for people, words first."""
+    from tltlab.sim.comparison.sample import sample_text
     from tltlab.sim.comparison.what_if import THE_VERDICT
 
+    num_of = len(answer.trace.rl_steps)
+    simulated = sample_text([answer.num_rl_steps], num_of, sampled=answer.is_sampled)
     used = ", ".join(column if column == name else f"{column} ({name})" for name, column in answer.used.items())
     evidence = [] if answer.evidence == answer.setting else [answer.evidence.partition(";")[0]]
     rows = [
@@ -112,7 +118,8 @@ def text(answer: WhatIf) -> str:
         *([] if answer.training is None else [("training", str(answer.training))]),
         ("used", used or "a trace"),
         *([("ignored", ", ".join(answer.ignored))] if answer.ignored else []),
-        ("responses", f"{answer.trace.num_rows('outcomes')} of {len(answer.trace.rl_steps)} RL steps"),
+        ("responses", f"{answer.trace.num_rows('outcomes')} of {num_of} RL steps"),
+        *([("simulated", simulated)] if answer.num_rl_steps < num_of else []),
         *(("assumed", note) for note in answer.notes),
         ("simulated in", f"{answer.wall_s:.1f} s"),
     ]
