@@ -213,10 +213,11 @@ class Batch:
             recent_acceptance=self.drafts(request)[0],
         )
 
-    def admit(self, request: int, generated: float) -> None:
-        """Take a request in that has `generated` tokens already (from before a preemption)."""
-        self.made[request] = generated
-        self.residents = np.append(self.residents, request)
+    def admit(self, *admitted: tuple[int, float]) -> None:
+        """Take requests in, each with the tokens that it has already (from before a preemption)."""
+        requests = np.array([request for request, _ in admitted], np.int64)
+        self.made[requests] = [generated for _, generated in admitted]
+        self.residents = np.concatenate([self.residents, requests])
 
     def preempt(self) -> tuple[int, float]:
         """Put the newest out; the request and its generated tokens."""
@@ -293,11 +294,12 @@ def until_done(gains: Ints, remaining: Floats, room_tokens: float) -> Ints:
     """Columns of `gains` until one request has what is `remaining` of it, or the context has outgrown `room_tokens`."""
     if gains.shape[1] == 1:
         return gains
-    gained, needed = np.cumsum(gains, axis=1), np.ceil(remaining - TOLERANCE_TOKENS).astype(np.int64)
-    done = (gained >= needed[:, None]).any(axis=0)
-    n = int(done.argmax()) + 1 if done.any() else gains.shape[1]
+    needed, n = np.ceil(remaining - TOLERANCE_TOKENS).astype(np.int64), gains.shape[1]
+    if len(done := np.flatnonzero(gains.sum(axis=1) >= needed)):
+        gained = np.cumsum(gains[done], axis=1)
+        n = int((gained >= needed[done, None]).argmax(axis=1).min()) + 1
     if len(remaining) > 1 and not math.isinf(room_tokens):
-        growth = np.concatenate([[0], gained.sum(axis=0)[:-1]])
+        growth = np.concatenate([[0], np.cumsum(gains.sum(axis=0)[:-1])])
         n = min(n, max(1, int((growth[:n] <= room_tokens + TOLERANCE_TOKENS).sum())))
     return gains[:, :n]
 
@@ -368,16 +370,18 @@ class FluidBatch(Batch):
         self._counted[request] = len(self._drafting), recent, drafted, accepted
         return recent, drafted, accepted
 
-    def admit(self, request: int, generated: float) -> None:
-        if self._drafting:
-            self._counted[request] = (len(self._drafting), *self._counted.get(request, _UNDRAFTED)[1:])
-        offset = self._clock - generated
-        self._serial += 1
-        self._offsets[request] = offset
-        self._entry[request] = self._serial
-        self._base += self.requests.prompt_tokens[request] - offset
-        self._grows_to += self.requests.prompt_tokens[request] + self.requests.response_tokens[request] + 1
-        heapq.heappush(self._finish, (offset + self.requests.response_tokens[request], self._serial, request))
+    def admit(self, *admitted: tuple[int, float]) -> None:
+        prompt_tokens, response_tokens = self.requests.prompt_tokens, self.requests.response_tokens
+        for request, generated in admitted:
+            if self._drafting:
+                self._counted[request] = (len(self._drafting), *self._counted.get(request, _UNDRAFTED)[1:])
+            offset = self._clock - generated
+            self._serial += 1
+            self._offsets[request] = offset
+            self._entry[request] = self._serial
+            self._base += prompt_tokens[request] - offset
+            self._grows_to += prompt_tokens[request] + response_tokens[request] + 1
+            heapq.heappush(self._finish, (offset + response_tokens[request], self._serial, request))
 
     def preempt(self) -> tuple[int, float]:
         request = next(reversed(self._offsets))

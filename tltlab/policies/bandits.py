@@ -73,13 +73,14 @@ class Ucb1(EpsilonGreedy, kind="ucb1"):
         self.exploration = exploration
         self.rounds_ = 0
 
-    def _best(self, bucket: int) -> Strategy:
-        windows = self.windows_[bucket]
+    def _best(self, bucket: int) -> int:
+        windows = list(self.windows_[bucket].values())
         if not windows[best := super()._best(bucket)].values:
             return best
-        lows, highs = zip(*(window.range for window in windows.values()), strict=True)
+        lows, highs = zip(*(window.range for window in windows), strict=True)
         scale = self.exploration * (max(highs) - min(lows)) * math.sqrt(2.0 * math.log(max(self.rounds_, 1)))
-        return max(windows, key=lambda arm: windows[arm].value + scale / math.sqrt(len(windows[arm].values)))
+        bounds = [window.value + scale / math.sqrt(len(window.values)) for window in windows]
+        return bounds.index(max(bounds))
 
     def observe(self, choice: Choice, outcome: StepOutcome) -> None:
         self.rounds_ += choice.strategy in self.strategies and self.reward(choice, outcome) is not None
