@@ -1,5 +1,7 @@
 """One RL step's rollout as a discrete-event simulation: one SimPy process per worker, one timeout per macro-step.
 
+Workers that nothing connects before their ends run one after another, each on a clock of its own (`OwnTime`).
+
 A macro-step is a number of iterations that are alike, one where the policy learns. In each, in order:
 
     schedule   preempt or admit requests                                    `Scheduler`
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -49,6 +51,21 @@ from .scheduler import Scheduler
 
 _ROUNDING = 1e-9
 """Tolerance for iteration counts derived from times, and for seconds at which requests come back together."""
+
+
+@dataclass(slots=True)
+class OwnTime:
+    """Virtual time of a worker that meets no other: what a SimPy environment is to the others."""
+
+    now: float = 0.0
+
+    def timeout(self, delay_s: float) -> float:
+        return delay_s
+
+    def run(self, delays_s: Iterable[float]) -> None:
+        """Let each delay pass."""
+        for delay_s in delays_s:
+            self.now += delay_s
 
 
 @dataclass(slots=True)
@@ -163,12 +180,18 @@ class RolloutSimulator:
             env, tools = simpy.Environment(), None
             if requests.turns is not None:
                 result.submit_s, tools = np.zeros(n), Tools(requests.turns, self.max_tools)
-            workers, stop = [], env.event()
-            for w, queue in enumerate(queues):
-                worker = Worker(self, w, queue, batches[w], result, stop, feed, tools, closed)
-                workers.append(env.process(worker.run(env)))
-            env.run(until=env.all_of(workers))
+            stop = env.event()
+            workers = [
+                Worker(self, w, queue, batches[w], result, stop, feed, tools, closed) for w, queue in enumerate(queues)
+            ]
+            if feed is None and tools is None and all(batch.source.is_apart for batch in batches):
+                for worker in workers:
+                    time = OwnTime()
+                    time.run(worker.run(time))
+            else:
+                env.run(until=env.all_of([env.process(worker.run(env)) for worker in workers]))
             result.tool_wait_s = 0.0 if tools is None else tools.waited_s
+            self._notify_idle_use(result, [worker.response_tokens() for worker in workers])
         result.makespan_s = max(result.worker_end_s)
         self.idle_use.rollout_ended(result.makespan_s)
         return result
@@ -190,8 +213,13 @@ class RolloutSimulator:
         """The whole rollout in closed form."""
         drained = self.drain(result, range(len(result.logs)), residents, batch, self.costs.outside_s)
         result.worker_end_s = np.where(residents.present[:, -1], drained.finish_s[:, -1], 0.0).tolist()
+        responses = zip(residents.remaining, residents.present, strict=True)
+        self._notify_idle_use(result, [remaining[present].tolist() for remaining, present in responses])
+
+    def _notify_idle_use(self, result: SimulatedRollout, response_tokens: list[list[int]]) -> None:
+        """Workers are idle from their ends; these are the lengths of the responses of each."""
         for w, end_s in sorted(enumerate(result.worker_end_s), key=lambda pair: pair[1]):
-            self.idle_use.responses_finished(residents.remaining[w, residents.present[w]].tolist(), end_s)
+            self.idle_use.responses_finished(response_tokens[w], end_s)
             self.idle_use.worker_idle(w, end_s)
 
     def drain(
@@ -270,8 +298,8 @@ class Worker:
         self.in_force, self.decided = NO_CHOICE, False
         self.asked_at: tuple[int, int] | None = None
 
-    def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
-        """The SimPy process: everything until nothing runs or waits."""
+    def run(self, env: simpy.Environment | OwnTime) -> Generator[Any, Any, None]:
+        """The SimPy process, or its delays: everything until nothing runs or waits."""
         self.driver.begin(self.requests.rl_step)
         if len(self.queue) and self.simulator.costs.outside_s:
             yield env.timeout(self.simulator.costs.outside_s)
@@ -279,11 +307,8 @@ class Worker:
         yield from self._decode(env)
         self.driver.idle()
         self.rollout.worker_end_s[self.index] = env.now
-        idle_use = self.simulator.idle_use
-        idle_use.responses_finished(self._response_tokens(), env.now)
-        idle_use.worker_idle(self.index, env.now)
 
-    def _decode(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
+    def _decode(self, env: simpy.Environment | OwnTime) -> Generator[Any, Any, None]:
         scheduler = self.scheduler
         while (self.away or not scheduler.is_done) and not (self.feed is not None and self.feed.stopped):
             if scheduler.is_done:
@@ -441,7 +466,7 @@ class Worker:
         n = (math.sqrt(b * b + 4 * half * max(0.0, seconds)) - b) / (2 * half)
         return max(1.0, math.ceil(n - _ROUNDING))
 
-    def _response_tokens(self) -> list[int]:
+    def response_tokens(self) -> list[int]:
         """Lengths of the responses that this worker began, all turns together."""
         if self.tools is None:
             return list(self.requests.lengths[self.queue].tolist())
