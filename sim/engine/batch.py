@@ -409,7 +409,9 @@ class FluidBatch(Batch):
         context = batch * self._clock + self._base
         growth = batch * gain
         n = max(1, math.ceil((self._next_finish() - self._clock - TOLERANCE_TOKENS) / gain))
-        n = int(min(n, limit, _iterations_that_fit(batch, growth, room_tokens)))
+        if room_tokens != math.inf:
+            limit = min(limit, _iterations_that_fit(batch, growth, room_tokens))
+        n = int(min(n, limit))
         first_s = regime.fixed_s(batch) + slope_s * context
         seconds = n * first_s + slope_s * growth * (n * (n - 1) / 2)
         self._clock += n * gain
@@ -431,12 +433,11 @@ class RequestsView(Sequence[RequestState]):
     Holds for the iteration it was made for.
     """
 
+    __slots__ = ("_batch", "_running")
+
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-
-    @cached_property
-    def _running(self) -> Sequence[int]:
-        return self._batch.running
+        self._running: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self._batch)
@@ -448,4 +449,6 @@ class RequestsView(Sequence[RequestState]):
     def __getitem__(self, index: int | slice) -> RequestState | Sequence[RequestState]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        if self._running is None:
+            self._running = self._batch.running
         return self._batch.request_state(self._running[index])

@@ -290,6 +290,7 @@ class Worker:
         self.drafter_ready = False
         noise = simulator.noise
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
+        self.shares_out = batch.source.shares_out
         self.closed = closed and (batch.is_steady or batch.passes_plainly)
         self.memoryless = simulator.memoryless
         self.ahead = not self.memoryless and simulator.decision_block == 1 and simulator.ahead is not False
@@ -357,11 +358,11 @@ class Worker:
         most = self.max_iterations if self.feed is None else min(self.max_iterations, self.feed.max_iterations)
         if self.away:
             most = min(most, self._until(regime, self.away[0][0] - start_s - switch_s - prefill_s))
-        limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, most)
-        if self.batch.source.shares_out:
+        limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, most) if scheduler.prefilling else (most, 0.0)
+        if self.shares_out:
             self.batch.state = replace(self._state(batch, waiting), requests=())
         macro = self.batch.advance(regime, limit, scheduler.room_tokens)
-        noise = self._add_noise(macro)
+        noise = None if self.noise is None else self._add_noise(self.noise, macro)
         beside = min(chunk * macro.num_iterations, scheduler.prefill_left_tokens) if chunk else 0.0
         beside_s = self._beside_s(macro, beside) if beside else 0.0
         # The first iteration also prefills its chunk.
@@ -385,7 +386,7 @@ class Worker:
         if chosen is None:
             chosen = self.driver.ask(self._state(batch, waiting))
         self.in_force, self.decided = chosen, True
-        switch_s = self._switch_s(chosen)
+        switch_s = 0.0 if self.drafter_ready else self._switch_s(chosen)
         return (verified, decided, switch_s) if self.ahead else (chosen, True, switch_s)
 
     def _state(self, batch: int, waiting: int) -> StepState:
@@ -404,7 +405,8 @@ class Worker:
     def _settle(self, choice: Choice, entry: Entry, first_s: float, now: float) -> None:
         """A macro-step's time has passed: finished requests leave, the policy receives the outcome."""
         scheduler, macro = self.scheduler, entry.macro
-        self.batch.settle()
+        if macro.finished:
+            self.batch.settle()
         if scheduler.joined:
             self.rollout.note_first_tokens(scheduler.take_joined(), first_s)
         for request in macro.finished:
@@ -513,11 +515,9 @@ class Worker:
         self.drafter_ready = True
         return self.simulator.costs.switch_s if self.iteration else 0.0
 
-    def _add_noise(self, macro: MacroStep) -> Floats | None:
+    def _add_noise(self, noise: NoiseDraws, macro: MacroStep) -> Floats:
         """Multiply a macro-step's time by the mean of its iterations' noise; they hardly differ in length."""
-        if self.noise is None:
-            return None
-        drawn = self.noise.between(self.iteration, macro.num_iterations)
+        drawn = noise.between(self.iteration, macro.num_iterations)
         macro.first_s *= float(drawn[0])
-        macro.seconds *= self.noise.mean(self.iteration, macro.num_iterations)
+        macro.seconds *= noise.mean(self.iteration, macro.num_iterations)
         return drawn

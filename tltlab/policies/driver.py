@@ -100,7 +100,8 @@ class PolicyDriver:
         if self.delay:
             self._num_asked += 1
             while self._undelivered and self._undelivered[0][0] <= self._num_asked:
-                self._deliver(*self._undelivered.popleft()[1:])
+                _, earlier, outcome, rewarded = self._undelivered.popleft()
+                self._deliver(earlier, outcome, rewarded)
         return choice
 
     def tell(self, choice: Choice, outcome: StepOutcome, rewarded: Rewarded | None = None) -> None:
