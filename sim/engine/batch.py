@@ -408,7 +408,8 @@ class FluidBatch(Batch):
         slope_s = regime.slope_s(batch)
         context = batch * self._clock + self._base
         growth = batch * gain
-        n = max(1, math.ceil((self._next_finish() - self._clock - TOLERANCE_TOKENS) / gain))
+        next_finish = self._next_finish()
+        n = max(1, math.ceil((next_finish - self._clock - TOLERANCE_TOKENS) / gain))
         if room_tokens != math.inf:
             limit = min(limit, _iterations_that_fit(batch, growth, room_tokens))
         n = int(min(n, limit))
@@ -417,10 +418,11 @@ class FluidBatch(Batch):
         self._clock += n * gain
         reached = self._clock + TOLERANCE_TOKENS
         finished = []
-        while self._next_finish() <= reached:
+        while next_finish <= reached:
             request = heapq.heappop(self._finish)[2]
             self._remove(request)
             finished.append(request)
+            next_finish = self._next_finish()
         macro = MacroStep(regime, n, batch, seconds, first_s, context, finished)
         if regime.num_drafted:
             self._drafting.append(macro)

@@ -329,7 +329,7 @@ class Worker:
                 if not down_to:
                     return
                 continue
-            choice, entry, first_s = self._advance(up_front, env.now)
+            choice, entry, first_s = self._advance(batch, up_front, env.now)
             yield env.timeout(entry.switch_s + entry.prefill_s + entry.macro.seconds)
             self._settle(choice, entry, first_s, env.now)
         if self.feed is not None:
@@ -342,12 +342,12 @@ class Worker:
             self.driver.idle()
             self.in_force, self.decided = NO_CHOICE, False
 
-    def _advance(self, up_front: float, start_s: float) -> tuple[Choice, Entry, float]:
+    def _advance(self, batch: int, up_front: float, start_s: float) -> tuple[Choice, Entry, float]:
         """Ask the policy, then run the batch until something happens.
 
         Returns the choice that is verified, the macro-step, and the time at which its first iteration ends.
         """
-        scheduler, batch, waiting = self.scheduler, len(self.batch), self.scheduler.num_waiting
+        scheduler, waiting = self.scheduler, self.scheduler.num_waiting
         choice, is_decision, switch_s = self._ask(batch, waiting)
         prefill_s = self.simulator.costs.prefill_s(up_front) if up_front else 0.0
         regimes = self.simulator.regimes
@@ -367,10 +367,11 @@ class Worker:
         beside_s = self._beside_s(macro, beside) if beside else 0.0
         # The first iteration also prefills its chunk.
         first_s = start_s + switch_s + prefill_s + (macro.first_s + beside_s / macro.num_iterations)
+        prefill_s, prefill_tokens = prefill_s + beside_s, up_front + beside
+        # Keywords would double the time that an entry takes.
         entry = Entry(
-            start_s=start_s, switch_s=switch_s, prefill_s=prefill_s + beside_s, prefill_tokens=up_front + beside,
-            chunk_tokens=beside, waiting=waiting, is_decision=is_decision, bucket=choice.bucket,
-            propensity=choice.propensity, reward=None, noise=noise, macro=macro,
+            start_s, switch_s, prefill_s, prefill_tokens, beside,
+            waiting, is_decision, choice.bucket, choice.propensity, None, noise, macro,
         )  # fmt: skip
         return choice, entry, first_s
 

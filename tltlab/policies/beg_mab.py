@@ -127,7 +127,8 @@ class BegMab(Selector, kind="beg-mab"):
         window = self.windows_[bucket_of(self.thresholds, outcome.batch)].get(choice.strategy)
         if window is not None and reward is not None:
             window.push(reward)
-        self.reward_.learn(choice.strategy, outcome)
+        if self.reward_.learns_plain:
+            self.reward_.learn(choice.strategy, outcome)
 
     def reward(self, choice: Choice, outcome: StepOutcome) -> float | None:
         """The reward that `observe` would learn from this outcome; ask before `observe`."""
