@@ -17,8 +17,10 @@ from tltlab.arrays import Floats, Ints, Words
 from tltlab.costs.noise import IterationNoise
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX = ((np.uint64(0xBF58476D1CE4E5B9), np.uint64(27)), (np.uint64(0x94D049BB133111EB), np.uint64(31)))
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _FIRST = 512
+_MANY = 128
+"""Numbers to a threshold from which comparing with each threshold takes less than a search at random places."""
 
 
 def request_seeds(seed: int, keys: Iterable[Key]) -> Words:
@@ -29,24 +31,17 @@ def request_seeds(seed: int, keys: Iterable[Key]) -> Words:
 
 def uniforms(seeds: Words, start: Ints, count: int) -> Floats:
     """Draws start[i]..start[i]+count-1 of each request: shape (requests, count), in [0, 1)."""
-    steps = np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
-    z = (seeds + start.astype(np.uint64) * _GOLDEN)[:, None] + steps[None, :]
-    shifted = z >> np.uint64(30)
-    for mix, shift in _MIX:
-        z ^= shifted
-        z *= mix
-        np.right_shift(z, shift, out=shifted)
-    z ^= shifted
-    z >>= np.uint64(11)
-    return np.asarray(z * 2.0**-53)
+    z = (seeds + start.astype(np.uint64) * _GOLDEN)[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * _MIX[0]
+    z = (z ^ (z >> np.uint64(27))) * _MIX[1]
+    return np.asarray(((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53)
 
 
-def counted(drawn: Floats, thresholds: Floats) -> Ints:
-    """Thresholds that each number has reached. Comparing with all of them takes less than a search, which mispredicts.
-
-    `thresholds` are the same for all rows, or a row for each (requests, thresholds).
-    """
-    reached = np.zeros(drawn.shape, np.uint8)
+def num_reached(drawn: Floats, thresholds: Floats) -> Ints:
+    """Ascending thresholds that each number has reached: the same for all rows, or a row of them for each row."""
+    if thresholds.ndim == 1 and drawn.size < _MANY * len(thresholds):
+        return np.searchsorted(thresholds, drawn, side="right")
+    reached = np.zeros(drawn.shape, np.min_scalar_type(thresholds.shape[-1]))
     for column in thresholds.T[..., None]:
         reached += (drawn >= column).view(np.uint8)
     return reached.astype(np.int64)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -61,11 +61,6 @@ class OwnTime:
 
     def timeout(self, delay_s: float) -> float:
         return delay_s
-
-    def run(self, delays_s: Iterable[float]) -> None:
-        """Let each delay pass."""
-        for delay_s in delays_s:
-            self.now += delay_s
 
 
 @dataclass(slots=True)
@@ -187,7 +182,8 @@ class RolloutSimulator:
             if feed is None and tools is None and all(batch.source.is_apart for batch in batches):
                 for worker in workers:
                     time = OwnTime()
-                    time.run(worker.run(time))
+                    for delay_s in worker.run(time):
+                        time.now += delay_s
             else:
                 env.run(until=env.all_of([env.process(worker.run(env)) for worker in workers]))
             result.tool_wait_s = 0.0 if tools is None else tools.waited_s
@@ -315,7 +311,7 @@ class Worker:
             if scheduler.is_done:
                 self._go_idle()
                 # Its time is not compared: a timeout may end an ulp before it.
-                back = env.timeout(max(0.0, self.away[0][0] - env.now))
+                back: Any = env.timeout(max(0.0, self.away[0][0] - env.now))
                 yield back if self.feed is None else back | self.stop
                 if self.stop.triggered:
                     break

@@ -10,7 +10,6 @@ import numpy as np
 
 from tltlab.errors import ConfigError
 from tltlab.state import Choice, StepOutcome, StepState
-from tltlab.strategy import Strategy
 
 from .beg_mab import BegMab
 from .reward import RewardKind, Statistic
@@ -101,6 +100,7 @@ class Hedge(Selector, kind="hedge"):
     learns: it loses (1 - accepted / deepest draft) / propensity, an unbiased estimate as in Exp3 (Auer et al. 2002).
     Drafter i is drawn with weight exp(-eta * its losses), eta = sqrt(8 ln N / t) in round t.
 
+    >>> from tltlab.strategy import Strategy
     >>> hedge = Hedge([Strategy.chain(name, 4) for name in ("learned", "suffix")], rng=np.random.default_rng(0))
     >>> chosen = hedge.choose(StepState(rl_step=0, batch=1))
     >>> hedge.observe(chosen, StepOutcome(elapsed_s=0.01, batch=1, drafted=(4,), accepted=(1,)))

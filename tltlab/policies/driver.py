@@ -100,8 +100,7 @@ class PolicyDriver:
         if self.delay:
             self._num_asked += 1
             while self._undelivered and self._undelivered[0][0] <= self._num_asked:
-                _, earlier, outcome, rewarded = self._undelivered.popleft()
-                self._deliver(earlier, outcome, rewarded)
+                self._deliver(*self._undelivered.popleft()[1:])
         return choice
 
     def tell(self, choice: Choice, outcome: StepOutcome, rewarded: Rewarded | None = None) -> None:
