@@ -45,7 +45,7 @@ class MacroStep:
     seconds: float
     first_s: float
     context_tokens: float
-    finished: list[int]
+    finished: Sequence[int]
     gains: Array | None = None
     shares: Floats | None = None
 
@@ -259,7 +259,7 @@ class Batch:
         if over.any():
             self.residents, self._finished = residents[~over], residents[over].tolist()
         seconds = n * first_s + slope_s * growth
-        return MacroStep(regime, n, batch, seconds, first_s, context, list(self._finished), gains, shares)
+        return MacroStep(regime, n, batch, seconds, first_s, context, tuple(self._finished), gains, shares)
 
     def pass_plainly(self, num_iterations: int) -> None:
         """Take these iterations without speculation as having passed; requests that end within them leave."""
@@ -423,7 +423,8 @@ class FluidBatch(Batch):
             self._remove(request)
             finished.append(request)
             next_finish = self._next_finish()
-        macro = MacroStep(regime, n, batch, seconds, first_s, context, finished)
+        # Logs keep it, and garbage collection passes over a tuple of numbers.
+        macro = MacroStep(regime, n, batch, seconds, first_s, context, tuple(finished))
         if regime.num_drafted:
             self._drafting.append(macro)
         return macro
