@@ -27,7 +27,8 @@ class DrafterState:
     updates: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Made anew for each decision, so neither is frozen: freezing a record triples what it takes to make one.
+@dataclass(slots=True, kw_only=True)
 class StepState:
     """A worker as it begins an iteration, when it asks what the *next* iteration is to verify.
 
@@ -74,7 +75,7 @@ NO_CHOICE = Choice(NO_SPECULATION, learns=False)
 """Plain decoding that no policy chose, as in the first iteration of a rollout."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepOutcome:
     """Outcome of a choice: the iteration that verified its drafts.
 

@@ -45,7 +45,7 @@ class MacroStep:
     seconds: float
     first_s: float
     context_tokens: float
-    finished: list[int]
+    finished: Sequence[int]
     gains: Array | None = None
     shares: Floats | None = None
 
@@ -213,10 +213,11 @@ class Batch:
             recent_acceptance=self.drafts(request)[0],
         )
 
-    def admit(self, request: int, generated: float) -> None:
-        """Take a request in that has `generated` tokens already (from before a preemption)."""
-        self.made[request] = generated
-        self.residents = np.append(self.residents, request)
+    def admit(self, *admitted: tuple[int, float]) -> None:
+        """Take requests in, each with the tokens that it has already (from before a preemption)."""
+        requests = np.array([request for request, _ in admitted], np.int64)
+        self.made[requests] = [generated for _, generated in admitted]
+        self.residents = np.concatenate([self.residents, requests])
 
     def preempt(self) -> tuple[int, float]:
         """Put the newest out; the request and its generated tokens."""
@@ -258,7 +259,7 @@ class Batch:
         if over.any():
             self.residents, self._finished = residents[~over], residents[over].tolist()
         seconds = n * first_s + slope_s * growth
-        return MacroStep(regime, n, batch, seconds, first_s, context, list(self._finished), gains, shares)
+        return MacroStep(regime, n, batch, seconds, first_s, context, tuple(self._finished), gains, shares)
 
     def pass_plainly(self, num_iterations: int) -> None:
         """Take these iterations without speculation as having passed; requests that end within them leave."""
@@ -293,11 +294,12 @@ def until_done(gains: Ints, remaining: Floats, room_tokens: float) -> Ints:
     """Columns of `gains` until one request has what is `remaining` of it, or the context has outgrown `room_tokens`."""
     if gains.shape[1] == 1:
         return gains
-    gained, needed = np.cumsum(gains, axis=1), np.ceil(remaining - TOLERANCE_TOKENS).astype(np.int64)
-    done = (gained >= needed[:, None]).any(axis=0)
-    n = int(done.argmax()) + 1 if done.any() else gains.shape[1]
+    needed, n = np.ceil(remaining - TOLERANCE_TOKENS).astype(np.int64), gains.shape[1]
+    if len(done := np.flatnonzero(gains.sum(axis=1) >= needed)):
+        gained = np.cumsum(gains[done], axis=1)
+        n = int((gained >= needed[done, None]).argmax(axis=1).min()) + 1
     if len(remaining) > 1 and not math.isinf(room_tokens):
-        growth = np.concatenate([[0], gained.sum(axis=0)[:-1]])
+        growth = np.concatenate([[0], np.cumsum(gains.sum(axis=0)[:-1])])
         n = min(n, max(1, int((growth[:n] <= room_tokens + TOLERANCE_TOKENS).sum())))
     return gains[:, :n]
 
@@ -368,16 +370,18 @@ class FluidBatch(Batch):
         self._counted[request] = len(self._drafting), recent, drafted, accepted
         return recent, drafted, accepted
 
-    def admit(self, request: int, generated: float) -> None:
-        if self._drafting:
-            self._counted[request] = (len(self._drafting), *self._counted.get(request, _UNDRAFTED)[1:])
-        offset = self._clock - generated
-        self._serial += 1
-        self._offsets[request] = offset
-        self._entry[request] = self._serial
-        self._base += self.requests.prompt_tokens[request] - offset
-        self._grows_to += self.requests.prompt_tokens[request] + self.requests.response_tokens[request] + 1
-        heapq.heappush(self._finish, (offset + self.requests.response_tokens[request], self._serial, request))
+    def admit(self, *admitted: tuple[int, float]) -> None:
+        prompt_tokens, response_tokens = self.requests.prompt_tokens, self.requests.response_tokens
+        for request, generated in admitted:
+            if self._drafting:
+                self._counted[request] = (len(self._drafting), *self._counted.get(request, _UNDRAFTED)[1:])
+            offset = self._clock - generated
+            self._serial += 1
+            self._offsets[request] = offset
+            self._entry[request] = self._serial
+            self._base += prompt_tokens[request] - offset
+            self._grows_to += prompt_tokens[request] + response_tokens[request] + 1
+            heapq.heappush(self._finish, (offset + response_tokens[request], self._serial, request))
 
     def preempt(self) -> tuple[int, float]:
         request = next(reversed(self._offsets))
@@ -404,18 +408,23 @@ class FluidBatch(Batch):
         slope_s = regime.slope_s(batch)
         context = batch * self._clock + self._base
         growth = batch * gain
-        n = max(1, math.ceil((self._next_finish() - self._clock - TOLERANCE_TOKENS) / gain))
-        n = int(min(n, limit, _iterations_that_fit(batch, growth, room_tokens)))
+        next_finish = self._next_finish()
+        n = max(1, math.ceil((next_finish - self._clock - TOLERANCE_TOKENS) / gain))
+        if room_tokens != math.inf:
+            limit = min(limit, _iterations_that_fit(batch, growth, room_tokens))
+        n = int(min(n, limit))
         first_s = regime.fixed_s(batch) + slope_s * context
         seconds = n * first_s + slope_s * growth * (n * (n - 1) / 2)
         self._clock += n * gain
         reached = self._clock + TOLERANCE_TOKENS
         finished = []
-        while self._next_finish() <= reached:
+        while next_finish <= reached:
             request = heapq.heappop(self._finish)[2]
             self._remove(request)
             finished.append(request)
-        macro = MacroStep(regime, n, batch, seconds, first_s, context, finished)
+            next_finish = self._next_finish()
+        # Logs keep it, and garbage collection passes over a tuple of numbers.
+        macro = MacroStep(regime, n, batch, seconds, first_s, context, tuple(finished))
         if regime.num_drafted:
             self._drafting.append(macro)
         return macro
@@ -427,12 +436,11 @@ class RequestsView(Sequence[RequestState]):
     Holds for the iteration it was made for.
     """
 
+    __slots__ = ("_batch", "_running")
+
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-
-    @cached_property
-    def _running(self) -> Sequence[int]:
-        return self._batch.running
+        self._running: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self._batch)
@@ -444,4 +452,6 @@ class RequestsView(Sequence[RequestState]):
     def __getitem__(self, index: int | slice) -> RequestState | Sequence[RequestState]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        if self._running is None:
+            self._running = self._batch.running
         return self._batch.request_state(self._running[index])

@@ -27,7 +27,7 @@ from tltlab.state import StepState
 from tltlab.strategy import Strategy
 
 from .batch import Ahead, Batch, Gains, columns_ahead, steady_iterations, until_done
-from .random_numbers import uniforms
+from .random_numbers import num_reached, uniforms
 from .regime import Regime
 from .requests import Requests
 
@@ -134,10 +134,7 @@ class Chances(Gains):
         if count > 1:
             survival = self._survival(batch, strategy, drafted, gain * ((count - 1) / 2))
         drawn = uniforms(self._seeds[residents], batch.num_drafts[residents], count)
-        gains = np.ones((len(batch), count), np.int64)
-        for level in survival.T:
-            gains += drawn >= 1.0 - level[:, None]
-        return until_done(gains, remaining, room_tokens)
+        return until_done(1 + num_reached(drawn, 1.0 - survival), remaining, room_tokens)
 
     def _survival(self, batch: Batch, strategy: Strategy, drafted: Ints | None, ahead: Floats) -> Floats:
         """P(accepted >= i) of each resident, `ahead` tokens further on; 0 beyond what it is drafted."""

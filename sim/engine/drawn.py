@@ -8,7 +8,7 @@ from tltlab.acceptance.base import Acceptance
 from tltlab.arrays import Bytes
 
 from .batch import Ahead, Batch, Gains, columns_ahead, until_done
-from .random_numbers import uniforms
+from .random_numbers import num_reached, uniforms
 from .regime import Regime
 from .requests import Requests
 
@@ -24,7 +24,7 @@ class Drawn(Gains):
         count = columns_ahead(remaining, regime.tokens, limit)
         drawn = uniforms(self._seeds[residents], batch.num_drafts[residents], count)
         assert regime.cdf is not None
-        gains = until_done(1 + np.searchsorted(regime.cdf, drawn, side="right"), remaining, room_tokens)
+        gains = until_done(1 + num_reached(drawn, regime.cdf), remaining, room_tokens)
         return Ahead(regime, gains, gains.shape[1], regime.num_drafted)
 
 

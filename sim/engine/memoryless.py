@@ -93,6 +93,8 @@ class MemorylessChoices:
         self._terms: Floats = np.zeros((5, 1))
         """By batch, with nothing waiting: tokens, seconds without context, those before a drafter is loaded, seconds
         per token of context, and whether it speculates."""
+        self._drafts_from = [0]
+        """By batch, the largest up to it that drafts, 0 for none."""
 
     def choose(self, batch: int, waiting: int, rl_step: int) -> Choice:
         """The policy's choice at this batch and queue."""
@@ -112,6 +114,7 @@ class MemorylessChoices:
             if self._regimes.loads_late:
                 unloaded_s = self._regimes.at(choice.strategy, size, loaded=False).fixed_s(size)
             self._by_batch.append((choice, regime))
+            self._drafts_from.append(size if choice.strategy.speculates else self._drafts_from[-1])
             terms.append((regime.tokens, fixed_s, unloaded_s, regime.slope_s(size), choice.strategy.speculates))
         if terms:
             self._terms = np.append(self._terms, np.array(terms, np.float64).T, axis=1)
@@ -124,7 +127,7 @@ class MemorylessChoices:
 
     def plain_down_to(self, batch: int) -> int:
         """The largest batch up to this one, which `up_to` must have reached, that drafts; 0 for none."""
-        return int(np.flatnonzero(self._terms[-1, : batch + 1]).max(initial=0))
+        return self._drafts_from[batch]
 
     def drain(
         self,

@@ -18,6 +18,8 @@ from tltlab.costs.noise import IterationNoise
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _FIRST = 512
+_MANY = 128
+"""Numbers to a threshold from which comparing with each threshold takes less than a search at random places."""
 
 
 def request_seeds(seed: int, keys: Iterable[Key]) -> Words:
@@ -28,11 +30,20 @@ def request_seeds(seed: int, keys: Iterable[Key]) -> Words:
 
 def uniforms(seeds: Words, start: Ints, count: int) -> Floats:
     """Draws start[i]..start[i]+count-1 of each request: shape (requests, count), in [0, 1)."""
-    k = (start[:, None] + np.arange(1, count + 1)[None, :]).astype(np.uint64)
-    z = seeds[:, None] + k * _GOLDEN
+    z = (seeds + start.astype(np.uint64) * _GOLDEN)[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _MIX[0]
     z = (z ^ (z >> np.uint64(27))) * _MIX[1]
     return np.asarray(((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53)
+
+
+def num_reached(drawn: Floats, thresholds: Floats) -> Ints:
+    """Ascending thresholds that each number has reached: the same for all rows, or a row of them for each row."""
+    if thresholds.ndim == 1 and drawn.size < _MANY * len(thresholds):
+        return np.searchsorted(thresholds, drawn, side="right")
+    reached = np.zeros(drawn.shape, np.min_scalar_type(thresholds.shape[-1]))
+    for column in thresholds.T[..., None]:
+        reached += (drawn >= column).view(np.uint8)
+    return reached.astype(np.int64)
 
 
 class NoiseDraws:

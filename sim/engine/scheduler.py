@@ -114,19 +114,22 @@ class Scheduler:
 
     def admit(self) -> None:
         """Take waiting requests into prefill, in order, while they fit; the first always does."""
-        room_tokens, requests = self.room_tokens, self.batch.requests
+        room_tokens, requests, prefilling = self.room_tokens, self.batch.requests, self.prefilling
+        running = len(self.batch)
         groups = set(requests.groups[self._holders].tolist()) if self._prefix_caching else set()
-        while self.waiting and len(self.batch) + len(self.prefilling) < self.max_num_seqs:
+        while self.waiting and running + len(prefilling) < self.max_num_seqs:
             request, generated = self.waiting[0]
             tokens = self._prompt_tokens[request] + generated
             room_tokens -= tokens + 1
             if self._prefix_caching and int(requests.groups[request]) in groups:
                 room_tokens += int(requests.shared[request])
-            if not self.can_fit(room_tokens) and (len(self.batch) or self.prefilling):
+            if (running or prefilling) and not self.can_fit(room_tokens):
                 break
             self.waiting.popleft()
-            reused = max(self._reused(request), self.cached_tokens.pop(request, 0.0))
-            self.prefilling.append(Prefill(request, tokens, tokens - reused))
+            reused = 0.0
+            if self._prefix_caching or self.cached_tokens:
+                reused = max(self._reused(request), self.cached_tokens.pop(request, 0.0))
+            prefilling.append(Prefill(request, tokens, tokens - reused))
             if self._prefix_caching:
                 groups.add(int(requests.groups[request]))
         if self.cached_tokens:
@@ -155,7 +158,7 @@ class Scheduler:
 
     def prefill(self, tokens: float) -> float:
         """Spend up to `tokens` on the admitted requests in order, done ones join the batch; returns what was spent."""
-        spent = 0.0
+        spent, done = 0.0, []
         while self.prefilling:
             first = self.prefilling[0]
             used = min(first.left_tokens, tokens - spent)
@@ -164,8 +167,10 @@ class Scheduler:
                 first.left_tokens -= used
                 break
             self.prefilling.popleft()
-            self.batch.admit(first.request, first.tokens - self._prompt_tokens[first.request])
+            done.append((first.request, first.tokens - self._prompt_tokens[first.request]))
             self.joined.append(first.request)
+        if done:
+            self.batch.admit(*done)
         return spent
 
     def chunk(self, tokens_to_verify: float, limit: float) -> tuple[float, float]:

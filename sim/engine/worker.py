@@ -1,5 +1,7 @@
 """One RL step's rollout as a discrete-event simulation: one SimPy process per worker, one timeout per macro-step.
 
+Workers that nothing connects before their ends run one after another, each on a clock of its own (`OwnTime`).
+
 A macro-step is a number of iterations that are alike, one where the policy learns. In each, in order:
 
     schedule   preempt or admit requests                                    `Scheduler`
@@ -49,6 +51,16 @@ from .scheduler import Scheduler
 
 _ROUNDING = 1e-9
 """Tolerance for iteration counts derived from times, and for seconds at which requests come back together."""
+
+
+@dataclass(slots=True)
+class OwnTime:
+    """Virtual time of a worker that meets no other: what a SimPy environment is to the others."""
+
+    now: float = 0.0
+
+    def timeout(self, delay_s: float) -> float:
+        return delay_s
 
 
 @dataclass(slots=True)
@@ -179,12 +191,19 @@ class RolloutSimulator:
             env, tools = simpy.Environment(), None
             if requests.turns is not None:
                 result.submit_s, tools = np.zeros(n), Tools(requests.turns, self.max_tools)
-            workers, stop = [], env.event()
-            for w, queue in enumerate(queues):
-                worker = Worker(self, w, queue, batches[w], result, stop, feed, tools, closed)
-                workers.append(env.process(worker.run(env)))
-            env.run(until=env.all_of(workers))
+            stop = env.event()
+            workers = [
+                Worker(self, w, queue, batches[w], result, stop, feed, tools, closed) for w, queue in enumerate(queues)
+            ]
+            if feed is None and tools is None and all(batch.source.is_apart for batch in batches):
+                for worker in workers:
+                    time = OwnTime()
+                    for delay_s in worker.run(time):
+                        time.now += delay_s
+            else:
+                env.run(until=env.all_of([env.process(worker.run(env)) for worker in workers]))
             result.tool_wait_s = 0.0 if tools is None else tools.waited_s
+            self._notify_idle_use(result, [worker.response_tokens() for worker in workers])
         result.makespan_s = max(result.worker_end_s)
         self.idle_use.rollout_ended(result.makespan_s)
         return result
@@ -207,8 +226,13 @@ class RolloutSimulator:
         drained = self.drain(result, range(len(result.logs)), residents, batch, self.costs.outside_s)
         result.drained = drained
         result.worker_end_s = np.where(residents.present[:, -1], drained.finish_s[:, -1], 0.0).tolist()
+        responses = zip(residents.remaining, residents.present, strict=True)
+        self._notify_idle_use(result, [remaining[present].tolist() for remaining, present in responses])
+
+    def _notify_idle_use(self, result: SimulatedRollout, response_tokens: list[list[int]]) -> None:
+        """Workers are idle from their ends; these are the lengths of the responses of each."""
         for w, end_s in sorted(enumerate(result.worker_end_s), key=lambda pair: pair[1]):
-            self.idle_use.responses_finished(residents.remaining[w, residents.present[w]].tolist(), end_s)
+            self.idle_use.responses_finished(response_tokens[w], end_s)
             self.idle_use.worker_idle(w, end_s)
 
     def drain(
@@ -279,6 +303,7 @@ class Worker:
         self.drafter_ready = False
         noise = simulator.noise
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
+        self.shares_out = batch.source.shares_out
         self.closed = closed and (batch.is_steady or batch.passes_plainly)
         self.memoryless = simulator.memoryless
         self.ahead = not self.memoryless and simulator.decision_block == 1 and simulator.ahead is not False
@@ -287,8 +312,8 @@ class Worker:
         self.in_force, self.decided = NO_CHOICE, False
         self.asked_at: tuple[int, int] | None = None
 
-    def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
-        """The SimPy process: everything until nothing runs or waits."""
+    def run(self, env: simpy.Environment | OwnTime) -> Generator[Any, Any, None]:
+        """The SimPy process, or its delays: everything until nothing runs or waits."""
         self.driver.begin(self.requests.rl_step)
         if len(self.queue) and self.simulator.costs.outside_s:
             yield env.timeout(self.simulator.costs.outside_s)
@@ -296,17 +321,14 @@ class Worker:
         yield from self._decode(env)
         self.driver.idle()
         self.rollout.worker_end_s[self.index] = env.now
-        idle_use = self.simulator.idle_use
-        idle_use.responses_finished(self._response_tokens(), env.now)
-        idle_use.worker_idle(self.index, env.now)
 
-    def _decode(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
+    def _decode(self, env: simpy.Environment | OwnTime) -> Generator[Any, Any, None]:
         scheduler = self.scheduler
         while (self.away or not scheduler.is_done) and not (self.feed is not None and self.feed.stopped):
             if scheduler.is_done:
                 self._go_idle()
                 # Its time is not compared: a timeout may end an ulp before it.
-                back = env.timeout(max(0.0, self.away[0][0] - env.now))
+                back: Any = env.timeout(max(0.0, self.away[0][0] - env.now))
                 yield back if self.feed is None else back | self.stop
                 if self.stop.triggered:
                     break
@@ -320,7 +342,7 @@ class Worker:
                 if not down_to:
                     return
                 continue
-            choice, entry, first_s = self._advance(up_front, env.now)
+            choice, entry, first_s = self._advance(batch, up_front, env.now)
             yield env.timeout(entry.switch_s + entry.prefill_s + entry.macro.seconds)
             self._settle(choice, entry, first_s, env.now)
         if self.feed is not None:
@@ -333,12 +355,12 @@ class Worker:
             self.driver.idle()
             self.in_force, self.decided = NO_CHOICE, False
 
-    def _advance(self, up_front: float, start_s: float) -> tuple[Choice, Entry, float]:
+    def _advance(self, batch: int, up_front: float, start_s: float) -> tuple[Choice, Entry, float]:
         """Ask the policy, then run the batch until something happens.
 
         Returns the choice that is verified, the macro-step, and the time at which its first iteration ends.
         """
-        scheduler, batch, waiting = self.scheduler, len(self.batch), self.scheduler.num_waiting
+        scheduler, waiting = self.scheduler, self.scheduler.num_waiting
         choice, is_decision, switch_s = self._ask(batch, waiting)
         prefill_s = self.simulator.costs.prefill_s(up_front) if up_front else 0.0
         regimes = self.simulator.regimes
@@ -349,19 +371,20 @@ class Worker:
         most = self.max_iterations if self.feed is None else min(self.max_iterations, self.feed.max_iterations)
         if self.away:
             most = min(most, self._until(regime, self.away[0][0] - start_s - switch_s - prefill_s))
-        limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, most)
-        if self.batch.source.shares_out:
+        limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, most) if scheduler.prefilling else (most, 0.0)
+        if self.shares_out:
             self.batch.state = replace(self._state(batch, waiting), requests=())
         macro = self.batch.advance(regime, limit, scheduler.room_tokens)
-        noise = self._add_noise(macro)
+        noise = None if self.noise is None else self._add_noise(self.noise, macro)
         beside = min(chunk * macro.num_iterations, scheduler.prefill_left_tokens) if chunk else 0.0
         beside_s = self._beside_s(macro, beside) if beside else 0.0
         # The first iteration also prefills its chunk.
         first_s = start_s + switch_s + prefill_s + (macro.first_s + beside_s / macro.num_iterations)
+        prefill_s, prefill_tokens = prefill_s + beside_s, up_front + beside
+        # Keywords would double the time that an entry takes.
         entry = Entry(
-            start_s=start_s, switch_s=switch_s, prefill_s=prefill_s + beside_s, prefill_tokens=up_front + beside,
-            chunk_tokens=beside, waiting=waiting, is_decision=is_decision, bucket=choice.bucket,
-            propensity=choice.propensity, reward=None, noise=noise, macro=macro,
+            start_s, switch_s, prefill_s, prefill_tokens, beside,
+            waiting, is_decision, choice.bucket, choice.propensity, None, noise, macro,
         )  # fmt: skip
         return choice, entry, first_s
 
@@ -377,7 +400,7 @@ class Worker:
         if chosen is None:
             chosen = self.driver.ask(self._state(batch, waiting))
         self.in_force, self.decided = chosen, True
-        switch_s = self._switch_s(chosen)
+        switch_s = 0.0 if self.drafter_ready else self._switch_s(chosen)
         return (verified, decided, switch_s) if self.ahead else (chosen, True, switch_s)
 
     def _state(self, batch: int, waiting: int) -> StepState:
@@ -396,7 +419,8 @@ class Worker:
     def _settle(self, choice: Choice, entry: Entry, first_s: float, now: float) -> None:
         """A macro-step's time has passed: finished requests leave, the policy receives the outcome."""
         scheduler, macro = self.scheduler, entry.macro
-        self.batch.settle()
+        if macro.finished:
+            self.batch.settle()
         if scheduler.joined:
             self.rollout.note_first_tokens(scheduler.take_joined(), first_s)
         for request in macro.finished:
@@ -458,7 +482,7 @@ class Worker:
         n = (math.sqrt(b * b + 4 * half * max(0.0, seconds)) - b) / (2 * half)
         return max(1.0, math.ceil(n - _ROUNDING))
 
-    def _response_tokens(self) -> list[int]:
+    def response_tokens(self) -> list[int]:
         """Lengths of the responses that this worker began, all turns together."""
         if self.tools is None:
             return list(self.requests.lengths[self.queue].tolist())
@@ -505,11 +529,9 @@ class Worker:
         self.drafter_ready = True
         return self.simulator.costs.switch_s if self.iteration else 0.0
 
-    def _add_noise(self, macro: MacroStep) -> Floats | None:
+    def _add_noise(self, noise: NoiseDraws, macro: MacroStep) -> Floats:
         """Multiply a macro-step's time by the mean of its iterations' noise; they hardly differ in length."""
-        if self.noise is None:
-            return None
-        drawn = self.noise.between(self.iteration, macro.num_iterations)
+        drawn = noise.between(self.iteration, macro.num_iterations)
         macro.first_s *= float(drawn[0])
-        macro.seconds *= self.noise.mean(self.iteration, macro.num_iterations)
+        macro.seconds *= noise.mean(self.iteration, macro.num_iterations)
         return drawn

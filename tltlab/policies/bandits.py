@@ -10,7 +10,6 @@ import numpy as np
 
 from tltlab.errors import ConfigError
 from tltlab.state import Choice, StepOutcome, StepState
-from tltlab.strategy import Strategy
 
 from .beg_mab import BegMab
 from .reward import RewardKind, Statistic
@@ -73,13 +72,14 @@ class Ucb1(EpsilonGreedy, kind="ucb1"):
         self.exploration = exploration
         self.rounds_ = 0
 
-    def _best(self, bucket: int) -> Strategy:
-        windows = self.windows_[bucket]
+    def _best(self, bucket: int) -> int:
+        windows = list(self.windows_[bucket].values())
         if not windows[best := super()._best(bucket)].values:
             return best
-        lows, highs = zip(*(window.range for window in windows.values()), strict=True)
+        lows, highs = zip(*(window.range for window in windows), strict=True)
         scale = self.exploration * (max(highs) - min(lows)) * math.sqrt(2.0 * math.log(max(self.rounds_, 1)))
-        return max(windows, key=lambda arm: windows[arm].value + scale / math.sqrt(len(windows[arm].values)))
+        bounds = [window.value + scale / math.sqrt(len(window.values)) for window in windows]
+        return bounds.index(max(bounds))
 
     def observe(self, choice: Choice, outcome: StepOutcome) -> None:
         self.rounds_ += choice.strategy in self.strategies and self.reward(choice, outcome) is not None
@@ -100,6 +100,7 @@ class Hedge(Selector, kind="hedge"):
     learns: it loses (1 - accepted / deepest draft) / propensity, an unbiased estimate as in Exp3 (Auer et al. 2002).
     Drafter i is drawn with weight exp(-eta * its losses), eta = sqrt(8 ln N / t) in round t.
 
+    >>> from tltlab.strategy import Strategy
     >>> hedge = Hedge([Strategy.chain(name, 4) for name in ("learned", "suffix")], rng=np.random.default_rng(0))
     >>> chosen = hedge.choose(StepState(rl_step=0, batch=1))
     >>> hedge.observe(chosen, StepOutcome(elapsed_s=0.01, batch=1, drafted=(4,), accepted=(1,)))

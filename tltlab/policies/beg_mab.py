@@ -84,6 +84,7 @@ class BegMab(Selector, kind="beg-mab"):
         self.rng = rng
         self.reward_ = Reward(reward, plain_rate)
         self.windows_ = tuple({arm: Window(window, statistic) for arm in arms} for arms in self.arms)
+        self._choices = tuple(self._choices_of(bucket) for bucket in range(len(self.arms)))
         for min_batch, arms in zip(self.thresholds, self.arms, strict=True):
             if self.reward_.learns_plain and len(arms) > 1 and NO_SPECULATION not in arms:
                 raise ConfigError(
@@ -93,25 +94,32 @@ class BegMab(Selector, kind="beg-mab"):
 
     def choose(self, state: StepState) -> Choice:
         bucket = bucket_of(self.thresholds, state.batch)
-        arms = self.arms[bucket]
-        if len(arms) == 1:
-            return Choice(arms[0], 1.0, bucket)
-        greedy = chosen = self._best(bucket)
+        explored, best = self._choices[bucket]
+        if len(best) == 1:
+            return best[0]
+        at = greedy = self._best(bucket)
         if self.rng.random() < self.epsilon:
-            chosen = arms[int(self.rng.random() * len(arms))]
-        chance = self.epsilon / len(arms) + (1.0 - self.epsilon if chosen is greedy or chosen == greedy else 0.0)
-        return Choice(chosen, chance, bucket)
+            at = int(self.rng.random() * len(best))
+        return best[at] if at == greedy else explored[at]
 
-    def _best(self, bucket: int) -> Strategy:
-        windows = self.windows_[bucket]
-        if self.reward_.learns_plain and not windows[NO_SPECULATION].values:
-            return NO_SPECULATION
-        best, most = self.arms[bucket][0], -math.inf
-        for arm, window in windows.items():
+    def _choices_of(self, bucket: int) -> tuple[list[Choice], list[Choice]]:
+        """A bucket's arms where another one is best, and where each is best itself."""
+        arms = self.arms[bucket]
+        each = self.epsilon / len(arms)
+        chances = (each, 1.0 if len(arms) == 1 else each + (1.0 - self.epsilon))
+        explored, best = ([Choice(arm, chance, bucket) for arm in arms] for chance in chances)
+        return explored, best
+
+    def _best(self, bucket: int) -> int:
+        """The index of a bucket's best arm."""
+        if self.reward_.learns_plain and not self.windows_[bucket][NO_SPECULATION].values:
+            return self.arms[bucket].index(NO_SPECULATION)
+        best, most = 0, -math.inf
+        for at, window in enumerate(self.windows_[bucket].values()):
             if len(window.values) < self.tries:
-                return arm
+                return at
             if window.value > most:
-                best, most = arm, window.value
+                best, most = at, window.value
         return best
 
     def observe(self, choice: Choice, outcome: StepOutcome) -> None:
@@ -119,7 +127,8 @@ class BegMab(Selector, kind="beg-mab"):
         window = self.windows_[bucket_of(self.thresholds, outcome.batch)].get(choice.strategy)
         if window is not None and reward is not None:
             window.push(reward)
-        self.reward_.learn(choice.strategy, outcome)
+        if self.reward_.learns_plain:
+            self.reward_.learn(choice.strategy, outcome)
 
     def reward(self, choice: Choice, outcome: StepOutcome) -> float | None:
         """The reward that `observe` would learn from this outcome; ask before `observe`."""

@@ -78,7 +78,7 @@ class PolicyDriver:
 
     def ask(self, state: StepState) -> Choice:
         """Choose what the next iteration verifies. ConfigError for a strategy that the policy does not list."""
-        if (choice := self.again(state.batch, state.waiting, state.rl_step)) is not None:
+        if self._last is not None and (choice := self.again(state.batch, state.waiting, state.rl_step)) is not None:
             return choice
         selector = self.selector
         assert selector is not None

@@ -183,7 +183,8 @@ def bucket_of(thresholds: Sequence[int], batch: int) -> int:
     >>> [bucket_of((2, 5, 21), batch) for batch in (1, 2, 4, 5, 20, 21, 4096)]
     [0, 0, 0, 1, 1, 2, 2]
     """
-    return max(bisect_right(thresholds, batch) - 1, 0)
+    above = bisect_right(thresholds, batch)
+    return above - 1 if above else 0
 
 
 def checked_thresholds(thresholds: Sequence[int]) -> tuple[int, ...]:

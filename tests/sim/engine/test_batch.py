@@ -51,18 +51,18 @@ def test_every_source_counts_drafts_as_an_engine_does(source: str):
     regimes = Regimes((NO_SPECULATION, DEEP, SHALLOW), COSTS, TWO_KEPT)
     plain, deep, shallow = (regimes.at(strategy, 1) for strategy in regimes.strategies)
     batch = SOURCES[source](requests_of([500, 500]))
-    batch.admit(0, 0.0)
+    batch.admit((0, 0.0))
     batch.advance(plain, 3, INF)
     assert batch.request_state(0).recent_acceptance is None
     batch.advance(deep, 4, INF)
-    batch.admit(1, 0.0)
+    batch.admit((1, 0.0))
     batch.advance(shallow, 2, INF)
     # The newest draft weighs 0.2, the first one sets it: 1 + (2 - 1) * 0.8^2, and 1.
     assert batch.drafts(0) == pytest.approx((1.64, 4 * 4 + 2, 4 * 2 + 2))
     assert batch.drafts(1) == pytest.approx((1.0, 2, 2))
     newest, generated = batch.preempt()
     batch.advance(deep, 1, INF)
-    batch.admit(newest, generated)
+    batch.admit((newest, generated))
     batch.advance(plain, 5, INF)
     batch.advance(deep, 1, INF)
     assert batch.drafts(0) == pytest.approx((2 + (1.64 - 2) * 0.64, 18 + 8, 10 + 4))
@@ -72,7 +72,7 @@ def test_every_source_counts_drafts_as_an_engine_does(source: str):
 
 def test_drafts_known_one_by_one_are_averaged_so():
     batch = replayed(requests_of([400]), positions=[0, 3, 1, 4, 2, 1, 2])
-    batch.admit(0, 0.0)
+    batch.admit((0, 0.0))
     macro = batch.advance(Regimes((DEEP,), COSTS, TWO_KEPT).at(DEEP, 1), 9, INF)
     kept = [tokens - 1 for tokens in macro.gains[0].tolist()]
     recent = None
@@ -99,7 +99,7 @@ def test_a_single_clock_is_the_general_batch(lengths, alpha, steps):
     for step in ["admit", *steps]:
         if step == "admit" and queue:
             for batch in batches:
-                batch.admit(*queue[0])
+                batch.admit(queue[0])
             del queue[0]
         elif step == "preempt" and len(batches[0]):
             (request, generated), (other, theirs) = (batch.preempt() for batch in batches)

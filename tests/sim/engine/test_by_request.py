@@ -166,13 +166,13 @@ def test_what_ended_elsewhere_helps_only_after_it_did() -> None:
     requests = requests_of([40, 400], group=2)
     rates = Rates(model=SIBLINGS, costs=COSTS)
     first, second = rates(requests), rates(requests)
-    first.admit(0, 0.0)
-    second.admit(1, 0.0)
+    first.admit((0, 0.0))
+    second.admit((1, 0.0))
     regime = nominal(CHAINS[0]).at(CHAINS[0], 1)
     while len(first):
         first.advance(regime, np.inf, np.inf)
     alone = rates(requests_of([40, 400], group=2))
-    alone.admit(1, 0.0)
+    alone.admit((1, 0.0))
     expected = alone.advance(regime, 1, np.inf).tokens
     assert second.advance(regime, 1, np.inf).tokens == expected
     first.settle()
@@ -183,7 +183,7 @@ def running(rates: Rates, lengths: list[int]) -> Batch:
     """A batch of samples of four to a prompt, all admitted."""
     batch = rates(requests_of(lengths, group=4))
     for request in range(len(lengths)):
-        batch.admit(request, 0.0)
+        batch.admit((request, 0.0))
     return batch
 
 

@@ -1,6 +1,6 @@
 """The macro-step engine against the slow oracle: same finish times, whatever the workload, costs and policy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,14 @@ from tltlab.hardware import Gpu
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector
-from tltlab.sim.engine.batch import Batch, Expected, FluidBatch
+from tltlab.sim.engine.batch import Batch, Expected, FluidBatch, Gains, until_done
 from tltlab.sim.engine.by_request import Rates
 from tltlab.sim.engine.drawn import Drawn, Replayed
-from tltlab.sim.engine.random_numbers import request_seeds, uniforms
+from tltlab.sim.engine.random_numbers import num_reached, request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.worker import RolloutSimulator
+from tltlab.sim.idle_training import IdleUse
 from tltlab.sim.placement import PLACEMENTS, place
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -265,3 +266,60 @@ def test_a_long_rollout_agrees_too() -> None:
     req = requests_of(trace.outcomes["response_tokens"].tolist(), 128, cap=4000, group=4)
     model = GeometricAcceptance(alpha=0.7)
     assert_agree(req, COSTS, model, FluidBatch, (2, 5, "memoryless"), placement="longest_first")
+
+
+class Noted(IdleUse):
+    """Keeps every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None:
+        self.calls.append((list(response_tokens), now))
+
+    def worker_idle(self, worker: int, now: float) -> None:
+        self.calls.append((worker, now))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("capacity", [None, 150])
+def test_a_clock_of_its_own_changes_nothing(sampled: bool, capacity: int | None, monkeypatch: pytest.MonkeyPatch):
+    req = requests_of([7, 30, 12, 55, 3, 41, 9], [5] * 7, cap=64, group=2)
+    cost, acceptance = COSTS.model_copy(update={"kv_capacity_tokens": capacity}), GeometricAcceptance(alpha=0.6)
+    outcomes = []
+    for is_apart in (True, False):
+        monkeypatch.setattr(Gains, "is_apart", is_apart)
+        idle_use, selectors = Noted(), [drafting(3, 6, "learns") for _ in range(3)]
+        engine = RolloutSimulator(costs=cost, selectors=list(selectors), idle_use=idle_use)
+        batches = (lambda req: Batch(req, Drawn(req, 0))) if sampled else FluidBatch
+        engine.prepare(Regimes(selectors[0].strategies, cost, acceptance), batches)
+        result = engine.rollout(req, place(req, 3, "contiguous"))
+        assert [now for _, now in idle_use.calls[::2]] == sorted(result.worker_end_s)
+        outcomes.append((
+            result.finish_s.tolist(), result.first_token_s.tolist(), idle_use.calls,
+            [selector.outcomes for selector in selectors],
+        ))  # fmt: skip
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("size", [(3, 4), (5, 2000)])
+@pytest.mark.parametrize("thresholds", [1, 8, 300])
+def test_thresholds_reached_are_counted_as_by_a_search(size: tuple[int, int], thresholds: int):
+    rng = np.random.default_rng(0)
+    ascending = np.sort(rng.random((size[0], thresholds)), axis=1)
+    drawn = np.where(rng.random(size) < 0.5, rng.choice(ascending[0], size), rng.random(size))
+    by_row = [np.searchsorted(row, numbers, side="right") for row, numbers in zip(ascending, drawn, strict=True)]
+    assert num_reached(drawn, ascending).tolist() == np.array(by_row).tolist()
+    assert num_reached(drawn, ascending[0]).tolist() == np.searchsorted(ascending[0], drawn, side="right").tolist()
+
+
+@given(st.lists(st.lists(st.integers(1, 4), min_size=6, max_size=6), min_size=1, max_size=4), st.data())
+def test_gains_end_with_the_first_request_or_the_room(gains: list[list[int]], data: st.DataObject):
+    remaining = np.array([data.draw(st.integers(1, 30)) for _ in gains], np.float64)
+    room = data.draw(st.sampled_from([np.inf, 0.0, 5.0, 11.0]))
+    used = 0
+    for used in range(1, 7):
+        gained = np.array(gains)[:, :used].sum(axis=1)
+        if (gained >= remaining).any() or (len(gains) > 1 and gained.sum() > room):
+            break
+    assert until_done(np.array(gains), remaining, room).shape == (len(gains), used)
