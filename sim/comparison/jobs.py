@@ -27,18 +27,22 @@ def cores() -> int:
 
 
 def side_by_side(
-    tasks: Sequence[Callable[[], Result]], *, jobs: int | None = None, ray_address: str | None = None
+    tasks: Sequence[Callable[[], Result]],
+    *,
+    jobs: int | None = None,
+    ray_address: str | None = None,
+    running: bool = False,
 ) -> Iterator[Result]:
     """Yield the results of tasks in their order; `jobs` processes (None: one per core) share what takes long.
 
     Tasks run here, one after another, until it is known that the rest would take longer than `ALONE_S`; they are to be
-    of about the same size. With a `ray_address` ("auto", "local", or an address) all run on that cluster, which is left
+    of about the same size. Where processes of an earlier call are `running` tasks go to them at once. With a `ray_address` ("auto", "local", or an address) all run on that cluster, which is left
     as it was found. Raises ConfigError for fewer than one job, and where there is no such cluster.
     """
     jobs = cores() if jobs is None else jobs
     at_least(1, jobs=jobs)
     began, done = time.perf_counter(), 0
-    if ray_address is None:
+    if ray_address is None and not (running and min(jobs, len(tasks)) > 1):
         for done, task in enumerate(tasks, 1):
             yield task()
             left_s = (time.perf_counter() - began) / done * (len(tasks) - done)
