@@ -36,8 +36,9 @@ def side_by_side(
     """Yield the results of tasks in their order; `jobs` processes (None: one per core) share what takes long.
 
     Tasks run here, one after another, until it is known that the rest would take longer than `ALONE_S`; they are to be
-    of about the same size. Where processes of an earlier call are `running` tasks go to them at once. With a `ray_address` ("auto", "local", or an address) all run on that cluster, which is left
-    as it was found. Raises ConfigError for fewer than one job, and where there is no such cluster.
+    of about the same size. Where processes of an earlier call are `running`, tasks go to these at once. With a
+    `ray_address` ("auto", "local", or an address) all run on that cluster, which is left as it was found. Raises
+    ConfigError for fewer than one job, and where there is no such cluster.
     """
     jobs = cores() if jobs is None else jobs
     at_least(1, jobs=jobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,10 @@ class Processes:
     def run(self, tasks: Sequence[Callable[[], Floats]]) -> list[Floats]:
         """Results in the order of the tasks."""
         began = time.perf_counter()
-        results = list(side_by_side(tasks, jobs=self.jobs, running=self.worked_s > ALONE_S))
+        with warnings.catch_warnings():
+            # joblib replaces a process whose memory has grown by 300 MB, as long rollouts do; no task is lost.
+            warnings.filterwarnings("ignore", "A worker stopped while", UserWarning)
+            results = list(side_by_side(tasks, jobs=self.jobs, running=self.worked_s > ALONE_S))
         self.worked_s += time.perf_counter() - began
         return results
 
@@ -90,7 +94,7 @@ class TuningCase:
     def some(self, num: int) -> TuningCase:
         """The case with so many of its RL steps, spread over them."""
         at = spread(range(len(self.scenario.steps)), num)
-        steps, queues = (tuple(values[i] for i in at) for values in (self.scenario.steps, self.scenario.queues))
+        steps, queues = tuple(self.scenario.steps[i] for i in at), tuple(self.scenario.queues[i] for i in at)
         return replace(self, scenario=replace(self.scenario, steps=steps, queues=queues))
 
     def off_by(self, error: float, drafters: tuple[str, ...]) -> list[TuningCase]:
@@ -168,7 +172,7 @@ class TuningCases:
         runs: list[tuple[str, TuningCase, Policy, int | None]] = []
         for case in self.cases:
             # The last ones learn and take longest: they are begun first.
-            runs += [(name, case, policies[name], None) for name in reversed(policies)]
+            runs += [(name, case, policies[name], None) for name in reversed(list(policies))]
             if oracle:
                 runs.insert(0, (ORACLE, case, oracle_policy(case.scenario, oracle), 0))
         tasks = [
@@ -189,6 +193,8 @@ class TuningCases:
         are `LEVEL` with the leader; the leader's runs under the same seeds are what a policy that has left is
         compared with.
         """
+        if not policies:
+            return {}
         runs: dict[str, list[list[Floats]]] = defaultdict(list)
         running, leader = list(policies), ""
 

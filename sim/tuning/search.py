@@ -260,13 +260,6 @@ class Trial:
     """When it was asked for, from 0 on."""
 
 
-def racers(trials: Sequence[Trial], num: int) -> list[Trial]:
-    """The best of different trials, the best first, and the one that was tried first."""
-    different = {str(trial.policy): trial for trial in reversed(trials)}
-    best = sorted(different.values(), key=lambda trial: trial.score)[:num]
-    return [*best, *(trial for trial in trials if trial.number == 0 and trial.policy not in [b.policy for b in best])]
-
-
 def search(
     space: Space,
     score: Callable[[Mapping[str, Policy]], Mapping[str, float]],

@@ -36,7 +36,7 @@ from tltlab.traces.trace import Trace
 
 from .cases import Processes, TuningCase, TuningCases
 from .judge import Finalists, Judged, judge
-from .search import Bandits, GraphMemory, Parameters, Prices, Space, Trial, elastic, fixed, racers, search, tables, values_of
+from .search import Bandits, GraphMemory, Parameters, Prices, Space, Trial, elastic, fixed, search, tables, values_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -130,9 +130,9 @@ class TuneConfig(SimulationConfig):
     `drafters` (default: those that the acceptance knows) throughout or below a threshold, exact tables of up to
     `max_buckets` rows, and BEG-MAB, whose settings `trials` trials of Optuna search; 0 leaves
     the bandit out. What is drawn is the mean of up to `repeats` seeds, by default 3, of a sample of RL steps 1, as more
-    RL steps narrow its intervals as well. `policies` are further candidates, as `load_policy` takes them. With `search`, values or
-    `low..high` by setting, their settings are what the trials search, in place of the bandit's, and the best of them is
-    the result, whether it is worth it or not.
+    RL steps narrow its intervals as well. `policies` are further candidates, as `load_policy` takes them. With
+    `search`, values or `low..high` by setting, their settings are what the trials search, in place of the bandit's, and
+    the best of them is the result, whether it is worth it or not.
 
     `robust` minimises the largest ratio to plain decoding over the traces and, with `cost_error` e, over costs and
     chances of drafted tokens that are off by a share of e either way. `graphs` limits policies to those whose CUDA
@@ -286,7 +286,7 @@ def tune(
                 space, score, trials=config.trials, seed=config.seed, fits=config.holds, done=done, journal=journal,
                 identity=identity, study_name="tltlab tune" + f" {name}" * bool(config.search),
             )  # fmt: skip
-        runners = {str(trial.policy): trial.policy for tried in found.values() for trial in racers(tried, _RACERS)}
+        runners = {str(trial.policy): trial.policy for tried in found.values() for trial in _racers(tried)}
         say(f"{len(runners)} of them with luck and noise")
         raced = tuning.race(runners, seeds=seeds, seed=config.seed)
         for tried in found.values():
@@ -308,12 +308,11 @@ def tune(
     while True:
         judging = _with_errors(judge_on, strategies, config, processes)
         judged = judge(judging, finalists, scores, strategies, seeds=config.seeds(_JUDGEMENT), seed=config.seed)
-        if all(not sampled or len(part[1]) == len(rest) for part, (_, rest, sampled) in zip(parts, splits, strict=True)):
-            break
-        if _is_clear(judged, judge_on, finalists):
-            break
         num *= 3
-        parts = [(part[0], spread(rest, num) if s else rest) for part, (_, rest, s) in zip(parts, splits, strict=True)]
+        more = [(tune_steps, spread(rest, num) if sampled else rest) for tune_steps, rest, sampled in splits]
+        if more == parts or _is_clear(judged, judge_on, finalists):
+            break
+        parts = more
         judge_on = cases_of(1)
     notes += [
         f"tuned on {len(part[0])} and judged on {len(part[1])} of {len(trace.rl_steps)} RL steps, spread over the run"
@@ -343,6 +342,13 @@ def tune(
         notes=tuple(notes),
         wall_s=time.perf_counter() - began,
     )
+
+
+def _racers(trials: Sequence[Trial]) -> list[Trial]:
+    """The best of different trials, and the one that was tried first."""
+    different = {str(trial.policy): trial for trial in trials}
+    best = sorted(different.values(), key=lambda trial: trial.score)[:_RACERS]
+    return best + [trial for trial in different.values() if trial.number == 0 and trial not in best]
 
 
 def _finalists(
