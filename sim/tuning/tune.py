@@ -53,7 +53,7 @@ _REPEATS, _TUNED_ON = 3, 4
 class TuneResult(Judged):
     """The chosen policy with its provenance, and what it was measured against; all times are simulated.
 
-    `searched` maps every policy that was tried without luck to its score on the tuning steps, `trials` are the
+    `searched` maps every policy that was tried in fluid mode to its score on the tuning steps, `trials` are the
     settings of policy `tuned` that were tried, the best first: of the bandit, or of the best policy that is searched.
     """
 
@@ -244,7 +244,7 @@ def tune(
     if config.decision_block != 1:
         notes.append(f"policies that learn decide once in {config.decision_block} iterations (--decision-block)")
 
-    # Without luck: everything that does not learn.
+    # In fluid mode: everything that does not learn.
     prices = Prices.of(tuning.cases if config.robust else tuning.nominal, strategies)
     apart = [Prices.of([case], strategies) for case in tuning.cases] if config.robust else []
     kinds = {
@@ -259,7 +259,7 @@ def tune(
         )
     policies = {name: policy for named in kinds.values() for name, policy in named.items()}
     plain_policy, seeds = {"none": load_policy("none")}, config.seeds()
-    say(f"{len(policies)} fixed, elastic and table policies without luck")
+    say(f"{len(policies)} fixed, elastic and table policies in fluid mode")
     fluid = tuning.makespans(plain_policy | policies, mode="fluid", seeds=[config.seed])
     searched = {name: tuning.score(fluid[name], fluid["none"]) for name in policies}
     best = {kind: min(named, key=lambda n: searched[n]) for kind, named in kinds.items() if named}
@@ -281,13 +281,13 @@ def tune(
         fluid_scores = sorted((name, f"{value:.9g}") for name, value in searched.items())
         identity = hashlib.sha256(repr([fluid_scores, seeds, config.max_buckets, config.search]).encode()).hexdigest()
         for name, space in spaces.items():
-            say(f"{config.trials} settings of {name}" + " without luck" * (mode == "fluid"))
+            say(f"{config.trials} settings of {name} in {mode} mode")
             found[name] = search(
                 space, score, trials=config.trials, seed=config.seed, fits=config.holds, done=done, journal=journal,
                 identity=identity, study_name="tltlab tune" + f" {name}" * bool(config.search),
             )  # fmt: skip
         runners = {str(trial.policy): trial.policy for tried in found.values() for trial in _racers(tried)}
-        say(f"{len(runners)} of them with luck and noise")
+        say(f"{len(runners)} of these settings race in sampled mode")
         raced = tuning.race(runners, seeds=seeds, seed=config.seed)
         for tried in found.values():
             tried.sort(key=lambda trial: (raced.get(str(trial.policy), math.inf), trial.score))
