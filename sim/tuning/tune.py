@@ -346,7 +346,8 @@ def tune(
 
 def _racers(trials: Sequence[Trial]) -> list[Trial]:
     """The best of different trials, and the one that was tried first."""
-    different = {str(trial.policy): trial for trial in trials}
+    # Where settings make the same policy, the first of these stands for all.
+    different = {str(trial.policy): trial for trial in sorted(trials, key=lambda trial: -trial.number)}
     best = sorted(different.values(), key=lambda trial: trial.score)[:_RACERS]
     return best + [trial for trial in different.values() if trial.number == 0 and trial not in best]
 
