@@ -62,8 +62,18 @@ def tune(
     ] = None,
     max_buckets: Annotated[int, typer.Option(min=1, help="Most rows of a table and buckets of a bandit.")] = 4,
     trials: Annotated[int, typer.Option(min=0, help="Settings to try, of the bandit or --search; 0: none.")] = 40,
-    repeats: Annotated[int, typer.Option(min=1, help="Seeds that each sampled score is the mean of.")] = 3,
-    decision_block: Annotated[int, typer.Option(min=1, help="Iterations per decision of a bandit.")] = 1,
+    rl_steps: Annotated[
+        str | None,
+        typer.Option(help="a:b, RL steps to use. [default: all of 24 or fewer, else a sample spread over the run]"),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, help="Seeds that a sampled score is the mean of. [default: 3; of a sample of RL steps 1]"),
+    ] = None,
+    decision_block: Annotated[
+        int | None,
+        typer.Option(min=1, help="Iterations per decision. [default: 1; of long or many responses: cap / 256]"),
+    ] = None,
     robust: Annotated[
         bool, typer.Option("--robust", help="Worst case over the traces and the cost error instead of the mean.")
     ] = False,
@@ -83,7 +93,7 @@ def tune(
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the trials' scores in their order: .png or .svg.")] = None,
     seed: options.Seed = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes; the result does not depend on them.")] = 1,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes. [default: the cores here]")] = None,
     as_json: Json = False,
 ) -> None:
     """Find a policy for a trace in simulation, judge it on RL steps held out, and say whether it was worth it.
@@ -108,7 +118,8 @@ def tune(
     progress(f"tuning on {', '.join(str(s.manifest.name or p) for s, p in zip(sources, traces, strict=True))}")
     config = TuneConfig(
         costs=costs, acceptance=acceptance, workers=workers, placement=placement, decision_block=decision_block,
-        seed=seed, depths=draft_depths, judge_steps=_judged(judge, sources), max_buckets=max_buckets,
+        seed=seed, depths=draft_depths, judge_steps=_steps("--judge", judge, sources),
+        rl_steps=_steps("--rl-steps", rl_steps, sources), max_buckets=max_buckets,
         drafters=split(drafters) if drafters is not None else None, trials=trials,
         policies=policies or (), search=_searched(search or ()), repeats=repeats, robust=robust,
         cost_error=cost_error, jobs=jobs, graphs=graphs, gpus=gpus, model=model, engine=engine, tp=tp,
@@ -167,7 +178,7 @@ def text(result: TuneResult, out: Path) -> str:
         "regret: to the per-iteration oracle, which knows costs and acceptance; to bound: to the clairvoyant bound",
         f"minimised: {result.policy.provenance['objective']}",
         f"verdict: {result.verdict}",
-        f"{len(result.searched)} policies without luck, {len(result.trials)} settings with it; {result.wall_s:.0f} s",
+        f"{len(result.searched)} policies and {len(result.trials)} settings were searched; {result.wall_s:.0f} s",
         f"{result.name} -> {out}",
     ]
     if result.trials:
@@ -187,13 +198,13 @@ def _searched(search: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def _judged(judge: str | None, sources: list[Trace]) -> list[int] | None:
-    if judge is None:
+def _steps(option: str, text: str | None, sources: list[Trace]) -> list[int] | None:
+    if text is None:
         return None
     try:
-        return sorted({step for source in sources for step in parse_rl_steps(judge, list(source.rl_steps)) or []})
+        return sorted({step for source in sources for step in parse_rl_steps(text, list(source.rl_steps)) or []})
     except ConfigError as error:
-        raise ConfigError(str(error).replace("--rl-steps", "--judge")) from error
+        raise ConfigError(str(error).replace("--rl-steps", option)) from error
 
 
 def _graphs(memory: float | None, pool: Path | None, max_batch: int) -> GraphMemory | None:

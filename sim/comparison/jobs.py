@@ -30,21 +30,22 @@ def side_by_side(
     jobs: int | None = None,
     ray_address: str | None = None,
     expected_s: Sequence[float] = (),
+    running: bool = False,
 ) -> Iterator[Result]:
     """Yield the results of tasks in their order; `jobs` processes (None: one per core) share what takes long.
 
     Tasks run here, one after another, until it is known that the rest would take longer than `ALONE_S`; they are to be
     of about the same size. Where tasks differ, `expected_s` has about the seconds of each: they are shared from the
-    first on if that saves more than `ALONE_S`. With a `ray_address` ("auto", "local", or an address) all run on that
-    cluster, which is left as it was found. Raises ConfigError for fewer than one job, and where there is no such
-    cluster.
+    first on if that saves more than `ALONE_S`. Where processes of an earlier call are `running`, they are at once. With
+    a `ray_address` ("auto", "local", or an address) all run on that cluster, which is left as it was found. Raises
+    ConfigError for fewer than one job, and where there is no such cluster.
     """
     jobs = cores() if jobs is None else jobs
     at_least(1, jobs=jobs)
     began, done = time.perf_counter(), 0
     total_s = sum(expected_s)
-    saved_s = total_s - max([total_s / jobs, *expected_s])
-    if ray_address is None and not (jobs > 1 and saved_s > ALONE_S):
+    saves = total_s - max([total_s / jobs, *expected_s]) > ALONE_S
+    if ray_address is None and not ((saves or running) and min(jobs, len(tasks)) > 1):
         for done, task in enumerate(tasks, 1):
             yield task()
             left_s = (time.perf_counter() - began) / done * (len(tasks) - done)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import pickle
+import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,12 +19,63 @@ from tltlab.arrays import Floats
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.sim.comparison.sweep import sweep
+from tltlab.sim.comparison.jobs import ALONE_S, side_by_side
+from tltlab.sim.comparison.sample import spread
 from tltlab.sim.scenario import Scenario
 from tltlab.stats import Interval, paired_ratio
 from tltlab.strategy import Strategy
 
 from .oracle import oracle_policy
+
+ORACLE = "per-iteration oracle"
+LEVEL = 1e-3
+"""Policies whose scores differ by less than this share need no more seeds."""
+_PLAIN = {"none": load_policy("none")}
+
+
+@dataclass(kw_only=True)
+class Processes:
+    """The processes of a tuning: `jobs` of them (None: one per core), from when it has worked for `ALONE_S` on."""
+
+    jobs: int | None = 1
+    worked_s: float = 0.0
+
+    def run(self, tasks: Sequence[Callable[[], Floats]]) -> list[Floats]:
+        """Results in the order of the tasks."""
+        began = time.perf_counter()
+        with warnings.catch_warnings():
+            # joblib replaces a process whose memory has grown by 300 MB, as long rollouts do; no task is lost.
+            warnings.filterwarnings("ignore", "A worker stopped while", UserWarning)
+            results = list(side_by_side(tasks, jobs=self.jobs, running=self.worked_s > ALONE_S))
+        self.worked_s += time.perf_counter() - began
+        return results
+
+
+class _Once:
+    """A scenario that a process unpickles once, however many of its tasks have it."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+
+    @cached_property
+    def _pickled(self) -> bytes:
+        from joblib.externals.loky.backend.reduction import dumps
+
+        return bytes(dumps(self.scenario))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self._pickled,)
+
+
+@lru_cache(maxsize=16)
+def _received(pickled: bytes) -> _Once:
+    return _Once(pickle.loads(pickled))
+
+
+def _makespans(once: _Once, policy: Policy, mode: str, seed: int, delay: int | None) -> Floats:
+    """Seconds of each RL step's rollout."""
+    scenario = replace(once.scenario, mode=mode, seed=seed)
+    return np.array([rollout.makespan_s for rollout in scenario.rollouts(policy, delay=delay)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +85,17 @@ class TuningCase:
     name: str
     trace: int
     scenario: Scenario
+
+    @cached_property
+    def once(self) -> _Once:
+        """The scenario for tasks."""
+        return _Once(self.scenario)
+
+    def some(self, num: int) -> TuningCase:
+        """The case with so many of its RL steps, spread over them."""
+        at = spread(range(len(self.scenario.steps)), num)
+        steps, queues = tuple(self.scenario.steps[i] for i in at), tuple(self.scenario.queues[i] for i in at)
+        return replace(self, scenario=replace(self.scenario, steps=steps, queues=queues))
 
     def off_by(self, error: float, drafters: tuple[str, ...]) -> list[TuningCase]:
         """The same steps with the costs of speculation and of plain decoding, and chances of these drafters, off.
@@ -71,6 +137,7 @@ class TuningCases:
 
     cases: tuple[TuningCase, ...]
     robust: bool
+    processes: Processes = field(default_factory=Processes, compare=False)
 
     @property
     def objective(self) -> str:
@@ -84,6 +151,11 @@ class TuningCases:
         """One case per trace, under the costs as they were given."""
         return tuple({case.trace: case for case in reversed(self.cases)}.values())[::-1]
 
+    def some(self, share: float, least: int) -> TuningCases:
+        """This share of each case's RL steps, `least` or more, spread over them."""
+        chosen = [case.some(max(least, math.ceil(share * len(case.scenario.steps)))) for case in self.cases]
+        return replace(self, cases=tuple(chosen))
+
     def granted(self, policy: Policy) -> dict[str, Any]:
         """The policy's `drafters` and the `acceptance` of each in words: `Scenario.granted` of all traces."""
         rows = [case.scenario.granted(policy.strategies) for case in self.nominal]
@@ -91,28 +163,63 @@ class TuningCases:
         return {"drafters": rows[0]["drafters"], "acceptance": {name: " / ".join(text) for name, text in texts.items()}}
 
     def makespans(
-        self, policies: Mapping[str, Policy], *, mode: str, seeds: Sequence[int], jobs: int = 1
+        self, policies: Mapping[str, Policy], *, mode: str, seeds: Sequence[int], oracle: Sequence[Strategy] = ()
     ) -> dict[str, list[Floats]]:
-        """Simulate every policy in every case; the mean over seeds, which all policies share."""
-        seconds: dict[str, list[Floats]] = {name: [] for name in policies}
+        """Simulate every policy in every case; the mean over seeds, which all policies share.
+
+        With strategies of an `oracle` also `ORACLE`, which knows each case's costs and whose choices hold at once.
+        """
+        runs: list[tuple[str, TuningCase, Policy, int | None]] = []
         for case in self.cases:
-            tables = [
-                sweep(replace(case.scenario, mode=mode, seed=seed), policies, jobs=jobs)["makespan_s"].to_numpy()
-                for seed in seeds
-            ]
-            each = np.mean(tables, axis=0).reshape(len(policies), -1)
-            for name, row in zip(policies, each, strict=True):
-                seconds[name].append(row)
+            # The last ones learn and take longest: they are begun first.
+            runs += [(name, case, policies[name], None) for name in reversed(list(policies))]
+            if oracle:
+                runs.insert(0, (ORACLE, case, oracle_policy(case.scenario, oracle), 0))
+        tasks = [
+            partial(_makespans, case.once, policy, mode, seed, delay)
+            for _, case, policy, delay in runs
+            for seed in seeds
+        ]
+        each = self.processes.run(tasks)
+        seconds: dict[str, list[Floats]] = {name: [] for name in policies}
+        for at, (name, *_) in enumerate(runs):
+            seconds.setdefault(name, []).append(np.mean(each[at * len(seeds) : (at + 1) * len(seeds)], axis=0))
         return seconds
 
-    def oracle(self, strategies: Sequence[Strategy], *, mode: str, seeds: Sequence[int]) -> list[Floats]:
-        """Makespans of the per-iteration oracle, which knows each case's costs and whose choices hold at once."""
-        seconds: list[Floats] = []
-        for case in self.cases:
-            policy = oracle_policy(case.scenario, strategies)
-            seeded = (replace(case.scenario, mode=mode, seed=seed).rollouts(policy, delay=0) for seed in seeds)
-            seconds.append(np.mean([[rollout.makespan_s for rollout in rollouts] for rollouts in seeded], axis=0))
-        return seconds
+    def race(self, policies: Mapping[str, Policy], *, seeds: Sequence[int], seed: int) -> dict[str, float]:
+        """Scores of policies in sampled mode, relative to the best one's, over as many of the `seeds` as that takes.
+
+        After each seed those leave whose interval over the leader lies above 1, and the race ends when the others
+        are `LEVEL` with the leader; the leader's runs under the same seeds are what a policy that has left is
+        compared with.
+        """
+        if not policies:
+            return {}
+        runs: dict[str, list[list[Floats]]] = defaultdict(list)
+        running, leader = list(policies), ""
+
+        def mean(name: str, count: int) -> list[Floats]:
+            return [np.mean(rows, axis=0) for rows in zip(*runs[name][:count], strict=True)]
+
+        for count, each in enumerate(seeds, 1):
+            chosen = _PLAIN | {name: policies[name] for name in running}
+            for name, rows in self.makespans(chosen, mode="sampled", seeds=[each]).items():
+                runs[name].append(rows)
+            plain = mean("none", count)
+            leader = min(running, key=lambda name: self.score(mean(name, count), plain))
+            over = {
+                name: self.ratio(mean(name, count), mean(leader, count), plain, seed=seed)
+                for name in running
+                if name != leader
+            }
+            running = [name for name in running if name == leader or not over[name].low > 1.0]
+            if all(over[name].high <= 1.0 + LEVEL for name in running if name != leader):
+                break
+        return {
+            name: self.score(mean(name, n), mean("none", n)) / self.score(mean(leader, n), mean("none", n))
+            for name in policies
+            for n in [len(runs[name])]
+        }
 
     def bound_s(self, strategies: Sequence[Strategy]) -> float:
         """The clairvoyant lower bound of a nominal RL step's makespan where every request gains what is expected.

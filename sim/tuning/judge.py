@@ -11,11 +11,11 @@ from tltlab.policies.policy import Policy
 from tltlab.stats import finite, paired_interval
 from tltlab.strategy import Strategy
 
-from .cases import TuningCases
+from .cases import ORACLE, TuningCases
 
 ORDER = ("none", "fixed", "elastic", "table", "bandit", "own")
 """From simple to complicated: of policies that are equally good the first is taken."""
-_TUNED = ORDER[2:]
+TUNED = ORDER[2:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,12 @@ class Finalists:
     policies: Mapping[str, Policy]
     kind_of: Mapping[str, str]
     best_fixed: str
+
+    def scores(self, cases: TuningCases, *, seeds: Sequence[int], seed: int) -> dict[str, float]:
+        """Scores of those that may be taken: of what is tuned, and of what is not, each by a race of its own."""
+        tuned, simple = ({n: p for n, p in self.policies.items() if self.kind_of[n] in k} for k in (TUNED, ORDER[:2]))
+        races = (cases.race(runners, seeds=seeds, seed=seed) for runners in (tuned, simple) if runners)
+        return {name: score for race in races for name, score in race.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +56,16 @@ class JudgedPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """The finalists on held-out RL steps as `candidates`, the fastest first, and the `name` of the one to take."""
+    """The finalists on held-out RL steps as `candidates`, the fastest first, and the `name` of the one to take.
+
+    The `champion` is the best of what is tuned, by its score on the tuning steps.
+    """
 
     name: str
     worth_it: bool
     verdict: str
     best_fixed: str
+    champion: str
     candidates: tuple[JudgedPolicy, ...]
     oracle_s: float
     bound_s: float
@@ -69,7 +79,6 @@ def judge(
     *,
     seeds: Sequence[int],
     seed: int,
-    jobs: int = 1,
 ) -> Judged:
     """Compare the finalists in sampled mode; `scores` are theirs on the tuning steps, which name the champion.
 
@@ -77,9 +86,8 @@ def judge(
     the simplest that a bootstrap of the RL steps does not tell from the best one: of all where it is worth it, else of
     those not tuned. From few RL steps a bootstrap tells apart too readily, which here only favours the faster policy.
     """
-    makespans = cases.makespans(finalists.policies, mode="sampled", seeds=seeds, jobs=jobs)
-    oracle = cases.oracle(strategies, mode="sampled", seeds=seeds)
-    oracle_s, bound_s = cases.mean_s(oracle), cases.bound_s(strategies)
+    makespans = cases.makespans(finalists.policies, mode="sampled", seeds=seeds, oracle=strategies)
+    oracle_s, bound_s = cases.mean_s(makespans.pop(ORACLE)), cases.bound_s(strategies)
     plain, fixed = makespans["none"], finalists.best_fixed
     rows = []
     for name, seconds in makespans.items():
@@ -100,12 +108,12 @@ def judge(
         )
     by_name = {row.name: row for row in rows}
     eligible = [name for name in makespans if finalists.kind_of[name] in ORDER]
-    tuned = [name for name in eligible if finalists.kind_of[name] in _TUNED]
+    tuned = [name for name in eligible if finalists.kind_of[name] in TUNED]
     champion = min(tuned, key=lambda n: scores[n]) if tuned else fixed
     high = by_name[champion].ratio_high
     worth_it = champion != fixed and high is not None and high < 1.0
     if not worth_it:
-        eligible = [name for name in eligible if finalists.kind_of[name] not in _TUNED]
+        eligible = [name for name in eligible if finalists.kind_of[name] not in TUNED]
     best = champion if worth_it else min(eligible, key=lambda n: scores[n])
     level = [n for n in eligible if _reaches(cases, makespans[n], makespans[best], plain, seed) or n == best]
     name = min(level, key=lambda n: (ORDER.index(finalists.kind_of[n]), scores[n]))
@@ -114,6 +122,7 @@ def judge(
         worth_it=worth_it,
         verdict=_verdict(by_name, champion, fixed, name, worth_it, "worst case" if cases.robust else "time"),
         best_fixed=fixed,
+        champion=champion,
         candidates=tuple(sorted(rows, key=lambda row: row.makespan_s)),
         oracle_s=oracle_s,
         bound_s=bound_s,

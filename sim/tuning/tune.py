@@ -1,14 +1,16 @@
 """`tune`: find a policy for a trace on some of its RL steps, judge it on others, and say whether it was worth it.
 
-Fixed strategies, elastic activation and exact tables are compared in fluid mode, free of luck. What a bandit's settings
-are worth depends on what blurs its rewards, so those are searched in sampled mode with the measured noise of iteration
-times. The best of each kind then meets the RL steps that were held out.
+Fixed strategies, elastic activation and exact tables are compared in fluid mode, where nothing is drawn, and so are
+settings of a bandit, on half of the RL steps. What these are worth depends on what blurs a bandit's rewards too, so the
+best few race in sampled mode with the measured noise of iteration times. The best of each kind then meets the RL steps
+that were held out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import html
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,13 +26,15 @@ from tltlab.importers.sources import TraceSource, read
 from tltlab.own import split
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.sim.config import SimulationConfig, at_least
+from tltlab.sim.comparison.sample import ALL_OF, FIRST, small, spread
+from tltlab.sim.config import SimulationConfig, at_least, decisions_apart
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario, policy_name
+from tltlab.stats import Interval
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
-from .cases import TuningCase, TuningCases
+from .cases import Processes, TuningCase, TuningCases
 from .judge import Finalists, Judged, judge
 from .search import Bandits, GraphMemory, Parameters, Prices, Space, Trial, elastic, fixed, search, tables, values_of
 
@@ -39,13 +43,17 @@ if TYPE_CHECKING:
 
 _STAGE, _SELECTION, _JUDGEMENT = 10_000, 1, 2
 """How far apart the seeds of two stages lie, and the stages after the search."""
+_RACERS = 5
+"""So many of the settings that were searched race in sampled mode, and those that were tried first."""
+_REPEATS, _TUNED_ON = 3, 4
+"""Seeds where RL steps are no sample, and RL steps of a sample to tune on."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult(Judged):
     """The chosen policy with its provenance, and what it was measured against; all times are simulated.
 
-    `searched` maps every policy that was tried without luck to its score on the tuning steps, `trials` are the
+    `searched` maps every policy that was tried in fluid mode to its score on the tuning steps, `trials` are the
     settings of policy `tuned` that were tried, the best first: of the bandit, or of the best policy that is searched.
     """
 
@@ -112,33 +120,38 @@ class TuneResult(Judged):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig(SimulationConfig):
-    """What a user sets of a tuning, beside its simulations; RL steps and modes are the tuning's own.
+    """What a user sets of a tuning, beside its simulations; modes are the tuning's own.
 
     Placement is the recorded one by default where the trace knows its workers, else contiguous. `judge_steps` are held
-    out, by default every other RL step of each trace. Candidates: no speculation, chains of `depths` by each of
+    out, by default every other RL step of each trace. A trace of more than 24 RL steps is tuned on 4 and judged on 8
+    others, or more until the champion's interval lies on one side of 1 or is small beside the costs' error; `rl_steps`
+    has all of these in place of a sample. A policy decides once in `decision_block` iterations, by default 1, of many
+    or long responses cap / 256. Candidates: no speculation, chains of `depths` by each of
     `drafters` (default: those that the acceptance knows) throughout or below a threshold, exact tables of up to
-    `max_buckets` rows, and BEG-MAB, whose settings `trials` trials of Optuna search, each the mean of `repeats` seeds;
-    0 leaves the bandit out. `policies` are further candidates, as `load_policy` takes them. With `search`, values or
-    `low..high` by setting, their settings are what the trials search, in place of the bandit's, and the best of them is
-    the result, whether it is worth it or not.
+    `max_buckets` rows, and BEG-MAB, whose settings `trials` trials of Optuna search; 0 leaves
+    the bandit out. What is drawn is the mean of up to `repeats` seeds, by default 3, of a sample of RL steps 1, as more
+    RL steps narrow its intervals as well. `policies` are further candidates, as `load_policy` takes them. With
+    `search`, values or `low..high` by setting, their settings are what the trials search, in place of the bandit's, and
+    the best of them is the result, whether it is worth it or not.
 
     `robust` minimises the largest ratio to plain decoding over the traces and, with `cost_error` e, over costs and
     chances of drafted tokens that are off by a share of e either way. `graphs` limits policies to those whose CUDA
-    graphs fit. The result does not depend on `jobs`.
+    graphs fit. The result does not depend on `jobs`, the processes (None: one per core).
     """
 
+    decision_block: int | None = None  # type: ignore[assignment]
     depths: Sequence[int] = (1, 2, 4, 8)
     drafters: Sequence[str] | None = None
     judge_steps: Sequence[int] | None = None
     max_buckets: int = 4
     trials: int = 40
-    repeats: int = 3
+    repeats: int | None = None
     robust: bool = False
     cost_error: float | None = None
     graphs: GraphMemory | None = None
     policies: Sequence[PolicySource] | str = ()
     search: Mapping[str, Sequence[Any] | str] = field(default_factory=dict)
-    jobs: int = 1
+    jobs: int | None = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,7 +164,7 @@ class TuneConfig(SimulationConfig):
         if self.search and not (self.policies and self.trials):
             raise ConfigError("--search tries settings of policies: name them with --policies, and 1 or more --trials")
         at_least(0, trials=self.trials)
-        at_least(1, repeats=self.repeats, max_buckets=self.max_buckets)
+        at_least(1, repeats=self.repeats, max_buckets=self.max_buckets, jobs=self.jobs)
         if self.cost_error is not None and not 0.0 <= self.cost_error < 1.0:
             raise ConfigError(f"the cost error is a share between 0 and 1, such as 0.2, got {self.cost_error:g}")
         if self.cost_error is not None and not self.robust:
@@ -164,7 +177,7 @@ class TuneConfig(SimulationConfig):
 
     def seeds(self, stage: int = 0) -> list[int]:
         """Seeds of a stage of the tuning; what won one stage by luck has to win the next one again."""
-        return [self.seed + k + _STAGE * stage for k in range(self.repeats)]
+        return [self.seed + k + _STAGE * stage for k in range(self.repeats or _REPEATS)]
 
     def holds(self, policy: Policy) -> bool:
         """Whether the CUDA graphs of a policy fit."""
@@ -198,15 +211,22 @@ def tune(
         raise ConfigError("no trace to tune on: give at least one")
     if config.robust and len(sources) == 1 and not config.cost_error:
         raise ConfigError("--robust needs more than one case: many traces, or --cost-error 0.2")
-    parts = [_split(trace, config.judge_steps) for trace in sources]
+    splits = [_split(trace, config) for trace in sources]
+    if any(sampled for *_, sampled in splits) and config.repeats is None:
+        config = replace(config, repeats=1)
+    if config.decision_block is None:
+        config = replace(config, decision_block=max(decisions_apart(trace) for trace in sources))
+    parts = [(tune_steps, spread(rest, FIRST) if sampled else rest) for tune_steps, rest, sampled in splits]
     own = config.named()
     brought: dict[str, DrafterSpec] = {}
     for policy in own.values():
         brought |= policy.drafters
-    pairs = list(enumerate(zip(sources, parts, strict=True)))
-    tune_on, judge_on = (
-        [_case(trace, i, part[side], config, brought) for i, (trace, part) in pairs] for side in (0, 1)
-    )
+
+    def cases_of(side: int) -> list[TuningCase]:
+        pairs = enumerate(zip(sources, parts, strict=True))
+        return [_case(trace, i, part[side], config, brought) for i, (trace, part) in pairs]
+
+    tune_on, judge_on = cases_of(0), cases_of(1)
     if config.graphs is not None:
         config = replace(config, graphs=replace(config.graphs, drafters=tune_on[0].scenario.registry))
     strategies, notes = _strategies(tune_on + judge_on, config)
@@ -216,11 +236,15 @@ def tune(
         spaces = {name: Parameters(base=policy, values=values) for name, policy in own.items()}
     for case in tune_on:
         case.scenario.check_acceptance([Policy(selector=FixedSpec(strategy=strategy)) for strategy in strategies])
-    tuning, judging = (_with_errors(cases, strategies, config) for cases in (tune_on, judge_on))
+    processes = Processes(jobs=config.jobs)
+    tuning = _with_errors(tune_on, strategies, config, processes)
     if all(case.scenario.costs.noise is None for case in tune_on):
         notes.append("the costs have no noise: a bandit is tuned as if iteration times were exact (calibrate anew)")
 
-    # Without luck: everything that does not learn.
+    if config.decision_block != 1:
+        notes.append(f"policies that learn decide once in {config.decision_block} iterations (--decision-block)")
+
+    # In fluid mode: everything that does not learn.
     prices = Prices.of(tuning.cases if config.robust else tuning.nominal, strategies)
     apart = [Prices.of([case], strategies) for case in tuning.cases] if config.robust else []
     kinds = {
@@ -234,34 +258,41 @@ def tune(
             f"no candidate's CUDA graphs fit into {config.graphs.cap_bytes:.4g} bytes, not even plain decoding's"
         )
     policies = {name: policy for named in kinds.values() for name, policy in named.items()}
-    plain_policy, seeds, jobs = {"none": load_policy("none")}, config.seeds(), config.jobs
-    say(f"{len(policies)} fixed, elastic and table policies without luck")
-    fluid = tuning.makespans(plain_policy | policies, mode="fluid", seeds=[config.seed], jobs=jobs)
+    plain_policy, seeds = {"none": load_policy("none")}, config.seeds()
+    say(f"{len(policies)} fixed, elastic and table policies in fluid mode")
+    fluid = tuning.makespans(plain_policy | policies, mode="fluid", seeds=[config.seed])
     searched = {name: tuning.score(fluid[name], fluid["none"]) for name in policies}
     best = {kind: min(named, key=lambda n: searched[n]) for kind, named in kinds.items() if named}
 
-    # With luck and noise: settings of the policies that are named, or of the bandit.
+    # Settings of the policies that are named, which may need whole tokens, or of the bandit.
     if config.trials and strategies and not config.search:
         rows = [prices.table(k, config.graphs) for k in range(1, config.max_buckets + 1)]
         spaces = {"beg-mab": Bandits(prices=prices, tables=tuple({str(t): t for t in rows}.values()))}
     found: dict[str, list[Trial]] = {}
+    raced: dict[str, float] = {}
     if spaces:
-        plain = tuning.makespans(plain_policy, mode="sampled", seeds=seeds)["none"]
+        part, mode = tuning.some(0.5, least=2), "sampled" if config.search else "fluid"
+        plain = part.makespans(plain_policy, mode=mode, seeds=seeds[:1])["none"]
 
         def score(new: Mapping[str, Policy]) -> dict[str, float]:
-            makespans = tuning.makespans(new, mode="sampled", seeds=seeds, jobs=jobs)
-            return {name: tuning.score(makespans[name], plain) for name in new}
+            makespans = part.makespans(new, mode=mode, seeds=seeds[:1])
+            return {name: part.score(makespans[name], plain) for name in new}
 
         fluid_scores = sorted((name, f"{value:.9g}") for name, value in searched.items())
         identity = hashlib.sha256(repr([fluid_scores, seeds, config.max_buckets, config.search]).encode()).hexdigest()
         for name, space in spaces.items():
-            say(f"{config.trials} settings of {name} with luck, {config.repeats} seeds each")
+            say(f"{config.trials} settings of {name} in {mode} mode")
             found[name] = search(
                 space, score, trials=config.trials, seed=config.seed, fits=config.holds, done=done, journal=journal,
                 identity=identity, study_name="tltlab tune" + f" {name}" * bool(config.search),
             )  # fmt: skip
+        runners = {str(trial.policy): trial.policy for tried in found.values() for trial in _racers(tried)}
+        say(f"{len(runners)} of these settings race in sampled mode")
+        raced = tuning.race(runners, seeds=seeds, seed=config.seed)
+        for tried in found.values():
+            tried.sort(key=lambda trial: (raced.get(str(trial.policy), math.inf), trial.score))
     found = {name: trials for name, trials in found.items() if trials}
-    tuned = min(found, key=lambda name: found[name][0].score) if found else ""
+    tuned = min(found, key=lambda name: raced[str(found[name][0].policy)]) if found else ""
     trials = found.get(tuned, [])
     further = {name: (policy, "own") for name, policy in own.items() if not config.search}
     for name, tried in found.items():
@@ -273,15 +304,27 @@ def tune(
     strategies = list(dict.fromkeys([*strategies, *(s for p, _ in further.values() for s in p.strategies)]))
     strategies = [strategy for strategy in strategies if strategy.speculates]
     say(f"{len(finalists.policies)} finalists on RL steps held out")
-    selected = tuning.makespans(finalists.policies, mode="sampled", seeds=config.seeds(_SELECTION), jobs=jobs)
-    scores = {n: tuning.score(row, selected["none"]) for n, row in selected.items()}
-    judged = judge(judging, finalists, scores, strategies, seeds=config.seeds(_JUDGEMENT), seed=config.seed, jobs=jobs)
+    scores, num = finalists.scores(tuning, seeds=config.seeds(_SELECTION), seed=config.seed), FIRST
+    while True:
+        judging = _with_errors(judge_on, strategies, config, processes)
+        judged = judge(judging, finalists, scores, strategies, seeds=config.seeds(_JUDGEMENT), seed=config.seed)
+        num *= 3
+        more = [(tune_steps, spread(rest, num) if sampled else rest) for tune_steps, rest, sampled in splits]
+        if more == parts or _is_clear(judged, judge_on, finalists):
+            break
+        parts = more
+        judge_on = cases_of(1)
+    notes += [
+        f"tuned on {len(part[0])} and judged on {len(part[1])} of {len(trace.rl_steps)} RL steps, spread over the run"
+        for trace, part, (*_, sampled) in zip(sources, parts, splits, strict=True)
+        if sampled
+    ]
     if config.search and judged.name != f"tuned {tuned}":
         written = f"{judged.verdict}; tuned {tuned} is the result, as --search asks"
         judged = replace(judged, name=f"tuned {tuned}", verdict=written)
     chosen = finalists.policies[judged.name]
     used = {name: brought[name] for name in {s.drafter for s in chosen.strategies} & brought.keys()}
-    origin = _provenance(judged, tuning, parts, len(searched) + len(trials), len(trials), config)
+    origin = _provenance(judged, tuning, parts, len(searched) + len(trials), len(trials), config, sources)
     return TuneResult(
         **vars(judged),
         policy=chosen.model_copy(
@@ -299,6 +342,14 @@ def tune(
         notes=tuple(notes),
         wall_s=time.perf_counter() - began,
     )
+
+
+def _racers(trials: Sequence[Trial]) -> list[Trial]:
+    """The best of different trials, and the one that was tried first."""
+    # Where settings make the same policy, the first of these stands for all.
+    different = {str(trial.policy): trial for trial in sorted(trials, key=lambda trial: -trial.number)}
+    best = sorted(different.values(), key=lambda trial: trial.score)[:_RACERS]
+    return best + [trial for trial in different.values() if trial.number == 0 and trial not in best]
 
 
 def _finalists(
@@ -351,10 +402,24 @@ def _case(
     return TuningCase(name=str(trace.manifest.name or f"trace {at}"), trace=at, scenario=scenario)
 
 
-def _with_errors(cases: Sequence[TuningCase], strategies: Sequence[Strategy], config: TuneConfig) -> TuningCases:
+def _is_clear(judged: Judged, cases: Sequence[TuningCase], finalists: Finalists) -> bool:
+    """True if the champion's interval lies on one side of 1, or is small beside the error of the costs."""
+    row = next(row for row in judged.candidates if row.name == judged.champion)
+    if judged.champion == judged.best_fixed or row.ratio_low is None or row.ratio_high is None:
+        return judged.champion == judged.best_fixed
+    used = finalists.policies[judged.champion].strategies
+    known = [case.scenario.evidence(used)["speedup_error"] for case in cases]
+    error = None if None in known else max(known)
+    interval = Interval(estimate=row.ratio, low=row.ratio_low, high=row.ratio_high, level=0.95, method="none")
+    return row.ratio_high < 1.0 or row.ratio_low > 1.0 or small([interval], error)
+
+
+def _with_errors(
+    cases: Sequence[TuningCase], strategies: Sequence[Strategy], config: TuneConfig, processes: Processes
+) -> TuningCases:
     error, drafters = config.cost_error, tuple({s.drafter: None for s in strategies})
     errors = [off for case in cases for off in case.off_by(error, drafters)] if error else []
-    return TuningCases(cases=(*cases, *errors), robust=config.robust)
+    return TuningCases(cases=(*cases, *errors), robust=config.robust, processes=processes)
 
 
 def _strategies(cases: Sequence[TuningCase], config: TuneConfig) -> tuple[list[Strategy], list[str]]:
@@ -392,6 +457,7 @@ def _provenance(
     num_candidates: int,
     num_trials: int,
     config: TuneConfig,
+    sources: Sequence[Trace],
 ) -> dict[str, Any]:
     row = next(row for row in judged.candidates if row.name == judged.name)
     nominal = tuning.nominal
@@ -406,6 +472,7 @@ def _provenance(
         "cost_error": config.cost_error,
         "tuned_on": [part[0] for part in parts],
         "judged_on": [part[1] for part in parts],
+        "num_rl_steps": [len(trace.rl_steps) for trace in sources],
         "makespan_s": row.makespan_s,
         "interval": [row.ratio_low, row.ratio_high],
         "compared_with": judged.best_fixed,
@@ -416,25 +483,31 @@ def _provenance(
         "verdict": judged.verdict,
         "worth_it": judged.worth_it,
         "decision_block": config.decision_block,
-        "repeats": config.repeats,
+        "repeats": len(config.seeds()),
         "trials": num_trials,
         "simulated": True,
     }
 
 
-def _split(trace: Trace, judge_steps: Sequence[int] | None) -> tuple[list[int], list[int]]:
-    """RL steps to tune on and to judge on."""
-    steps = list(trace.rl_steps)
+def _split(trace: Trace, config: TuneConfig) -> tuple[list[int], list[int], bool]:
+    """RL steps to tune on, others to judge on, and whether to judge on a sample of these."""
+    name = trace.manifest.name or "the trace"
+    steps = list(trace.rl_steps) if config.rl_steps is None else [s for s in trace.rl_steps if s in config.rl_steps]
     if len(steps) < 2:
         raise ConfigError(
-            f"{trace.manifest.name or 'the trace'} has {len(steps)} RL step: tuning needs at least two, one to tune on "
-            "and one to judge on"
+            f"{name} has {len(steps)} RL step: tuning needs at least two, one to tune on and one to judge on"
         )
-    judge_on = steps[1::2] if judge_steps is None else [s for s in steps if s in set(judge_steps)]
-    tune_on = [s for s in steps if s not in judge_on]
+    sampled = config.rl_steps is None and len(steps) > ALL_OF
+    if config.judge_steps is not None:
+        judge_on = [step for step in steps if step in set(config.judge_steps)]
+    elif sampled:
+        judge_on = sorted(set(steps) - set(spread(steps, _TUNED_ON)))
+    else:
+        judge_on = steps[1::2]
+    tune_on = [step for step in steps if step not in set(judge_on)]
     if not judge_on or not tune_on:
         raise ConfigError(
-            f"{trace.manifest.name or 'the trace'} has the RL steps {steps[0]}..{steps[-1]}: judging on "
-            f"{len(judge_on)} of them leaves {len(tune_on)} to tune on, and both need one"
+            f"{name} has the RL steps {steps[0]}..{steps[-1]}: judging on {len(judge_on)} of them leaves "
+            f"{len(tune_on)} to tune on, and both need one"
         )
-    return tune_on, judge_on
+    return spread(tune_on, _TUNED_ON) if sampled else tune_on, judge_on, sampled and config.judge_steps is None

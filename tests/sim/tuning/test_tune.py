@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,9 +185,70 @@ def test_one_held_out_step_gives_no_interval_and_no_praise():
     json.dumps(found.json(), allow_nan=False)
 
 
-def test_processes_do_not_change_the_result(tuned: TuneResult):
+def test_processes_do_not_change_the_result(tuned: TuneResult, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tltlab.sim.tuning.cases.ALONE_S", -1.0)
     again = tune(TRACE, **SMALL, jobs=2)
     assert again.json() | {"wall_s": 0} == tuned.json() | {"wall_s": 0}
+    assert again.trials == tuned.trials
+
+
+TIMES = {"none": (2.0, 0.0), "best": (1.0, 0.0), "same": (1.0, 1e-5), "near": (1.002, 3e-2), "slow": (1.3, 1e-3)}
+RUNS: Counter[str] = Counter()
+
+
+class Given(TuningCases):
+    """Makespans around a mean of each policy, which two seeds yield; counts the runs of each."""
+
+    def makespans(self, policies: Any, *, mode: str, seeds: Any, oracle: Any = ()) -> dict[str, list[np.ndarray]]:
+        RUNS.update(list(policies))
+        level, apart = np.exp(0.3 * np.arange(8)), (-1.0) ** (np.arange(8) + seeds[0])
+        return {n: [level * (TIMES[n][0] + TIMES[n][1] * apart)] for n in policies}
+
+
+@pytest.mark.parametrize("robust", [False, True])
+@pytest.mark.parametrize(
+    ("names", "num_runs"),
+    [
+        (("best", "slow"), {"best": 1, "slow": 1}),
+        (("same", "best"), {"best": 1, "same": 1}),
+        (("near", "slow", "best"), {"best": 2, "near": 2, "slow": 1}),
+    ],
+    ids=["a clear loser leaves", "equal ones stop", "close ones go on until it is clear"],
+)
+def test_races_stop_early(names: tuple[str, ...], num_runs: dict[str, int], robust: bool):
+    RUNS.clear()
+    scores = Given(cases=(case(),), robust=robust).race(dict.fromkeys(names, fixed(1)), seeds=range(20), seed=0)
+    assert {name: RUNS[name] for name in names} == num_runs
+    assert {name: scores[name] for name in names} == pytest.approx({name: TIMES[name][0] for name in names}, rel=1e-2)
+    assert min(scores.values()) == 1.0
+
+
+LONG = log_normal(prompts=1, group_size=4, rl_steps=40, median=20, cap=60, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "tuned_on", "judged_on"),
+    [
+        ({}, [5, 15, 25, 35], 8),
+        ({"judge_steps": range(30, 40)}, [3, 11, 18, 26], 10),
+        ({"rl_steps": range(8)}, [0, 2, 4, 6], 4),
+    ],
+)
+def test_long_runs_are_tuned_on_a_sample(options: dict[str, Any], tuned_on: list[int], judged_on: int):
+    found = tune(LONG, **WITHOUT_LUCK | {"acceptance": "geometric:0.05"}, **options)
+    (tuned,), (judged,) = found.tuned_on, found.judged_on
+    assert (list(tuned), len(judged) >= judged_on) == (tuned_on, True)
+    assert not set(tuned) & set(judged)
+    assert found.policy.provenance["num_rl_steps"] == [40]
+    if not options:
+        assert max(b - a for a, b in itertools.pairwise(judged)) <= 10, "spread over the run"
+        assert any("of 40 RL steps" in note for note in found.notes)
+
+
+def test_decisions_are_apart_where_responses_are_long():
+    cap = log_normal(prompts=1, group_size=2, rl_steps=2, median=40, cap=5120, workers=1)
+    assert tune(cap, **WITHOUT_LUCK | {"depths": (1,)}).policy.provenance["decision_block"] == 20
+    assert tune(cap, **WITHOUT_LUCK | {"depths": (1,)}, decision_block=1).policy.provenance["decision_block"] == 1
 
 
 def test_the_shipped_settings_are_tried_first():
