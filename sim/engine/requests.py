@@ -412,6 +412,12 @@ def _step(rl_step: int, rows: pd.DataFrame) -> Requests:
     )
 
 
+def with_lengths(requests: Requests, lengths: list[int], prefix: str) -> Requests:
+    """The requests of a trace with other response lengths; `rows` stay as they are."""
+    requests = replace(requests, response_tokens=lengths)
+    return replace(requests, turns=_turns(requests, prefix, None))
+
+
 def _turns(requests: Requests, prefix: str, tool_s: float | None) -> Turns | None:
     """Which requests follow each other; None where every response has one turn. A turn without tokens is the last."""
     keys, rows = requests.keys, requests.rows
