@@ -84,7 +84,7 @@ def verify(
             return
         if is_log(trace):
             trace = trace if chosen is None else trace.select(chosen)
-            log = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW)
+            log = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW, jobs=jobs)
             emit(log.json(), as_json=as_json, text=log.text())
             return
         if costs is not None or workers is not None:
