@@ -524,6 +524,12 @@ def cut(rows: pd.DataFrame, max_response_tokens: int) -> pd.DataFrame:
     )
 
 
+def with_lengths(requests: Requests, lengths: list[int], prefix: str) -> Requests:
+    """The requests of a trace with other response lengths; `rows` stay as they are."""
+    requests = replace(requests, lengths=np.array(lengths, np.int64))
+    return replace(requests, turns=_turns(requests, prefix, None))
+
+
 def _turns(requests: Requests, prefix: str, tool_s: float | None) -> Turns | None:
     """Which requests follow each other; None where every response has one turn. A turn without tokens is the last."""
     keys = requests.keys

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.driver import PolicyDriver, Rewarded
 from tltlab.policies.selector import Selector
+from tltlab.sim.comparison.jobs import side_by_side
 from tltlab.sim.engine import record
 from tltlab.sim.engine.batch import Ahead, Batch, Gains, MacroStep
 from tltlab.sim.engine.regime import Regime, Regimes
@@ -91,10 +93,12 @@ def replay_decisions(
     rl_steps: Sequence[int] | None = None,
     allow_code: Collection[str] = (),
     forces: Mapping[int, InForce] | None = None,
+    jobs: int | None = 1,
 ) -> Decisions:
     """Make every recorded decision of a run again, and compare. O(iterations).
 
-    `forces` has the policy of each RL step where the run's files do not. Raises ConfigError for a trace without
+    `forces` has the policy of each RL step where the run's files do not. `jobs` processes (None: one per core) share
+    the policies, each of which was set at an RL step and learned from there on. Raises ConfigError for a trace without
     iterations or decisions, a policy that the run does not tell, one that is a class of a module which `allow_code`
     does not name, and one that never chooses what was recorded.
     """
@@ -103,16 +107,24 @@ def replay_decisions(
         raise ConfigError(f"{trace.path or 'the trace'}: iterations, decisions and steps of a run are needed")
     forces = policies_in_force(trace, allow_code) if forces is None else forces
     chosen = trace.rl_steps if rl_steps is None else list(rl_steps)
-    rows: list[dict[str, Any]] = []
-    for since in sorted({force.since for force in forces.values()}):
-        span = [step for step in trace.rl_steps if forces[step].since == since]
-        for rollout in _played(trace, span, forces[span[0]]):
-            step = rollout.requests.rl_step
-            if step in chosen:
-                rows.append({"rl_step": step, "policy": forces[step].name, **_compared(trace, rollout)})
+    spans = (
+        [step for step in trace.rl_steps if forces[step].since == since]
+        for since in sorted({force.since for force in forces.values()})
+    )
+    tasks = [partial(_made_again, trace, span, forces[span[0]], chosen) for span in spans]
+    rows = [row for of_span in side_by_side(tasks, jobs=jobs) for row in of_span]
     if not rows:
         raise ConfigError(f"{run}: no RL step was asked for")
     return Decisions(rows=pd.DataFrame(rows))
+
+
+def _made_again(trace: Trace, span: Sequence[int], force: InForce, chosen: Collection[int]) -> list[dict[str, Any]]:
+    """Rows of `Decisions` for those RL steps of a span that were chosen; all of them are played."""
+    return [
+        {"rl_step": rollout.requests.rl_step, "policy": force.name, **_compared(trace, rollout)}
+        for rollout in _played(trace, span, force)
+        if rollout.requests.rl_step in chosen
+    ]
 
 
 def _played(trace: Trace, span: Sequence[int], force: InForce) -> list[SimulatedRollout]:

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.base import Acceptance
-from tltlab.calibration.api import Calibration, calibrate, iteration_times
+from tltlab.acceptance.measured import MeasuredAcceptance
+from tltlab.calibration.api import StepFits
 from tltlab.console import json_rows, made_by, table
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.own import split
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
+from tltlab.sim.comparison.jobs import side_by_side
 from tltlab.sim.comparison.sweep import drafters_text, granted_text
 from tltlab.sim.scenario import Scenario
 from tltlab.stats import kendall_tau, mean_interval, pairs_apart
@@ -157,6 +160,7 @@ def verify_policies(
     samples: int = SAMPLES,
     seed: int = 0,
     out: Path | None = None,
+    jobs: int | None = 1,
 ) -> PolicyVerification:
     """Predict every rollout of a session that `roll_out` records into a folder with these policies, and compare.
 
@@ -167,26 +171,27 @@ def verify_policies(
     modules = {part.module for policy in policies.values() for part in policy.own_parts}
     with nullcontext(out) if out is not None else tempfile.TemporaryDirectory(prefix="tltlab-verify-") as folder:
         roll_out(Path(folder))
-        verification = judge(Path(folder), samples=samples, seed=seed, allow_code=modules)
+        verification = judge(Path(folder), samples=samples, seed=seed, allow_code=modules, jobs=jobs)
         if out is not None:
             write_json(out / "summary.json", verification.json())
     return verification
 
 
 def judge(
-    session: Path, *, samples: int = SAMPLES, seed: int = 0, allow_code: Collection[str] = ()
+    session: Path, *, samples: int = SAMPLES, seed: int = 0, allow_code: Collection[str] = (), jobs: int | None = 1
 ) -> PolicyVerification:
     """Predict the rollouts of a recorded session, the folder that `verify_policies` wrote, and compare.
 
-    Classes that its policies name are imported from the modules in `allow_code` alone.
+    Classes that its policies name are imported from the modules in `allow_code` alone. `jobs` processes (None: one per
+    core) share the policies.
     """
     trace = read(session)
     forces = policies_in_force(trace, allow_code)
     assert trace.steps is not None
     measured = trace.steps.set_index("rl_step")["rollout_s"]
     names = dict.fromkeys(force.name for force in forces.values() if force.name != EXPLORE)
-    rows = [row for name in names for row in predicted_from_others(trace, forces, name, samples=samples, seed=seed)]
-    rollouts = pd.DataFrame(rows)
+    tasks = [partial(predicted_from_others, trace, forces, name, samples=samples, seed=seed) for name in names]
+    rollouts = pd.DataFrame([row for rows in side_by_side(tasks, jobs=jobs) for row in rows])
     rollouts.insert(3, "measured_s", rollouts["rl_step"].map(measured))
     rollouts["error"] = rollouts["predicted_s"] / rollouts["measured_s"] - 1
     bias, spread = repeats(trace)
@@ -257,26 +262,23 @@ def predicted_from_others(
     number = names.groupby(names).cumcount()
     # Drafts that a budget cut short say little about whole ones.
     other_steps = [s for s, e in forces.items() if e.name != name and e.name not in never and e.policy.budget is None]
-    fitted = _fitted(trace.select(other_steps), force, acceptance)
-    beside_s = overhead_s(trace, other_steps)
+    fits = StepFits(trace)
+    costs, acceptance = fits.costs(other_steps), acceptance or _acceptance(fits, other_steps, force)
+    beside_s = float(overhead_s(trace).loc[other_steps].median())
     rows = []
     for step in steps:
         together = [s for s in trace.rl_steps if number[s] == number[step]]
         beside = [s for s in together if s in other_steps]
-        speed = _speed(trace.select(beside), fitted) if beside else math.nan
-        predicted_s = beside_s + _makespan_s(
-            trace.select([step]), forces[step], fitted.costs, acceptance or fitted.acceptance, samples, seed
-        )
+        speed = _speed(fits, costs, beside) if beside else math.nan
+        predicted_s = beside_s + _makespan_s(trace.select([step]), forces[step], costs, acceptance, samples, seed)
         row = {"rl_step": step, "round": int(number[step]), "policy": name}
         rows.append({**row, "predicted_s": predicted_s, "speed": speed})
     return rows
 
 
-def _fitted(rollouts: Trace, force: InForce, acceptance: Acceptance | None = None) -> Calibration:
-    fitted = calibrate(rollouts).without_noise()
-    if acceptance is not None:
-        return fitted
-    drafters = set() if fitted.acceptance is None else set(fitted.acceptance.bands[0].drafters_by_depth)
+def _acceptance(fits: StepFits, rl_steps: Sequence[int], force: InForce) -> MeasuredAcceptance | None:
+    fitted = fits.acceptance(fits.of(rl_steps))
+    drafters = set() if fitted is None else set(fitted.bands[0].drafters_by_depth)
     missing = sorted({s.drafter for s in force.policy.strategies if s.speculates} - drafters)
     if missing:
         raise ConfigError(
@@ -298,10 +300,10 @@ def _makespan_s(
     return float(np.mean(makespans))
 
 
-def _speed(rollouts: Trace, fitted: Calibration) -> float:
+def _speed(fits: StepFits, costs: LinearCosts, rl_steps: Sequence[int]) -> float:
     """How much slower than predicted the machine was in these rollouts, summed over iterations."""
-    assert rollouts.iterations is not None
-    return float(rollouts.iterations["duration"].sum() / iteration_times(fitted.costs, rollouts).sum())
+    measured_s = fits.iterations.loc[fits.of(rl_steps), "duration"].sum()
+    return float(measured_s / fits.seconds(costs, rl_steps).sum())
 
 
 def text(verification: PolicyVerification) -> str:

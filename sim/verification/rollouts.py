@@ -9,9 +9,9 @@ earlier steps, with lengths drawn from theirs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,16 @@ import pandas as pd
 
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.measured import MeasuredAcceptance
-from tltlab.calibration.acceptance.measured import fit_acceptance
-from tltlab.calibration.api import Calibration, calibrate, iteration_times
+from tltlab.arrays import Flags
+from tltlab.calibration.api import StepFits
 from tltlab.console import table
+from tltlab.costs.base import LinearCosts
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.policy import Policy
-from tltlab.sim.engine.requests import Prefix, requests_by_step
-from tltlab.sim.engine.worker import SimulatedRollout
+from tltlab.sim.comparison.jobs import side_by_side
+from tltlab.sim.engine.requests import Prefix, Requests, requests_by_step, with_lengths
 from tltlab.sim.scenario import Scenario
 from tltlab.stats import finite
 from tltlab.traces import metrics
@@ -45,6 +46,8 @@ FEWEST_PLAIN = 20
 """Plain iterations of an RL step, without prefill, that tell how fast its machine was."""
 INTERVAL = (10, 90)
 _ROUNDING_S = 1e-9
+_TABLES = ("workload", "outcomes", "iterations", "acceptance", "steps")
+"""Tables that predictions are made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +106,13 @@ def verify(
     samples: int = 3,
     seed: int = 0,
     allow_code: Sequence[str] = (),
+    jobs: int | None = 1,
 ) -> Verification:
     """Predict each RL step of a recorded run from the `window` nearest other steps, and forecast it from earlier ones.
 
-    A prediction is the mean of `samples` sampled simulations with the recorded placement. Raises ConfigError for a
-    trace without iterations, fewer than three RL steps, a policy that the run does not tell, and one that is a class of
-    a module which `allow_code` does not name.
+    A prediction is the mean of `samples` sampled simulations with the recorded placement; `jobs` processes (None: one
+    per core) share the RL steps. Raises ConfigError for a trace without iterations, fewer than three RL steps, a policy
+    that the run does not tell, and one that is a class of a module which `allow_code` does not name.
     """
     trace = read(run)
     if trace.iterations is None or trace.steps is None:
@@ -116,20 +120,21 @@ def verify(
     recorded = trace.rl_steps
     if len(recorded) < 3:
         raise ConfigError(f"{run}: {len(recorded)} RL steps are too few: two to fit on and one to predict are needed")
-    measured = _measured(trace)
-    drafters = DrafterStates(trace=trace)
-    prediction = _Prediction(
-        trace=tools_as_engines_saw(trace), drafters=drafters, window=window, samples=samples, seed=seed
-    )
-    forces = _budgeted_once(policies_in_force(trace, allow_code))
-    rows = []
-    for step in recorded if rl_steps is None else rl_steps:
-        if step not in recorded:
-            raise ConfigError(f"{run}: no RL step {step}; there are {recorded[0]}..{recorded[-1]}")
-        rows.append(prediction.row(forces[step], step, measured[step]))
-    if not rows:
+    chosen = recorded if rl_steps is None else list(rl_steps)
+    if missing := [step for step in chosen if step not in recorded]:
+        raise ConfigError(f"{run}: no RL step {missing[0]}; there are {recorded[0]}..{recorded[-1]}")
+    if not chosen:
         raise ConfigError(f"{run}: no RL step was asked for")
-    table = pd.DataFrame(rows)
+    measured = _measured(trace)
+    forces = _budgeted_once(policies_in_force(trace, allow_code))
+    known = Trace.from_tables(trace.manifest, {name: trace.arrow(name) for name in _TABLES})
+    prediction = _Prediction(
+        trace=tools_as_engines_saw(known), drafters=DrafterStates(trace=known), window=window, samples=samples,
+        forecasts=FORECASTS, seed=seed,
+    )  # fmt: skip
+    # Backwards: the last RL steps take longest, as they have a past to be forecast from.
+    tasks = [partial(prediction.row, forces[step], step, measured[step]) for step in reversed(chosen)]
+    table = pd.DataFrame(list(side_by_side(tasks, jobs=jobs))[::-1])
     bias, spread = repeats(trace)
     at_step_time = (table["predicted_s"] * table["step_time_ratio"] / table["measured_s"] - 1).abs()
     foreseen, scaled = table[table["forecast_s"].notna()], table[table["scaled_error"].notna()]
@@ -193,30 +198,27 @@ class _Prediction:
     drafters: DrafterStates
     window: int
     samples: int
+    forecasts: int
     seed: int
 
     def row(self, force: InForce, step: int, measured_s: float) -> dict[str, Any]:
         """The RL step's row of `Verification.rows`."""
         trace = self.trace
-        history, fitted = self._fitted([s for s in trace.rl_steps if s != step], force.policy, step)
-        fit_on = history.rl_steps
+        fit_on, costs, fitted = self._fitted([s for s in trace.rl_steps if s != step], force.policy, step)
         # Only a policy that learns or draws lots has a past that matters.
         since = step if force.policy.build(np.random.default_rng(0)).memoryless else force.since
-        spans = [s for s in trace.rl_steps if since <= s <= step]
-        past = trace.select(spans)
-        accepted = self.drafters.acceptance(fitted.acceptance, step, fit_on, trace.rl_steps)
-        rollouts = [self._simulate(past, force, fitted, accepted, k) for k in range(self.samples)]
-        makespan_s, beside_s = float(np.mean([rollout.makespan_s for rollout in rollouts])), overhead_s(trace, fit_on)
+        accepted = self.drafters.acceptance(fitted, step, fit_on, trace.rl_steps)
+        past = self._scenario([s for s in trace.rl_steps if since <= s <= step], costs, accepted)
+        makespan_s = float(np.mean([self._makespan_s(past, force, k) for k in range(self.samples)]))
+        beside_s = float(self._beside_s.loc[fit_on].median())
         predicted_s = makespan_s + beside_s
-        this_step = trace.select([step])
-        assert this_step.iterations is not None
-        times = this_step.iterations[["worker", "duration"]].assign(predicted=iteration_times(fitted.costs, this_step))
-        plain = (this_step.iterations["draft_depth"] == 0) & (this_step.iterations["prefill_tokens"] == 0)
-        num_plain, ratio = int(plain.sum()), float("nan")
+        rows, ratio = self._timed(costs, [step]), float("nan")
+        plain = (rows["draft_depth"] == 0) & (rows["prefill_tokens"] == 0)
+        num_plain = int(plain.sum())
         if num_plain >= FEWEST_PLAIN:
-            ratio = _speed(times[plain], history, fitted)
+            ratio = _speed(rows[plain], self._timed(costs, fit_on))
         scaled_s = makespan_s * ratio + beside_s
-        busiest = times.groupby("worker").sum().sort_values("duration").iloc[-1]
+        busiest = rows[["worker", "duration", "predicted"]].groupby("worker").sum().sort_values("duration").iloc[-1]
         forecast_s, forecast_low_s, forecast_high_s = self._forecast(force, step)
         return {
             "rl_step": step,
@@ -236,6 +238,18 @@ class _Prediction:
         }
 
     @cached_property
+    def _fits(self) -> StepFits:
+        return StepFits(self.trace)
+
+    @cached_property
+    def _beside_s(self) -> pd.Series[float]:
+        return overhead_s(self.trace)
+
+    def _timed(self, costs: LinearCosts, rl_steps: Collection[int]) -> pd.DataFrame:
+        """Iterations of some RL steps with their `predicted` seconds."""
+        return self._fits.iterations[self._fits.of(rl_steps)].assign(predicted=self._fits.seconds(costs, rl_steps))
+
+    @cached_property
     def most_requests(self) -> int | None:
         """Requests that an engine of the run has at most."""
         assert self.trace.iterations is not None
@@ -253,55 +267,61 @@ class _Prediction:
         prefilled = float(rows.loc[rows["rl_step"].isin([step.rl_step for step in steps]), "prefill_tokens"].sum())
         return "kept" if abs(prefilled - uncached) <= abs(prefilled - whole) else "recomputed"
 
-    def _fitted(self, candidates: list[int], policy: Policy, step: int) -> tuple[Trace, Calibration]:
-        """The nearest candidates and a calibration on them; as many more as it takes to see what the policy needs."""
+    def _fitted(
+        self, candidates: list[int], policy: Policy, step: int
+    ) -> tuple[list[int], LinearCosts, MeasuredAcceptance | None]:
+        """The nearest candidates and a fit to them; as many more as it takes to see what the policy needs."""
         speculates = any(s.speculates for s in policy.strategies)
         for size in range(min(self.window, len(candidates)), len(candidates) + 1):
-            trace = self.trace.select(nearest(candidates, step, size))
-            fitted = _of_one_shape(calibrate(trace).without_noise(), trace, policy)
-            if not speculates or (fitted.acceptance is not None and fitted.costs.per_token_s is not None):
-                return trace, self._as_remembered(fitted, trace, policy, step)
+            fit_on = nearest(candidates, step, size)
+            rows = self._fits.of(fit_on)
+            costs = _of_one_shape(self._fits.costs(fit_on), self._fits.iterations[rows], policy)
+            acceptance = self._fits.acceptance(rows)
+            if not speculates or (acceptance is not None and costs.per_token_s is not None):
+                unlike = self._unlike(rows, policy, step)
+                return fit_on, costs, self._fits.acceptance(rows & ~unlike) if unlike.any() else acceptance
         raise ConfigError(
             f"RL step {step} speculates, and too little in the other steps does: what it costs is not known"
         )
 
-    def _as_remembered(self, fitted: Calibration, trace: Trace, policy: Policy, step: int) -> Calibration:
-        """The same, with acceptance of drafters that remember earlier RL steps as where prompts were as new to them.
+    def _unlike(self, fitted: Flags, policy: Policy, step: int) -> Flags:
+        """Rows of `fitted` whose drafter remembers earlier RL steps, where prompts were not as new to it as in a step.
 
-        Strategies that none of those RL steps drafted are fitted to all.
+        Strategies that none of the others drafted are left out: these are fitted to all.
         """
         specs = DEFAULT_DRAFTERS | policy.drafters
         remember = [name for name, spec in specs.items() if isinstance(spec, SuffixSpec) and spec.remembers]
-        rows, epochs = trace.iterations, self.trace.workload.groupby("rl_step")["epoch"].median() > 0
-        assert rows is not None
-        alike, mine = rows["rl_step"].map(epochs) == epochs[step], rows["drafter"].isin(remember)
+        rows = self._fits.iterations
+        mine = fitted & rows["drafter"].isin(remember).to_numpy()
+        if not mine.any():
+            return mine
+        epochs = self.trace.workload.groupby("rl_step")["epoch"].median() > 0
+        alike = (rows["rl_step"].map(epochs) == epochs[step]).to_numpy()
         drafted = pd.MultiIndex.from_frame(rows[["drafter", "draft_depth", "tokens_to_verify"]])
-        unlike = mine & ~alike & drafted.isin(drafted[mine & alike])
-        return replace(fitted, acceptance=fit_acceptance(rows[~unlike], trace.drafters)[0]) if unlike.any() else fitted
+        unlike: Flags = mine & ~alike & drafted.isin(drafted[mine & alike])
+        return unlike
 
-    def _simulate(
-        self,
-        trace: Trace,
-        force: InForce,
-        fitted: Calibration,
-        accepted: MeasuredAcceptance | FreshAcceptance | None,
-        sample: int,
-    ) -> SimulatedRollout:
-        """The last RL step of `trace`, after those before it."""
-        states, last = self.drafters.by_step, trace.rl_steps[-1]
-        scenario = Scenario.of(
-            trace,
-            costs=fitted.costs.model_copy(update={"max_num_seqs": self.most_requests}),
+    def _scenario(
+        self, rl_steps: list[int], costs: LinearCosts, accepted: MeasuredAcceptance | FreshAcceptance | None
+    ) -> Scenario:
+        return Scenario.of(
+            self.trace.select(rl_steps),
+            costs=costs.model_copy(update={"max_num_seqs": self.most_requests}),
             acceptance=accepted,
             placement="recorded",
             prefix=self.prefix,
             mode="sampled",
-            seed=self.seed + sample,
+            seed=self.seed,
         )
+
+    def _makespan_s(self, scenario: Scenario, force: InForce, sample: int) -> float:
+        """Seconds of the scenario's last RL step, after those before it."""
+        states, last = self.drafters.by_step, scenario.steps[-1].rl_step
         entropy = [[force.seed, worker, force.since] for worker in range(scenario.workers)]
         # A learning policy's past counts as drafted by today's drafter where it is not told by which.
-        drafter = [states.get(step, states[last]) for step in trace.rl_steps] if last in states else None
-        return scenario.rollouts(force.policy, entropy=entropy, drafter=drafter)[-1]
+        drafter = [states.get(step.rl_step, states[last]) for step in scenario.steps] if last in states else None
+        scenario = replace(scenario, seed=scenario.seed + sample)
+        return scenario.rollouts(force.policy, entropy=entropy, drafter=drafter)[-1].makespan_s
 
     def _forecast(self, force: InForce, step: int) -> tuple[float, float, float]:
         """Median and interval of the rollout time as it looks before the step, nan where history is too short."""
@@ -310,50 +330,44 @@ class _Prediction:
         if len(earlier) < 2:
             return unknown
         try:
-            history, fitted = self._fitted(earlier, force.policy, step)
+            fit_on, costs, fitted = self._fitted(earlier, force.policy, step)
         except ConfigError:
             return unknown
-        fit_on = history.rl_steps
-        beside_s = overhead_s(trace, fit_on)
         rng = np.random.default_rng([self.seed, step])
-        drawn = islice(drawn_lengths(trace.select([step]), history, rng), FORECASTS)
-        accepted = self.drafters.acceptance(fitted.acceptance, step, fit_on, earlier)
+        scenario = self._scenario([step], costs, self.drafters.acceptance(fitted, step, fit_on, earlier))
+        drawn = islice(drawn_lengths(scenario.steps[0], trace.select(fit_on), rng, self.prefix), self.forecasts)
         # As if the policy was set at this step: a forecast does not replay what it learned before.
         afresh = replace(force, since=step)
-        makespans = [self._simulate(draw, afresh, fitted, accepted, k).makespan_s for k, draw in enumerate(drawn)]
-        low, high = np.percentile(makespans, INTERVAL)
-        return float(np.median(makespans)) + beside_s, float(low) + beside_s, float(high) + beside_s
+        makespans_s = [self._makespan_s(replace(scenario, steps=(s,)), afresh, k) for k, s in enumerate(drawn)]
+        median, low, high = np.percentile(makespans_s, (50, *INTERVAL)) + float(self._beside_s.loc[fit_on].median())
+        return float(median), float(low), float(high)
 
 
-def _speed(plain: pd.DataFrame, fit_on: Trace, fitted: Calibration) -> float:
+def _speed(plain: pd.DataFrame, fit_on: pd.DataFrame) -> float:
     """How many times as long plain iterations took as those of the fit, both over what the costs say.
 
     Medians, by which a few that were interrupted do not count; the fit's own ratio takes out what its costs are off by.
     """
-    assert fit_on.iterations is not None
     ratio = float((plain["duration"] / plain["predicted"]).median())
-    rows = fit_on.iterations
-    like = (rows["draft_depth"] == 0) & (rows["prefill_tokens"] == 0)
+    like = (fit_on["draft_depth"] == 0) & (fit_on["prefill_tokens"] == 0)
     if like.sum() < FEWEST_PLAIN:
         return ratio
-    return ratio / float((rows["duration"] / iteration_times(fitted.costs, fit_on))[like].median())
+    return ratio / float((fit_on["duration"] / fit_on["predicted"])[like].median())
 
 
-def _of_one_shape(fitted: Calibration, trace: Trace, policy: Policy) -> Calibration:
+def _of_one_shape(costs: LinearCosts, iterations: pd.DataFrame, policy: Policy) -> LinearCosts:
     """The same where every draft of the data and of the policy has one shape: what its tokens cost is in other terms
     then, and nothing else is asked of these costs."""
-    assert trace.iterations is not None
-    drafts = trace.iterations.loc[trace.iterations["draft_depth"] > 0, ["draft_depth", "top_k", "tokens_to_verify"]]
-    shapes = set(drafts.itertuples(index=False, name=None))
+    drafts = iterations.loc[iterations["draft_depth"] > 0, ["draft_depth", "top_k", "tokens_to_verify"]]
+    shapes = set(drafts.drop_duplicates().itertuples(index=False, name=None))
     policy_shapes = {(s.draft_depth, s.top_k, s.tokens_to_verify) for s in policy.strategies if s.speculates}
-    if fitted.costs.per_token_s is not None or len(shapes) != 1 or shapes != policy_shapes:
-        return fitted
-    inside = {"per_token_s": 0.0, "sd_base_s": fitted.costs.sd_base_s or 0.0}
-    return replace(fitted, costs=fitted.costs.model_copy(update=inside))
+    if costs.per_token_s is not None or len(shapes) != 1 or shapes != policy_shapes:
+        return costs
+    return costs.model_copy(update={"per_token_s": 0.0, "sd_base_s": costs.sd_base_s or 0.0})
 
 
-def overhead_s(trace: Trace, rl_steps: list[int]) -> float:
-    """Seconds of a rollout beside its busiest worker's iterations: calls, starts, collecting responses."""
+def overhead_s(trace: Trace) -> pd.Series[float]:
+    """Seconds of each RL step's rollout beside its busiest worker's iterations: calls, starts, collecting responses."""
     assert trace.iterations is not None
     iterations = trace.iterations
     if (trace.outcomes["turn"] > 0).any():
@@ -362,8 +376,7 @@ def overhead_s(trace: Trace, rl_steps: list[int]) -> float:
         busiest = (ends["end"].max() - ends["t_start"].min()).groupby("rl_step").max()
     else:
         busiest = iterations.groupby(["rl_step", "worker"])["duration"].sum().groupby("rl_step").max()
-    beside = pd.Series(metrics.rollout_s(trace.select(rl_steps)), dtype=np.float64) - busiest
-    return float(beside.loc[rl_steps].median())
+    return pd.Series(metrics.rollout_s(trace), dtype=np.float64) - busiest
 
 
 def tools_as_engines_saw(trace: Trace) -> Trace:
@@ -394,21 +407,15 @@ def tools_as_engines_saw(trace: Trace) -> Trace:
     return trace.replace(outcomes=outcomes.assign(tool_s=tool_s))
 
 
-def drawn_lengths(step: Trace, history: Trace, rng: np.random.Generator) -> Iterator[Trace]:
-    """The step again and again, with response lengths of whole groups drawn from history, each cut at its cap."""
+def drawn_lengths(step: Requests, history: Trace, rng: np.random.Generator, prefix: str) -> Iterator[Requests]:
+    """The RL step again and again, with response lengths of whole groups drawn from history, each cut at its cap."""
     groups = [group.to_numpy() for _, group in history.outcomes.groupby(["rl_step", "prompt_id"])["response_tokens"]]
-    rows = step.outcomes[[*KEY, "worker", "tool_s"]]
-    of = rows.groupby("prompt_id", sort=False).ngroup().to_numpy()
-    places = [np.flatnonzero(of == group) for group in np.unique(of)]
-    caps = step.workload.merge(rows[list(KEY)], how="right", on=list(KEY))["max_response_tokens"].to_numpy()
+    places = [np.flatnonzero(step.groups == group) for group in np.unique(step.groups)]
     while True:
-        drawn = np.empty(len(rows), np.int64)
+        drawn = np.empty(len(step), np.int64)
         for place in places:
             drawn[place] = rng.choice(groups[rng.integers(len(groups))], size=len(place), replace=True)
-        outcomes = rows.assign(
-            response_tokens=np.clip(drawn, 1, caps), finish_reason=np.where(drawn >= caps, "length", "stop")
-        )
-        yield Trace.from_tables(step.manifest, {"workload": step.workload, "outcomes": outcomes})
+        yield with_lengths(step, np.clip(drawn, 1, step.max_response_tokens).tolist(), prefix)
 
 
 def text(verification: Verification) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
+from tltlab.sim.comparison.jobs import side_by_side
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
@@ -64,10 +66,13 @@ class StepColumns:
     unit: str = "rollout"
 
     @classmethod
-    def of(cls, trace: Trace, costs: str | None = None, workers: int | None = None) -> StepColumns:
+    def of(
+        cls, trace: Trace, costs: str | None = None, workers: int | None = None, jobs: int | None = 1
+    ) -> StepColumns:
         """The RL steps of a trace whose rollouts have a time, or as a whole where none has, as in TRL's logs.
 
-        Raises ConfigError where fewer than three have.
+        `jobs` processes (None: one per core) simulate them with `costs`. Raises ConfigError where fewer than three
+        have a time.
         """
         steps = trace.steps
         if steps is None or "rollout_s" not in steps:
@@ -96,7 +101,8 @@ class StepColumns:
         shape = load_costs(costs)
         if isinstance(shape, ScaledCosts):
             raise ConfigError(f"{costs} were fitted to a log themselves: name what they were made of")
-        rows["level"] = [_simulated_s(trace, step, shape, num_workers, accepted.loc[step]) for step in timed.index]
+        parts = ((trace.select([step]), shape, num_workers, accepted.loc[step]) for step in timed.index)
+        rows["level"] = list(side_by_side([partial(_simulated_s, *part) for part in parts], jobs=jobs))
         return cls(rows=rows, terms=LEVEL_TERMS, workers=num_workers, accept_length=accepted, shape=shape, unit=unit)
 
     def fit(self, rows: pd.DataFrame) -> tuple[StageEstimator, Floats]:
@@ -286,17 +292,25 @@ class LogVerification:
 
 
 def verify_log(
-    trace: Trace, *, costs: str | None = None, workers: int | None = None, window: int = WINDOW
+    trace: Trace,
+    *,
+    costs: str | None = None,
+    workers: int | None = None,
+    window: int = WINDOW,
+    jobs: int | None = 1,
 ) -> LogVerification:
     """Predict each RL step from the `window` before it, from the seventh on. Raises ConfigError where there are fewer.
 
     Intervals are conformal: of the errors of the fit on its own RL steps, each left out, and of the last predictions.
+    `jobs` processes (None: one per core) share the fits.
     """
-    columns = StepColumns.of(trace, costs, workers)
+    columns = StepColumns.of(trace, costs, workers, jobs)
+    places = range(FEWEST, len(columns.rows))
+    histories = [columns.rows.iloc[max(0, at - window) : at] for at in places]
+    fits = side_by_side([partial(columns.fit, earlier) for earlier in histories], jobs=jobs)
     predictions: list[dict[str, float]] = []
-    for at in range(FEWEST, len(columns.rows)):
-        earlier, current = columns.rows.iloc[max(0, at - window) : at], columns.rows.iloc[[at]]
-        estimator, error = columns.fit(earlier)
+    for at, earlier, (estimator, error) in zip(places, histories, fits, strict=True):
+        current = columns.rows.iloc[[at]]
         past = [row["error"] for row in predictions[-window:]]
         _, most = most_errors(np.concatenate([error, past]))
         measured_s, predicted_s = float(current["measured_s"].iloc[0]), float(estimator.predict(current)[0])
@@ -326,11 +340,11 @@ def verify_log(
     return LogVerification(rows=pd.DataFrame(predictions), unit=columns.unit)
 
 
-def _simulated_s(trace: Trace, step: int, costs: CostModel, workers: int, accept_length: float) -> float:
+def _simulated_s(step: Trace, costs: CostModel, workers: int, accept_length: float) -> float:
     strategy, acceptance = NO_SPECULATION, None
     if accept_length > 1.0:
         strategy, acceptance = Strategy.chain("learned", math.ceil(accept_length)), f"constant:{accept_length}"
-    scenario = Scenario.of(trace.select([step]), costs=costs, acceptance=acceptance, workers=workers)
+    scenario = Scenario.of(step, costs=costs, acceptance=acceptance, workers=workers)
     policy = Policy(selector=FixedSpec(strategy=strategy))
     return scenario.rollouts(policy)[-1].makespan_s
 

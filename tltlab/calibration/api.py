@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.measured import MeasuredAcceptance
-from tltlab.arrays import Floats
+from tltlab.arrays import Flags, Floats
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
@@ -17,7 +19,7 @@ from tltlab.traces.trace import Trace
 
 from .costs import fit_trace
 from .iterations import iterations_of, recorded_rows
-from .linear import predict
+from .linear import LinearEstimator, predict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +35,38 @@ class Calibration:
     sums: pd.DataFrame
     notes: tuple[str, ...]
 
-    def without_noise(self) -> Calibration:
-        """The same with iteration times as the model has them: for predicting a rollout time.
 
-        Engines that share cores slow each other down. To a fit that is scatter of each, but it is common to all, and
-        drawn apart for each worker it would make the slowest of four some 10 % slower than it is.
-        """
-        return replace(self, costs=self.costs.model_copy(update={"noise": None}))
+class StepFits:
+    """Fits to any RL steps of one trace, whose iterations are read once: `costs` as those of `calibrate`, `acceptance`.
+
+    Costs have no noise: they are for predicting a rollout time. Engines that share cores slow each other down. To a fit
+    that is scatter of each, but it is common to all, and drawn apart for each worker it would make the slowest of four
+    some 10 % slower than it is.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.iterations = iterations_of(trace)
+        self._rows = recorded_rows(self.iterations, trace.steps, trace.drafters)
+        self._drafters = trace.drafters
+
+    def of(self, rl_steps: Collection[int]) -> Flags:
+        """The rows of `iterations` in these RL steps."""
+        return np.isin(self._rows.rl_step, list(rl_steps))
+
+    def costs(self, rl_steps: Collection[int]) -> LinearCosts:
+        """Linear costs of these RL steps. Raises ConfigError where these have no iterations."""
+        rows = self._rows.where(self.of(rl_steps))
+        if not len(rows):
+            raise ConfigError("there are no iterations to calibrate on")
+        return LinearEstimator(recorded=True).fit(rows).costs_
+
+    def acceptance(self, rows: Flags) -> MeasuredAcceptance | None:
+        """Acceptance of these rows of `iterations`; None where nothing was speculated."""
+        return fit_acceptance(self.iterations[rows], self._drafters)[0]
+
+    def seconds(self, costs: LinearCosts, rl_steps: Collection[int]) -> Floats:
+        """Seconds of each iteration of these RL steps under a cost model, in the order of `iterations`."""
+        return predict(costs, self._rows.where(self.of(rl_steps)))
 
 
 def calibrate(trace: str | Path | Trace) -> Calibration:

@@ -55,6 +55,7 @@ def verify(
         typer.Option(min=1, help=f"Sampled simulations per prediction. [default: {SAMPLES}, with --policies 8]"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of sampled acceptance and drawn lengths.")] = 0,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes. [default: the cores here]")] = None,
     allow_code: AllowCode = None,
     as_json: Json = False,
 ) -> None:
@@ -78,19 +79,19 @@ def verify(
         trace = read(run)
         chosen = parse_rl_steps(rl_steps, trace.rl_steps)
         if decisions:
-            played = replay_decisions(trace, rl_steps=chosen, allow_code=allow_code or ())
+            played = replay_decisions(trace, rl_steps=chosen, allow_code=allow_code or (), jobs=jobs)
             emit(played.json(), as_json=as_json, text=played.text())
             return
         if is_log(trace):
             trace = trace if chosen is None else trace.select(chosen)
-            log = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW)
+            log = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW, jobs=jobs)
             emit(log.json(), as_json=as_json, text=log.text())
             return
         if costs is not None or workers is not None:
             raise ConfigError("--costs and --workers are for training logs: a recorded run tells its own")
         verification = run_verify(
             run, rl_steps=chosen, window=window or WINDOW, samples=samples or SAMPLES, seed=seed,
-            allow_code=allow_code or (),
+            allow_code=allow_code or (), jobs=jobs,
         )  # fmt: skip
         emit(verification.json(), as_json=as_json, text=text(verification))
         return
@@ -105,6 +106,6 @@ def verify(
         chosen_policies = of_policies.named_policies(policies)
         session = partial(roll_out, run, chosen_policies, rounds=repeats or ROUNDS, seed=seed, say=progress)
         rollouts = of_policies.verify_policies(
-            chosen_policies, session, samples=samples or of_policies.SAMPLES, seed=seed, out=out
+            chosen_policies, session, samples=samples or of_policies.SAMPLES, seed=seed, out=out, jobs=jobs
         )
     emit(rollouts.json(), as_json=as_json, text=of_policies.text(rollouts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,9 +93,8 @@ def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Part:
     return Section(title=title, blocks=(*blocks, records(rows, columns, caption=caption)))
 
 
-def lengths_part(trace: Trace) -> Part:
-    """How long responses were: the tail of the distribution, and percentiles per RL step."""
-    rows = metrics.per_step(trace)
+def lengths_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Part:
+    """How long responses were: the tail of the distribution, and percentiles per RL step, from `metrics.per_step`."""
     num = sum(row["num_responses"] for row in rows)
     if not num:
         return Absent(title="Response lengths", reason="the trace has no responses")
@@ -133,9 +132,9 @@ def _longer_than(lengths_of: Mapping[str, Ints]) -> Figure:
     return lines(series, xlabel="tokens", ylabel="% still running", title="Responses longer than ...")
 
 
-def steps_part(trace: Trace) -> Part:
-    """A row per RL step, with the seconds of its stages."""
-    rows = steps_rows(trace)
+def steps_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Part:
+    """A row per RL step, with the seconds of its stages; `rows` are those of `metrics.per_step`."""
+    rows = steps_rows(trace, rows)
     if all(row["rollout_s"] is None for row in rows):
         reason = "the trace has no times: simulate it first (tltlab simulate TRACE --out)"
         return Absent(title="RL steps", reason=reason)
@@ -163,19 +162,19 @@ def steps_part(trace: Trace) -> Part:
     return Section(title="RL steps", blocks=tuple(blocks))
 
 
-def steps_rows(trace: Trace) -> list[dict[str, Any]]:
-    """What is known of each RL step: metrics and the trace's own `steps`; None where unknown."""
+def steps_rows(trace: Trace, per_step: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What is known of each RL step: its metrics and the trace's own `steps`; None where unknown."""
     by_step = {} if trace.steps is None else {row["rl_step"]: row for row in json_rows(trace.steps)}
     rows = []
-    for row in metrics.per_step(trace):
-        recorded, measured = by_step.get(row["rl_step"], {}), row["rollout_s"]
-        row |= {key: recorded.get(key) for key in ("policy", *_STAGES, "drift_kl", "drafter_updates")}
+    for each in per_step:
+        recorded, measured = by_step.get(each["rl_step"], {}), each["rollout_s"]
+        row = {**each} | {key: recorded.get(key) for key in ("policy", *_STAGES, "drift_kl", "drafter_updates")}
         row |= {"reward": recorded.get("reward_mean")}
         rows.append(row | {"tokens_per_s": row["num_tokens"] / measured if measured else None})
     return rows
 
 
-def _step_pictures(rows: list[dict[str, Any]]) -> list[Block]:
+def _step_pictures(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
     steps = [row["rl_step"] for row in rows]
     blocks: list[Block] = []
     if all(row["reward"] is not None for row in rows):
@@ -227,7 +226,7 @@ def off_policy_part(trace: Trace) -> Part:
 def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -> tuple[Part, ...]:
     """Two runs in the same charts: an RL step of each on one time axis, figures over RL steps, and lengths."""
     traces = dict(zip(names, (first, second), strict=True))
-    rows = {name: steps_rows(trace) for name, trace in traces.items()}
+    rows = {name: steps_rows(trace, metrics.per_step(trace)) for name, trace in traces.items()}
     blocks: list[Block] = []
     for key, ylabel, title in (
         ("reward", "mean reward", "Reward"),

@@ -147,13 +147,17 @@ def _read_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> list[Readin
     for row, (_, lane) in enumerate(pieces.groupby("lane", sort=False)):
         at: list[float] = []
         texts: list[str] = []
-        for _, stop in lane.groupby("stop"):
-            start, end = float(stop["start_s"].iloc[0]), float(stop["end_s"].max())
-            seconds = stop.groupby("kind")["lasts"].sum().sort_values(ascending=False)
-            whole = float(seconds.sum()) or 1.0
-            words = [str(kind) if len(seconds) == 1 else f"{kind} {s / whole:.0%}" for kind, s in seconds.items()]
+        stops_of = lane.groupby("stop")
+        each = stops_of.agg(kind=("kind", "first"), start_s=("start_s", "first"), end_s=("end_s", "max"))
+        several = set(lane["stop"][lane["kind"].ne(lane["stop"].map(each["kind"]))])
+        for number, kind, start, end in each.itertuples(name=None):
+            said = kind
+            if number in several:
+                seconds = stops_of.get_group(number).groupby("kind")["lasts"].sum().sort_values(ascending=False)
+                whole = float(seconds.sum()) or 1.0
+                said = ", ".join(f"{kind} {s / whole:.0%}" for kind, s in seconds.items())
             at += [start, end]
-            texts += [f"{names[row]}: {', '.join(words)}\n{start:.{digits}f} to {end:.{digits}f} s", ""]
+            texts += [f"{names[row]}: {said}\n{start:.{digits}f} to {end:.{digits}f} s", ""]
         # What ends where the next begins leaves nothing between.
         stops = [i for i in range(len(at)) if texts[i] or i + 1 == len(at) or at[i + 1] - at[i] > width]
         x, shown_texts = np.array(at)[stops], [texts[i] for i in stops]

@@ -32,7 +32,7 @@ def verify_part(run: Path, trace: Trace, summary: Mapping[str, Any], *, compute:
     try:
         from tltlab.sim.verification.rollouts import verify
 
-        return from_result(verify(run).json(), "Computed for this page (tltlab verify).")
+        return from_result(verify(trace, jobs=None).json(), "Computed for this page (tltlab verify).")
     except TltlabError as error:
         return Absent(title=TITLE, reason=str(error))
     except ModuleNotFoundError as error:

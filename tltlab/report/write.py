@@ -72,9 +72,10 @@ def run_page(source: Path, *, verify: bool) -> Page:
     folder = locate(source)
     run = run_folder(folder)
     summary, run_json = read_object(run / "summary.json"), read_object(run / "run.json")
+    rows = metrics.per_step(trace)
     parts = (
-        timeline_part(trace), lengths_part(trace), steps_part(trace), off_policy_part(trace), acceptance_part(trace),
-        arms_part(trace), graphs_part(trace, read_object(run / "graphs.json")),
+        timeline_part(trace), lengths_part(trace, rows), steps_part(trace, rows), off_policy_part(trace),
+        acceptance_part(trace), arms_part(trace), graphs_part(trace, read_object(run / "graphs.json")),
         responses_part(trace, run, run_json.get("recipe")), verify_part(run, trace, summary, compute=verify),
         findings_part(run), events_part(run), origin_part(run, trace, run_json),
     )  # fmt: skip

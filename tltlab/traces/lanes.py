@@ -130,7 +130,8 @@ def _workers(trace: Trace, start_s: float, duration: float | None) -> pd.DataFra
     end_s = start_s + duration if duration is not None else float(work["end_s"].max())
     gap_s = 1e-3 * (end_s - start_s)
     names = {f"worker {i}" for i in range(metrics.num_workers(trace))} | set(work["lane"])
-    pieces = [_fill(name, _merge(work[work["lane"] == name], gap_s), start_s, end_s, gap_s) for name in sorted(names)]
+    on_lane = dict(iter(work.groupby("lane")))
+    pieces = [_fill(name, _merge(on_lane.get(name, work[:0]), gap_s), start_s, end_s, gap_s) for name in sorted(names)]
     pieces += [_merge(rows, gap_s) for _, rows in other_lanes.groupby("lane")]
     return pd.concat([piece for piece in pieces if len(piece)] or [other_lanes], ignore_index=True)
 
@@ -159,10 +160,8 @@ def _merge(segments: pd.DataFrame, gap_s: float) -> pd.DataFrame:
     kind, start = segments["kind"].to_numpy(), segments["start_s"].to_numpy()
     end = np.maximum.accumulate(segments["end_s"].to_numpy())
     new = np.concatenate([[True], (kind[1:] != kind[:-1]) | (start[1:] - end[:-1] > gap_s)])
-    run = np.cumsum(new)
-    return segments.groupby(run, as_index=False).agg(
-        lane=("lane", "first"), kind=("kind", "first"), start_s=("start_s", "min"), end_s=("end_s", "max")
-    )[COLUMNS]
+    first = np.flatnonzero(new)
+    return segments.iloc[first].assign(end_s=np.maximum.reduceat(segments["end_s"].to_numpy(), first))
 
 
 def _fill(lane: str, segments: pd.DataFrame, start_s: float, end_s: float, gap_s: float) -> pd.DataFrame:
@@ -171,7 +170,7 @@ def _fill(lane: str, segments: pd.DataFrame, start_s: float, end_s: float, gap_s
     until = np.minimum(np.concatenate([segments["start_s"].to_numpy(dtype=float), [end_s]]), end_s)
     idle = until - covered > gap_s
     gaps = _segments(lane, "idle", covered[idle], until[idle])
-    return pd.concat([segments, gaps], ignore_index=True).sort_values("start_s", kind="stable")
+    return pd.concat([segments, gaps], ignore_index=True)
 
 
 def _lane_order(lane: str) -> tuple[int, int, str]:

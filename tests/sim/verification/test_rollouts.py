@@ -6,11 +6,13 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from joblib import Parallel
 
 from bench.simulator import COSTS
 from tests.refused import refused
@@ -22,6 +24,10 @@ from tltlab.lengths.model import REGIMES
 from tltlab.policies.policy import Activation, LengthAwareBudgetSpec, Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
+from tltlab.sim.comparison import jobs as side
+from tltlab.sim.engine.requests import requests_by_step
+from tltlab.sim.verification.decisions import replay_decisions
+from tltlab.sim.verification.policies import judge
 from tltlab.sim.verification.rollouts import _measured, drawn_lengths, text, verify
 from tltlab.sim.verification.run_files import policies_in_force
 from tltlab.strategy import Strategy
@@ -33,6 +39,7 @@ from .recorded import record
 CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 3)))
 SAMPLED = {"costs": COSTS, "acceptance": "geometric:0.6", "mode": "sampled", "record_iterations": True}
 GCD = Path(__file__).parents[3] / "traces" / "gcd-small"
+SUBSET_SUM = GCD.with_name("subset-sum-small")
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +157,42 @@ def test_a_rollout_run_twice_tells_the_noise_from_the_bias(run: Path, tmp_path: 
 
 def test_drawn_lengths_come_from_history_and_respect_the_cap():
     trace = read(GCD)
-    step, history = trace.select([5]), trace.select([0, 1])
-    drawn = next(drawn_lengths(step, history, np.random.default_rng(0))).outcomes
-    assert set(drawn["response_tokens"]) <= set(history.outcomes["response_tokens"])
-    assert len(drawn) == len(step.outcomes)
+    (step,), history = requests_by_step(trace, [5]), trace.select([0, 1])
+    low = replace(step, max_response_tokens=[100] * len(step))
+    drawn, cut = (next(drawn_lengths(s, history, np.random.default_rng(0), "kept")).lengths for s in (step, low))
+    assert set(drawn) <= set(history.outcomes["response_tokens"])
+    assert len(drawn) == len(step)
+    assert cut.tolist() == np.minimum(drawn, 100).tolist() != drawn.tolist()
+    tools = ToolUse(turns=3.0, tool_s=0.002, observation_tokens=20)
+    turns = generate(REGIMES["base-rl"], num_rl_steps=2, prompts_per_step=6, group_size=4, num_workers=2, tools=tools)
+    (step,) = requests_by_step(turns, [1])
+    again = next(drawn_lengths(step, turns.select([0]), np.random.default_rng(0), "kept"))
+    before, after = np.array([(at, then) for at, then in enumerate(again.turns.after) if then >= 0]).T
+    cached = np.minimum((again.prompts + again.lengths)[before], again.prompts[after])
+    assert np.array(again.turns.cached_tokens)[after].tolist() == cached.tolist()
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        lambda run, jobs: verify(run, samples=1, jobs=jobs).json(),
+        lambda run, jobs: judge(run, samples=1, jobs=jobs).json()["rounds"],
+        lambda run, jobs: replay_decisions(SUBSET_SUM, jobs=jobs).json(),
+    ],
+    ids=["rl-steps", "policies", "decisions"],
+)
+def test_processes_change_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: Callable[..., Any]):
+    source = log_normal(prompts=4, group_size=4, rl_steps=6, median=60, sigma=0.7, cap=200, workers=2)
+    policies = dict(enumerate(["none", "ngram:2", "ngram:4"] * 2))
+    made = [simulate(source.select([step]), policy, seed=step, **SAMPLED).trace for step, policy in policies.items()]
+    run = record(tmp_path, made, policies)
+    began: list[int] = []
+    monkeypatch.setattr(side, "Parallel", lambda **given: began.append(given["n_jobs"]) or Parallel(**given))
+    monkeypatch.setattr(side, "ALONE_S", 0.0)
+    alone = figures(run, 1)
+    assert began == []
+    assert figures(run, 2) == alone
+    assert began == [2]
 
 
 def test_a_recorded_run_of_a_shipped_policy_can_be_verified(capsys):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self
+
 import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
-from tltlab.arrays import Floats
+from tltlab.arrays import Flags, Floats, Ints
 from tltlab.drafters.specs import STANDARD, Drafters
 
 BANDS = (4, 16, 48)
@@ -31,13 +34,14 @@ def fit_acceptance(
     notes = []
     if len(whole) < len(spec):
         notes.append(f"acceptance: {len(spec) - len(whole)} iterations with trees or trimmed chains left out")
-    number = np.searchsorted(BANDS, whole["batch"].to_numpy())
+    drafts = _Drafts.of(whole)
+    number = np.searchsorted(BANDS, drafts.batch)
     copies = drafters.copying(map(str, whole["drafter"].unique()))
     bands: list[dict[str, dict[int, FittedDepth]]] = [{} for _ in range(len(BANDS) + 1)]
     for drafter, depth in whole[["drafter", "draft_depth"]].drop_duplicates().sort_values("draft_depth").to_numpy():
         of_drafter = (whole["drafter"] == drafter).to_numpy()
         copied = copies[str(drafter)]
-        cells = [_fit(whole[of_drafter & (number == b)], copied, int(depth)) for b in range(len(bands))]
+        cells = [drafts.fit(of_drafter & (number == b), copied, int(depth)) for b in range(len(bands))]
         for b, fitted in enumerate(_fill(cells)):
             if fitted is not None:
                 bands[b].setdefault(str(drafter), {})[int(depth)] = fitted
@@ -58,27 +62,58 @@ def _fill(cells: list[FittedDepth | None]) -> list[FittedDepth | None]:
     return [cells[min(enough, key=lambda e: (abs(e - b), e))] for b in range(len(cells))]
 
 
-def _fit(rows: pd.DataFrame, copied: bool, depth: int) -> FittedDepth | None:
-    """One drafter's iterations in one band as the chain of `depth`; None without any at least as deep."""
-    rows = rows[rows["draft_depth"] >= depth]
-    same_depth = rows[rows["draft_depth"] == depth]
-    sample = same_depth if len(same_depth) else rows
-    if copied and int(same_depth["batch"].sum()) >= ENOUGH:
-        rows = same_depth
-    requests = int(sample["batch"].sum())
-    if requests == 0:
-        return None
-    drafted = float((sample["num_drafted"] * depth / sample["draft_depth"]).sum()) / requests
-    lists = rows["accepted_per_request"].dropna()
-    if len(lists) == len(rows):
-        accepted = np.concatenate([np.asarray(x, np.int64) for x in lists])
-        num_samples = len(accepted)
-        p = np.bincount(np.minimum(accepted, depth), minlength=depth + 1) / num_samples
-    else:
-        num_samples = requests
-        accepted_mean = float((sample["num_accepted"]).clip(upper=sample["batch"] * depth).sum()) / requests
-        p = equal_chain(min(accepted_mean, depth), depth)
-    return FittedDepth(accepted=tuple(p.tolist()), drafted=min(drafted, depth), num_samples=num_samples)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drafts:
+    """Iterations as columns; `accepted` has the tokens of one request after another, `num_lists` of each iteration.
+
+    An iteration that is not `known` has none there.
+    """
+
+    batch: Ints
+    depth: Ints
+    num_drafted: Floats
+    num_accepted: Floats
+    known: Flags
+    accepted: Ints
+    num_lists: Ints
+
+    @classmethod
+    def of(cls, rows: pd.DataFrame) -> Self:
+        lists = rows["accepted_per_request"]
+        known, each = lists.notna().to_numpy(dtype=bool), lists.dropna().tolist()
+        num_lists = np.zeros(len(rows), np.int64)
+        num_lists[known] = [len(x) for x in each]
+        return cls(
+            batch=rows["batch"].to_numpy(np.int64),
+            depth=rows["draft_depth"].to_numpy(np.int64),
+            num_drafted=rows["num_drafted"].to_numpy(np.float64),
+            num_accepted=rows["num_accepted"].to_numpy(np.float64),
+            known=known,
+            accepted=np.concatenate([np.zeros(0, np.int64), *each]).astype(np.int64),
+            num_lists=num_lists,
+        )
+
+    def fit(self, rows: Flags, copied: bool, depth: int) -> FittedDepth | None:
+        """One drafter's iterations in one band as the chain of `depth`; None without any at least as deep."""
+        rows = rows & (self.depth >= depth)
+        same_depth = rows & (self.depth == depth)
+        sample = same_depth if same_depth.any() else rows
+        if copied and int(self.batch[same_depth].sum()) >= ENOUGH:
+            rows = same_depth
+        requests = int(self.batch[sample].sum())
+        if requests == 0:
+            return None
+        drafted = float(np.nansum(self.num_drafted[sample] * depth / self.depth[sample])) / requests
+        if self.known[rows].all():
+            accepted = self.accepted[np.repeat(rows, self.num_lists)]
+            num_samples = len(accepted)
+            p = np.bincount(np.minimum(accepted, depth), minlength=depth + 1) / num_samples
+        else:
+            num_samples = requests
+            most = self.batch[sample] * depth
+            mean = float(np.nansum(np.minimum(self.num_accepted[sample], most))) / requests
+            p = equal_chain(min(mean, depth), depth)
+        return FittedDepth(accepted=tuple(p.tolist()), drafted=min(drafted, depth), num_samples=num_samples)
 
 
 def equal_chain(mean: float, depth: int) -> Floats:
