@@ -369,12 +369,14 @@ class Control:
             with self.inside:
                 places, lives, depths = self._draft_orders(request_ids, strategy)
             with self.drafting:
-                proposals = self.drafters.propose(
+                names, drafts = self.drafters.propose(
                     strategy, depths, [learned[n] for n in places] if learned else [[]] * len(depths)
                 )
-            drafts = [[] for _ in request_ids]
-            for n, live, (drafter, draft) in zip(places, lives, proposals, strict=True):
-                live.drafter, drafts[n] = drafter, draft
+            for live, name in zip(lives, names, strict=True):
+                live.drafter = name
+            if len(places) < len(request_ids):
+                made = dict(zip(places, drafts, strict=True))
+                drafts = [made.get(n) or [] for n in range(len(request_ids))]
         self.ledger.drafted(since_s, learned_s or 0.0, late_s)
         return drafts
 
@@ -390,10 +392,12 @@ class Control:
                     lives.append(live)
             # Valid until a request enters or leaves.
             self._batch_places = (request_ids, places, lives) if len(lives) == len(request_ids) else None
-        rooms = [live.max_response_tokens - len(live.output) - 1 for live in lives]
         with self.deciding:
             shares = self._shares(strategy, lives)
-        shares = [share if share < room else max(room, 0) for share, room in zip(shares, rooms, strict=True)]
+        shares = [
+            share if share < (room := live.max_response_tokens - len(live.output) - 1) else max(room, 0)
+            for share, live in zip(shares, lives, strict=True)
+        ]
         if not all(shares):
             places, lives = list(compress(places, shares)), list(compress(lives, shares))
             shares = [share for share in shares if share]

@@ -86,13 +86,19 @@ class NgramDrafter(Drafter):
         self._free_bytes -= request.store.take(request, tokens) * self._bytes_per_token
 
     def propose(self, key: Key, depth: int) -> Draft:
-        request = self._running[key]
-        if request.store.waiting and not self._has_backlog:
-            request.store.catch_up()
-        if request.num_waiting:
-            # Which its last tokens are is not known before they are in.
-            return Draft([], 0.0)
-        return request.store.propose(request.tail or (), depth)
+        return self.propose_all([(key, depth)])[0]
+
+    def propose_all(self, queries: Sequence[tuple[Key, int]]) -> list[Draft]:
+        drafts = []
+        running, catches_up = self._running, not self._has_backlog
+        for key, depth in queries:
+            request = running[key]
+            store = request.store
+            if catches_up and store.waiting:
+                store.catch_up()
+            # The request's last tokens are unknown while some of its text waits.
+            drafts.append(Draft([], 0.0) if request.num_waiting else store.propose(request.tail or (), depth))
+        return drafts
 
     def catch_up(self, most: int | None = None) -> bool:
         room = math.inf if most is None else most
@@ -162,26 +168,27 @@ class _Store:
 
     def take(self, request: _NgramRequest, tokens: Sequence[int]) -> int:
         """Tokens of a request, first its prompt's; how many they are."""
+        num_tokens = len(tokens)
         self.waiting.append((request, tuple(tokens)))
-        request.num_waiting += len(tokens)
-        self.num_waiting += len(tokens)
-        return len(tokens)
+        request.num_waiting += num_tokens
+        self.num_waiting += num_tokens
+        return num_tokens
 
     def catch_up(self, most: float = math.inf) -> float:
         """Put in what waits, at most so many tokens, but prompts whole; how many it were."""
-        waiting, self.waiting, before = self.waiting, [], self.num_waiting
-        leftover = before - most
+        waiting, self.waiting, before, room = self.waiting, [], self.num_waiting, most
         for place, (request, tokens) in enumerate(waiting):
-            more = int(leftover) - self.num_waiting + len(tokens) if leftover > 0 else 0
-            if request.tail is not None and more > 0:
-                self.waiting.append((request, tokens[-more:]))
-                tokens = tokens[:-more]
-            request.tail = self.add_prompt(tokens) if request.tail is None else self.add(request.tail, tokens)
+            tail = request.tail
+            if tail is not None and len(tokens) > room:
+                self.waiting.append((request, tokens[int(room) :]))
+                tokens = tokens[: int(room)]
+            request.tail = self.add_prompt(tokens) if tail is None else self.add(tail, tokens)
             request.num_waiting -= len(tokens)
-            self.num_waiting -= len(tokens)
-            if self.num_waiting <= leftover:
+            room -= len(tokens)
+            if room <= 0:
                 self.waiting += waiting[place + 1 :]
                 break
+        self.num_waiting = sum(len(tokens) for _, tokens in self.waiting)
         return before - self.num_waiting
 
     @property
