@@ -392,12 +392,10 @@ class Control:
                     lives.append(live)
             # Valid until a request enters or leaves.
             self._batch_places = (request_ids, places, lives) if len(lives) == len(request_ids) else None
+        rooms = [live.max_response_tokens - len(live.output) - 1 for live in lives]
         with self.deciding:
             shares = self._shares(strategy, lives)
-        shares = [
-            share if share < (room := live.max_response_tokens - len(live.output) - 1) else max(room, 0)
-            for share, live in zip(shares, lives, strict=True)
-        ]
+        shares = [share if share < room else max(room, 0) for share, room in zip(shares, rooms, strict=True)]
         if not all(shares):
             places, lives = list(compress(places, shares)), list(compress(lives, shares))
             shares = [share for share in shares if share]

@@ -246,27 +246,28 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Drafters and drafts, at most `depth` tokens for each (key, depth); `learned` are the workers' drafts."""
         spec = self.specs[strategy.drafter]
         if not isinstance(spec, HybridSpec):
-            return self._propose(strategy.drafter, depths, learned)
+            name, drafts = self._propose(strategy.drafter, depths, learned)
+            return [name] * len(drafts), drafts
         first, otherwise = spec.first, spec.otherwise
         estimate = self._accept_estimates.get(otherwise, 0.0) if otherwise != self.learned or self._serves() else 0.0
         firsts = self._drafter(first).propose_all(depths)
         names, drafts = [first] * len(firsts), [draft.tokens for draft in firsts]
         places = [n for n, (_, depth) in enumerate(depths) if not spec.choose(firsts[n], min(estimate, depth))]
-        replacements = self._propose(otherwise, [depths[n] for n in places], [learned[n] for n in places])
-        for n, name, draft in zip(places, *replacements, strict=True):
+        name, replacements = self._propose(otherwise, [depths[n] for n in places], [learned[n] for n in places])
+        for n, draft in zip(places, replacements, strict=True):
             names[n], drafts[n] = name, draft
         return names, drafts
 
     def _propose(
         self, name: str, depths: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
-    ) -> tuple[list[str], list[list[int]]]:
+    ) -> tuple[str, list[list[int]]]:
         if self._learned_spec is not None and name == self.learned:
             if self._serves():
-                return [name] * len(depths), [draft[:depth] for (_, depth), draft in zip(depths, learned, strict=True)]
+                return name, [draft[:depth] for (_, depth), draft in zip(depths, learned, strict=True)]
             if self._learned_spec.fallback is None:
-                return [name] * len(depths), [[] for _ in depths]
+                return name, [[] for _ in depths]
             name = self._learned_spec.fallback
-        return [name] * len(depths), [draft.tokens for draft in self._drafter(name).propose_all(depths)]
+        return name, [draft.tokens for draft in self._drafter(name).propose_all(depths)]
 
     def observe(self, name: str, verified: Sequence[tuple[Key, int, int]]) -> None:
         """Drafts by `name` were verified: for each key how many tokens were drafted, and how many first ones kept."""
@@ -281,8 +282,7 @@ class DrafterPool(Mapping[str, DrafterState]):
                 self._counts[name].add(num_drafted, num_accepted)
                 self.canary.observe(num_drafted, num_accepted)
             return
-        _, drafted, accepted = zip(*verified, strict=True)
-        outcomes = Counter(zip(drafted, accepted, strict=True))
+        outcomes = Counter([draft[1:] for draft in verified])
         for (num_drafted, num_accepted), times in outcomes.items():
             self._counts[name].add(num_drafted, num_accepted, times)
         if name in self._drafter_feeds:
