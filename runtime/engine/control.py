@@ -369,12 +369,14 @@ class Control:
             with self.inside:
                 places, lives, depths = self._draft_orders(request_ids, strategy)
             with self.drafting:
-                proposals = self.drafters.propose(
+                names, drafts = self.drafters.propose(
                     strategy, depths, [learned[n] for n in places] if learned else [[]] * len(depths)
                 )
-            drafts = [[] for _ in request_ids]
-            for n, live, (drafter, draft) in zip(places, lives, proposals, strict=True):
-                live.drafter, drafts[n] = drafter, draft
+            for live, name in zip(lives, names, strict=True):
+                live.drafter = name
+            if len(places) < len(request_ids):
+                made = dict(zip(places, drafts, strict=True))
+                drafts = [made.get(n) or [] for n in range(len(request_ids))]
         self.ledger.drafted(since_s, learned_s or 0.0, late_s)
         return drafts
 

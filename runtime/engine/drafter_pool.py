@@ -81,9 +81,9 @@ class _DrafterFeed:
     def feed(self) -> None:
         extend = self.drafter.extend
         for text in self.texts.values():
-            if (length := len(text.output)) > text.shown:
-                extend(text.key, text.output[text.shown :])
-                text.shown = length
+            if new := text.output[text.shown :]:
+                extend(text.key, new)
+                text.shown += len(new)
 
     def close(self, key: Key) -> None:
         text = self.texts.pop(key)
@@ -242,31 +242,32 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     def propose(
         self, strategy: Strategy, depths: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
-    ) -> list[tuple[str, list[int]]]:
-        """For each (key, depth) who drafts and at most `depth` tokens; `learned` is what the workers drafted for it."""
+    ) -> tuple[list[str], list[list[int]]]:
+        """Drafters and drafts, at most `depth` tokens for each (key, depth); `learned` are the workers' drafts."""
         spec = self.specs[strategy.drafter]
         if not isinstance(spec, HybridSpec):
-            return self._propose(strategy.drafter, depths, learned)
+            name, drafts = self._propose(strategy.drafter, depths, learned)
+            return [name] * len(drafts), drafts
         first, otherwise = spec.first, spec.otherwise
         estimate = self._accept_estimates.get(otherwise, 0.0) if otherwise != self.learned or self._serves() else 0.0
         firsts = self._drafter(first).propose_all(depths)
-        drafts = [(first, draft.tokens) for draft in firsts]
+        names, drafts = [first] * len(firsts), [draft.tokens for draft in firsts]
         places = [n for n, (_, depth) in enumerate(depths) if not spec.choose(firsts[n], min(estimate, depth))]
-        replacements = self._propose(otherwise, [depths[n] for n in places], [learned[n] for n in places])
+        name, replacements = self._propose(otherwise, [depths[n] for n in places], [learned[n] for n in places])
         for n, draft in zip(places, replacements, strict=True):
-            drafts[n] = draft
-        return drafts
+            names[n], drafts[n] = name, draft
+        return names, drafts
 
     def _propose(
         self, name: str, depths: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
-    ) -> list[tuple[str, list[int]]]:
+    ) -> tuple[str, list[list[int]]]:
         if self._learned_spec is not None and name == self.learned:
             if self._serves():
-                return [(name, tokens[:depth]) for (_, depth), tokens in zip(depths, learned, strict=True)]
+                return name, [draft[:depth] for (_, depth), draft in zip(depths, learned, strict=True)]
             if self._learned_spec.fallback is None:
-                return [(name, []) for _ in depths]
+                return name, [[] for _ in depths]
             name = self._learned_spec.fallback
-        return [(name, draft.tokens) for draft in self._drafter(name).propose_all(depths)]
+        return name, [draft.tokens for draft in self._drafter(name).propose_all(depths)]
 
     def observe(self, name: str, verified: Sequence[tuple[Key, int, int]]) -> None:
         """Drafts by `name` were verified: for each key how many tokens were drafted, and how many first ones kept."""

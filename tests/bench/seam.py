@@ -51,10 +51,11 @@ def bench_seam(
     microseconds; `parts` are medians by what vLLM calls: `schedule`, `outputs` and `drafts`, with `policy` the part of
     them in which the policy chooses, shares out and learns; means of `requests`, in which requests come and go.
     `lookup_us` and `insert_us` are what the drafters' indices alone take for an iteration's calls, measured in every
-    third iteration, and `beyond_us` is what the others take without it, strategy by strategy; `vllm_us` is what vLLM's
-    own scheduler takes. While off, elastic activation keeps speculation off. With `cold` the caches are emptied before
-    each call, as a forward pass on the same processor does. `python_ns` is what a turn of an empty loop took meanwhile,
-    by which runs on busy machines can be compared. ConfigError for a case that there is not.
+    third iteration, and `beyond_us` is what the others take without it, strategy by strategy, `beyond_se_us` its
+    standard error; `vllm_us` is what vLLM's own scheduler takes. While off, elastic activation keeps speculation off.
+    With `cold` the caches are emptied before each call, as a forward pass on the same processor does. `python_ns` is
+    what a turn of an empty loop took meanwhile, by which runs on busy machines can be compared. ConfigError for a case
+    that there is not.
     """
     if unknown := [case for case in cases if case not in CASES]:
         raise ConfigError(f"no case {unknown[0]!r} of bench seam; there are: {', '.join(CASES)}")

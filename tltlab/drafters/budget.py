@@ -96,8 +96,8 @@ class AcceptanceBudget(DraftBudget):
 
 def shares_of(budget: DraftBudget, state: StepState, strategy: Strategy) -> list[int]:
     """Tokens to draft for each request of `state`, as a budget allots them. ConfigError for shares that do not fit."""
-    shares = [int(share) for share in budget.allot(state, strategy)]
-    if len(shares) != state.batch or any(not 0 <= share <= strategy.draft_depth for share in shares):
+    shares = list(map(int, budget.allot(state, strategy)))
+    if len(shares) != state.batch or (shares and not 0 <= min(shares) <= max(shares) <= strategy.draft_depth):
         raise ConfigError(
             f"the budget gave {shares} for {state.batch} requests: it must give each 0 to {strategy.draft_depth} "
             f"tokens under {strategy}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -160,12 +161,8 @@ class LengthAwareBudget(DraftBudget):
         if (depth, verified) not in self.plans_:
             self.plans_[depth, verified] = self._plan(requests, depth, verified - 1)
         offset = sum([request.generated_tokens for request in requests]) * _GOLDEN % 1.0
-        allotment, before = [], 0
-        for end in self.plans_[depth, verified]:
-            after = int(end + offset)
-            allotment.append(min(after - before, depth))
-            before = after
-        return allotment
+        ends = [int(end + offset) for end in self.plans_[depth, verified]]
+        return [share if (share := end - before) < depth else depth for before, end in pairwise([0, *ends])]
 
     def _plan(self, requests: Sequence[RequestState], depth: int, most: int) -> list[float]:
         """Sums of the tokens per pass, up to and with each request."""

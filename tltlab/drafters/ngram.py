@@ -78,21 +78,30 @@ class NgramDrafter(Drafter):
     def open(self, key: Key, tokens: Sequence[int]) -> None:
         assert key not in self._running, f"request {key!r} is open already"
         store = self._stores.setdefault(self._name(key), _Store(self.min_match, self.max_match))
-        request = self._running[key] = _NgramRequest(store)
-        self._free_bytes -= store.take(request, tokens) * self._bytes_per_token
+        self._running[key] = _NgramRequest(store)
+        self.extend(key, tokens)
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
-        request = self._running[key]
-        self._free_bytes -= request.store.take(request, tokens) * self._bytes_per_token
+        request, num_tokens = self._running[key], len(tokens)
+        store = request.store
+        store.waiting.append((request, tuple(tokens)))
+        request.num_waiting += num_tokens
+        store.num_waiting += num_tokens
+        self._free_bytes -= num_tokens * self._bytes_per_token
 
     def propose(self, key: Key, depth: int) -> Draft:
-        request = self._running[key]
-        if request.store.waiting and not self._has_backlog:
-            request.store.catch_up()
-        if request.num_waiting:
-            # Which its last tokens are is not known before they are in.
-            return Draft([], 0.0)
-        return request.store.propose(request.tail or (), depth)
+        return self.propose_all([(key, depth)])[0]
+
+    def propose_all(self, queries: Sequence[tuple[Key, int]]) -> list[Draft]:
+        drafts = []
+        for key, depth in queries:
+            request = self._running[key]
+            store = request.store
+            if store.waiting and not self._has_backlog:
+                store.catch_up()
+            # The request's last tokens are unknown while some of its text waits.
+            drafts.append(Draft([], 0.0) if request.num_waiting else store.propose(request.tail or (), depth))
+        return drafts
 
     def catch_up(self, most: int | None = None) -> bool:
         room = math.inf if most is None else most
@@ -135,10 +144,7 @@ class NgramDrafter(Drafter):
 
 @dataclass(slots=True, eq=False)
 class _NgramRequest:
-    """An open request, and the last tokens of what is in its store of it; None before its prompt is.
-
-    The others wait.
-    """
+    """An open request: `tail` are its last tokens in the store, None before its prompt is in; the others wait."""
 
     store: _Store
     tail: Gram | None = None
@@ -160,28 +166,20 @@ class _Store:
         self.waiting: list[tuple[_NgramRequest, Gram]] = []
         self.num_waiting = 0
 
-    def take(self, request: _NgramRequest, tokens: Sequence[int]) -> int:
-        """Tokens of a request, first its prompt's; how many they are."""
-        self.waiting.append((request, tuple(tokens)))
-        request.num_waiting += len(tokens)
-        self.num_waiting += len(tokens)
-        return len(tokens)
-
     def catch_up(self, most: float = math.inf) -> float:
         """Put in what waits, at most so many tokens, but prompts whole; how many it were."""
-        waiting, self.waiting, before = self.waiting, [], self.num_waiting
-        leftover = before - most
+        waiting, self.waiting, before, room = self.waiting, [], self.num_waiting, most
         for place, (request, tokens) in enumerate(waiting):
-            more = int(leftover) - self.num_waiting + len(tokens) if leftover > 0 else 0
-            if request.tail is not None and more > 0:
-                self.waiting.append((request, tokens[-more:]))
-                tokens = tokens[:-more]
+            if request.tail is not None and len(tokens) > room:
+                self.waiting.append((request, tokens[int(room) :]))
+                tokens = tokens[: int(room)]
             request.tail = self.add_prompt(tokens) if request.tail is None else self.add(request.tail, tokens)
             request.num_waiting -= len(tokens)
-            self.num_waiting -= len(tokens)
-            if self.num_waiting <= leftover:
+            room -= len(tokens)
+            if room <= 0:
                 self.waiting += waiting[place + 1 :]
                 break
+        self.num_waiting = sum(len(tokens) for _, tokens in self.waiting)
         return before - self.num_waiting
 
     @property

@@ -274,7 +274,7 @@ class PlayedEngine:
             | {part: float(np.mean([row["us"][part] for row in timed])) for part in (_REQUESTS, _CAPTURED)},
             "lookup_us": float(np.median([us["lookup"] for us in index])) if index else 0.0,
             "insert_us": float(np.median([us["insert"] for us in index])) if index else 0.0,
-            "beyond_us": _beyond_us(rows),
+            **_beyond_us(rows),
             "iterations": len(timed),
             "drafted": float(np.mean([row["drafted"] for row in timed])),
             "accepted": float(np.mean([row["accepted"] for row in timed])),
@@ -369,7 +369,8 @@ class PlayedEngine:
         yield index_us
         index_us.update({part: total * 1e6 for part, (total,) in seconds.items()})
         for tree in trees:
-            tree.index = tree.index._index
+            if tree.index is not None:
+                tree.index = tree.index._index
         for store in stores:
             del store.propose, store.add
 
@@ -378,8 +379,11 @@ def _own_us(row: dict[str, Any]) -> float:
     return float(sum(us for part, us in row["us"].items() if part != _VLLM))
 
 
-def _beyond_us(rows: Sequence[dict[str, Any]]) -> float:
-    """What is ours in an iteration beyond its indices: the difference of medians by strategy, weighted by how often."""
+def _beyond_us(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What is ours in an iteration beyond its indices: the difference of medians by strategy, weighted by how often.
+
+    With its standard error: either median is several times the difference.
+    """
     plain: defaultdict[Any, list[float]] = defaultdict(list)
     index: defaultdict[Any, list[float]] = defaultdict(list)
     for row in rows:
@@ -389,9 +393,20 @@ def _beyond_us(rows: Sequence[dict[str, Any]]) -> float:
             plain[row["strategy"]].append(_own_us(row))
     strategies = plain.keys() & index.keys()
     if not strategies:
-        return 0.0
-    beyond = [np.median(plain[strategy]) - np.median(index[strategy]) for strategy in strategies]
-    return float(np.average(beyond, weights=[len(plain[strategy]) for strategy in strategies]))
+        return {"beyond_us": 0.0, "beyond_se_us": 0.0}
+    beyond, errors, weights = [], [], []
+    for strategy in strategies:
+        beyond.append(np.median(plain[strategy]) - np.median(index[strategy]))
+        errors.append(math.hypot(_error_of_median(plain[strategy]), _error_of_median(index[strategy])))
+        weights.append(len(plain[strategy]))
+    shares = np.array(weights) / sum(weights)
+    return {"beyond_us": float(shares @ beyond), "beyond_se_us": float(np.linalg.norm(shares * errors))}
+
+
+def _error_of_median(values: Sequence[float]) -> float:
+    """Standard error of a median, from the quartiles, since an iteration that other programs slow down lies far out."""
+    low, high = np.percentile(values, [25, 75])
+    return float(1.2533 * (high - low) / 1.349 / math.sqrt(len(values)))
 
 
 class _TimedIndex:

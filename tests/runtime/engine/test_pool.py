@@ -92,9 +92,9 @@ def test_without_a_fallback_nothing_is_drafted_and_a_hybrid_takes_its_first():
     drafters.use([LEARNED, hybrid])
     drafters.open(KEY, [5, 6, 5, 6, 5, 6])
     verified(drafters, 0)
-    assert drafters.propose(LEARNED, [(KEY, 3)], [[7, 7, 7]]) == [("learned", [])]
+    assert drafters.propose(LEARNED, [(KEY, 3)], [[7, 7, 7]]) == (["learned"], [[]])
     assert (drafters.worker_depth(LEARNED), drafters.worker_depth(hybrid)) == (0, 0)
-    assert drafters.propose(hybrid, [(KEY, 2)], [[7, 7]]) == [("ngram", [5, 6])]
+    assert drafters.propose(hybrid, [(KEY, 2)], [[7, 7]]) == (["ngram"], [[5, 6]])
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_a_learned_drafter_that_is_absent_or_stale_is_stood_in_for(spec: Learned
         pool.begin(2)
     pool.open(KEY, [1])
     assert pool.worker_depth(chain(3, "learned")) == 0
-    assert pool.propose(chain(3, "learned"), [(KEY, 3)], [[]]) == [("parrot", [1, 1, 1])]
+    assert pool.propose(chain(3, "learned"), [(KEY, 3)], [[]]) == (["parrot"], [[1, 1, 1]])
     pool.updated()
     assert pool.worker_depth(chain(3, "learned")) == 3
-    assert pool.propose(chain(3, "learned"), [(KEY, 2)], [[5, 6, 7]]) == [("learned", [5, 6])]
+    assert pool.propose(chain(3, "learned"), [(KEY, 2)], [[5, 6, 7]]) == (["learned"], [[5, 6]])
 
 
 @pytest.mark.parametrize(("expected", "drafter"), [(3.0, "parrot"), (1.5, "learned")])
