@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import joblib
 import numpy as np
 import pytest
 from joblib import Parallel
@@ -158,7 +159,7 @@ def test_a_rollout_run_twice_tells_the_noise_from_the_bias(run: Path, tmp_path: 
 def test_drawn_lengths_come_from_history_and_respect_the_cap():
     trace = read(GCD)
     (step,), history = requests_by_step(trace, [5]), trace.select([0, 1])
-    low = replace(step, max_response_tokens=[100] * len(step))
+    low = replace(step, caps=np.full(len(step), 100))
     drawn, cut = (next(drawn_lengths(s, history, np.random.default_rng(0), "kept")).lengths for s in (step, low))
     assert set(drawn) <= set(history.outcomes["response_tokens"])
     assert len(drawn) == len(step)
@@ -187,7 +188,7 @@ def test_processes_change_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     made = [simulate(source.select([step]), policy, seed=step, **SAMPLED).trace for step, policy in policies.items()]
     run = record(tmp_path, made, policies)
     began: list[int] = []
-    monkeypatch.setattr(side, "Parallel", lambda **given: began.append(given["n_jobs"]) or Parallel(**given))
+    monkeypatch.setattr(joblib, "Parallel", lambda **given: began.append(given["n_jobs"]) or Parallel(**given))
     monkeypatch.setattr(side, "ALONE_S", 0.0)
     alone = figures(run, 1)
     assert began == []
