@@ -22,7 +22,7 @@ from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy
 from tltlab.sim.comparison.jobs import side_by_side
 from tltlab.sim.comparison.sample import Scenarios, samples, small
-from tltlab.sim.comparison.sweep import intervals_of, lean, ratio_columns, speed_ups
+from tltlab.sim.comparison.sweep import intervals_of, ratio_columns, speed_ups
 from tltlab.sim.comparison.systems import SystemComparison, ratios_are_small
 from tltlab.sim.config import SimulationConfig, at_least, check_keywords
 from tltlab.sim.scenario import Scenario, named_policies
@@ -234,7 +234,7 @@ def _task(
         stages = None if at.machine is None else at.machine.stages
         asked = SystemComparison(scenarios=at.only(rl_steps), systems=find_systems(names), stages=stages, ranges=False)
         return partial(_system_rows, asked, rl_steps)
-    return partial(_rows, lean(at.of(rl_steps)), policies)
+    return partial(_rows, at.of(rl_steps), policies)
 
 
 def _rows(scenario: Scenario, policies: Mapping[str, Policy]) -> tuple[list[dict[str, Any]], bool]:

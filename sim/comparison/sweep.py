@@ -84,8 +84,7 @@ def _swept(
     # What takes long begins first: the last to end then ends about when the others do.
     seconds = {name: expected_s(scenario, policy) for name, policy in policies.items()}
     order = sorted(policies, key=lambda name: -seconds[name])
-    small_task = lean(scenario)
-    tasks = [partial(_simulated, small_task, policies[name], outside) for name in order]
+    tasks = [partial(_simulated, scenario, policies[name], outside) for name in order]
     results = side_by_side(tasks, jobs=jobs, ray_address=ray_address, expected_s=[seconds[name] for name in order])
     found = dict(zip(order, results, strict=True))
     steps = [step.rl_step for step in scenario.steps]
@@ -110,11 +109,6 @@ def expected_s(scenario: Scenario, policy: Policy) -> float:
 
 
 _REQUEST_S, _DECISION_S = 2e-6, 3e-5
-
-
-def lean(scenario: Scenario) -> Scenario:
-    """The scenario without table rows, which are for writing traces: other processes need not receive them."""
-    return replace(scenario, steps=tuple(step.without_rows() for step in scenario.steps))
 
 
 def _simulated(scenario: Scenario, policy: Policy, outside: bool) -> tuple[list[float], dict[str, float]]:

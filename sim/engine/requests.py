@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -173,9 +173,10 @@ class Requests:
         """Tokens of each response that the RL step trains on."""
         return self.lengths if self.kept is None else self.lengths + self.kept
 
-    def without_rows(self) -> Requests:
-        """The same without what `rows` are made from: for other processes."""
-        return replace(self, make_keys=partial(list, self.keys), make_rows=pd.DataFrame)
+    def __getstate__(self) -> dict[str, Any]:
+        """Other processes receive keys and rows in place of what they are made from, which is a whole trace."""
+        made = {"make_keys": partial(list, self.keys), "make_rows": partial(pd.DataFrame, self.rows)}
+        return vars(self) | made
 
     @cached_property
     def uncached(self) -> Ints:

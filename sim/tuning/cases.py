@@ -75,7 +75,7 @@ def _received(pickled: bytes) -> _Once:
 def _makespans(once: _Once, policy: Policy, mode: str, seed: int, delay: int | None) -> Floats:
     """Seconds of each RL step's rollout."""
     scenario = replace(once.scenario, mode=mode, seed=seed)
-    return np.array([rollout.makespan_s for rollout in scenario.rollouts(policy, delay=delay)])
+    return np.array([rollout.makespan_s for rollout in scenario.each_rollout(policy, delay=delay)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class TuningCase:
         times: dict[int, float] = defaultdict(float)
         contexts: dict[int, float] = defaultdict(float)
         fluid = replace(self.scenario, mode="fluid")
-        for columns in (log.columns for r in fluid.rollouts(load_policy("none")) for log in r.logs):
+        for columns, _ in (rollout.columns() for rollout in fluid.each_rollout(load_policy("none"))):
             n, b = columns.num_iterations, columns.batch
             middle = columns.context_tokens + b * (n - 1) / 2
             for batch, count, context in zip(b.tolist(), n.tolist(), (n * middle).tolist(), strict=True):
