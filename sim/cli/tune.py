@@ -93,7 +93,7 @@ def tune(
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the trials' scores in their order: .png or .svg.")] = None,
     seed: options.Seed = 0,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes. [default: the cores here]")] = None,
+    jobs: options.Jobs = None,
     as_json: Json = False,
 ) -> None:
     """Find a policy for a trace in simulation, judge it on RL steps held out, and say whether it was worth it.
