@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,14 @@ from tltlab.runtime.drafter.offline.runs import annotated_drafts, by_position, i
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.models.runs import Sizes, fixed_depth, recipe_of, trained_beside, warmed_up
-from tltlab.runtime.ray.start import preforking
+from tltlab.runtime.ray.start import preforking, ray_running
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import DataConfig, EvalConfig, RolloutConfig, TrainConfig
 from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.runtime.run.rows import StepReport
 from tltlab.sim import SimResult, simulate
 from tltlab.sim.tuning.tune import TuneResult, tune
-from tltlab.sim.verification.rollouts import nearest, verify
+from tltlab.sim.verification.rollouts import Verification, nearest, verify
 from tltlab.traces.metrics import mean_accept_length, summary
 from tltlab.traces.trace import Trace, read
 
@@ -61,7 +62,7 @@ class DemoSetting:
 
 FULL = DemoSetting(
     size="small", plain_steps=4, explore_steps=6, tuned_steps=6, adaptive_steps=4, heldout=512,
-    drafter=Sizes(steps=12, heldout=0),
+    drafter=Sizes(steps=8, prompts_per_step=16, heldout=0),
 )  # fmt: skip
 FAST = DemoSetting(
     size="tiny", plain_steps=2, explore_steps=2, tuned_steps=2, adaptive_steps=2, heldout=256,
@@ -81,44 +82,44 @@ def run_demo(out: Path, setting: DemoSetting, *, task: str, seed: int) -> dict[s
     say(f"1/7 training a {setting.size} model from scratch on {task}")
     model = make_model(out / "model", size=setting.size, task=task, seed=seed, progress=say)
     recipe = demo_recipe(out / "model", setting, model, seed)
-    say("2/7 starting Ray, two vLLM engines and the trainer")
-    with GrpoRun(recipe, out) as run:
-        write_json(out / "run.json", sealed(run_json(recipe)))
-        reward_first = run.evaluate()
-        say(f"held-out reward {reward_first:.3f} before training; 3/7 GRPO, recorded")
-        names = setting.policies()
-        first = names.index(TUNED)
-        for name in names[:first]:
-            run.set_policy(load_policy(name), name)
-            say(str(run.step()))
-        say("4/7 calibrating and tuning a policy in the simulator")
-        fitted, tuning = fit_and_tune(run.trace(), out, seed)
-        for candidate in tuning.candidates[:3]:
-            say(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
-        say(tuning.verdict)
-        say(f"5/7 GRPO goes on under {tuning.name}, from {out / 'policy.json'}, then under {ADAPTIVE}")
-        tuned = load_policy(out / "policy.json")
-        run.set_policy(tuned, TUNED)
-        for _ in range(setting.tuned_steps):
-            say(str(run.step()))
-        run.set_policy(load_policy(ADAPTIVE), ADAPTIVE)
-        for _ in range(setting.adaptive_steps):
-            say(str(run.step()))
-        reward_last = run.evaluate()
-        say(f"held-out reward {reward_last:.3f} after {len(names)} steps; 6/7 predicting every step from the others")
-        reports = run.reports
-        run.save()
+    with ray_running(), ThreadPoolExecutor(1) as beside:
+        say("2/7 starting Ray, two vLLM engines and the trainer")
+        with GrpoRun(recipe, out) as run:
+            write_json(out / "run.json", sealed(run_json(recipe)))
+            reward_first = run.evaluate()
+            say(f"held-out reward {reward_first:.3f} before training; 3/7 GRPO, recorded")
+            names = setting.policies()
+            first = names.index(TUNED)
+            for name in names[:first]:
+                run.set_policy(load_policy(name), name)
+                say(str(run.step()))
+            say("4/7 calibrating and tuning a policy in the simulator")
+            fitted, tuning = fit_and_tune(run.trace(), out, seed)
+            for candidate in tuning.candidates[:3]:
+                say(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
+            say(tuning.verdict)
+            say(f"5/7 GRPO goes on under {tuning.name}, from {out / 'policy.json'}, then under {ADAPTIVE}")
+            tuned = load_policy(out / "policy.json")
+            run.set_policy(tuned, TUNED)
+            for _ in range(setting.tuned_steps):
+                say(str(run.step()))
+            run.set_policy(load_policy(ADAPTIVE), ADAPTIVE)
+            for _ in range(setting.adaptive_steps):
+                say(str(run.step()))
+            reward_last = run.evaluate()
+            say(f"held-out reward {reward_last:.3f} after {len(names)} steps")
+            reports = run.reports
+            run.save()
+        say("6/7 predicting every step from the others, while the last run starts")
+        predicting = beside.submit(predict, out, names, fitted, tuned, seed)
+        say("7/7 GRPO once more from the start, four workers, with a drafter that learns on those that are idle")
+        drafter = run_drafter(
+            out / "model", out / "adaptive", setting.drafter, seed=seed, say=say, before_steps=predicting.result
+        )
+        verification, without_s = predicting.result()
     trace = read(out / "trace")
-    verification = verify(out, seed=seed)
     predicted = verification.rows.set_index("rl_step")["predicted_s"]
     tuned_steps = [s for s, name in enumerate(names) if name == TUNED]
-    # Luck in acceptance moves a single simulation by some percent.
-    without_s = [
-        sampled(trace, s, load_policy(PLAIN), fitted, seed + n).makespan_s for s in tuned_steps for n in range(5)
-    ]
-    pictures(trace, first + (setting.tuned_steps - 1) // 2, tuned, out, seed)
-    say("7/7 GRPO once more from the start, four workers, with a drafter that learns on those that are idle")
-    drafter = run_drafter(out / "model", out / "adaptive", setting.drafter, seed=seed, say=say)
     result = {
         "grpo_steps": len(reports),
         "reward_first": reward_first,
@@ -131,7 +132,7 @@ def run_demo(out: Path, setting: DemoSetting, *, task: str, seed: int) -> dict[s
         "median_prediction_error": verification.median_error,
         "verify": verification.json(),
         "tuned_rollout_s": float(np.mean([reports[s].rollout_s for s in tuned_steps])),
-        "predicted_rollout_s_without_speculation": float(np.mean(without_s)),
+        "predicted_rollout_s_without_speculation": without_s,
         "drafter": drafter,
         "candidates": [{"name": c.name, "makespan_s": c.makespan_s} for c in tuning.candidates],
         "model": model,
@@ -145,6 +146,15 @@ def run_demo(out: Path, setting: DemoSetting, *, task: str, seed: int) -> dict[s
     write_json(out / "summary.json", result)
     say(f"done: {out / 'summary.json'}, {out / 'timeline.png'}")
     return result
+
+
+def predict(out: Path, names: list[str], fitted: Calibration, tuned: Policy, seed: int) -> tuple[Verification, float]:
+    """Predict each RL step from the others and draw one; mean seconds of the tuned steps without speculation too."""
+    trace, steps = read(out / "trace"), [s for s, name in enumerate(names) if name == TUNED]
+    # Luck in acceptance moves a single simulation by some percent.
+    without_s = [sampled(trace, s, load_policy(PLAIN), fitted, seed + n).makespan_s for s in steps for n in range(5)]
+    pictures(trace, steps[(len(steps) - 1) // 2], tuned, out, seed)
+    return verify(out, seed=seed), float(np.mean(without_s))
 
 
 def fit_and_tune(recorded: Trace, out: Path, seed: int) -> tuple[Calibration, TuneResult]:
@@ -196,8 +206,8 @@ def demo_recipe(model: Path, setting: DemoSetting, report: dict[str, Any], seed:
         model=str(model),
         reward=report["reward"],
         data=DataConfig(train=str(model / "train.jsonl"), heldout=str(model / "heldout.jsonl")),
-        rollout=RolloutConfig(max_draft_depth=8, repeat_every=2, vllm={"max_num_seqs": 256}),
-        train=TrainConfig(steps=len(setting.policies())),
+        rollout=RolloutConfig(max_draft_depth=8, repeat_every=3, vllm={"max_num_seqs": 256}),
+        train=TrainConfig(steps=len(setting.policies()), ranks=2),
         eval=EvalConfig(num_prompts=setting.heldout),
         seed=seed,
     )
@@ -258,17 +268,22 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run_drafter(model: Path, out: Path, sizes: Sizes, *, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
+def run_drafter(
+    model: Path, out: Path, sizes: Sizes, *, seed: int, say: Callable[[str], None], before_steps: Callable[[], object]
+) -> dict[str, Any]:
     """Warm up a drafter for `model`, run GRPO with it into `out`, and say what its training gave.
 
     Four workers, as with two only one is ever idle. Frozen and adaptive drafter are compared on the same responses,
-    those of the last third of the RL steps: the one that the run began with, and the one in service.
+    those of the last third of the RL steps: the one that the run began with, and the one in service. `before_steps` is
+    called once all has started.
     """
     head = warmed_up(model, out / "warm-up", sizes, say)
     drafter = trained_beside(head, sizes).model_copy(update={"annotate": 8})
     policy = fixed_depth(out / "fixed.json", sizes.draft_depth)
     recipe = recipe_of(model, sizes, seed=seed, policy=policy, drafter=drafter)
     with GrpoRun(recipe, out) as run:
+        # Rollouts are measured, so nothing else may run beside them.
+        before_steps()
         for _ in range(sizes.steps):
             say(str(run.step()))
         run.save()

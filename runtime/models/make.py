@@ -1,4 +1,4 @@
-"""A small reasoning model of our own, trained from scratch on one CPU core, and the folder it is handed on in."""
+"""A small reasoning model of our own, trained from scratch on two CPU cores, and the folder it is handed on in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ _HEAD_SIZE = 32
 _IGNORED = -100
 _POOL_ROWS = 1024
 _WARMUP_STEPS = 20
+# Threads that share a training step: of Python, as torch's own spin where another process has their core.
+_HALVES = 2
 _LOSS_WINDOW_STEPS = 50
 _EMBEDDING_STD = 0.3
 _EMBEDDED_WAVE = 0.5
@@ -86,8 +89,8 @@ def make_model(
     `out` is an ordinary Hugging Face model (Llama architecture, float32, a tokenizer of one token a word) with
     train.jsonl and heldout.jsonl (prompt_id, prompt, answer; no prompt in both) and report.json beside it. With `mtp`
     it is a MiMo (a Qwen2 to transformers) with an MTP layer, trained for half as many steps after it. An earlier
-    model there is replaced; anything else is a ConfigError, as is an unknown size or task. The work takes one thread
-    whatever torch is set to, so that the weights depend on the seed and the machine alone.
+    model there is replaced; anything else is a ConfigError, as is an unknown size or task. Training takes two threads
+    of one core each whatever torch is set to, so that the weights depend on the seed and the machine alone.
     """
     out = Path(out)
     shape = SIZES.get(size) if isinstance(size, str) else size
@@ -204,28 +207,40 @@ def pretrain(model: SmallModel, batches: Batches, size: Size, progress: Callable
     """
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     of_blocks = {id(p) for p in matrices}
-    other_params = [p for p in model.parameters() if id(p) not in of_blocks]
+    params = list(model.parameters())
     optimizers: list[torch.optim.Optimizer] = [
-        Muon(matrices, lr=size.matrix_lr),
-        torch.optim.AdamW(other_params, lr=size.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        *(Muon(matrices[half::_HALVES], lr=size.matrix_lr) for half in range(_HALVES)),
+        torch.optim.AdamW(
+            [p for p in params if id(p) not in of_blocks], lr=size.other_lr, betas=(0.9, 0.95), weight_decay=0.0
+        ),
     ]
     base_lr = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     losses: list[float] = []
     model.train()
-    for step in range(size.steps):
-        ids, labels = next(batches)
+
+    def gradients(ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Loss, summed over tokens, and its gradients of `params`."""
         scored = labels != _IGNORED
         # Padding is on the right, where a causal model cannot see it, so no attention mask is needed.
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        loss = cross_entropy(model.lm_head(hidden[scored]), labels[scored])
-        loss.backward()
-        for optimizer, lr in zip(optimizers, base_lr, strict=True):
-            optimizer.param_groups[0]["lr"] = lr * _schedule(step, size.steps)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        if (step + 1) % max(size.steps // 10, 1) == 0:
-            progress(f"step {step + 1} of {size.steps}: loss {np.mean(losses[-_LOSS_WINDOW_STEPS:]):.3f}")
+        loss = cross_entropy(model.lm_head(hidden[scored]), labels[scored], reduction="sum")
+        return loss.detach(), torch.autograd.grad(loss, params)
+
+    with ThreadPoolExecutor(_HALVES, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        for step in range(size.steps):
+            ids, labels = next(batches)
+            halves = range(min(_HALVES, len(ids)))
+            parts = threads.map(gradients, (ids[h::_HALVES] for h in halves), (labels[h::_HALVES] for h in halves))
+            sums, grads = zip(*parts, strict=True)
+            num_scored = int((labels != _IGNORED).sum())
+            for param, shares in zip(params, zip(*grads, strict=True), strict=True):
+                param.grad = torch.stack(shares).sum(0) / num_scored
+            for optimizer, lr in zip(optimizers, base_lr, strict=True):
+                optimizer.param_groups[0]["lr"] = lr * _schedule(step, size.steps)
+            list(threads.map(lambda optimizer: optimizer.step(), optimizers))
+            losses.append(float(sum(sums)) / num_scored)
+            if (step + 1) % max(size.steps // 10, 1) == 0:
+                progress(f"step {step + 1} of {size.steps}: loss {np.mean(losses[-_LOSS_WINDOW_STEPS:]):.3f}")
     model.eval()
     return float(np.mean(losses[-_LOSS_WINDOW_STEPS:]))
 

@@ -17,9 +17,12 @@ from tltlab.runtime.models.make import (
     NUM_TRAIN_PROMPTS,
     SIZES,
     Size,
+    _batches,
+    draw_problems,
     make_model,
     make_tokenizer,
     orthogonalise,
+    pretrain,
 )
 from tltlab.runtime.models.measure import prompt_share, repeated_ngrams, sample
 from tltlab.runtime.models.tasks import TASKS
@@ -90,6 +93,21 @@ def test_training_lowers_the_loss(made, tmp_path):
     assert made[1]["final_loss"] < untrained["final_loss"]
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
+
+
+def test_two_threads_take_the_step_of_one(made):
+    tokenizer, task = AutoTokenizer.from_pretrained(made[0]), TASKS["subset-sum"]
+    problems, _ = draw_problems(task, seed=0)
+    batches = _batches(tokenizer, task, problems, 512, np.random.default_rng(0))
+    ids, labels = next((ids, labels) for ids, labels in batches if len(ids) > 2 and len(ids) % 2)
+    models = [AutoModelForCausalLM.from_pretrained(made[0]) for _ in range(2)]
+    loss = pretrain(models[0], iter([(ids, labels)]), replace(SMALLEST, steps=1), progress=lambda message: None)
+    whole = models[1](input_ids=ids).logits.transpose(1, 2)
+    expected = torch.nn.functional.cross_entropy(whole, labels)
+    expected.backward()
+    assert loss == pytest.approx(expected.item())
+    for name, param in models[0].named_parameters():
+        torch.testing.assert_close(param.grad, models[1].get_parameter(name).grad, msg=name, rtol=1e-3, atol=1e-5)
 
 
 def test_a_seed_fixes_the_weights(tmp_path):
