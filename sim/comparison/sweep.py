@@ -115,7 +115,7 @@ def _simulated(scenario: Scenario, policy: Policy, outside: bool) -> tuple[list[
     """Seconds of each RL step's rollout, and if asked the shares of iterations outside what was measured."""
     if not outside:
         return [rollout.makespan_s for rollout in scenario.each_rollout(policy)], {}
-    rollouts = scenario.rollouts(policy)
+    rollouts = tuple(rollout.settled() for rollout in scenario.each_rollout(policy))
     return [rollout.makespan_s for rollout in rollouts], outside_calibration(scenario, rollouts) or {}
 
 
