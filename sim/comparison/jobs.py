@@ -16,7 +16,7 @@ from tltlab.sim.config import at_least
 Result = TypeVar("Result")
 
 ALONE_S = 2.0
-"""Work that is expected to take less than this is not worth a process, which takes about a second to start."""
+"""Seconds that sharing must save: processes take about that to start."""
 
 
 def cores() -> int:
@@ -34,8 +34,8 @@ def side_by_side(
 ) -> Iterator[Result]:
     """Yield the results of tasks in their order; `jobs` processes (None: one per core) share what takes long.
 
-    Tasks run here, one after another, until it is known that the rest would take longer than `ALONE_S`; they are to be
-    of about the same size. Where tasks differ, `expected_s` has about the seconds of each: they are shared from the
+    Tasks run here, one after another, until it is known that sharing the rest would save `ALONE_S`; they are to be of
+    about the same size. Where tasks differ, `expected_s` has about the seconds of each: they are shared from the
     first on if that saves more than `ALONE_S`. Where processes of an earlier call are `running`, they are at once. With
     a `ray_address` ("auto", "local", or an address) all run on that cluster, which is left as it was found. Raises
     ConfigError for fewer than one job, and where there is no such cluster.
@@ -49,7 +49,7 @@ def side_by_side(
         for done, task in enumerate(tasks, 1):
             yield task()
             left_s = (time.perf_counter() - began) / done * (len(tasks) - done)
-            if jobs > 1 and len(tasks) > done + 1 and left_s > ALONE_S:
+            if len(tasks) > done + 1 and left_s - left_s / jobs > ALONE_S:
                 break
     left = tasks[done:]
     if left:
