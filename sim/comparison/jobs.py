@@ -56,7 +56,9 @@ def side_by_side(
         from joblib import Parallel, delayed
 
         with _backend(ray_address, min(jobs, len(left))) as num_jobs:
-            yield from Parallel(n_jobs=num_jobs, return_as="generator")(delayed(task)() for task in left)
+            # Ray's backend knows lists alone.
+            ordered = "list" if ray_address is not None else "generator"
+            yield from Parallel(n_jobs=num_jobs, return_as=ordered)(delayed(task)() for task in left)
 
 
 @contextlib.contextmanager
