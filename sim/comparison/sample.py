@@ -27,7 +27,7 @@ from tltlab.traces.trace import Trace
 
 FIRST, ALL_OF = 8, 24
 """RL steps to begin with, of a run of more than `ALL_OF`; of others all."""
-SMALL, UNKNOWN = 1 / 3, 0.01
+SMALL, UNKNOWN = 1 / 3, 0.05
 """A band is small whose half-width is at most this share of the costs', and where that is not known, this itself."""
 
 Answer = TypeVar("Answer")
