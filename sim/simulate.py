@@ -346,7 +346,7 @@ def simulate(
 def simulated(
     scenario: Scenario, chosen: Policy, name: str, source: Manifest, record_iterations: bool = False
 ) -> SimResult:
-    """What `simulate` returns of a scenario that is made already; `source` is its trace's manifest."""
+    """Simulate a scenario that is made already, as `simulate` does; `source` is its trace's manifest."""
     drafters = scenario.registry_of({name: chosen})
     scenario.check_acceptance([chosen])
     started = time.perf_counter()

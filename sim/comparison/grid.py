@@ -228,7 +228,7 @@ def sweep(
 def _task(
     axes: Axes, policies: Mapping[str, Policy], at: Scenarios, rl_steps: Sequence[int]
 ) -> Callable[[], tuple[list[dict[str, Any]], bool]]:
-    """What simulates a point on these RL steps: its rows, one per policy or system, and True if they are enough."""
+    """The task of a point on these RL steps: its rows, one per policy or system, and True if they are enough."""
     if axes.systems:
         names = list(dict.fromkeys((BASELINES["system"], *axes.systems)))
         stages = None if at.machine is None else at.machine.stages
@@ -269,7 +269,7 @@ def _system_rows(asked: SystemComparison, rl_steps: Sequence[int]) -> tuple[list
 
 
 def _at(trace: Trace, axes: Axes, config: SimulationConfig, points: Sequence[Mapping[str, Any]]) -> Iterator[Scenarios]:
-    """What is simulated at each of these points."""
+    """The scenarios of each of these points."""
     own = any("acceptance" not in point for point in points)
     known = config.find_acceptance(trace) if own else (None, None)
     traces: dict[int, Trace] = {}
@@ -277,7 +277,7 @@ def _at(trace: Trace, axes: Axes, config: SimulationConfig, points: Sequence[Map
         changes: dict[str, Any] = {}
         part = trace
         if "group_sizes" in point:
-            # What lies beside the trace, or was measured of all its responses.
+            # They lie beside the trace, or were measured of all its responses.
             changes = {"costs": config.find_costs(trace)[0], "acceptance": known[0]}
             size = point["group_sizes"]
             part = traces[size] = traces.get(size) or _first_samples(trace, size)

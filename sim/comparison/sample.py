@@ -85,7 +85,7 @@ def sample_text(nums: Iterable[int], num_of: int, *, sampled: bool) -> str:
 class Scenarios:
     """Scenarios of some RL steps of a trace at a time, under settings that are those of the whole trace.
 
-    What is measured in the trace (its longest response, its acceptance) is measured once, in all of it. Scenarios of
+    Its longest response and its acceptance are measured once, in all of the trace. Scenarios of
     the same RL steps that have the same requests on the same workers share them.
     """
 

@@ -79,9 +79,9 @@ def sweep(
 def _swept(
     scenario: Scenario, policies: Mapping[str, Policy], jobs: int | None, ray_address: str | None, outside: bool = False
 ) -> pd.DataFrame:
-    """What `sweep` returns; with `outside` its `attrs` has `outside_calibration` of each policy."""
+    """The table of `sweep`; with `outside` its `attrs` has `outside_calibration` of each policy."""
     scenario.check_acceptance(policies.values())
-    # What takes long begins first: the last to end then ends about when the others do.
+    # The longest begin first: the last to end then ends about when the others do.
     seconds = {name: expected_s(scenario, policy) for name, policy in policies.items()}
     order = sorted(policies, key=lambda name: -seconds[name])
     tasks = [partial(_simulated, scenario, policies[name], outside) for name in order]
@@ -132,7 +132,7 @@ def compare(
 ) -> Comparison:
     """Compare policies, given as `sweep` takes them: one row each, the fastest first.
 
-    Of a trace, `settings` are the fields of `SimulationConfig` (costs, acceptance, workers, ...), which replace those
+    For a trace, `settings` are the fields of `SimulationConfig` (costs, acceptance, workers, ...), which replace those
     of `config`. Where `rl_steps` are left open in a trace of more than 24, those of a sample are simulated
     (`Scenarios.answer`).
 

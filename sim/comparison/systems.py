@@ -215,7 +215,7 @@ def ratios_are_small(table: pd.DataFrame) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SystemComparison:
-    """What `compare_systems` is asked, but for the RL steps."""
+    """The question of `compare_systems`, but for the RL steps."""
 
     scenarios: Scenarios
     systems: Sequence[System]
@@ -227,7 +227,7 @@ class SystemComparison:
     jobs: int | None = 1
 
     def table(self, rl_steps: Sequence[int]) -> pd.DataFrame:
-        """What `compare_systems` returns, for these RL steps."""
+        """The table of `compare_systems` for these RL steps."""
         # Refuses what is wrong with the trace or the settings before anything is called left out.
         scenario = self.scenarios.of(rl_steps)
         acceptance = replayable(scenario.acceptance, scenario.steps)
@@ -278,7 +278,7 @@ class SystemComparison:
             for bound, costs in variants
             for repeat in range(self.repeats)
         ]
-        # What takes long begins first: the last to end then ends about when the others do.
+        # The longest begin first: the last to end then ends about when the others do.
         seconds = [expected_s(task.args[0], task.args[1].policy) for task in tasks]
         order = sorted(range(len(tasks)), key=lambda n: -seconds[n])
         results = side_by_side([tasks[n] for n in order], jobs=self.jobs, expected_s=[seconds[n] for n in order])
@@ -360,7 +360,7 @@ class _Outcome:
 
 
 def _measured(scenario: Scenario, *placed: Any) -> _Outcome:
-    """What `_run` comes to."""
+    """The figures of a run."""
     run = _run(scenario, *placed)
     rollouts, stale = run.result.rollouts, run.result.asynchronous
     worker_s = np.array([run.result.scenario.workers * r.makespan_s for r in rollouts])

@@ -379,7 +379,7 @@ def _chance(model: Acceptance, drafters: Sequence[str]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What was simulated on some RL steps."""
+    """Simulations of some RL steps."""
 
     scenario: Scenario
     plain: SimResult
@@ -397,7 +397,7 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """What is asked, but for the RL steps."""
+    """The question, but for the RL steps."""
 
     scenarios: Scenarios
     strategies: Sequence[Strategy]

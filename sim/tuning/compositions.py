@@ -62,7 +62,7 @@ def search_systems(
 ) -> pd.DataFrame:
     """The compositions that are fastest on every other RL step, judged on the others, as `compare_systems` has them.
 
-    Of a trace of more than 24 RL steps a sample of them, where `config` names none.
+    A trace of more than 24 RL steps gives a sample of them, where `config` names none.
 
     The rows are `verl`, which is the baseline, and the `finalists` fastest; `attrs["searched"]` counts the
     compositions, `attrs["chosen_on"]` has the RL steps that chose. `options` are those of `compare_systems`. Costs

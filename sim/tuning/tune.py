@@ -1,7 +1,7 @@
 """`tune`: find a policy for a trace on some of its RL steps, judge it on others, and say whether it was worth it.
 
 Fixed strategies, elastic activation and exact tables are compared in fluid mode, where nothing is drawn, and so are
-settings of a bandit, on half of the RL steps. What these are worth depends on what blurs a bandit's rewards too, so the
+settings of a bandit, on half of the RL steps. Their worth depends on noise in a bandit's rewards too, so the
 best few race in sampled mode with the measured noise of iteration times. The best of each kind then meets the RL steps
 that were held out.
 """
@@ -120,7 +120,7 @@ class TuneResult(Judged):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig(SimulationConfig):
-    """What a user sets of a tuning, beside its simulations; modes are the tuning's own.
+    """A user's settings of a tuning, beside those of its simulations; modes are the tuning's own.
 
     Placement is the recorded one by default where the trace knows its workers, else contiguous. `judge_steps` are held
     out, by default every other RL step of each trace. A trace of more than 24 RL steps is tuned on 4 and judged on 8
@@ -129,7 +129,7 @@ class TuneConfig(SimulationConfig):
     or long responses cap / 256. Candidates: no speculation, chains of `depths` by each of
     `drafters` (default: those that the acceptance knows) throughout or below a threshold, exact tables of up to
     `max_buckets` rows, and BEG-MAB, whose settings `trials` trials of Optuna search; 0 leaves
-    the bandit out. What is drawn is the mean of up to `repeats` seeds, by default 3, of a sample of RL steps 1, as more
+    the bandit out. Sampled times are means of up to `repeats` seeds, by default 3, of a sample of RL steps 1, as more
     RL steps narrow its intervals as well. `policies` are further candidates, as `load_policy` takes them. With
     `search`, values or `low..high` by setting, their settings are what the trials search, in place of the bandit's, and
     the best of them is the result, whether it is worth it or not.
