@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.refused import refused
+from tltlab.costs.model_config import shape_of_config
 from tltlab.errors import ConfigError
 from tltlab.hardware import RUNTIME_BYTES, Gpu, ModelShape, activation_bytes, gpu, kv_capacity_tokens, model
 
@@ -59,7 +60,7 @@ def test_a_gpu_has_one_kv_head_at_least():
     shape, device = model("Qwen2.5-7B"), gpu("H200")
     per_gpu = device.memory_bytes * 0.9 - shape.stored_params / 8 * 2 - activation_bytes(device, shape, 8)
     assert kv_capacity_tokens(device, shape, 8) == (per_gpu - RUNTIME_BYTES) // (16 * 28 * 2 * 128 * 2) * 16
-    latent = ModelShape.from_config(DEEPSEEK, "V3")
+    latent = shape_of_config(DEEPSEEK, "V3")
     rest = device.memory_bytes * 0.9 - latent.stored_bytes() / 8 - activation_bytes(device, latent, 8) - RUNTIME_BYTES
     assert kv_capacity_tokens(device, latent, 8) == rest // (16 * 61 * 576 * 2) * 16
 
@@ -81,7 +82,7 @@ GEMMA = {
 
 
 def test_latent_attention_and_experts_are_read_off_a_config():
-    shape = ModelShape.from_config(DEEPSEEK, "V3")
+    shape = shape_of_config(DEEPSEEK, "V3")
     assert shape.stored_params / 1e9 == pytest.approx(671, rel=0.02)
     assert shape.active_params / 1e9 == pytest.approx(37, rel=0.05)
     assert shape.layer_kv_values == 576
@@ -90,7 +91,7 @@ def test_latent_attention_and_experts_are_read_off_a_config():
 
 
 def test_layers_of_a_sliding_window_keep_no_context():
-    shape = ModelShape.from_config(GEMMA)
+    shape = shape_of_config(GEMMA)
     assert (shape.window, shape.window_layers, shape.full_layers) == (1024, 5, 1)
     assert shape.kv_bytes_per_token == 2 * 4 * 256 * 2
     assert shape.qk_norm
@@ -111,8 +112,8 @@ OWN_MODEL = {"name": "mine", "hidden": 8, "intermediate": 8, "layers": 1, "head_
         (lambda: kv_capacity_tokens(gpu("H100"), model("Qwen2.5-7B"), 1, 1.1), ("memory_fraction",)),
         (lambda: Gpu(hbm_bytes_per_s=0, **OWN_GPU), ("hbm_bytes_per_s",)),
         (lambda: ModelShape(heads=3, kv_heads=2, **OWN_MODEL), ("kv_heads",)),
-        (lambda: ModelShape.from_config({"hidden_size": 8}), ("num_hidden_layers",)),
-        (lambda: ModelShape.from_config(DEEPSEEK | {"quantization_config": {"quant_method": "hqq"}}), ("hqq",)),
+        (lambda: shape_of_config({"hidden_size": 8}), ("num_hidden_layers",)),
+        (lambda: shape_of_config(DEEPSEEK | {"quantization_config": {"quant_method": "hqq"}}), ("hqq",)),
     ],
 )
 def test_what_is_unknown_or_does_not_fit_is_refused(make, facts):
@@ -131,7 +132,7 @@ def test_what_is_unknown_or_does_not_fit_is_refused(make, facts):
     ],
 )  # fmt: skip
 def test_the_type_of_a_checkpoint_is_read_off_its_config(quantization: dict[str, object], kind: str):
-    assert ModelShape.from_config(DEEPSEEK | {"quantization_config": quantization}).weights == kind
+    assert shape_of_config(DEEPSEEK | {"quantization_config": quantization}).weights == kind
 
 
 def test_fewer_bits_leave_room_for_context():

@@ -21,6 +21,7 @@ from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, g
 
 from .base import CalibratedRange, Seconds, Span
 from .evidence import SPECULATING, Error, Evidence
+from .model_config import shape_of_config
 from .roofline import Constants, RooflineCosts
 
 Factor = Annotated[float, Field(gt=0, le=10)]
@@ -161,9 +162,7 @@ class Profiles(FrozenModel):
             draft_depth=(min(d[0] for d in depths), max(d[1] for d in depths)) if depths else None,
         )
 
-    def constants(
-        self, engine: str, gpu: str, model: ModelShape, weights: Dtype, kv: Dtype = "bf16"
-    ) -> Constants:
+    def constants(self, engine: str, gpu: str, model: ModelShape, weights: Dtype, kv: Dtype = "bf16") -> Constants:
         """The roofline's constants of this engine for one model on one kind of GPU."""
         e, on = self.engines[engine], self.gpus.get(gpu, self.typical)
         fewer, fewer_kv = (DTYPE_BYTES[kind] < DTYPE_BYTES["bf16"] for kind in (weights, kv))
@@ -293,7 +292,7 @@ def find_model(source: str) -> ModelShape:
     with faults_in(str(path)):
         if "kv_heads" in config:
             return ModelShape.model_validate(config)
-        return ModelShape.from_config(config, path.resolve().parent.name if path.name == "config.json" else path.stem)
+        return shape_of_config(config, path.resolve().parent.name if path.name == "config.json" else path.stem)
 
 
 def parse_dtype(name: str) -> Dtype:
