@@ -142,3 +142,83 @@ def test_fewer_bits_leave_room_for_context():
     fp8 = kv_capacity_tokens(device, shape, 4, weights="fp8")
     assert fp8 > 1.4 * kv_capacity_tokens(device, shape, 4)
     assert kv_capacity_tokens(device, shape, 4, weights="fp8", kv="fp8") == pytest.approx(2 * fp8, abs=16)
+
+
+COMMON = {"num_key_value_heads": 8, "head_dim": 128}
+FAMILIES = {
+    "llama4": COMMON | {
+        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "intermediate_size": 8192, "intermediate_size_mlp": 16384, "vocab_size": 202048, "num_local_experts": 16,
+        "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "attention_chunk_size": 8192,
+        "router_aux_loss_coef": 0.001,
+    },
+    "glm4_moe": COMMON | {
+        "model_type": "glm4_moe", "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96,
+        "intermediate_size": 10944, "vocab_size": 151552, "n_routed_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    },
+    "hunyuan": COMMON | {
+        "model_type": "hunyuan_v1_moe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "intermediate_size": 3072, "vocab_size": 128167, "num_experts": 64, "moe_topk": [8] * 32,
+        "moe_intermediate_size": [3072] * 32, "num_shared_expert": [1] * 32, "tie_word_embeddings": True,
+    },
+    "ernie": COMMON | {
+        "model_type": "ernie4_5_moe", "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20,
+        "num_key_value_heads": 4, "intermediate_size": 12288, "vocab_size": 103424, "moe_num_experts": 64, "moe_k": 6,
+        "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+        "moe_layer_end_index": 27, "moe_layer_interval": 1, "tie_word_embeddings": True,
+    },
+    "qwen2_moe": COMMON | {
+        "model_type": "qwen2_moe", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 151936, "num_experts": 64,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480,
+        "decoder_sparse_step": 1, "use_sliding_window": False,
+    },
+    "interleaved": COMMON | {
+        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "intermediate_size": 8192, "intermediate_size_mlp": 16384, "vocab_size": 202048, "num_local_experts": 128,
+        "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "active", "stored"),
+    [("llama4", 17, 109), ("glm4_moe", 12, 106), ("hunyuan", 13, 80), ("ernie", 3, 21), ("qwen2_moe", 14, 57),
+     ("interleaved", 17, 400)],
+    ids=str,
+)  # fmt: skip
+def test_experts_of_a_family_are_its_billions(family: str, active: float, stored: float):
+    """What its authors call it: active weights with the input embedding, and all of them."""
+    shape = shape_of_config(FAMILIES[family])
+    embedding = 0 if shape.tied_embeddings else shape.head_params
+    assert (shape.active_params + embedding) / 1e9 == pytest.approx(active, rel=0.15)
+    assert shape.stored_params / 1e9 == pytest.approx(stored, rel=0.05)
+
+
+def test_three_of_four_layers_of_llama4_see_a_chunk():
+    shape = shape_of_config(FAMILIES["llama4"])
+    assert (shape.window, shape.window_layers, shape.full_layers) == (8192, 36, 12)
+
+
+def test_layers_with_experts_are_read_however_they_are_named():
+    dense = [
+        {"moe_layer_freq": [0, 1, 1, 0] * 7},
+        {"moe_layers": list(range(14))},
+        {"mlp_layer_types": ["dense", "sparse"] * 14},
+        {"decoder_sparse_step": 2},
+        {"mlp_only_layers": list(range(14))},
+    ]
+    for rule in dense:
+        assert shape_of_config(FAMILIES["qwen2_moe"] | rule).dense_layers == 14, rule
+
+
+@pytest.mark.parametrize("key", ["zero_expert_num", "expert_layer_period", "moe_every_n", "hybrid_override_pattern"])
+def test_a_key_about_experts_that_is_not_known_is_refused(key: str):
+    with refused(ConfigError, naming=(key,)):
+        shape_of_config(FAMILIES["qwen2_moe"] | {key: 2})
+
+
+def test_experts_that_differ_by_layer_are_refused():
+    with refused(ConfigError, naming=("moe_topk",)):
+        shape_of_config(FAMILIES["hunyuan"] | {"moe_topk": [8, 4] * 16})
