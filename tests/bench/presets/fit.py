@@ -126,9 +126,9 @@ class PublishedRows(RooflineRows):
     def of_table(cls, table: pd.DataFrame) -> Self:
         hardware = ["gpu", "model", "tp", "weights", "kv", "draft_vocab"]
         named = table.reindex(columns=[*table.columns, *(name for name in hardware if name not in table)])[hardware]
-        named = named.astype(object).where(named.notna(), None)
-        keys = [
-            (g, m, int(t), w, kv or "bf16", v and int(v)) for g, m, t, w, kv, v in named.itertuples(index=False, name=None)
+        keys: list[Any] = [
+            (g, m, int(t), w, kv or "bf16", v and int(v))
+            for g, m, t, w, kv, v in named.astype(object).where(named.notna(), None).itertuples(index=False, name=None)
         ]
         ideals = {(g, m, t, w, kv, v): Ideal.of(gpu(g), model(m), t, w, kv, v) for g, m, t, w, kv, v in set(keys)}
         each = [ideals[key] for key in keys]

@@ -25,6 +25,7 @@ from tltlab.hardware import model, per_gpu_heads
 from .kernels import Kernels
 from .measurements import (
     COLUMNS,
+    REPEATED,
     eagle3_cells,
     fits_kv_cache,
     from_speedups,
@@ -48,7 +49,7 @@ _SERVING_CONTEXT = 900.0
 _KV_BLOCKS = 2588 * 16
 EAGLE3_VOCAB = 32_000
 VLLM = "0.18-0.24"
-"""Versions whose terms are one: each alone was measured on one GPU, and none deviates from the others' typical terms."""
+"""Versions whose terms are one: each alone was measured on one or two GPUs, and their terms do not differ."""
 _EAGLE3_DRAFTER = "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B"
 _SERVERS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
 
@@ -125,7 +126,7 @@ def _iterations(data: Path) -> Iterator[pd.DataFrame]:
         ), "LLMServingSim", family="vllm", version=VLLM,
     )  # fmt: skip
     serving = _serving(data)
-    yield _plain(serving[~serving["drafts"]], "vLLM study", family="vllm", version=VLLM)
+    yield _plain(serving[~serving["drafts"]], REPEATED, family="vllm", version=VLLM)
     bundle = _bundle(data).drop_duplicates(["model", "bench"])
     yield _plain(
         bundle.assign(measured=bundle["batch"] / bundle["plain_tokens_per_s"]), "SpecBundle", family="sglang",
@@ -152,7 +153,7 @@ def _speculation(data: Path) -> Iterator[pd.DataFrame]:
         tokens_to_verify=serving["draft_depth"] + 1,
         speedup=serving["accept_length"] * serving["plain_s"] / serving["measured"],
     ).drop(columns="measured")
-    rows = from_speedups(cells, "vLLM study").assign(family="vllm", version=VLLM, draft_vocab=float(EAGLE3_VOCAB))
+    rows = from_speedups(cells, REPEATED).assign(family="vllm", version=VLLM, draft_vocab=float(EAGLE3_VOCAB))
     yield rows.assign(weights=serving["weights"].to_numpy(), kv=serving["kv"].to_numpy())
     yield from_speedups(speedups, "SpecBundle").assign(family="sglang", version="0.5", draft_vocab=float(EAGLE3_VOCAB))
     cells = tlt_cells(data)

@@ -21,6 +21,7 @@ from tltlab.costs.roofline import ConstantsByRow, Terms
 from tltlab.hardware import DTYPE_BYTES, model
 
 from .fit import UNKNOWN_CONTEXT, PublishedRows
+from .measurements import REPEATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ PRIORS = {
     "layer_s": Prior(typical=2e-5, shared=0.5, family=0.4, version=0.2),
     "attention_layer_s": Prior(typical=5e-6, shared=0.7),
     "allreduce_s": Prior(typical=6e-6, shared=0.5, family=0.2),
-    "per_request_s": Prior(typical=3e-5, shared=0.7, family=0.7, version=0.5),
+    "per_request_s": Prior(typical=3e-5, shared=0.7, family=0.7, version=0.2),
     "quantised_memory": Prior(typical=0.9, shared=0.1),
     "quantised_compute": Prior(typical=0.75, shared=0.15),
     "int4_memory": Prior(typical=0.8, shared=0.15),
@@ -74,8 +75,8 @@ LEVELS = ("gpu", "family", "version")
 DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s", "tree_s", "verify_token_s")
 _SOFT = 0.1
 """Relative errors beyond this weigh less and less."""
-_TYPICAL_ERROR, _TYPICAL_SPEEDUP_ERROR = 0.05, 0.025
-"""A speed-up is a ratio of two times that were measured in the same way."""
+_TYPICAL_ERROR, _TYPICAL_ERROR_REPEATED = 0.05, 0.025
+"""Relative errors of one measurement, and of the speed-ups of a study that ran every cell three times."""
 _STEP = 1e-5
 _KERNELS = 1.4
 """Weight of sums of kernels beside measurements of engines."""
@@ -162,7 +163,7 @@ class Design:
             index=index,
             sets=sets,
             weight=np.sqrt(np.minimum(size, _ENOUGH) / size)
-            / np.where(kinds == "speedup", _TYPICAL_SPEEDUP_ERROR, _TYPICAL_ERROR)
+            / np.where((kinds == "speedup") & (table["source"] == REPEATED), _TYPICAL_ERROR_REPEATED, _TYPICAL_ERROR)
             * np.where(kernel, _KERNELS, 1.0),
             kernel=kernel,
             attention=kinds == "attention",

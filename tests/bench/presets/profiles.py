@@ -186,7 +186,8 @@ def validated(data: Path) -> ProfileFit:
     """
     fitting = fitted(data)
     table = fitting.table
-    engine, server, drafting = table["family"] != "kernels", table["family"] + table["version"], table["draft_depth"] > 0
+    engine, drafting = table["family"] != "kernels", table["draft_depth"] > 0
+    server = table["family"] + table["version"]
     for fold, column in FOLDS.items():
         errors = pd.Series(np.nan, table.index)
         for value in set(table.loc[engine, column]) - {"bf16"}:
@@ -214,8 +215,9 @@ def shipped(fitting: ProfileFit) -> Profiles:
         engines={name: _engine(fitting, name, of, sets) for name, of in ENGINES.items()},
         provenance=(
             f"Fitted jointly to {len(table)} published measurements of engines "
-            f"(AIConfigurator, SpecBundle, EfficientRollout, LLMServingSim, SpecDecoding-Study-vLLM-SGLang, TLT arXiv 2511.16665, EAGLE-3 arXiv "
-            f"2503.01840) and sums of kernels on {', '.join(KERNEL_GPUS)} (AIConfigurator, Apache-2.0).",
+            f"(AIConfigurator, SpecBundle, EfficientRollout, LLMServingSim, SpecDecoding-Study-vLLM-SGLang, TLT arXiv "
+            "2511.16665, EAGLE-3 arXiv 2503.01840) and sums of kernels on "
+            f"{', '.join(KERNEL_GPUS)} (AIConfigurator, Apache-2.0).",
             "Efficiencies are by GPU, terms by engine; where few were measured they stay near what all have in common.",
         ),
     )
