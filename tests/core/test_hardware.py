@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.refused import refused
+from tltlab.costs.model_config import shape_of_config
 from tltlab.errors import ConfigError
 from tltlab.hardware import RUNTIME_BYTES, Gpu, ModelShape, activation_bytes, gpu, kv_capacity_tokens, model
 
@@ -59,7 +60,7 @@ def test_a_gpu_has_one_kv_head_at_least():
     shape, device = model("Qwen2.5-7B"), gpu("H200")
     per_gpu = device.memory_bytes * 0.9 - shape.stored_params / 8 * 2 - activation_bytes(device, shape, 8)
     assert kv_capacity_tokens(device, shape, 8) == (per_gpu - RUNTIME_BYTES) // (16 * 28 * 2 * 128 * 2) * 16
-    latent = ModelShape.from_config(DEEPSEEK, "V3")
+    latent = shape_of_config(DEEPSEEK, "V3")
     rest = device.memory_bytes * 0.9 - latent.stored_bytes() / 8 - activation_bytes(device, latent, 8) - RUNTIME_BYTES
     assert kv_capacity_tokens(device, latent, 8) == rest // (16 * 61 * 576 * 2) * 16
 
@@ -81,7 +82,7 @@ GEMMA = {
 
 
 def test_latent_attention_and_experts_are_read_off_a_config():
-    shape = ModelShape.from_config(DEEPSEEK, "V3")
+    shape = shape_of_config(DEEPSEEK, "V3")
     assert shape.stored_params / 1e9 == pytest.approx(671, rel=0.02)
     assert shape.active_params / 1e9 == pytest.approx(37, rel=0.05)
     assert shape.layer_kv_values == 576
@@ -90,7 +91,7 @@ def test_latent_attention_and_experts_are_read_off_a_config():
 
 
 def test_layers_of_a_sliding_window_keep_no_context():
-    shape = ModelShape.from_config(GEMMA)
+    shape = shape_of_config(GEMMA)
     assert (shape.window, shape.window_layers, shape.full_layers) == (1024, 5, 1)
     assert shape.kv_bytes_per_token == 2 * 4 * 256 * 2
     assert shape.qk_norm
@@ -111,8 +112,8 @@ OWN_MODEL = {"name": "mine", "hidden": 8, "intermediate": 8, "layers": 1, "head_
         (lambda: kv_capacity_tokens(gpu("H100"), model("Qwen2.5-7B"), 1, 1.1), ("memory_fraction",)),
         (lambda: Gpu(hbm_bytes_per_s=0, **OWN_GPU), ("hbm_bytes_per_s",)),
         (lambda: ModelShape(heads=3, kv_heads=2, **OWN_MODEL), ("kv_heads",)),
-        (lambda: ModelShape.from_config({"hidden_size": 8}), ("num_hidden_layers",)),
-        (lambda: ModelShape.from_config(DEEPSEEK | {"quantization_config": {"quant_method": "hqq"}}), ("hqq",)),
+        (lambda: shape_of_config({"hidden_size": 8}), ("num_hidden_layers",)),
+        (lambda: shape_of_config(DEEPSEEK | {"quantization_config": {"quant_method": "hqq"}}), ("hqq",)),
     ],
 )
 def test_what_is_unknown_or_does_not_fit_is_refused(make, facts):
@@ -131,7 +132,7 @@ def test_what_is_unknown_or_does_not_fit_is_refused(make, facts):
     ],
 )  # fmt: skip
 def test_the_type_of_a_checkpoint_is_read_off_its_config(quantization: dict[str, object], kind: str):
-    assert ModelShape.from_config(DEEPSEEK | {"quantization_config": quantization}).weights == kind
+    assert shape_of_config(DEEPSEEK | {"quantization_config": quantization}).weights == kind
 
 
 def test_fewer_bits_leave_room_for_context():
@@ -141,3 +142,83 @@ def test_fewer_bits_leave_room_for_context():
     fp8 = kv_capacity_tokens(device, shape, 4, weights="fp8")
     assert fp8 > 1.4 * kv_capacity_tokens(device, shape, 4)
     assert kv_capacity_tokens(device, shape, 4, weights="fp8", kv="fp8") == pytest.approx(2 * fp8, abs=16)
+
+
+COMMON = {"num_key_value_heads": 8, "head_dim": 128}
+FAMILIES = {
+    "llama4": COMMON | {
+        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "intermediate_size": 8192, "intermediate_size_mlp": 16384, "vocab_size": 202048, "num_local_experts": 16,
+        "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "attention_chunk_size": 8192,
+        "router_aux_loss_coef": 0.001,
+    },
+    "glm4_moe": COMMON | {
+        "model_type": "glm4_moe", "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96,
+        "intermediate_size": 10944, "vocab_size": 151552, "n_routed_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    },
+    "hunyuan": COMMON | {
+        "model_type": "hunyuan_v1_moe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "intermediate_size": 3072, "vocab_size": 128167, "num_experts": 64, "moe_topk": [8] * 32,
+        "moe_intermediate_size": [3072] * 32, "num_shared_expert": [1] * 32, "tie_word_embeddings": True,
+    },
+    "ernie": COMMON | {
+        "model_type": "ernie4_5_moe", "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20,
+        "num_key_value_heads": 4, "intermediate_size": 12288, "vocab_size": 103424, "moe_num_experts": 64, "moe_k": 6,
+        "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+        "moe_layer_end_index": 27, "moe_layer_interval": 1, "tie_word_embeddings": True,
+    },
+    "qwen2_moe": COMMON | {
+        "model_type": "qwen2_moe", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 151936, "num_experts": 64,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480,
+        "decoder_sparse_step": 1, "use_sliding_window": False,
+    },
+    "interleaved": COMMON | {
+        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "intermediate_size": 8192, "intermediate_size_mlp": 16384, "vocab_size": 202048, "num_local_experts": 128,
+        "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "active", "stored"),
+    [("llama4", 17, 109), ("glm4_moe", 12, 106), ("hunyuan", 13, 80), ("ernie", 3, 21), ("qwen2_moe", 14, 57),
+     ("interleaved", 17, 400)],
+    ids=str,
+)  # fmt: skip
+def test_experts_of_a_family_are_its_billions(family: str, active: float, stored: float):
+    """What its authors call it: active weights with the input embedding, and all of them."""
+    shape = shape_of_config(FAMILIES[family])
+    embedding = 0 if shape.tied_embeddings else shape.head_params
+    assert (shape.active_params + embedding) / 1e9 == pytest.approx(active, rel=0.15)
+    assert shape.stored_params / 1e9 == pytest.approx(stored, rel=0.05)
+
+
+def test_three_of_four_layers_of_llama4_see_a_chunk():
+    shape = shape_of_config(FAMILIES["llama4"])
+    assert (shape.window, shape.window_layers, shape.full_layers) == (8192, 36, 12)
+
+
+def test_layers_with_experts_are_read_however_they_are_named():
+    dense = [
+        {"moe_layer_freq": [0, 1, 1, 0] * 7},
+        {"moe_layers": list(range(14))},
+        {"mlp_layer_types": ["dense", "sparse"] * 14},
+        {"decoder_sparse_step": 2},
+        {"mlp_only_layers": list(range(14))},
+    ]
+    for rule in dense:
+        assert shape_of_config(FAMILIES["qwen2_moe"] | rule).dense_layers == 14, rule
+
+
+@pytest.mark.parametrize("key", ["zero_expert_num", "expert_layer_period", "moe_every_n", "hybrid_override_pattern"])
+def test_a_key_about_experts_that_is_not_known_is_refused(key: str):
+    with refused(ConfigError, naming=(key,)):
+        shape_of_config(FAMILIES["qwen2_moe"] | {key: 2})
+
+
+def test_experts_that_differ_by_layer_are_refused():
+    with refused(ConfigError, naming=("moe_topk",)):
+        shape_of_config(FAMILIES["hunyuan"] | {"moe_topk": [8, 4] * 16})

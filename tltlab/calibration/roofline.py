@@ -143,7 +143,7 @@ class RooflineRows:
     def drafting_s(self, c: Terms) -> Floats:
         seconds = np.zeros_like(self.batch)
         if (self.depth > 0).any():
-            seconds = seconds + (self.depth > 0) * c.need("sd_base_s")
+            seconds = seconds + (self.depth > 0) * (c.need("sd_base_s") + c.verify_token_s * self.batch * self.verified)
         if (self.levels > 0).any():
             level = draft_level_s(self.ideal, c, batch=self.batch, top_k=self.top_k)
             seconds = seconds + self.levels * level + c.tree_s * ((self.levels > 0) & (self.top_k > 1))

@@ -21,6 +21,7 @@ from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, g
 
 from .base import CalibratedRange, Seconds, Span
 from .evidence import SPECULATING, Error, Evidence
+from .model_config import shape_of_config
 from .roofline import Constants, RooflineCosts
 
 Factor = Annotated[float, Field(gt=0, le=10)]
@@ -44,17 +45,23 @@ def capped(value: _Numbers, most: float) -> _Numbers:
 
 
 class Efficiencies(FrozenModel):
-    """What engines get out of one GPU: shares of its rates, and seconds of launching relative to other GPUs'."""
+    """Shares of one GPU's rates that engines reach, and seconds of launching relative to other GPUs'.
+
+    With keys and values in fp8 `quantised_kv` multiplies the share of the KV cache, and a speculative iteration takes
+    `sd_quantised_kv_s` more.
+    """
 
     memory: Factor
     compute: Factor
     kv: Factor
     link: Factor
     launch: Factor = 1.0
+    quantised_kv: Factor = 1.0
+    sd_quantised_kv_s: Seconds = 0.0
 
 
 class Quantised(FrozenModel):
-    """Products with weights of fewer bits: memory and compute efficiency relative to bf16."""
+    """Memory and compute efficiency of products with weights of fewer bits, relative to bf16."""
 
     memory: Factor
     compute: Factor
@@ -87,7 +94,8 @@ class EngineProfile(FrozenModel):
     """Terms of one engine, in seconds where they end in `_s`; `memory` is relative to the GPU's efficiency.
 
     Per layer: `layer_s`, `qk_norm_layer_s` where queries and keys are normalised, `quantised_layer_s` where weights
-    have fewer bits than 16 (inputs are quantised too), `expert_layer_s` where there are experts (routing, dispatch).
+    have fewer bits than 16 (inputs are quantised too), `quantised_kv_layer_s` where keys and values have,
+    `expert_layer_s` where there are experts (routing, dispatch).
     Drafting terms are those of a drafter with weights. `left_out` holds `Evidence.left_out` of dense models and of ones
     with experts: errors with the model, the GPU or the engine left out, each with all its measurements.
     """
@@ -100,14 +108,17 @@ class EngineProfile(FrozenModel):
     layer_s: Seconds
     qk_norm_layer_s: Seconds
     quantised_layer_s: Seconds
+    quantised_kv_layer_s: Seconds
     expert_layer_s: Seconds
     allreduce_s: Seconds
     per_request_s: Seconds
     expert_efficiency: Factor
+    expert_spread: Factor
     sd_base_s: Seconds
     draft_level_s: Seconds
     draft_level_per_request_s: Seconds
     tree_s: Seconds
+    verify_token_s: Seconds
     draft_vocab: Annotated[int, Field(gt=0)] | None = None
     measured: tuple[MeasurementSet, ...]
     left_out: dict[Literal["dense", "experts"], dict[str, tuple[Error, Error]]] = Field(default_factory=dict)
@@ -121,11 +132,14 @@ class EngineProfile(FrozenModel):
 
 
 class Profiles(FrozenModel):
-    """One joint fit: `typical` efficiencies stand for GPUs that were not measured."""
+    """One joint fit: `typical` efficiencies stand for GPUs that were not measured.
+
+    `quantised` is for weights of 8 bits and fp4, `int4` for weights that are unpacked to 16 bits.
+    """
 
     knee: Annotated[float, Field(ge=1, le=20)]
-    expert_spread: Factor
     quantised: Quantised
+    int4: Quantised
     typical: Efficiencies
     gpus: dict[str, Efficiencies]
     engines: dict[str, EngineProfile]
@@ -148,36 +162,39 @@ class Profiles(FrozenModel):
             draft_depth=(min(d[0] for d in depths), max(d[1] for d in depths)) if depths else None,
         )
 
-    def constants(self, engine: str, gpu: str, model: ModelShape, weights: Dtype) -> Constants:
+    def constants(self, engine: str, gpu: str, model: ModelShape, weights: Dtype, kv: Dtype = "bf16") -> Constants:
         """The roofline's constants of this engine for one model on one kind of GPU."""
         e, on = self.engines[engine], self.gpus.get(gpu, self.typical)
-        fewer = DTYPE_BYTES[weights] < DTYPE_BYTES["bf16"]
-        memory = on.memory * e.memory * (self.quantised.memory if fewer else 1.0)
-        computed = self.quantised.compute if fewer and weights != "int4" else 1.0
+        fewer, fewer_kv = (DTYPE_BYTES[kind] < DTYPE_BYTES["bf16"] for kind in (weights, kv))
+        products = Quantised(memory=1.0, compute=1.0)
+        if fewer:
+            products = self.int4 if weights == "int4" else self.quantised
         per_layer = (
             e.layer_s
             + e.qk_norm_layer_s * model.qk_norm
             + e.quantised_layer_s * fewer
+            + e.quantised_kv_layer_s * fewer_kv
             + e.expert_layer_s * model.expert_layers / model.layers
         )
         return Constants(
-            memory_efficiency=capped(memory, MOST_EFFICIENT),
-            compute_efficiency=capped(on.compute * computed, MOST_EFFICIENT),
-            kv_efficiency=capped(on.kv, MOST_EFFICIENT),
+            memory_efficiency=capped(on.memory * e.memory * products.memory, MOST_EFFICIENT),
+            compute_efficiency=capped(on.compute * products.compute, MOST_EFFICIENT),
+            kv_efficiency=capped(on.kv * (on.quantised_kv if fewer_kv else 1.0), MOST_EFFICIENT),
             link_efficiency=capped(on.link, MOST_EFFICIENT),
             prefill_efficiency=e.prefill_efficiency,
             expert_efficiency=capped(e.expert_efficiency, MOST_OF_EXPERTS),
-            expert_spread=capped(self.expert_spread, 1.0),
+            expert_spread=capped(e.expert_spread, 1.0),
             knee=self.knee,
             step_s=e.step_s,
             layer_s=per_layer * on.launch,
             allreduce_s=e.allreduce_s,
             per_request_s=e.per_request_s,
-            sd_base_s=e.sd_base_s,
+            sd_base_s=e.sd_base_s + (on.sd_quantised_kv_s if fewer_kv else 0.0),
             sd_idle_s=0.0,
             draft_level_s=e.draft_level_s,
             draft_level_per_request_s=e.draft_level_per_request_s,
             tree_s=e.tree_s,
+            verify_token_s=e.verify_token_s,
         )
 
 
@@ -224,7 +241,7 @@ def profile_costs(
         weights=kind,
         kv=kv,
         draft_vocab=profile.draft_vocab,
-        constants=fit.constants(engine, device.name, shape, kind),
+        constants=fit.constants(engine, device.name, shape, kind, kv),
         evidence=fit.evidence(engine, device.name, shape, kind),
         kv_capacity_tokens=kv_capacity_tokens(device, shape, tp, weights=kind, kv=kv),
         calibrated=CalibratedRange(batch=(min(b[0] for b in batches), max(b[1] for b in batches))),
@@ -275,7 +292,7 @@ def find_model(source: str) -> ModelShape:
     with faults_in(str(path)):
         if "kv_heads" in config:
             return ModelShape.model_validate(config)
-        return ModelShape.from_config(config, path.resolve().parent.name if path.name == "config.json" else path.stem)
+        return shape_of_config(config, path.resolve().parent.name if path.name == "config.json" else path.stem)
 
 
 def parse_dtype(name: str) -> Dtype:

@@ -31,7 +31,8 @@ class Constants(Coefficients, FrozenModel):
     would that did. `step_s` is per iteration, `layer_s` per layer (small kernels, launches),
     `allreduce_s` per all-reduce, of which a layer has two where tp > 1, `per_request_s` per request (engine's CPU).
     `sd_base_s`, `sd_idle_s`, `draft_level_s` and `draft_level_per_request_s` are as in the linear model, on top of what
-    the hardware needs to draft; `tree_s` is what drafts with more than one branch take besides.
+    the hardware needs to draft; `tree_s` is what drafts with more than one branch take besides, `verify_token_s` what a
+    token to verify takes beside the target's matrices (sampling, rejection).
     """
 
     memory_efficiency: Share
@@ -51,6 +52,7 @@ class Constants(Coefficients, FrozenModel):
     draft_level_s: Seconds | None = None
     draft_level_per_request_s: Seconds | None = None
     tree_s: Seconds = 0.0
+    verify_token_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +75,7 @@ class ConstantsByRow:
     draft_level_s: Floats
     draft_level_per_request_s: Floats
     tree_s: Floats
+    verify_token_s: Floats
 
     def need(self, term: str) -> Floats:
         return np.asarray(getattr(self, term), np.float64)
@@ -222,7 +225,8 @@ class RooflineCosts(CostModel):
         step_s + layer_s*layers + allreduce_s*allreduces + per_request_s*b
           + rounded_max(weights, multiplying b*v tokens) + all-reduce bytes of b*v tokens
           + S * rounded_max(reading keys and values, v queries attending)
-          + [if drafting]              sd_base_s + d*(drafter's network on b*top_k tokens + draft_level_s + ...*b)
+          + [if drafting]              sd_base_s + verify_token_s*b*v
+                                       + d*(drafter's network on b*top_k tokens + draft_level_s + ...*b)
           + [a drafter loaded, d = 0]  sd_idle_s
 
     with rounded_max(x, y) = (x**knee + y**knee)**(1/knee). Model-free drafters have no levels, only `sd_base_s`; drafts
@@ -297,6 +301,7 @@ class RooflineCosts(CostModel):
             levels=levels,
             top_k=strategy.top_k,
             once_s=once,
+            sample_token_s=self.constants.verify_token_s if strategy.speculates else 0.0,
             graph_sizes=self.graph_sizes or (),
         )
 
@@ -306,7 +311,10 @@ class RooflineCosts(CostModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineIteration(IterationCost):
-    """Seconds of one iteration under one strategy; `levels` of drafting by a network, `once_s` besides the forward."""
+    """Seconds of one iteration under one strategy: `levels` of drafting by a network, `once_s` besides the forward.
+
+    `sample_token_s` is per token to verify.
+    """
 
     ideal: Ideal
     constants: Constants
@@ -314,12 +322,13 @@ class RooflineIteration(IterationCost):
     levels: int
     top_k: int
     once_s: float
+    sample_token_s: float = 0.0
     graph_sizes: tuple[int, ...] = ()
 
     def without_context_s(self, batch: int) -> float:
         tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
-        verify = float(forward_s(self.ideal, self.constants, tokens=tokens, batch=batch))
-        return verify + self.once_s + self.draft_s(batch)
+        forward = float(forward_s(self.ideal, self.constants, tokens=tokens, batch=batch))
+        return forward + self.once_s + self.sample_token_s * batch * self.tokens_to_verify + self.draft_s(batch)
 
     def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
         """Nearly nothing while reading the weights bounds the iteration; experts that only prompts touch are read."""

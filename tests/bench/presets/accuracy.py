@@ -33,7 +33,8 @@ TEXT: Text = (
     Table(
         "rows",
         "model: {model}; source: {source}; what: {what}; points: {n_points}; fitted: {used_for_fit:yes|no}; "
-        "mean: {mean_abs_error:.1%}; worst: {max_abs_error:.1%}; in 90 % interval: {inside:.0%}",
+        "mean: {mean_abs_error:.1%}; worst: {max_abs_error:.1%}; in 90 % interval: {inside:.0%}; "
+        "right side of 1: {sign:.0%}",
         left=3,
     ),
 )

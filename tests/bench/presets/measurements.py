@@ -29,6 +29,10 @@ COLUMNS = (
 )  # fmt: skip
 
 
+REPEATED = "vLLM study"
+"""The source that ran every cell several times."""
+
+
 def from_tpot(table: pd.DataFrame, source: str) -> pd.DataFrame:
     """Measurements of a server under a closed loop: gpu, model, tp, concurrency, isl, osl and tpot_s."""
     _need(table, ("gpu", "model", "tp", "concurrency", "isl", "osl", "tpot_s"), source)

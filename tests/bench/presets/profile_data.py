@@ -25,6 +25,7 @@ from tltlab.hardware import model, per_gpu_heads
 from .kernels import Kernels
 from .measurements import (
     COLUMNS,
+    REPEATED,
     eagle3_cells,
     fits_kv_cache,
     from_speedups,
@@ -44,8 +45,11 @@ _LONGEST_WAIT = 0.2
 _BENCH_CONTEXT = 800.0
 """Tokens per request of SpecBundle's chats and problems: not given, and of little weight at batch 1 and 8."""
 _TABLE_2_CONTEXT = 2048.0
+_SERVING_CONTEXT = 900.0
 _KV_BLOCKS = 2588 * 16
 EAGLE3_VOCAB = 32_000
+VLLM = "0.18-0.24"
+"""Versions whose terms are one: each alone was measured on one or two GPUs, and their terms do not differ."""
 _EAGLE3_DRAFTER = "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B"
 _SERVERS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
 
@@ -54,7 +58,7 @@ def measurements(data: Path) -> pd.DataFrame:
     """All of them from the folder `data`; ConfigError where a file is missing."""
     parts = [*_served(data), *_iterations(data), *_speculation(data), *_kernels(data)]
     table = pd.concat(parts, ignore_index=True)
-    return table.assign(weights=table["weights"].fillna("bf16"))
+    return table.assign(weights=table["weights"].fillna("bf16"), kv=table["kv"].fillna("bf16"))
 
 
 def _served(data: Path) -> Iterator[pd.DataFrame]:
@@ -86,8 +90,10 @@ def _served(data: Path) -> Iterator[pd.DataFrame]:
         # TensorRT-LLM's times to first token do not add up with its times per token to the batch.
         part = part.assign(kind="wave" if at_once[rows.index[0]] else "tpot" if backend == "trtllm" else "served")
         # One campaign with MiniMax-M2.5's, of 0.18: same lengths, same batches.
-        of = "0.18" if version == "nan" else ".".join(version.split(".")[:2])
-        if backend == "sglang":
+        of = ".".join(version.split(".")[:2])
+        if version == "nan" or (backend == "vllm" and of != "0.12"):
+            of = VLLM
+        elif backend == "sglang":
             of = "0.5"
         yield part.assign(family=_SERVERS[backend], version=of, weights=rows["weights"].to_numpy())
 
@@ -117,8 +123,10 @@ def _iterations(data: Path) -> Iterator[pd.DataFrame]:
             gpu="RTX4090", model="Llama-3.1-8B", batch=second["running"],
             context_tokens=second["kv_cache_pct"] / 100 * _KV_BLOCKS / second["running"],
             measured=second["running"] / second["gen_throughput"],
-        ), "LLMServingSim", family="vllm", version="0.19",
+        ), "LLMServingSim", family="vllm", version=VLLM,
     )  # fmt: skip
+    serving = _serving(data)
+    yield _plain(serving[~serving["drafts"]], REPEATED, family="vllm", version=VLLM)
     bundle = _bundle(data).drop_duplicates(["model", "bench"])
     yield _plain(
         bundle.assign(measured=bundle["batch"] / bundle["plain_tokens_per_s"]), "SpecBundle", family="sglang",
@@ -136,6 +144,17 @@ def _speculation(data: Path) -> Iterator[pd.DataFrame]:
             "accept": "accept_length",
         }
     )
+    serving = _serving(data)
+    serving = serving[serving["drafts"]].rename(
+        columns={"batch": "batch_size", "k": "draft_depth", "tau": "accept_length"}
+    )
+    cells = serving.assign(
+        topk=1,
+        tokens_to_verify=serving["draft_depth"] + 1,
+        speedup=serving["accept_length"] * serving["plain_s"] / serving["measured"],
+    ).drop(columns="measured")
+    rows = from_speedups(cells, REPEATED).assign(family="vllm", version=VLLM, draft_vocab=float(EAGLE3_VOCAB))
+    yield rows.assign(weights=serving["weights"].to_numpy(), kv=serving["kv"].to_numpy())
     yield from_speedups(speedups, "SpecBundle").assign(family="sglang", version="0.5", draft_vocab=float(EAGLE3_VOCAB))
     cells = tlt_cells(data)
     # Batch 1 of Table 4 is a row of Fig. 13.
@@ -147,6 +166,23 @@ def _speculation(data: Path) -> Iterator[pd.DataFrame]:
     yield from_speedups(table, "EAGLE-3 Table 3").assign(
         family="sglang", version="0.4", draft_vocab=float(EAGLE3_VOCAB)
     )
+
+
+def _serving(data: Path) -> pd.DataFrame:
+    """Closed loops of requests on one A100, one row per run: seconds of the median iteration, in which no prompt is.
+
+    `measured` is the median time between chunks of a response, `plain_s` that of the same load without drafts.
+    """
+    numbers = ("k", "concurrency", "batch_mean", "tau", "itl_p50")
+    table = measured_table(data / "serving_a100_llama31_8b_eagle3.csv", numbers, ("weight", "kv", "spec", "workload"))
+    table = table[table["batch_mean"].notna()].drop_duplicates().assign(
+        gpu="A100", model="Llama-3.1-8B", tp=1, batch=table["batch_mean"], context_tokens=_SERVING_CONTEXT,
+        weights=table["weight"].map({"fp16": "bf16", "w4a16": "int4"}), drafts=table["spec"] != "none",
+        kv=table["kv"].replace("fp16", "bf16"), measured=table["itl_p50"] * 1e-3,
+    )  # fmt: skip
+    load = ["weights", "kv", "workload", "concurrency"]
+    plain = table[~table["drafts"]].groupby(load)["measured"].mean().rename("plain_s")
+    return table.join(plain, on=load).reset_index(drop=True)
 
 
 def _kernels(data: Path) -> Iterator[pd.DataFrame]:
@@ -180,6 +216,7 @@ def _bundle(data: Path) -> pd.DataFrame:
 
 
 def _plain(table: pd.DataFrame, source: str, *, family: str, version: str) -> pd.DataFrame:
-    measured = pd.DataFrame({name: table.get(name, np.nan) for name in COLUMNS}).reset_index(drop=True)
+    kinds = ("weights", "kv")
+    measured = pd.DataFrame({name: table.get(name, np.nan) for name in (*COLUMNS, *kinds)}).reset_index(drop=True)
     measured = measured.assign(kind="iteration", source=source, draft_depth=np.nan, top_k=np.nan, accept_length=np.nan)
     return measured.assign(tp=measured["tp"].fillna(1), family=family, version=version)

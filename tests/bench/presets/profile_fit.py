@@ -21,6 +21,7 @@ from tltlab.costs.roofline import ConstantsByRow, Terms
 from tltlab.hardware import DTYPE_BYTES, model
 
 from .fit import UNKNOWN_CONTEXT, PublishedRows
+from .measurements import REPEATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,22 +54,29 @@ PRIORS = {
     "per_request_s": Prior(typical=3e-5, shared=0.7, family=0.7, version=0.2),
     "quantised_memory": Prior(typical=0.9, shared=0.1),
     "quantised_compute": Prior(typical=0.75, shared=0.15),
+    "int4_memory": Prior(typical=0.8, shared=0.15),
+    "int4_compute": Prior(typical=0.75, shared=0.15),
+    "quantised_kv": Prior(typical=1.0, shared=0.05, gpu=0.3),
+    "quantised_kv_layer_s": Prior(typical=1e-5, shared=0.7),
+    "sd_quantised_kv_s": Prior(typical=1e-3, shared=0.3, gpu=1.0),
     "qk_norm_layer_s": Prior(typical=8e-6, shared=0.7, family=0.4),
     "quantised_layer_s": Prior(typical=1e-5, shared=0.7, family=0.15),
     "expert_layer_s": Prior(typical=4e-5, shared=0.6, family=0.4, version=0.6),
     "expert_efficiency": Prior(typical=0.8, shared=0.2, version=0.4),
-    "expert_spread": Prior(typical=0.85, shared=0.05, version=0.1),
+    "expert_spread": Prior(typical=0.85, shared=0.05, version=0.3),
     "sd_base_s": Prior(typical=1.5e-3, shared=0.7, family=0.4, version=0.4),
     "draft_level_s": Prior(typical=1.5e-4, shared=0.7, family=0.4, version=0.4),
     "draft_level_per_request_s": Prior(typical=5e-6, shared=1.0, family=0.4, version=0.4),
+    "verify_token_s": Prior(typical=1e-5, shared=1.0, family=0.4, version=0.4),
     "tree_s": Prior(typical=5e-4, shared=0.7, family=0.4, version=0.4),
     "context_tokens": Prior(typical=4096.0, shared=0.7),
 }
 LEVELS = ("gpu", "family", "version")
-DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s", "tree_s")
+DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s", "tree_s", "verify_token_s")
 _SOFT = 0.1
 """Relative errors beyond this weigh less and less."""
-_TYPICAL_ERROR = 0.05
+_TYPICAL_ERROR, _TYPICAL_ERROR_REPEATED = 0.05, 0.025
+"""Relative errors of one measurement, and of the speed-ups of a study that ran every cell three times."""
 _STEP = 1e-5
 _KERNELS = 1.4
 """Weight of sums of kernels beside measurements of engines."""
@@ -117,6 +125,8 @@ class Design:
     kernel: Flags
     attention: Flags
     quantised: Flags
+    int4: Flags
+    kv8: Flags
     qk_norm: Flags
 
     @classmethod
@@ -152,10 +162,14 @@ class Design:
             params=params,
             index=index,
             sets=sets,
-            weight=np.sqrt(np.minimum(size, _ENOUGH) / size) / _TYPICAL_ERROR * np.where(kernel, _KERNELS, 1.0),
+            weight=np.sqrt(np.minimum(size, _ENOUGH) / size)
+            / np.where((kinds == "speedup") & (table["source"] == REPEATED), _TYPICAL_ERROR_REPEATED, _TYPICAL_ERROR)
+            * np.where(kernel, _KERNELS, 1.0),
             kernel=kernel,
             attention=kinds == "attention",
-            quantised=masks["quantised_memory"],
+            quantised=masks["quantised_layer_s"],
+            int4=masks["int4_memory"],
+            kv8=masks["quantised_kv"],
             qk_norm=masks["qk_norm_layer_s"],
         )
 
@@ -191,19 +205,21 @@ class Design:
         """What values of the terms say about every row."""
         rows, quantised = self.rows, self.quantised
         experts = np.asarray(rows.ideal.expert_layers, np.float64) / np.asarray(rows.ideal.layers, np.float64)
-        memory = value["memory"] * np.where(quantised, value["quantised_memory"], 1.0)
+        of_memory, of_compute = (
+            np.where(self.int4, value[f"int4_{rate}"], np.where(quantised, value[f"quantised_{rate}"], 1.0))
+            for rate in ("memory", "compute")
+        )
         layer = (
             value["layer_s"]
             + value["qk_norm_layer_s"] * self.qk_norm
             + value["quantised_layer_s"] * quantised
+            + value["quantised_kv_layer_s"] * self.kv8
             + value["expert_layer_s"] * experts
         )
         terms = RowTerms(
-            memory_efficiency=capped(memory, MOST_EFFICIENT),
-            compute_efficiency=capped(
-                value["compute"] * np.where(quantised, value["quantised_compute"], 1.0), MOST_EFFICIENT
-            ),
-            kv_efficiency=capped(value["kv"], MOST_EFFICIENT),
+            memory_efficiency=capped(value["memory"] * of_memory, MOST_EFFICIENT),
+            compute_efficiency=capped(value["compute"] * of_compute, MOST_EFFICIENT),
+            kv_efficiency=capped(value["kv"] * np.where(self.kv8, value["quantised_kv"], 1.0), MOST_EFFICIENT),
             link_efficiency=capped(value["link"], MOST_EFFICIENT),
             prefill_efficiency=value["prefill"],
             expert_efficiency=capped(value["expert_efficiency"], MOST_OF_EXPERTS),
@@ -214,7 +230,8 @@ class Design:
             allreduce_s=value["allreduce_s"],
             per_request_s=np.where(self.kernel, 0.0, value["per_request_s"]),
             prompt_layer_s=value["prompt_layer_s"],
-            **{name: value[name] for name in DRAFTING},
+            **{name: value[name] for name in DRAFTING}
+            | {"sd_base_s": value["sd_base_s"] + value["sd_quantised_kv_s"] * self.kv8},
         )
         context = value["context_tokens"][rows.context_unknown]
         unknown = float(np.clip(context[0], *UNKNOWN_CONTEXT)) if len(context) else 0.0
@@ -233,11 +250,16 @@ def _term_rows(rows: PublishedRows, table: pd.DataFrame) -> dict[str, Flags]:
     quantised = np.array([DTYPE_BYTES[w] < 2 for w in table["weights"]])
     experts = np.asarray(rows.ideal.experts_s, np.float64) > 0
     drafting = rows.depth > 0
+    kv8 = (table["kv"] != "bf16").to_numpy()
     served = table["kind"].isin(["tpot", "served", "wave"]).to_numpy()
     return {
         **dict.fromkeys(("step_s", "per_request_s"), engine),
         **dict.fromkeys(("allreduce_s", "link"), parallel),
-        **dict.fromkeys(("quantised_memory", "quantised_compute", "quantised_layer_s"), quantised),
+        **dict.fromkeys(("quantised_memory", "quantised_compute"), quantised & (table["weights"] != "int4").to_numpy()),
+        "quantised_layer_s": quantised,
+        **dict.fromkeys(("int4_memory", "int4_compute"), (table["weights"] == "int4").to_numpy()),
+        **dict.fromkeys(("quantised_kv", "quantised_kv_layer_s"), kv8),
+        "sd_quantised_kv_s": kv8 & drafting,
         "qk_norm_layer_s": engine & np.array([model(name).qk_norm for name in table["model"]]),
         **dict.fromkeys(("expert_layer_s", "expert_efficiency", "expert_spread"), experts),
         **dict.fromkeys(DRAFTING, drafting),
@@ -261,7 +283,23 @@ def fit(
     """The parameters of least softened relative error, held by their priors; at most `_MOST_ROWS` rows of each set.
 
     `start` is where the search begins; it ends when its sum of squares falls by less than the share `tolerance`.
+    Without a `start` each engine with experts is also tried from the other explanation of its times: few experts are
+    touched, and slowly read.
     """
+    if start is not None:
+        return _search(table, start, tolerance)[0]
+    best, least = _search(table, {}, tolerance)
+    experts = np.array([model(name).experts > 0 for name in table["model"]])
+    for version in np.unique((table["family"] + " " + table["version"])[experts]):
+        other = {("expert_spread", "version", version): -0.5, ("expert_efficiency", "version", version): -1.0}
+        values, squares = _search(table, best | other, tolerance)
+        if squares < least:
+            best, least = values, squares
+    return best
+
+
+def _search(table: pd.DataFrame, start: Mapping[Param, float], tolerance: float) -> tuple[dict[Param, float], float]:
+    """Return the parameters that a search from `start` ends at, and half their sum of squares."""
     design = Design.of(_thinned(table))
     spread = design.spread
 
@@ -273,9 +311,9 @@ def fit(
     def slopes(x: Floats) -> Floats:
         return np.concatenate([_residual_slopes(design, x), np.eye(len(x))])
 
-    begin = np.array([(start or {}).get(param, 0.0) for param in design.params]) / spread
+    begin = np.array([start.get(param, 0.0) for param in design.params]) / spread
     solution = least_squares(residuals, begin, jac=slopes, max_nfev=100, ftol=tolerance, xtol=1e-6)
-    return dict(zip(design.params, (solution.x * spread).tolist(), strict=True))
+    return dict(zip(design.params, (solution.x * spread).tolist(), strict=True)), float(solution.cost)
 
 
 def _thinned(table: pd.DataFrame) -> pd.DataFrame:

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from pydantic import Field, TypeAdapter
 
-from bench.presets.profile_data import EAGLE3_VOCAB, KERNEL_GPUS, measurements
+from bench.presets.profile_data import EAGLE3_VOCAB, KERNEL_GPUS, VLLM, measurements
 from bench.presets.profile_fit import DRAFTING, PRIORS, Param, fit, predict, set_names, uncertainty
 from tltlab.arrays import Floats
 from tltlab.calibration.cross_validation import nine_in_ten
@@ -27,14 +27,16 @@ from tltlab.costs.profiles import Efficiencies, EngineProfile, MeasurementSet, P
 from tltlab.costs.roofline import Numbers
 from tltlab.hardware import model
 
-ENOUGH_SETS = 3
-"""Sets of measurements from which on an engine's own left-out errors are told from luck."""
-FOLDS = {"model": "model", "gpu": "gpu", "engine": "family"}
-"""What is left out, and by which column; kernel tables are no engine and stay."""
+ENOUGH_SETS = 5
+"""Sets of measurements from which on an engine has left-out errors of its own."""
+FOLDS = {"model": "model", "gpu": "gpu", "engine": "family", "weights": "weights"}
+"""What is left out, and by which column; kernel tables are no engine and stay, and so do weights in bf16."""
 COLUMNS = (
     "source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note", "pooled", "left_out",
-    "bias", "median_abs_error", "inside",
+    "bias", "median_abs_error", "inside", "sign",
 )  # fmt: skip
+NO_DIFFERENCE = 0.03
+"""Measured speed-ups that are nearer to 1 have no sign: repeats of one cell differ by as much."""
 
 
 class LeftOut(FrozenModel):
@@ -126,17 +128,16 @@ def _share_within(errors: list[float], bound: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shipped:
-    """One profile: family and version in the fit, other versions that speak for it, and the drafter's vocabulary."""
+    """One profile: family and version in the fit, and the drafter's vocabulary."""
 
     family: str
     version: str
-    also: tuple[str, ...] = ()
     versions: str
     draft_vocab: int | None = EAGLE3_VOCAB
 
 
 ENGINES = {
-    "vllm": Shipped(family="vllm", version="0.18", also=("0.19",), versions="vLLM V1, 0.18 and 0.19"),
+    "vllm": Shipped(family="vllm", version=VLLM, versions="vLLM V1, 0.18 to 0.24"),
     "vllm-0.12": Shipped(family="vllm", version="0.12", versions="vLLM V1, 0.12"),
     "sglang": Shipped(family="sglang", version="0.5", versions="SGLang 0.5"),
     "sglang-0.4": Shipped(
@@ -178,15 +179,24 @@ def fitted(data: Path) -> ProfileFit:
 
 @cache
 def validated(data: Path) -> ProfileFit:
-    """The fit, with each model, GPU and family of engines left out of another fit in turn and predicted by that."""
+    """The fit, with each model, GPU, family of engines and type of weights left out of another fit in turn.
+
+    That fit predicts what was left out of it, but for rows that lack something else in it as well: measurements of
+    their weights' type, or any speculation of their engine's version.
+    """
     fitting = fitted(data)
     table = fitting.table
-    engine = table["family"] != "kernels"
+    engine, drafting = table["family"] != "kernels", table["draft_depth"] > 0
+    server = table["family"] + table["version"]
     for fold, column in FOLDS.items():
         errors = pd.Series(np.nan, table.index)
-        for value in table.loc[engine, column].unique():
+        for value in set(table.loc[engine, column]) - {"bf16"}:
             fold_rows = engine & (table[column] == value)
-            errors[fold_rows] = _errors(table[fold_rows], fit(table[~fold_rows], fitting.values, tolerance=1e-4))
+            rest = table[~fold_rows]
+            lacking = ~table["weights"].isin(rest["weights"]) & (fold != "weights")
+            lacking |= drafting & ~server.isin(server[drafting & ~fold_rows]) & (fold != "engine")
+            if (predicted := fold_rows & ~lacking).any():
+                errors[predicted] = _errors(table[predicted], fit(rest, fitting.values, tolerance=1e-4))
         table = table.assign(**{f"{fold}_error": errors})
     return ProfileFit(values=fitting.values, table=table)
 
@@ -198,17 +208,16 @@ def shipped(fitting: ProfileFit) -> Profiles:
     sets = set_errors(fitting)
     return Profiles(
         knee=_round(fitting.term("knee")),
-        expert_spread=_round(fitting.term("expert_spread")),
-        quantised=Quantised(
-            memory=_round(fitting.term("quantised_memory")), compute=_round(fitting.term("quantised_compute"))
-        ),
+        quantised=_quantised(fitting, "quantised"),
+        int4=_quantised(fitting, "int4"),
         typical=_efficiencies(fitting, ""),
         gpus={name: _efficiencies(fitting, name) for name in gpus},
         engines={name: _engine(fitting, name, of, sets) for name, of in ENGINES.items()},
         provenance=(
             f"Fitted jointly to {len(table)} published measurements of engines "
-            f"(AIConfigurator, SpecBundle, EfficientRollout, LLMServingSim, TLT arXiv 2511.16665, EAGLE-3 arXiv "
-            f"2503.01840) and sums of kernels on {', '.join(KERNEL_GPUS)} (AIConfigurator, Apache-2.0).",
+            f"(AIConfigurator, SpecBundle, EfficientRollout, LLMServingSim, SpecDecoding-Study-vLLM-SGLang, TLT arXiv "
+            "2511.16665, EAGLE-3 arXiv 2503.01840) and sums of kernels on "
+            f"{', '.join(KERNEL_GPUS)} (AIConfigurator, Apache-2.0).",
             "Efficiencies are by GPU, terms by engine; where few were measured they stay near what all have in common.",
         ),
     )
@@ -224,8 +233,9 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     """Relative errors per set of measurements, inside the fit and by what was left out.
 
     `left_out` names that, "" inside the fit; `bias` is the median of signed errors. `inside` is the share of points
-    in their 90 % intervals, of what was left out those that the engine's other sets give. Rows that are `pooled` hold
-    all sets of an engine. Without `left_out` errors inside the fit alone.
+    in their 90 % intervals, of what was left out those that the engine's other sets give. `sign` is the share of
+    speed-ups predicted on the right side of 1, of those measured more than `NO_DIFFERENCE` from it. Rows that are
+    `pooled` hold all sets of an engine. Without `left_out` errors inside the fit alone.
     """
     fitting = validated(data) if left_out else fitted(data)
     table = fitting.table[fitting.table["family"] != "kernels"]
@@ -245,7 +255,8 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
                 else ""
             )
             for fold in ("", *(FOLDS if left_out else ())):
-                table_rows.append(_row(first["engine"], f"{first['asked']}{of}", part, fold, pooled=not of))
+                if (known := part[part[_column(fold)].notna()]).size:
+                    table_rows.append(_row(first["engine"], f"{first['asked']}{of}", known, fold, pooled=not of))
     return pd.DataFrame(table_rows, columns=list(COLUMNS))
 
 
@@ -268,9 +279,11 @@ def _mark_inside(table: pd.DataFrame, ships: Profiles, sets: ByEngine) -> None:
 def _row(source: str, what: str, part: pd.DataFrame, fold: str, *, pooled: bool) -> tuple[object, ...]:
     error = part[_column(fold)]
     size, bias, inside = error.abs(), float(error.median()), float(part[f"{fold}_inside"].mean())
+    differs = (part["draft_depth"] > 0) & ((part["measured"] - 1).abs() > NO_DIFFERENCE)
+    sign = float((((part["measured"] * (1 + error)) > 1) == (part["measured"] > 1))[differs].mean())
     note = f"bias {bias:+.1%}, median {size.median():.1%}"
     how = f"{fold} left out" if fold else "fitted"
-    errors = float(size.mean()), float(size.max()), note, pooled, fold, bias, float(size.median()), inside
+    errors = float(size.mean()), float(size.max()), note, pooled, fold, bias, float(size.median()), inside, sign
     return source, f"{what}: {how}: {note}", len(error), not fold, *errors
 
 
@@ -283,8 +296,11 @@ def _errors(table: pd.DataFrame, values: dict[Param, float]) -> Floats:
 
 
 def _efficiencies(fitting: ProfileFit, gpu: str) -> Efficiencies:
-    names = ("memory", "compute", "kv", "link", "launch")
-    return Efficiencies(**{name: _round(fitting.term(name, gpu=gpu)) for name in names})
+    return Efficiencies(**{name: _round(fitting.term(name, gpu=gpu)) for name in Efficiencies.model_fields})
+
+
+def _quantised(fitting: ProfileFit, kind: str) -> Quantised:
+    return Quantised(**{rate: _round(fitting.term(f"{kind}_{rate}")) for rate in Quantised.model_fields})
 
 
 def _engine(fitting: ProfileFit, name: str, of: Shipped, sets: ByEngine) -> EngineProfile:
@@ -292,8 +308,8 @@ def _engine(fitting: ProfileFit, name: str, of: Shipped, sets: ByEngine) -> Engi
     measurements = _rows_of(table, of)
     at = {"family": of.family, "version": of.version}
     seconds = (
-        "step_s", "layer_s", "qk_norm_layer_s", "quantised_layer_s", "expert_layer_s", "allreduce_s", "per_request_s",
-        *DRAFTING,
+        "step_s", "layer_s", "qk_norm_layer_s", "quantised_layer_s", "quantised_kv_layer_s", "expert_layer_s",
+        "allreduce_s", "per_request_s", "expert_spread", *DRAFTING,
     )  # fmt: skip
     notes = []
     if not (measurements["draft_depth"] > 0).any():
@@ -315,7 +331,7 @@ def _engine(fitting: ProfileFit, name: str, of: Shipped, sets: ByEngine) -> Engi
 
 
 def _rows_of(table: pd.DataFrame, of: Shipped) -> pd.DataFrame:
-    return table[(table["family"] == of.family) & table["version"].isin([of.version, *of.also])]
+    return table[(table["family"] == of.family) & (table["version"] == of.version)]
 
 
 def _measured(part: pd.DataFrame) -> tuple[MeasurementSet, SetErrors]:
@@ -324,7 +340,8 @@ def _measured(part: pd.DataFrame) -> tuple[MeasurementSet, SetErrors]:
     context = part["context_tokens"].where(~served, part["input_tokens"] + part["output_tokens"] / 2).dropna()
     drafted = part["draft_depth"][part["draft_depth"] > 0]
     fitted = _fold_errors(part["error"])
-    left_out = {fold: _fold_errors(part[f"{fold}_error"]) for fold in FOLDS if f"{fold}_error" in part}
+    validated_folds = [fold for fold in FOLDS if f"{fold}_error" in part and part[f"{fold}_error"].notna().all()]
+    left_out = {fold: _fold_errors(part[f"{fold}_error"]) for fold in validated_folds}
     measured = MeasurementSet(
         gpu=first["gpu"],
         model=first["model"],

@@ -59,7 +59,7 @@ def test_only_touched_experts_are_read():
         ("sglang:H200:Llama-3.1-8B", "measured together", ()),
         ("sglang:H200:Qwen3-32B", "interpolated", ("together",)),
         ("sglang:A100:Qwen3-14B", "never measured", ("gpu", "model")),
-        ("vllm:2xH200:Qwen3-8B:int4", "never measured", ("gpu", "model", "weights")),
+        ("vllm:2xH200:Qwen3-8B:int8", "never measured", ("gpu", "model", "weights")),
         ("vllm:4xB200:Llama-3.3-70B:fp4", "never measured", ("gpu", "model", "weights")),
     ],
 )
