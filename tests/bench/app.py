@@ -284,7 +284,7 @@ def gpu(
     quick: one rollout at the shapes of a 1.5B and a 7B model under stock vLLM and three policies, and plain steps of
     both engines, most worth first. show: a quick.json in words. graphs: what adaptivity costs plain steps on the V1
     runner, then one strategy, every one apart and buckets on V2; memory, what iterations ran in and the step, by batch
-    and depth (for experiment graph-memory). seam: stock vLLM and policies that draft nothing. sync: new weights by
+    and depth. seam: stock vLLM and policies that draft nothing. sync: new weights by
     three ways. update: a trainer's update of a model that has weights, on as many responses as the first batch size,
     with deterministic algorithms and without.
 

@@ -32,10 +32,6 @@ EXPERIMENTS = {
         "At which batch sizes do which drafts pay, and does the bandit find them?",
         "2 minutes, and 2 once to train its model; half a minute with --fast",
     ),
-    "graph-memory": (
-        "What do bucketed CUDA graphs save, and what does each plan of buckets cost in time?",
-        "seconds",
-    ),
     "lossless": (
         "Do rewards and sampled tokens stay the same with speculation?",
         "10 minutes, and 2 once to train its model; 1 with --fast",
@@ -47,6 +43,7 @@ EXPERIMENTS = {
 }
 """The question of each, and what answering takes on two idle CPU cores."""
 GONE = {
+    "graph-memory": "tltlab tune --graph-memory plans buckets within a cap, tltlab bench gpu graphs measures graphs",
     "drift": "notebook 04_drafter_drift shows it; a recipe's schedule = {kind = 'gated'} trains while it pays",
     "open-questions": "notebook 08_field_guide has them, tltlab experiment baseline the set-ups that TLT published",
     "lengths": "tltlab simulate --placement longest_first shows what known lengths would bring",

@@ -1,4 +1,4 @@
-"""Memory of a pool of captured CUDA graphs: one strategy, several captured naively, or bucketed as in TLT.
+"""Memory of a pool of captured CUDA graphs, bucketed as in TLT.
 
 A runner is what SGLang calls so: one capture session for one drafter or one tokens_to_verify, with a graph per batch
 size. TLT (arXiv 2511.16665, section on the bucketed CUDAGraph pool) captures graphs only for the batches that a
@@ -85,31 +85,16 @@ def sglang_sizes(max_batch: int) -> tuple[int, ...]:
     return tuple(b for b in steps if b <= max_batch)
 
 
-def plan_naive(
-    strategies: Sequence[Strategy], max_batch: int, sizes: Sequence[int], drafters: Drafters = STANDARD
-) -> CapturePlan:
-    """Every strategy captured at every size, nothing shared."""
-    batches = _within(sizes, 1, max_batch)
-    return CapturePlan(
-        target=tuple(TargetRunner(tokens_to_verify=s.tokens_to_verify, batches=batches) for s in strategies),
-        drafter=tuple(DrafterRunner(strategy=s, batches=batches) for s in strategies if drafters.network_levels(s)),
-        max_batch=max_batch,
-    )
-
-
 def plan_bucketed(
     rows: Sequence[tuple[int, Strategy]],
     max_batch: int,
     sizes: Sequence[int],
-    *,
-    bucket_drafters: bool = True,
     drafters: Drafters = STANDARD,
 ) -> CapturePlan:
     """Each strategy captured from its min_batch up to the next larger one; equal tokens_to_verify share the target's.
 
     Rows with one min_batch are strategies of one bucket; batches below the first use the first. A bucket's largest
-    batch is always captured, so each of its batches has a graph. `bucket_drafters=False` captures drafters at every
-    size, as if only the target's graphs were bucketed. Drafters with a network have graphs of their own.
+    batch is always captured, so each of its batches has a graph. Drafters with a network have graphs of their own.
 
     >>> plan = plan_bucketed([(1, Strategy("learned", 8, 4, 48)), (3, Strategy("learned", 8, 4, 16))], 8, (1, 2, 4, 8))
     >>> plan.target_graphs
@@ -127,7 +112,7 @@ def plan_bucketed(
         batches = _within(sizes, 1 if min_batch == starts[0] else min_batch, ends[min_batch] - 1)
         target.setdefault(strategy.tokens_to_verify, set()).update(batches)
         if drafters.network_levels(strategy):
-            drafter.setdefault(strategy, set()).update(batches if bucket_drafters else _within(sizes, 1, max_batch))
+            drafter.setdefault(strategy, set()).update(batches)
     return CapturePlan(
         target=tuple(TargetRunner(tokens_to_verify=v, batches=tuple(sorted(b))) for v, b in sorted(target.items())),
         drafter=tuple(DrafterRunner(strategy=s, batches=tuple(sorted(b))) for s, b in drafter.items()),

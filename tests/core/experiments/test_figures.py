@@ -14,13 +14,11 @@ import pandas as pd
 import pytest
 
 from bench.runtime.figures import ModeRollout, summarise
-from tests.core.planning.graph_readings import validation
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.experiments import find, policies
 from tltlab.experiments.batch_size import of_best_by_round, overall, seconds_of, table
 from tltlab.experiments.batch_size import verdict as batch_verdict
-from tltlab.experiments.graph_memory import MEASURED_GB, gpu_rows, table_5_errors
 from tltlab.experiments.harness import Case
 from tltlab.experiments.lossless import Lossless, reward_row
 from tltlab.experiments.lossless import verdict as lossless_verdict
@@ -49,7 +47,6 @@ def under_way(name: str, *overrides: str, fast: bool = True, said: Callable[[str
         ("batch-size", ["drafter=crystal-ball"], ["'crystal-ball'", "ngram, suffix"]),
         ("staleness", ["steps=3", "stop_after=3"], ["steps=3", "stop_after=3"]),
         ("staleness", ["head=nothing"], ["nothing", "config.json"]),
-        ("graph-memory", ["cap=64"], ["max_batch", "32"]),
         ("policies", ["simulated=false"], ["models", "simulated=false"]),
         ("policies", ["only=tinny"], ["'tinny'", "h100-smoke"]),
         ("systems", ["only=areol"], ["'areol'", "verl"]),
@@ -61,59 +58,6 @@ def test_what_cannot_be_measured_is_refused_first(monkeypatch, name, overrides, 
     with refused(ConfigError, naming=facts):
         under_way(name, *overrides).run()
     assert not Path("unused").exists()
-
-
-# graph-memory
-
-
-@pytest.fixture(scope="module")
-def graphs() -> ExperimentResult:
-    return under_way("graph-memory").run()
-
-
-def test_more_memory_for_graphs_never_costs_time(graphs: ExperimentResult):
-    rows = graphs.rows.set_index("plan")
-    exact = rows[rows.index.str.startswith("exact")].sort_values("predicted_gib")
-    assert exact["seconds"].is_monotonic_decreasing
-    released, equal = rows.loc["buckets as released"], rows.loc["exact, memory as released"]
-    assert equal["predicted_gib"] <= released["predicted_gib"]
-    assert equal["seconds"] <= released["seconds"]
-    caps = exact[exact.index.str.endswith("GiB")]
-    # The name has the cap rounded to a tenth of a GiB.
-    assert all(row["predicted_gib"] <= float(str(name).split()[1]) + 0.051 for name, row in caps.iterrows())
-    assert rows.loc["exact, no cap", "over_fastest"] == 0
-    assert rows.loc["no speculation", "seconds"] > rows.loc["single", "seconds"] > rows.loc["naive", "seconds"]
-    assert rows.loc["naive", "graphs"] == 4 * rows.loc["single", "graphs"]
-
-
-def test_the_papers_figures_stand_in_rows_apart(graphs: ExperimentResult):
-    paper = graphs.rows.dropna(subset="paper_gib")
-    assert dict(zip(paper["plan"].str.split().str[2], paper["paper_gib"], strict=True)) == MEASURED_GB
-    assert paper["predicted_gib"].isna().all()
-    assert graphs.prediction
-    released = [row for row in validation() if row.reading == "shipped strategies, one logits buffer"]
-    assert table_5_errors() == {row.name: pytest.approx(row.error) for row in released if not row.fitted}
-    assert any("-5%" in note and "-29%" in note for note in graphs.notes)
-
-
-def test_chains_are_compared_on_one_runner(graphs, tmp_path: Path):
-    chains = graphs.rows[graphs.rows["runner"] == "vLLM V2"].set_index("plan")
-    one, apart, bucketed = (chains.loc[f"chains, {p}"] for p in ("one strategy", "every strategy apart", "bucketed"))
-    assert apart["over_single"] > bucketed["over_single"] > one["over_single"] == 1
-    assert apart["graphs"] > bucketed["graphs"] > one["graphs"] > 0
-    plans = {"one strategy": 1.0, "every strategy apart": 3.0, "bucketed": 1.5}
-    engine = {"runner": "V2", "graphs": "planned", "captured": {"full": [[9, 8]], "piecewise": [9, 18]}}
-    rows = [
-        engine | {"plan": plan, "memory": {"predicted_bytes": 2.0 * 2**30, "measured_bytes": gib * 2**30}}
-        for plan, gib in plans.items()
-    ]
-    file = tmp_path / "graphs.json"
-    file.write_text(json.dumps({"part": "graphs", "model": "m", "rows": [*rows, {"plan": "x", "failed": "it died"}]}))
-    found = [(row["measured_gib"], row["over_single"], row["graphs"]) for row in gpu_rows(file)]
-    assert found == [(gib, gib, 3) for gib in plans.values()]
-    file.write_text("{}")
-    with refused(ConfigError, naming=("graphs.json",)):
-        gpu_rows(file)
 
 
 # baseline

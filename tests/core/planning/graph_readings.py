@@ -18,18 +18,40 @@ code's own strategies and engine err by -5.0 and -29.3 %, and need 225 MB per gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tltlab.errors import ConfigError
-from tltlab.experiments.graph_memory import DEFAULT, GIB, MAX_BATCH, MEASURED_GB, PROMPT_TOKENS, SHIPPED
-from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, sglang_sizes
+from tltlab.planning.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_bucketed, sglang_sizes
 from tltlab.strategy import Strategy
 
+GIB = 2**30
+MEASURED_GB = {"single": 7.81, "naive": 30.39, "bucketed": 10.69}
+"""TLT's Table 5: Llama-3-8B, one GPU of 4, in GiB, which SGLang logs as "GB"."""
+MAX_BATCH = 32
+DEFAULT = Strategy("learned", 8, 4, 48)
+SHIPPED = ((1, DEFAULT), *((n, Strategy("learned", 8, 4, v)) for n, v in ((2, 32), (5, 16), (21, 8))))
+"""The released code's strategies, by the batch from which each is taken."""
+PROMPT_TOKENS = 2048
+"""Beside the response, of the context of TLT's RL runs."""
 DEPTHS = ((1, DEFAULT), *((1, Strategy("learned", depth, 4, 48)) for depth in (4, 6, 10)))
 """Four strategies that differ in depth only, so that one set of target graphs serves them all."""
 TOP_KS = tuple((1, Strategy("learned", 8, top_k, 48)) for top_k in (4, 6, 8, 10))
 """The same with top_k: the first four of TLT's Table 1."""
 RL_CONTEXT = PROMPT_TOKENS + 32_768
+
+
+def plan_naive(
+    strategies: Sequence[Strategy], max_batch: int = MAX_BATCH, sizes: Sequence[int] | None = None
+) -> CapturePlan:
+    """Every strategy captured at every size and at the largest batch, nothing shared."""
+    chosen = sglang_sizes(max_batch) if sizes is None else [size for size in sizes if size <= max_batch]
+    batches = tuple(sorted({*chosen, max_batch}))
+    return CapturePlan(
+        target=tuple(TargetRunner(tokens_to_verify=s.tokens_to_verify, batches=batches) for s in strategies),
+        drafter=tuple(DrafterRunner(strategy=s, batches=batches) for s in strategies if s.speculates),
+        max_batch=max_batch,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +67,11 @@ class PoolReading:
     bucket_drafters: bool = True
 
     def plans(self) -> dict[str, CapturePlan]:
-        sizes = sglang_sizes(MAX_BATCH)
-        return {
-            "single": plan_naive([DEFAULT], MAX_BATCH, sizes),
-            "naive": plan_naive([strategy for _, strategy in self.rows], MAX_BATCH, sizes),
-            "bucketed": plan_bucketed(self.rows, MAX_BATCH, sizes, bucket_drafters=self.bucket_drafters),
-        }
+        naive = plan_naive([strategy for _, strategy in self.rows])
+        bucketed = plan_bucketed(self.rows, MAX_BATCH, sglang_sizes(MAX_BATCH))
+        if not self.bucket_drafters:
+            bucketed = replace(bucketed, drafter=naive.drafter)
+        return {"single": plan_naive([DEFAULT]), "naive": naive, "bucketed": bucketed}
 
     def pool(self, bytes_per_layer: float = 0.0) -> GraphPool:
         """Llama-3-8B under this reading."""

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.experiments.graph_memory import GIB, MEASURED_GB, SHIPPED
-from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_for, plan_naive, sglang_sizes
+from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_for, sglang_sizes
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, ExploreSpec, FixedSpec, NoneSpec, TableRow, TableSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .graph_readings import READINGS, RL_CONTEXT, TOP_KS, validation
+from .graph_readings import GIB, MEASURED_GB, READINGS, RL_CONTEXT, SHIPPED, TOP_KS, plan_naive, validation
 
 SIZES = sglang_sizes(32)
 DEEP, WIDE, SHORT = Strategy("learned", 8, 4, 48), Strategy("learned", 8, 8, 48), Strategy("learned", 4, 4, 8)
@@ -96,8 +95,8 @@ def test_caps_are_kept_and_fits_meet_the_pool():
         (lambda: plan_bucketed([], 8, SIZES), ("rows",)),
         (lambda: plan_bucketed([(0, DEEP)], 8, SIZES), ("min_batch",)),
         (lambda: plan_bucketed([(9, DEEP)], 8, SIZES), ("min_batch",)),
-        (lambda: plan_naive([DEEP], 8, (0, 4)), ("1",)),
-        (lambda: plan_naive([DEEP], 0, (1,)), ("1",)),
+        (lambda: plan_bucketed([(1, DEEP)], 8, (0, 4)), ("1",)),
+        (lambda: plan_bucketed([(1, DEEP)], 0, (1,)), ("1",)),
         (lambda: POOL.fitted(plan_naive([DEEP], 32, SIZES), 1e8), ()),
     ],
 )
