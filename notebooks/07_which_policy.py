@@ -15,21 +15,25 @@
 # # 7. Which policy, and why
 #
 # A question that the papers leave open: what is the least that is never worse than a fixed number of guessed tokens?
-# Everything here is simulated, and small, so that it runs in seconds; `tltlab experiment policies` is the long version.
+# Everything here is simulated, and small, so that it runs in seconds; `tltlab bench regimes` is the long version.
 
 # %%
+import sys
 from pathlib import Path
 
 import pandas as pd
 from IPython.display import display
 
 from tltlab.charts import bars
-from tltlab.experiments.policies import by_part, judged, verdict
-from tltlab.experiments.regimes import regimes
 
 # %matplotlib inline
 
 root = next(folder for folder in [Path.cwd(), *Path.cwd().parents] if (folder / "traces").is_dir())
+sys.path.append(str(root / "tests"))
+
+from bench.contest import by_part, judged, verdict  # noqa: E402
+from bench.regimes import regimes  # noqa: E402
+
 found = {regime.name: regime for regime in regimes(root / "traces", rl_steps=2)}
 chosen = [found[name] for name in ("tiny", "h100-smoke", "gcd-small")]
 

@@ -163,6 +163,33 @@ def policy(
 
 
 @app.command()
+def regimes(
+    only: Annotated[str, Option(help="Regimes, with commas: tiny,heavy tail; '' for all.")] = "",
+    traces: Annotated[Path, Option(help="Folder of the recorded ones.")] = Path("traces"),
+    rl_steps: Annotated[int, Option(min=1, help="RL steps of each.")] = 4,
+    seeds: Annotated[int, Option(min=1, help="Seeds of each.")] = 2,
+    seed: FirstSeed = 0,
+    jobs: Annotated[int, Option(min=1, help="Processes that share the regimes.")] = 1,
+    out: Result = None,
+    fast: Annotated[bool, Option("--fast", help="Two RL steps, one seed.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Every policy on traces and regimes, simulated, over the best fixed strategy in hindsight; 6 minutes.
+
+    Example: tltlab bench regimes --only tiny,h100-smoke --fast
+    """
+    from .contest import TEXT, bench_regimes
+
+    _check(out)
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    if fast:
+        rl_steps, seeds = min(rl_steps, 2), 1
+    chosen = range(seed, seed + seeds)
+    result = bench_regimes(names, traces=traces, rl_steps=rl_steps, seeds=chosen, jobs=jobs, progress=progress)
+    _tell(result, as_json, TEXT, out)
+
+
+@app.command()
 def seam(
     cases: Annotated[
         str | None,

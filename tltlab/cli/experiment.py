@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tltlab.console import Json, emit, made_by, progress, table
-from tltlab.errors import ConfigError
 from tltlab.experiments import EXPERIMENTS, find
 from tltlab.experiments.result import check_replaceable, describe_settings, read_settings, settings_json
 
@@ -45,8 +44,6 @@ def experiment(
     kind = chosen.Settings
     assignments = list(overrides or [])
     if model is not None:
-        if "model" not in {field.name for field in fields(kind)}:
-            raise ConfigError(f"--model {model}: the experiment {name} runs no model")
         assignments.append(f"model={model}")
     settings = read_settings(kind, chosen.FAST if fast else None, assignments)
     check_replaceable(out / name)

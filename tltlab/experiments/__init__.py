@@ -36,13 +36,10 @@ EXPERIMENTS = {
         "Do rewards and sampled tokens stay the same with speculation?",
         "10 minutes, and 2 once to train its model; 1 with --fast",
     ),
-    "policies": (
-        "Which policy comes closest to the best fixed strategy in hindsight, over many traces and regimes?",
-        "6 minutes, shared by `jobs`; 2 with --fast; with `models=`, 3 more for each",
-    ),
 }
 """The question of each, and what answering takes on two idle CPU cores."""
 GONE = {
+    "policies": "tltlab bench regimes has all policies on traces and regimes, tltlab bench runtime on real engines",
     "graph-memory": "tltlab tune --graph-memory plans buckets within a cap, tltlab bench gpu graphs measures graphs",
     "drift": "notebook 04_drafter_drift shows it; a recipe's schedule = {kind = 'gated'} trains while it pays",
     "open-questions": "notebook 08_field_guide has them, tltlab experiment baseline the set-ups that TLT published",

@@ -32,7 +32,6 @@ COSTS = "costs h100-qwen2.5-7b"
         ("doctor nowhere --json", ["nowhere"]),
         ("doctor taken.py --json", ["taken.py"]),
         ("experiment baselin", ["'baselin'", "'baseline'", "staleness"]),
-        ("experiment policies --model somewhere", ["somewhere", "policies"]),
         *((f"experiment {name}", [name, *GONE[name].split()]) for name in GONE),
         ("new recipie", ["'recipie'", "'recipe'", "policy"]),
         ("new policy My-Policy", ["My-Policy"]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bench.runtime.figures import ModeRollout, summarise
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.experiments import find, policies
+from tltlab.experiments import find
 from tltlab.experiments.batch_size import of_best_by_round, overall, seconds_of, table
 from tltlab.experiments.batch_size import verdict as batch_verdict
 from tltlab.experiments.harness import Case
 from tltlab.experiments.lossless import Lossless, reward_row
 from tltlab.experiments.lossless import verdict as lossless_verdict
-from tltlab.experiments.policies import ADAPTIVE, ORACLE, SOURCES, by_part, judged, measured_rows, verdict
-from tltlab.experiments.regimes import PARTS, PolicyRegime, best_fixed, lasting, regimes
 from tltlab.experiments.result import ExperimentResult, read_settings
 from tltlab.experiments.staleness import FROZEN, STOPPED, Staleness, kept
 from tltlab.experiments.systems import Systems, SystemsSettings, recipe_for
 from tltlab.planning.execution import missing_part
 from tltlab.planning.systems import SYSTEMS
-from tltlab.policies.policy import load_policy
 
 TRACES = Path(__file__).parents[3] / "traces"
 
@@ -47,8 +42,6 @@ def under_way(name: str, *overrides: str, fast: bool = True, said: Callable[[str
         ("batch-size", ["drafter=crystal-ball"], ["'crystal-ball'", "ngram, suffix"]),
         ("staleness", ["steps=3", "stop_after=3"], ["steps=3", "stop_after=3"]),
         ("staleness", ["head=nothing"], ["nothing", "config.json"]),
-        ("policies", ["simulated=false"], ["models", "simulated=false"]),
-        ("policies", ["only=tinny"], ["'tinny'", "h100-smoke"]),
         ("systems", ["only=areol"], ["'areol'", "verl"]),
         ("baseline", ["measured=pyproject.toml", "parts=measured"], ["pyproject.toml"]),
     ],
@@ -132,127 +125,6 @@ def test_both_parts_are_one_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert np.isnan(tlt["high"]), "an interval that reaches no time at all has no end"
     assert "2.00 to 2.00 under TLT" in found.verdict
     assert len(found.figure.axes[0].patches) == 11
-
-
-# policies
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, PolicyRegime]:
-    return {regime.name: regime for regime in regimes(TRACES, 2)}
-
-
-@pytest.fixture(scope="module")
-def of_tiny(found: dict[str, PolicyRegime]) -> dict[str, dict]:
-    return {row["policy"]: row for row in judged(found["tiny"], [0])}
-
-
-def test_regimes_that_change_have_phases(found: dict[str, PolicyRegime]):
-    assert len(found) >= 12
-    assert {"tiny", "gcd-small", "subset-sum-small", "h100-smoke"} <= set(found)
-    for name in ("drafter improves", "drafter goes stale", "machine slows down"):
-        assert len(found[name].phases) == 2
-    wrong = found["costs wrong, dearer"]
-    strategy = wrong.strategies[4]
-    true, told = (costs.iteration(strategy).seconds(4, 0.0) for costs in (wrong.phases[0].costs, wrong.file_costs))
-    assert true == pytest.approx(1.3 * told)
-
-
-def test_selectors_live_through_all_phases():
-    policy = lasting(load_policy("adaptive"))
-    built = [policy.build(np.random.default_rng([0, i % 2])) for i in range(4)]
-    assert built[0] is built[2]
-    assert built[1] is built[3]
-    assert built[0] is not built[1]
-
-
-def test_every_policy_is_held_against_the_best_fixed_strategy(found: dict[str, PolicyRegime], of_tiny):
-    tiny, rows = found["tiny"], of_tiny
-    assert set(rows) == set(SOURCES)
-    best, seconds = best_fixed(tiny, [0])
-    fixed = {s: tiny.seconds(load_policy(s), 0).sum() for s in tiny.strategies}
-    assert fixed[best] == min(fixed.values())
-    assert rows["none"]["ratio"] == pytest.approx(fixed[tiny.strategies[0]] / seconds[0].sum())
-    assert rows[ORACLE]["over_oracle"] == pytest.approx(1.0)
-    assert rows[ADAPTIVE]["ratio_low"] <= rows[ADAPTIVE]["ratio"] <= rows[ADAPTIVE]["ratio_high"]
-
-
-@pytest.mark.parametrize(("ratios", "words"), [((0.9, 1.01), "it clears"), ((0.9, 1.03), "does not clear")])
-def test_the_verdict_goes_by_the_worst_regime(ratios: tuple[float, float], words: str):
-    row = {"over_oracle": 1.01}
-    rows = [row | {"regime": f"r{i}", "policy": ADAPTIVE, "ratio": ratio} for i, ratio in enumerate(ratios)]
-    text = verdict(pd.DataFrame(rows + [row | {"policy": "goodput", "ratio": row["ratio"] - 0.05} for row in rows]))
-    assert words in text
-    assert "(r1)" in text
-    assert "goodput" in text
-    for each in np.random.default_rng(0).uniform(0.9, 1.1, (50, 3)):  # however sums are rounded
-        rows = [{"regime": str(r), "policy": ADAPTIVE, "ratio": r, "over_oracle": 1.0} for r in each]
-        assert "goodput" not in verdict(pd.DataFrame(rows))
-        assert "no other" in verdict(pd.DataFrame(rows))
-
-
-def test_the_parts_of_a_rollout_add_up_to_all_of_it(found: dict[str, PolicyRegime]):
-    tiny = found["tiny"]
-    rows = by_part(tiny, [ADAPTIVE, "none"], 0)
-    assert set(rows["part"]) == set(PARTS)
-    decoding = {name: part["seconds"].sum() for name, part in rows.groupby("policy")}
-    took = tiny.seconds(load_policy("none"), 0).sum()
-    assert 0.5 * took < decoding["none"] <= took, "one worker decodes but while it prefills"
-    oracle = sum(tiny.seconds_by_part(None, 0).values())
-    for name, part in rows.groupby("policy"):
-        assert part["lost"].sum() == pytest.approx(decoding[name] / oracle - 1.0)
-
-
-@pytest.fixture(scope="module")
-def measured() -> dict[str, Any]:
-    """What `tltlab bench runtime` finds of four modes, of which the adaptive one takes least."""
-    took = {
-        "stock": ("stock", 2.0),
-        "suffix 4": ("static", 1.0),
-        "suffix 8": ("static", 1.25),
-        ADAPTIVE: (ADAPTIVE, 0.9),
-    }
-    rollouts = [
-        ModeRollout(
-            mode=mode, kind=kind, epoch=1, round=n, num_responses=4, seconds=seconds * (1 + n / 50), num_tokens=100,
-            plain_s=2.0, tail_seconds=0.5, tail_tokens=20, tail_plain_s=1.0, num_pairs=0, num_accepted=0,
-            recorder_s=0.0, policy_s=0.0, drafting_s=0.0, processor_s=seconds**2,
-        )
-        for mode, (kind, seconds) in took.items()
-        for n in range(1, 4)
-    ]  # fmt: skip
-    return {"": summarise(rollouts), "uncounted": summarise([replace(r, processor_s=0.0) for r in rollouts])}
-
-
-def test_measurements_are_held_against_the_best_fixed_depth(measured):
-    rows = pd.DataFrame(measured_rows("small", measured[""])).set_index("policy")
-    assert set(rows["best_fixed"]) == {"suffix 4"}
-    assert rows["ratio"].to_dict() == pytest.approx({"stock": 2.0, "suffix 4": 1.0, "suffix 8": 1.25, ADAPTIVE: 0.9})
-    assert rows["ratio_low"][ADAPTIVE] == pytest.approx(0.9)
-    counted = pd.DataFrame(measured_rows("small", measured[""], "processor")).set_index("policy")
-    assert counted["ratio"][ADAPTIVE] == pytest.approx(0.81)
-    assert not measured_rows("small", measured["uncounted"], "processor"), "no time was counted by that clock"
-
-
-@pytest.mark.parametrize("models", [(), ("models/small",)])
-def test_a_run_has_every_policy_in_each_regime(found, of_tiny, measured, monkeypatch, models):
-    said: list[str] = []
-    monkeypatch.setattr(policies, "regimes", lambda *asked: tuple(found.values()))
-    monkeypatch.setattr(
-        policies, "judged", lambda regime, seeds: [r | {"regime": regime.name} for r in of_tiny.values()]
-    )
-    monkeypatch.setattr(policies, "own_model", lambda model, *_, **__: model)
-    monkeypatch.setattr(policies, "bench_on", lambda *_, **__: measured[""])
-    result = under_way("policies", "only=tiny,gcd-small", f"models={','.join(models)}" if models else "jobs=1",
-                       said=said.append).run()  # fmt: skip
-    predicted = result.rows[result.rows["kind"] == "predicted"]
-    assert set(zip(predicted["regime"], predicted["policy"], strict=True)) == {
-        (regime, policy) for regime in ("tiny", "gcd-small") for policy in SOURCES
-    }
-    assert result.prediction == (not models)
-    assert ("0.900 [0.900, 0.900]" in result.verdict) == bool(models)
-    assert "over 2 regimes" in result.verdict
-    assert [line.split(":")[0] for line in said] == ["gcd-small", "tiny", *models]
 
 
 # batch-size: DEEP and SHALLOW drafts, and a bandit

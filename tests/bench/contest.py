@@ -1,26 +1,25 @@
-"""policies: every policy on many traces and regimes, against the best fixed strategy in hindsight.
+"""Every policy on many traces and regimes, simulated, against the best fixed strategy in hindsight.
 
-Simulated, and measured on the models that are named: all modes of `tltlab bench runtime`, in turn in every round. What
-is compared with is built from public descriptions; SOURCES says which.
+The best fixed strategy is chosen on the same RL steps and random numbers. What is compared with is built from public
+descriptions; SOURCES says which. The cost profile and the verify budget are given the true costs of the start; the
+constants of `adaptive` were chosen while looking at these regimes, the others run as published or shipped. `tltlab
+bench runtime` has the same ratios measured, in `over_best_fixed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
-from tltlab.charts import bars
+from bench.harness import Progress, Table, Text, quiet
 from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.beg_mab import BegMab, paper_buckets
-from tltlab.policies.engines import AcceptedThresholds, ContextTable
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import Policy
 from tltlab.policies.simple import BatchTable
@@ -29,11 +28,10 @@ from tltlab.sim.comparison.jobs import side_by_side
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .harness import Case, Experiment, Row, chosen
-from .models import Count, Several, bench_on, own_model
 from .regimes import PolicyRegime, best_fixed, regimes
-from .result import with_interval
+from .rivals import AcceptedThresholds, ContextTable
 
+Row = dict[str, Any]
 ADAPTIVE, ORACLE = "adaptive", "oracle"
 SEVERAL = "beg-mab, several arms"
 SOURCES: Mapping[str, str] = {
@@ -58,31 +56,6 @@ BANDS = (1, 2, 4, 8, 16, 32, 64)
 """Batches from which buckets begin that pool no rewards of batches further apart than twice."""
 
 GOAL_WORST, GOAL_MEAN, GOAL_ORACLE = 1.02, 0.98, 1.03
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoliciesSettings:
-    """`rl_steps` of each regime under `seeds` seeds; `only` names regimes, all where it is empty; `jobs` processes.
-
-    Recorded traces are looked for in the folder `traces`. The second line of fields is the measured part's, as in
-    `tltlab bench runtime`, on each of `models`: folders of `tltlab make-model`, or sizes, trained first. With
-    `simulated=false` it is alone. `clock=processor` judges by the engine's processor seconds, which other work on the
-    machine stretches less than the wall's; only where the engine runs on the CPU.
-    """
-
-    rl_steps: Count = 4
-    seeds: Count = 2
-    only: tuple[str, ...] = ()
-    traces: Path = Path("traces")
-    jobs: Count = 1
-    simulated: bool = True
-    models: tuple[str, ...] = ()
-    prompts: Count = 16
-    group_size: Count = 8
-    epochs: Count = 1
-    rounds: Several = 8
-    cap: Count = 512
-    clock: Literal["wall", "processor"] = "wall"
 
 
 def policies_for(regime: PolicyRegime) -> dict[str, Policy]:
@@ -117,78 +90,39 @@ def policies_for(regime: PolicyRegime) -> dict[str, Policy]:
     return {name: Policy(selector=CustomSpec.holding(spec) if callable(spec) else spec) for name, spec in built.items()}
 
 
-class Policies(Experiment[PoliciesSettings]):
-    """Cases are regimes, which `jobs` processes share, and models."""
+def bench_regimes(
+    names: Sequence[str], *, traces: Path, rl_steps: int, seeds: Sequence[int], jobs: int, progress: Progress = quiet
+) -> dict[str, Any]:
+    """Judge every policy on the regimes of those `names`, on all where there are none, shared by `jobs` processes.
 
-    Settings = PoliciesSettings
-    FAST: ClassVar = {"rl_steps": 2, "seeds": 1, "prompts": 4, "group_size": 4, "rounds": 2, "cap": 128}
-
-    def cases(self) -> Iterator[Case]:
-        settings = self.settings
-        if not settings.simulated and not settings.models:
-            raise ConfigError("nothing to do: with simulated=false, name models to measure on")
-        self.prediction = not settings.models
-        if settings.simulated:
-            every = [Case(each.name, each.about, each) for each in regimes(settings.traces, settings.rl_steps)]
-            picked = chosen("regime", every, settings.only)
-            seeds = [self.seed + i for i in range(settings.seeds)]
-            self.judgements = side_by_side([partial(judged, case.given, seeds) for case in picked], jobs=settings.jobs)
-            yield from picked
-        for model in settings.models:
-            yield Case(model, "all modes of tltlab bench runtime in turn")
-
-    def measure(self, case: Case) -> list[Row]:
-        if case.given is not None:
-            rows: list[Row] = next(self.judgements)
-            return rows
-        trained = Path(case.name) if "/" in case.name or Path(case.name).is_dir() else None
-        model = own_model(trained, self.folder, size=case.name, progress=self.progress)
-        bench = bench_on(model, self.settings, seed=self.seed, progress=self.progress)
-        return measured_rows(model.name, bench, self.settings.clock)
-
-    def verdict(self, rows: pd.DataFrame) -> str:
-        predicted, measured = rows[rows["kind"] == "predicted"], rows[rows["kind"] == "measured"]
-        clauses = [
-            f"measured here, adaptive takes {with_interval(row['ratio'], row['ratio_low'], row['ratio_high'], '.3f')} "
-            f"times as long as the best fixed depth in hindsight, {row['best_fixed']}, on {row['regime']}."
-            for row in measured[measured["policy"] == ADAPTIVE].to_dict("records")
-        ]
-        return " ".join([*clauses, *([verdict(predicted)] if len(predicted) else [])])
-
-    def picture(self, rows: pd.DataFrame) -> Figure:
-        """Mean ratio by policy with its least and largest over the regimes; of what was measured, with its interval."""
-        ends = ["ratio", "ratio_low", "ratio_high"]
-        measured = rows[rows["kind"] == "measured"]
-        means = rows[rows["kind"] == "predicted"].groupby("policy")["ratio"].agg(["mean", "min", "max"])
-        shown = pd.concat(
-            [measured[ends].set_axis(measured["policy"] + ", " + measured["regime"]), means.set_axis(ends, axis=1)]
-        ).astype(float)
-        return bars(
-            shown.index.tolist(), *shown.to_numpy().T, reference=1.0, xlabel="time over the best fixed strategy",
-            title="Policies over regimes (simulated: mean, least, largest) and on models (measured)",
-        )  # fmt: skip
-
-    def notes(self, rows: pd.DataFrame) -> Iterable[str]:
-        oracle = rows[(rows["policy"] == ORACLE) & (rows["ratio"] > GOAL_MEAN)]
-        return (
-            "ratio is time over that of the best fixed strategy, chosen in hindsight on the same RL steps and random "
-            "numbers, or on the same rounds; intervals are of 95 % over RL steps and seeds, or over rounds",
-            "measured: time is per second that plain decoding of the same lengths would take; fixed are 1, 2, 4 and 8 "
-            "tokens of the suffix drafter or none; policies go on learning from round to round",
-            f"simulated: even the oracle is above {GOAL_MEAN:g} in {', '.join(oracle['regime']) or 'no regime'}; the "
-            "cost profile and the verify budget are given the true costs of the start; the constants of adaptive were "
-            "chosen while looking at these regimes, the others run as published or shipped",
-        )
+    `rows` has each policy on each regime, `policies` its mean ratio with the least and the largest over the regimes.
+    Raises ConfigError for a name that no regime has.
+    """
+    every = {regime.name: regime for regime in regimes(traces, rl_steps)}
+    if unknown := [name for name in names if name not in every]:
+        raise ConfigError(f"no regime named {unknown[0]!r}; there are {', '.join(every)}")
+    picked = [regime for name, regime in every.items() if not names or name in names]
+    found = side_by_side([partial(judged, regime, seeds) for regime in picked], jobs=jobs)
+    rows: list[Row] = []
+    for regime, judgement in zip(picked, found, strict=True):
+        progress(f"{regime.name}: {regime.about}")
+        rows += judgement
+    table = pd.DataFrame(rows)
+    by_policy = table.groupby("policy").agg(
+        mean=("ratio", "mean"), least=("ratio", "min"), most=("ratio", "max"), over_oracle=("over_oracle", "max")
+    )
+    policies = by_policy.assign(source=pd.Series(SOURCES)).sort_values("mean").reset_index()
+    return {"rows": rows, "policies": policies.to_dict("records"), "verdict": verdict(table)}
 
 
-def measured_rows(name: str, result: Mapping[str, Any], clock: str = "wall") -> list[Row]:
-    """What `tltlab bench runtime` found on a model, as rows of the table; seconds are those of the `clock`."""
-    same = ("seconds", "best_fixed", "ratio", "tokens_per_s")
-    return [
-        {"kind": "measured", "regime": f"{name}, epoch {row['epoch']}", "policy": row["mode"], "ratio_low": row["low"],
-         "ratio_high": row["high"], "source": f"measured here, {clock} clock"} | {key: row[key] for key in same}
-        for row in result["over_best_fixed"] if row["clock"] == clock
-    ]  # fmt: skip
+TEXT: Text = (
+    Table(
+        "policies",
+        "policy: {policy}; time over the best fixed, mean: {mean:.3f}; least: {least:.3f}; most: {most:.3f}; "
+        "over the oracle, most: {over_oracle:.3f}; after: {source}",
+    ),
+    "{verdict}",
+)
 
 
 def judged(regime: PolicyRegime, seeds: Sequence[int]) -> list[Row]:
@@ -202,7 +136,7 @@ def judged(regime: PolicyRegime, seeds: Sequence[int]) -> list[Row]:
         ratio = paired_interval(seconds, fixed, rng=np.random.default_rng(0))
         rows.append(
             {
-                "kind": "predicted", "regime": regime.name, "policy": name, "seconds": float(seconds.mean()),
+                "regime": regime.name, "policy": name, "seconds": float(seconds.mean()),
                 "best_fixed": str(best),
                 "ratio": ratio.estimate, "ratio_low": ratio.low, "ratio_high": ratio.high,
                 "over_oracle": float(seconds.sum() / found[ORACLE].sum()), "source": SOURCES[name],

@@ -1,0 +1,110 @@
+"""Policies over regimes: all of them against the best fixed strategy in hindsight."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from bench import contest
+from bench.app import app
+from bench.contest import ADAPTIVE, ORACLE, SOURCES, by_part, judged, verdict
+from bench.regimes import PARTS, PolicyRegime, best_fixed, lasting, regimes
+from tests.refused import refused
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import load_policy
+
+TRACES = Path(__file__).parents[3] / "traces"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, PolicyRegime]:
+    return {regime.name: regime for regime in regimes(TRACES, 2)}
+
+
+@pytest.fixture(scope="module")
+def of_tiny(found: dict[str, PolicyRegime]) -> dict[str, dict]:
+    return {row["policy"]: row for row in judged(found["tiny"], [0])}
+
+
+def test_regimes_that_change_have_phases(found: dict[str, PolicyRegime]):
+    assert len(found) >= 12
+    assert {"tiny", "gcd-small", "subset-sum-small", "h100-smoke"} <= set(found)
+    for name in ("drafter improves", "drafter goes stale", "machine slows down"):
+        assert len(found[name].phases) == 2
+    wrong = found["costs wrong, dearer"]
+    strategy = wrong.strategies[4]
+    true, told = (costs.iteration(strategy).seconds(4, 0.0) for costs in (wrong.phases[0].costs, wrong.file_costs))
+    assert true == pytest.approx(1.3 * told)
+
+
+def test_selectors_live_through_all_phases():
+    policy = lasting(load_policy("adaptive"))
+    built = [policy.build(np.random.default_rng([0, i % 2])) for i in range(4)]
+    assert built[0] is built[2]
+    assert built[1] is built[3]
+    assert built[0] is not built[1]
+
+
+def test_every_policy_is_held_against_the_best_fixed_strategy(found: dict[str, PolicyRegime], of_tiny):
+    tiny, rows = found["tiny"], of_tiny
+    assert set(rows) == set(SOURCES)
+    best, seconds = best_fixed(tiny, [0])
+    fixed = {s: tiny.seconds(load_policy(s), 0).sum() for s in tiny.strategies}
+    assert fixed[best] == min(fixed.values())
+    assert rows["none"]["ratio"] == pytest.approx(fixed[tiny.strategies[0]] / seconds[0].sum())
+    assert rows[ORACLE]["over_oracle"] == pytest.approx(1.0)
+    assert rows[ADAPTIVE]["ratio_low"] <= rows[ADAPTIVE]["ratio"] <= rows[ADAPTIVE]["ratio_high"]
+
+
+@pytest.mark.parametrize(("ratios", "words"), [((0.9, 1.01), "it clears"), ((0.9, 1.03), "does not clear")])
+def test_the_verdict_goes_by_the_worst_regime(ratios: tuple[float, float], words: str):
+    row = {"over_oracle": 1.01}
+    rows = [row | {"regime": f"r{i}", "policy": ADAPTIVE, "ratio": ratio} for i, ratio in enumerate(ratios)]
+    text = verdict(pd.DataFrame(rows + [row | {"policy": "goodput", "ratio": row["ratio"] - 0.05} for row in rows]))
+    assert words in text
+    assert "(r1)" in text
+    assert "goodput" in text
+    for each in np.random.default_rng(0).uniform(0.9, 1.1, (50, 3)):  # however sums are rounded
+        rows = [{"regime": str(r), "policy": ADAPTIVE, "ratio": r, "over_oracle": 1.0} for r in each]
+        assert "goodput" not in verdict(pd.DataFrame(rows))
+        assert "no other" in verdict(pd.DataFrame(rows))
+
+
+def test_the_parts_of_a_rollout_add_up_to_all_of_it(found: dict[str, PolicyRegime]):
+    tiny = found["tiny"]
+    rows = by_part(tiny, [ADAPTIVE, "none"], 0)
+    assert set(rows["part"]) == set(PARTS)
+    decoding = {name: part["seconds"].sum() for name, part in rows.groupby("policy")}
+    took = tiny.seconds(load_policy("none"), 0).sum()
+    assert 0.5 * took < decoding["none"] <= took, "one worker decodes but while it prefills"
+    oracle = sum(tiny.seconds_by_part(None, 0).values())
+    for name, part in rows.groupby("policy"):
+        assert part["lost"].sum() == pytest.approx(decoding[name] / oracle - 1.0)
+
+
+def test_a_run_has_every_policy_in_each_regime(found, of_tiny, monkeypatch):
+    monkeypatch.setattr(contest, "regimes", lambda *asked: tuple(found.values()))
+    monkeypatch.setattr(
+        contest, "judged", lambda regime, seeds: [r | {"regime": regime.name} for r in of_tiny.values()]
+    )
+    ran = CliRunner().invoke(app, ["regimes", "--only", "tiny, gcd-small", "--json"])
+    assert ran.exit_code == 0
+    result = json.loads(ran.stdout)
+    assert {(row["regime"], row["policy"]) for row in result["rows"]} == {
+        (regime, policy) for regime in ("tiny", "gcd-small") for policy in SOURCES
+    }
+    means = [row["mean"] for row in result["policies"]]
+    assert means == sorted(means)
+    assert {row["policy"] for row in result["policies"]} == set(SOURCES)
+    assert "over 2 regimes" in result["verdict"]
+
+
+def test_a_regime_that_is_none_is_named(found, monkeypatch):
+    monkeypatch.setattr(contest, "regimes", lambda *asked: tuple(found.values()))
+    with refused(ConfigError, naming=("'tinny'", "h100-smoke")):
+        contest.bench_regimes(["tinny"], traces=TRACES, rl_steps=1, seeds=[0], jobs=1)
