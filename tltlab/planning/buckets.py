@@ -1,90 +1,36 @@
 """Buckets chosen exactly: which strategy for which batch sizes, within a memory cap for their CUDA graphs.
 
-As responses end, a worker's batch falls, and it generates w_b tokens per request at batch b (`batch_times`). Under
-strategy s they take w_b * t_s(b) / A_s seconds: t_s(b) seconds an iteration, A_s tokens a request and iteration. A plan
-gives contiguous ranges of batch sizes one strategy each; borders may lie anywhere in 1..max_batch. Its graphs take what
-`graph_pool` counts, to rounding.
+As responses end, a worker's batch falls, and it generates w_b tokens per request at batch b. Under strategy s they take
+w_b * t_s(b) / A_s seconds: t_s(b) seconds an iteration, A_s tokens a request and iteration. A plan gives contiguous
+ranges of batch sizes one strategy each; borders may lie anywhere in 1..max_batch. Its graphs take what `graph_pool`
+counts, to rounding.
 
 Without a cap each batch takes its fastest strategy, and a limit on the number of rows is a dynamic programme over
 (batch, rows, strategy). A cap couples the ranges, since strategies share runners and a runner is paid at its largest
-batch: then a label-setting search is made. All are exact. HiGHS (scipy.optimize.milp) finds the same seconds from the
-integer programme that `bucket_bounds` relaxes, but took 93 ms in the median and up to 4.9 s for 32 batch sizes x 16
-strategies where the search took 62 and 228 ms, and does not find the smallest of equals.
-
-A label is a choice for all batches above b: seconds, bytes, the runners that are open, the strategy in force and the
-rows so far. One label makes another superfluous when it is no slower and could copy whatever the other does next for no
-more memory: it pays for the runners that only the other has open (at most their opening at b), for a row's end where
-the other just goes on, and for that row. The rest is pruned by `bucket_bounds` against a plan found by a narrow search.
-
-`batch_times` has w_b from the lengths of a trace. A worker whose responses have the lengths L_(1) >= L_(2) >= .. runs
-them all at once and ends them shortest first, so batch b runs for w_b = L_(b) - L_(b+1) plain decode iterations, with
-L_(n+1) = 0. A strategy that yields A tokens an iteration needs w_b / A. Lengths do not depend on the policy, so neither
-does w_b.
+batch: then HiGHS (scipy.optimize.milp) solves an integer programme.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import scipy.sparse as sp
+from scipy.optimize import Bounds, LinearConstraint, milp
 
-from tltlab.arrays import Floats, Ints, Words
+from tltlab.arrays import Floats
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
-from tltlab.traces.trace import Trace
 
-from .bucket_bounds import Bounds, BucketProblem
-from .graph_pool import GraphPool, plan_bucketed, sglang_sizes
+from .graph_pool import DrafterRunner, GraphPool, TargetRunner, plan_bucketed, sglang_sizes
 
-WIDTHS = (20, 300, 2000)
 ROUNDING = 1e-12
-MAX_RUNNERS = 63
-
-
-def batch_times(trace: Trace, workers: int | None = None) -> tuple[dict[int, float], dict[int, float]]:
-    """By batch size: w_b in plain decode iterations, summed over workers and averaged over RL steps; and the mean
-    context while b requests run, prompts and generated tokens summed over the batch.
-
-    `workers` is the trace's number unless given. Requests are where they ran if the trace knows that and the number is
-    not changed, else contiguous. Raises ConfigError where the number is not known.
-
-    >>> batch_times(of_lengths([10, 4], workers=1, prompt_tokens=100))  # doctest: +SKIP
-    ({1: 6.0, 2: 4.0}, {1: 106.5, 2: 203.0})
-    """
-    weights: dict[int, float] = defaultdict(float)
-    contexts: dict[int, float] = defaultdict(float)
-    for lengths, prompts in _loads(trace, workers):
-        generated = 0
-        for length in np.unique(lengths).tolist():
-            running, steps = lengths >= length, length - generated
-            b = int(running.sum())
-            # Iteration i of a stretch reads what was there before it: i generated tokens more per request.
-            contexts[b] += steps * (float(prompts[running].sum()) + b * (generated + (steps - 1) / 2))
-            weights[b] += steps
-            generated = length
-    sizes = sorted(b for b in weights if weights[b])
-    return {b: weights[b] / len(trace.rl_steps) for b in sizes}, {b: contexts[b] / weights[b] for b in sizes}
-
-
-def _loads(trace: Trace, workers: int | None) -> Iterator[tuple[Ints, Ints]]:
-    """Response and prompt lengths of each worker in each RL step."""
-    number = workers or trace.manifest.num_workers
-    if number is None or number < 1:
-        raise ConfigError("the trace does not say how many workers it had: give workers, 1 or more")
-    recorded = "worker" in trace.outcomes and bool(trace.outcomes["worker"].notna().all())
-    for step in trace.iter_rl_steps():
-        lengths = step.outcomes["response_tokens"].to_numpy(np.int64)
-        prompts = step.workload["prompt_tokens"].to_numpy(np.int64)
-        if recorded and workers in (None, trace.manifest.num_workers):
-            of = step.outcomes["worker"].to_numpy(np.int64)
-        else:
-            of = np.arange(len(lengths)) * number // max(len(lengths), 1)
-        for worker in np.unique(of):
-            yield lengths[of == worker], prompts[of == worker]
+LEAST_S = 1e-300
+_SCALE, _ROW, _TOLERANCE = 1e4, 1e-5, 2e-6
+"""The least seconds in a programme, whose gap is 1e-6; what a row counts beside them; what may be above the cap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +74,11 @@ def plan_buckets(
     sizes = sglang_sizes(max_batch) if sizes is None else tuple(sizes)
     seconds = _seconds(weights, seconds_per_token, strategies, max_batch)
     max_rows = max_batch if max_buckets is None else min(max_buckets, max_batch)
-    floor_s, choice = _without_cap(seconds, max_rows)
+    choice = _without_cap(seconds, max_rows)
     plan = _plan(choice, seconds, strategies, pool, sizes, drafters)
     if pool is None or cap_bytes is None or plan.memory_bytes <= cap_bytes:
         return plan
-    fitting = cheapest(BucketProblem.of(seconds, strategies, pool, sizes, cap_bytes, drafters), floor_s, max_rows)
+    fitting = _within_cap(seconds, strategies, pool, sizes, cap_bytes, drafters, max_rows)
     if fitting is None:
         least = min(pool.memory_bytes(plan_bucketed([(1, s)], max_batch, sizes, drafters=drafters)) for s in strategies)
         raise ConfigError(
@@ -142,10 +88,10 @@ def plan_buckets(
     return _plan(fitting, seconds, strategies, pool, sizes, drafters)
 
 
-def _without_cap(seconds: Floats, max_rows: int) -> tuple[Floats, list[int]]:
-    """The least seconds [b, k, s] of batches 1..b below a row of s, with k rows more; the best choice for all batches.
+def _without_cap(seconds: Floats, max_rows: int) -> list[int]:
+    """The fastest choice for all batches; of equals one with the fewest rows: a batch of no weight joins its neighbour.
 
-    Of equally fast choices one with the fewest rows, so that a batch of no weight goes with its neighbour.
+    `floor_s` [b, k, s] are the least seconds of batches 1..b below a row of s, with k rows more.
     """
     num_strategies, num_batches = seconds.shape
     floor_s = np.zeros((num_batches + 1, max_rows, num_strategies))
@@ -163,7 +109,7 @@ def _without_cap(seconds: Floats, max_rows: int) -> tuple[Floats, list[int]]:
             k -= 1
             s = int(goes_on[k].argmin())
         choice.append(s)
-    return floor_s, choice[::-1]
+    return choice[::-1]
 
 
 def _plan(
@@ -220,133 +166,69 @@ def _checked(
         raise ConfigError("a memory cap needs a graph pool that says what graphs take: give pool as well")
     if cap_bytes is not None and not cap_bytes > 0:
         raise ConfigError(f"cap_bytes must be above 0, got {cap_bytes}")
-    if cap_bytes is not None and 2 * len(strategies) > MAX_RUNNERS:
-        raise ConfigError(
-            f"{len(strategies)} strategies under a memory cap: at most {MAX_RUNNERS // 2} can be searched"
-        )
     return strategies
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Labels:
-    """Columns of all labels at one batch; `parent` is the row in the labels of the batch above."""
+def _within_cap(
+    seconds: Floats,
+    strategies: Sequence[Strategy],
+    pool: GraphPool,
+    sizes: Sequence[int],
+    cap: float,
+    drafters: Drafters,
+    max_rows: int,
+) -> list[int] | None:
+    """The choice of least `seconds` [strategy, batch] whose graphs fit into `cap` bytes; None where none fits.
 
-    seconds: Floats
-    memory: Floats
-    open: Words
-    last: Ints
-    num_rows: Ints
-    parent: Ints
-    bound: Floats
-
-    def __len__(self) -> int:
-        return len(self.seconds)
-
-    def take(self, rows: Ints) -> Labels:
-        return Labels(**{name: getattr(self, name)[rows] for name in self.__slots__})
-
-
-def cheapest(problem: BucketProblem, floor_s: Floats, max_rows: int) -> list[int] | None:
-    """The strategy of each batch 1..B in the fastest plan that fits, of those the smallest; None where none fits.
-
-    `floor_s`[b, k, s] are the least seconds of batches 1..b below a row of s, with at most k rows more.
+    Variables: x[s, b], s serves b; z[r, b], runner r is open at b, falling in b; q[s, b], a row of s ends at b. A graph
+    is captured where its runner serves a captured size or a row ends, and a runner costs its opening beyond its graphs
+    at its largest batch.
     """
-    bounds = Bounds.of(problem)
-    best_s, choice = np.inf, None
-    # A narrow search finds a good plan; a wider one that leaves nothing out below its seconds proves the best.
-    for width in (*WIDTHS, None):
-        plan_s, choice, complete = _search(problem, bounds, floor_s, max_rows, best_s * (1.0 + 1e-9), width)
-        if complete:
-            break
-        best_s = min(best_s, plan_s)
-    return choice
-
-
-def _search(
-    p: BucketProblem, bounds: Bounds, floor_s: Floats, max_rows: int, most_s: float, width: int | None
-) -> tuple[float, list[int] | None, bool]:
-    """Seconds and choice of the best plan of at most `most_s`, and whether nothing was left out for the width."""
-    none = np.zeros(1, np.int64)
-    labels = Labels(
-        seconds=np.zeros(1), memory=np.zeros(1), open=np.zeros(1, np.uint64), last=none - 1, num_rows=none, parent=none,
-        bound=np.zeros(1),
-    )  # fmt: skip
-    steps, complete = [], True
-    for i in reversed(range(p.seconds.shape[1])):
-        labels = _bounded(p, bounds, floor_s, max_rows, _extended(p, labels, i), i, most_s)
-        if width is not None and len(labels) > 4 * width:
-            labels, complete = _narrowed(labels, 4 * width), False
-        labels = _undominated(p, labels, i)
-        if width is not None and len(labels) > width:
-            labels, complete = _narrowed(labels, width), False
-        if not len(labels):
-            return np.inf, None, complete
-        steps.append(labels)
-    row = int(np.lexsort((labels.num_rows, labels.memory, labels.seconds))[0])
-    best_s, choice = float(labels.seconds[row]), []
-    for labels in reversed(steps):
-        choice.append(int(labels.last[row]))
-        row = int(labels.parent[row])
-    return best_s, choice, complete
-
-
-def _extended(p: BucketProblem, labels: Labels, i: int) -> Labels:
-    """Every label with every strategy at index i, as far as that fits."""
-    opening = ((1.0 - p.has(labels.open)) * p.opening[:, i]) @ p.uses.T
-    switches = labels.last[:, None] != np.arange(len(p.seconds))
-    memory = labels.memory[:, None] + np.where(switches, p.end[:, i], p.stay[:, i]) + opening
-    parent, last = np.nonzero(memory <= p.cap * (1.0 + ROUNDING))
-    return Labels(
-        seconds=labels.seconds[parent] + p.seconds[last, i],
-        memory=memory[parent, last],
-        open=labels.open[parent] | p.bits[last],
-        last=last,
-        num_rows=labels.num_rows[parent] + switches[parent, last],
-        parent=parent,
-        bound=labels.bound[parent],
+    (num_s, num_b), batches = seconds.shape, range(1, seconds.shape[1] + 1)
+    targets = sorted({s.tokens_to_verify for s in strategies})
+    drafted = [s for s in strategies if drafters.network_levels(s)]
+    uses = np.array([[s.tokens_to_verify == v for v in targets] + [s == d for d in drafted] for s in strategies])
+    single, pair = (
+        np.array(
+            [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b,) * n)) for b in batches] for v in targets]
+            + [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b,) * n)) for b in batches] for s in drafted]
+        )
+        for n in (1, 2)
     )
-
-
-def _bounded(
-    p: BucketProblem, bounds: Bounds, floor_s: Floats, max_rows: int, labels: Labels, i: int, most_s: float
-) -> Labels:
-    """Labels that may still end within `most_s`, the cap and `max_rows`, with their bounds, the fastest first."""
-    labels = labels.take(np.flatnonzero(labels.num_rows <= max_rows))
-    if i == 0 or not len(labels):
-        rows = np.flatnonzero(labels.seconds <= most_s)
-        return labels.take(rows[np.lexsort((labels.memory[rows], labels.seconds[rows]))])
-    below = bounds.below(labels.open, labels.last, i)
-    priced = (below[:, 1:] - bounds.prices * (p.cap - labels.memory)[:, None]).max(axis=1)
-    least_s = floor_s[i, max_rows - labels.num_rows, labels.last]
-    bound = labels.seconds + np.maximum(priced, least_s)
-    fits = labels.memory + below[:, 0] <= p.cap * (1.0 + ROUNDING)
-    rows = np.flatnonzero(fits & (bound <= most_s))
-    order = rows[np.lexsort((labels.memory[rows], labels.seconds[rows]))]
-    return replace(labels.take(order), bound=bound[order])
-
-
-def _narrowed(labels: Labels, width: int) -> Labels:
-    return labels.take(np.sort(np.argsort(labels.bound, kind="stable")[:width]))
-
-
-def _undominated(p: BucketProblem, labels: Labels, i: int) -> Labels:
-    """`labels`, fastest first, without those that an earlier one can copy for no more memory; i is the last index."""
-    if i:
-        opening, ends = p.opening[:, i - 1], p.end[:, i - 1] - p.stay[:, i - 1]
-    else:
-        opening, ends = np.zeros(len(p.opening)), np.zeros(len(p.seconds))
-    runners = p.has(labels.open)
-    price = runners * opening
-    whole, memory, last, num_rows = price.sum(axis=1), labels.memory, labels.last, labels.num_rows
-    rows, at = np.arange(len(labels)), 0
-    while at + 1 < len(rows):
-        after = slice(at + 1, None)
-        switches = last[after] != last[at]
-        extra = whole[after] - price[after] @ runners[at] + np.where(switches, ends[last[after]], 0.0)
-        beaten = (memory[at] + extra <= memory[after]) & (num_rows[at] + switches <= num_rows[after])
-        if beaten.any():
-            survivors = np.concatenate([np.arange(at + 1), at + 1 + np.flatnonzero(~beaten)])
-            rows, runners, price, whole = rows[survivors], runners[survivors], price[survivors], whole[survivors]
-            memory, last, num_rows = memory[survivors], last[survivors], num_rows[survivors]
-        at += 1
-    return labels.take(rows)
+    graph = pair - single
+    num_r, end = len(graph), uses @ graph
+    captured = np.isin(np.array(batches), np.asarray(sizes))
+    each, after = sp.identity(num_b), sp.eye(num_b, k=1)
+    falls = sp.eye(num_b - 1, num_b, k=1) - sp.eye(num_b - 1, num_b)
+    memory = (end * captured, np.diff(single - graph, axis=1, prepend=0), end * ~captured)
+    rows = sp.bmat(
+        [
+            [sp.kron(uses.T.astype(np.float64), each), -sp.identity(num_r * num_b), None],
+            [None, sp.kron(sp.identity(num_r), falls), None],
+            [sp.kron(sp.identity(num_s), each - after), None, -sp.identity(num_s * num_b)],
+        ],
+        format="csr",
+    )
+    bytes_of, ends = np.concatenate([part.ravel() for part in memory]) / cap, np.zeros(rows.shape[1])
+    ends[-num_s * num_b :] = 1.0
+    scale = _SCALE / max(float(seconds.min(axis=0).sum()), LEAST_S)
+    serves = sp.hstack([sp.kron(np.ones((1, num_s)), each), sp.csr_matrix((num_b, rows.shape[1] - num_s * num_b))])
+    for margin in (0.0, _TOLERANCE):
+        found = milp(
+            np.concatenate([scale * seconds.ravel(), np.zeros(num_r * num_b), np.full(num_s * num_b, _ROW)]),
+            integrality=np.repeat([1, 0, 0], [num_s * num_b, num_r * num_b, num_s * num_b]),
+            bounds=Bounds(0, 1),
+            constraints=[
+                LinearConstraint(rows, ub=0),
+                LinearConstraint(serves, 1, 1),
+                LinearConstraint(np.array([bytes_of, ends]), ub=[1.0 - margin, max_rows]),
+            ],
+            options={"mip_rel_gap": 0.0},
+        )
+        if found.x is None:
+            return None
+        choice: list[int] = found.x[: num_s * num_b].reshape(num_s, num_b).argmax(axis=0).tolist()
+        # The solver's tolerance may let a plan be larger than the cap.
+        if _plan(choice, seconds, strategies, pool, sizes, drafters).memory_bytes <= cap * (1.0 + ROUNDING):
+            break
+    return choice

@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.planning.buckets import BucketPlan, batch_times, plan_buckets
+from tltlab.planning.buckets import plan_buckets
 from tltlab.planning.graph_pool import GraphPool, plan_bucketed, sglang_sizes
 from tltlab.strategy import NO_SPECULATION, Strategy
-
-from ...traces_of_lengths import of_lengths
 
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=1e6)
 NGRAM, SUFFIX = Strategy.chain("ngram", 4), Strategy.chain("suffix", 4)
@@ -77,14 +75,6 @@ def assert_is_best(case):
         assert plan.memory_bytes == pool.memory_bytes(plan_bucketed(plan.rows, max_batch, sizes)) <= cap * (1 + 1e-12)
         assert max_buckets is None or len(plan.rows) <= max_buckets
         assert all(s != t for (_, s), (_, t) in itertools.pairwise(plan.rows))
-
-
-def test_the_bounds_prune_no_best_plan(monkeypatch):
-    # Small cases fit into the first, narrow search; a width of 1 makes the bounds do the work.
-    monkeypatch.setattr("tltlab.planning.buckets.WIDTHS", (1, 2))
-    rng = np.random.default_rng(11)
-    for _ in range(40):
-        assert_is_best(random_case(rng))
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -173,27 +163,3 @@ def test_what_cannot_be_planned_is_refused(wrong, facts):
     one = {"weights": {1: 1.0}, "seconds_per_token": lambda s, b: 1.0, "strategies": [NGRAM], "max_batch": 2}
     with refused(ConfigError, naming=facts):
         plan_buckets(**(one | wrong))
-
-
-def test_weights_are_those_of_a_walk_by_token():
-    rng = np.random.default_rng(3)
-    lengths = rng.integers(1, 30, size=12).tolist()
-    steps, contexts = {}, {}
-    for worker in range(3):
-        running = [[100, n] for n in lengths[worker * 4 : worker * 4 + 4]]
-        while running:
-            b = len(running)
-            steps[b] = steps.get(b, 0) + 1
-            contexts.setdefault(b, []).append(sum(context for context, _ in running))
-            running = [[context + 1, left - 1] for context, left in running if left > 1]
-    weights, means = batch_times(of_lengths(lengths, workers=3, prompt_tokens=100))
-    assert weights == dict(sorted(steps.items()))
-    assert means == pytest.approx({b: np.mean(c) for b, c in contexts.items()})
-
-
-def test_weights_are_averaged_over_rl_steps():
-    with refused(ConfigError):
-        batch_times(of_lengths([3, 4]))
-    assert batch_times(of_lengths([3, 5]), workers=2)[0] == {1: 8.0}
-    assert batch_times(of_lengths([3, 5]), workers=1)[0] == {1: 2.0, 2: 3.0}
-    assert isinstance(plan_buckets({}, lambda s, b: 1.0, [NGRAM], max_batch=1), BucketPlan)
