@@ -143,7 +143,7 @@ def compare(
         text += f"\nthe fastest of {rows.attrs['searched']} compositions on the other RL steps"
     if claims:
         text += f"\n\n{claim_table(rows)}"
-        text += "\ntlt at the responses to a worker of its own scripts: tltlab experiment baseline parts=predicted"
+        text += "\ntlt at the responses to a worker of its own scripts: tltlab experiment baseline"
     result |= {
         "trace": source.manifest.name or str(trace), "num_repeats": repeats, "mode": mode, "seed": seed,
         "decision_block": decision_block, "prefix_caching": prefix_caching, "acceptance_spread": acceptance_spread,

@@ -33,7 +33,7 @@ def experiment(
 ) -> None:
     """The experiments that everyone asks of TLT: each ends in a verdict, a table and a picture.
 
-    Example: tltlab experiment baseline rounds=10 --model models/subset-sum-deep
+    Example: tltlab experiment batch-size rounds=10 --model models/subset-sum-deep
     """
     if name is None:
         _list(as_json)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from tltlab.errors import ConfigError, RunError
-from tltlab.files import read_json
+from tltlab.errors import ConfigError
 
 from . import Progress
 from .harness import Experiment, S
@@ -54,29 +51,6 @@ def folder_or_temporary(out: Path | None, prefix: str) -> Iterator[Path]:
     """The folder `out`, or where it is None one that is removed at the end."""
     with nullcontext(out) if out is not None else tempfile.TemporaryDirectory(prefix=prefix) as place:
         yield Path(place)
-
-
-def bench_on(model: Path, settings: Any, *, seed: int, progress: Progress) -> dict[str, Any]:
-    """Return what `tltlab bench runtime` finds on a model, at the sizes that an experiment's settings have for it.
-
-    The benchmark runs in a process of its own and says its progress and faults itself; ConfigError or RunError where it
-    ends in one.
-    """
-    options = {
-        "--model": model, "--prompts": settings.prompts, "--group-size": settings.group_size,
-        "--epochs": settings.epochs, "--rounds": settings.rounds, "--max-response-tokens": settings.cap,
-        "--seed": seed, "--off-batches": "",
-    }  # fmt: skip
-    progress(f"measuring with tltlab bench runtime on {model}")
-    with folder_or_temporary(None, "tltlab-bench-") as folder:
-        command = [sys.executable, "-m", "tltlab", "bench", "runtime", "--out", str(folder / "bench.json")]
-        command += [str(part) for option in options.items() for part in option]
-        code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
-        if code:
-            kind = ConfigError if code == ConfigError.exit_code else RunError
-            raise kind(f"tltlab bench runtime on {model} failed with exit code {code}; why stands above")
-        result: dict[str, Any] = read_json(folder / "bench.json")
-    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

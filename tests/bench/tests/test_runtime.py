@@ -14,8 +14,6 @@ from bench.runtime.figures import ModeRollout, PlainSteps, summarise
 from bench.runtime.run import bench_runtime, measured, modes, text
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.experiments import baseline
-from tltlab.experiments.result import read_settings
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationResponse, Rollout
 
@@ -155,7 +153,7 @@ def test_a_folder_without_prompts_is_refused(tmp_path: Path):
 
 @pytest.mark.engine
 def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_second_epoch(
-    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     said: list[str] = []
     known: list[int] = []
@@ -195,10 +193,4 @@ def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_
     assert known == ([0] * drafting + [12] * drafting) * 2, "texts that drafters know: those of a rollout from then on"
     assert len(said) == 9
     assert text(found).count("epoch") > 4
-    (tmp_path / "bench.json").write_text(json.dumps(found, allow_nan=False))
-    settings = read_settings(baseline.BaselineSettings, None, ["parts=measured", f"measured={tmp_path / 'bench.json'}"])
-    experiment = baseline.Baseline(settings, folder=tmp_path, seed=0, progress=print).run()
-    assert experiment.rows["system"].tolist() == 2 * names
-    assert (experiment.rows[["tokens_per_s", "rollout_s"]] > 0).all(axis=None)
-    assert experiment.verdict.startswith("measured here, adaptive drafts (BEG-MAB) roll out ")
-    assert not experiment.prediction
+    json.dumps(found, allow_nan=False)

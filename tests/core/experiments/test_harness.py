@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ from tests.refused import refused
 from tltlab.errors import ConfigError, InputError, RunError
 from tltlab.experiments import EXPERIMENTS, find
 from tltlab.experiments.harness import Case, Experiment, chosen
-from tltlab.experiments.models import bench_on, own_model
+from tltlab.experiments.models import own_model
 from tltlab.experiments.result import ExperimentResult, read_settings, settings_json
 
 from ..conftest import Command
@@ -186,33 +184,6 @@ def test_nothing_half_written_is_left_where_writing_fails(tmp_path: Path, monkey
         answer("new").write(tmp_path / "asked")
     assert json.loads((tmp_path / "asked" / "result.json").read_text())["verdict"] == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["asked"]
-
-
-@pytest.mark.parametrize(("code", "kind"), [(0, None), (2, ConfigError), (1, RunError)])
-def test_settings_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch, code, kind):
-    asked: list[list[str]] = []
-
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess:
-        asked.append(command)
-        if not code:
-            Path(command[command.index("--out") + 1]).write_text('{"modes": []}')
-        return subprocess.CompletedProcess(command, code)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    found = find("baseline")
-    settings = read_settings(found.Settings, found.FAST, ["prompts=3", "cap=32"])
-    if kind is None:
-        assert bench_on(Path("models/m"), settings, seed=7, progress=print) == {"modes": []}
-    else:
-        with refused(kind, naming=("models/m",)):
-            bench_on(Path("models/m"), settings, seed=7, progress=print)
-    (command,) = asked
-    assert command[:5] == [sys.executable, "-m", "tltlab", "bench", "runtime"]
-    options = dict(zip(command[7::2], command[8::2], strict=True))
-    assert options == {
-        "--model": "models/m", "--prompts": "3", "--group-size": "4", "--epochs": "1", "--rounds": "2",
-        "--max-response-tokens": "32", "--seed": "7", "--off-batches": "",
-    }  # fmt: skip
 
 
 def test_a_model_once_trained_is_taken_again(tmp_path: Path):
