@@ -18,9 +18,9 @@ from tltlab.experiments import find
 from tltlab.experiments.batch_size import of_best_by_round, overall, seconds_of, table
 from tltlab.experiments.batch_size import verdict as batch_verdict
 from tltlab.experiments.harness import Case
-from tltlab.experiments.lossless import Lossless, reward_row
+from tltlab.experiments.lossless import reward_row
 from tltlab.experiments.lossless import verdict as lossless_verdict
-from tltlab.experiments.result import ExperimentResult, read_settings
+from tltlab.experiments.result import read_settings
 from tltlab.experiments.staleness import FROZEN, STOPPED, Staleness, kept
 from tltlab.experiments.systems import Systems, SystemsSettings, recipe_for
 from tltlab.planning.execution import missing_part
@@ -43,7 +43,6 @@ def under_way(name: str, *overrides: str, fast: bool = True, said: Callable[[str
         ("staleness", ["steps=3", "stop_after=3"], ["steps=3", "stop_after=3"]),
         ("staleness", ["head=nothing"], ["nothing", "config.json"]),
         ("systems", ["only=areol"], ["'areol'", "verl"]),
-        ("baseline", ["measured=pyproject.toml", "parts=measured"], ["pyproject.toml"]),
     ],
 )
 def test_what_cannot_be_measured_is_refused_first(monkeypatch, name, overrides, facts):
@@ -57,9 +56,8 @@ def test_what_cannot_be_measured_is_refused_first(monkeypatch, name, overrides, 
 
 
 def test_tlts_settings_are_simulated_beside_its_claim():
-    found = under_way("baseline", "parts=predicted", "rl_steps=2", "machines=H100").run()
+    found = under_way("baseline", "rl_steps=2", "machines=H100").run()
     assert found.prediction
-    assert set(found.rows["kind"]) == {"predicted"}
     rows = found.rows.set_index(["setting", "system"])
     settings = [f"{model} as published, H100" for model in ("7B", "32B")]
     assert found.rows["setting"].drop_duplicates().tolist() == settings
@@ -74,41 +72,7 @@ def test_tlts_settings_are_simulated_beside_its_claim():
     json.dumps(found.json(), allow_nan=False)
 
 
-def bench_result() -> dict[str, Any]:
-    """What `tltlab bench runtime` writes, of three modes."""
-    names = ("off", "suffix 8", "beg-mab")
-    mode = {"epoch": 1, "seconds": 1.0, "tokens_per_s": 100.0, "mean_accept_length": None, "rollouts": 12}
-    judged = {"epoch": 1, "part": "rollout", "measure": "per_plain_second", "ratio": 1.5, "low": 1.4, "high": 1.6}
-    return {
-        "model": "models/tiny", "prompts": 4, "group_size": 4, "max_response_tokens": 64, "policies": {},
-        "judged_by": "per_plain_second",
-        "modes": [mode | {"mode": name} for name in names],
-        "speedups": [
-            *(judged | {"mode": name} for name in names[1:]),
-            *(judged | {"mode": name, "part": "tail", "ratio": 9.0} for name in names[1:]),
-        ],
-        "goals": [{"goal": "times the best static, suffix 8", "mode": "beg-mab", "epoch": 1, "ratio": 1.0, "low": 0.9,
-                   "high": None}],
-    }  # fmt: skip
-
-
-def measured_from(path: Path, text: str) -> ExperimentResult:
-    path.write_text(text)
-    return under_way("baseline", "parts=measured", f"measured={path}").run()
-
-
-def test_a_measurement_is_told_by_its_rollouts(tmp_path: Path):
-    found = measured_from(tmp_path / "bench.json", json.dumps(bench_result()))
-    assert found.rows["speedup"].tolist() == [1.0, 1.5, 1.5]
-    assert not found.prediction
-    for fact in ("measured here", "1.50 [1.40, 1.60]", "1.00 (no interval)", "(suffix 8)", "12 rounds"):
-        assert fact in found.verdict
-    for text in ("{}", "[1]", '{"modes": [], "speedups": [], "goals": [], "policies": {}}'):
-        with refused(ConfigError, naming=("bench.json",)):
-            measured_from(tmp_path / "bench.json", text)
-
-
-def test_both_parts_are_one_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_an_interval_that_reaches_no_time_has_no_end(monkeypatch: pytest.MonkeyPatch):
     simulated = pd.DataFrame(
         {"system": ["verl", "tlt"], "title": ["VeRL", "TLT"], "assumptions": [[], ["one"]], "step_ratio": [1.0, 0.5],
          "step_ratio_low": [1.0, 0.0], "step_ratio_high": [1.0, 0.8], "ratio_most": 1.0, "ratio_least": 1.0,
@@ -117,14 +81,14 @@ def test_both_parts_are_one_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     also = {"title": ["TLT-Base", "Open-R1"], "system": ["tlt-base", "open-r1"]}
     simulated = pd.concat([simulated, simulated.assign(**also)])
     monkeypatch.setattr("tltlab.experiments.baseline.compared", lambda *_: simulated)
-    (tmp_path / "bench.json").write_text(json.dumps(bench_result()))
-    found = under_way("baseline", f"measured={tmp_path / 'bench.json'}", "machines=H100").run()
-    assert found.rows["kind"].tolist() == ["measured"] * 3 + ["predicted"] * 8
+    found = under_way("baseline", "machines=H100").run()
+    assert len(found.rows) == 8
     tlt = found.rows[found.rows["system"] == "TLT"].iloc[0]
     assert (tlt["speedup"], tlt["low"]) == (2.0, 1.25)
-    assert np.isnan(tlt["high"]), "an interval that reaches no time at all has no end"
+    assert np.isnan(tlt["high"])
     assert "2.00 to 2.00 under TLT" in found.verdict
-    assert len(found.figure.axes[0].patches) == 11
+    assert any("TLT: one" in note for note in found.notes)
+    assert len(found.figure.axes[0].patches) == 8
 
 
 # batch-size: DEEP and SHALLOW drafts, and a bandit
@@ -223,34 +187,20 @@ def test_a_reward_differs_where_its_interval_leaves_out_0():
         assert row["without"] == pytest.approx(0.42)
 
 
-def test_without_rewards_the_picture_has_p_values():
-    rows = pd.DataFrame(
-        [case("no difference", name) | {"p_value": p} for name, p in (("a", 0.4), ("b", None), ("c", 0.01))]
-    )
-    alone = under_way("lossless")
-    alone.rewards = []
-    axes = Lossless.picture(alone, rows).axes[0]
-    assert [bar.get_width() for bar in axes.patches] == [0.4, 0.01]
-
-
 def reward(low: float, high: float, verdict: str) -> dict[str, Any]:
-    return {"kind": "reward", "case": "held-out reward at the end", "verdict": verdict, "difference": (low + high) / 2,
+    return {"case": "held-out reward at the end", "verdict": verdict, "difference": (low + high) / 2,
             "low": low, "high": high, "samples": 3}  # fmt: skip
-
-
-def case(verdict: str, name: str = "ngram, depth 1") -> dict[str, Any]:
-    return {"kind": "tokens", "case": name, "verdict": verdict, "detectable": 0.04}
 
 
 @pytest.mark.parametrize(
     ("rows", "facts"),
     [
-        ([reward(-0.02, 0.03, "no difference"), case("no difference")], ["no difference was found: held-out", "0.04"]),
-        ([reward(0.01, 0.03, "different"), case("no difference")], ["a difference was found (1 of 2 rows)"]),
-        ([reward(-0.02, 0.03, "no difference"), case("different")], ["0 of 1", "ngram, depth 1 (different)"]),
-        ([reward(-0.02, 0.03, "no difference"), case("not tested")], ["0 of 1", "ngram, depth 1 (not tested)"]),
-        ([reward(-0.02, 0.03, "no difference")], ["+0.005 [-0.020, +0.030] over 3 seeds"]),
-        ([case("not tested")], ["nothing could be told"]),
+        ([reward(-0.02, 0.03, "no difference")], ["no difference was found: held-out", "+0.005 [-0.020, +0.030]"]),
+        (
+            [reward(0.01, 0.03, "different"), reward(-0.1, 0.1, "no difference")],
+            ["a difference was found (1 of 2 rows)"],
+        ),
+        ([reward(-0.02, 0.03, "unknown")], ["nothing could be told", "over 3 seeds"]),
     ],
 )
 def test_the_verdict_says_what_differs(rows, facts):
