@@ -42,11 +42,6 @@ class SpotResult:
     trained_worker_s: float
     release_delay_s: float
 
-    @property
-    def used_share(self) -> float:
-        """Share of the idle worker-seconds that went into updates; 0 where nobody was idle."""
-        return self.trained_worker_s / self.idle_worker_s if self.idle_worker_s > 0 else 0.0
-
 
 class IdleUse:
     """What idle workers do while others still run: nothing here. Called at the virtual time at which it happens.

@@ -1,6 +1,6 @@
 """Many policies on the same responses with the same luck: makespans, ratios with paired intervals, regret.
 
-A scenario is prepared once; policies run one after another, or over processes or a Ray cluster.
+A scenario is prepared once; policies run one after another, or over processes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tests.refused import refused
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
 from tltlab.calibration.acceptance.fits import fit_kind
-from tltlab.calibration.api import calibrate, iteration_times
+from tltlab.calibration.api import StepFits, calibrate
 from tltlab.calibration.iterations import checked, recorded_rows
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs
@@ -127,7 +127,8 @@ def test_a_trace_says_what_its_drafters_are(folder, old, traits, tmp_path):
     assert rows[0].levels.tolist() == rows[1].levels.tolist()
     assert bool(rows[0].levels.any()) == traits.has_network
     known, own = calibrate(trace), calibrate(other)
-    assert iteration_times(own.costs, other) == pytest.approx(iteration_times(known.costs, trace))
+    seconds = [StepFits(t).seconds(fit.costs, t.rl_steps) for t, fit in ((other, own), (trace, known))]
+    assert seconds[0] == pytest.approx(seconds[1])
     mine = own.acceptance
     assert mine is not None
     assert known.acceptance is not None

@@ -43,7 +43,6 @@ def test_one_idle_worker_trains_until_the_rollout_ends():
     assert result.trained.updates == (60 - 10 - 5) * 4 // 8
     assert result.trained.tokens == 22 * 800
     assert (result.idle_worker_s, held_s(result, 60.0), result.trained_worker_s) == (50.0, 50.0, 45.0)
-    assert result.used_share == 0.9
     assert result.release_delay_s == 0.0
 
 
@@ -66,7 +65,7 @@ def test_without_idle_time_the_drafter_ages():
     assert rollout(spot, [10.0, 60.0]).drafter.age == 0
     done = spot.drafter.updates
     result = rollout(spot, [60.0, 60.0])
-    assert (result.trained.updates, result.used_share, result.spans) == (0, 0.0, ())
+    assert (result.trained.updates, result.idle_worker_s, result.spans) == (0, 0.0, ())
     assert (result.drafter.age, result.drafter.updates) == (1, done)
     assert rollout(spot, [10.0, 60.0]).drafter.updates == 2 * done
     # Responses of the rollout before are data from the start, of which half are carried here.

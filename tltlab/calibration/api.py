@@ -1,4 +1,4 @@
-"""What notebooks, the simulator and commands call: a calibration of a trace, and iteration times under a cost model."""
+"""What notebooks, the simulator and commands call: a calibration of a trace, and fits to its RL steps."""
 
 from __future__ import annotations
 
@@ -95,13 +95,6 @@ def calibrate(trace: str | Path | Trace) -> Calibration:
         sums=cost_fit.sums,
         notes=notes,
     )
-
-
-def iteration_times(costs: LinearCosts, trace: Trace) -> Floats:
-    """Seconds of each recorded iteration under a cost model, in the order of `trace.iterations`."""
-    if trace.iterations is None:
-        raise ConfigError(f"{trace.path or 'the trace'} has no iterations.parquet")
-    return predict(costs, recorded_rows(trace.iterations, trace.steps, trace.drafters))
 
 
 def parse_rl_steps(text: str | None, rl_steps: list[int]) -> list[int] | None:

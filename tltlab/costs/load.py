@@ -34,11 +34,6 @@ def presets() -> list[str]:
     return _shipped("presets")
 
 
-def stage_presets() -> list[str]:
-    """Names of the stage costs that ship with the package."""
-    return _shipped("stage_presets")
-
-
 class OwnCosts(OwnPart):
     """A cost model class of the user's own."""
 

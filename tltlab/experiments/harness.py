@@ -12,8 +12,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 import pandas as pd
 from matplotlib.figure import Figure
 
-from tltlab.errors import ConfigError
-
 from . import Progress
 from .result import ExperimentResult
 
@@ -85,11 +83,3 @@ class Experiment(ABC, Generic[S]):
             prediction=self.prediction,
             notes=tuple(self.notes(rows)),
         )
-
-
-def chosen(kind: str, cases: Iterable[Case], only: Sequence[str]) -> list[Case]:
-    """Return the cases that `only` names, all where it is empty; ConfigError for a name that no case has."""
-    named = {case.name: case for case in cases}
-    if unknown := [name for name in only if name not in named]:
-        raise ConfigError(f"only: no {kind} named {unknown[0]!r}; there are {', '.join(named)}")
-    return [case for name, case in named.items() if not only or name in only]

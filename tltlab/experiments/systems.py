@@ -20,10 +20,10 @@ from tltlab.config import faults_in
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.planning.composition import System
 from tltlab.planning.execution import missing_part, network_drafter
-from tltlab.planning.systems import SYSTEMS
+from tltlab.planning.systems import find_systems
 from tltlab.traces.trace import read
 
-from .harness import Case, Row, chosen
+from .harness import Case, Row
 from .models import Count, RunsExperiment, Several, sizes_of
 
 
@@ -55,9 +55,8 @@ class Systems(RunsExperiment[SystemsSettings]):
     FAST: ClassVar = {"prompts": 4, "group_size": 4, "cap": 96, "steps": 4, "warm_up_updates": 20}
 
     def cases(self) -> list[Case]:
-        about = f"{self.settings.steps} RL steps"
-        every = [Case(name, missing_part(system) or about, system) for name, system in SYSTEMS.items()]
-        cases = chosen("system", every, self.settings.only)
+        systems, about = find_systems(self.settings.only or "all"), f"{self.settings.steps} RL steps"
+        cases = [Case(system.name, missing_part(system) or about, system) for system in systems]
         sizes = sizes_of(self.settings, heldout=0, warm_up_texts=128)
         drafts = any(missing_part(case.given) is None and network_drafter(case.given) for case in cases)
         self.prepare(sizes, runs=self.folder / "systems-runs", drafts=drafts)

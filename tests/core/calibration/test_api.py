@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from tests.refused import refused
-from tltlab.calibration.api import Calibration, calibrate, iteration_times, parse_rl_steps
+from tltlab.calibration.api import Calibration, StepFits, calibrate, parse_rl_steps
 from tltlab.costs.base import FAR_TOKENS, LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
@@ -96,7 +96,8 @@ def test_many_tokens_at_once_may_take_less_each():
     costs = calibrate(trace).costs
     assert costs.per_token_s == pytest.approx(1.1e-4, rel=1e-3)
     assert costs.far_token_s == pytest.approx(6e-5, rel=1e-3)
-    assert iteration_times(costs, trace) == pytest.approx(trace.iterations["duration"].to_numpy(), rel=1e-3)
+    seconds = StepFits(trace).seconds(costs, trace.rl_steps)
+    assert seconds == pytest.approx(trace.iterations["duration"].to_numpy(), rel=1e-3)
     deep = Strategy.chain("ngram", 8)
     tokens = 96 * 9
     more_s = 1.1e-4 * FAR_TOKENS + 6e-5 * (tokens - FAR_TOKENS) - 1.1e-4 * tokens

@@ -17,7 +17,7 @@ from pydantic import Field
 from tests.refused import refused
 from tltlab.errors import ConfigError, InputError, RunError
 from tltlab.experiments import EXPERIMENTS, find
-from tltlab.experiments.harness import Case, Experiment, chosen
+from tltlab.experiments.harness import Case, Experiment
 from tltlab.experiments.models import own_model
 from tltlab.experiments.result import ExperimentResult, read_settings, settings_json
 
@@ -136,14 +136,6 @@ def test_what_was_opened_is_closed_where_a_case_fails(seen, tmp_path: Path, expe
     assert (code, seen[1:]) == (RunError.exit_code, ["closed"])
     assert "an engine died" in err
     assert not any(tmp_path.iterdir())
-
-
-def test_cases_are_chosen_by_name():
-    cases = [Case("a", ""), Case("b", "")]
-    assert [case.name for case in chosen("letter", cases, ())] == ["a", "b"]
-    assert [case.name for case in chosen("letter", cases, ("b",))] == ["b"]
-    with refused(ConfigError, naming=("only", "letter", "'c'", "a, b")):
-        chosen("letter", cases, ("c",))
 
 
 @pytest.mark.parametrize("out", ["", "asked/thesis.tex", "asked/thesis.tex/a/b"])
