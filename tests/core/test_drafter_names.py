@@ -30,7 +30,7 @@ from tltlab.drafters.specs import (
     SuffixSpec,
 )
 from tltlab.errors import ConfigError
-from tltlab.planning.graph_pool import plan_bucketed, plan_for, plan_naive
+from tltlab.planning.graph_pool import plan_bucketed, plan_for
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.selector import as_choice
@@ -84,7 +84,6 @@ def test_a_renamed_drafter_costs_and_captures_the_same(name, spec, standard):
     policy = Policy(selector=FixedSpec(strategy=own), drafters={name: spec})
     other = load_policy(known)
     graphs = [plan_for(one, 16, (1, 4, 16)) for one in (policy, other)]
-    graphs += [plan_naive([s], 16, (1, 4, 16), drafters) for s in (own, known)]
     graphs += [plan_bucketed([(1, s)], 16, (1, 4, 16), drafters=drafters) for s in (own, known)]
     for mine, theirs in zip(graphs[::2], graphs[1::2], strict=True):
         assert mine.target == theirs.target
