@@ -22,7 +22,7 @@ def make_model(
         str,
         typer.Option(
             help="subset-sum (length is mostly luck within a prompt's group), gcd (the prompt decides most of it), "
-            "both (prompts of either, in one model), or calculator (sums, with a tool that the model calls)."
+            "or calculator (sums, with a tool that the model calls)."
         ),
     ] = "subset-sum",
     mtp: Annotated[

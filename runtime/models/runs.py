@@ -59,19 +59,15 @@ class Sizes:
     heldout: int = 512
 
 
-def prompts_of(model: Path, split: str, count: int, begins: str = "") -> list[Prompt]:
-    """The first prompts of `train` or `heldout` in a folder of `tltlab make-model` that begin with a word.
+def prompts_of(model: Path, split: str, count: int) -> list[Prompt]:
+    """The first prompts of `train` or `heldout` in a folder of `tltlab make-model`.
 
     ConfigError where there are none.
     """
     source = model / f"{split}.jsonl"
     if not source.is_file():
         raise ConfigError(f"{source} is missing: the benchmark takes a folder that `tltlab make-model` wrote")
-    prompts = load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))
-    chosen = [prompt for prompt in prompts if prompt.text.startswith(begins)][:count]
-    if not chosen:
-        raise ConfigError(f"{source} has no prompt that begins with {begins!r}")
-    return chosen
+    return load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))[:count]
 
 
 def sample_texts(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, seed: int) -> list[PromptedText]:

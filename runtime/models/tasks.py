@@ -229,26 +229,6 @@ GCD = Task(
     reward="tltlab.runtime.models.tasks:gcd_reward",
 )
 
-# ---- both: one model of two tasks, told apart by the prompt's first word --------------------------------------------
-
-
-def _of_prompt(prompt: str) -> Task:
-    return GCD if prompt.startswith("gcd ") else SUBSET_SUM
-
-
-def both_reward(prompt: str, response: str, answer: str) -> float:
-    """Pay as the prompt's task does."""
-    return (gcd_reward if _of_prompt(prompt) is GCD else subset_sum_reward)(prompt, response, answer)
-
-
-BOTH = Task(
-    name="both",
-    words=tuple(dict.fromkeys((*SUBSET_SUM.words, *GCD.words))),
-    problem=lambda rng: (SUBSET_SUM if rng.random() < 0.5 else GCD).problem(rng),
-    trace=lambda problem, rng: _of_prompt(problem.prompt).trace(problem, rng),
-    reward="tltlab.runtime.models.tasks:both_reward",
-)
-
 # ---- calculator: a tool in the middle of the response ---------------------------------------------------------------
 
 CALCULATOR_MAX_NUMBER = 200
@@ -294,4 +274,4 @@ CALCULATOR = Task(
     reward="tltlab.runtime.models.tasks:gcd_reward",
 )
 
-TASKS: dict[str, Task] = {task.name: task for task in (SUBSET_SUM, GCD, BOTH, CALCULATOR)}
+TASKS: dict[str, Task] = {task.name: task for task in (SUBSET_SUM, GCD, CALCULATOR)}

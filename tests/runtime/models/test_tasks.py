@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.runtime.models.measure import prompt_share
-from tltlab.runtime.models.tasks import TASKS, both_reward, gcd_reward, subset_sum_reward, try_success
+from tltlab.runtime.models.tasks import TASKS, gcd_reward, subset_sum_reward, try_success
 
 NUMS = "nums 9 7 5 4 goal 20 go"
 
@@ -92,23 +92,6 @@ def test_traces_have_a_long_tail_and_own_lengths(name, prompt_decides, reward):
     assert np.percentile(lengths, 95) > 4 * np.median(lengths)
     assert prompt_decides[0] <= prompt_share(np.log(lengths)) <= prompt_decides[1]
     assert reward[0] < np.mean(rewards) < reward[1]
-
-
-def test_both_holds_and_pays_either_task():
-    rng = np.random.default_rng(0)
-    problems = [TASKS["both"].problem(rng) for _ in range(200)]
-    kinds = [problem.prompt.split()[0] for problem in problems]
-    assert set(kinds) == {"nums", "gcd"}
-    assert 60 < kinds.count("gcd") < 140
-    own = {"nums": subset_sum_reward, "gcd": gcd_reward}
-    paid = 0.0
-    for kind, problem in zip(kinds, problems, strict=True):
-        trace = TASKS["both"].trace(problem, rng)
-        assert trace.split()[0] == {"nums": "try", "gcd": ","}[kind]
-        assert both_reward(problem.prompt, trace, problem.answer) == own[kind](problem.prompt, trace, problem.answer)
-        paid += both_reward(problem.prompt, trace, problem.answer)
-    assert paid > 60
-    assert both_reward("gcd 12 18 6 go", "try 2 + 4 = 6 yes", "6") == 0.0
 
 
 def _reward(task):
