@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Literal, Self
@@ -175,43 +176,9 @@ def _log_beyond(score: float) -> float:
 
 
 REGIMES = {
-    "base-rl": LengthModel(
-        quantiles=(
-            (0.005, 6), (0.01, 9), (0.025, 38), (0.05, 100), (0.1, 169), (0.2, 264), (0.3, 331), (0.4, 398), (0.5, 466),
-            (0.6, 545), (0.7, 642), (0.8, 784), (0.9, 1039), (0.95, 1414), (0.975, 1794), (0.99, 2558), (0.995, 3264),
-            (0.999, 5822),
-        ),
-        tail=ParetoTail(scale=2102.0, shape=0.353, shape_error=0.108),
-        prompt_share=0.05,
-        max_response_tokens=16384,
-        prompt_tokens_median=152.0,
-        prompt_tokens_sigma=0.29,
-        prompt_length_correlation=0.3,
-        notes=(
-            "fitted to 6,144 responses of DAPO with Qwen2.5-32B on mathematics, RL steps 0 to 5, cap 20,480 (rollouts "
-            "published with arXiv 2509.25279): prompt share .065 there, no drift to be seen over six RL steps; the "
-            "longest had 10,112 tokens, beyond .999 a generalised Pareto tail of the 156 longest",
-            "assumed: prompt memory",
-        ),
-    ),
-    "reasoning": LengthModel(
-        quantiles=(
-            (0.05, 242), (0.1, 307), (0.2, 490), (0.3, 1026), (0.4, 2039), (0.5, 3031), (0.6, 4371), (0.7, 5631),
-            (0.8, 7373), (0.9, 10814), (0.95, 12698), (0.99, 17117),
-        ),
-        prompt_share=0.9,
-        max_response_tokens=32768,
-        prompt_tokens_median=152.0,
-        prompt_tokens_sigma=0.29,
-        notes=(
-            "quantiles are geometric means over 8 open-weight reasoning models, each about 5 answers to 19 prompts, "
-            "from 1 + 1 to AIME (LRMTokenEconomy); prompt share there .84 to .97, median .94; without the 6 trivial "
-            "prompts .52 to .90, median .80",
-            "assumed: prompt memory and prompt lengths; 95 answers of a model are too few for a tail: beyond .99 the "
-            "line through the last two quantiles goes on",
-        ),
-    ),
-}  # fmt: skip
+    name: LengthModel.model_validate_json((files("tltlab.lengths") / "regimes" / f"{name}.json").read_text("utf-8"))
+    for name in ("base-rl", "reasoning")
+}
 """Models of lengths by name: a base model early in RL, where length is luck, and reasoning models, where the prompt
 decides it. Drift is 0: no public rollouts span enough RL steps to fit it."""
 
