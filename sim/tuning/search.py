@@ -90,10 +90,10 @@ class Prices:
         Batches above the largest captured one run under the last row, so what they take counts for its choice.
         """
         most = graphs.max_batch if graphs else self.max_batch
-        largest_met = min(most, self.max_batch)
         plan = plan_buckets(
-            dict.fromkeys(range(1, largest_met + 1), 1.0),
-            lambda s, b: math.fsum(self.seconds[s, n] for n in range(b, self.max_batch + 1 if b == most else b + 1)),
+            lambda s, b: math.fsum(
+                self.seconds[s, n] for n in range(b, self.max_batch + 1 if b == most else min(b, self.max_batch) + 1)
+            ),
             self.strategies,
             pool=graphs.pool if graphs else None,
             cap_bytes=graphs.cap_bytes if graphs else None,

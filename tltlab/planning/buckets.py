@@ -1,9 +1,8 @@
 """Buckets chosen exactly: which strategy for which batch sizes, within a memory cap for their CUDA graphs.
 
-As responses end, a worker's batch falls, and it generates w_b tokens per request at batch b. Under strategy s they take
-w_b * t_s(b) / A_s seconds: t_s(b) seconds an iteration, A_s tokens a request and iteration. A plan gives contiguous
-ranges of batch sizes one strategy each; borders may lie anywhere in 1..max_batch. Its graphs take what `graph_pool`
-counts, to rounding.
+As responses end, a worker's batch falls. What it generates at batch b takes some seconds under each strategy. A plan
+gives contiguous ranges of batch sizes one strategy each; borders may lie anywhere in 1..max_batch. Its graphs take what
+`graph_pool` counts, to rounding.
 
 Without a cap each batch takes its fastest strategy, and a limit on the number of rows is a dynamic programme over
 (batch, rows, strategy). A cap couples the ranges, since strategies share runners and a runner is paid at its largest
@@ -13,7 +12,7 @@ batch: then HiGHS (scipy.optimize.milp) solves an integer programme.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +36,7 @@ _SCALE, _ROW, _TOLERANCE = 1e4, 1e-5, 2e-6
 class BucketPlan:
     """(min_batch, strategy) rows as a `BatchTable` takes them, the seconds they need and the bytes of their graphs.
 
-    `seconds` is the sum of w_b * t_s(b) / A_s; `memory_bytes` is 0 where no pool was given.
+    `memory_bytes` is 0 where no pool was given.
     """
 
     rows: tuple[tuple[int, Strategy], ...]
@@ -46,8 +45,7 @@ class BucketPlan:
 
 
 def plan_buckets(
-    weights: Mapping[int, float],
-    seconds_per_token: Callable[[Strategy, int], float],
+    seconds_of: Callable[[Strategy, int], float],
     strategies: Sequence[Strategy],
     *,
     pool: GraphPool | None = None,
@@ -59,20 +57,19 @@ def plan_buckets(
 ) -> BucketPlan:
     """The plan for batches 1..max_batch with the fewest seconds; of equals the one with the least memory or rows.
 
-    `weights` are w_b by batch size, those above `max_batch` do not count. `seconds_per_token(s, b)` is t_s(b) / A_s,
-    asked only where w_b > 0. `sizes` are the captured batch sizes, SGLang's up to `max_batch` where none are given.
-    Raises ConfigError where no plan fits into `cap_bytes`.
+    `seconds_of(s, b)` is what all that is generated at batch b takes under s. `sizes` are the captured batch sizes,
+    SGLang's up to `max_batch` where none are given. Raises ConfigError where no plan fits into `cap_bytes`.
 
     >>> from tltlab.strategy import NO_SPECULATION
-    >>> speed = {("ngram", 1): 0.5, ("ngram", 2): 2.0, ("none", 1): 1.0, ("none", 2): 1.0}
+    >>> took = {("ngram", 1): 45.0, ("ngram", 2): 20.0, ("none", 1): 90.0, ("none", 2): 10.0}
     >>> arms = [NO_SPECULATION, Strategy.chain("ngram", 4)]
-    >>> plan = plan_buckets({1: 90.0, 2: 10.0}, lambda s, b: speed[s.drafter, b], arms, max_batch=2)
+    >>> plan = plan_buckets(lambda s, b: took[s.drafter, b], arms, max_batch=2)
     >>> [(b, str(s)) for b, s in plan.rows]
     [(1, 'ngram:4'), (2, 'none')]
     """
-    strategies = _checked(weights, strategies, pool, cap_bytes, max_batch, max_buckets)
+    strategies = _checked(strategies, pool, cap_bytes, max_batch, max_buckets)
     sizes = sglang_sizes(max_batch) if sizes is None else tuple(sizes)
-    seconds = _seconds(weights, seconds_per_token, strategies, max_batch)
+    seconds = _seconds(seconds_of, strategies, max_batch)
     max_rows = max_batch if max_buckets is None else min(max_buckets, max_batch)
     choice = _without_cap(seconds, max_rows)
     plan = _plan(choice, seconds, strategies, pool, sizes, drafters)
@@ -127,18 +124,11 @@ def _plan(
     )
 
 
-def _seconds(
-    weights: Mapping[int, float],
-    seconds_per_token: Callable[[Strategy, int], float],
-    strategies: Sequence[Strategy],
-    max_batch: int,
-) -> Floats:
+def _seconds(seconds_of: Callable[[Strategy, int], float], strategies: Sequence[Strategy], max_batch: int) -> Floats:
     seconds = np.zeros((len(strategies), max_batch))
     for b in range(1, max_batch + 1):
-        if not (weight := weights.get(b, 0.0)):
-            continue
         for i, strategy in enumerate(strategies):
-            value = weight * seconds_per_token(strategy, b)
+            value = seconds_of(strategy, b)
             if not 0.0 <= value < math.inf:
                 raise ConfigError(f"seconds of {strategy} at batch {b} must be finite and not negative, got {value}")
             seconds[i, b - 1] = value
@@ -146,7 +136,6 @@ def _seconds(
 
 
 def _checked(
-    weights: Mapping[int, float],
     strategies: Sequence[Strategy],
     pool: GraphPool | None,
     cap_bytes: float | None,
@@ -160,8 +149,6 @@ def _checked(
         raise ConfigError(f"max_batch must be at least 1, got {max_batch}")
     if max_buckets is not None and max_buckets < 1:
         raise ConfigError(f"max_buckets must be at least 1, got {max_buckets}")
-    if bad := [b for b, w in weights.items() if b < 1 or not 0.0 <= w < math.inf]:
-        raise ConfigError(f"weights map batch sizes from 1 to times from 0 up, got {bad[0]}: {weights[bad[0]]}")
     if cap_bytes is not None and pool is None:
         raise ConfigError("a memory cap needs a graph pool that says what graphs take: give pool as well")
     if cap_bytes is not None and not cap_bytes > 0:

@@ -70,7 +70,7 @@ def assert_is_best(case):
     best = exhaustive(*case)
     arguments = {"pool": pool, "cap_bytes": cap, "sizes": sizes, "max_batch": max_batch, "max_buckets": max_buckets}
     with refused(ConfigError, naming=("fits",)) if best is None else nullcontext():
-        plan = plan_buckets(weights, lambda s, b: seconds[s, b], strategies, **arguments)
+        plan = plan_buckets(lambda s, b: weights[b] * seconds[s, b], strategies, **arguments)
         assert plan.seconds == pytest.approx(best[0])
         assert plan.memory_bytes == pool.memory_bytes(plan_bucketed(plan.rows, max_batch, sizes)) <= cap * (1 + 1e-12)
         assert max_buckets is None or len(plan.rows) <= max_buckets
@@ -90,9 +90,9 @@ def test_without_a_cap_each_batch_has_its_fastest(max_batch, max_buckets, seed):
     arms = (NO_SPECULATION, NGRAM, TREES[0])
     weights = {b: float(rng.random()) for b in range(1, max_batch + 1)}
     seconds = {(s, b): float(rng.random()) for s in arms for b in range(1, max_batch + 1)}
-    free = plan_buckets(weights, lambda s, b: seconds[s, b], arms, max_batch=max_batch)
+    free = plan_buckets(lambda s, b: weights[b] * seconds[s, b], arms, max_batch=max_batch)
     assert free.seconds == pytest.approx(sum(weights[b] * min(seconds[s, b] for s in arms) for b in weights))
-    few = plan_buckets(weights, lambda s, b: seconds[s, b], arms, max_batch=max_batch, max_buckets=max_buckets)
+    few = plan_buckets(lambda s, b: weights[b] * seconds[s, b], arms, max_batch=max_batch, max_buckets=max_buckets)
     best = exhaustive(weights, seconds, arms, POOL, float("inf"), (), max_batch, max_buckets)
     assert best is not None
     assert few.seconds == pytest.approx(best[0])
@@ -100,15 +100,14 @@ def test_without_a_cap_each_batch_has_its_fastest(max_batch, max_buckets, seed):
 
 
 def test_batches_without_weight_go_with_a_neighbour():
-    plan = plan_buckets(
-        {2: 1.0, 5: 1.0}, lambda s, b: abs(s.draft_depth - (4 if b == 2 else 0)), SMALL[:2], max_batch=8
-    )
+    wanted = {2: 4, 5: 0}
+    plan = plan_buckets(lambda s, b: abs(s.draft_depth - wanted.get(b, s.draft_depth)), SMALL[:2], max_batch=8)
     assert len(plan.rows) == 2
     assert (plan.rows[0][0], plan.rows[0][1], plan.rows[1][1], plan.seconds) == (1, NGRAM, NO_SPECULATION, 0.0)
 
 
 def test_a_plan_that_fits_is_what_no_cap_gives():
-    arguments = ({1: 5.0, 4: 2.0}, lambda s, b: b * s.tokens_to_verify / (1 + s.draft_depth), SMALL)
+    arguments = (lambda s, b: b * s.tokens_to_verify / (1 + s.draft_depth), SMALL)
     free = plan_buckets(*arguments, pool=POOL, max_batch=8)
     assert plan_buckets(*arguments, pool=POOL, cap_bytes=free.memory_bytes, max_batch=8) == free
 
@@ -125,11 +124,11 @@ def large_case(seed, realistic):
         return (max(6.0, 0.04 * batch * strategy.tokens_to_verify) + drafting + 0.02 * batch) / tokens
 
     noise = {(s, b): rng.uniform(1, 3) for s in MANY for b in range(1, 33)}
-    return weights, seconds if realistic else (lambda s, b: noise[s, b])
+    return lambda s, b: weights[b] * (seconds(s, b) if realistic else noise[s, b])
 
 
-def caps_between(weights, seconds):
-    free = plan_buckets(weights, seconds, MANY, pool=POOL, max_batch=32).memory_bytes
+def caps_between(seconds):
+    free = plan_buckets(seconds, MANY, pool=POOL, max_batch=32).memory_bytes
     least = min(POOL.memory_bytes(plan_bucketed([(1, s)], 32, sglang_sizes(32))) for s in MANY)
     return [least + share * (free - least) for share in (0.05, 0.1, 0.25, 0.6, 0.9)]
 
@@ -137,9 +136,9 @@ def caps_between(weights, seconds):
 @pytest.mark.parametrize("realistic", [True, False])
 def test_a_larger_cap_is_never_slower(realistic):
     assert len(MANY) == 16
-    weights, seconds = large_case(1, realistic)
-    caps = caps_between(weights, seconds)
-    plans = [plan_buckets(weights, seconds, MANY, pool=POOL, cap_bytes=cap, max_batch=32) for cap in caps]
+    seconds = large_case(1, realistic)
+    caps = caps_between(seconds)
+    plans = [plan_buckets(seconds, MANY, pool=POOL, cap_bytes=cap, max_batch=32) for cap in caps]
     assert all(plan.memory_bytes <= cap for plan, cap in zip(plans, caps, strict=True))
     took = [plan.seconds for plan in plans]
     assert took == sorted(took, reverse=True)
@@ -152,14 +151,12 @@ def test_a_larger_cap_is_never_slower(realistic):
         ({"strategies": []}, ()),
         ({"max_batch": 0}, ("max_batch",)),
         ({"max_buckets": 0}, ("max_buckets",)),
-        ({"weights": {0: 1.0}}, (1,)),
-        ({"weights": {1: float("nan")}}, (0,)),
-        ({"seconds_per_token": lambda s, b: float("nan")}, ("finite",)),
+        ({"seconds_of": lambda s, b: float("nan")}, ("finite",)),
         ({"cap_bytes": 1e9}, ("pool",)),
         ({"cap_bytes": 1.0, "pool": POOL}, ()),
     ],
 )
 def test_what_cannot_be_planned_is_refused(wrong, facts):
-    one = {"weights": {1: 1.0}, "seconds_per_token": lambda s, b: 1.0, "strategies": [NGRAM], "max_batch": 2}
+    one = {"seconds_of": lambda s, b: 1.0, "strategies": [NGRAM], "max_batch": 2}
     with refused(ConfigError, naming=facts):
         plan_buckets(**(one | wrong))
