@@ -14,7 +14,6 @@ from tltlab.costs.roofline import (
     Constants,
     Ideal,
     RooflineCosts,
-    Terms,
     context_slope_s,
     draft_level_s,
     forward_s,
@@ -127,7 +126,7 @@ class RooflineRows:
     def predict(self, values: Mapping[str, float]) -> Floats:
         return self.iteration_s(constants_of(values), self.context)
 
-    def iteration_s(self, c: Terms, context: Floats) -> Floats:
+    def iteration_s(self, c: Constants, context: Floats) -> Floats:
         seconds = self.forward_s(c, self.batch, self.verified, context) + self.drafting_s(c)
         if self.prefill.any():
             # As `RooflineIteration.beside_s` has it: prompts ride where reading weights bounds the iteration.
@@ -135,12 +134,12 @@ class RooflineRows:
             seconds = seconds + np.minimum(riding, prefill_token_s(self.ideal, c) * self.prefill)
         return np.asarray(seconds, np.float64)
 
-    def forward_s(self, c: Terms, batch: Floats, queries: Floats, context: Floats) -> Floats:
+    def forward_s(self, c: Constants, batch: Floats, queries: Floats, context: Floats) -> Floats:
         slope = context_slope_s(self.ideal, c, queries=queries)
         seconds = forward_s(self.ideal, c, tokens=batch * queries, batch=batch) + slope * batch * context
         return np.asarray(seconds, np.float64)
 
-    def drafting_s(self, c: Terms) -> Floats:
+    def drafting_s(self, c: Constants) -> Floats:
         seconds = np.zeros_like(self.batch)
         if (self.depth > 0).any():
             seconds = seconds + (self.depth > 0) * (c.need("sd_base_s") + c.verify_token_s * self.batch * self.verified)

@@ -55,35 +55,6 @@ class Constants(Coefficients, FrozenModel):
     verify_token_s: Seconds = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ConstantsByRow:
-    """`Constants`, an array of each with one value for every measurement."""
-
-    memory_efficiency: Floats
-    compute_efficiency: Floats
-    kv_efficiency: Floats
-    link_efficiency: Floats
-    prefill_efficiency: Floats
-    expert_efficiency: Floats
-    expert_spread: Floats
-    knee: Floats
-    step_s: Floats
-    layer_s: Floats
-    allreduce_s: Floats
-    per_request_s: Floats
-    sd_base_s: Floats
-    draft_level_s: Floats
-    draft_level_per_request_s: Floats
-    tree_s: Floats
-    verify_token_s: Floats
-
-    def need(self, term: str) -> Floats:
-        return np.asarray(getattr(self, term), np.float64)
-
-
-Terms = Constants | ConstantsByRow
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ideal:
     """Seconds on `tp` GPUs at the rates of their data sheets, and counts; arrays where there are many measurements.
@@ -159,13 +130,13 @@ def _ideal(
     return Ideal.of(gpu(device), model(shape), tp, weights, kv, draft_vocab)
 
 
-def forward_s(ideal: Ideal, c: Terms, *, tokens: Numbers, batch: Numbers) -> Numbers:
+def forward_s(ideal: Ideal, c: Constants, *, tokens: Numbers, batch: Numbers) -> Numbers:
     """A forward pass of `tokens` tokens of `batch` requests, without the context's share."""
     fixed = c.step_s + c.layer_s * ideal.layers + c.allreduce_s * ideal.allreduces
     return fixed + (c.per_request_s + ideal.window_s / c.kv_efficiency) * batch + matrices_s(ideal, c, tokens=tokens)
 
 
-def matrices_s(ideal: Ideal, c: Terms, *, tokens: Numbers, prompt_tokens: Numbers = 0.0) -> Numbers:
+def matrices_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Numbers = 0.0) -> Numbers:
     """Reading weights and multiplying tokens, and those of prompts beside them, by these; all-reduces' bytes."""
     read_s = ideal.weights_s / c.memory_efficiency
     if isinstance(ideal.experts_s, np.ndarray) or ideal.experts_s:
@@ -175,7 +146,7 @@ def matrices_s(ideal: Ideal, c: Terms, *, tokens: Numbers, prompt_tokens: Number
     return _rounded_max(read_s, computed_s, c.knee) + ideal.link_token_s / c.link_efficiency * (tokens + prompt_tokens)
 
 
-def riding_s(ideal: Ideal, c: Terms, *, tokens: Numbers, prompt_tokens: Numbers) -> Numbers:
+def riding_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Numbers) -> Numbers:
     """What tokens of prompts add to matrices that `tokens` are multiplied by anyway."""
     together: Numbers = matrices_s(ideal, c, tokens=tokens, prompt_tokens=prompt_tokens)
     return together - matrices_s(ideal, c, tokens=tokens)
@@ -191,14 +162,14 @@ def expected_experts(chosen: Numbers, tokens: Numbers) -> Numbers:
     return share
 
 
-def context_slope_s(ideal: Ideal, c: Terms, *, queries: Numbers) -> Numbers:
+def context_slope_s(ideal: Ideal, c: Constants, *, queries: Numbers) -> Numbers:
     """Per token of context, for `queries` tokens per request that attend to it: its keys and values are read once."""
     return _rounded_max(
         ideal.context_s / c.kv_efficiency, ideal.query_context_s / c.compute_efficiency * queries, c.knee
     )
 
 
-def draft_level_s(ideal: Ideal, c: Terms, *, batch: Numbers, top_k: Numbers) -> Numbers:
+def draft_level_s(ideal: Ideal, c: Constants, *, batch: Numbers, top_k: Numbers) -> Numbers:
     """One level of a drafter with weights, on `top_k` tokens of each request."""
     network = _rounded_max(
         ideal.draft_weights_s / c.memory_efficiency, ideal.draft_token_s / c.compute_efficiency * batch * top_k, c.knee
@@ -206,7 +177,7 @@ def draft_level_s(ideal: Ideal, c: Terms, *, batch: Numbers, top_k: Numbers) -> 
     return network + c.need("draft_level_s") + c.need("draft_level_per_request_s") * batch
 
 
-def prefill_token_s(ideal: Ideal, c: Terms) -> Numbers:
+def prefill_token_s(ideal: Ideal, c: Constants) -> Numbers:
     """One prompt token: prompts are long enough to be bound by compute."""
     return ideal.token_s / (c.compute_efficiency * c.prefill_efficiency) + ideal.link_token_s / c.link_efficiency
 

@@ -15,7 +15,7 @@ from tltlab.arrays import Flags, Floats
 from tltlab.calibration.cross_validation import cross_validated, each_left_out, most_errors
 from tltlab.calibration.roofline import RooflineRows, constants_of, fit_constants, known_terms, notes_of, uncertainty
 from tltlab.costs.base import CalibratedRange
-from tltlab.costs.roofline import Constants, Ideal, Terms, prefill_token_s
+from tltlab.costs.roofline import Constants, Ideal, prefill_token_s
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
 
@@ -165,7 +165,7 @@ class PublishedRows(RooflineRows):
         constants = constants_of(values)
         return self.predict_with(lambda chosen: constants, values.get(_CONTEXT, 0.0))
 
-    def predict_with(self, terms: Callable[[Flags], Terms], unknown_context: float) -> Floats:
+    def predict_with(self, terms: Callable[[Flags], Constants], unknown_context: float) -> Floats:
         """What these terms, given for the chosen rows, say about every measurement."""
         context = np.where(self.context_unknown, unknown_context, self.context)
         predicted = np.empty_like(self.measured)
@@ -178,22 +178,22 @@ class PublishedRows(RooflineRows):
         chosen = {str(kind): self.kind == kind for kind in np.unique(self.kind)}
         return [(kind, rows, self.where(rows)) for kind, rows in chosen.items()]
 
-    def prompt_s(self, c: Terms) -> Floats:
+    def prompt_s(self, c: Constants) -> Floats:
         """Seconds to prefill the prompt of one request."""
         return np.asarray(prefill_token_s(self.ideal, c) * self.isl, np.float64)
 
-    def _speedup(self, c: Terms, context: Floats) -> Floats:
+    def _speedup(self, c: Constants, context: Floats) -> Floats:
         plain = self.forward_s(c, self.batch, np.ones_like(self.batch), context)
         return self.accepted * plain / (self.forward_s(c, self.batch, self.verified, context) + self.drafting_s(c))
 
-    def _served(self, c: Terms, context: Floats) -> Floats:
+    def _served(self, c: Constants, context: Floats) -> Floats:
         """`_tpot`, with the measured time until a request's first token."""
         return self._closed_loop(c, np.maximum(self.ttft, self.prompt_s(c)))
 
-    def _tpot(self, c: Terms, context: Floats) -> Floats:
+    def _tpot(self, c: Constants, context: Floats) -> Floats:
         return self._closed_loop(c, self.prompt_s(c))
 
-    def _closed_loop(self, c: Terms, first: Floats) -> Floats:
+    def _closed_loop(self, c: Constants, first: Floats) -> Floats:
         """A request that ends is replaced by one that has to be prefilled, and the others wait meanwhile.
 
         So per token of output there are batch/osl prefills; until its `first` token a request does not decode.
@@ -207,7 +207,7 @@ class PublishedRows(RooflineRows):
             decoding = self.batch * self.osl * tpot / (self.osl * tpot + first + tpot)
         return tpot
 
-    def _wave(self, c: Terms, context: Floats) -> Floats:
+    def _wave(self, c: Constants, context: Floats) -> Floats:
         """Prefills go first: a request that had its own early waits for the rest of them before it decodes."""
         prefills = self.batch * self.prompt_s(c)
         step = self.forward_s(c, self.batch, np.ones_like(self.batch), self.isl + self.osl / 2)
@@ -227,7 +227,7 @@ class PublishedRows(RooflineRows):
         )
 
 
-_SECONDS: dict[str, Callable[[Any, Terms, Floats], Floats]] = {
+_SECONDS: dict[str, Callable[[Any, Constants, Floats], Floats]] = {
     "tpot": PublishedRows._tpot,
     "served": PublishedRows._served,
     "wave": PublishedRows._wave,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from scipy.optimize import least_squares
 
 from tltlab.arrays import Flags, Floats
 from tltlab.costs.profiles import MOST_EFFICIENT, MOST_OF_EXPERTS, capped
-from tltlab.costs.roofline import ConstantsByRow, Terms
+from tltlab.costs.roofline import Constants
 from tltlab.hardware import DTYPE_BYTES, model
 
 from .fit import UNKNOWN_CONTEXT, PublishedRows
@@ -89,13 +90,33 @@ Param = tuple[str, str, str]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RowTerms(ConstantsByRow):
-    """The roofline's terms and that of prompts, one value for each measurement."""
+class RowTerms:
+    """The roofline's `Constants` and that of prompts, an array of each with one value for every measurement."""
 
+    memory_efficiency: Floats
+    compute_efficiency: Floats
+    kv_efficiency: Floats
+    link_efficiency: Floats
+    prefill_efficiency: Floats
+    expert_efficiency: Floats
+    expert_spread: Floats
+    knee: Floats
+    step_s: Floats
+    layer_s: Floats
+    allreduce_s: Floats
+    per_request_s: Floats
+    sd_base_s: Floats
+    draft_level_s: Floats
+    draft_level_per_request_s: Floats
+    tree_s: Floats
+    verify_token_s: Floats
     prompt_layer_s: Floats
 
-    def where(self, chosen: Flags) -> RowTerms:
-        """Those of some of the measurements."""
+    def need(self, term: str) -> Floats:
+        return np.asarray(getattr(self, term), np.float64)
+
+    def where(self, chosen: Flags) -> Any:
+        """Those of some of the measurements, for the roofline's functions, to which numbers and arrays are one."""
         return RowTerms(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
 
 
@@ -107,7 +128,7 @@ class ProfileRows(PublishedRows):
     one run without a CUDA graph) is `prompt_layer_s` per layer: it is no part of a roofline's costs.
     """
 
-    def prompt_s(self, c: Terms) -> Floats:
+    def prompt_s(self, c: Constants) -> Floats:
         attending = self.ideal.query_context_s * self.isl**2 / 2 / (c.compute_efficiency * c.prefill_efficiency)
         launching = c.need("prompt_layer_s") * self.ideal.layers
         return np.asarray(super().prompt_s(c) + attending + launching, np.float64)
