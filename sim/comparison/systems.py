@@ -160,12 +160,9 @@ def compare_systems(
     repeats: int = 1,
     jobs: int | None = 1,
     ranges: bool | None = None,
-    beside: Sequence[tuple[System, Policy]] = (),
     **settings: Any,
 ) -> pd.DataFrame:
     """One row per system, the fastest first: a simulation, on the same responses with the same luck.
-
-    `beside` are systems whose policy is made already, which draft with the acceptance that is given.
 
     `settings` are fields of `SimulationConfig` that replace those of `config`; placement and spot training are the
     systems' own. All have the GPUs of `workers` workers of `gpus_per_worker` (default: the costs' tensor parallelism).
@@ -200,7 +197,7 @@ def compare_systems(
     if stages is None and scenarios.machine is not None:
         stages = scenarios.machine.stages
     question = SystemComparison(
-        scenarios=scenarios, systems=find_systems(systems), beside=beside, repeats=repeats, jobs=jobs, ranges=ranges,
+        scenarios=scenarios, systems=find_systems(systems), repeats=repeats, jobs=jobs, ranges=ranges,
         stages=None if stages is None else load_stages(stages), gpus_per_worker=gpus_per_worker,
     )  # fmt: skip
     return scenarios.answer(question.table, ratios_are_small)
@@ -215,7 +212,10 @@ def ratios_are_small(table: pd.DataFrame) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SystemComparison:
-    """The question of `compare_systems`, but for the RL steps."""
+    """The question of `compare_systems`, but for the RL steps.
+
+    `beside` are systems whose policy is made already, which draft with the acceptance that is given.
+    """
 
     scenarios: Scenarios
     systems: Sequence[System]
