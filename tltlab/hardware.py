@@ -1,11 +1,14 @@
 """What GPUs and models are, as far as step times need to know: bandwidth, FLOPs, memory, and shapes of weights; and the
 memory that this machine has left.
 
-Dense figures of vendors' data sheets and of published model configurations; bf16 where no other type is named.
+Those that are known by name stand in hardware.json: dense figures of vendors' data sheets, and published model
+configurations; bf16 where no other type is named.
 """
 
 from __future__ import annotations
 
+import json
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -184,50 +187,9 @@ class ModelShape(FrozenModel):
         return self.full_layers * self.layer_kv_values * BYTES_PER_VALUE
 
 
-_GPU_FIELDS = (
-    "name", "hbm_bytes_per_s", "peak_flops", "memory_bytes", "link_bytes_per_s", "fp8_flops", "fp4_flops",
-)  # fmt: skip
-GPUS = tuple(
-    Gpu.model_validate(dict(zip(_GPU_FIELDS, (*row[:3], row[3] * GIB, *row[4:]), strict=True)))
-    for row in (
-        ("H100", 3.35e12, 989e12, 79.2, 450e9, 1979e12, None),
-        ("H200", 4.8e12, 989e12, 139.8, 450e9, 1979e12, None),
-        ("A100", 2.039e12, 312e12, 79.2, 300e9, None, None),
-        ("B200", 8e12, 2250e12, 178.4, 900e9, 4500e12, 9000e12),
-        ("GB200", 8e12, 2500e12, 184.0, 900e9, 5000e12, 10000e12),
-        ("RTX5090", 1.792e12, 209.5e12, 31.4, 32e9, 419e12, 1676e12),
-        ("RTX4090", 1.008e12, 165.2e12, 23.55, 16e9, 330.3e12, None),
-        ("RTX3090", 0.936e12, 71e12, 23.6, 16e9, None, None),
-    )
-)
-
-
-_FIELDS = ("name", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "tied_embeddings")
-_EXPERTS = ("experts", "experts_per_token", "expert_intermediate")
-MODELS = tuple(
-    ModelShape.model_validate(
-        dict(zip(_FIELDS + _EXPERTS, row, strict=False)) | {"qk_norm": row[0].startswith(("Qwen3", "MiniMax"))}
-    )
-    for row in (
-        ("Qwen2.5-0.5B", 896, 4864, 24, 14, 2, 64, 151936, True),
-        ("Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, 128, 151936, True),
-        ("Qwen2.5-3B", 2048, 11008, 36, 16, 2, 128, 151936, True),
-        ("Qwen2.5-7B", 3584, 18944, 28, 28, 4, 128, 152064, False),
-        ("Qwen2.5-14B", 5120, 13824, 48, 40, 8, 128, 152064, False),
-        ("Qwen2.5-32B", 5120, 27648, 64, 40, 8, 128, 152064, False),
-        ("Qwen3-4B", 2560, 9728, 36, 32, 8, 128, 151936, True),
-        ("Qwen3-8B", 4096, 12288, 36, 32, 8, 128, 151936, False),
-        ("Qwen3-14B", 5120, 17408, 40, 40, 8, 128, 151936, False),
-        ("Qwen3-32B", 5120, 25600, 64, 64, 8, 128, 151936, False),
-        ("Llama-3-8B", 4096, 14336, 32, 32, 8, 128, 128256, False),
-        ("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256, False),
-        ("Llama-3.1-70B", 8192, 28672, 80, 64, 8, 128, 128256, False),
-        ("Llama-3.3-70B", 8192, 28672, 80, 64, 8, 128, 128256, False),
-        ("Qwen3-30B-A3B", 2048, 0, 48, 32, 4, 128, 151936, False, 128, 8, 768),
-        ("Qwen3-235B-A22B", 4096, 0, 94, 64, 4, 128, 151936, False, 128, 8, 1536),
-        ("MiniMax-M2.5", 3072, 0, 62, 48, 8, 128, 200064, False, 256, 8, 1536),
-    )
-)
+_KNOWN = json.loads((files("tltlab") / "hardware.json").read_text("utf-8"))
+GPUS = tuple(Gpu(memory_bytes=gpu.pop("memory_gib") * GIB, **gpu) for gpu in _KNOWN["gpus"])
+MODELS = tuple(ModelShape(**model) for model in _KNOWN["models"])
 _SUFFIXES = ("-FP8", "-2507", "-Instruct", "-Thinking")
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,45 +27,21 @@ from .base import Acceptance, AcceptanceModel, ChainAcceptance, ConstantAcceptan
 from .by_request import SiblingAcceptance, SpreadAcceptance
 from .freshness import Base, FreshAcceptance
 from .per_drafter import EVERY, PerDrafter
-from .trees import TreeAcceptance, TreeRange
+from .trees import TreeAcceptance
 
-_TLT_TREES = TreeAcceptance(
-    late_miss=0.12428737,
-    onset_levels=4.84687628,
-    onset_shape=2.97470283,
-    pruned=0.233194748,
-    best_top_k=8.50430338,
-    top_k_penalty=0.219142982,
-    calibrated=TreeRange(draft_depth=(4, 16), top_k=(4, 16), tokens_to_verify=(16, 128)),
-    notes=(
-        "fitted to the accept lengths of TLT (arXiv 2511.16665) figure 13 (36 cells) and table 1 (6 values of "
-        "topK): Qwen2.5-32B, EAGLE drafter, TP 4, H100, batch 1",
-        "error 0.4 % mean, 1.7 % worst in sample; leaving out each depth 0.8 % and 2.5 %, each number of tokens to "
-        "verify 0.5 % and 1.8 %",
-        "chains are an extrapolation: only trees were measured",
-    ),
+_TLT = "tlt-qwen2.5-32b"
+_FITTED = TypeAdapter(
+    dict[str, Annotated[TreeAcceptance | SiblingAcceptance, Field(discriminator="kind")]]
+).validate_json((files("tltlab.acceptance") / "shipped.json").read_text("utf-8"))
+_ASSUMED = (
+    f"assumption, see Freshness: {_TLT} taken as the fresh and fully trained drafter's, acceptance falling with age "
+    "and rising with training by default values"
 )
 
 SHIPPED: dict[str, Base | FreshAcceptance] = {
-    "tlt-qwen2.5-32b": _TLT_TREES,
-    "tlt-qwen2.5-32b-fresh": FreshAcceptance(
-        base=_TLT_TREES,
-        notes=(
-            "assumption, see Freshness: tlt-qwen2.5-32b taken as the fresh and fully trained drafter's, acceptance "
-            "falling with age and rising with training by default values",
-            *_TLT_TREES.notes,
-        ),
-    ),
-    "seer-siblings": SiblingAcceptance(
-        alone=0.41591936,
-        most=0.63463907,
-        exponent=0.74728552,
-        notes=(
-            "fitted to accepted length per round against reference siblings (0, 1, 5, 15), linear drafts, of Seer "
-            "(arXiv 2511.14617): within 0.03 tokens in sample, 0.15 leaving one out; three parameters on four points",
-            "the table does not say how deep the drafts were: depth 8, its largest, is assumed",
-        ),
-    ),
+    _TLT: _FITTED[_TLT],
+    f"{_TLT}-fresh": FreshAcceptance(base=_FITTED[_TLT], notes=(_ASSUMED, *_FITTED[_TLT].notes)),
+    "seer-siblings": _FITTED["seer-siblings"],
 }
 """Models that come along, by name."""
 
