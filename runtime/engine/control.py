@@ -14,11 +14,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
+from operator import add
 from typing import Any, cast
 
 import numpy as np
@@ -45,7 +46,9 @@ logger = logging.getLogger(__name__)
 class Live:
     """A request in the engine, with the fields of `tltlab.state.RequestState`, always current.
 
-    `output` is a live view of its tokens; `drafter` made the draft in flight.
+    `output` is a live view of its tokens; `drafter` made the draft in flight. `computed` tokens were sampled for it and
+    its client got the first `kept`, both as of `Control.finish`. `ended` is the reason and the time, in seconds of the
+    clock, of a turn that awaits another one.
     """
 
     key: Key
@@ -56,6 +59,9 @@ class Live:
     drafter: str = ""
     drafted: int = 0
     accepted: int = 0
+    computed: int = 0
+    kept: int | None = None
+    ended: tuple[str, float] | None = None
 
     @property
     def prompt_id(self) -> str:
@@ -65,6 +71,9 @@ class Live:
     def generated_tokens(self) -> int:
         return len(self.output)
 
+
+NEWEST = 64
+"""Iterations in which tokens are looked for that a client did not get, and which are therefore recorded late."""
 
 _DraftOrders = tuple[list[int], list[Live], list[tuple[Key, int]]]
 """Positions in the batch, requests at these positions, and (key, draft tokens) of each."""
@@ -135,6 +144,11 @@ class Control:
         self._least_room = 0
         # Ids, positions and requests of the last batch, if all its requests have output.
         self._batch_places: tuple[Sequence[str], list[int], list[Live]] | None = None
+        # Requests that have ended with an iteration in flight, and the tokens of the last batch since it changed.
+        self.departing: dict[str, Live] = {}
+        self._sum_ids: Sequence[str] = ()
+        self._sums: Sequence[int] = ()
+        self._newest: deque[tuple[Iteration, Sequence[str], Sequence[int]]] = deque(maxlen=NEWEST)
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
         """Use a fresh selector and budget of `policy`, with a generator seeded by `seed`."""
@@ -209,6 +223,7 @@ class Control:
         """Open a rollout with no rows and time 0. Running requests continue."""
         self.ledger.begin(rl_step)
         if not self.live:
+            self.ledger.drop_in_flight()
             self.ledger.clear()
             self.driver.forget()
         self.drafters.begin(rl_step)
@@ -228,6 +243,8 @@ class Control:
 
     def add(self, request_id: str, key: Key, prompt: Sequence[int], output: Sequence[int], max_tokens: int) -> Live:
         """Add a request that enters the engine; `output` is a live view of its tokens."""
+        if not self.live:
+            self.ledger.drop_in_flight()
         live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
         self._least_room = min(self._least_room, _room(live))
         self._batch_places = None
@@ -236,8 +253,12 @@ class Control:
         self.drafters.open(key, prompt, output)
         return live
 
-    def finish(self, request_id: str) -> Live | None:
-        """Remove and return a request that leaves the engine, complete or aborted."""
+    def finish(self, request_id: str, got: int | None = None, *, in_flight: bool = False) -> Live | None:
+        """Remove and return a request that leaves the engine, complete or aborted; its client `got` its first tokens.
+
+        By default it got all. `in_flight`: it is in an iteration whose output is yet to come, and `landed` follows.
+        """
+        self.settle()
         live = self.live.pop(request_id, None)
         self._batch_places = None
         self.awaiting_first_token.discard(request_id)
@@ -245,6 +266,11 @@ class Control:
             self.keys.discard(live.key)
             self.drafters.close(live.key)
             self._notify_budget(live)
+            live.kept = len(live.output) if got is None else min(got, len(live.output))
+            if in_flight:
+                self.departing[request_id] = live
+            else:
+                self._take_back(request_id, live)
         return live
 
     def _notify_budget(self, live: Live) -> None:
@@ -409,10 +435,45 @@ class Control:
                     if count and request_id in self.awaiting_first_token:
                         self.awaiting_first_token.discard(request_id)
                         self.ledger.first_token(self.live[request_id].key)
+            counted = not self.ledger.drops_next
             iteration = self.ledger.verified(work, counts)
+            if counted:
+                self._add_up(work.request_ids, counts)
+                self._newest.append((iteration, work.request_ids, counts))
             if work.drafts:
                 self._learn(work.request_ids, iteration)
             self.ledger.sampled(iteration)
+
+    def _add_up(self, request_ids: Sequence[str], counts: Sequence[int]) -> None:
+        """Count sampled tokens by request; while the batch stays the same no request is looked up."""
+        if request_ids == self._sum_ids:
+            self._sums = list(map(add, self._sums, counts))
+            return
+        self.settle()
+        self._sum_ids, self._sums = request_ids, counts
+
+    def settle(self) -> None:
+        """Add the tokens counted so far to `computed` of their requests."""
+        for request_id, num_tokens in zip(self._sum_ids, self._sums, strict=True):
+            if (live := self.live.get(request_id) or self.departing.get(request_id)) is not None:
+                live.computed += num_tokens
+        self._sum_ids = self._sums = ()
+
+    def landed(self, request_id: str) -> None:
+        """Count the last tokens of a request in `departing`: its last iteration has landed."""
+        self.settle()
+        self._take_back(request_id, self.departing.pop(request_id))
+
+    def _take_back(self, request_id: str, live: Live) -> None:
+        """Subtract the tokens that the client did not get from `num_generated` of the iterations that made them."""
+        surplus = live.computed - (live.kept or 0)
+        for iteration, request_ids, counts in reversed(self._newest):
+            if surplus <= 0:
+                return
+            if request_id in request_ids:
+                taken = min(counts[request_ids.index(request_id)], surplus)
+                iteration.num_generated -= taken
+                surplus -= taken
 
     def _learn(self, request_ids: Sequence[str], iteration: Iteration) -> None:
         """Add the accepted tokens of each draft to its request, and deliver them to its drafter."""
@@ -427,6 +488,11 @@ class Control:
             verified[live.drafter or drafter].append((live.key, drafted, accepted))
         for name, drafts in verified.items():
             self.drafters.observe(name, drafts)
+
+    def rest(self) -> None:
+        """End the last iteration at its own end: the engine waits, with requests that go on later."""
+        with self.inside:
+            self.ledger.rest()
 
     def idle(self) -> None:
         """End the last iteration, with no request left, and drop the choice for the next one."""

@@ -108,6 +108,9 @@ class Ledger:
     its own output or drafts; `late_s` of a drafter's feeding does not count. With `overlapped` (asynchronous
     scheduling) durations run from output to output, and drafting time is unknown.
 
+    Where the engine waits (`rest`, `pause`) the last iteration ends at its own output or drafts. `num_generated` counts
+    tokens that clients got: those sampled, accepted drafts included, but none behind a response's end (`Control`).
+
     `begin` opens a rollout and `end` closes it; outside of rollouts outcomes are delivered and no rows are kept.
     `on_end` receives each ended iteration. Times in rows are seconds since `origin`, the time of `begin`. `verified`
     takes O(batch), everything else O(1); a rollout holds O(batch) per iteration that verified drafts.
@@ -142,9 +145,10 @@ class Ledger:
         self._iterations: list[Row] = []
         self._decisions: list[Row] = []
         self._ended: list[Iteration] = []
-        self._number = 0
-        # With overlapped scheduling an iteration of ended requests may be in flight: it belongs to no rollout.
-        self._stale = len(self._in_flight)
+        self._number = len(self._in_flight)
+        for number, iteration in enumerate(self._in_flight):
+            iteration.number = number
+        self._stale = 0
         self._last: Iteration | None = None
         self._draft_s: float | None = 0.0
 
@@ -152,6 +156,20 @@ class Ledger:
         """Close the rollout; its last iteration ends now if it has not yet."""
         self._close(self.clock())
         self.is_open = False
+
+    def drop_in_flight(self) -> None:
+        """Count no iteration in flight, of requests that have ended: its output may have waited for new ones."""
+        self._stale = len(self._in_flight)
+
+    @property
+    def num_scheduled(self) -> int:
+        """Number of iterations scheduled since `begin`, with those in flight then."""
+        return self._number
+
+    @property
+    def drops_next(self) -> bool:
+        """True if the oldest iteration in flight belongs to no rollout."""
+        return self.overlapped and self._stale > 0
 
     def start(self) -> None:
         """Start an iteration, which ends the previous one."""
@@ -225,9 +243,14 @@ class Ledger:
         if self._last is not None and not self.overlapped:
             self._last.late_s += seconds
 
+    def rest(self) -> None:
+        """End the last iteration at its output or drafts; one without output goes on. The choice stays in force."""
+        if self._last is not None and self._last.sampled:
+            self._close(self._busy_until_s)
+
     def pause(self) -> None:
-        """End the last iteration at its output or drafts, with no request left, and clear the choice in force."""
-        self._close(self._busy_until_s)
+        """End the last iteration as `rest` does, with no request left, and clear the choice in force."""
+        self.rest()
         self.clear()
 
     def clear(self) -> None:
@@ -249,14 +272,15 @@ class Ledger:
             self._notify(iteration.verified, iteration.outcome, iteration)
         self._on_end(iteration)
 
-    def drain(self) -> EndedIterations:
-        """Return and clear the ended iterations."""
-        iterations, self._ended = self._ended, []
+    def drain(self, keep: int = 0) -> EndedIterations:
+        """Return and clear the ended iterations, all but the `keep` newest."""
+        cut = max(len(self._ended) - keep, 0)
+        iterations, self._ended = self._ended[:cut], self._ended[cut:]
         return EndedIterations(self.rl_step, self.worker, self.origin, iterations)
 
     @property
     def num_ended(self) -> int:
-        """Number of iterations that `drain` would return."""
+        """Number of iterations that have ended and were not drained."""
         return len(self._ended)
 
     @property

@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 GRACE_S = 60.0
 """How long a server that ends waits at most for an engine core that records to finish its trace."""
+
+GOT = "tltlab got "
+"""Begins what a front end adds to the names of requests that it aborts, see `_got_of`."""
 
 ASK_S = 2.0
 """How long a server that is asked for metrics waits at most for an engine core, which answers between iterations."""
@@ -195,6 +198,7 @@ def attach() -> None:
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.output_processor import OutputProcessor
 
     def tltlab(self: Any, message: bytes) -> bytes:
         from .scheduler import call_control
@@ -208,6 +212,18 @@ def attach() -> None:
         # Asking takes a message to each rank and back.
         if not getattr(self.scheduler, "drafts_here_alone", False):
             stock(self, model_executed)
+
+    @in_place_of(OutputProcessor, "abort_requests")
+    def abort(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = dict(self.request_states)
+        names = stock(self, *args, **kwargs)
+        return [*ours(self, _got_of, states, names, otherwise=()), *names]
+
+    @in_place_of(EngineCore, "abort_requests")
+    def aborted(stock: Any, self: Any, request_ids: Any) -> Any:
+        if hasattr(self.scheduler, "client_got"):
+            ours(self, _note_what_clients_got, self.scheduler, request_ids, otherwise=None)
+        return stock(self, [name for name in request_ids if not name.startswith(GOT)])
 
     @in_place_of(EngineCore, "shutdown")
     def shutdown(stock: Any, self: Any) -> None:
@@ -226,6 +242,20 @@ def attach() -> None:
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         ours(self, _record_where_asked, self, otherwise=None)
+
+
+def _got_of(states: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """How many tokens a client got of each request that it aborts: of those, an engine core computes more meanwhile.
+
+    Names of no request, which reach the core with the others, in order; a core without tltlab ignores them.
+    """
+    detokenizers = {name: states[name].detokenizer for name in names if name in states}
+    return [f"{GOT}{each.num_output_tokens()} {name}" for name, each in detokenizers.items() if each is not None]
+
+
+def _note_what_clients_got(scheduler: Any, request_ids: Sequence[str]) -> None:
+    notes = [name.removeprefix(GOT).split(" ", 1) for name in request_ids if name.startswith(GOT)]
+    scheduler.client_got({name: int(num_tokens) for num_tokens, name in notes})
 
 
 def _then_tell_of_weights(stock: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
