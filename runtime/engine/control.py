@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from tltlab.coordination.canary import Alarm
 from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
@@ -35,7 +36,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.rows import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
-from .failures import what_was_raised
+from .failures import say, what_was_raised
 from .ledger import Clock, Iteration, Ledger, Scheduled, Stopwatch
 from .metrics import Samples, Tally
 
@@ -148,6 +149,7 @@ class Control:
         self.departing: dict[str, Live] = {}
         self._sum_ids: Sequence[str] = ()
         self._sums: Sequence[int] = ()
+        self.alarm = Alarm(say)
         self._newest: deque[tuple[Iteration, Sequence[str], Sequence[int]]] = deque(maxlen=NEWEST)
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
@@ -201,11 +203,13 @@ class Control:
 
     def metrics(self) -> Samples:
         """Counts of iterations by arm since the start, and the policy in force, by `metrics.FAMILIES`."""
-        selector = digest = ""
+        samples: dict[tuple[str, ...], float] = {}
         if self._policy is not None:
-            selector = self._policy.selector.kind
             digest = hashlib.sha256(self._policy.model_dump_json().encode()).hexdigest()[:8]
-        return {("policy_info", selector, digest, self.failure): 1, **self._tally.counts}
+            samples["policy_info", self._policy.selector.kind, digest, self.failure] = 1
+        for drafter, sentence in self.alarm.collapsed.items():
+            samples["drafter_collapsed", drafter] = bool(sentence)
+        return {**samples, **self._tally.counts}
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
         """Return the learned state of policy, budget and drafters, with which a rollout can be repeated.
@@ -488,6 +492,9 @@ class Control:
             verified[live.drafter or drafter].append((live.key, drafted, accepted))
         for name, drafts in verified.items():
             self.drafters.observe(name, drafts)
+            # Where training predicted an acceptance, the canary compares with that.
+            if name != self.drafters.learned or not self.drafters.canary.predicted:
+                self.alarm.observe(name, [each[1:] for each in drafts], has_network=self.drafters.has_network(name))
 
     def rest(self) -> None:
         """End the last iteration at its own end: the engine waits, with requests that go on later."""
@@ -498,4 +505,5 @@ class Control:
         """End the last iteration, with no request left, and drop the choice for the next one."""
         with self.inside:
             self.ledger.pause()
+            self.alarm.idle()
             self.driver.idle()

@@ -159,11 +159,12 @@ class Ledger:
 
     def drop_in_flight(self) -> None:
         """Count no iteration in flight, of requests that have ended: its output may have waited for new ones."""
+        self._number -= len(self._in_flight) - self._stale
         self._stale = len(self._in_flight)
 
     @property
     def num_scheduled(self) -> int:
-        """Number of iterations scheduled since `begin`, with those in flight then."""
+        """Number of iterations of this rollout that were scheduled."""
         return self._number
 
     @property

@@ -54,7 +54,7 @@ def how_it_ended(finish_reason: str | None, num_tokens: int) -> str:
     return ended if num_tokens else "abort"
 
 
-_BRINGS_WEIGHTS = re.compile(r"(update|load|receive|sync|finish)\w*_(weight|param|state_dict)")
+BRINGS_WEIGHTS = re.compile(r"(update|load|receive|sync|finish)\w*_(weight|param|state_dict)")
 """Methods of vLLM's workers that bring new weights, or end an update that did: `reload_weights`, not `init_weights`."""
 
 
@@ -251,7 +251,7 @@ class LiveRecording:
         """
         if method == "start_draft_weight_update":
             self._updates_drafter = True
-        if method is not None and (self._updates_drafter or not _BRINGS_WEIGHTS.search(method)):
+        if method is not None and (self._updates_drafter or not BRINGS_WEIGHTS.search(method)):
             self._updates_drafter &= method != "finish_weight_update"
             return
         lives = self.control.live.values()

@@ -10,7 +10,6 @@ import asyncio
 import copy
 import os
 import pickle
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tltlab.errors import ConfigError, one_line
+from tltlab.runtime.engine.failures import say
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES, in_place_of, ours
 from .capabilities import missing
@@ -76,14 +76,7 @@ def follow_variables() -> None:
             return make()
         # Several front ends of one server make the same configuration again for themselves.
         quiet = getattr(self, "_api_process_count", 1) > 1 and self._api_process_rank >= 0
-        return _configuration(self, make, (lambda _: None) if quiet else _say)
-
-
-def _say(line: str) -> None:
-    # vLLM's log is often turned off, or goes to the standard output of somebody's pipeline. Nobody may listen here.
-    if sys.stderr is not None:
-        with suppress(OSError, ValueError):
-            print(f"tltlab: {line}", file=sys.stderr, flush=True)
+        return _configuration(self, make, (lambda _: None) if quiet else say)
 
 
 def _configuration(engine_args: Any, make: Callable[[], Any], say: Callable[[str], None]) -> Any:
@@ -234,7 +227,7 @@ def attach() -> None:
         stock(self)
 
     # Of weights a scheduler hears nothing: frameworks have the workers load them by name, or the core set a version.
-    for name in ("collective_rpc", "set_weight_version"):
+    for name in ("collective_rpc", "set_weight_version", "wake_up"):
         if hasattr(EngineCore, name):
             in_place_of(EngineCore, name)(_then_tell_of_weights)
 
@@ -258,12 +251,17 @@ def _note_what_clients_got(scheduler: Any, request_ids: Sequence[str]) -> None:
     scheduler.client_got({name: int(num_tokens) for num_tokens, name in notes})
 
 
-def _then_tell_of_weights(stock: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    result = stock(self, method, *args, **kwargs)
+def _then_tell_of_weights(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = stock(self, *args, **kwargs)
     scheduler: Any = getattr(self, "scheduler", None)
     if hasattr(scheduler, "new_weights"):
-        name = method if isinstance(method, str) else getattr(method, "__name__", "")
-        ours(self, scheduler.new_weights, name if stock.__name__ == "collective_rpc" else None, otherwise=None)
+        name: str | None = stock.__name__
+        if name == "collective_rpc":
+            method = kwargs.get("method", *args[:1])
+            name = method if isinstance(method, str) else getattr(method, "__name__", "")
+        elif name == "set_weight_version":
+            name = None
+        ours(self, scheduler.new_weights, name, otherwise=None)
     return result
 
 
@@ -301,7 +299,7 @@ def wait_for_recordings() -> None:
 
 
 def show_metrics() -> None:
-    """Have servers of an engine with a policy show what it does among vLLM's own metrics.
+    """Have servers of an engine with a policy, or of one that is recorded, show what it does among vLLM's own metrics.
 
     Engine cores are asked, between two iterations, when the server is: it answers in a thread of its own. With several
     API servers (`api_server_count`) vLLM collects from files alone, and these metrics are not shown.
@@ -315,7 +313,7 @@ def show_metrics() -> None:
 
 
 def _show_metrics_of(client: Any) -> None:
-    if _has_option(client.vllm_config, "policy"):
+    if any(_has_option(client.vllm_config, name) for name in ("policy", "record")):
         _collector().asks.append(partial(ask_for_metrics, weakref.ref(client)))
 
 

@@ -26,7 +26,7 @@ from tltlab.drafters.base import Key
 from tltlab.runtime.engine.control import Control, Live
 from tltlab.runtime.engine.environment import hardware
 from tltlab.runtime.engine.ledger import Scheduled
-from tltlab.runtime.engine.recording import LiveRecording
+from tltlab.runtime.engine.recording import BRINGS_WEIGHTS, LiveRecording
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.recording import recording_of
 
@@ -222,6 +222,10 @@ class Watch:
     def new_weights(self, method: str | None = None) -> None:
         """Note that the engine may have new weights (`LiveRecording.new_weights`), after a wait for them."""
         self.control.rest()
+        if method is None:
+            self.control.alarm.happened("the prefix cache or the weight version was set")
+        elif "wake" in method or BRINGS_WEIGHTS.search(method):
+            self.control.alarm.happened("the engine woke" if "wake" in method else f"new weights ({method})")
         if (recording := self._open_recording) is not None:
             recording.new_weights(method)
 

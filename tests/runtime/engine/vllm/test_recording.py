@@ -361,6 +361,26 @@ def test_each_turn_of_a_session_ends_when_it_did(recorded: Recorded, monkeypatch
     assert trace.iterations["duration"].max() < 1800.0
 
 
+def test_a_drafter_that_a_wake_breaks_is_said(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Its drafts are wrong from then on, and what is said stays right."""
+    core = recorded.llm.llm_engine.engine_core.engine_core
+    before = texts(recorded.answers(8, temperature=0.0, max_tokens=60))
+    drafter = core.model_executor.driver_worker.model_runner.drafter
+    stock = drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda *args, **more: [[1] * len(each) for each in stock(*args, **more)])
+    recorded.llm.collective_rpc("get_model")
+    core.wake_up()
+    recorded.llm.reset_prefix_cache()
+    assert "tltlab" not in capfd.readouterr().err
+    assert texts(recorded.answers(8, temperature=0.0, max_tokens=60)) == before
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tltlab: ")]
+    for fact in ("drafter suffix", "woke", "0.000 of", "before"):
+        assert fact in said
+    assert recorded.recording.control.metrics()["drafter_collapsed", "suffix"] == 1
+
+
 def vanishes(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
     shutil.rmtree(f"{recorded.path}.recording")
     return "No such file"
