@@ -14,12 +14,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
-from operator import add
 from typing import Any, cast
 
 import numpy as np
@@ -37,7 +36,7 @@ from tltlab.traces.rows import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
 from .failures import say, what_was_raised
-from .ledger import Clock, Iteration, Ledger, Scheduled, Stopwatch
+from .ledger import Clock, Iteration, Ledger, SampledTokens, Scheduled, Stopwatch
 from .metrics import Samples, Tally
 
 logger = logging.getLogger(__name__)
@@ -72,9 +71,6 @@ class Live:
     def generated_tokens(self) -> int:
         return len(self.output)
 
-
-NEWEST = 64
-"""Iterations in which tokens are looked for that a client did not get, and which are therefore recorded late."""
 
 _DraftOrders = tuple[list[int], list[Live], list[tuple[Key, int]]]
 """Positions in the batch, requests at these positions, and (key, draft tokens) of each."""
@@ -145,12 +141,10 @@ class Control:
         self._least_room = 0
         # Ids, positions and requests of the last batch, if all its requests have output.
         self._batch_places: tuple[Sequence[str], list[int], list[Live]] | None = None
-        # Requests that have ended with an iteration in flight, and the tokens of the last batch since it changed.
+        # Requests that have ended with an iteration in flight.
         self.departing: dict[str, Live] = {}
-        self._sum_ids: Sequence[str] = ()
-        self._sums: Sequence[int] = ()
+        self._sampled = SampledTokens()
         self.alarm = Alarm(say)
-        self._newest: deque[tuple[Iteration, Sequence[str], Sequence[int]]] = deque(maxlen=NEWEST)
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
         """Use a fresh selector and budget of `policy`, with a generator seeded by `seed`."""
@@ -274,7 +268,7 @@ class Control:
             if in_flight:
                 self.departing[request_id] = live
             else:
-                self._take_back(request_id, live)
+                self._sampled.take_back(request_id, live.computed - live.kept)
         return live
 
     def _notify_budget(self, live: Live) -> None:
@@ -442,42 +436,22 @@ class Control:
             counted = not self.ledger.drops_next
             iteration = self.ledger.verified(work, counts)
             if counted:
-                self._add_up(work.request_ids, counts)
-                self._newest.append((iteration, work.request_ids, counts))
+                self._sampled.add(iteration, work.request_ids, counts)
             if work.drafts:
                 self._learn(work.request_ids, iteration)
             self.ledger.sampled(iteration)
 
-    def _add_up(self, request_ids: Sequence[str], counts: Sequence[int]) -> None:
-        """Count sampled tokens by request; while the batch stays the same no request is looked up."""
-        if request_ids == self._sum_ids:
-            self._sums = list(map(add, self._sums, counts))
-            return
-        self.settle()
-        self._sum_ids, self._sums = request_ids, counts
-
     def settle(self) -> None:
-        """Add the tokens counted so far to `computed` of their requests."""
-        for request_id, num_tokens in zip(self._sum_ids, self._sums, strict=True):
+        """Add the tokens sampled so far to `computed` of their requests."""
+        for request_id, num_tokens in self._sampled.drain():
             if (live := self.live.get(request_id) or self.departing.get(request_id)) is not None:
                 live.computed += num_tokens
-        self._sum_ids = self._sums = ()
 
     def landed(self, request_id: str) -> None:
         """Count the last tokens of a request in `departing`: its last iteration has landed."""
         self.settle()
-        self._take_back(request_id, self.departing.pop(request_id))
-
-    def _take_back(self, request_id: str, live: Live) -> None:
-        """Subtract the tokens that the client did not get from `num_generated` of the iterations that made them."""
-        surplus = live.computed - (live.kept or 0)
-        for iteration, request_ids, counts in reversed(self._newest):
-            if surplus <= 0:
-                return
-            if request_id in request_ids:
-                taken = min(counts[request_ids.index(request_id)], surplus)
-                iteration.num_generated -= taken
-                surplus -= taken
+        live = self.departing.pop(request_id)
+        self._sampled.take_back(request_id, live.computed - (live.kept or 0))
 
     def _learn(self, request_ids: Sequence[str], iteration: Iteration) -> None:
         """Add the accepted tokens of each draft to its request, and deliver them to its drafter."""

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from operator import add
 from typing import Any
 
 from tltlab.drafters.base import Key
@@ -37,6 +38,9 @@ class Scheduled:
     prefill_tokens: int
     graph: tuple[str, int] | None = None
 
+
+NEWEST = 64
+"""Iterations in which tokens are looked for that a client did not get, and which are therefore recorded late."""
 
 Notify = Callable[[Choice, StepOutcome, "Iteration"], object]
 """Delivers the outcome of a choice, and writes its reward into the iteration."""
@@ -82,6 +86,41 @@ class Iteration:
     def rewarded(self, reward: float | None) -> None:
         """Set the reward of the choice that this iteration verified."""
         self.reward = reward
+
+
+class SampledTokens:
+    """Sampled tokens by request. While the batch stays the same they are added up without a look at any request."""
+
+    def __init__(self) -> None:
+        self._request_ids: Sequence[str] = ()
+        self._sums: Sequence[int] = ()
+        self._drained: list[tuple[str, int]] = []
+        self._newest: deque[tuple[Iteration, Sequence[str], Sequence[int]]] = deque(maxlen=NEWEST)
+
+    def add(self, iteration: Iteration, request_ids: Sequence[str], counts: Sequence[int]) -> None:
+        """Count the tokens of an iteration that has landed, in the order of its requests."""
+        self._newest.append((iteration, request_ids, counts))
+        if request_ids == self._request_ids:
+            self._sums = list(map(add, self._sums, counts))
+            return
+        self._drained += zip(self._request_ids, self._sums, strict=True)
+        self._request_ids, self._sums = request_ids, counts
+
+    def drain(self) -> list[tuple[str, int]]:
+        """Return and clear the tokens by request id, of which one may come several times."""
+        drained = [*self._drained, *zip(self._request_ids, self._sums, strict=True)]
+        self._drained, self._request_ids, self._sums = [], (), ()
+        return drained
+
+    def take_back(self, request_id: str, surplus: int) -> None:
+        """Subtract the last tokens of a request, which its client did not get, from the iterations that made them."""
+        for iteration, request_ids, counts in reversed(self._newest):
+            if surplus <= 0:
+                return
+            if request_id in request_ids:
+                taken = min(counts[request_ids.index(request_id)], surplus)
+                iteration.num_generated -= taken
+                surplus -= taken
 
 
 class Stopwatch:

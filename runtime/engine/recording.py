@@ -28,9 +28,9 @@ from tltlab.traces.recording import recording_of
 from tltlab.traces.rows import Row, columns, key_columns
 from tltlab.traces.schema import Manifest
 
-from .control import NEWEST, Control, Live
+from .control import Control, Live
 from .failures import what_was_raised
-from .ledger import Clock, EndedIterations
+from .ledger import NEWEST, Clock, EndedIterations
 
 logger = logging.getLogger(__name__)
 

@@ -367,10 +367,10 @@ class Alarm:
         if not window.collapsed:
             before = f"{rate:.3f} before" if known else "a drafter with a network has more"
             window.collapsed = (
-                f"drafter {drafter} has collapsed since {' and '.join(window.events)}: the first token of "
-                f"{window.kept / window.drafts:.3f} of {window.drafts} drafts was accepted, {before}; outputs stay "
-                "right but drafts only cost time: load the drafter's weights anew, restart the engine, or turn "
-                "speculation off"
+                f"drafter {drafter} has collapsed since {' and '.join(window.events)}: "
+                f"{window.kept / window.drafts:.3f} of {window.drafts} first draft tokens were accepted, {before}; "
+                "outputs stay right but drafts only cost time: load the drafter's weights anew, restart the engine, or "
+                "turn speculation off"
             )
             self._say(window.collapsed)
 

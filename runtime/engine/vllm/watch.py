@@ -74,6 +74,7 @@ class Watch:
         self._batch: list[str] = []
         # Tokens that clients have of requests that they abort.
         self._got: dict[str, int] = {}
+        self._cannot_detokenize = False
 
     @property
     def control(self) -> Control:
@@ -130,8 +131,7 @@ class Watch:
         got = self._got.pop(name, None)
         if got is None and recording is not None:
             reason, end_s = live.ended or (reason, self.control.ledger.clock())
-            got = _stopped_at(request, self._tokenizer, str(reason) == "stop")
-            if got is not None:
+            if (got := self._stopped_at(request, str(reason) == "stop")) is not None:
                 live.ended = "stop", end_s
         in_flight = any(name in work.request_ids for work in self._in_flight)
         self.control.finish(name, got, in_flight=in_flight)
@@ -143,10 +143,17 @@ class Watch:
         """Note how many tokens clients have of requests that they are about to abort."""
         self._got |= {name: num for name, num in num_tokens.items() if name in self.control.live}
 
-    @property
-    def _tokenizer(self) -> Any:
-        """The tokenizer that vLLM has in the engine core; None where it has none."""
-        return getattr(getattr(self.scheduler, "structured_output_manager", None), "tokenizer", None)
+    def _stopped_at(self, request: Request, at_token: bool) -> int | None:
+        """Return `_stopped_at` by the tokenizer of vLLM's engine core; None without one, or once it has failed."""
+        tokenizer = getattr(getattr(self.scheduler, "structured_output_manager", None), "tokenizer", None)
+        if tokenizer is None or self._cannot_detokenize:
+            return None
+        try:
+            return _stopped_at(request, tokenizer, at_token)
+        except Exception as error:  # the tokenizer may be anybody's
+            self._cannot_detokenize = True
+            logger.warning("stop strings are recorded as aborts: %s: %s", type(error).__name__, error)
+            return None
 
     def _land(self, names: Iterable[str]) -> None:
         """Record the ends of requests in `departing`, whose last iteration has landed."""
@@ -223,9 +230,9 @@ class Watch:
         """Note that the engine may have new weights (`LiveRecording.new_weights`), after a wait for them."""
         self.control.rest()
         if method is None:
-            self.control.alarm.happened("the prefix cache or the weight version was set")
+            self.control.alarm.happened("a reset of the prefix cache")
         elif "wake" in method or BRINGS_WEIGHTS.search(method):
-            self.control.alarm.happened("the engine woke" if "wake" in method else f"new weights ({method})")
+            self.control.alarm.happened("a wake of the engine" if "wake" in method else f"new weights ({method})")
         if (recording := self._open_recording) is not None:
             recording.new_weights(method)
 
@@ -408,7 +415,7 @@ def _stopped_at(request: Request, tokenizer: Any, at_token: bool) -> int | None:
     meanwhile, `at_token`: at an EOS or stop token. vLLM's own detokenizer decides; it takes about 1 us a token.
     """
     params, output = request.sampling_params, request._output_token_ids
-    if params is None or not params.stop or tokenizer is None or not output:
+    if params is None or not params.stop or not output:
         return None
     cut = max(len(output) - LOOK_BACK, 0)
     params = copy(params)
@@ -417,7 +424,7 @@ def _stopped_at(request: Request, tokenizer: Any, at_token: bool) -> int | None:
     text = SimpleNamespace(
         request_id=request.request_id,
         prompt_token_ids=[*(prompt or ()), *output[:cut]] if cut else prompt,
-        prompt_embeds=None if cut else request.prompt_embeds,
+        prompt_embeds=None if cut else getattr(request, "prompt_embeds", None),
         sampling_params=params,
     )
     detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, cast(EngineCoreRequest, text))

@@ -376,7 +376,7 @@ def test_a_drafter_that_a_wake_breaks_is_said(
     assert "tltlab" not in capfd.readouterr().err
     assert texts(recorded.answers(8, temperature=0.0, max_tokens=60)) == before
     (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tltlab: ")]
-    for fact in ("drafter suffix", "woke", "0.000 of", "before"):
+    for fact in ("drafter suffix", "a wake of the engine", "0.000 of", "before"):
         assert fact in said
     assert recorded.recording.control.metrics()["drafter_collapsed", "suffix"] == 1
 
