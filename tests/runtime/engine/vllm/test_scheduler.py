@@ -32,7 +32,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.runtime.engine.vllm.options import Attachment
-from tltlab.state import StepState
+from tltlab.state import NO_CHOICE, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read
 
@@ -326,6 +326,28 @@ def test_each_input_of_a_streaming_session_is_a_turn(roomy: Engine):
     worker.schedule()
     worker.finish()
     assert len(after.output) == 1
+
+
+def test_an_abort_leaves_a_policys_engine_idle(roomy: Engine, tmp_path: Path):
+    from vllm.v1.request import RequestStatus
+
+    settings = {"tltlab": LEARNS["tltlab"] | {"record": str(tmp_path / "trace")}}
+    worker = Overlapped(scheduled_by("policy_scheduler", roomy, asynchronous=False, settings=settings))
+    hours, ledger = 0.0, worker.scheduler.control.ledger
+    ledger.clock = lambda: time.perf_counter() + 3600.0 * hours
+    for name in "abc":
+        worker.add(40, name, key="none")
+        for _ in range(6):
+            worker.schedule()
+            worker.finish()
+        worker.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        assert ledger.in_force is NO_CHOICE
+        hours += 1.0
+    worker.scheduler.close_recording()
+    trace = read(tmp_path / "trace")
+    assert trace.iterations["duration"].max() < 1800.0
+    assert trace.iterations["num_generated"].sum() == trace.outcomes["response_tokens"].sum() == 18
+    assert trace.decisions["reward"].notna().any()
 
 
 @pytest.mark.parametrize("policy", [True, False], ids=["with a policy", "record only"])
