@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from tltlab.coordination.canary import Alarm
 from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
@@ -34,8 +35,8 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.rows import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
-from .failures import what_was_raised
-from .ledger import Clock, Iteration, Ledger, Scheduled, Stopwatch
+from .failures import say, what_was_raised
+from .ledger import Clock, Iteration, Ledger, SampledTokens, Scheduled, Stopwatch
 from .metrics import Samples, Tally
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,9 @@ logger = logging.getLogger(__name__)
 class Live:
     """A request in the engine, with the fields of `tltlab.state.RequestState`, always current.
 
-    `output` is a live view of its tokens; `drafter` made the draft in flight.
+    `output` is a live view of its tokens; `drafter` made the draft in flight. `computed` tokens were sampled for it and
+    its client got the first `kept`, both as of `Control.finish`. `ended` is the reason and the time, in seconds of the
+    clock, of a turn that awaits another one.
     """
 
     key: Key
@@ -56,6 +59,9 @@ class Live:
     drafter: str = ""
     drafted: int = 0
     accepted: int = 0
+    computed: int = 0
+    kept: int | None = None
+    ended: tuple[str, float] | None = None
 
     @property
     def prompt_id(self) -> str:
@@ -135,6 +141,10 @@ class Control:
         self._least_room = 0
         # Ids, positions and requests of the last batch, if all its requests have output.
         self._batch_places: tuple[Sequence[str], list[int], list[Live]] | None = None
+        # Requests that have ended with an iteration in flight.
+        self.departing: dict[str, Live] = {}
+        self._sampled = SampledTokens()
+        self.alarm = Alarm(say)
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
         """Use a fresh selector and budget of `policy`, with a generator seeded by `seed`."""
@@ -187,11 +197,13 @@ class Control:
 
     def metrics(self) -> Samples:
         """Counts of iterations by arm since the start, and the policy in force, by `metrics.FAMILIES`."""
-        selector = digest = ""
+        samples: dict[tuple[str, ...], float] = {}
         if self._policy is not None:
-            selector = self._policy.selector.kind
             digest = hashlib.sha256(self._policy.model_dump_json().encode()).hexdigest()[:8]
-        return {("policy_info", selector, digest, self.failure): 1, **self._tally.counts}
+            samples["policy_info", self._policy.selector.kind, digest, self.failure] = 1
+        for drafter, sentence in self.alarm.collapsed.items():
+            samples["drafter_collapsed", drafter] = bool(sentence)
+        return {**samples, **self._tally.counts}
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
         """Return the learned state of policy, budget and drafters, with which a rollout can be repeated.
@@ -209,6 +221,7 @@ class Control:
         """Open a rollout with no rows and time 0. Running requests continue."""
         self.ledger.begin(rl_step)
         if not self.live:
+            self.ledger.drop_in_flight()
             self.ledger.clear()
             self.driver.forget()
         self.drafters.begin(rl_step)
@@ -228,6 +241,8 @@ class Control:
 
     def add(self, request_id: str, key: Key, prompt: Sequence[int], output: Sequence[int], max_tokens: int) -> Live:
         """Add a request that enters the engine; `output` is a live view of its tokens."""
+        if not self.live:
+            self.ledger.drop_in_flight()
         live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
         self._least_room = min(self._least_room, _room(live))
         self._batch_places = None
@@ -236,8 +251,12 @@ class Control:
         self.drafters.open(key, prompt, output)
         return live
 
-    def finish(self, request_id: str) -> Live | None:
-        """Remove and return a request that leaves the engine, complete or aborted."""
+    def finish(self, request_id: str, got: int | None = None, *, in_flight: bool = False) -> Live | None:
+        """Remove and return a request that leaves the engine, complete or aborted; its client `got` its first tokens.
+
+        By default it got all. `in_flight`: it is in an iteration whose output is yet to come, and `landed` follows.
+        """
+        self.settle()
         live = self.live.pop(request_id, None)
         self._batch_places = None
         self.awaiting_first_token.discard(request_id)
@@ -245,6 +264,11 @@ class Control:
             self.keys.discard(live.key)
             self.drafters.close(live.key)
             self._notify_budget(live)
+            live.kept = len(live.output) if got is None else min(got, len(live.output))
+            if in_flight:
+                self.departing[request_id] = live
+            else:
+                self._sampled.take_back(request_id, live.computed - live.kept)
         return live
 
     def _notify_budget(self, live: Live) -> None:
@@ -409,10 +433,25 @@ class Control:
                     if count and request_id in self.awaiting_first_token:
                         self.awaiting_first_token.discard(request_id)
                         self.ledger.first_token(self.live[request_id].key)
+            counted = not self.ledger.drops_next
             iteration = self.ledger.verified(work, counts)
+            if counted:
+                self._sampled.add(iteration, work.request_ids, counts)
             if work.drafts:
                 self._learn(work.request_ids, iteration)
             self.ledger.sampled(iteration)
+
+    def settle(self) -> None:
+        """Add the tokens sampled so far to `computed` of their requests."""
+        for request_id, num_tokens in self._sampled.drain():
+            if (live := self.live.get(request_id) or self.departing.get(request_id)) is not None:
+                live.computed += num_tokens
+
+    def landed(self, request_id: str) -> None:
+        """Count the last tokens of a request in `departing`: its last iteration has landed."""
+        self.settle()
+        live = self.departing.pop(request_id)
+        self._sampled.take_back(request_id, live.computed - (live.kept or 0))
 
     def _learn(self, request_ids: Sequence[str], iteration: Iteration) -> None:
         """Add the accepted tokens of each draft to its request, and deliver them to its drafter."""
@@ -427,9 +466,18 @@ class Control:
             verified[live.drafter or drafter].append((live.key, drafted, accepted))
         for name, drafts in verified.items():
             self.drafters.observe(name, drafts)
+            # Where training predicted an acceptance, the canary compares with that.
+            if name != self.drafters.learned or not self.drafters.canary.predicted:
+                self.alarm.observe(name, [each[1:] for each in drafts], has_network=self.drafters.has_network(name))
+
+    def rest(self) -> None:
+        """End the last iteration at its own end: the engine waits, with requests that go on later."""
+        with self.inside:
+            self.ledger.rest()
 
     def idle(self) -> None:
         """End the last iteration, with no request left, and drop the choice for the next one."""
         with self.inside:
             self.ledger.pause()
+            self.alarm.idle()
             self.driver.idle()

@@ -201,6 +201,11 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Whether drafter `name` can be asked: model-free drafts must reach the engine from `beside` it."""
         return self.beside or not any(self._is_model_free(part) for part in self._parts(name))
 
+    def has_network(self, name: str) -> bool:
+        """Whether drafter `name` has a network; a vLLM method other than its n-grams and suffixes has."""
+        registry = self.registry
+        return registry[name].has_network if name in {*registry} else not name.startswith("ngram")
+
     @property
     def feeds(self) -> bool:
         """Whether any model-free drafter wants the tokens."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import tltlab
@@ -11,6 +13,14 @@ from tltlab.errors import RunError
 
 class PolicyFailed(RunError):
     """The policy raised in mid-rollout, and is asked no more: a rollout of another policy would be taken for its."""
+
+
+def say(line: str) -> None:
+    """Print a line for the user of somebody's program on standard error. Raises nothing."""
+    # vLLM's log is often turned off, or goes to the standard output of somebody's pipeline. Nobody may listen here.
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(f"tltlab: {line}", file=sys.stderr, flush=True)
 
 
 def what_was_raised(error: Exception) -> str:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from operator import add
 from typing import Any
 
 from tltlab.drafters.base import Key
@@ -37,6 +38,9 @@ class Scheduled:
     prefill_tokens: int
     graph: tuple[str, int] | None = None
 
+
+NEWEST = 64
+"""Iterations in which tokens are looked for that a client did not get, and which are therefore recorded late."""
 
 Notify = Callable[[Choice, StepOutcome, "Iteration"], object]
 """Delivers the outcome of a choice, and writes its reward into the iteration."""
@@ -84,6 +88,41 @@ class Iteration:
         self.reward = reward
 
 
+class SampledTokens:
+    """Sampled tokens by request. While the batch stays the same they are added up without a look at any request."""
+
+    def __init__(self) -> None:
+        self._request_ids: Sequence[str] = ()
+        self._sums: Sequence[int] = ()
+        self._drained: list[tuple[str, int]] = []
+        self._newest: deque[tuple[Iteration, Sequence[str], Sequence[int]]] = deque(maxlen=NEWEST)
+
+    def add(self, iteration: Iteration, request_ids: Sequence[str], counts: Sequence[int]) -> None:
+        """Count the tokens of an iteration that has landed, in the order of its requests."""
+        self._newest.append((iteration, request_ids, counts))
+        if request_ids == self._request_ids:
+            self._sums = list(map(add, self._sums, counts))
+            return
+        self._drained += zip(self._request_ids, self._sums, strict=True)
+        self._request_ids, self._sums = request_ids, counts
+
+    def drain(self) -> list[tuple[str, int]]:
+        """Return and clear the tokens by request id, of which one may come several times."""
+        drained = [*self._drained, *zip(self._request_ids, self._sums, strict=True)]
+        self._drained, self._request_ids, self._sums = [], (), ()
+        return drained
+
+    def take_back(self, request_id: str, surplus: int) -> None:
+        """Subtract the last tokens of a request, which its client did not get, from the iterations that made them."""
+        for iteration, request_ids, counts in reversed(self._newest):
+            if surplus <= 0:
+                return
+            if request_id in request_ids:
+                taken = min(counts[request_ids.index(request_id)], surplus)
+                iteration.num_generated -= taken
+                surplus -= taken
+
+
 class Stopwatch:
     """Total seconds spent in `with stopwatch:` blocks, which must not be nested."""
 
@@ -107,6 +146,9 @@ class Ledger:
     drafts are made beside the scheduler. An iteration lasts until the next one starts, the last before a pause until
     its own output or drafts; `late_s` of a drafter's feeding does not count. With `overlapped` (asynchronous
     scheduling) durations run from output to output, and drafting time is unknown.
+
+    Where the engine waits (`rest`, `pause`) the last iteration ends at its own output or drafts. `num_generated` counts
+    tokens that clients got: those sampled, accepted drafts included, but none behind a response's end (`Control`).
 
     `begin` opens a rollout and `end` closes it; outside of rollouts outcomes are delivered and no rows are kept.
     `on_end` receives each ended iteration. Times in rows are seconds since `origin`, the time of `begin`. `verified`
@@ -142,9 +184,10 @@ class Ledger:
         self._iterations: list[Row] = []
         self._decisions: list[Row] = []
         self._ended: list[Iteration] = []
-        self._number = 0
-        # With overlapped scheduling an iteration of ended requests may be in flight: it belongs to no rollout.
-        self._stale = len(self._in_flight)
+        self._number = len(self._in_flight)
+        for number, iteration in enumerate(self._in_flight):
+            iteration.number = number
+        self._stale = 0
         self._last: Iteration | None = None
         self._draft_s: float | None = 0.0
 
@@ -152,6 +195,21 @@ class Ledger:
         """Close the rollout; its last iteration ends now if it has not yet."""
         self._close(self.clock())
         self.is_open = False
+
+    def drop_in_flight(self) -> None:
+        """Count no iteration in flight, of requests that have ended: its output may have waited for new ones."""
+        self._number -= len(self._in_flight) - self._stale
+        self._stale = len(self._in_flight)
+
+    @property
+    def num_scheduled(self) -> int:
+        """Number of iterations of this rollout that were scheduled."""
+        return self._number
+
+    @property
+    def drops_next(self) -> bool:
+        """True if the oldest iteration in flight belongs to no rollout."""
+        return self.overlapped and self._stale > 0
 
     def start(self) -> None:
         """Start an iteration, which ends the previous one."""
@@ -225,9 +283,14 @@ class Ledger:
         if self._last is not None and not self.overlapped:
             self._last.late_s += seconds
 
+    def rest(self) -> None:
+        """End the last iteration at its output or drafts; one without output goes on. The choice stays in force."""
+        if self._last is not None and self._last.sampled:
+            self._close(self._busy_until_s)
+
     def pause(self) -> None:
-        """End the last iteration at its output or drafts, with no request left, and clear the choice in force."""
-        self._close(self._busy_until_s)
+        """End the last iteration as `rest` does, with no request left, and clear the choice in force."""
+        self.rest()
         self.clear()
 
     def clear(self) -> None:
@@ -249,14 +312,15 @@ class Ledger:
             self._notify(iteration.verified, iteration.outcome, iteration)
         self._on_end(iteration)
 
-    def drain(self) -> EndedIterations:
-        """Return and clear the ended iterations."""
-        iterations, self._ended = self._ended, []
+    def drain(self, keep: int = 0) -> EndedIterations:
+        """Return and clear the ended iterations, all but the `keep` newest."""
+        cut = max(len(self._ended) - keep, 0)
+        iterations, self._ended = self._ended[:cut], self._ended[cut:]
         return EndedIterations(self.rl_step, self.worker, self.origin, iterations)
 
     @property
     def num_ended(self) -> int:
-        """Number of iterations that `drain` would return."""
+        """Number of iterations that have ended and were not drained."""
         return len(self._ended)
 
     @property

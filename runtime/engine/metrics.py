@@ -38,6 +38,7 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "generated_tokens_total": ("Tokens generated in these.", ("arm",)),
     "draft_tokens_per_position_total": ("Drafts with a token here.", ("arm", "position")),
     "accepted_tokens_per_position_total": ("Drafts kept up to here.", ("arm", "position")),
+    "drafter_collapsed": ("1: its acceptance collapsed after a wake or new weights.", ("drafter",)),
     "gained_seconds": ("What plain decoding had taken more.", ("arm", "by")),
 }
 """Of each metric what it is, and its labels."""

@@ -30,7 +30,7 @@ from tltlab.traces.schema import Manifest
 
 from .control import Control, Live
 from .failures import what_was_raised
-from .ledger import Clock, EndedIterations
+from .ledger import NEWEST, Clock, EndedIterations
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ _TOKEN_BYTES, _ROW_BYTES = 48, 1024
 """What a token and a row that wait to be written take of memory, about."""
 _TOGETHER = 64
 """Iterations that are handed to the thread that writes at a time."""
+
+_Given = dict[str, Any] | EndedIterations | tuple[str, Row]
 
 
 def how_it_ended(finish_reason: str | None, num_tokens: int) -> str:
@@ -52,7 +54,7 @@ def how_it_ended(finish_reason: str | None, num_tokens: int) -> str:
     return ended if num_tokens else "abort"
 
 
-_BRINGS_WEIGHTS = re.compile(r"(update|load|receive|sync|finish)\w*_(weight|param|state_dict)")
+BRINGS_WEIGHTS = re.compile(r"(update|load|receive|sync|finish)\w*_(weight|param|state_dict)")
 """Methods of vLLM's workers that bring new weights, or end an update that did: `reload_weights`, not `init_weights`."""
 
 
@@ -149,10 +151,13 @@ class LiveRecording:
         self._visits: dict[str, int] = {}
         self._epochs: dict[tuple[int, str], int] = {}
         self._arrival_s: dict[Key, float] = {}
+        # How requests ended that are in an iteration in flight.
+        self._departed: dict[Key, tuple[Live, Row]] = {}
         self._keys: dict[Key, None] = {}
         self._forgotten_rl_step = -1
-        # Notes, iterations, and rows of a table. The engine's thread alone counts what it has given.
-        self._queue: deque[tuple[str | EndedIterations | tuple[str, Row], int]] = deque()
+        # Fields of the manifest, iterations, and rows of a table. The engine's thread alone counts what it has given.
+        self._queue: deque[tuple[_Given, int]] = deque()
+        self._without_iterations: tuple[int, ...] = ()
         self._queued_bytes = self._durable_bytes = 0
         self._is_idle = self._is_closing = False
         self._wake, self._durable, self._end_lock = Event(), Event(), Lock()
@@ -171,6 +176,7 @@ class LiveRecording:
                 source="tltlab",
                 notes=f"recorded by the engine itself; {self._grouping.notes}",
                 drafters=control.drafters.registry.own,
+                without_iterations=(),
             ),
         )
         self._thread = Thread(target=self._write_on, name="tltlab-recording", daemon=True)
@@ -206,14 +212,28 @@ class LiveRecording:
                 self._begin(newest + 1)
         elif rl_step > newest:
             self._begin(rl_step)
-        else:
-            self._origins.setdefault(rl_step, self._clock())
+        elif rl_step not in self._origins:
+            self._origins[rl_step] = self._clock()
+            self._has_no_iterations(rl_step)
+
+    def _has_no_iterations(self, rl_step: int) -> None:
+        """Have the manifest say that this RL step has no iterations of its own."""
+        self._without_iterations += (rl_step,)
+        self._give({"without_iterations": self._without_iterations}, _ROW_BYTES)
+
+    def _end_rollout(self) -> None:
+        """End the rollout's last iteration at its own end, and hand over all."""
+        self.control.rest()
+        self.control.ledger.end()
+        self._hand_over()
 
     def _begin(self, rl_step: int) -> None:
         """Begin the rollout of an RL step; requests may still run, those of the one before."""
         ledger = self.control.ledger
-        ledger.end()
-        self._hand_over()
+        if self._origins and not ledger.num_scheduled:
+            # All that began in it goes on in the iterations of the next RL step.
+            self._has_no_iterations(ledger.rl_step)
+        self._end_rollout()
         for live in self.control.live.values():
             if (first_s := ledger.first_token_s.get(live.key)) is not None:
                 self._first_token_s[live.key] = ledger.origin + first_s
@@ -231,7 +251,7 @@ class LiveRecording:
         """
         if method == "start_draft_weight_update":
             self._updates_drafter = True
-        if method is not None and (self._updates_drafter or not _BRINGS_WEIGHTS.search(method)):
+        if method is not None and (self._updates_drafter or not BRINGS_WEIGHTS.search(method)):
             self._updates_drafter &= method != "finish_weight_update"
             return
         lives = self.control.live.values()
@@ -240,7 +260,7 @@ class LiveRecording:
             for live in lives:
                 self._update_tokens.setdefault(live.key, []).append(len(live.output))
             if not before:
-                self._give(f"recorded by the engine itself; {self._grouping.notes}", _ROW_BYTES)
+                self._give({"notes": f"recorded by the engine itself; {self._grouping.notes}"}, _ROW_BYTES)
 
     def arrived(self, live: Live) -> None:
         """A request has entered."""
@@ -271,40 +291,55 @@ class LiveRecording:
             policy_version=self._grouping.version,
         )
 
-    def left(self, live: Live, finish_reason: str | None) -> None:
-        """A request has left, for good; None where it did not say why."""
-        tokens, prompt, ledger = list(live.output), list(live.prompt), self.control.ledger
+    def left(self, live: Live, finish_reason: str | None, *, in_flight: bool = False) -> None:
+        """Record a request that has left for good; `finish_reason` is None where it did not say why.
+
+        `in_flight`: it is in an iteration whose output is yet to come, and `landed` follows.
+        """
+        ledger = self.control.ledger
         self._grouping.left()
-        self._num_tokens += len(tokens)
+        self._num_tokens += len(live.output)
+        tokens, prompt = list(live.output)[: live.kept], list(live.prompt)
+        finish_reason, end_s = live.ended or (finish_reason, self._clock())
         first_s = self._first_token_s.pop(live.key, None)
         if (first := ledger.first_token_s.pop(live.key, None)) is not None:
             first_s = ledger.origin + first
         origin = self._origins[live.key[0]]
-        self._append(
-            "outcomes",
-            live.key,
-            response_tokens=len(tokens),
-            finish_reason=how_it_ended(finish_reason, len(tokens)),
-            worker=ledger.worker,
-            t_submit=self._arrival_s.pop(live.key) - origin,
-            t_first_token=None if first_s is None else first_s - origin,
-            t_finish=self._clock() - origin,
+        self._departed[live.key] = (
+            live,
+            {
+                "response_tokens": len(tokens),
+                "finish_reason": how_it_ended(finish_reason, len(tokens)),
+                "worker": ledger.worker,
+                "t_submit": self._arrival_s.pop(live.key) - origin,
+                "t_first_token": None if first_s is None or not tokens else first_s - origin,
+                "t_finish": end_s - origin,
+            },
         )
         versions = self._versions(live.key, len(tokens))
+        if not in_flight:
+            self.landed(live.key)
         self._append("tokens", live.key, prompt_token_ids=prompt, token_ids=tokens, token_versions=versions)
+
+    def landed(self, key: Key) -> None:
+        """Record how a request that has left ended: what was computed for it is known."""
+        if (departed := self._departed.pop(key, None)) is not None:
+            live, outcome = departed
+            discarded = max(live.computed - outcome["response_tokens"], 0)
+            self._append("outcomes", key, **outcome, discarded_tokens=discarded)
 
     def _versions(self, key: Key, num_tokens: int) -> list[int]:
         """The weights that each token of a response was made with."""
         newest, ends = self._grouping.version, self._update_tokens.pop(key, [])
         versions: list[int] = []
         for version, until in enumerate([*ends, num_tokens], newest - len(ends)):
-            versions += [version] * (until - len(versions))
+            versions += [version] * (min(until, num_tokens) - len(versions))
         return versions
 
     def iterated(self) -> None:
         """An iteration is over, or will be with the next one."""
-        if self.control.ledger.num_ended >= _TOGETHER:
-            self._hand_over()
+        if self.control.ledger.num_ended >= NEWEST + _TOGETHER:
+            self._hand_over(NEWEST)
 
     def idle(self) -> None:
         """Nothing is left to run."""
@@ -330,11 +365,13 @@ class LiveRecording:
             return
         try:
             if not (self.ended or self._is_closing):
+                self.control.settle()
                 for live in list(self.control.live.values()):
                     if live.key in self._arrival_s:
                         self.left(live, "abort")
-                self.control.end()
-                self._hand_over()
+                for key in list(self._departed):
+                    self.landed(key)
+                self._end_rollout()
             self._is_closing = True
             self._wake.set()
             if not self._durable.wait(self.close_s):
@@ -349,7 +386,11 @@ class LiveRecording:
     def give_up(self, error: Exception) -> None:
         """Record nothing more after `error`. What happened before it becomes durable and stays. Raises nothing."""
         with suppress(Exception):
-            self._hand_over()
+            self.control.settle()
+            for key in list(self._departed):
+                self.landed(key)
+        with suppress(Exception):
+            self._end_rollout()
         self._end(error)
 
     def _append(self, table: str, key: Key, **values: Any) -> None:
@@ -357,12 +398,12 @@ class LiveRecording:
         tokens = len(row["token_ids"]) + len(row["prompt_token_ids"]) if table == "tokens" else 0
         self._give((table, row), _ROW_BYTES + _TOKEN_BYTES * tokens)
 
-    def _hand_over(self) -> None:
-        drained = self.control.ledger.drain()
+    def _hand_over(self, keep: int = 0) -> None:
+        drained = self.control.ledger.drain(keep)
         if drained.ended:
             self._give(drained, sum(_ROW_BYTES + 8 * len(it.drafted) for it in drained.ended))
 
-    def _give(self, item: str | EndedIterations | tuple[str, Row], num_bytes: int) -> None:
+    def _give(self, item: _Given, num_bytes: int) -> None:
         """Leave something to the thread that writes."""
         if self.ended:
             return
@@ -416,8 +457,8 @@ class LiveRecording:
             except IndexError:  # the engine has thrown it away meanwhile
                 break
             num_bytes += size
-            if isinstance(item, str):
-                self._recorder.note(item)
+            if isinstance(item, dict):
+                self._recorder.say(**item)
             elif isinstance(item, EndedIterations):
                 iterations, decisions = item.rows()
                 rows.setdefault("iterations", []).extend(iterations)

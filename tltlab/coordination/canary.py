@@ -1,14 +1,14 @@
-"""The canary on a learned drafter: are its drafts kept as often as its training predicted?
+"""The canary on drafters: are drafts kept as often as a learned drafter's training predicted, or as often as before?
 
 A drafter that serves with stale weights, or reads the wrong embedding, changes nothing that is sampled: it only makes
-the run slow, and no error says so. So acceptance is compared with the prediction after each swap of the drafter's
-weights, each sync of the target's and each wake of the engine.
+the run slow, and no error says so. So acceptance is compared after each swap of the drafter's weights, each sync of the
+target's and each wake of the engine: with the prediction (`Canary`), or with what it was before (`Alarm`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -22,6 +22,17 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 FALSE_ALARM = 1e-4
 """Chance, at most, that a drafter exactly at the bound is called collapsed in one window, however long it lasts."""
+
+START = ("the start",)
+
+LEAST_DRAFTS = 32
+"""Number of drafts from which on an acceptance rate counts as known."""
+
+COLLAPSE = 0.25
+"""Share of its acceptance rate before below which a drafter has collapsed, where no training predicted one."""
+
+ASSUMED = 0.2
+"""Acceptance rate of first tokens of a drafter with a network whose own is not known."""
 
 NUM_VERDICTS = 64
 """How many of the newest verdicts a canary keeps."""
@@ -254,6 +265,114 @@ class Canary:
             drafts=self.counts.drafts,
         )
         self.verdicts.append(verdict)
+
+
+class _Window:
+    """Drafts of one drafter since the `events`, and those of which its acceptance before is known.
+
+    `kept` of the `drafts` had their first token accepted.
+    """
+
+    def __init__(self) -> None:
+        self.before = (0, 0)
+        self.collapsed = ""
+        self.open(START)
+
+    def open(self, events: Sequence[str]) -> None:
+        self.events = events
+        self.kept = self.drafts = self.looks = 0
+        self.next_look = LEAST_DRAFTS
+
+    @property
+    def rate(self) -> float:
+        """Acceptance rate of first tokens before, 0 where nothing is known."""
+        kept, drafts = self.before
+        return kept / max(drafts, 1)
+
+    def happens(self, event: str) -> None:
+        """Open another window; one with too few accepted drafts goes on, until it is enough for a verdict."""
+        if not self.collapsed and self.kept <= COLLAPSE * self.rate * self.drafts:
+            earlier = self.events if self.drafts or self.events != START else []
+            self.events = list(dict.fromkeys([*earlier, event]))
+            return
+        enough = self.drafts >= LEAST_DRAFTS
+        if not self.collapsed and (enough or self.before[1] < LEAST_DRAFTS):
+            kept, drafts = (0, 0) if enough else self.before
+            self.before = kept + self.kept, drafts + self.drafts
+        self.open([event])
+
+
+class Alarm:
+    """Compares the acceptance of every drafter with its own before a wake of the engine, or before new weights.
+
+    `happened` opens a window for each drafter. A window is looked at after `LEAST_DRAFTS` drafts, then each time their
+    number has doubled, and when the engine falls idle. A drafter has collapsed if so few first tokens are accepted
+    that their binomial chance, at `COLLAPSE` times the rate before, is at most `FALSE_ALARM` / 2^(i + 1) at look i
+    (from 0). A drafter without a network, which depends on the text alone, and one whose rate before is not known
+    collapse only where no draft at all is accepted. That rate is `ASSUMED` for a network; without a network there is no
+    alarm then.
+    `say` receives a sentence at each collapse.
+
+    >>> said = []
+    >>> alarm = Alarm(said.append)
+    >>> alarm.observe("eagle", [(3, 2)] * 40, has_network=True)
+    >>> alarm.happened("the engine woke")
+    >>> alarm.observe("eagle", [(3, 0)] * 64, has_network=True)
+    >>> said[0].partition(":")[0]
+    'drafter eagle has collapsed since the engine woke'
+    """
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._windows: dict[str, tuple[_Window, bool]] = {}
+
+    def happened(self, event: str) -> None:
+        """Note what may break a drafter: a wake, or new weights."""
+        for window, _ in self._windows.values():
+            window.happens(event)
+
+    def observe(self, drafter: str, verified: Sequence[tuple[int, int]], *, has_network: bool) -> None:
+        """Count drafts that were verified: (drafted tokens, accepted tokens) each."""
+        if drafter not in self._windows:
+            self._windows[drafter] = _Window(), has_network
+        window, _ = self._windows[drafter]
+        window.drafts += len(verified)
+        window.kept += sum(accepted > 0 for _, accepted in verified)
+        if window.drafts >= window.next_look:
+            self._look(drafter)
+
+    def idle(self) -> None:
+        """Look at what has come since the last look: a rollout has ended."""
+        for drafter, (window, _) in self._windows.items():
+            if window.looks and window.drafts > window.next_look // 2 + LEAST_DRAFTS // 2:
+                self._look(drafter)
+
+    @property
+    def collapsed(self) -> dict[str, str]:
+        """By drafter the sentence of its collapse, "" for one that does as before."""
+        return {drafter: window.collapsed for drafter, (window, _) in self._windows.items()}
+
+    def _look(self, drafter: str) -> None:
+        window, has_network = self._windows[drafter]
+        window.looks += 1
+        window.next_look = 2 * window.drafts
+        known = window.before[1] >= LEAST_DRAFTS
+        rate = window.rate if known else ASSUMED if has_network else 0.0
+        chance = float(bdtr(window.kept, window.drafts, COLLAPSE * rate))
+        sure = chance <= FALSE_ALARM / 2**window.looks
+        if not sure or (window.kept and not (known and has_network)):
+            if window.kept > COLLAPSE * rate * window.drafts:
+                window.collapsed = ""
+            return
+        if not window.collapsed:
+            before = f"{rate:.3f} before" if known else "a drafter with a network has more"
+            window.collapsed = (
+                f"drafter {drafter} has collapsed since {' and '.join(window.events)}: "
+                f"{window.kept / window.drafts:.3f} of {window.drafts} first draft tokens were accepted, {before}; "
+                "outputs stay right but drafts only cost time: load the drafter's weights anew, restart the engine, or "
+                "turn speculation off"
+            )
+            self._say(window.collapsed)
 
 
 def check_chances(accept: Sequence[float]) -> None:

@@ -103,10 +103,16 @@ class AttributedBatch(NamedTuple):
     drafting: Flags
 
 
+def computed_tokens(outcomes: pd.DataFrame) -> Ints:
+    """Number of tokens that were computed for each response, those included that its client did not get."""
+    return np.asarray(outcomes["response_tokens"] + outcomes["discarded_tokens"].fillna(0), np.int64)
+
+
 def attributed_batches(lengths: Ints, iterations: pd.DataFrame) -> list[AttributedBatch] | None:
     """One worker's iterations that brought tokens, as they follow from its responses' lengths in order of admission.
 
-    `iterations` are its rows of one RL step in order. None where the batches do not follow from the lengths.
+    `lengths` are `computed_tokens`, since a request runs until its client aborts it. `iterations` are its rows of one
+    RL step in order. None where the batches do not follow from the lengths.
     """
     generated = np.zeros(len(lengths), np.int64)
     batches: list[AttributedBatch] = []
@@ -116,7 +122,7 @@ def attributed_batches(lengths: Ints, iterations: pd.DataFrame) -> list[Attribut
         running = np.flatnonzero(generated < lengths)
         if len(running) != row["batch"]:
             return None
-        if row["num_generated"] == 0:
+        if row["num_generated"] == 0 and row["prefill_tokens"] > 0:
             continue
         before, accepted = generated[running], np.zeros(len(running), np.int64)
         if row["draft_depth"] > 0:
@@ -136,7 +142,7 @@ def attributed_batches(lengths: Ints, iterations: pd.DataFrame) -> list[Attribut
 
 def _drafts_of(requests: pd.DataFrame, iterations: pd.DataFrame, finishes: dict[Any, Floats]) -> pd.DataFrame | None:
     """One worker's drafts in one RL step; None where its batches do not follow from the lengths."""
-    batches = attributed_batches(requests["response_tokens"].to_numpy(np.int64), iterations)
+    batches = attributed_batches(computed_tokens(requests), iterations)
     if batches is None:
         return None
     group = list(zip(requests["rl_step"], requests["prompt_id"], strict=True))
@@ -225,7 +231,7 @@ def _iteration_times(outcomes: pd.DataFrame, iterations: pd.DataFrame | None) ->
     for worker, rows in iterations.groupby("worker", sort=True):
         responses = ordered[ordered["worker"] == worker]
         lengths = responses["response_tokens"].to_numpy(np.int64)
-        batches = attributed_batches(lengths, rows.sort_values("iteration"))
+        batches = attributed_batches(computed_tokens(responses), rows.sort_values("iteration"))
         if batches is None:
             continue
         pieces: list[list[Floats]] = [[] for _ in lengths]

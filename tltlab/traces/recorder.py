@@ -140,13 +140,13 @@ class Recorder:
     def _begin(self, path: Path) -> None:
         self.path = path
         self._rows: _Rows = {}
-        self._notes: str | None = None
+        self._said: dict[str, Any] = {}
         self._next_chunk = 0
         self._folder = recording_of(path)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tltlab-recorder")
         self._writing: Future[bool] | None = None
         self._failed_rows: _Rows = {}
-        self._failed_notes: str | None = None
+        self._failed_said: dict[str, Any] = {}
 
     def rewind(self, rl_steps: int) -> None:
         """Take back every row of RL step `rl_steps` and later, flushed or not: they are to be recorded anew."""
@@ -167,9 +167,9 @@ class Recorder:
             rows = list(rows)
         self._rows.setdefault(table, []).append(rows)
 
-    def note(self, notes: str) -> None:
-        """Have the manifest's notes say this instead, from the next flush on."""
-        self._notes = notes
+    def say(self, **fields: Any) -> None:
+        """Set fields of the manifest, such as `notes`, from the next flush on."""
+        self._said |= fields
 
     def flush(self, *, wait: bool = True) -> None:
         """Make everything appended so far durable, as one chunk: after a kill it is there as a whole or not at all.
@@ -179,26 +179,26 @@ class Recorder:
         self._settle()
         rows, self._rows = self._rows, {}
         # Taken here: a thread that writes shares nothing with callers.
-        notes, self._notes = self._notes, None
+        said, self._said = self._said, {}
         if wait:
             # Here and not in the thread: an interpreter that is about to exit, with a trace to finish, starts none.
-            self._count(partial(self._write, rows, notes, self._next_chunk))
+            self._count(partial(self._write, rows, said, self._next_chunk))
         else:
-            self._writing = self._writer.submit(self._write, rows, notes, self._next_chunk)
+            self._writing = self._writer.submit(self._write, rows, said, self._next_chunk)
 
-    def _write(self, rows: _Rows, notes: str | None, number: int) -> bool:
-        """Write the manifest's notes if there are others, and rows as chunk `number`; whether there were any."""
+    def _write(self, rows: _Rows, said: dict[str, Any], number: int) -> bool:
+        """Write the manifest if it has other fields, and rows as chunk `number`; whether there were any."""
         try:
-            if notes is not None:
+            if said:
                 file = self._folder / MANIFEST_FILE
-                manifest = Manifest.read(file).model_copy(update={"notes": notes})
+                manifest = Manifest.read(file).model_copy(update=said)
                 replace_durably(file, manifest.to_json().encode())
             tables = {name: _to_arrow(name, rows[name]) for name in TABLES if any(map(len, rows.get(name, ())))}
             if tables:
                 write_chunk(self._folder, number, tables)
             return bool(tables)
         except BaseException as error:
-            self._failed_rows, self._failed_notes = rows, notes
+            self._failed_rows, self._failed_said = rows, said
             if isinstance(error, OSError):
                 raise RunError(f"cannot record to {self._folder}: {error.strerror or error}") from error
             raise
@@ -218,8 +218,7 @@ class Recorder:
             for table, since in self._rows.items():
                 rows.setdefault(table, []).extend(since)
             self._rows = rows
-            if self._notes is None:
-                self._notes = self._failed_notes
+            self._said = self._failed_said | self._said
             raise
 
     def snapshot(self) -> Trace:

@@ -297,7 +297,15 @@ def put_together(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, pa.T
     hardware = ", ".join(dict.fromkeys(part.manifest.hardware for part in parts if part.manifest.hardware))
     update = {"num_workers": workers, "num_rl_steps": None, "notes": "; ".join(notes), "hardware": hardware or None}
     drafters = {name: traits for part in parts for name, traits in part.manifest.drafters.items()}
-    return first.model_copy(update=update | {"drafters": drafters}), tables
+    named = [part.manifest.without_iterations for part in parts]
+    if any(steps is None for steps in named):
+        without = None
+    else:
+        # Those of which no part has any.
+        there = tables["iterations"]["rl_step"].to_numpy() if "iterations" in tables else []
+        moved = {places.get((at, step), (step, 0.0))[0] for at, steps in enumerate(named) for step in steps or ()}
+        without = tuple(sorted(moved - set(np.unique(there).tolist())))
+    return first.model_copy(update=update | {"drafters": drafters, "without_iterations": without}), tables
 
 
 _Places = dict[tuple[int, int], tuple[int, float]]

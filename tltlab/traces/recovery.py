@@ -167,7 +167,8 @@ def finish(folder: Path, target: Path, *, salvage: bool, keep: bool = False, ear
 
 def _check_goes_on(earlier: Trace, later: Trace, folder: Path) -> None:
     """Raise ConfigError unless `later`, of the recording `folder`, has every response of `earlier`, of the same run."""
-    now, before = (t.manifest.model_copy(update={"notes": None, "num_rl_steps": None}) for t in (later, earlier))
+    apart = {"notes": None, "num_rl_steps": None, "without_iterations": None}
+    now, before = (t.manifest.model_copy(update=apart) for t in (later, earlier))
     fault = "is of another run" if now != before else ""
     for step in earlier.rl_steps if not fault else ():
         outcomes = later.select([step]).outcomes if step in later.rl_steps else None

@@ -80,7 +80,7 @@ TABLES: dict[str, pa.Schema] = {
     "workload": _schema(f"{_KEY_COLUMNS} epoch:i32 prompt_tokens:i32 max_response_tokens:i32 policy_version:i32"),
     "outcomes": _schema(
         f"{_KEY_COLUMNS} response_tokens:i32 finish_reason:str"
-        " reward:f32? worker:i32? t_submit:f64? t_first_token:f64? t_finish:f64? tool_s:f64?"
+        " reward:f32? worker:i32? t_submit:f64? t_first_token:f64? t_finish:f64? tool_s:f64? discarded_tokens:i32?"
     ),
     "tokens": _schema(f"{_KEY_COLUMNS} prompt_token_ids:[i32] token_ids:[i32] logprobs:[f32]? token_versions:[i32]?"),
     "iterations": _schema(
@@ -114,7 +114,9 @@ class Manifest(FrozenModel):
     """What a trace is and where it comes from: `manifest.json`. Unknown is None.
 
     `engine` holds name and version, `created` is ISO 8601, `num_workers` counts rollout workers (engines, not GPUs),
-    `group_size` samples per prompt. `drafters` says what drafters of other than the standard names are.
+    `group_size` samples per prompt. `drafters` says what drafters of other than the standard names are. Where
+    `without_iterations` is not None the iterations of every RL step with responses were recorded, except for the RL
+    steps that it names, whose requests ran in the iterations of other RL steps or whose iterations were lost.
 
     >>> Manifest(kind="recorded", engine="vllm 0.32.0", num_workers=8).version
     1
@@ -137,10 +139,12 @@ class Manifest(FrozenModel):
     seed: int | None = None
     notes: str | None = None
     drafters: dict[str, DrafterTraits] = Field(default={})
+    without_iterations: tuple[int, ...] | None = None
 
     @model_serializer(mode="wrap")
-    def _without_no_drafters(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in dump(self).items() if name != "drafters" or value}
+    def _without_the_unsaid(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        unsaid: dict[str, Any] = {"drafters": {}, "without_iterations": None}
+        return {name: value for name, value in dump(self).items() if name not in unsaid or value != unsaid[name]}
 
     @field_validator("created")
     @classmethod
@@ -170,7 +174,9 @@ class Manifest(FrozenModel):
             raise TraceError(f"{path}: {faults(error)}") from error
 
     def to_json(self, sums: Mapping[str, str] | None = None) -> str:
-        """The text of `manifest.json`, sealed (`files.sealed`); every field is there, or null; not empty `drafters`.
+        """The text of `manifest.json`, sealed (`files.sealed`); every field is there, or null.
+
+        Empty `drafters` and `without_iterations` of None are left out.
 
         `sums` are the SHA-256 of the files beside it, by name.
         """

@@ -60,7 +60,8 @@ class StreamWriter:
         `optional` are the other tables by name. Rows of a text that repeats may come as an Arrow dictionary array.
         """
         sources = {"workload": workload, "outcomes": outcomes, **optional}
-        tables = checked(sources, {name: writer.num_rows for name, writer in self._writers.items()})
+        num_before = {name: writer.num_rows for name, writer in self._writers.items()}
+        tables = checked(sources, num_before, self.manifest.without_iterations)
         steps = [int(rl_step) for table in tables.values() for rl_step in table.rl_steps]
         if steps and min(steps) <= self._last:
             raise TraceError(

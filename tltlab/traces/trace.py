@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class Trace:
         >>> Trace.from_tables(manifest, {"workload": workload, "outcomes": outcomes}).rl_steps  # doctest: +SKIP
         [0, 1]
         """
-        sources: dict[str, TraceTable] = {**checked(tables)}
+        sources: dict[str, TraceTable] = {**checked(tables, without_iterations=manifest.without_iterations)}
         rl_steps = _steps_of(sources)
         if manifest.num_rl_steps is None:
             manifest = manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
@@ -336,6 +336,12 @@ def read_recording(folder: Path, notes: list[str], *, salvage: bool) -> Trace:
     manifest = Manifest.read(folder / MANIFEST_FILE)
     if salvage or manifest.num_rl_steps is None:
         manifest = manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
+    if salvage and manifest.without_iterations is not None:
+        there = {*tables["iterations"].rl_steps.tolist()} if "iterations" in tables else set()
+        lost = sorted({*tables["outcomes"].rl_steps.tolist()} - there - {*manifest.without_iterations})
+        if lost:
+            notes.append(f"no iterations of rl_step {_few(lost)} are durable")
+            manifest = manifest.model_copy(update={"without_iterations": (*manifest.without_iterations, *lost)})
     trace = Trace(manifest, tables, rl_steps, folder)
     _check(trace)
     return trace
@@ -360,7 +366,7 @@ def _check(trace: Trace) -> None:
     """Check values of stored tables, and how they fit together, some RL steps at a time."""
     stored = _stored_tables(trace)
     for rl_steps in _chunks(stored):
-        check({name: table.part(rl_steps) for name, table in stored.items()})
+        check({name: table.part(rl_steps) for name, table in stored.items()}, trace.manifest.without_iterations)
 
 
 def _open_trace(path: Path) -> Trace:
@@ -382,11 +388,14 @@ def _open_trace(path: Path) -> Trace:
 
 
 def checked(
-    tables: Mapping[str, pd.DataFrame | pa.Table | None], num_before: Mapping[str, int] | None = None
+    tables: Mapping[str, pd.DataFrame | pa.Table | None],
+    num_before: Mapping[str, int] | None = None,
+    without_iterations: Collection[int] | None = None,
 ) -> dict[str, MemoryTable]:
     """The conformed and checked tables of some RL steps. Raises TraceError.
 
-    `num_before` rows of a table count as its rows before these when a fault names its row.
+    `num_before` rows of a table count as its rows before these when a fault names its row; `without_iterations` is as
+    in `Manifest`.
     """
     if unknown := set(tables) - set(TABLES):
         raise TraceError(f"no table named {sorted(unknown)[0]!r}; there are: {', '.join(TABLES)}")
@@ -401,7 +410,7 @@ def checked(
             )
         elif name in REQUIRED_TABLES:
             raise TraceError(f"table {name} is missing: a trace has {' and '.join(REQUIRED_TABLES)}")
-    check(parts)
+    check(parts, without_iterations)
     return {name: MemoryTable(part.table) for name, part in parts.items()}
 
 

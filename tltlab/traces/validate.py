@@ -6,7 +6,7 @@ start with the RL step, so a trace can be checked some RL steps at a time. Every
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -113,8 +113,11 @@ def conform(part: TablePart) -> TablePart:
     return replace(part, table=pa.table(columns, schema=TABLES[part.name]))
 
 
-def check(parts: Mapping[str, TablePart]) -> None:
-    """Check the values of conformed tables and that they fit together; all hold the same RL steps."""
+def check(parts: Mapping[str, TablePart], without_iterations: Collection[int] | None = None) -> None:
+    """Check the values of conformed tables and that they fit together; all hold the same RL steps.
+
+    Responses that ran need iterations in their RL step, except in `without_iterations`; None: nowhere (`Manifest`).
+    """
     for part in parts.values():
         check_values(part)
     codes = key_codes([part for part in parts.values() if "prompt_id" in part.table.column_names])
@@ -128,6 +131,16 @@ def check(parts: Mapping[str, TablePart]) -> None:
     if (over := tokens > caps).any():
         row = int(np.argmax(over))
         outcomes.fault("response_tokens", row, f"got {tokens[row]}, its max_response_tokens is {caps[row]}")
+    if without_iterations is not None:
+        steps = outcomes.numpy("rl_step")
+        there = parts["iterations"].numpy("rl_step") if "iterations" in parts else np.arange(0)
+        ok = (tokens == 0) | np.isin(steps, there) | np.isin(steps, list(without_iterations))
+        outcomes.require(
+            ok,
+            "response_tokens",
+            "got {}, and its RL step has no row in iterations.parquet, though the manifest's without_iterations says "
+            "that iterations were recorded: they were lost",
+        )
     for name in ("tokens", "acceptance"):
         if name in parts:
             at = find(codes[name], codes["outcomes"])

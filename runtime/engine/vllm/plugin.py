@@ -10,15 +10,15 @@ import asyncio
 import copy
 import os
 import pickle
-import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tltlab.errors import ConfigError, one_line
+from tltlab.runtime.engine.failures import say
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES, in_place_of, ours
 from .capabilities import missing
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 GRACE_S = 60.0
 """How long a server that ends waits at most for an engine core that records to finish its trace."""
+
+GOT = "tltlab got "
+"""Begins what a front end adds to the names of requests that it aborts, see `_got_of`."""
 
 ASK_S = 2.0
 """How long a server that is asked for metrics waits at most for an engine core, which answers between iterations."""
@@ -73,14 +76,7 @@ def follow_variables() -> None:
             return make()
         # Several front ends of one server make the same configuration again for themselves.
         quiet = getattr(self, "_api_process_count", 1) > 1 and self._api_process_rank >= 0
-        return _configuration(self, make, (lambda _: None) if quiet else _say)
-
-
-def _say(line: str) -> None:
-    # vLLM's log is often turned off, or goes to the standard output of somebody's pipeline. Nobody may listen here.
-    if sys.stderr is not None:
-        with suppress(OSError, ValueError):
-            print(f"tltlab: {line}", file=sys.stderr, flush=True)
+        return _configuration(self, make, (lambda _: None) if quiet else say)
 
 
 def _configuration(engine_args: Any, make: Callable[[], Any], say: Callable[[str], None]) -> Any:
@@ -195,6 +191,7 @@ def attach() -> None:
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.output_processor import OutputProcessor
 
     def tltlab(self: Any, message: bytes) -> bytes:
         from .scheduler import call_control
@@ -209,6 +206,18 @@ def attach() -> None:
         if not getattr(self.scheduler, "drafts_here_alone", False):
             stock(self, model_executed)
 
+    @in_place_of(OutputProcessor, "abort_requests")
+    def abort(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = dict(self.request_states)
+        names = stock(self, *args, **kwargs)
+        return [*ours(self, _got_of, states, names, otherwise=()), *names]
+
+    @in_place_of(EngineCore, "abort_requests")
+    def aborted(stock: Any, self: Any, request_ids: Any) -> Any:
+        if hasattr(self.scheduler, "client_got"):
+            ours(self, _note_what_clients_got, self.scheduler, request_ids, otherwise=None)
+        return stock(self, [name for name in request_ids if not name.startswith(GOT)])
+
     @in_place_of(EngineCore, "shutdown")
     def shutdown(stock: Any, self: Any) -> None:
         # First of all: vLLM gives an engine core seconds to go, and most of them to its workers.
@@ -218,7 +227,7 @@ def attach() -> None:
         stock(self)
 
     # Of weights a scheduler hears nothing: frameworks have the workers load them by name, or the core set a version.
-    for name in ("collective_rpc", "set_weight_version"):
+    for name in ("collective_rpc", "set_weight_version", "wake_up"):
         if hasattr(EngineCore, name):
             in_place_of(EngineCore, name)(_then_tell_of_weights)
 
@@ -228,12 +237,31 @@ def attach() -> None:
         ours(self, _record_where_asked, self, otherwise=None)
 
 
-def _then_tell_of_weights(stock: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    result = stock(self, method, *args, **kwargs)
+def _got_of(states: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """How many tokens a client got of each request that it aborts: of those, an engine core computes more meanwhile.
+
+    Names of no request, which reach the core with the others, in order; a core without tltlab ignores them.
+    """
+    detokenizers = {name: states[name].detokenizer for name in names if name in states}
+    return [f"{GOT}{each.num_output_tokens()} {name}" for name, each in detokenizers.items() if each is not None]
+
+
+def _note_what_clients_got(scheduler: Any, request_ids: Sequence[str]) -> None:
+    notes = [name.removeprefix(GOT).split(" ", 1) for name in request_ids if name.startswith(GOT)]
+    scheduler.client_got({name: int(num_tokens) for num_tokens, name in notes})
+
+
+def _then_tell_of_weights(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = stock(self, *args, **kwargs)
     scheduler: Any = getattr(self, "scheduler", None)
     if hasattr(scheduler, "new_weights"):
-        name = method if isinstance(method, str) else getattr(method, "__name__", "")
-        ours(self, scheduler.new_weights, name if stock.__name__ == "collective_rpc" else None, otherwise=None)
+        name: str | None = stock.__name__
+        if name == "collective_rpc":
+            method = kwargs.get("method", *args[:1])
+            name = method if isinstance(method, str) else getattr(method, "__name__", "")
+        elif name == "set_weight_version":
+            name = None
+        ours(self, scheduler.new_weights, name, otherwise=None)
     return result
 
 
@@ -271,7 +299,7 @@ def wait_for_recordings() -> None:
 
 
 def show_metrics() -> None:
-    """Have servers of an engine with a policy show what it does among vLLM's own metrics.
+    """Have servers of an engine with a policy, or of one that is recorded, show what it does among vLLM's own metrics.
 
     Engine cores are asked, between two iterations, when the server is: it answers in a thread of its own. With several
     API servers (`api_server_count`) vLLM collects from files alone, and these metrics are not shown.
@@ -285,7 +313,7 @@ def show_metrics() -> None:
 
 
 def _show_metrics_of(client: Any) -> None:
-    if _has_option(client.vllm_config, "policy"):
+    if any(_has_option(client.vllm_config, name) for name in ("policy", "record")):
         _collector().asks.append(partial(ask_for_metrics, weakref.ref(client)))
 
 

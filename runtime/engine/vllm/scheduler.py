@@ -208,12 +208,22 @@ class PolicyScheduler(Scheduler):
                 if request.spec_token_ids and request.request_id not in drafted_ids:
                     request.spec_token_ids = []
 
+    def _handle_stopped_request(self, request: Request) -> bool:
+        self._guarded(self.watch.ended, request)
+        return bool(super()._handle_stopped_request(request))
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._guarded(self._leave, request)
         freed = super()._free_request(request, *args, **kwargs)
+        self._guarded(self.watch.freed)
         if not self.requests:
+            self._due_ids = None
             self._guarded(self.capture.idle)
         return freed
+
+    def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
+        self._guarded(self.control.rest)
+        super().set_pause_state(*args, **kwargs)
 
     def _leave(self, request: Request) -> None:
         if (live := self.watch.left(request)) is not None:
@@ -226,6 +236,10 @@ class PolicyScheduler(Scheduler):
     def new_weights(self, method: str | None = None) -> None:
         """Note possible new weights: the prefix cache was reset, or a `method` was called on all workers."""
         self._guarded(self.watch.new_weights, method)
+
+    def client_got(self, num_tokens: Mapping[str, int]) -> None:
+        """Note how many tokens clients have of requests that they are about to abort."""
+        self._guarded(self.watch.client_got, num_tokens)
 
     def close_recording(self) -> None:
         """End the recording and turn it into a trace."""

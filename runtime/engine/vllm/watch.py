@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import vllm
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.request import Request
 
 from tltlab.drafters.base import Key
 from tltlab.runtime.engine.control import Control, Live
 from tltlab.runtime.engine.environment import hardware
 from tltlab.runtime.engine.ledger import Scheduled
-from tltlab.runtime.engine.recording import LiveRecording
+from tltlab.runtime.engine.recording import BRINGS_WEIGHTS, LiveRecording
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.recording import recording_of
 
@@ -35,6 +39,13 @@ EXTRA = "tltlab"
 NAMELESS_PER_STEP = 1024
 """Requests without keys per RL step, so that drafters drop old text where no RL step is announced."""
 
+NOT_IN_ALL = ("_handle_stopped_request", "set_pause_state")
+"""Methods of schedulers that not all versions and classes have."""
+
+LOOK_BACK = 1024
+"""Tokens at the end of a text in which its stop string is looked for: an engine core runs on until its client aborts
+the request, by some iterations."""
+
 REMEMBERED = 1 << 18
 """Number of most recent prompts whose samples are counted."""
 
@@ -44,10 +55,11 @@ logger = init_logger(__name__)
 class Watch:
     """Reports requests and iterations of one scheduler to its `Control`, and to a recording if there is one.
 
-    A request has `entered` after vLLM's `add_request` and `left` before `_free_request`. An iteration is `scheduled`
-    before `_update_after_schedule`, in which AsyncScheduler changes requests; its output is `returned` before
-    `update_from_output` and `applied` after it. Requests of pooling models are ignored. While the batch stays the same
-    no request is read one by one, except to count its new tokens.
+    A request has `entered` after vLLM's `add_request`, its turn `ended` before `_handle_stopped_request`, and it has
+    `left` before `_free_request` and is `freed` after it. An iteration is `scheduled` before `_update_after_schedule`,
+    in which AsyncScheduler changes requests; its output is `returned` before `update_from_output` and `applied` after
+    it. Requests of pooling models are ignored. While the batch stays the same no request is read one by one, except to
+    count its new tokens.
     """
 
     def __init__(self, scheduler: Any, control: Control, settings: Attachment) -> None:
@@ -60,6 +72,9 @@ class Watch:
         self._least_sample = self._num_nameless = 0
         self._in_flight: deque[Scheduled] = deque()
         self._batch: list[str] = []
+        # Tokens that clients have of requests that they abort.
+        self._got: dict[str, int] = {}
+        self._cannot_detokenize = False
 
     @property
     def control(self) -> Control:
@@ -90,6 +105,9 @@ class Watch:
 
     def _enter(self, request: Request, key: Key) -> Live:
         rl_step, prompt_id, sample, _ = key
+        if not self.control.live:
+            # The last iteration in flight of requests that are gone is not counted (`Control.add`).
+            self._land(self.control.departing)
         least = self._samples.pop((rl_step, prompt_id), 0)
         self._samples[rl_step, prompt_id] = max(least, sample + 1)
         if len(self._samples) > REMEMBERED:
@@ -100,13 +118,50 @@ class Watch:
             recording.arrived(live)
         return live
 
+    def ended(self, request: Request) -> None:
+        """Note the end of a request's turn, before vLLM has it await the next one, with a status of its own."""
+        if (live := self.control.live.get(request.request_id)) is not None:
+            live.ended = str(request.get_finished_reason()), self.control.ledger.clock()
+
     def left(self, request: Request) -> Live | None:
         """Remove and return a request that is about to be freed."""
-        live = self.control.finish(request.request_id)
-        if live is not None and (recording := self._open_recording) is not None:
-            reason = request.get_finished_reason()
-            recording.left(live, None if reason is None else str(reason))
+        name, reason, recording = request.request_id, request.get_finished_reason(), self._open_recording
+        if (live := self.control.live.get(name)) is None:
+            return None
+        got = self._got.pop(name, None)
+        if got is None and recording is not None:
+            reason, end_s = live.ended or (reason, self.control.ledger.clock())
+            if (got := self._stopped_at(request, str(reason) == "stop")) is not None:
+                live.ended = "stop", end_s
+        in_flight = any(name in work.request_ids for work in self._in_flight)
+        self.control.finish(name, got, in_flight=in_flight)
+        if recording is not None:
+            recording.left(live, None if reason is None else str(reason), in_flight=in_flight)
         return live
+
+    def client_got(self, num_tokens: Mapping[str, int]) -> None:
+        """Note how many tokens clients have of requests that they are about to abort."""
+        self._got |= {name: num for name, num in num_tokens.items() if name in self.control.live}
+
+    def _stopped_at(self, request: Request, at_token: bool) -> int | None:
+        """Return `_stopped_at` by the tokenizer of vLLM's engine core; None without one, or once it has failed."""
+        tokenizer = getattr(getattr(self.scheduler, "structured_output_manager", None), "tokenizer", None)
+        if tokenizer is None or self._cannot_detokenize:
+            return None
+        try:
+            return _stopped_at(request, tokenizer, at_token)
+        except Exception as error:  # the tokenizer may be anybody's
+            self._cannot_detokenize = True
+            logger.warning("stop strings are recorded as aborts: %s: %s", type(error).__name__, error)
+            return None
+
+    def _land(self, names: Iterable[str]) -> None:
+        """Record the ends of requests in `departing`, whose last iteration has landed."""
+        for name in list(names):
+            live = self.control.departing[name]
+            self.control.landed(name)
+            if (recording := self._open_recording) is not None:
+                recording.landed(live.key)
 
     def scheduled(self, output: SchedulerOutput) -> Scheduled:
         """Return the batch of an iteration."""
@@ -147,17 +202,24 @@ class Watch:
         with self.control.inside:
             counts = _counts(work.request_ids, model_output)
         self.control.sampled(work, counts)
+        if departing := self.control.departing:
+            self._land(departing.keys() - set().union(*(work.request_ids for work in self._in_flight)))
         return work
 
     def applied(self) -> None:
         """Note that the scheduler has applied an output to its requests."""
-        recording = self._open_recording
-        if not self.scheduler.requests:
-            self.control.idle()
-            if recording is not None:
-                recording.idle()
-        elif recording is not None:
+        if not self.freed() and (recording := self._open_recording) is not None:
             recording.iterated()
+
+    def freed(self) -> bool:
+        """Note that a request was freed, by its end, an abort or an error; True if the engine is idle."""
+        # Streaming sessions that await their next input do not run.
+        if len(self.control.live) > getattr(self.scheduler, "num_waiting_for_streaming_input", 0):
+            return False
+        self.control.idle()
+        if (recording := self._open_recording) is not None:
+            recording.idle()
+        return True
 
     def drafted(self, draft_token_ids: Any) -> None:
         """Record the time of vLLM's own drafting."""
@@ -165,7 +227,12 @@ class Watch:
         ledger.drafted(ledger.clock(), getattr(draft_token_ids, "draft_s", None) or 0.0)
 
     def new_weights(self, method: str | None = None) -> None:
-        """Note that the engine may have new weights (`LiveRecording.new_weights`)."""
+        """Note that the engine may have new weights (`LiveRecording.new_weights`), after a wait for them."""
+        self.control.rest()
+        if method is None:
+            self.control.alarm.happened("a reset of the prefix cache")
+        elif "wake" in method or BRINGS_WEIGHTS.search(method):
+            self.control.alarm.happened("a wake of the engine" if "wake" in method else f"new weights ({method})")
         if (recording := self._open_recording) is not None:
             recording.new_weights(method)
 
@@ -263,17 +330,21 @@ class _RecordOnly:
             "_update_after_schedule": (self._note_iteration, None),
             "update_from_output": (watch.returned, lambda *_: watch.applied()),
             "update_draft_token_ids": (watch.drafted, None),
-            "_free_request": (lambda request, *_: watch.left(request), None),
+            "_handle_stopped_request": (watch.ended, None),
+            "_free_request": (lambda request, *_: watch.left(request), lambda *_: watch.freed()),
+            "set_pause_state": (lambda *_: watch.control.rest(), None),
             "reset_prefix_cache": (lambda *_: watch.new_weights(), None),
         }
         try:
             for name, hooks in around.items():
-                self._wrap(name, *hooks)
+                if name not in NOT_IN_ALL or hasattr(self._scheduler, name):
+                    self._wrap(name, *hooks)
         except Exception as error:
             self._recording.give_up(error)
             self._unwrap()
         self._scheduler.close_recording = self._close
         self._scheduler.new_weights = lambda method: self._guarded(watch.new_weights, (method,))
+        self._scheduler.client_got = lambda num_tokens: self._guarded(watch.client_got, (num_tokens,))
 
     def _close(self) -> None:
         self._unwrap()
@@ -334,6 +405,31 @@ class _RecordOnly:
                     attributes[name] = previous
         self._wrapped.clear()
         attributes.pop("new_weights", None)
+        attributes.pop("client_got", None)
+
+
+def _stopped_at(request: Request, tokenizer: Any, at_token: bool) -> int | None:
+    """Number of tokens that the client got of a request with stop strings; None where it met none of them.
+
+    Clients look for stop strings and abort the request in the engine core, which may have computed more, or ended it
+    meanwhile, `at_token`: at an EOS or stop token. vLLM's own detokenizer decides; it takes about 1 us a token.
+    """
+    params, output = request.sampling_params, request._output_token_ids
+    if params is None or not params.stop or not output:
+        return None
+    cut = max(len(output) - LOOK_BACK, 0)
+    params = copy(params)
+    params.min_tokens = max(params.min_tokens - cut, 0)
+    prompt = request.prompt_token_ids
+    text = SimpleNamespace(
+        request_id=request.request_id,
+        prompt_token_ids=[*(prompt or ()), *output[:cut]] if cut else prompt,
+        prompt_embeds=None if cut else getattr(request, "prompt_embeds", None),
+        sampling_params=params,
+    )
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, cast(EngineCoreRequest, text))
+    stopped = detokenizer.update(list(output[cut:]), at_token)
+    return cut + detokenizer.num_output_tokens() if stopped else None
 
 
 _chain = cache(Strategy.chain)

@@ -165,6 +165,17 @@ def test_a_recording_tells_whose_draft_was_whose():
     assert drafts["num_siblings"].tolist() == [0, 0, 0, 1, 1]
 
 
+def test_requests_run_until_their_clients_abort_them():
+    whole = recording([None, [0, 1, 2], [1, 3], [0]], [3, 3, 2, 1], [2, 4, 10])
+    # The last iteration came behind a stop string, and so did a token of another response.
+    outcomes = whole.outcomes.assign(response_tokens=[2, 3, 9], discarded_tokens=[0, 1, 1])
+    iterations = whole.iterations.assign(num_generated=[3, 6, 5, 0])
+    drafts, notes = recorded_drafts(whole.replace(outcomes=outcomes, iterations=iterations))
+    pd.testing.assert_frame_equal(drafts, recorded_drafts(whole)[0])
+    assert len(drafts) == 6
+    assert notes == []
+
+
 def test_a_recording_that_contradicts_itself_tells_nothing():
     # Its batches do not follow from its lengths; then it accepts more than was drafted.
     drafts, notes = recorded_drafts(recording([None, [0, 1]], [3, 2], [2, 4, 9]))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from tests.refused import refused
-from tltlab.coordination.canary import FALSE_ALARM, NUM_VERDICTS, Canary, CanaryConfig, DraftCounts
+from tltlab.coordination.canary import FALSE_ALARM, NUM_VERDICTS, Alarm, Canary, CanaryConfig, DraftCounts
 from tltlab.errors import ConfigError
 
 drafts = st.integers(1, 6).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))
@@ -179,3 +179,82 @@ def test_it_keeps_only_the_newest_verdicts():
         canary.observe(1, 1)
     assert len(canary.verdicts) == NUM_VERDICTS
     assert canary.verdicts[-1].why == "window 99"
+
+
+class Engine:
+    """Drafts of 8 requests an iteration, and what the alarm says of them."""
+
+    def __init__(self, *, has_network: bool = True) -> None:
+        self.said: list[str] = []
+        self.alarm = Alarm(self.said.append)
+        self._has_network = has_network
+        self._random = np.random.default_rng(3)
+
+    def drafts(self, number: int, rate: float) -> Engine:
+        for _ in range(number // 8):
+            kept = self._random.random(8) < rate
+            self.alarm.observe("x", [(3, 2 * int(each)) for each in kept], has_network=self._has_network)
+        return self
+
+    def happens(self, *events: str) -> Engine:
+        for event in events:
+            self.alarm.happened(event)
+        return self
+
+    def idle(self) -> Engine:
+        self.alarm.idle()
+        return self
+
+
+NETWORK, TEXT = True, False
+STORIES = {
+    "a network's falls to 0": (NETWORK, [(200, 0.6), (128, 0.0)], 1),
+    "a network's nearly does": (NETWORK, [(200, 0.6), (512, 0.02)], 1),
+    "a network's halves": (NETWORK, [(200, 0.6), (4096, 0.3)], 0),
+    "text's falls to 0": (TEXT, [(200, 0.6), (128, 0.0)], 1),
+    "text's nearly does": (TEXT, [(200, 0.6), (4096, 0.02)], 0),
+    "few drafts": (NETWORK, [(200, 0.6), (24, 0.0)], 0),
+    "small rollouts": (NETWORK, [(24, 0.6), (24, 0.6), (24, 0.0), (24, 0.0), (24, 0.0), (24, 0.0), (24, 0.0)], 1),
+    "a network that never drafted well": (NETWORK, [(512, 0.0)], 1),
+    "a network that drafts badly from the start": (NETWORK, [(4096, 0.01)], 0),
+    "text that nothing is found in": (TEXT, [(4096, 0.0), (4096, 0.0)], 0),
+    "ever since": (NETWORK, [(200, 0.6), (128, 0.0), (128, 0.0), (128, 0.0)], 1),
+    "again, once it was mended": (NETWORK, [(200, 0.6), (128, 0.0), (256, 0.6), (128, 0.0)], 2),
+}
+
+
+@pytest.mark.parametrize(("has_network", "windows", "alarms"), STORIES.values(), ids=STORIES)
+def test_the_alarm_is_for_a_collapse_alone(has_network: bool, windows: list[tuple[int, float]], alarms: int):
+    engine = Engine(has_network=has_network)
+    for n, (number, rate) in enumerate(windows):
+        engine.happens(*["the engine woke"] * bool(n)).drafts(number, rate).idle()
+    assert len(engine.said) == alarms
+    assert bool(engine.alarm.collapsed["x"]) == (alarms > 0)
+
+
+def test_an_alarm_names_drafter_rates_and_events():
+    engine = Engine().drafts(256, 1.0).happens("the engine woke", "new weights (load)", "the engine woke")
+    (sentence,) = engine.drafts(128, 0.0).said
+    for fact in (
+        "drafter x",
+        "since the engine woke and new weights (load)",
+        "0.000 of",
+        "1.000 before",
+        "weights anew",
+    ):
+        assert fact in sentence
+    assert "\n" not in sentence
+
+
+def test_a_drafter_that_is_mended_is_not_collapsed():
+    engine = Engine().drafts(256, 0.5).happens("a").drafts(256, 0.0).happens("b")
+    assert engine.alarm.collapsed["x"]
+    engine.drafts(256, 0.5)
+    assert engine.alarm.collapsed == {"x": ""}
+
+
+def test_half_the_acceptance_raises_no_alarm():
+    engine = Engine()
+    for _ in range(300):
+        engine.drafts(256, 0.4).happens("up").drafts(256, 0.2).idle().happens("down")
+    assert engine.said == []

@@ -51,9 +51,9 @@ def peak_bytes(work: Callable[[], Iterator[object]]) -> int:
     arrow, before = [0], pa.total_allocated_bytes()
     plain = trace_module.check
 
-    def check(parts: object) -> None:
+    def check(parts: object, *more: object) -> None:
         arrow.append(pa.total_allocated_bytes() - before)
-        plain(parts)
+        plain(parts, *more)
 
     gc.collect()
     with pytest.MonkeyPatch.context() as patched:

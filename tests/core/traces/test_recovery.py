@@ -12,7 +12,7 @@ from tltlab.errors import ConfigError, RunError, TraceError
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recovery import repair
 from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import read, together
+from tltlab.traces.trace import read, read_one, together
 
 from .recordings import FORKING, MANIFEST, add, go_on, iterations, left, record
 
@@ -258,3 +258,18 @@ def test_traces_of_other_models_are_not_put_together(tmp_path):
     assert read(tmp_path / "x").manifest.num_workers == 1
     with refused(TraceError):
         together([read(tmp_path / "x"), read(tmp_path / "x-1")])
+
+
+@pytest.mark.parametrize("lacking", [1, 2], ids=["one engine", "both engines"])
+def test_an_rl_step_has_the_iterations_of_any_engine(tmp_path, lacking):
+    parts = []
+    for n, name in enumerate(("x", "x-1")):
+        engine(tmp_path / name, (0, 0.0, [5]), (1, 9.0, [5]), keys=[name])
+        trace = read_one(tmp_path / name)
+        without = (1,) if n < lacking else ()
+        manifest = trace.manifest.model_copy(update={"without_iterations": without})
+        rows = trace.iterations[~trace.iterations["rl_step"].isin(without)]
+        parts.append(trace.replace(manifest=manifest, iterations=rows))
+    assert together(parts).manifest.without_iterations == (() if lacking == 1 else (1,))
+    unsaid = parts[1].with_manifest(parts[1].manifest.model_copy(update={"without_iterations": None}))
+    assert together([parts[0], unsaid]).manifest.without_iterations is None

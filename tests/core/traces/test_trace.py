@@ -225,6 +225,26 @@ def test_a_trace_of_an_earlier_version_is_read(folder):
     assert trace.steps["drafter_updates"].isna().all()
 
 
+@pytest.mark.parametrize(
+    ("without", "valid"),
+    [(None, True), ((), False), ((0,), False), ((1,), True)],
+    ids=["nothing said", "all recorded", "others lack them", "this one lacks them"],
+)
+def test_an_rl_step_that_lost_its_iterations_is_refused(folder, without, valid):
+    rewrite(folder, "iterations", lambda t: t.slice(0, 2))
+    manifest = Manifest.read(folder / "manifest.json").model_copy(update={"without_iterations": without})
+    (folder / "manifest.json").write_text(manifest.to_json())
+    assert ("without_iterations" in (folder / "manifest.json").read_text()) == (without is not None)
+    if valid:
+        trace = read(folder)
+        assert trace.manifest.without_iterations == without
+        return
+    with refused(TraceError, naming=("outcomes.parquet", "row 4", "rl_step 1", "iterations.parquet")):
+        read(folder)
+    with refused(TraceError, naming=("without_iterations",)):
+        full_trace().replace(manifest=manifest, iterations=None)
+
+
 def test_an_aborted_response_may_have_no_token(folder):
     for name in ("tokens", "acceptance"):
         (folder / f"{name}.parquet").unlink()

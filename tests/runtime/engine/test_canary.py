@@ -73,6 +73,16 @@ def test_the_fallback_serves_once_it_collapses(engine: Engine, bad: Weights, goo
     assert engine.drafter_report().serves
 
 
+def test_what_no_training_predicted_is_compared_with_before(
+    engine: Engine, bad: Weights, good: Weights, plain: list[list[int]], capfd: pytest.CaptureFixture[str]
+):
+    for weights, collapsed in ((good, False), (bad, True)):
+        engine.update_draft_weights(weights.items())
+        assert texts(generate(engine)) == plain
+        assert engine.control.metrics()["drafter_collapsed", "learned"] == collapsed
+        assert ("learned has collapsed since new weights" in capfd.readouterr().err) == collapsed
+
+
 def test_a_drafter_that_a_target_update_leaves_behind_is_found(engine: Engine, bad: Weights):
     generate(engine)
     engine.update_weights(bad.items(), 7)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,6 +113,30 @@ def test_a_pause_is_no_iterations_time():
     assert [told.strategy.draft_depth for told, _ in engine.notified] == [1]
 
 
+@pytest.mark.parametrize("wait", [Ledger.rest, Ledger.pause], ids=["rests", "pauses"])
+def test_a_wait_ends_no_iteration_that_has_no_output(wait: Callable[[Ledger], None]):
+    engine = Engine()
+    what = engine.schedule()
+    wait(engine.ledger)
+    engine.now += 2.0
+    engine.ledger.sampled(engine.ledger.verified(what, [1, 1]))
+    engine.now += 50.0
+    wait(engine.ledger)
+    assert [row["duration"] for row in engine.ledger.iterations] == [2.0]
+
+
+def test_a_choice_outlasts_a_rest():
+    engine = Engine()
+    engine.iterate(1.0, 0.5)
+    engine.now += 100.0
+    engine.ledger.rest()
+    assert engine.ledger.in_force.strategy.draft_depth == 1
+    engine.iterate(1.0)
+    engine.ledger.end()
+    assert [row["duration"] for row in engine.ledger.iterations] == [1.5, 1.0]
+    assert len(engine.notified) == 1
+
+
 def test_outside_of_rollouts_outcomes_leave_no_rows():
     engine = Engine()
     engine.ledger.end()
@@ -152,10 +178,27 @@ def test_overlapped_iterations_run_from_output_to_output():
     assert (told.strategy.draft_depth, outcome.elapsed_s, outcome.accepted) == (1, 3.0, [1, 1])
 
 
-def test_an_iteration_in_flight_when_a_rollout_begins_is_of_no_rollout():
+def test_an_iteration_in_flight_goes_on_in_the_next_rollout():
+    engine = Engine(overlapped=True)
+    in_flight = engine.schedule()
+    engine.now += 5.0
+    engine.ledger.begin(8)
+    own = engine.schedule()
+    for work in (in_flight, own):
+        engine.now += 1.0
+        engine.ledger.sampled(engine.ledger.verified(work, [1, 1]))
+    rows = engine.ledger.iterations
+    assert [(row["rl_step"], row["iteration"], row["t_start"], row["duration"]) for row in rows] == [
+        (8, 0, 0.0, 1.0),
+        (8, 1, 1.0, 1.0),
+    ]
+
+
+def test_an_iteration_in_flight_of_ended_requests_is_of_no_rollout():
     engine = Engine(overlapped=True)
     stale = engine.schedule()
     engine.ledger.begin(8)
+    engine.ledger.drop_in_flight()
     own = engine.schedule()
     engine.now += 1.0
     engine.ledger.sampled(engine.ledger.verified(stale, [0, 0]))

@@ -67,6 +67,15 @@ def test_where_a_cost_model_is_given_plain_decoding_is_what_it_says():
     assert counted.counts["gained_seconds", "ngram:3", "costs"] == pytest.approx(2.0)
 
 
+def test_a_drafter_that_collapsed_is_shown():
+    control = Control(DrafterPool({}, 0))
+    for kept, event in ((2, "the engine woke"), (0, "")):
+        control.alarm.observe("eagle", [(3, kept)] * 256, has_network=True)
+        control.alarm.happened(event)
+        found = shown(lambda: [(("m", "0"), control.metrics())])
+        assert found["tltlab:drafter_collapsed eagle 0 m"] == float(not kept)
+
+
 def test_counting_ends_with_the_first_error(caplog: pytest.LogCaptureFixture):
     counted = Tally(LinearCosts(base_s=1.0, per_request_s=0.5, per_context_s=0.1))
     counted.add(iteration(NO_SPECULATION, 2.0))

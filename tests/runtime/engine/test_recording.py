@@ -49,9 +49,9 @@ class Engine:
         self.control.sampled(what, [1] * len(lives))
         self.recording.iterated()
 
-    def leaves(self, *names: str, reason: str = "stop") -> None:
+    def leaves(self, *names: str, reason: str = "stop", got: int | None = None) -> None:
         for name in names:
-            self.recording.left(self.control.finish(name), reason)
+            self.recording.left(self.control.finish(name, got), reason)
         if not self.control.live:
             self.control.idle()
             self.recording.idle()
@@ -150,6 +150,64 @@ def test_keys_say_of_which_rl_step_requests_are_and_none_begins_again(engine: En
     rows = trace.outcomes[["rl_step", "t_submit", "t_finish"]]
     assert rows.to_numpy().tolist() == [[3, 0.0, 10.0], [3, 20.0, 30.0], [7, 0.0, 10.0], [7, 20.0, 30.0]]
     assert trace.iterations["rl_step"].tolist() == [3, 7, 7, 7]
+
+
+def test_a_close_keeps_iterations_that_wait_to_be_written(engine: Engine):
+    engine.serves(2)
+    engine.arrives()
+    engine.iterates(3.0)
+    engine.now += 100.0
+    trace = engine.trace()
+    assert trace.iterations["duration"].tolist() == [1.0, 3.0]
+    assert trace.manifest.without_iterations == ()
+
+
+def test_an_rl_step_whose_requests_run_in_another_one_is_named(engine: Engine):
+    early = engine.arrives(key=(3, "q", 0, 0))
+    late = engine.arrives(key=(7, "q", 0, 0))
+    engine.iterates(1.0)
+    later = engine.arrives(key=(5, "q", 0, 0))
+    engine.iterates(1.0)
+    engine.leaves(early, late, later)
+    trace = engine.trace()
+    assert trace.iterations["rl_step"].tolist() == [7, 7]
+    assert sorted(trace.manifest.without_iterations) == [3, 5]
+
+
+def test_an_interrupted_recording_says_which_iterations_it_lost(engine: Engine):
+    name = engine.arrives()
+    engine.arrives()
+    engine.iterates(1.0)
+    engine.leaves(name)
+    engine.recording._write()
+    trace = read(engine.path)
+    assert trace.iterations is None
+    assert trace.manifest.without_iterations == (0,)
+    assert "no iterations of rl_step 0" in trace.manifest.notes
+    assert engine.trace().manifest.without_iterations == ()
+
+
+def test_giving_up_hands_over_what_has_happened(engine: Engine):
+    engine.serves()
+    engine.arrives()
+    engine.iterates(2.0)
+    engine.recording.give_up(LookupError("of ours"))
+    engine.recording._thread.join(300)
+    assert read(engine.path).iterations["duration"].tolist() == [1.0, 2.0]
+
+
+def test_what_a_client_did_not_get_is_no_generated_token(engine: Engine):
+    name, other = engine.arrives(), engine.arrives()
+    for _ in range(5):
+        engine.iterates(1.0)
+    engine.leaves(name, got=3, reason="abort")
+    engine.iterates(1.0)
+    engine.leaves(other)
+    trace = engine.trace()
+    columns = ["response_tokens", "discarded_tokens", "finish_reason"]
+    assert trace.outcomes[columns].to_numpy().tolist() == [[3, 2, "abort"], [6, 0, "stop"]]
+    assert trace.iterations["num_generated"].tolist() == [2, 2, 2, 1, 1, 1]
+    assert list(map(len, trace.tokens["token_ids"])) == [3, 6]
 
 
 def test_what_is_durable_is_read_while_the_engine_goes_on(engine: Engine):

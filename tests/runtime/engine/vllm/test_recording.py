@@ -137,7 +137,9 @@ def test_what_vllms_own_speculation_kept_is_recorded(recorded: Recorded):
     assert [sum(kept) for kept in drafted["accepted_per_request"]] == list(drafted["num_accepted"])
     assert drafted["num_accepted"].sum() > 0
     # What is kept of a draft may reach beyond the cap.
-    assert rows["num_generated"].sum() >= trace.outcomes["response_tokens"].sum() == 4 * 40
+    assert rows["num_generated"].sum() == trace.outcomes["response_tokens"].sum() == 4 * 40
+    discarded = trace.outcomes["discarded_tokens"].sum()
+    assert rows["num_accepted"].sum() + rows["batch"].sum() == rows["num_generated"].sum() + discarded
     assert sorted(map(list, trace.tokens["token_ids"])) == sorted(texts(answers))
     assert texts(recorded.answers(4, temperature=0.0, max_tokens=40)) == texts(answers), "unrecorded"
     assert not recorded.hooked
@@ -224,12 +226,159 @@ def test_whatever_requests_are_they_are_served_and_written_down(
     expected = case(recorded, adapter)
     assert not recorded.recording.ended
     assert "ends here" not in caplog.text
-    outcomes = recorded.trace().outcomes
+    trace = recorded.trace()
+    outcomes = trace.outcomes
     assert sorted(outcomes["finish_reason"]) == sorted(expected)
     keys = list(zip(outcomes["rl_step"], outcomes["prompt_id"], outcomes["sample"], outcomes["turn"], strict=True))
     assert len(set(keys)) == len(keys)
+    assert trace.iterations["num_generated"].sum() == outcomes["response_tokens"].sum()
     if case is several:
         assert [key[:3] for key in sorted(keys)] == [(5, "p", n) for n in range(6)]
+
+
+def test_a_stop_string_ends_a_response_as_its_client_sees_it(recorded: Recorded):
+    from vllm import SamplingParams
+
+    # In the core it has ended by a token or its cap, or it is aborted; its client met the stop string before that.
+    answers = recorded.answers(8, temperature=0.0, max_tokens=60)
+    lasts = [f"w{one.outputs[0].token_ids[30] - 4}" for one in answers]
+    params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 60, "seed": 1}
+    prompts = [{"prompt_token_ids": list(one.prompt_token_ids)} for one in answers]
+    ways = ({}, {"include_stop_str_in_output": True}, {"min_tokens": 40}, {"stop_token_ids": [9]})
+    for more in (*ways, {"n": 2, "temperature": 1.0}):
+        each = [SamplingParams(**{**params, **more}, stop=[last, "never"]) for last in lasts]
+        answers += recorded.llm.generate(prompts, each, use_tqdm=False)
+    assert reasons(answers).count("stop") > 40
+    answers += recorded.answers(4, stop_token_ids=list(range(4, 12)), temperature=0.0)
+    trace = recorded.trace()
+    rows = trace.outcomes.merge(trace.tokens)
+    told = zip(rows["finish_reason"], map(list, rows["token_ids"]), strict=True)
+    assert sorted(told) == sorted(zip(reasons(answers), texts(answers), strict=True))
+    assert rows["discarded_tokens"].sum() > 0
+    assert trace.iterations["num_generated"].sum() == rows["response_tokens"].sum()
+
+
+def stops_at_a_string(recorded: Recorded) -> None:
+    recorded.answers(4, stop=[f"w{n}" for n in range(20)])
+
+
+def is_aborted(recorded: Recorded) -> None:
+    recorded.adds("goes", "too").abort_request(["goes", "too"])
+
+
+def is_aborted_waiting(recorded: Recorded) -> None:
+    from vllm import SamplingParams
+
+    engine = recorded.llm.llm_engine
+    engine.add_request("waits", {"prompt_token_ids": [1, 9, 5]}, SamplingParams(max_tokens=6))
+    engine.abort_request(["waits"])
+
+
+def errs(recorded: Recorded) -> None:
+    from vllm.v1.request import RequestStatus
+
+    engine = recorded.adds("errs")
+    recorded.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+    engine.abort_request(["errs"])
+
+
+def is_paused(recorded: Recorded) -> None:
+    engine = recorded.adds("goes on")
+    engine.engine_core.engine_core.pause_scheduler(mode="keep")
+
+
+def falls_asleep(recorded: Recorded) -> None:
+    engine = recorded.adds("is aborted")
+    engine.engine_core.engine_core.pause_scheduler(mode="abort")
+    engine.abort_request(["is aborted"])
+
+
+def is_updated(recorded: Recorded) -> None:
+    """A step's rest is kept, and goes on with the next weights."""
+    recorded.adds("goes on")
+
+
+WAITS = [stops_at_a_string, is_aborted, is_aborted_waiting, errs, is_paused, falls_asleep, is_updated]
+
+
+@pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.__name__)
+def test_no_iteration_lasts_through_a_wait(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, wait: Callable[[Recorded], None]
+):
+    hours = 0.0
+    for owner, name in ((recorded.recording.control.ledger, "clock"), (recorded.recording, "_clock")):
+        monkeypatch.setattr(owner, name, lambda: time.perf_counter() + 3600.0 * hours)
+    recorded.answers(2)
+    engine = recorded.llm.llm_engine
+    for _ in range(2):
+        wait(recorded)
+        hours += 1.0
+        recorded.llm.reset_prefix_cache()
+        engine.engine_core.engine_core.resume_scheduler()
+        while engine.has_unfinished_requests():
+            engine.step()
+        recorded.answers(2)
+    trace = recorded.trace()
+    assert trace.iterations["duration"].max() < 1800.0
+    assert trace.manifest.without_iterations == ()
+    assert trace.iterations["num_generated"].sum() == trace.outcomes["response_tokens"].sum()
+
+
+def test_what_runs_when_the_engine_closes_is_recorded(recorded: Recorded):
+    engine = recorded.adds("a", "b")
+    for _ in range(3):
+        engine.step()
+    trace = recorded.trace()
+    engine.abort_request(["a", "b"])
+    assert trace.outcomes["finish_reason"].tolist() == ["abort"] * 2
+    assert trace.iterations["num_generated"].sum() == trace.outcomes["response_tokens"].sum() >= 8
+
+
+def test_each_turn_of_a_session_ends_when_it_did(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
+    """As AsyncLLM's streams of inputs reach the scheduler."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    hours = 0.0
+    for owner, name in ((recorded.recording.control.ledger, "clock"), (recorded.recording, "_clock")):
+        monkeypatch.setattr(owner, name, lambda: time.perf_counter() + 3600.0 * hours)
+    core = recorded.llm.llm_engine.engine_core.engine_core
+
+    def turn(*, last: bool = False) -> Request:
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        return Request("session", [1, 9, 5], params, None, resumable=not last)
+
+    for _ in range(3):
+        recorded.scheduler.add_request(turn())
+        while recorded.scheduler.has_unfinished_requests():
+            core.step()
+        hours += 1.0
+    recorded.scheduler.add_request(turn(last=True))
+    core.step()
+    trace = recorded.trace()
+    assert trace.outcomes[["turn", "finish_reason"]].to_numpy().tolist() == [[n, "length"] for n in range(3)]
+    assert (trace.outcomes["t_finish"] - trace.outcomes["t_submit"]).max() < 1800.0
+    assert trace.iterations["duration"].max() < 1800.0
+
+
+def test_a_drafter_that_a_wake_breaks_is_said(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Its drafts are wrong from then on, and what is said stays right."""
+    core = recorded.llm.llm_engine.engine_core.engine_core
+    before = texts(recorded.answers(8, temperature=0.0, max_tokens=60))
+    drafter = core.model_executor.driver_worker.model_runner.drafter
+    stock = drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda *args, **more: [[1] * len(each) for each in stock(*args, **more)])
+    recorded.llm.collective_rpc("get_model")
+    core.wake_up()
+    recorded.llm.reset_prefix_cache()
+    assert "tltlab" not in capfd.readouterr().err
+    assert texts(recorded.answers(8, temperature=0.0, max_tokens=60)) == before
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tltlab: ")]
+    for fact in ("drafter suffix", "a wake of the engine", "0.000 of", "before"):
+        assert fact in said
+    assert recorded.recording.control.metrics()["drafter_collapsed", "suffix"] == 1
 
 
 def vanishes(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
@@ -273,6 +422,7 @@ def test_an_engine_that_is_never_idle_is_written_down_as_it_goes(recorded: Recor
     monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
     monkeypatch.setattr(LiveRecording, "flush_s", 0.02)
     monkeypatch.setattr(recording_module, "_TOGETHER", 4)
+    monkeypatch.setattr(recording_module, "NEWEST", 2)
     engine, number = recorded.llm.llm_engine, 0
     folder = Path(f"{recorded.path}.recording")
     deadline = time.monotonic() + 300
@@ -286,7 +436,7 @@ def test_an_engine_that_is_never_idle_is_written_down_as_it_goes(recorded: Recor
     durable = sum(len(table) for chunk in chunks_of(folder) if (table := chunk.tables().get("iterations")) is not None)
     assert durable > 0
     ledger = recorded.recording.control.ledger
-    assert ledger.num_ended <= 4
+    assert ledger.num_ended <= 6
     assert ledger._iterations == []
     assert len(ledger.first_token_s) <= 2
     while engine.has_unfinished_requests():

@@ -32,7 +32,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.runtime.engine.vllm.options import Attachment
-from tltlab.state import StepState
+from tltlab.state import NO_CHOICE, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read
 
@@ -326,6 +326,58 @@ def test_each_input_of_a_streaming_session_is_a_turn(roomy: Engine):
     worker.schedule()
     worker.finish()
     assert len(after.output) == 1
+
+
+def test_an_abort_leaves_a_policys_engine_idle(roomy: Engine, tmp_path: Path):
+    from vllm.v1.request import RequestStatus
+
+    settings = {"tltlab": LEARNS["tltlab"] | {"record": str(tmp_path / "trace")}}
+    worker = Overlapped(scheduled_by("policy_scheduler", roomy, asynchronous=False, settings=settings))
+    hours, ledger = 0.0, worker.scheduler.control.ledger
+    ledger.clock = lambda: time.perf_counter() + 3600.0 * hours
+    for name in "abc":
+        worker.add(40, name, key="none")
+        for _ in range(6):
+            worker.schedule()
+            worker.finish()
+        worker.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        assert ledger.in_force is NO_CHOICE
+        hours += 1.0
+    worker.scheduler.close_recording()
+    trace = read(tmp_path / "trace")
+    assert trace.iterations["duration"].max() < 1800.0
+    assert trace.iterations["num_generated"].sum() == trace.outcomes["response_tokens"].sum() == 18
+    assert trace.decisions["reward"].notna().any()
+
+
+@pytest.mark.parametrize("policy", [True, False], ids=["with a policy", "record only"])
+def test_what_is_in_flight_when_requests_end_is_nobodys(roomy: Engine, tmp_path: Path, policy: bool):
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.request import RequestStatus
+
+    settings = vllm_options(None, record=tmp_path / "trace")["additional_config"]
+    if policy:
+        settings["tltlab"] = BY_MODEL["tltlab"] | {"record": str(tmp_path / "trace")}
+    worker = Overlapped(scheduled_by("policy_scheduler" if policy else AsyncScheduler, roomy, settings=settings))
+    hours, ledger = 0.0, worker.scheduler.control.ledger
+    ledger.clock = lambda: time.perf_counter() + 3600.0 * hours
+    worker.add(40, "a", "b", key="none")
+    worker.goes_on(0, 2)
+    # In the one iteration that follows, and in the one that is under way.
+    worker.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    worker.goes_on(2)
+    worker.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    hours += 1.0
+    worker.add(5, "c", key="none")
+    worker.ends(0)
+    worker.scheduler.close_recording()
+    trace = read(tmp_path / "trace")
+    assert trace.iterations["duration"].max() < 1800.0
+    assert sorted(trace.outcomes["finish_reason"]) == ["abort", "abort", "length"]
+    assert (trace.outcomes["discarded_tokens"] > 0).any()
+    assert trace.iterations["num_generated"].sum() == trace.outcomes["response_tokens"].sum()
+    drafted = trace.iterations[trace.iterations["num_drafted"] > 0]
+    assert (drafted["num_accepted"] > 0).any()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
