@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +35,7 @@ def train(
     tltlab train qwen2.5-7b-tlt --dry-run
     """
     from tltlab.own import code_allowed
-    from tltlab.runtime.recipe.checks import check
+    from tltlab.runtime.recipe.checks import check, prompt_notes
     from tltlab.runtime.recipe.dry_run import plan_of
     from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
 
@@ -54,6 +55,7 @@ def train(
         check(loaded, folder, resume=resume is not None, replay=replay_decisions, tries=True)
         if dry_run:
             plan = plan_of(loaded)
+            plan = replace(plan, notes=(*plan.notes, *prompt_notes(loaded)))
             emit(plan.as_json(), as_json=as_json, text=plan.text())
             return
         from tltlab.runtime.run.grpo import train as run

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError, InputError, did_you_mean, refuse
-from tltlab.files import found_in, read_object
+from tltlab.files import found_in
 from tltlab.policies.policy import Policy
-from tltlab.runtime.data.prompts import first_prompt, first_row, num_rows
+from tltlab.runtime.data.prompts import first_row, num_rows
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.rollout.rewards import load_rewards
@@ -25,7 +24,7 @@ from .gpus import bundles_of
 from .graphs import drafters_of, engines_of
 from .recipe import Recipe
 from .rules import exact_replay, undivided_heads
-from .shape import shape_of
+from .shape import config_of, model_context, shape_of
 
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -41,15 +40,15 @@ def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
     Rewards and a policy's class are imported, the policy has to fit the engines, files and folders that are this
     machine's have to be there, and GPUs to add up. With `resume` the newest whole checkpoint of that run must be one
     that the recipe goes on with; `replay` must be a trace with decisions. First rows of files must have the columns;
-    with `tries` the first prompt is rendered with the model's tokenizer, which imports torch, and the reward called
-    once on it. Models and datasets of the Hugging Face Hub are not looked for.
+    with `tries` the model's tokenizer is loaded, which imports torch, and the reward called once on the first prompt.
+    Models and datasets of the Hugging Face Hub are not looked for.
     """
     # Standard output is for results, and what a user's module prints is none.
     with redirect_stdout(sys.stderr):
         complaints = [complaint for rule in RULES for complaint in _all_of(rule, recipe)]
     complaints += writable_folder(out)
     if tries and not complaints:
-        complaints += [complaint for rule in (tried_prompt, tried_reward) for complaint in _all_of(rule, recipe)]
+        complaints += [complaint for rule in (tried_tokenizer, tried_reward) for complaint in _all_of(rule, recipe)]
     if resume:
         complaints += _all_of(same_run, recipe, out)
     if replay is not None:
@@ -159,8 +158,8 @@ def enough_prompts(recipe: Recipe) -> Iterator[str]:
 
 def context(recipe: Recipe) -> Iterator[str]:
     """A context that cannot hold a response of the longest allowed; one that just does is cut by its prompt."""
-    longest, room = recipe.rollout.max_response_tokens, _config(recipe).get("max_position_embeddings")
-    if isinstance(room, int) and longest > room:
+    longest, room = recipe.rollout.max_response_tokens, model_context(recipe.model)
+    if room is not None and longest > room:
         yield (
             f"rollout.max_response_tokens = {longest}, but the context of {recipe.model} holds {room} tokens, prompt "
             "included: lower it, or take another model"
@@ -219,28 +218,38 @@ def learning_rate(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def tried_prompt(recipe: Recipe) -> Iterator[str]:
-    """What keeps the first prompt from being rendered, and a tokenizer that is not the model's."""
-    if not any((Path(recipe.model) / name).is_file() for name in _TOKENIZERS) or not first_row(
-        recipe.data.train, recipe.data
-    ):
+def has_tokenizer(model: str) -> bool:
+    """Whether the model is a folder with a tokenizer in it."""
+    return any((Path(model) / name).is_file() for name in _TOKENIZERS)
+
+
+def tried_tokenizer(recipe: Recipe) -> Iterator[str]:
+    """A tokenizer that is not the model's."""
+    if not has_tokenizer(recipe.model):
         return
     # Imported here: it brings torch.
     from tltlab.runtime.drafter.offline.data import load_tokenizer
 
-    tokenizer = load_tokenizer(recipe.model)
-    vocabulary, rows = len(tokenizer), _config(recipe).get("vocab_size")
+    vocabulary, rows = len(load_tokenizer(recipe.model)), config_of(recipe.model).get("vocab_size")
     if isinstance(rows, int) and vocabulary > rows:
         yield (
             f"the tokenizer of {recipe.model} has {vocabulary} tokens and the model {rows}: they are not of one model"
         )
-    prompt = first_prompt(recipe.data.train, recipe.data, tokenizer)
-    room = recipe.rollout.vllm.get("max_model_len") or _config(recipe).get("max_position_embeddings")
-    if prompt is not None and isinstance(room, int) and len(prompt.token_ids) >= room:
-        yield (
-            f"the first prompt of {recipe.data.train} has {len(prompt.token_ids)} tokens, and the context of {room} "
-            "must hold it and a response"
-        )
+
+
+def prompt_notes(recipe: Recipe) -> tuple[str, ...]:
+    """What a run would say of its prompts, all of which are read; nothing where they or the tokenizer are not here.
+
+    ConfigError where one cannot be read, or leaves an engine no room to respond.
+    """
+    sources = [source for source in (recipe.data.train, recipe.data.heldout) if source is not None]
+    if not has_tokenizer(recipe.model) or not all(map(os.path.exists, sources)):
+        return ()
+    # Imported here: they bring torch.
+    from tltlab.runtime.drafter.offline.data import load_tokenizer
+    from tltlab.runtime.run.data import RunData
+
+    return tuple(RunData(recipe, load_tokenizer(recipe.model)).notes)
 
 
 def tried_reward(recipe: Recipe) -> Iterator[str]:
@@ -269,11 +278,6 @@ def tried_reward(recipe: Recipe) -> Iterator[str]:
         yield f"reward took more than {limit_s:g} s {case}"
     for error in raised:
         yield f"reward raised {type(error).__name__}: {error} {case}"
-
-
-def _config(recipe: Recipe) -> dict[str, Any]:
-    file = Path(recipe.model) / "config.json"
-    return read_object(file) if file.is_file() else {}
 
 
 RULES = (

@@ -19,9 +19,10 @@ from tltlab.files import found_in, read_json, read_text
 from tltlab.own import OwnPart, allowed_modules, code_allowed
 from tltlab.planning.placement import Placement, load_placement
 from tltlab.policies.policy import Policy, load_policy
+from tltlab.runtime.data.text import whole_text
 
 from .rules import RULES
-from .sections import SYSTEMS_POLICY, Sections
+from .sections import SYSTEMS_POLICY, Sections, leaves
 from .system import engine_run_of, give_way, sections_of_system
 from .user_code import CODE, code_of, refuse_code
 
@@ -183,6 +184,10 @@ def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Re
             if not isinstance(section, dict):
                 raise ConfigError(f"override {override!r}: {parent} is not a section of the recipe")
         section[leaf] = json_or_text(text)
+    for name, value in leaves(fields):
+        # JSON may have it, TOML not; neither files nor tokenizers take it.
+        if isinstance(value, str) and whole_text(value) != value:
+            raise ConfigError(f"{source}: {name} has half a surrogate pair, which is no Unicode text")
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:

@@ -30,7 +30,7 @@ class DataConfig(FiniteModel):
     `prompt_column` and `answer_column` may be dotted paths into structs ("reward_model.ground_truth"). A prompt is
     text, or a list of messages {role, content}. With `chat` the model's chat template is applied, `system` before a
     prompt that is text. Prompts of more than `max_prompt_tokens` are left out, and the run says how many; None takes
-    all.
+    all. One that fills the engine's context is refused, with its place, before anything starts.
     """
 
     train: str

@@ -183,11 +183,8 @@ class GrpoRun:
             keep_code(self.recipe.code, [*self.recipe.own_modules, *modules], self.out)
             folder = self.recovery.newest() if self._resume else None
             self.recovery.prepare(folder)
-            if self.data.num_dropped:
-                self.events.note(
-                    f"{self.data.num_dropped} prompts of more than data.max_prompt_tokens = "
-                    f"{self.recipe.data.max_prompt_tokens} are left out"
-                )
+            for note in self.data.notes:
+                self.events.note(note)
             stack.enter_context(self.reward_pool)
             stack.enter_context(self._ahead)  # ends after the actors: what it asks of them fails then
             self.actors = stack.enter_context(self._actors(self.recipe, self.policy, self.drafting, self.events))

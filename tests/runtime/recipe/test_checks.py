@@ -17,6 +17,7 @@ from tltlab.cli import app as cli
 from tltlab.errors import ConfigError
 from tltlab.own import code_allowed
 from tltlab.runtime.recipe import checks
+from tltlab.runtime.recipe.shape import model_context
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
@@ -185,20 +186,42 @@ def test_the_cpu_engines_limits_are_vllms(place: Path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("config", "tokenizer", "context"),
+    [
+        ({"max_position_embeddings": 512}, {}, 512),
+        ({"max_position_embeddings": 512}, {"model_max_length": 256}, 256),
+        ({"max_position_embeddings": 512}, {"model_max_length": 10**30}, 512),
+        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, {}, 2048),
+        ({"text_config": {"max_position_embeddings": 64}}, {}, 64),
+        ({"max_position_embeddings": "many"}, {}, None),
+        ({}, {}, None),
+    ],
+    ids=["positions", "tokenizer", "no limit", "rope", "nested", "text", "unknown"],
+)
+def test_a_context_is_that_of_the_models_files(tmp_path: Path, config: Any, tokenizer: Any, context: int | None):
+    for name, value in (("config.json", config), ("tokenizer_config.json", tokenizer)):
+        (tmp_path / name).write_text(json.dumps(value))
+    assert model_context(str(tmp_path)) == context
+    assert model_context("no/such-model") is None
+
+
+@pytest.mark.parametrize(
     ("override", "facts"),
     [
         ("seed=1", (" m ", "24", "20")),
         ("data.chat=true", ("chat",)),
-        ("rollout.vllm.max_model_len=3", ("t.jsonl", "3")),
+        ("rollout.vllm.max_model_len=3", ("t.jsonl", "line 1", "3")),
+        ("data.heldout=h.jsonl rollout.vllm.max_model_len=4", ("h.jsonl", "line 2", "4 tokens")),
     ],
 )
-def test_the_first_prompt_is_rendered(place: Path, capsys, random_model: Path, override: str, facts: tuple[str, ...]):
+def test_a_dry_run_counts_all_prompts(place: Path, capsys, random_model: Path, override: str, facts: tuple[str, ...]):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (place / "m" / name).write_bytes((random_model / name).read_bytes())
     (place / "t.jsonl").write_text(24 * '{"prompt": "w1 w2 w3", "answer": "w4"}\n')
     size = 20 if override == "seed=1" else 24
     (place / "m" / "config.json").write_text(shape(vocab_size=size))
-    code, _, err = train(capsys, "recipe.toml", override, "rollout.max_response_tokens=3", "--dry-run")
+    (place / "h.jsonl").write_text('{"prompt": "w1", "answer": "w4"}\n{"prompt": "w1 w2 w3 w4", "answer": "w4"}\n')
+    code, _, err = train(capsys, "recipe.toml", *override.split(), "rollout.max_response_tokens=3", "--dry-run")
     assert code == 2
     assert [fact for fact in facts if fact not in err.splitlines()[-1]] == []
     assert train(capsys, "recipe.toml", "rollout.max_response_tokens=3", "--dry-run")[0] == (0 if size == 24 else 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,27 @@ def test_prompts_come_again_in_the_datas_order(recipe_file: Path):
     ahead = [data.train[number].prompt_id for _, number in data.order.take(8) + data.order.take(8)]
     assert [fresh[again[8:].index(turn)] for turn in range(16)] == ahead
     assert data.comes_again(taken, rl_steps_left=0) == [None] * 8
+
+
+def test_prompts_beside_which_a_response_is_cut_are_counted(recipe_file: Path, tmp_path: Path):
+    """Prompts of six words; the recipe's engines have 128 tokens, the model 256."""
+    recipe = load_recipe(recipe_file, ["rollout.max_response_tokens=123"])
+    notes = RunData(recipe, load_tokenizer(recipe.model)).notes
+    assert [note.partition(" ")[0] for note in notes] == ["32", "16"]
+    assert all("rollout.max_response_tokens = 123" in note and "128" in note for note in notes)
+    assert RunData(load_recipe(recipe_file), load_tokenizer(recipe.model)).notes == []
+    for name in ("train", "heldout"):
+        rows = [{"prompt_id": "long", "prompt": "w1 " * 300, "answer": "even"}, *rows_of(recipe.data.train)]
+        (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        longer = [f"data.{name}={tmp_path / 'long.jsonl'}", "rollout.vllm={}"]
+        with refused(ConfigError, naming=("long.jsonl", "line 1", "300 tokens", "256")):
+            RunData(load_recipe(recipe_file, longer), load_tokenizer(recipe.model))
+        few = RunData(load_recipe(recipe_file, [*longer, "data.max_prompt_tokens=99"]), load_tokenizer(recipe.model))
+        assert [note.split()[0] for note in few.notes] == ["1"]
+
+
+def rows_of(source: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in Path(source).read_text().splitlines()]
 
 
 def test_rollouts_ahead_stop_at_a_checkpoint():
