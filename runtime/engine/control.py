@@ -27,7 +27,7 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.policies.driver import PolicyDriver, refuse_needs
-from tltlab.policies.policy import Policy
+from tltlab.policies.policy import SHIPPED, Policy
 from tltlab.policies.selector import Selector
 from tltlab.state import Choice, RequestState, StepOutcome, StepState, recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -185,12 +185,17 @@ class Control:
         """Total seconds `inside`, those `deciding` among them, and seconds `drafting`, which are not."""
         return self.inside.seconds, self.deciding.seconds, self.drafting.seconds
 
+    @property
+    def policy_name(self) -> str | None:
+        """Name of a shipped policy, of another one its selector's kind and a digest; None without a policy."""
+        if self._policy is None:
+            return None
+        named = (name for name, shipped in SHIPPED.items() if shipped == self._policy)
+        return next(named, f"{self._policy.selector.kind} {_digest(self._policy)}")
+
     def metrics(self) -> Samples:
         """Counts of iterations by arm since the start, and the policy in force, by `metrics.FAMILIES`."""
-        selector = digest = ""
-        if self._policy is not None:
-            selector = self._policy.selector.kind
-            digest = hashlib.sha256(self._policy.model_dump_json().encode()).hexdigest()[:8]
+        selector, digest = (self._policy.selector.kind, _digest(self._policy)) if self._policy is not None else ("", "")
         return {("policy_info", selector, digest, self.failure): 1, **self._tally.counts}
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
@@ -433,3 +438,7 @@ class Control:
         with self.inside:
             self.ledger.pause()
             self.driver.idle()
+
+
+def _digest(policy: Policy) -> str:
+    return hashlib.sha256(policy.model_dump_json().encode()).hexdigest()[:8]
