@@ -19,7 +19,7 @@ from tltlab.files import lock, make_folder, sealed, write_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
-from tltlab.runtime.engine.environment import run_json, versions
+from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.graphs import drafters_of
@@ -30,7 +30,6 @@ from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.runtime.trainer.samples import check
-from tltlab.stats import finite
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import Trace, read
 
@@ -40,7 +39,7 @@ from .data import RolledOut, RolloutsAhead, RunData, samples_of
 from .logging import RunLog
 from .memory import ProcessMemory
 from .recovery import Recovery
-from .rows import StepReport, repeat_row, run_manifest, step_metrics, step_rows
+from .rows import StepReport, repeat_row, run_manifest, step_metrics, step_rows, summary_of
 from .state import RunEvents, RunState
 
 Done = TypeVar("Done")
@@ -97,21 +96,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
             run.checkpoint()
         run.save()
         reports, drafter = run.reports, run.drafting.summary()
-    summary = {
-        "grpo_steps": len(reports),
-        "reward_first": run.state.reward_first,
-        "reward_last": reward_last,
-        "steps": [
-            {"rl_step": r.rl_step, "policy": r.policy, "reward": finite(r.reward_mean), "rollout_s": r.rollout_s}
-            for r in reports
-        ],
-        "recorder_share": sum(r.recorder_s + r.record_s for r in reports) / sum(r.step_s for r in reports),
-        "drafter": drafter,
-        "off_policy": {name: value for name, value in reports[-1].metrics.items() if "/" in name} if reports else {},
-        "trace": "trace",
-        "policy": "policy.json",
-        "versions": versions(),
-    }
+    summary = summary_of(reports, run.state.reward_first, reward_last, drafter)
     write_json(out / "summary.json", sealed(summary))
     return summary
 
