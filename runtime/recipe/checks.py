@@ -17,7 +17,7 @@ from tltlab.runtime.data.prompts import first_row, num_rows
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.rollout.rewards import load_rewards
-from tltlab.runtime.run.checkpoints import checkpoints_in, fault_of
+from tltlab.runtime.run.checkpoints import newest_whole
 from tltlab.traces.trace import read
 
 from .gpus import bundles_of
@@ -203,6 +203,29 @@ def engine_dtype(recipe: Recipe) -> Iterator[str]:
         yield f"rollout.vllm.dtype = {dtype!r}: vLLM has {', '.join(names)}{near}"
 
 
+def enough_gpus(recipe: Recipe) -> None:
+    """Raise ConfigError where a run would start Ray on this machine, which has fewer GPUs than its actors take.
+
+    GPUs are those that Ray would find. Not one of the rules of `check`: a dry run is made on any machine.
+    """
+    asked = bundles_of(recipe).num_gpus
+    if not asked or recipe.cluster.num_nodes > 1 or os.environ.get("RAY_ADDRESS", "local") != "local":
+        return
+    # Imported here: a recipe without GPUs, or a dry run, does without.
+    import ray
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    manager = get_accelerator_manager_for_resource("GPU")
+    visible = manager.get_current_process_visible_accelerator_ids()
+    found = min(manager.get_current_node_num_accelerators(), len(visible) if visible is not None else sys.maxsize)
+    if not ray.is_initialized() and found < asked:
+        raise ConfigError(
+            f"workers and trainer ranks ask for {asked:g} GPUs (cluster.gpus_per_node = "
+            f"{recipe.cluster.gpus_per_node}), and Ray finds {found} on this machine: ask for fewer, set RAY_ADDRESS "
+            "to a cluster that has them, or look at the plan with --dry-run"
+        )
+
+
 def learning_rate(recipe: Recipe) -> Iterator[str]:
     """A default that is right for our own small models and ruins large ones."""
     if "lr" in recipe.train.model_fields_set:
@@ -300,8 +323,7 @@ def same_run(recipe: Recipe, out: Path) -> Iterable[str]:
     # Imported here: it brings torch, which takes long, and most runs do not need it.
     from tltlab.runtime.run.state import read_state
 
-    checkpoints = reversed(checkpoints_in(out / "checkpoints"))
-    newest = next((folder for folder in checkpoints if fault_of(folder) is None), None)
+    newest = newest_whole(out / "checkpoints")
     if newest is not None:
         read_state(newest, recipe)
     return ()

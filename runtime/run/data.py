@@ -35,8 +35,11 @@ class RolloutsAhead:
     `rollout.staleness` as many of the next ones.
 
     `collect` rolls out an RL step under the weights that the engines have. None is rolled out across a checkpoint,
-    which would lose it, nor after the last. A context manager, which its thread ends with.
+    which would lose it, nor after the last, nor once the run is `ending`. A context manager, which its thread ends
+    with.
     """
+
+    ending = False
 
     def __init__(self, recipe: Recipe, collect: Callable[[int], RolledOut]) -> None:
         self._recipe, self._collect = recipe, collect
@@ -59,10 +62,15 @@ class RolloutsAhead:
         recipe, every = self._recipe, self._recipe.checkpoint.every
         num_ahead = recipe.rollout.staleness or int(recipe.rollout.one_step_off)
         for step in range(rl_step, min(rl_step + num_ahead, recipe.train.steps)):
-            if every and step % every == 0:
+            if self.ending or (every and step % every == 0):
                 break
             if step not in self._ahead:
                 self._ahead[step] = self._executor.submit(self._collect, step)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no RL step is rolled out, or begun, ahead."""
+        return not self._ahead
 
     def make_way(self) -> None:
         """New weights come: between two rollouts, or at once where engines take them while they generate."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.graphs import drafters_of
 from tltlab.runtime.recipe.recipe import Recipe, located
-from tltlab.runtime.recipe.rules import exact_replay
+from tltlab.runtime.recipe.rules import exact_replay, uneven_minibatches
 from tltlab.runtime.recipe.user_code import keep_code
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages
 from tltlab.runtime.rollout.reward_pool import RewardPool
@@ -41,6 +42,7 @@ from .memory import ProcessMemory
 from .recovery import Recovery
 from .rows import StepReport, repeat_row, run_manifest, step_metrics, step_rows, summary_of
 from .state import RunEvents, RunState
+from .stop import Stop
 
 Done = TypeVar("Done")
 
@@ -48,7 +50,8 @@ Done = TypeVar("Done")
 def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None) -> dict[str, Any]:
     """Run a recipe from its first step, or with `resume` from its newest checkpoint, to its last into the folder `out`.
 
-    Returns the summary that it writes there.
+    Returns the summary that it writes there. KeyboardInterrupt after Ctrl-C (`Stop`), with a checkpoint where the RL
+    step under way ended soon.
     """
     out = Path(out)
     if not resume:
@@ -82,20 +85,26 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
             log.say(f"goes on with RL step {run.rl_step}")
         run.watch = lambda report: log.step(report, report.measures)
         begins_at = run.rl_step
-        while run.rl_step < last_step:
-            report = run.step()
-            if run.rl_step in (begins_at + 1, last_step):
-                run.memory()
-            every = recipe.eval.every
-            if evaluates and every and run.rl_step % every == 0 and run.rl_step < last_step:
-                evaluate(f"after RL step {report.rl_step}")
-        reward_last = evaluate("after training") if evaluates else None
+        with Stop(run.wind_down) as stop:
+            while run.rl_step < last_step and not (stop.wanted and run.is_between):
+                stop.due(fmean(r.step_s for r in run.reports[-3:]) if run.reports else 0.0)
+                report = run.step()
+                if run.rl_step in (begins_at + 1, last_step):
+                    run.memory()
+                every = recipe.eval.every
+                if evaluates and every and run.rl_step % every == 0 and run.rl_step < last_step:
+                    evaluate(f"after RL step {report.rl_step}")
+        finished = run.rl_step >= last_step
+        reward_last = evaluate("after training") if evaluates and finished else None
         newest = run.checkpoints.latest()
         if newest is None or step_of(newest) != run.rl_step:
             # So that a run that has ended can go on with more steps.
             run.checkpoint()
-        run.save()
+        if finished:
+            run.save()
         reports, drafter = run.reports, run.drafting.summary()
+    if not finished:
+        raise KeyboardInterrupt
     summary = summary_of(reports, run.state.reward_first, reward_last, drafter)
     write_json(out / "summary.json", sealed(summary))
     return summary
@@ -156,6 +165,16 @@ class GrpoRun:
         return self.state.reports
 
     @property
+    def is_between(self) -> bool:
+        """Whether nothing is rolled out ahead."""
+        return self._ahead.is_empty
+
+    def wind_down(self) -> None:
+        """Roll out nothing ahead from now on: the run is to end."""
+        self._ahead.ending = True
+        self.events.note("Ctrl-C: the run ends behind this RL step, with a checkpoint; Ctrl-C again ends it at once")
+
+    @property
     def begins_at(self) -> int:
         """The RL step that a run which has not started yet will do first."""
         folder = self.checkpoints.latest() if self._resume else None
@@ -168,7 +187,7 @@ class GrpoRun:
             keep_code(self.recipe.code, [*self.recipe.own_modules, *modules], self.out)
             folder = self.recovery.newest() if self._resume else None
             self.recovery.prepare(folder)
-            for note in self.data.notes:
+            for note in (*uneven_minibatches(self.recipe), *self.data.notes):
                 self.events.note(note)
             stack.enter_context(self.reward_pool)
             stack.enter_context(self._ahead)  # ends after the actors: what it asks of them fails then

@@ -74,6 +74,12 @@ def test_rollouts_ahead_stop_at_a_checkpoint():
             ahead.refuse("wait")
         ahead.forget()
         assert ahead.take(0) == 0
+        ahead.begin(1)
+        ahead.ending = True
+        ahead.begin(2)
+        assert not ahead.is_empty
+        assert ahead.take(1) == 1
+        assert ahead.is_empty, "an ending run rolls out no other RL step"
     synchronous = RolloutsAhead(recipe.model_copy(update={"rollout": RolloutConfig()}), collect)
     synchronous.begin(1)
     assert synchronous.take(7) == 7
