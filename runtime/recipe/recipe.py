@@ -200,7 +200,10 @@ def _fault(fault: ErrorDetails) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         message = "there is no such field"
-        message += did_you_mean(str(fault["loc"][-1]), fields_at(fault["loc"][:-1]))
+        name = str(fault["loc"][-1])
+        elsewhere = [setting for setting in settings_named(name) if setting != place]
+        message += f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else ""
+        message += "" if elsewhere else did_you_mean(name, fields_at(fault["loc"][:-1]))
     elif fault["type"] in ("model_type", "model_attributes_type", "dict_type"):
         message = f"should be a section of fields, got {type(fault['input']).__name__}"
     return f"{place}: {message}" if place else message
@@ -218,3 +221,17 @@ def fields_at(place: Sequence[int | str]) -> dict[str, FieldInfo]:
             return {}
         section = models[0]
     return dict(section.model_fields)
+
+
+def settings_named(name: str, place: tuple[str, ...] = ()) -> list[str]:
+    """The settings of recipes below `place` that have this name, or this dotted one, with their whole names.
+
+    >>> settings_named("steps")
+    ['train.steps']
+    """
+    found = []
+    for field in fields_at(place):
+        whole = ".".join([*place, field])
+        inner = settings_named(name, (*place, field))
+        found += inner or ([whole] if name in (field, whole) and not fields_at((*place, field)) else [])
+    return found

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tltlab.cli import app as cli
 from tltlab.errors import ConfigError
 from tltlab.own import code_allowed
 from tltlab.runtime.recipe import checks
+from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.recipe.shape import model_context
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.traces.recorder import Recorder
@@ -166,6 +168,55 @@ def test_a_dry_run_imports_nothing_heavy(place: Path):
     )  # fmt: skip
     assert json.loads(ran.stdout)["responses_per_step"] == 192
     assert ran.stderr.split() == ["imported"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings"),
+    [
+        (("--steps", "4"), ("train.steps=4",)),
+        (("--steps=4",), ("train.steps=4",)),
+        (("-steps", "4"), ("train.steps=4",)),
+        (("--lr", "1e-6"), ("train.lr=1e-6", "drafter.optim.lr=1e-6")),
+        (("--num-workers=3", "--dry-run"), ("rollout.num_workers=3",)),
+        (("--train.steps", "4"), ("train.steps=4",)),
+        (("--model", "x"), ("model=x",)),
+        (("--steps",), ("train.steps=",)),
+        (("steps=4",), ("train.steps",)),
+        (("rollout.steps=4",), ("train.steps",)),
+        (("--stepz", "4"), ("--stepz",)),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) and value[0][0] in "-sr" else None,
+)
+def test_an_option_that_is_a_setting_is_suggested(place: Path, capsys, asked: tuple, settings: tuple):
+    code, out, err = train(capsys, "recipe.toml", *asked)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert [setting for setting in settings if f" {setting}" not in err] == []
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "fits"),
+    [
+        (0, "cluster.gpus_per_node=8", False),
+        (2, "cluster.gpus_per_node=8", False),
+        (3, "cluster.gpus_per_node=8", True),
+        (0, "rollout.gpus_per_worker=0.5", False),
+        (0, "seed=1", True),
+        (0, "cluster.gpus_per_node=8 cluster.num_nodes=2", True),
+    ],
+)
+def test_gpus_that_are_not_there_are_missed_at_once(place: Path, monkeypatch, found: int, asked: str, fits: bool):
+    """Ray would wait for them."""
+    from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager as Gpus
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(Gpus, "get_current_node_num_accelerators", lambda: found)
+    recipe = load_recipe("recipe.toml", asked.split())
+    expected = nullcontext() if fits else refused(ConfigError, naming=("GPUs", found, "--dry-run"))
+    with expected:
+        checks.enough_gpus(recipe)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    checks.enough_gpus(recipe)
 
 
 def test_a_learning_rate_that_is_set_is_taken(place: Path, capsys):
