@@ -71,7 +71,7 @@ def train(
         except KeyboardInterrupt:
             if (folder / "run.json").is_file():
                 newest = newest_whole(folder / "checkpoints")
-                since = "its start: it has no checkpoint" if newest is None else f"RL step {step_of(newest)}"
+                since = "its start, for want of a checkpoint" if newest is None else f"RL step {step_of(newest)}"
                 progress(f"{folder} goes on from {since}: {resuming(loaded, folder, replay_decisions)}")
             raise
     text = f"{summary['grpo_steps']} steps into {folder}"

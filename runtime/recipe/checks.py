@@ -24,7 +24,7 @@ from .gpus import bundles_of
 from .graphs import drafters_of, engines_of
 from .recipe import Recipe
 from .rules import exact_replay, undivided_heads
-from .shape import config_of, model_context, shape_of
+from .shape import engine_context, shape_of
 
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -40,15 +40,14 @@ def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
     Rewards and a policy's class are imported, the policy has to fit the engines, files and folders that are this
     machine's have to be there, and GPUs to add up. With `resume` the newest whole checkpoint of that run must be one
     that the recipe goes on with; `replay` must be a trace with decisions. First rows of files must have the columns;
-    with `tries` the model's tokenizer is loaded, which imports torch, and the reward called once on the first prompt.
-    Models and datasets of the Hugging Face Hub are not looked for.
+    with `tries` the reward is called once on the first. Models and datasets of the Hugging Face Hub are not looked for.
     """
     # Standard output is for results, and what a user's module prints is none.
     with redirect_stdout(sys.stderr):
         complaints = [complaint for rule in RULES for complaint in _all_of(rule, recipe)]
     complaints += writable_folder(out)
     if tries and not complaints:
-        complaints += [complaint for rule in (tried_tokenizer, tried_reward) for complaint in _all_of(rule, recipe)]
+        complaints += _all_of(tried_reward, recipe)
     if resume:
         complaints += _all_of(same_run, recipe, out)
     if replay is not None:
@@ -158,17 +157,12 @@ def enough_prompts(recipe: Recipe) -> Iterator[str]:
 
 def context(recipe: Recipe) -> Iterator[str]:
     """A context that cannot hold a response of the longest allowed; one that just does is cut by its prompt."""
-    longest, room = recipe.rollout.max_response_tokens, model_context(recipe.model)
+    longest, room, vllm = recipe.rollout.max_response_tokens, engine_context(recipe), recipe.rollout.vllm
     if room is not None and longest > room:
+        where = "rollout.vllm.max_model_len" if vllm.get("max_model_len") else f"the context of {recipe.model}"
         yield (
-            f"rollout.max_response_tokens = {longest}, but the context of {recipe.model} holds {room} tokens, prompt "
-            "included: lower it, or take another model"
-        )
-    set_to = recipe.rollout.vllm.get("max_model_len")
-    if set_to is not None and longest > set_to:
-        yield (
-            f"rollout.max_response_tokens = {longest}, but rollout.vllm.max_model_len = {set_to} tokens are the "
-            "context, prompt included: raise it, or lower the former"
+            f"rollout.max_response_tokens = {longest}, but {where} = {room} tokens, prompt included: lower the former, "
+            "or take a longer context"
         )
 
 
@@ -241,32 +235,13 @@ def learning_rate(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def has_tokenizer(model: str) -> bool:
-    """Whether the model is a folder with a tokenizer in it."""
-    return any((Path(model) / name).is_file() for name in _TOKENIZERS)
-
-
-def tried_tokenizer(recipe: Recipe) -> Iterator[str]:
-    """A tokenizer that is not the model's."""
-    if not has_tokenizer(recipe.model):
-        return
-    # Imported here: it brings torch.
-    from tltlab.runtime.drafter.offline.data import load_tokenizer
-
-    vocabulary, rows = len(load_tokenizer(recipe.model)), config_of(recipe.model).get("vocab_size")
-    if isinstance(rows, int) and vocabulary > rows:
-        yield (
-            f"the tokenizer of {recipe.model} has {vocabulary} tokens and the model {rows}: they are not of one model"
-        )
-
-
 def prompt_notes(recipe: Recipe) -> tuple[str, ...]:
     """What a run would say of its prompts, all of which are read; nothing where they or the tokenizer are not here.
 
     ConfigError where one cannot be read, or leaves an engine no room to respond.
     """
     sources = [source for source in (recipe.data.train, recipe.data.heldout) if source is not None]
-    if not has_tokenizer(recipe.model) or not all(map(os.path.exists, sources)):
+    if not all(map(os.path.exists, sources)) or not any((Path(recipe.model) / name).is_file() for name in _TOKENIZERS):
         return ()
     # Imported here: they bring torch.
     from tltlab.runtime.drafter.offline.data import load_tokenizer

@@ -14,7 +14,7 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt, read_prompts
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.recipe.shape import engine_context
+from tltlab.runtime.recipe.shape import config_of, engine_context
 from tltlab.runtime.rollout.collected import Collected
 from tltlab.runtime.rollout.environments import stop_token_ids
 from tltlab.runtime.rollout.synchronous import rollouts_of
@@ -102,6 +102,12 @@ class RunData:
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.recipe, self.notes = recipe, list[str]()
+        vocabulary, rows = len(tokenizer), config_of(recipe.model).get("vocab_size")
+        if isinstance(rows, int) and vocabulary > rows:
+            raise ConfigError(
+                f"the tokenizer of {recipe.model} has {vocabulary} tokens and the model {rows}: they are not of one "
+                "model"
+            )
         self.train = self._read(recipe.data.train, None, tokenizer)
         self._number = {prompt.prompt_id: number for number, prompt in enumerate(self.train)}
         self.heldout: list[Prompt] = []
@@ -148,6 +154,12 @@ class RunData:
                 f"{found.num_dropped} prompts of {source} have more than data.max_prompt_tokens = "
                 f"{data.max_prompt_tokens} tokens and are left out"
             )
+            per_step, num_left = self.recipe.rollout.prompts_per_step, len(found.prompts)
+            if split is None and num_left < per_step:
+                raise ConfigError(
+                    f"{self.notes[-1]}: {num_left} are left for rollout.prompts_per_step = {per_step}; set that lower, "
+                    "or take longer ones"
+                )
         lengths = [len(prompt.token_ids) for prompt in found.prompts]
         if room is not None and (num_long := sum(length + cap > room for length in lengths)):
             self.notes.append(

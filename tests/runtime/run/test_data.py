@@ -46,6 +46,9 @@ def test_prompts_beside_which_a_response_is_cut_are_counted(recipe_file: Path, t
             RunData(load_recipe(recipe_file, longer), load_tokenizer(recipe.model))
         few = RunData(load_recipe(recipe_file, [*longer, "data.max_prompt_tokens=99"]), load_tokenizer(recipe.model))
         assert [note.split()[0] for note in few.notes] == ["1"]
+    many = [f"data.train={tmp_path / 'long.jsonl'}", "data.max_prompt_tokens=99", "rollout.prompts_per_step=33"]
+    with refused(ConfigError, naming=("data.max_prompt_tokens = 99", "rollout.prompts_per_step = 33", 32)):
+        RunData(load_recipe(recipe_file, many), load_tokenizer(recipe.model))
 
 
 def rows_of(source: str) -> list[dict[str, str]]:
