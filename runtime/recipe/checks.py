@@ -236,9 +236,9 @@ def learning_rate(recipe: Recipe) -> Iterator[str]:
 
 
 def prompt_notes(recipe: Recipe) -> tuple[str, ...]:
-    """What a run would say of its prompts, all of which are read; nothing where they or the tokenizer are not here.
+    """Return a run's notes on its prompts, all of which are read; none where they or the tokenizer are not here.
 
-    ConfigError where one cannot be read, or leaves an engine no room to respond.
+    ConfigError where a prompt cannot be read, or leaves an engine no room to respond.
     """
     sources = [source for source in (recipe.data.train, recipe.data.heldout) if source is not None]
     if not all(map(os.path.exists, sources)) or not any((Path(recipe.model) / name).is_file() for name in _TOKENIZERS):

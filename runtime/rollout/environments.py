@@ -167,7 +167,7 @@ class EnvironmentPool(UserProcesses):
 
 _MAX_STARTS = 8
 _MOST_LETTERS = 256
-"""Of a token, more than vocabularies have."""
+"""Bound on the letters of a token, above those of known vocabularies."""
 
 
 @dataclass(slots=True, eq=False)

@@ -69,7 +69,7 @@ class RolloutsAhead:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no RL step is rolled out, or begun, ahead."""
+        """True where no RL step is rolled out, or begun, ahead."""
         return not self._ahead
 
     def make_way(self) -> None:
@@ -95,9 +95,9 @@ class RolloutsAhead:
 
 
 class RunData:
-    """The prompts of a recipe; `notes` says which are left out, and which leave no room for a whole response.
+    """The prompts of a recipe; `notes` counts those left out, and those without room for a whole response.
 
-    ConfigError where prompts cannot be read, or one leaves an engine no room to respond.
+    ConfigError where a prompt cannot be read, or leaves an engine no room to respond, and for another model's tokenizer.
     """
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -166,7 +166,7 @@ class GrpoRun:
 
     @property
     def is_between(self) -> bool:
-        """Whether nothing is rolled out ahead."""
+        """True where nothing is rolled out ahead."""
         return self._ahead.is_empty
 
     def wind_down(self) -> None:

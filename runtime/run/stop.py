@@ -17,11 +17,10 @@ STOP_S = 60.0
 
 
 class Stop:
-    """Takes the first Ctrl-C as a wish: `wanted` is true from then on, and `when_wanted` is called in another thread.
+    """Context manager in which the first Ctrl-C sets `wanted` and calls `when_wanted` in another thread.
 
-    The second one, and `STOP_S` seconds, interrupt the main thread as SIGTERM does; so does the first one where `due`
-    says that the RL step takes longer. A context manager; outside of the main thread, and where Ctrl-C is ignored or is
-    a debugger's, it changes nothing.
+    A second Ctrl-C interrupts the main thread as SIGTERM does. So do `STOP_S` seconds, and the first Ctrl-C where the
+    RL step, by `due`, takes longer. Outside of the main thread, and where Ctrl-C is ignored, nothing changes.
     """
 
     def __init__(self, when_wanted: Callable[[], None]) -> None:
@@ -43,12 +42,12 @@ class Stop:
         self._stack.close()
 
     def due(self, seconds: float) -> None:
-        """An RL step begins that is likely to take so long."""
+        """Note that an RL step begins, which is likely to take so many seconds."""
         self._due_s = time.monotonic() + seconds
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         if self.wanted or self._due_s - time.monotonic() > STOP_S:
-            # What waits for actors ends well by SIGTERM (`Waiting`).
+            # `Waiting`, in which the main thread waits for actors, ends well by SIGTERM.
             signal.raise_signal(signal.SIGTERM)
             return
         self.wanted = True

@@ -177,7 +177,7 @@ def _as_setting(args: Sequence[str], error: Any) -> str:
         return ""
     from tltlab.runtime.recipe.recipe import settings_named
 
-    # Of what begins with one dash Typer names the first letter alone.
+    # Typer names only the first letter of what begins with one dash.
     given = next(number for number, arg in enumerate(args) if arg.startswith(option))
     option, _, value = args[given].partition("=")
     following = next((arg for arg in args[given + 1 :] if not arg.startswith("-")), "")

@@ -151,7 +151,7 @@ def _rendezvous_in_scratch() -> AbstractContextManager[None]:
     from vllm.v1.executor import uniproc_executor
 
     name = "get_file_store_init_method"
-    # Of releases without one the group meets at a port.
+    # Releases without that function have the group meet at a port.
     if not hasattr(uniproc_executor, name):
         return nullcontext()
     folder = os.environ.get("VLLM_RPC_BASE_PATH") or scratch_folder()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True, params=[signal.SIG_DFL, signal.default_int_handler], ids=["notebook", "command"])
 def sigterm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What SIGTERM does by itself, and under our commands."""
+    """SIGTERM's action by itself, and under our commands."""
     with sigterm_does(request.param):
         yield
         assert signal.getsignal(signal.SIGTERM) == request.param
