@@ -285,7 +285,7 @@ class ClusterConfig(FiniteModel):
 
 
 class CheckpointConfig(FiniteModel):
-    """A checkpoint after every `every` RL steps (0: at the end and at Ctrl-C alone), the newest `keep` of which stay."""
+    """A checkpoint after every `every` RL steps (0: only at the end and at Ctrl-C), of which the newest `keep` stay."""
 
     every: int = Field(default=10, ge=0)
     keep: int = Field(default=2, ge=1)
