@@ -97,7 +97,7 @@ class RolloutsAhead:
 class RunData:
     """The prompts of a recipe; `notes` counts those left out, and those without room for a whole response.
 
-    ConfigError where a prompt cannot be read or leaves an engine no room to respond, and for a tokenizer of another model.
+    ConfigError for a prompt that cannot be read or leaves an engine no room to respond, and for a foreign tokenizer.
     """
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
