@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tltlab.console import AllowCode, Json, emit
+from tltlab.console import AllowCode, Json, emit, progress
 from tltlab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tltlab.runtime.recipe.recipe import Recipe
 
 
 def train(
@@ -34,9 +39,10 @@ def train(
     tltlab train qwen2.5-7b-tlt --dry-run
     """
     from tltlab.own import code_allowed
-    from tltlab.runtime.recipe.checks import check
+    from tltlab.runtime.recipe.checks import check, enough_gpus, prompt_notes
     from tltlab.runtime.recipe.dry_run import plan_of
     from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
+    from tltlab.runtime.run.checkpoints import newest_whole, step_of
 
     changes = overrides or []
     if resume is not None:
@@ -54,12 +60,32 @@ def train(
         check(loaded, folder, resume=resume is not None, replay=replay_decisions, tries=True)
         if dry_run:
             plan = plan_of(loaded)
+            plan = replace(plan, notes=(*plan.notes, *prompt_notes(loaded)))
             emit(plan.as_json(), as_json=as_json, text=plan.text())
             return
+        enough_gpus(loaded)
         from tltlab.runtime.run.grpo import train as run
 
-        summary = run(loaded, folder, resume=resume is not None, replay=replay_decisions)
+        try:
+            summary = run(loaded, folder, resume=resume is not None, replay=replay_decisions)
+        except KeyboardInterrupt:
+            if (folder / "run.json").is_file():
+                newest = newest_whole(folder / "checkpoints")
+                since = "its start, for want of a checkpoint" if newest is None else f"RL step {step_of(newest)}"
+                progress(f"{folder} goes on from {since}: {resuming(loaded, folder, replay_decisions)}")
+            raise
     text = f"{summary['grpo_steps']} steps into {folder}"
     if None not in (summary["reward_first"], summary["reward_last"]):
         text += f"; held-out reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"
-    emit(summary, as_json=as_json, text=text)
+    more = resuming(loaded, folder, replay_decisions, f"train.steps={2 * loaded.train.steps}")
+    emit(summary, as_json=as_json, text=f"{text}\nwith more RL steps: {more}")
+
+
+def resuming(recipe: Recipe, run: Path, replay: Path | None, *overrides: str) -> str:
+    """The command by which a run goes on, with the permissions that it needs."""
+    from tltlab.runtime.recipe.user_code import code_of
+
+    options = [f"--allow-code={name}" for name in dict.fromkeys(code_of(recipe))]
+    if replay is not None:
+        options.append(f"--replay-decisions={replay}")
+    return shlex.join(["tltlab", "train", "--resume", str(run), *options, *overrides])

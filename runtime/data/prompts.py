@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import jinja2
 import pyarrow.lib
 import pyarrow.parquet as pq
 
 from tltlab.config import leaves
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, one_line
 from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
 from tltlab.runtime.recipe.sections import DataConfig
 from tltlab.traces.storage import check_parquet
@@ -51,16 +50,19 @@ def load_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str 
     return read_prompts(source, config, tokenizer, split=split).prompts
 
 
-def read_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str | None = None) -> PromptSet:
+def read_prompts(
+    source: str, config: DataConfig, tokenizer: Any, *, split: str | None = None, room: int | None = None
+) -> PromptSet:
     """Read `source`: a .jsonl or .parquet file, or else the `split` of a dataset (None: config.split).
 
     A row without `prompt_id` gets its number. An answer that is not text becomes text: a number as Python writes it, a
     list or a struct as JSON. ConfigError for what cannot be read names the place and, where a column is
-    missing, those there are.
+    missing, those there are; so does that for prompts that fill an engine's context of `room` tokens (None: unknown).
     """
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
     lengths: list[int] = []
+    overlong: list[tuple[str, int]] = []
     for place, prompt in _prompts(source, config, tokenizer, split or config.split):
         if prompt.prompt_id in places:
             first = places[prompt.prompt_id]
@@ -69,12 +71,20 @@ def read_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str 
         lengths.append(len(prompt.token_ids))
         if config.max_prompt_tokens is None or lengths[-1] <= config.max_prompt_tokens:
             prompts.append(prompt)
+            if room is not None and lengths[-1] >= room:
+                overlong.append((place, lengths[-1]))
     if not lengths:
         raise ConfigError(f"{source} has no rows")
     if not prompts:
         raise ConfigError(
             f"{source}: all {len(lengths)} prompts have more than {config.max_prompt_tokens} tokens, the shortest "
             f"{min(lengths)}: set data.max_prompt_tokens higher"
+        )
+    if overlong:
+        (place, tokens), more = overlong[0], f", nor do {len(overlong) - 1} others" if overlong[1:] else ""
+        raise ConfigError(
+            f"{source}: {place}: a prompt of {tokens} tokens does not fit the engine's context of {room}, which must "
+            f"hold it and a response{more}: shorten them, or leave them out by a data.max_prompt_tokens below {room}"
         )
     return PromptSet(prompts=prompts, num_dropped=len(lengths) - len(prompts))
 
@@ -85,7 +95,7 @@ def _prompts(source: str, config: DataConfig, tokenizer: Any, split: str) -> Ite
     for number, (place, row) in enumerate(_rows(source, config, split)):
         origin = f"{source}: {place}"
         text, token_ids = _encoded(_column(row, config.prompt_column, origin), config, tokenizer, origin)
-        answer = _answer(_column(row, config.answer_column, origin))
+        answer = _answer(_column(row, config.answer_column, origin), config.answer_column, origin)
         prompt_id = str(row["prompt_id"]) if row.get("prompt_id") is not None else str(number)
         _check_unicode(prompt_id, "prompt_id", origin)
         yield place, Prompt(prompt_id=prompt_id, text=text, answer=answer, token_ids=token_ids)
@@ -103,18 +113,7 @@ def first_row(source: str, config: DataConfig) -> tuple[str, str] | None:
         return None
     origin = f"{source}: {place}"
     text, _ = _messages(_column(row, config.prompt_column, origin), config, origin)
-    return text, _answer(_column(row, config.answer_column, origin))
-
-
-def first_prompt(source: str, config: DataConfig, tokenizer: Any) -> Prompt | None:
-    """The first prompt of a .jsonl or .parquet file as a run would read it; None for other sources.
-
-    ConfigError where a column is missing or empty, and where the tokenizer cannot render it.
-    """
-    if not _is_file(source):
-        return None
-    _, prompt = next(_prompts(source, config, tokenizer, config.split), ("", None))
-    return prompt
+    return text, _answer(_column(row, config.answer_column, origin), config.answer_column, origin)
 
 
 def num_rows(source: str) -> int | None:
@@ -246,7 +245,8 @@ def _column(row: Mapping[str, Any], name: str, origin: str) -> Any:
         if not isinstance(value, Mapping) or part not in value:
             raise ConfigError(f"{origin} has no column {name!r}; it has {', '.join(dict(leaves(row))) or 'none'}")
         value = value[part]
-    if value is None:
+    # A column that lacks a value here and there comes out of pandas as numbers, with NaN for it.
+    if value is None or (isinstance(value, float) and value != value):
         raise ConfigError(f"{origin} has nothing in column {name!r}; fill it in, or leave the row out")
     return value
 
@@ -259,24 +259,27 @@ def _check_unicode(text: str, column: str, origin: str) -> None:
         raise ConfigError(f"{origin}: column {column!r} has half a surrogate pair, which is no Unicode text") from error
 
 
-def _answer(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, (list, dict)) else str(value)
+def _answer(value: Any, column: str, origin: str) -> str:
+    if isinstance(value, bytes):
+        raise ConfigError(f"{origin}: column {column!r} has bytes where text belongs; decode them")
+    text = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, (list, dict)) else str(value)
+    _check_unicode(text, column, origin)
+    return text
 
 
 def _encoded(prompt: Any, config: DataConfig, tokenizer: Any, origin: str) -> tuple[str, list[int]]:
     """A prompt's text for the reward, and its tokens for the model."""
     text, messages = _messages(prompt, config, origin)
-    for message in messages:
-        _check_unicode(message["content"], config.prompt_column, origin)
+    _check_unicode(json.dumps(messages, ensure_ascii=False, default=str), config.prompt_column, origin)
     if config.chat:
         try:
             encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ConfigError(f"{origin}: the model's chat template refuses the prompt: {error}") from error
+        except Exception as error:  # whatever a template does, or what it makes does to the tokenizer
+            raise ConfigError(f"{origin}: the model's chat template refuses the prompt: {one_line(error)}") from error
     else:
         encoded = tokenizer(text)
     token_ids = list(encoded["input_ids"])
-    if not token_ids:
+    if not token_ids or not text.strip():
         raise ConfigError(f"{origin}: the prompt in column {config.prompt_column!r} is empty")
     return text, token_ids
 

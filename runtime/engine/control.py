@@ -28,7 +28,7 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.policies.driver import PolicyDriver, refuse_needs
-from tltlab.policies.policy import Policy
+from tltlab.policies.policy import SHIPPED, Policy
 from tltlab.policies.selector import Selector
 from tltlab.state import Choice, RequestState, StepOutcome, StepState, recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -195,12 +195,19 @@ class Control:
         """Total seconds `inside`, those `deciding` among them, and seconds `drafting`, which are not."""
         return self.inside.seconds, self.deciding.seconds, self.drafting.seconds
 
+    @property
+    def policy_name(self) -> str | None:
+        """Name of a shipped policy, of another one its selector's kind and a digest; None without a policy."""
+        if self._policy is None:
+            return None
+        named = (name for name, shipped in SHIPPED.items() if shipped == self._policy)
+        return next(named, f"{self._policy.selector.kind} {_digest(self._policy)}")
+
     def metrics(self) -> Samples:
         """Counts of iterations by arm since the start, and the policy in force, by `metrics.FAMILIES`."""
         samples: dict[tuple[str, ...], float] = {}
         if self._policy is not None:
-            digest = hashlib.sha256(self._policy.model_dump_json().encode()).hexdigest()[:8]
-            samples["policy_info", self._policy.selector.kind, digest, self.failure] = 1
+            samples["policy_info", self._policy.selector.kind, _digest(self._policy), self.failure] = 1
         for drafter, sentence in self.alarm.collapsed.items():
             samples["drafter_collapsed", drafter] = bool(sentence)
         return {**samples, **self._tally.counts}
@@ -481,3 +488,7 @@ class Control:
             self.ledger.pause()
             self.alarm.idle()
             self.driver.idle()
+
+
+def _digest(policy: Policy) -> str:
+    return hashlib.sha256(policy.model_dump_json().encode()).hexdigest()[:8]

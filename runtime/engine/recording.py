@@ -240,8 +240,14 @@ class LiveRecording:
         self.control.begin(rl_step)
         self._grouping.begin()
         self._origins[rl_step] = ledger.origin
-        t_start, version = ledger.origin - self._start_s, self._grouping.version
-        self._give(("steps", columns("steps", rl_step=rl_step, t_start=t_start, policy_version=version)), _ROW_BYTES)
+        row = columns(
+            "steps",
+            rl_step=rl_step,
+            t_start=ledger.origin - self._start_s,
+            policy=self.control.policy_name,
+            policy_version=self._grouping.version,
+        )
+        self._give(("steps", row), _ROW_BYTES)
 
     def new_weights(self, method: str | None = None) -> None:
         """The engine has new weights, as far as its core hears: None, or a `method` was called on all its workers.

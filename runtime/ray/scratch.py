@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from contextlib import ExitStack, suppress
 from itertools import count
@@ -73,9 +74,11 @@ def _mapped_memory(process: Path) -> set[int]:
 
 
 def sweep() -> list[Path]:
-    """Remove `leftovers`, but what a process still uses; what was removed."""
+    """Remove `leftovers`, but what a process still uses; what was removed. Agents of a Ray session there end."""
     removed = []
     for path in leftovers():
+        if path.parent.name == "ray":
+            _end_agents(path)
         # A scratch folder is not forgotten as long as something is left that it knows of.
         knows = SCRATCH.fullmatch(path.name)
         if not (any(map(is_leftover, elsewhere(path))) if knows else _in_use(path)):
@@ -90,6 +93,18 @@ def _remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink()
+
+
+def _end_agents(session: Path) -> None:
+    """Kill the processes of a Ray session whose driver was killed: its agents call on its servers for a minute more.
+
+    They go by titles of Ray's, and log into the session.
+    """
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            titled = (process / "cmdline").read_bytes().startswith(b"ray::")
+            if titled and any(str(session) in os.readlink(file) for file in (process / "fd").iterdir()):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def _in_use(path: Path) -> bool:

@@ -8,24 +8,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError, InputError, did_you_mean, refuse
-from tltlab.files import found_in, read_object
+from tltlab.files import found_in
 from tltlab.policies.policy import Policy
-from tltlab.runtime.data.prompts import first_prompt, first_row, num_rows
+from tltlab.runtime.data.prompts import first_row, num_rows
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.rollout.rewards import load_rewards
-from tltlab.runtime.run.checkpoints import checkpoints_in, fault_of
+from tltlab.runtime.run.checkpoints import newest_whole
 from tltlab.traces.trace import read
 
 from .gpus import bundles_of
 from .graphs import drafters_of, engines_of
 from .recipe import Recipe
 from .rules import exact_replay, undivided_heads
-from .shape import shape_of
+from .shape import engine_context, shape_of
 
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -41,15 +40,14 @@ def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
     Rewards and a policy's class are imported, the policy has to fit the engines, files and folders that are this
     machine's have to be there, and GPUs to add up. With `resume` the newest whole checkpoint of that run must be one
     that the recipe goes on with; `replay` must be a trace with decisions. First rows of files must have the columns;
-    with `tries` the first prompt is rendered with the model's tokenizer, which imports torch, and the reward called
-    once on it. Models and datasets of the Hugging Face Hub are not looked for.
+    with `tries` the reward is called once on the first. Models and datasets of the Hugging Face Hub are not looked for.
     """
     # Standard output is for results, and what a user's module prints is none.
     with redirect_stdout(sys.stderr):
         complaints = [complaint for rule in RULES for complaint in _all_of(rule, recipe)]
     complaints += writable_folder(out)
     if tries and not complaints:
-        complaints += [complaint for rule in (tried_prompt, tried_reward) for complaint in _all_of(rule, recipe)]
+        complaints += _all_of(tried_reward, recipe)
     if resume:
         complaints += _all_of(same_run, recipe, out)
     if replay is not None:
@@ -159,17 +157,12 @@ def enough_prompts(recipe: Recipe) -> Iterator[str]:
 
 def context(recipe: Recipe) -> Iterator[str]:
     """A context that cannot hold a response of the longest allowed; one that just does is cut by its prompt."""
-    longest, room = recipe.rollout.max_response_tokens, _config(recipe).get("max_position_embeddings")
-    if isinstance(room, int) and longest > room:
+    longest, room, vllm = recipe.rollout.max_response_tokens, engine_context(recipe), recipe.rollout.vllm
+    if room is not None and longest > room:
+        where = "rollout.vllm.max_model_len" if vllm.get("max_model_len") else f"the context of {recipe.model}"
         yield (
-            f"rollout.max_response_tokens = {longest}, but the context of {recipe.model} holds {room} tokens, prompt "
-            "included: lower it, or take another model"
-        )
-    set_to = recipe.rollout.vllm.get("max_model_len")
-    if set_to is not None and longest > set_to:
-        yield (
-            f"rollout.max_response_tokens = {longest}, but rollout.vllm.max_model_len = {set_to} tokens are the "
-            "context, prompt included: raise it, or lower the former"
+            f"rollout.max_response_tokens = {longest}, but {where} = {room} tokens, prompt included: lower the former, "
+            "or take a longer context"
         )
 
 
@@ -204,6 +197,29 @@ def engine_dtype(recipe: Recipe) -> Iterator[str]:
         yield f"rollout.vllm.dtype = {dtype!r}: vLLM has {', '.join(names)}{near}"
 
 
+def enough_gpus(recipe: Recipe) -> None:
+    """Raise ConfigError where a run would start Ray on this machine, which has fewer GPUs than its actors take.
+
+    GPUs are those that Ray would find. Not one of the rules of `check`: a dry run is made on any machine.
+    """
+    asked = bundles_of(recipe).num_gpus
+    if not asked or recipe.cluster.num_nodes > 1 or os.environ.get("RAY_ADDRESS", "local") != "local":
+        return
+    # Imported here: a recipe without GPUs, or a dry run, does without.
+    import ray
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    manager = get_accelerator_manager_for_resource("GPU")
+    visible = manager.get_current_process_visible_accelerator_ids()
+    found = min(manager.get_current_node_num_accelerators(), len(visible) if visible is not None else sys.maxsize)
+    if not ray.is_initialized() and found < asked:
+        raise ConfigError(
+            f"workers and trainer ranks ask for {asked:g} GPUs (cluster.gpus_per_node = "
+            f"{recipe.cluster.gpus_per_node}), and Ray finds {found} on this machine: ask for fewer, set RAY_ADDRESS "
+            "to a cluster that has them, or look at the plan with --dry-run"
+        )
+
+
 def learning_rate(recipe: Recipe) -> Iterator[str]:
     """A default that is right for our own small models and ruins large ones."""
     if "lr" in recipe.train.model_fields_set:
@@ -219,28 +235,19 @@ def learning_rate(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def tried_prompt(recipe: Recipe) -> Iterator[str]:
-    """What keeps the first prompt from being rendered, and a tokenizer that is not the model's."""
-    if not any((Path(recipe.model) / name).is_file() for name in _TOKENIZERS) or not first_row(
-        recipe.data.train, recipe.data
-    ):
-        return
-    # Imported here: it brings torch.
-    from tltlab.runtime.drafter.offline.data import load_tokenizer
+def prompt_notes(recipe: Recipe) -> tuple[str, ...]:
+    """Return a run's notes on its prompts, all of which are read; none where they or the tokenizer are not here.
 
-    tokenizer = load_tokenizer(recipe.model)
-    vocabulary, rows = len(tokenizer), _config(recipe).get("vocab_size")
-    if isinstance(rows, int) and vocabulary > rows:
-        yield (
-            f"the tokenizer of {recipe.model} has {vocabulary} tokens and the model {rows}: they are not of one model"
-        )
-    prompt = first_prompt(recipe.data.train, recipe.data, tokenizer)
-    room = recipe.rollout.vllm.get("max_model_len") or _config(recipe).get("max_position_embeddings")
-    if prompt is not None and isinstance(room, int) and len(prompt.token_ids) >= room:
-        yield (
-            f"the first prompt of {recipe.data.train} has {len(prompt.token_ids)} tokens, and the context of {room} "
-            "must hold it and a response"
-        )
+    ConfigError where a prompt cannot be read, or leaves an engine no room to respond.
+    """
+    sources = [source for source in (recipe.data.train, recipe.data.heldout) if source is not None]
+    if not all(map(os.path.exists, sources)) or not any((Path(recipe.model) / name).is_file() for name in _TOKENIZERS):
+        return ()
+    # Imported here: they bring torch.
+    from tltlab.runtime.drafter.offline.data import load_tokenizer
+    from tltlab.runtime.run.data import RunData
+
+    return tuple(RunData(recipe, load_tokenizer(recipe.model)).notes)
 
 
 def tried_reward(recipe: Recipe) -> Iterator[str]:
@@ -271,11 +278,6 @@ def tried_reward(recipe: Recipe) -> Iterator[str]:
         yield f"reward raised {type(error).__name__}: {error} {case}"
 
 
-def _config(recipe: Recipe) -> dict[str, Any]:
-    file = Path(recipe.model) / "config.json"
-    return read_object(file) if file.is_file() else {}
-
-
 RULES = (
     _raising(RewardPool), policy, _raising(Recipe.read_placement), model, sequence_parallel, data, first_rows,
     enough_prompts, context, cpu_engine, engine_dtype, learning_rate, _raising(bundles_of), _raising(engines_of),
@@ -296,8 +298,7 @@ def same_run(recipe: Recipe, out: Path) -> Iterable[str]:
     # Imported here: it brings torch, which takes long, and most runs do not need it.
     from tltlab.runtime.run.state import read_state
 
-    checkpoints = reversed(checkpoints_in(out / "checkpoints"))
-    newest = next((folder for folder in checkpoints if fault_of(folder) is None), None)
+    newest = newest_whole(out / "checkpoints")
     if newest is not None:
         read_state(newest, recipe)
     return ()

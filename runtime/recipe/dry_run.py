@@ -29,6 +29,7 @@ from .memory import (
     memory_table,
 )
 from .recipe import Recipe
+from .rules import uneven_minibatches
 from .system import system_settings
 
 Place = tuple[int, tuple[int, ...]]
@@ -143,6 +144,7 @@ def plan_of(recipe: Recipe) -> RunPlan:
             f"train.sampling_rounds = {recipe.train.sampling_rounds}: an RL step rolls out up to as many times, for "
             "prompts whose rewards do not differ"
         )
+    notes += uneven_minibatches(recipe)
     if sizes.on_gpu:
         notes.append(
             "when trainers start, rank 0 reads the whole model in float32 on its host: "

@@ -19,9 +19,10 @@ from tltlab.files import found_in, read_json, read_text
 from tltlab.own import OwnPart, allowed_modules, code_allowed
 from tltlab.planning.placement import Placement, load_placement
 from tltlab.policies.policy import Policy, load_policy
+from tltlab.runtime.data.text import whole_text
 
 from .rules import RULES
-from .sections import SYSTEMS_POLICY, Sections
+from .sections import SYSTEMS_POLICY, Sections, leaves
 from .system import engine_run_of, give_way, sections_of_system
 from .user_code import CODE, code_of, refuse_code
 
@@ -183,6 +184,10 @@ def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Re
             if not isinstance(section, dict):
                 raise ConfigError(f"override {override!r}: {parent} is not a section of the recipe")
         section[leaf] = json_or_text(text)
+    for name, value in leaves(fields):
+        # JSON may have it, TOML not; neither files nor tokenizers take it.
+        if isinstance(value, str) and whole_text(value) != value:
+            raise ConfigError(f"{source}: {name} has half a surrogate pair, which is no Unicode text")
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
@@ -195,7 +200,10 @@ def _fault(fault: ErrorDetails) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         message = "there is no such field"
-        message += did_you_mean(str(fault["loc"][-1]), fields_at(fault["loc"][:-1]))
+        name = str(fault["loc"][-1])
+        elsewhere = [setting for setting in settings_named(name) if setting != place]
+        message += f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else ""
+        message += "" if elsewhere else did_you_mean(name, fields_at(fault["loc"][:-1]))
     elif fault["type"] in ("model_type", "model_attributes_type", "dict_type"):
         message = f"should be a section of fields, got {type(fault['input']).__name__}"
     return f"{place}: {message}" if place else message
@@ -213,3 +221,17 @@ def fields_at(place: Sequence[int | str]) -> dict[str, FieldInfo]:
             return {}
         section = models[0]
     return dict(section.model_fields)
+
+
+def settings_named(name: str, place: tuple[str, ...] = ()) -> list[str]:
+    """The settings of recipes below `place` that have this name, or this dotted one, with their whole names.
+
+    >>> settings_named("steps")
+    ['train.steps']
+    """
+    found = []
+    for field in fields_at(place):
+        whole = ".".join([*place, field])
+        inner = settings_named(name, (*place, field))
+        found += inner or ([whole] if name in (field, whole) and not fields_at((*place, field)) else [])
+    return found

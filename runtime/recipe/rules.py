@@ -107,6 +107,24 @@ def placement(recipe: Sections) -> Iterator[str]:
         yield f"rollout.placement = {rollout.placement!r} places whole rollouts: leave out rollout.{mode}"
 
 
+def uneven_minibatches(recipe: Sections) -> Iterator[str]:
+    """Worth a warning, no complaint: optimizer steps of one RL step that average over different numbers of responses.
+
+    >>> sections = {"model": "m", "reward": "r:f", "data": {"train": "t"}, "rollout": {"prompts_per_step": 16}}
+    >>> list(uneven_minibatches(Sections.model_validate(sections | {"train": {"minibatches": 4}})))
+    []
+    """
+    num, minibatches = recipe.rollout.prompts_per_step * recipe.rollout.group_size, recipe.train.minibatches
+    size, larger = divmod(num, minibatches)
+    if larger:
+        sizes = f"{larger} have {size + 1} and {minibatches - larger} have {size}" if size else f"there are only {num}"
+        divisor = min((n for n in range(1, num + 1) if num % n == 0), key=lambda n: abs(n - minibatches))
+        yield (
+            f"train.minibatches = {minibatches} does not divide the {num} responses of an RL step "
+            f"(rollout.prompts_per_step x rollout.group_size): {sizes}; {divisor} divides them"
+        )
+
+
 def sampling_rounds(recipe: Sections) -> Iterator[str]:
     rollout = recipe.rollout
     if (rollout.partial is not None or rollout.reuse is not None) and recipe.train.sampling_rounds > 1:

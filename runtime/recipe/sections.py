@@ -30,7 +30,7 @@ class DataConfig(FiniteModel):
     `prompt_column` and `answer_column` may be dotted paths into structs ("reward_model.ground_truth"). A prompt is
     text, or a list of messages {role, content}. With `chat` the model's chat template is applied, `system` before a
     prompt that is text. Prompts of more than `max_prompt_tokens` are left out, and the run says how many; None takes
-    all.
+    all. One that fills the engine's context is refused, with its place, before anything starts.
     """
 
     train: str
@@ -285,7 +285,7 @@ class ClusterConfig(FiniteModel):
 
 
 class CheckpointConfig(FiniteModel):
-    """A checkpoint after every `every` RL steps (0: none but the last), of which the newest `keep` stay."""
+    """A checkpoint after every `every` RL steps (0: only at the end and at Ctrl-C), of which the newest `keep` stay."""
 
     every: int = Field(default=10, ge=0)
     keep: int = Field(default=2, ge=1)

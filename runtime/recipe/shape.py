@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from math import ceil
+from pathlib import Path
+from typing import Any
 
 from tltlab.costs.profiles import find_model
 from tltlab.errors import ConfigError
+from tltlab.files import read_object
 from tltlab.hardware import Gpu, ModelShape
 
 from .recipe import Recipe
@@ -29,6 +32,41 @@ def context_tokens(recipe: Recipe) -> int:
     """Tokens of the longest prompt and response."""
     tokens = (recipe.data.max_prompt_tokens or PROMPT_TOKENS) + recipe.rollout.max_response_tokens
     return min(tokens, int(recipe.rollout.vllm.get("max_model_len") or tokens))
+
+
+def engine_context(recipe: Recipe) -> int | None:
+    """Tokens that an engine holds of a prompt and its response, or a bound above; None where that is not known."""
+    return int(recipe.rollout.vllm.get("max_model_len") or 0) or model_context(recipe.model)
+
+
+def model_context(model: str) -> int | None:
+    """Tokens of the longest context, as vLLM finds it in the model's files; None where it is not known.
+
+    Releases of vLLM differ in scaled rotary embeddings: the longest context that one of them makes is taken.
+    """
+    config = config_of(model)
+    config |= config.get("text_config") or {}
+    positions, rope = config.get("max_position_embeddings"), config.get("rope_parameters") or config.get("rope_scaling")
+    if type(positions) is not int:
+        return None
+    most = config_of(model, "tokenizer_config.json").get("model_max_length")
+    factor = rope.get("factor") if isinstance(rope, dict) else None
+    return ceil(min(positions, most if isinstance(most, int) else positions) * max(float(factor or 1), 1.0))
+
+
+def config_of(model: str, name: str = "config.json") -> dict[str, Any]:
+    """A JSON object of a model's folder, or of a model in the Hugging Face cache; empty where there is none."""
+    if Path(model).is_dir():
+        return read_object(Path(model) / name)
+    # Imported here: it takes long, and most models are folders.
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, name)
+    except HFValidationError:  # a path
+        return {}
+    return read_object(Path(cached)) if isinstance(cached, str) else {}
 
 
 def vllm_batch(gpu: Gpu | None) -> int:

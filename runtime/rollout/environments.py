@@ -21,6 +21,7 @@ from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import found_in
 from tltlab.own import load_name
+from tltlab.runtime.data.text import whole_text
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest
 
 from .reward_pool import UserProcesses, error_place, exit_reason, process_object
@@ -75,7 +76,7 @@ def load_environment(path: str, code: Sequence[str] = ()) -> Environment:
         cls = load_name(BUILT_IN.get(path, path), f"environment {path!r}")
         try:
             environment: Environment = cls()
-        except Exception as error:  # whatever a user's class raises
+        except (Exception, SystemExit) as error:  # whatever a user's class raises
             raise ConfigError(f"environment {path!r} cannot be made: {type(error).__name__}: {error}") from error
     try:
         inspect.signature(environment.step).bind([])
@@ -87,11 +88,12 @@ def load_environment(path: str, code: Sequence[str] = ()) -> Environment:
 def stop_token_ids(config: EnvironmentConfig, code: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
     """The tokens that end a turn. ConfigError where there are none, and for a stop string of several tokens."""
     strings = config.stop or getattr(load_environment(config.path, code), "stop", ())
-    if not strings:
+    strings = (strings,) if isinstance(strings, str) and strings else strings
+    if not strings or not isinstance(strings, Sequence):
         raise ConfigError(f"environment {config.path!r} has no stop strings: name them in rollout.environment.stop")
     token_ids = []
     for text in strings:
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = tokenizer.encode(whole_text(text), add_special_tokens=False) if isinstance(text, str) else []
         if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
             raise ConfigError(
                 f"rollout.environment.stop {text!r} is not one token of the model's tokenizer: take one that is, as "
@@ -164,6 +166,8 @@ class EnvironmentPool(UserProcesses):
 
 
 _MAX_STARTS = 8
+_MOST_LETTERS = 256
+"""Bound on the letters of a token, above those of known vocabularies."""
 
 
 @dataclass(slots=True, eq=False)
@@ -178,13 +182,15 @@ class Conversations:
     """The turns of one rollout on an engine (`FollowUps`): who ended at a stop token is answered and goes on.
 
     A response has `max_turns` turns at most, and `room` tokens at most with its prompt. What the environment says
-    counts towards its cap: what does not fit beside a token to come ends the response.
+    counts towards its cap: what does not fit beside a token to come ends the response, and `cut` has the key of its
+    last turn.
     """
 
     def __init__(
         self, pool: EnvironmentPool, config: EnvironmentConfig, tokenizer: Any, stops: Sequence[int], room: int
     ) -> None:
         self._pool, self._config, self._tokenizer = pool, config, tokenizer
+        self.cut: set[Key] = set()
         self._stops, self._room = frozenset(stops), room
         self._calls: list[_Call] = []
         self._messages: dict[tuple[int, str, int], list[Message]] = {}
@@ -215,10 +221,16 @@ class Conversations:
         if answer is None:
             return None
         request, config = call.request, self._config
+        room = min(request.max_response_tokens - len(call.token_ids), self._room)
+        if len(answer) > room * _MOST_LETTERS:
+            # It would take long to count, and the engine would wait.
+            self.cut.add(request.key)
+            return None
         observed = self._tokenizer.encode(f"{config.before}{answer}{config.after}", add_special_tokens=False)
         prompt = [*request.prompt_token_ids, *call.token_ids, *observed]
         cap = request.max_response_tokens - len(call.token_ids) - len(observed)
         if cap < 1 or len(prompt) >= self._room:
+            self.cut.add(request.key)
             return None
         self._messages[request.key[:3]].append({"role": "tool", "content": answer})
         key: Key = (*request.key[:3], request.key[3] + 1)
@@ -229,16 +241,23 @@ class Conversations:
         return str(self._tokenizer.decode(list(token_ids)))
 
 
-def _observation(environment: Environment, messages: list[Message]) -> Answer:
+def _observation(
+    environment: Environment,
+    messages: list[Message],
+    caught: tuple[type[BaseException], ...] = (Exception, SystemExit),
+) -> Answer:
     try:
         observation = environment.step(messages)
-    except (Exception, SystemExit) as error:  # whatever a user's environment raises
+    except caught as error:  # whatever a user's environment raises
         return None, error_place(error)
-    if observation is not None and not isinstance(observation, str):
+    if observation is None:
+        return None, ""
+    if not isinstance(observation, str):
         return None, f"returned a {type(observation).__name__}, neither text nor None"
-    return observation, ""
+    return whole_text(observation), ""
 
 
 def _step(messages: list[Message]) -> Answer:
     """In a process of its own."""
-    return _observation(process_object("an environment's process"), messages)
+    # Panics of Rust are no `Exception`, and nobody interrupts this process from a keyboard.
+    return _observation(process_object("an environment's process"), messages, (BaseException,))

@@ -50,7 +50,7 @@ class WeightedReward:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, (str, bytes)):
+    if isinstance(value, (str, bytes, bytearray)):
         raise NotANumberError(f"returned a {type(value).__name__}")
     try:
         number = float(value)

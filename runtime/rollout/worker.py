@@ -246,8 +246,16 @@ class EngineWorker:
                 follow_ups=conversations,
             )
         )
-        notes = self.environment[0].take_failures() if self.environment is not None else []
-        return replace(rollout, notes=notes)
+        if self.environment is None or not isinstance(conversations, Conversations):
+            return rollout
+        notes, cut = self.environment[0].take_failures(), conversations.cut
+        if cut:
+            notes.append(
+                f"{len(cut)} responses end at a tool that said more than the context or rollout.max_response_tokens "
+                "has room for: they count as truncated"
+            )
+        responses = [replace(r, finish_reason="length") if r.key in cut else r for r in rollout.responses]
+        return replace(rollout, responses=responses, notes=notes)
 
     def _conversations(self, requests: list[GenerationRequest]) -> tuple[list[GenerationRequest], FollowUps | None]:
         """The requests as they stop at tool calls, and what answers those; as they are without an environment."""

@@ -138,6 +138,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted((path for path in paths if _STEP.fullmatch(path.name)), key=step_of)
 
 
+def newest_whole(folder: Path) -> Path | None:
+    """The newest whole checkpoint in a folder that need not be there; large files are known by their size."""
+    return next((path for path in reversed(checkpoints_in(folder)) if fault_of(path) is None), None)
+
+
 def step_of(path: Path) -> int:
     """The RL step that comes next after the checkpoint `path`; ConfigError where its name says none."""
     match = _STEP.fullmatch(path.name)

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
-from tltlab.runtime.data.prompts import Prompt, load_prompts, read_prompts
+from tltlab.runtime.data.prompts import Prompt, read_prompts
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.shape import config_of, engine_context
 from tltlab.runtime.rollout.collected import Collected
 from tltlab.runtime.rollout.environments import stop_token_ids
 from tltlab.runtime.rollout.synchronous import rollouts_of
@@ -34,8 +35,11 @@ class RolloutsAhead:
     `rollout.staleness` as many of the next ones.
 
     `collect` rolls out an RL step under the weights that the engines have. None is rolled out across a checkpoint,
-    which would lose it, nor after the last. A context manager, which its thread ends with.
+    which would lose it, nor after the last, nor once the run is `ending`. A context manager, which its thread ends
+    with.
     """
+
+    ending = False
 
     def __init__(self, recipe: Recipe, collect: Callable[[int], RolledOut]) -> None:
         self._recipe, self._collect = recipe, collect
@@ -58,10 +62,15 @@ class RolloutsAhead:
         recipe, every = self._recipe, self._recipe.checkpoint.every
         num_ahead = recipe.rollout.staleness or int(recipe.rollout.one_step_off)
         for step in range(rl_step, min(rl_step + num_ahead, recipe.train.steps)):
-            if every and step % every == 0:
+            if self.ending or (every and step % every == 0):
                 break
             if step not in self._ahead:
                 self._ahead[step] = self._executor.submit(self._collect, step)
+
+    @property
+    def is_empty(self) -> bool:
+        """True where no RL step is rolled out, or begun, ahead."""
+        return not self._ahead
 
     def make_way(self) -> None:
         """New weights come: between two rollouts, or at once where engines take them while they generate."""
@@ -86,18 +95,24 @@ class RolloutsAhead:
 
 
 class RunData:
-    """The prompts of a recipe. Raises ConfigError where they cannot be read or leave engines no room to respond."""
+    """The prompts of a recipe; `notes` counts those left out, and those without room for a whole response.
+
+    ConfigError for a prompt that cannot be read or leaves an engine no room to respond, and for a foreign tokenizer.
+    """
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.recipe = recipe
-        data = recipe.data
-        prompts = read_prompts(data.train, data, tokenizer)
-        self.train, self.num_dropped = prompts.prompts, prompts.num_dropped
+        self.recipe, self.notes = recipe, list[str]()
+        vocabulary, rows = len(tokenizer), config_of(recipe.model).get("vocab_size")
+        if isinstance(rows, int) and vocabulary > rows:
+            raise ConfigError(
+                f"the tokenizer of {recipe.model} has {vocabulary} tokens and the model {rows}: they are not of one "
+                "model"
+            )
+        self.train = self._read(recipe.data.train, None, tokenizer)
         self._number = {prompt.prompt_id: number for number, prompt in enumerate(self.train)}
         self.heldout: list[Prompt] = []
-        if data.heldout is not None:
-            self.heldout = load_prompts(data.heldout, data, tokenizer, split=data.heldout_split)
-        self._check_room()
+        if recipe.data.heldout is not None:
+            self.heldout = self._read(recipe.data.heldout, recipe.data.heldout_split, tokenizer)
         if (environment := recipe.rollout.environment) is not None:
             # Before anything starts: each worker reads it again.
             stop_token_ids(environment, recipe.code, tokenizer)
@@ -131,16 +146,27 @@ class RunData:
         self.order.load_state_dict(state["order"])
         self.rollouts.load_state_dict(state["rollouts"], folder)
 
-    def _check_room(self) -> None:
-        room = self.recipe.rollout.vllm.get("max_model_len")
-        if not room:
-            return
-        for prompt in [*self.train, *self.heldout]:
-            if len(prompt.token_ids) >= room:
+    def _read(self, source: str, split: str | None, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+        data, cap, room = self.recipe.data, self.recipe.rollout.max_response_tokens, engine_context(self.recipe)
+        found = read_prompts(source, data, tokenizer, split=split, room=room)
+        if found.num_dropped:
+            self.notes.append(
+                f"{found.num_dropped} prompts of {source} have more than data.max_prompt_tokens = "
+                f"{data.max_prompt_tokens} tokens and are left out"
+            )
+            per_step, num_left = self.recipe.rollout.prompts_per_step, len(found.prompts)
+            if split is None and num_left < per_step:
                 raise ConfigError(
-                    f"prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, and rollout.vllm.max_model_len = "
-                    f"{room} must hold it and a response: raise it, or leave such prompts out by data.max_prompt_tokens"
+                    f"{self.notes[-1]}: {num_left} are left for rollout.prompts_per_step = {per_step}; set that lower, "
+                    "or take longer ones"
                 )
+        lengths = [len(prompt.token_ids) for prompt in found.prompts]
+        if room is not None and (num_long := sum(length + cap > room for length in lengths)):
+            self.notes.append(
+                f"{num_long} prompts of {source}, of up to {max(lengths)} tokens, leave less than "
+                f"rollout.max_response_tokens = {cap} of the engine's context of {room}: their responses end there"
+            )
+        return found.prompts
 
 
 def samples_of(collected: Collected) -> list[Sample]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,18 +20,17 @@ from tltlab.files import lock, make_folder, sealed, write_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
-from tltlab.runtime.engine.environment import run_json, versions
+from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.graphs import drafters_of
 from tltlab.runtime.recipe.recipe import Recipe, located
-from tltlab.runtime.recipe.rules import exact_replay
+from tltlab.runtime.recipe.rules import exact_replay, uneven_minibatches
 from tltlab.runtime.recipe.user_code import keep_code
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.runtime.trainer.samples import check
-from tltlab.stats import finite
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import Trace, read
 
@@ -40,8 +40,9 @@ from .data import RolledOut, RolloutsAhead, RunData, samples_of
 from .logging import RunLog
 from .memory import ProcessMemory
 from .recovery import Recovery
-from .rows import StepReport, repeat_row, run_manifest, step_metrics, step_rows
+from .rows import StepReport, repeat_row, run_manifest, step_metrics, step_rows, summary_of
 from .state import RunEvents, RunState
+from .stop import Stop
 
 Done = TypeVar("Done")
 
@@ -49,7 +50,8 @@ Done = TypeVar("Done")
 def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None) -> dict[str, Any]:
     """Run a recipe from its first step, or with `resume` from its newest checkpoint, to its last into the folder `out`.
 
-    Returns the summary that it writes there.
+    Returns the summary that it writes there. KeyboardInterrupt after Ctrl-C (`Stop`), with a checkpoint where the RL
+    step under way ended soon.
     """
     out = Path(out)
     if not resume:
@@ -83,35 +85,27 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
             log.say(f"goes on with RL step {run.rl_step}")
         run.watch = lambda report: log.step(report, report.measures)
         begins_at = run.rl_step
-        while run.rl_step < last_step:
-            report = run.step()
-            if run.rl_step in (begins_at + 1, last_step):
-                run.memory()
-            every = recipe.eval.every
-            if evaluates and every and run.rl_step % every == 0 and run.rl_step < last_step:
-                evaluate(f"after RL step {report.rl_step}")
-        reward_last = evaluate("after training") if evaluates else None
+        with Stop(run.wind_down) as stop:
+            while run.rl_step < last_step and not (stop.wanted and run.is_between):
+                stop.due(fmean(r.step_s for r in run.reports[-3:]) if run.reports else 0.0)
+                report = run.step()
+                if run.rl_step in (begins_at + 1, last_step):
+                    run.memory()
+                every = recipe.eval.every
+                if evaluates and every and run.rl_step % every == 0 and run.rl_step < last_step:
+                    evaluate(f"after RL step {report.rl_step}")
+        finished = run.rl_step >= last_step
+        reward_last = evaluate("after training") if evaluates and finished else None
         newest = run.checkpoints.latest()
         if newest is None or step_of(newest) != run.rl_step:
             # So that a run that has ended can go on with more steps.
             run.checkpoint()
-        run.save()
+        if finished:
+            run.save()
         reports, drafter = run.reports, run.drafting.summary()
-    summary = {
-        "grpo_steps": len(reports),
-        "reward_first": run.state.reward_first,
-        "reward_last": reward_last,
-        "steps": [
-            {"rl_step": r.rl_step, "policy": r.policy, "reward": finite(r.reward_mean), "rollout_s": r.rollout_s}
-            for r in reports
-        ],
-        "recorder_share": sum(r.recorder_s + r.record_s for r in reports) / sum(r.step_s for r in reports),
-        "drafter": drafter,
-        "off_policy": {name: value for name, value in reports[-1].metrics.items() if "/" in name} if reports else {},
-        "trace": "trace",
-        "policy": "policy.json",
-        "versions": versions(),
-    }
+    if not finished:
+        raise KeyboardInterrupt
+    summary = summary_of(reports, run.state.reward_first, reward_last, drafter)
     write_json(out / "summary.json", sealed(summary))
     return summary
 
@@ -171,6 +165,16 @@ class GrpoRun:
         return self.state.reports
 
     @property
+    def is_between(self) -> bool:
+        """True where nothing is rolled out ahead."""
+        return self._ahead.is_empty
+
+    def wind_down(self) -> None:
+        """Roll out nothing ahead from now on: the run is to end."""
+        self._ahead.ending = True
+        self.events.note("Ctrl-C: the run ends behind this RL step, with a checkpoint; Ctrl-C again ends it at once")
+
+    @property
     def begins_at(self) -> int:
         """The RL step that a run which has not started yet will do first."""
         folder = self.checkpoints.latest() if self._resume else None
@@ -183,11 +187,8 @@ class GrpoRun:
             keep_code(self.recipe.code, [*self.recipe.own_modules, *modules], self.out)
             folder = self.recovery.newest() if self._resume else None
             self.recovery.prepare(folder)
-            if self.data.num_dropped:
-                self.events.note(
-                    f"{self.data.num_dropped} prompts of more than data.max_prompt_tokens = "
-                    f"{self.recipe.data.max_prompt_tokens} are left out"
-                )
+            for note in (*uneven_minibatches(self.recipe), *self.data.notes):
+                self.events.note(note)
             stack.enter_context(self.reward_pool)
             stack.enter_context(self._ahead)  # ends after the actors: what it asks of them fails then
             self.actors = stack.enter_context(self._actors(self.recipe, self.policy, self.drafting, self.events))

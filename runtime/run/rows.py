@@ -21,6 +21,7 @@ from tltlab.files import found_in
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.stats import finite
 from tltlab.strategy import Strategy
 from tltlab.traces.metrics import bubble_fraction, mean_accept_length, tail_fraction, tokens_per_s
 from tltlab.traces.recorder import ColumnRows
@@ -312,6 +313,27 @@ def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, floa
     for step in rows.get("steps", []):
         figures |= {f"drafter/{name}": step.get(f"drafter_{name}") for name in ("age", "updates")}
     return {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
+
+
+def summary_of(
+    reports: Sequence[StepReport], reward_first: float | None, reward_last: float | None, drafter: Any
+) -> dict[str, Any]:
+    """`summary.json` of a run: its RL steps, the held-out rewards before and after them, and what its drafter did."""
+    return {
+        "grpo_steps": len(reports),
+        "reward_first": reward_first,
+        "reward_last": reward_last,
+        "steps": [
+            {"rl_step": r.rl_step, "policy": r.policy, "reward": finite(r.reward_mean), "rollout_s": r.rollout_s}
+            for r in reports
+        ],
+        "recorder_share": sum(r.recorder_s + r.record_s for r in reports) / sum(r.step_s for r in reports),
+        "drafter": drafter,
+        "off_policy": {name: value for name, value in reports[-1].metrics.items() if "/" in name} if reports else {},
+        "trace": "trace",
+        "policy": "policy.json",
+        "versions": versions(),
+    }
 
 
 def _graphs(kinds: pa.ChunkedArray) -> dict[str, float | None]:

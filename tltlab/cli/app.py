@@ -158,7 +158,7 @@ def _run(args: list[str]) -> int:
         code = _group().main(args, prog_name="tltlab", complete_var=_COMPLETE, standalone_mode=False)
     except TyperException as error:
         called = "tltlab" if args[0].startswith("-") else f"tltlab {args[0]}"
-        _fail(f"{error.format_message()} (see '{called} --help')", 2)
+        _fail(f"{_as_setting(args, error) or error.format_message()} (see '{called} --help')", 2)
     except ConfigError:
         if _COMPLETE in os.environ:  # an unknown command or a missing extra: nothing to offer
             return 0
@@ -168,6 +168,21 @@ def _run(args: list[str]) -> int:
     if code == _INTERRUPTED:
         progress("tltlab: interrupted")
     return code if isinstance(code, int) else 0
+
+
+def _as_setting(args: Sequence[str], error: Any) -> str:
+    """How an option that `train` does not have is given, where it is a setting of recipes; else ""."""
+    option = getattr(error, "option_name", None)
+    if args[0] != "train" or not option:
+        return ""
+    from tltlab.runtime.recipe.recipe import settings_named
+
+    # Typer names only the first letter of what begins with one dash.
+    given = next(number for number, arg in enumerate(args) if arg.startswith(option))
+    option, _, value = args[given].partition("=")
+    following = next((arg for arg in args[given + 1 :] if not arg.startswith("-")), "")
+    settings = [f"{name}={value or following}" for name in settings_named(option.lstrip("-").replace("-", "_"))]
+    return f"No such option: {option}; a setting of the recipe is given as {' or '.join(settings)}" if settings else ""
 
 
 def _overview() -> str:

@@ -19,6 +19,8 @@ from tltlab.doctor.evidence import RunEvidence
 from tltlab.doctor.machine import Machine, try_imports
 from tltlab.doctor.signatures import examine
 from tltlab.errors import ConfigError
+from tltlab.traces.schema import SUFFIX, is_trace
+from tltlab.traces.trace import locate
 
 WIDTH = 120  # letters of the longest line
 
@@ -55,6 +57,9 @@ def doctor(
     told: Diagnosis[RunEvidence] = Diagnosis()
     known: dict[str, Any] = {}
     if run is not None:
+        if runs := _runs_in(run):
+            others = f"; there are {', '.join(path.name for path in runs[1:9])} too" if runs[1:] else ""
+            raise ConfigError(f"{run} holds runs and is none: name one, as in tltlab doctor {runs[0]}{others}")
         evidence = RunEvidence.of(run, costs)
         told = examine(evidence)
         known["engines"] = int(evidence.setting("rollout.num_workers", 0))
@@ -83,6 +88,18 @@ def doctor(
     else:
         lines += [line for finding in good for line in _wrapped("fine", f"{finding.title}: {finding.evidence}")]
     emit(result, as_json=as_json, text="\n".join(lines))
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The runs and traces in a folder that is none itself, the newest first."""
+    if _is_run(folder) or not folder.is_dir():
+        return []
+    return sorted(filter(_is_run, folder.iterdir()), key=lambda path: -path.stat().st_mtime)
+
+
+def _is_run(folder: Path) -> bool:
+    inside = locate(folder)
+    return is_trace(inside) or inside.name.endswith(SUFFIX) or (folder / "run.json").is_file()
 
 
 def _vllm() -> dict[str, str] | None:

@@ -22,6 +22,7 @@ from tltlab.importers.sources import read
 from tltlab.policies.policy import SHIPPED
 from tltlab.stats import Interval, paired_interval
 from tltlab.strategy import NO_SPECULATION
+from tltlab.traces.metrics import rollout_s
 from tltlab.traces.recording import recording_of
 from tltlab.traces.trace import Trace
 
@@ -90,12 +91,16 @@ class RunEvidence:
             raise NotChecked(self.complaint or "there is no trace")
         return self.trace
 
-    @property
+    @cached_property
     def steps(self) -> pd.DataFrame:
-        """The table of RL steps."""
-        if self.known.steps is None:
+        """The table of RL steps; an engine's recording has the seconds of a rollout in its responses."""
+        steps = self.known.steps
+        if steps is None:
             raise NotChecked("the trace has no steps.parquet")
-        return self.known.steps
+        if steps["rollout_s"].notna().all():
+            return steps
+        took_s = steps["rl_step"].map(rollout_s(self.known)).astype(np.float64)
+        return steps.assign(rollout_s=steps["rollout_s"].astype(np.float64).fillna(took_s))
 
     @property
     def happened(self) -> tuple[Mapping[str, Any], ...]:
@@ -138,7 +143,8 @@ class RunEvidence:
         policies: dict[int, tuple[str, str | None]] = {}
         for rl_step in self.known.rl_steps:
             in_force = [entry for entry in self.policies if entry[0] <= rl_step]
-            name = str(names.get(rl_step) or (in_force[-1][1] if in_force else "unknown"))
+            named = names.get(rl_step)
+            name = named if named and isinstance(named, str) else in_force[-1][1] if in_force else "unknown"
             policies[rl_step] = (name, in_force[-1][2] if in_force else _kind_of(name))
         return policies
 
@@ -225,9 +231,11 @@ def _logs(run: Path) -> dict[str, str]:
 
 
 def _kind_of(name: str) -> str | None:
-    """The selector's kind of a shipped policy, or of the file that a simulation was given, where it is still there."""
+    """The selector's kind of a shipped policy, of an engine's own ("beg-mab 0a1b2c3d"), or of a simulation's file."""
     if name in SHIPPED:
         return SHIPPED[name].selector.kind
+    if name.count(" ") == 1:
+        return name.partition(" ")[0]
     return _selector_kind(read_object(Path(name))) if name.endswith(".json") else None
 
 

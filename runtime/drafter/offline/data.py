@@ -21,6 +21,7 @@ from tltlab.config import FrozenModel
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.data.prompts import rows_of_file
+from tltlab.runtime.data.text import whole_text
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
@@ -122,12 +123,13 @@ def _pairs_of_file(path: Path, config: TextConfig) -> Iterator[tuple[Any, Any]]:
 def _prompt_ids(prompt: Any, config: TextConfig, tokenizer: Any) -> list[int]:
     if isinstance(prompt, list):
         return _checked_ids(prompt)
+    text = whole_text(str(prompt))
     if not config.chat:
-        return list(tokenizer(str(prompt))["input_ids"])
-    messages = [{"role": "user", "content": str(prompt)}]
+        return list(tokenizer(text)["input_ids"])
+    messages = [{"role": "user", "content": text}]
     try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
-    except ValueError as error:
+    except Exception as error:  # whatever a template does
         raise ConfigError(f"the model has no chat template that works: {one_line(error)[:200]}") from error
 
 
@@ -135,7 +137,7 @@ def _token_ids(response: Any, tokenizer: Any) -> list[int]:
     if isinstance(response, list):
         return _checked_ids(response)
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    return [*tokenizer(str(response), add_special_tokens=False)["input_ids"], *end]
+    return [*tokenizer(whole_text(str(response)), add_special_tokens=False)["input_ids"], *end]
 
 
 def _checked_ids(ids: list[Any]) -> list[int]:
@@ -312,6 +314,9 @@ def load_target(folder: str | Path) -> tuple[Any, FrozenTarget]:
 def load_tokenizer(folder: str | Path) -> Any:
     """A model's tokenizer. ConfigError where there is none that loads."""
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the library of a broken file raises bare Exception
         raise ConfigError(f"{folder} has no tokenizer that loads: {one_line(error)[:200]}") from error
+    # Texts longer than the context are counted where that matters, and refused with their place.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer

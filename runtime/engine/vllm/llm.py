@@ -6,11 +6,12 @@ import gc
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict
 from multiprocessing.connection import wait
 from threading import Thread
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -19,8 +20,9 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse
 from tltlab.runtime.engine.recording import how_it_ended
 from tltlab.runtime.engine.weights import Slots
+from tltlab.runtime.ray.scratch import scratch_folder
 
-from . import capture, on_cpu, starting, uncompiled
+from . import capture, on_cpu, replaced, starting, uncompiled
 from .capabilities import missing
 from .capture import Sink
 from .options import missing_plugin, scheduler_cls
@@ -122,7 +124,8 @@ def _build(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
     if not missing("weight updates"):
         weight_transfer["weight_transfer_config"] = vllm.config.WeightTransferConfig(backend=LOCAL_BACKEND)
     try:
-        llm = vllm.LLM(model=model, scheduler_cls=scheduler_cls(None), **weight_transfer, **args)
+        with _rendezvous_in_scratch():
+            llm = vllm.LLM(model=model, scheduler_cls=scheduler_cls(None), **weight_transfer, **args)
     except (ValueError, OSError, TypeError, RuntimeError, AssertionError) as error:
         raise ConfigError(f"vLLM cannot start on {model}: {' '.join(str(error).split())[:500]}") from error
     complaint = ""
@@ -138,6 +141,21 @@ def _build(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
     if weight_transfer:
         llm.init_weight_transfer_engine({"init_info": {}})
     return llm
+
+
+def _rendezvous_in_scratch() -> AbstractContextManager[None]:
+    """Within, an engine of this process leaves its file for torch's process group where the run's scratch goes.
+
+    vLLM puts it into the temporary folder, and leaves it there.
+    """
+    from vllm.v1.executor import uniproc_executor
+
+    name = "get_file_store_init_method"
+    # Releases without that function have the group meet at a port.
+    if not hasattr(uniproc_executor, name):
+        return nullcontext()
+    folder = os.environ.get("VLLM_RPC_BASE_PATH") or scratch_folder()
+    return replaced(uniproc_executor, name, lambda: f"file://{folder}/vllm_dist_{uuid4().hex}")
 
 
 def _wake_when_dead(client: Any) -> None:

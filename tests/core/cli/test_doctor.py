@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -157,6 +158,21 @@ def test_a_run_may_be_the_current_folder(doctor: Command, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path / "run")
     page = tltlab.report.write.report(Path("."), verify=False)
     assert "Events" in {section.title for section in page.sections}
+
+
+def test_a_folder_of_runs_names_them(doctor: Command, tmp_path: Path) -> None:
+    """A log beside them is not taken for the folder's own."""
+    for name in ("first", "second"):
+        read(TRACES / "tiny").select([0]).write(tmp_path / "runs" / name / "trace")
+        (tmp_path / "runs" / name / "tensorboard").mkdir()
+        (tmp_path / "runs" / name / "tensorboard" / "events.out.tfevents.1.host.2").touch()
+    (tmp_path / "runs" / "notes").mkdir()
+    os.utime(tmp_path / "runs" / "first", (1, 1))
+    code, out, err = doctor(tmp_path / "runs")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert f"tltlab doctor {tmp_path / 'runs' / 'second'}" in err
+    assert " first " in err
+    assert "notes" not in err
 
 
 def test_a_simulated_run_is_told_as_a_prediction(tmp_path: Path, doctor: Command) -> None:

@@ -240,6 +240,8 @@ LACKING: list[tuple[str, Any, str]] = [
     ("slower-than-plain", Run(plain_steps=False), "policy none"),
     ("slower-than-plain", RunEvidence(complaint="never finished"), "never finished"),
     ("large-batches", SLOW, "no batch size"),
+    ("drafts-lose-time", with_steps(rollout_s=None), "with and without"),
+    ("rollout-not-bottleneck", with_steps(rollout_s=None, train_s=None), "stages"),
     ("switches-often", Run(policy="explore", depth=lambda batch, i: 4 * (i % 2), plain_steps=False), "explore"),
     ("waiting-queue", trace_of(SMALL).replace(iterations=None), "iterations"),
     ("slow-worker", Run(workers=1), "two workers"),

@@ -166,19 +166,55 @@ def test_a_prompt_that_is_no_chat_is_refused(tmp_path: Path, chat_tokenizer: Any
         loaded(tmp_path, [{"prompt": prompt, "answer": "1"}], chat_tokenizer, chat=True)
 
 
-def test_a_chat_needs_a_template_that_works(tmp_path: Path, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_chat_needs_a_template(tmp_path: Path):
     for settings in ({"chat": True}, {"system": "be kind"}):
         with refused(ConfigError, naming=("data.chat",)):
             loaded(tmp_path, ROWS, **settings)
-    monkeypatch.setattr(chat_tokenizer, "chat_template", "{{ messages[0]['content'] + 1 }}")
-    with refused(ConfigError):
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("prompt", "a \ud800"), ("prompt_id", "a \ud800"), ("answer", "a \ud800"), ("answer", ["1", {"x": "\udc00"}]),
+        ("prompt", ""), ("prompt", " \n"), ("answer", float("nan")), ("prompt", float("nan")), ("prompt", 7),
+    ],
+    ids=["half in prompt", "half in id", "half in answer", "half in list", "empty", "blank", "no answer", "nan", "7"],
+)  # fmt: skip
+def test_what_is_no_text_is_refused(tmp_path: Path, column: str, value: Any):
+    rows = [{"prompt_id": "a", "prompt": "a", "answer": "1"}, {"prompt_id": "b", "prompt": "a", "answer": "1"}]
+    rows[1][column] = value
+    with refused(ConfigError, naming=("data.jsonl", "line 2", column)):
+        loaded(tmp_path, rows)
+
+
+def test_bytes_are_no_text(tmp_path: Path):
+    for column in ("prompt", "answer"):
+        with refused(ConfigError, naming=("row 0", column, "bytes")):
+            load_prompts(stored(tmp_path, "parquet", [ROWS[0] | {column: b"\xff"}]), DataConfig(train="x"), Words())
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": None}, {"role": "user", "content": ["a"]}, {"role": "user", "content": 5},
+        {"role": "user", "content": "\ud800"}, {"role": "user", "content": "a", "name": "\ud800"}, {"role": "user"},
+    ],
+    ids=["none", "blocks", "number", "half", "half elsewhere", "nothing"],
+)  # fmt: skip
+def test_a_message_without_text_is_refused(tmp_path: Path, chat_tokenizer: Any, message: dict[str, Any]):
+    with refused(ConfigError, naming=("data.jsonl", "line 1", "prompt")):
+        loaded(tmp_path, [{"prompt": [message], "answer": "1"}], chat_tokenizer, chat=True)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages[0]['content'] + 1 }}", "{{ '\ud83d' }}", "{{ 1 // 0 }}", "{{ messages[7].content.x }}", "{% if %}"],
+    ids=["type", "half", "zero", "undefined", "syntax"],
+)
+def test_a_template_that_fails_is_refused(tmp_path: Path, chat_tokenizer: Any, monkeypatch, template: str):
+    monkeypatch.setattr(chat_tokenizer, "chat_template", template)
+    with refused(ConfigError, naming=("line 1", "chat template")):
         loaded(tmp_path, ROWS, chat_tokenizer, chat=True)
-
-
-@pytest.mark.parametrize("column", ["prompt", "prompt_id"])
-def test_half_a_surrogate_pair_is_no_text(tmp_path: Path, column: str):
-    with refused(ConfigError, naming=(column,)):
-        loaded(tmp_path, [{"prompt_id": "a", "prompt": "a", "answer": "1"} | {column: "a \ud800"}])
 
 
 def test_too_long_prompts_are_counted(tmp_path: Path):
@@ -188,6 +224,19 @@ def test_too_long_prompts_are_counted(tmp_path: Path):
     assert read_prompts(source, DataConfig(train="x"), Words()).num_dropped == 0
     with refused(ConfigError, naming=("1", "2")):
         loaded(tmp_path, ROWS[:1], max_prompt_tokens=1)
+
+
+@pytest.mark.parametrize(("most", "room", "num"), [(None, 3, 2), (1, 2, 1), (None, None, 2)])
+def test_prompts_that_fit_the_context_are_taken(tmp_path: Path, most: int | None, room: int | None, num: int):
+    source = stored(tmp_path, "jsonl", ROWS)
+    assert len(read_prompts(source, DataConfig(train="x", max_prompt_tokens=most), Words(), room=room).prompts) == num
+
+
+def test_a_prompt_without_room_for_a_response_is_refused(tmp_path: Path):
+    source = stored(tmp_path, "jsonl", [ROWS[1], *({**ROWS[0], "prompt_id": name} for name in "ab")])
+    for most in (None, 2):
+        with refused(ConfigError, naming=("data.jsonl", "line 2", "2 tokens", "1 others", "data.max_prompt_tokens")):
+            read_prompts(source, DataConfig(train="x", max_prompt_tokens=most), Words(), room=2)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tltlab.runtime.audit.statistics import cells_check
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import Rollout
 from tltlab.runtime.engine.vllm.sampling import unmended_sampling
+from tltlab.runtime.ray.scratch import scratch_folder
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -125,3 +126,8 @@ def test_a_policy_file_decides_in_the_engine_as_it_does_on_paper(roomy: Engine, 
     for row in roomy.generate(asked, rl_step=0, temperature=TEMPERATURE).iterations:
         chosen = on_paper.choose(StepState(rl_step=0, batch=row["batch"], waiting=row["num_waiting"]))
         assert row["next_draft_depth"] == chosen.strategy.draft_depth
+
+
+def test_an_engines_files_go_with_its_process(roomy: Engine):
+    """A killed process's scratch folder is swept; its file in the temporary folder would stay for ever."""
+    assert list(scratch_folder().glob("vllm_dist_*"))

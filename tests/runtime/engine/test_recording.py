@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 
+from tltlab.doctor.evidence import RunEvidence
 from tltlab.drafters.specs import NETWORK, TEXT, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.recording import LiveRecording, how_it_ended
+from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.trace import Trace, read
 
 from .asking import raising, run_program, scheduled
@@ -97,6 +101,19 @@ def test_a_trace_says_what_drafters_of_other_names_are(tmp_path: Path):
     engine = Engine(tmp_path / "trace", {**specs, "test": NgramSpec().build()})
     engine.serves()
     assert engine.trace().manifest.drafters == {"own": TEXT, "mtp": NETWORK, "test": TEXT}
+
+
+def test_a_trace_says_which_policy_chose(engine: Engine):
+    engine.serves()
+    for policy in (load_policy("none"), Policy(selector=ExploreSpec(strategies=(NO_SPECULATION,)))):
+        engine.now += 100.0
+        engine.control.set_policy(policy, [0])
+        engine.serves()
+    of_steps = RunEvidence(trace=engine.trace()).policy_of_step
+    assert of_steps[0] == ("unknown", None)
+    assert of_steps[1] == ("none", "none")
+    name, kind = of_steps[2]
+    assert (kind, name[:8], len(name)) == ("explore", "explore ", 16)
 
 
 def test_once_weights_are_updated_nothing_else_ends_an_rl_step(engine: Engine):

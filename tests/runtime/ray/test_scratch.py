@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -67,6 +68,27 @@ def test_what_is_still_used_is_not_swept(temporary: Path):
         user.kill()
     assert len(sweep()) == 2
     assert not session.exists()
+
+
+def test_agents_of_a_killed_rays_session_end(temporary: Path):
+    """Ray names its processes by titles; whoever else reads a log of the session goes on."""
+    session = session_in(temporary)
+    subprocess.run([sys.executable, "-c", KILLED, str(temporary), str(session)], check=False)
+    code = "import sys; file = open(sys.argv[1], 'a'); print(flush=True); input()"
+    other = temporary / "other.log"
+    read = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "executable": sys.executable}
+    logs = {"ray::DashboardAgent": session / "agent.log", "reader": session / "agent.log", "ray::Agent": other}
+    processes = [subprocess.Popen([title, "-c", code, str(log)], **read) for title, log in logs.items()]
+    try:
+        for process in processes:
+            process.stdout.readline()
+        sweep()
+        assert processes[0].wait(60) == -signal.SIGKILL
+        assert [process.poll() for process in processes[1:]] == [None, None]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 MEMORY = """

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from tltlab.cli import app as cli
 from tltlab.errors import ConfigError
 from tltlab.own import code_allowed
 from tltlab.runtime.recipe import checks
+from tltlab.runtime.recipe.recipe import load_recipe
+from tltlab.runtime.recipe.shape import model_context
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
@@ -167,6 +170,55 @@ def test_a_dry_run_imports_nothing_heavy(place: Path):
     assert ran.stderr.split() == ["imported"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "settings"),
+    [
+        (("--steps", "4"), ("train.steps=4",)),
+        (("--steps=4",), ("train.steps=4",)),
+        (("-steps", "4"), ("train.steps=4",)),
+        (("--lr", "1e-6"), ("train.lr=1e-6", "drafter.optim.lr=1e-6")),
+        (("--num-workers=3", "--dry-run"), ("rollout.num_workers=3",)),
+        (("--train.steps", "4"), ("train.steps=4",)),
+        (("--model", "x"), ("model=x",)),
+        (("--steps",), ("train.steps=",)),
+        (("steps=4",), ("train.steps",)),
+        (("rollout.steps=4",), ("train.steps",)),
+        (("--stepz", "4"), ("--stepz",)),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) and value[0][0] in "-sr" else None,
+)
+def test_an_option_that_is_a_setting_is_suggested(place: Path, capsys, asked: tuple, settings: tuple):
+    code, out, err = train(capsys, "recipe.toml", *asked)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert [setting for setting in settings if f" {setting}" not in err] == []
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "fits"),
+    [
+        (0, "cluster.gpus_per_node=8", False),
+        (2, "cluster.gpus_per_node=8", False),
+        (3, "cluster.gpus_per_node=8", True),
+        (0, "rollout.gpus_per_worker=0.5", False),
+        (0, "seed=1", True),
+        (0, "cluster.gpus_per_node=8 cluster.num_nodes=2", True),
+    ],
+)
+def test_gpus_that_are_not_there_are_missed_at_once(place: Path, monkeypatch, found: int, asked: str, fits: bool):
+    """Ray would wait for them."""
+    from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager as Gpus
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(Gpus, "get_current_node_num_accelerators", lambda: found)
+    recipe = load_recipe("recipe.toml", asked.split())
+    expected = nullcontext() if fits else refused(ConfigError, naming=("GPUs", found, "--dry-run"))
+    with expected:
+        checks.enough_gpus(recipe)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    checks.enough_gpus(recipe)
+
+
 def test_a_learning_rate_that_is_set_is_taken(place: Path, capsys):
     (place / "m" / "config.json").write_text(shape(vocab_size=2_000_000))
     assert train(capsys, "recipe.toml", "train.lr=1e-6", "--dry-run")[0] == 0
@@ -185,20 +237,42 @@ def test_the_cpu_engines_limits_are_vllms(place: Path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("config", "tokenizer", "context"),
+    [
+        ({"max_position_embeddings": 512}, {}, 512),
+        ({"max_position_embeddings": 512}, {"model_max_length": 256}, 256),
+        ({"max_position_embeddings": 512}, {"model_max_length": 10**30}, 512),
+        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, {}, 2048),
+        ({"text_config": {"max_position_embeddings": 64}}, {}, 64),
+        ({"max_position_embeddings": "many"}, {}, None),
+        ({}, {}, None),
+    ],
+    ids=["positions", "tokenizer", "no limit", "rope", "nested", "text", "unknown"],
+)
+def test_a_context_is_that_of_the_models_files(tmp_path: Path, config: Any, tokenizer: Any, context: int | None):
+    for name, value in (("config.json", config), ("tokenizer_config.json", tokenizer)):
+        (tmp_path / name).write_text(json.dumps(value))
+    assert model_context(str(tmp_path)) == context
+    assert model_context("no/such-model") is None
+
+
+@pytest.mark.parametrize(
     ("override", "facts"),
     [
         ("seed=1", (" m ", "24", "20")),
         ("data.chat=true", ("chat",)),
-        ("rollout.vllm.max_model_len=3", ("t.jsonl", "3")),
+        ("rollout.vllm.max_model_len=3", ("t.jsonl", "line 1", "3")),
+        ("data.heldout=h.jsonl rollout.vllm.max_model_len=4", ("h.jsonl", "line 2", "4 tokens")),
     ],
 )
-def test_the_first_prompt_is_rendered(place: Path, capsys, random_model: Path, override: str, facts: tuple[str, ...]):
+def test_a_dry_run_counts_all_prompts(place: Path, capsys, random_model: Path, override: str, facts: tuple[str, ...]):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (place / "m" / name).write_bytes((random_model / name).read_bytes())
     (place / "t.jsonl").write_text(24 * '{"prompt": "w1 w2 w3", "answer": "w4"}\n')
     size = 20 if override == "seed=1" else 24
     (place / "m" / "config.json").write_text(shape(vocab_size=size))
-    code, _, err = train(capsys, "recipe.toml", override, "rollout.max_response_tokens=3", "--dry-run")
+    (place / "h.jsonl").write_text('{"prompt": "w1", "answer": "w4"}\n{"prompt": "w1 w2 w3 w4", "answer": "w4"}\n')
+    code, _, err = train(capsys, "recipe.toml", *override.split(), "rollout.max_response_tokens=3", "--dry-run")
     assert code == 2
     assert [fact for fact in facts if fact not in err.splitlines()[-1]] == []
     assert train(capsys, "recipe.toml", "rollout.max_response_tokens=3", "--dry-run")[0] == (0 if size == 24 else 2)

@@ -185,6 +185,18 @@ def test_options_are_marked_on_or_off_policy():
     assert marks(reuse={})["rollout.reuse"] is False
 
 
+@pytest.mark.parametrize(
+    ("minibatches", "facts"),
+    [(7, ("128", "2 have 19", "5 have 18", "8")), (8, None), (1, None), (300, ("only 128",))],
+    ids=["uneven", "even", "one", "more"],
+)
+def test_minibatches_that_do_not_divide_are_warned_of(random_model: Any, minibatches: int, facts: tuple | None):
+    sections = {"rollout": {"prompts_per_step": 16, "group_size": 8}, "train": {"minibatches": minibatches}}
+    notes = [note for note in plan_of(recipe(model=str(random_model), **sections)).notes if "train.minibatches" in note]
+    assert len(notes) == (facts is not None)
+    assert all(fact in note for note in notes for fact in facts or ())
+
+
 def test_a_plan_is_json(random_model: Any):
     plan = plan_of(recipe(model=str(random_model)))
     found = json.loads(json.dumps(plan.as_json(), allow_nan=False))

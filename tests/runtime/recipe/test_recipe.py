@@ -49,6 +49,8 @@ def written(path: Path, text: str) -> Path:
         ("reward_pool.on_failure=NaN", ("reward_pool", "on_failure")),
         ("train.betas=[0.9,2]", ("1",)),
         ("seed=-1", ()),
+        ('data.system="\\ud83d"', ("system", "surrogate")),
+        ('rollout.environment={"path":"calculator","stop":["\\udcff"]}', ("stop", "surrogate")),
         ("rollout.vllm.max_num_seqs=many", ("many", "max_num_seqs", "0")),
         ("rollout.vllm.kv_cache_memory_bytes=1G", ()),
         ("rollout.vllm.gpu_memory_utilization=90", ("1",)),

@@ -6,11 +6,12 @@ import itertools
 import os
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -28,6 +29,7 @@ from tltlab.runtime.rollout.environments import (
     load_environment,
     stop_token_ids,
 )
+from tltlab.runtime.rollout.worker import EngineWorker
 from tltlab.runtime.run.rows import StepReport, step_rows
 from tltlab.runtime.trainer.samples import Sample
 
@@ -52,10 +54,36 @@ class Own:
             os._exit(7)
         if said == "number":
             return 5
+        if said == "bytes":
+            return b"5"
+        if said == "panic":
+            raise BaseException("as Rust's")
+        if said == "halves":
+            return Odd("\\ud83d\\ude42 18 \\udcff")
         return None if said == "end" else f"{len(messages)} {os.getpid() != int(messages[0]['content'])}"
+
+class Odd(str):
+    def __str__(self):
+        raise ValueError
+
+    def __reduce__(self):
+        raise ValueError
 
 class Mute:
     pass
+
+class Leaving:
+    def __init__(self):
+        sys.exit(3)
+
+class Stops(Own):
+    stop = 5
+
+class Numbers(Own):
+    stop = (5, "\\ud800")
+
+class Whole(Own):
+    stop = "= ="
 """
 
 
@@ -75,6 +103,7 @@ def test_an_environment_that_cannot_be_asked_is_refused(tmp_path: Path):
     code = [str(tmp_path)]
     assert load_environment("own_env_a:Own", code)
     missing = {"abacus": "calculator", "own_env_a:None_such": "'None_such'", "own_env_a:Mute": "step(messages)"}
+    missing["own_env_a:Leaving"] = "SystemExit"
     for path, fact in (missing | {"no_such_module:A": "ModuleNotFoundError"}).items():
         with refused(ConfigError, naming=(path, fact)):
             load_environment(path, code)
@@ -83,23 +112,70 @@ def test_an_environment_that_cannot_be_asked_is_refused(tmp_path: Path):
     for stop in ("ask 3", "</tool>"):
         with refused(ConfigError):
             stop_token_ids(AT_ONCE.model_copy(update={"stop": (stop,)}), (), TOKENIZER)
-    with refused(ConfigError, naming=("rollout.environment.stop",)):
-        stop_token_ids(EnvironmentConfig(path="own_env_a:Own"), code, TOKENIZER)
+    for name in ("Own", "Stops", "Numbers", "Whole"):
+        with refused(ConfigError, naming=("rollout.environment.stop",)):
+            stop_token_ids(EnvironmentConfig(path=f"own_env_a:{name}"), code, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("room", "cap", "answer", "cut"),
+    [(18, 40, "7", 1), (64, 12, "7", 1), (64, 40, "7 " * 99, 0), (64, 40, "7" * (1 << 24), 0), (64, 40, None, None)],
+    ids=["context", "cap", "long", "huge", "over"],
+)
+def test_a_tool_that_leaves_no_room_cuts(room: int, cap: int, answer: str | None, cut: int | None):
+    first, turns = request("calc 3 + 4 go", cap=cap), ["ask 3 + 4 ="] * 2
+    pool = EnvironmentPool(AT_ONCE, ())
+    pool.ask = lambda messages: ended_with(answer)  # type: ignore[method-assign]
+    made = Conversations(pool, AT_ONCE, TOKENIZER, ids("="), room)
+    asked = first
+    for turn in turns:
+        made.ended(asked, ids(turn), 0.0)
+        asked = next((follow_up.request for follow_up in made.ready(lambda: 0.0, wait_for_one=True)), asked)
+        if made.cut or asked is first:
+            break
+    assert made.cut == (set() if cut is None else {(3, "p", 1, cut)})
+
+
+def test_a_cut_conversation_counts_as_truncated():
+    worker = EngineWorker(recipe({"environment": "calculator"}), 0, cast(Any, None), None)
+    worker.environment = EnvironmentPool(AT_ONCE, ()), AT_ONCE, TOKENIZER, tuple(ids("="))
+    end = {"logprobs": [0.0] * 5, "finish_reason": "stop", "t_first_token": 0.0, "t_finish": 1.0}
+
+    def generate(requests: list[GenerationRequest], follow_ups: Conversations, **_: Any) -> Rollout:
+        for asked in requests:
+            follow_ups.ended(asked, ids("ask 3 + 4 ="), 0.0)
+        assert len(follow_ups.ready(lambda: 0.0, wait_for_one=True)) == 1
+        return rolled([GenerationResponse(key=r.key, token_ids=ids("ask 3 + 4 ="), **end) for r in requests])
+
+    worker.engine = cast(Any, SimpleNamespace(max_model_len=64, reseed=lambda seed: None, generate=generate))
+    requests = [request("calc 3 + 4 go", cap=cap) for cap in (40, 6)]
+    requests[1] = replace(requests[1], key=(3, "p", 2, 0))
+    got = worker._generate(requests, 3, [0])
+    assert [response.finish_reason for response in got.responses] == ["stop", "length"]
+    (note,) = got.notes
+    assert note.startswith("1 responses")
+
+
+def ended_with(answer: str | None) -> Future[tuple[str | None, str]]:
+    future: Future[tuple[str | None, str]] = Future()
+    future.set_result((answer, ""))
+    return future
 
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_call_that_fails_ends_its_response_and_no_other(tmp_path: Path, processes: int):
     (tmp_path / "own_env_b.py").write_text(OWN)
     pool = EnvironmentPool(EnvironmentConfig(path="own_env_b:Own", processes=processes, timeout_s=120), [str(tmp_path)])
-    said = ["raise", "leave", *(["exit"] if processes else []), "number", "end", "ask"]
+    said = ["raise", "leave", *(["exit", "panic"] if processes else []), "number", "bytes", "end", "ask", "halves"]
     first = {"role": "user", "content": str(os.getpid())}
     with closing(pool):
         tasks = [pool.ask([first, {"role": "assistant", "content": text}]) for text in said]
         wait(tasks)
         answers = [pool.answer(task) for task in tasks]
-    assert answers == [None] * (len(said) - 1) + [f"2 {bool(processes)}"]
+    # As tltlab counts the tokens of such a text.
+    assert answers == [None] * (len(said) - 2) + [f"2 {bool(processes)}", "?? 18 ?"]
     failures = pool.take_failures()
-    assert len(failures) == (4 if processes else 3)
+    assert len(failures) == (6 if processes else 4)
     assert not any("SECRET" in failure for failure in failures)
     assert any("1 tool calls returned a int" in failure for failure in failures)
     assert not pool.take_failures()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,30 @@ def test_prompts_come_again_in_the_datas_order(recipe_file: Path):
     assert data.comes_again(taken, rl_steps_left=0) == [None] * 8
 
 
+def test_prompts_beside_which_a_response_is_cut_are_counted(recipe_file: Path, tmp_path: Path):
+    """Prompts of six words; the recipe's engines have 128 tokens, the model 256."""
+    recipe = load_recipe(recipe_file, ["rollout.max_response_tokens=123"])
+    notes = RunData(recipe, load_tokenizer(recipe.model)).notes
+    assert [note.partition(" ")[0] for note in notes] == ["32", "16"]
+    assert all("rollout.max_response_tokens = 123" in note and "128" in note for note in notes)
+    assert RunData(load_recipe(recipe_file), load_tokenizer(recipe.model)).notes == []
+    for name in ("train", "heldout"):
+        rows = [{"prompt_id": "long", "prompt": "w1 " * 300, "answer": "even"}, *rows_of(recipe.data.train)]
+        (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        longer = [f"data.{name}={tmp_path / 'long.jsonl'}", "rollout.vllm={}"]
+        with refused(ConfigError, naming=("long.jsonl", "line 1", "300 tokens", "256")):
+            RunData(load_recipe(recipe_file, longer), load_tokenizer(recipe.model))
+        few = RunData(load_recipe(recipe_file, [*longer, "data.max_prompt_tokens=99"]), load_tokenizer(recipe.model))
+        assert [note.split()[0] for note in few.notes] == ["1"]
+    many = [f"data.train={tmp_path / 'long.jsonl'}", "data.max_prompt_tokens=99", "rollout.prompts_per_step=33"]
+    with refused(ConfigError, naming=("data.max_prompt_tokens = 99", "rollout.prompts_per_step = 33", 32)):
+        RunData(load_recipe(recipe_file, many), load_tokenizer(recipe.model))
+
+
+def rows_of(source: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in Path(source).read_text().splitlines()]
+
+
 def test_rollouts_ahead_stop_at_a_checkpoint():
     recipe = small_recipe(rollout={"one_step_off": True}, train={"steps": 5}, checkpoint={"every": 3})
     came: list[int] = []
@@ -52,6 +77,12 @@ def test_rollouts_ahead_stop_at_a_checkpoint():
             ahead.refuse("wait")
         ahead.forget()
         assert ahead.take(0) == 0
+        ahead.begin(1)
+        ahead.ending = True
+        ahead.begin(2)
+        assert not ahead.is_empty
+        assert ahead.take(1) == 1
+        assert ahead.is_empty, "an ending run rolls out no other RL step"
     synchronous = RolloutsAhead(recipe.model_copy(update={"rollout": RolloutConfig()}), collect)
     synchronous.begin(1)
     assert synchronous.take(7) == 7

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tltlab
 from tests.refused import refused
+from tltlab.cli.app import main
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
+from tltlab.runtime.run.checkpoints import checkpoints_in, step_of
 from tltlab.runtime.run.grpo import train
+from tltlab.runtime.run.logging import RunLog
+from tltlab.runtime.run.rows import StepReport
 from tltlab.strategy import Strategy
 
 from ...nemesis.engines import check_finished
@@ -196,6 +205,37 @@ def test_prefixes_of_the_epoch_before_are_kept(learning: Path):
     assert f"step-{STEPS:06d}" in checkpoints, "a run that has ended can go on with more steps"
     generated = tltlab.read(learning / "trace").outcomes.groupby("rl_step")["response_tokens"].sum()
     assert generated[1] < 0.9 * generated[0], "the second epoch generates less"
+
+
+def test_ctrl_c_leaves_a_checkpoint_that_the_run_goes_on_from(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The RL steps rolled out ahead are done too; there is no checkpoint of the recipe's own."""
+    logged, run = RunLog.step, tmp_path / "run"
+
+    def interrupted(log: RunLog, report: StepReport, metrics: Any) -> None:
+        logged(log, report, metrics)
+        if report.rl_step == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    monkeypatch.setattr(RunLog, "step", interrupted)
+    own = ["checkpoint.every=0", "rollout.one_step_off=true", "rollout.num_workers=1", "train.steps=5"]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(recipe_file), *COMMON, *own, f"--out={run}"])
+    told = capsys.readouterr().err
+    assert ended.value.code == 130
+    assert "Traceback" not in told
+    step = step_of(checkpoints_in(run / "checkpoints")[-1])
+    assert 1 <= step <= 2
+    assert tltlab.read(run / "trace").rl_steps == list(range(step))
+    (command,) = [line.partition(": ")[2] for line in told.splitlines() if f"RL step {step}: " in line]
+    monkeypatch.undo()
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(command)[1:])
+    assert not ended.value.code
+    assert tltlab.read(run / "trace").rl_steps == list(range(5))
+    assert f"--resume {run} --allow-code=parity train.steps=10" in capsys.readouterr().out
 
 
 def test_another_seed_is_not_resumed(fixed: Path, tmp_path: Path):

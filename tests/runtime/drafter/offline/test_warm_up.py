@@ -220,6 +220,10 @@ def test_texts_come_from_traces_and_files(target: Path, tmp_path: Path):
     for source in (path, tmp_path / "text.parquet", tmp_path / "trace"):
         texts = read_texts(source, TextConfig(), tokenizer, np.random.default_rng(0))
         assert [(text.prompt_token_ids, text.token_ids) for text in texts] == expected
+    path.write_text(json.dumps({"prompt": "w1 \ud83d", "response": "\udcff w3"}))
+    (cut,) = read_texts(path, TextConfig(), tokenizer, np.random.default_rng(0))
+    assert (cut.prompt_token_ids, cut.token_ids) == ([5, 3], [3, 7, eos]), "half a surrogate pair is an unknown word"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     short = read_texts(path, TextConfig(max_response_tokens=2, responses=1), tokenizer, np.random.default_rng(0))
     assert [len(text.token_ids) for text in short] == [2]
 

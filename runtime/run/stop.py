@@ -1,0 +1,60 @@
+"""Ctrl-C in a run: the first ends it behind the RL step under way, with a checkpoint; a second one at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+
+from tltlab.console import sigterm_does
+
+STOP_S = 60.0
+"""The most that the RL step under way may still take after Ctrl-C, seconds: else the run ends as it stands."""
+
+
+class Stop:
+    """Context manager in which the first Ctrl-C sets `wanted` and calls `when_wanted` in another thread.
+
+    A second Ctrl-C interrupts the main thread as SIGTERM does. So do `STOP_S` seconds, and the first Ctrl-C where the
+    RL step, by `due`, takes longer. Outside of the main thread, and where Ctrl-C is ignored, nothing changes.
+    """
+
+    def __init__(self, when_wanted: Callable[[], None]) -> None:
+        self.wanted = False
+        self._when_wanted = when_wanted
+        self._due_s = 0.0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Stop:
+        before: Any = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(before):
+            signal.signal(signal.SIGINT, self._interrupted)
+            self._stack.callback(signal.signal, signal.SIGINT, before)
+            if not callable(signal.getsignal(signal.SIGTERM)):
+                self._stack.enter_context(sigterm_does(signal.default_int_handler))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def due(self, seconds: float) -> None:
+        """Note that an RL step begins, which is likely to take so many seconds."""
+        self._due_s = time.monotonic() + seconds
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if self.wanted or self._due_s - time.monotonic() > STOP_S:
+            # `Waiting`, in which the main thread waits for actors, ends well by SIGTERM.
+            signal.raise_signal(signal.SIGTERM)
+            return
+        self.wanted = True
+        main = threading.get_ident()
+        late = threading.Timer(STOP_S, signal.pthread_kill, (main, signal.SIGINT))
+        late.daemon = True
+        self._stack.callback(late.cancel)
+        late.start()
+        # Not here: the main thread may be in the middle of a line of its own.
+        threading.Thread(target=self._when_wanted, daemon=True).start()

@@ -1,0 +1,77 @@
+"""Ctrl-C in a run: the first is a wish, the second an order, and so is the first where the RL step takes long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tltlab.console import sigterm_does
+from tltlab.runtime.run import stop
+from tltlab.runtime.run.stop import Stop
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True, params=[signal.SIG_DFL, signal.default_int_handler], ids=["notebook", "command"])
+def sigterm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """SIGTERM's action by itself, and under our commands."""
+    with sigterm_does(request.param):
+        yield
+        assert signal.getsignal(signal.SIGTERM) == request.param
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_is_a_wish_the_second_an_order():
+    heard = threading.Event()
+
+    def wait() -> None:
+        assert not stopping.wanted
+        press()
+        assert heard.wait(30)
+        assert stopping.wanted
+        press()
+        threading.Event().wait()
+
+    with Stop(heard.set) as stopping, pytest.raises(KeyboardInterrupt):
+        wait()
+
+
+def test_a_long_rl_step_is_not_waited_for():
+    with Stop(lambda: None) as stopping:
+        stopping.due(stop.STOP_S - 1)
+        press()
+    assert stopping.wanted
+    with Stop(lambda: None) as stopping:
+        stopping.due(stop.STOP_S + 60)
+        with pytest.raises(KeyboardInterrupt):
+            press()
+    assert not stopping.wanted
+
+
+def test_a_step_that_takes_longer_than_thought_is_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stop, "STOP_S", 0.01)
+
+    def wait() -> None:
+        press()
+        threading.Event().wait()
+
+    with Stop(lambda: None), pytest.raises(KeyboardInterrupt):
+        wait()
+
+
+def test_where_ctrl_c_is_ignored_it_stays_so():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Stop(lambda: None) as stopping:
+            press()
+        assert not stopping.wanted
+    finally:
+        signal.signal(signal.SIGINT, before)
