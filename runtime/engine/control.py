@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -41,6 +41,11 @@ from .metrics import Samples, Tally
 logger = logging.getLogger(__name__)
 
 
+Drafting = Literal["any", "own", "none", "none beside"]
+"""Drafts that a request may have: any; from its "own" text alone, so that a seed repeats its tokens; none; or none, nor
+any request that runs beside it."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Live:
     """A request in the engine, with the fields of `tltlab.state.RequestState`, always current.
@@ -53,6 +58,7 @@ class Live:
     output: Sequence[int]
     max_response_tokens: int
     recent_acceptance: float | None = None
+    drafting: Drafting = "any"
     drafter: str = ""
     drafted: int = 0
     accepted: int = 0
@@ -68,11 +74,6 @@ class Live:
 
 _DraftOrders = tuple[list[int], list[Live], list[tuple[Key, int]]]
 """Positions in the batch, requests at these positions, and (key, draft tokens) of each."""
-
-
-def _room(live: Live) -> int:
-    """Most tokens worth drafting for a request: verification adds one token of its own."""
-    return max(live.max_response_tokens - len(live.output) - 1, 0)
 
 
 class _BatchRequests(Sequence[Live]):
@@ -130,6 +131,9 @@ class Control:
         self.live: dict[str, Live] = {}
         self.keys: set[Key] = set()
         self.awaiting_first_token: set[str] = set()
+        # The policy drafts alike whatever else runs; ids of requests beside which nothing may be drafted.
+        self._repeats = False
+        self._draftless: set[str] = set()
         self._turn = 0
         # Lower bound of `_room` over all requests.
         self._least_room = 0
@@ -158,6 +162,9 @@ class Control:
             selector.drafts_with(self.drafters.registry)
             refuse_needs(selector)
         self.driver.take(selector, budget)
+        self._repeats = selector is not None and self.drafters.repeats(selector.strategies)
+        self._repeats &= isinstance(self.driver.budget, UniformBudget)
+        self._batch_places, self._least_room = None, 0
         self.failure = ""
 
     def suspend(self) -> None:
@@ -226,20 +233,39 @@ class Control:
             self.ledger.rl_step = rl_step
             self.drafters.begin(rl_step)
 
-    def add(self, request_id: str, key: Key, prompt: Sequence[int], output: Sequence[int], max_tokens: int) -> Live:
+    def add(
+        self,
+        request_id: str,
+        key: Key,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        max_tokens: int,
+        drafting: Drafting = "any",
+    ) -> Live:
         """Add a request that enters the engine; `output` is a live view of its tokens."""
-        live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
-        self._least_room = min(self._least_room, _room(live))
+        live = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens, drafting=drafting)
+        self.live[request_id] = live
+        if drafting == "none beside":
+            self._draftless.add(request_id)
+        self._least_room = min(self._least_room, self._room(live))
         self._batch_places = None
         self.keys.add(key)
         self.awaiting_first_token.add(request_id)
-        self.drafters.open(key, prompt, output)
+        self.drafters.open(key, prompt, output, own=drafting == "own" and self._repeats)
         return live
+
+    def _drafts_for(self, live: Live) -> bool:
+        return not self._draftless and (live.drafting == "any" or (live.drafting == "own" and self._repeats))
+
+    def _room(self, live: Live) -> int:
+        """Most tokens worth drafting for a request: verification adds one token of its own."""
+        return max(live.max_response_tokens - len(live.output) - 1, 0) if self._drafts_for(live) else 0
 
     def finish(self, request_id: str) -> Live | None:
         """Remove and return a request that leaves the engine, complete or aborted."""
         live = self.live.pop(request_id, None)
         self._batch_places = None
+        self._draftless.discard(request_id)
         self.awaiting_first_token.discard(request_id)
         if live is not None:
             self.keys.discard(live.key)
@@ -334,8 +360,8 @@ class Control:
             with self.deciding:
                 shares = self._shares(self.ledger.in_force.strategy, lives)
             # Over all requests, since others may draft next; less the tokens of a batch that may be in flight.
-            self._least_room = min(map(_room, self.live.values()), default=0) - self.drafters.max_depth - 1
-            return [min(share, _room(live)) for share, live in zip(shares, lives, strict=True)]
+            self._least_room = min(map(self._room, self.live.values()), default=0) - self.drafters.max_depth - 1
+            return [min(share, self._room(live)) for share, live in zip(shares, lives, strict=True)]
 
     def _shares(self, strategy: Strategy, lives: Sequence[Live]) -> list[int]:
         """Shares of the budget: tokens of the next draft of each request."""
@@ -387,7 +413,7 @@ class Control:
         else:
             places, lives = [], []
             for n, live in enumerate(map(self.live.get, request_ids)):
-                if live is not None and live.output:
+                if live is not None and live.output and self._drafts_for(live):
                     places.append(n)
                     lives.append(live)
             # Valid until a request enters or leaves.

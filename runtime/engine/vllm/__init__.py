@@ -63,6 +63,12 @@ def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callabl
     return put
 
 
+def has_option(config: Any, name: str) -> bool:
+    """Whether the options that are attached to vLLM's configuration have this one."""
+    attached = (getattr(config, "additional_config", None) or {}).get("tltlab") or {}
+    return attached.get(name) is not None
+
+
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """Within, `owner` has this value by a name."""

@@ -20,10 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from tltlab.errors import ConfigError, one_line
 
-from . import OPTIONS, POLICY, RECORD, VARIABLES, in_place_of, ours
+from . import OPTIONS, POLICY, RECORD, VARIABLES, has_option, in_place_of, ours
 from .capabilities import missing
 from .runners import keep_captured_bytes, model_runners, spare_speculation, time_drafting
-from .sampling import mend_speculative_sampling, mend_top_k_of_nothing, speculative_sampling_is_sound
+from .sampling import (
+    mend_speculative_sampling,
+    mend_top_k_of_nothing,
+    sample_beside_drafts,
+    speculative_sampling_is_sound,
+)
 from .transfer import register_backend
 
 if TYPE_CHECKING:
@@ -244,12 +249,6 @@ def _record_where_asked(scheduler: Any) -> None:
         record_only(scheduler)
 
 
-def _has_option(config: Any, name: str) -> bool:
-    """Whether the options that are attached to vLLM's configuration have this one."""
-    attached = (getattr(config, "additional_config", None) or {}).get("tltlab") or {}
-    return attached.get(name) is not None
-
-
 def wait_for_recordings() -> None:
     """Have a server that ends wait for engine cores that record.
 
@@ -260,7 +259,7 @@ def wait_for_recordings() -> None:
 
     @in_place_of(CoreEngineProcManager, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        records = ours(self, _has_option, kwargs.get("vllm_config"), "record", otherwise=False)
+        records = ours(self, has_option, kwargs.get("vllm_config"), "record", otherwise=False)
         self.tltlab_grace_s = GRACE_S if records else 0.0
         stock(self, *args, **kwargs)
 
@@ -285,7 +284,7 @@ def show_metrics() -> None:
 
 
 def _show_metrics_of(client: Any) -> None:
-    if _has_option(client.vllm_config, "policy"):
+    if has_option(client.vllm_config, "policy"):
         _collector().asks.append(partial(ask_for_metrics, weakref.ref(client)))
 
 
@@ -337,6 +336,7 @@ _CHANGES: Mapping[str, Callable[[], None]] = {
     "weight updates": register_backend,
     "sound sampling on CPU": mend_speculative_sampling,
     "top-k of nothing on CPU": mend_top_k_of_nothing,
+    "requests without drafts": sample_beside_drafts,
     "plain iterations": spare_speculation,
     "draft times": time_drafting,
     "graph plans": lambda: keep_captured_bytes(*model_runners()),
