@@ -106,7 +106,8 @@ class Control:
     The stopwatch `inside` covers all work here except drafting, `deciding` the policy's part of it.
 
     An exception in the policy is logged and disables it: the engine decodes plainly, and `failure` has the message
-    until another policy is set. A `tally` counts iterations for `metrics`.
+    until another policy is set. A `tally` counts iterations for `metrics`. Where the policy `repeats` its drafts
+    whatever else runs, a request with a seed has drafts from its own text; elsewhere it has none.
     """
 
     def __init__(
@@ -131,9 +132,9 @@ class Control:
         self.live: dict[str, Live] = {}
         self.keys: set[Key] = set()
         self.awaiting_first_token: set[str] = set()
-        # The policy drafts alike whatever else runs; ids of requests beside which nothing may be drafted.
-        self._repeats = False
+        # Ids of requests beside which nothing may be drafted.
         self._draftless: set[str] = set()
+        self.repeats = False
         self._turn = 0
         # Lower bound of `_room` over all requests.
         self._least_room = 0
@@ -162,8 +163,7 @@ class Control:
             selector.drafts_with(self.drafters.registry)
             refuse_needs(selector)
         self.driver.take(selector, budget)
-        self._repeats = selector is not None and self.drafters.repeats(selector.strategies)
-        self._repeats &= isinstance(self.driver.budget, UniformBudget)
+        self.repeats = selector is not None and self.drafters.repeats(selector.strategies, self.driver.budget)
         self._batch_places, self._least_room = None, 0
         self.failure = ""
 
@@ -251,11 +251,11 @@ class Control:
         self._batch_places = None
         self.keys.add(key)
         self.awaiting_first_token.add(request_id)
-        self.drafters.open(key, prompt, output, own=drafting == "own" and self._repeats)
+        self.drafters.open(key, prompt, output, own=drafting == "own" and self.repeats)
         return live
 
     def _drafts_for(self, live: Live) -> bool:
-        return not self._draftless and (live.drafting == "any" or (live.drafting == "own" and self._repeats))
+        return not self._draftless and (live.drafting == "any" or (live.drafting == "own" and self.repeats))
 
     def _room(self, live: Live) -> int:
         """Most tokens worth drafting for a request: verification adds one token of its own."""

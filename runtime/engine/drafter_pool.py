@@ -14,6 +14,7 @@ from typing import Any
 
 from tltlab.coordination.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
 from tltlab.drafters.base import Draft, Drafter, Key
+from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.drafters.specs import (
     DEFAULT_DRAFTERS,
     Drafters,
@@ -231,13 +232,14 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Whether drafter `name` can be asked: model-free drafts must reach the engine from `beside` it."""
         return self.beside or not any(self._is_model_free(part) for part in self._parts(name))
 
-    def repeats(self, strategies: Sequence[Strategy]) -> bool:
-        """Whether a request has the same drafts each time that it runs under `strategies`, if opened as its `own`.
+    def repeats(self, strategies: Sequence[Strategy], budget: DraftBudget) -> bool:
+        """Whether a request that is opened with `own` has the same drafts each time, whatever else the engine runs.
 
-        True for one strategy whose drafter depends on nothing but the request's text.
+        True for one depth, shared out evenly, of a drafter that needs nothing but the request's text.
         """
         parts = [self.specs[part] for s in strategies if s.speculates for part in self._parts(s.drafter)]
-        return len(strategies) == 1 and len(parts) <= 1 and all(isinstance(spec, _REPEATING) for spec in parts)
+        alike = len(strategies) == 1 and len(parts) <= 1 and isinstance(budget, UniformBudget)
+        return alike and all(isinstance(spec, _REPEATING) for spec in parts)
 
     @property
     def feeds(self) -> bool:
@@ -282,6 +284,8 @@ class DrafterPool(Mapping[str, DrafterState]):
         self, strategy: Strategy, depths: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
     ) -> tuple[list[str], list[list[int]]]:
         """Drafters and drafts, at most `depth` tokens for each (key, depth); `learned` are the workers' drafts."""
+        if not depths:
+            return [], []
         spec = self.specs[strategy.drafter]
         if not isinstance(spec, HybridSpec):
             name, drafts = self._propose(strategy.drafter, depths, learned)

@@ -112,7 +112,7 @@ def _configuration(engine_args: Any, make: Callable[[], Any], say: Callable[[str
                 # The V2 runner keeps the drafts of a learned drafter on the device, out of the others' reach.
                 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
             config = make()
-            _check_configuration(config, variables)
+            exceptions = _check_configuration(config, variables)
         except Exception as error:
             vars(engine_args).update(before)
             if "VLLM_USE_V2_MODEL_RUNNER" not in environment:
@@ -121,7 +121,7 @@ def _configuration(engine_args: Any, make: Callable[[], Any], say: Callable[[str
                 raise
             faults.append(_one_line(error))
             continue
-        sentence = f"{variables}; not the policy: {faults[0]}" if faults else str(variables)
+        sentence = f"{variables}; not the policy: {faults[0]}" if faults else f"{variables}{exceptions}"
         say(f"the engine of {config.model_config.model} {sentence}")
         return config
     config = make()
@@ -177,8 +177,11 @@ def _set(engine_args: Any, name: str, value: Any) -> None:
     setattr(engine_args, name, value)
 
 
-def _check_configuration(config: Any, variables: Variables) -> None:
-    """Raise ConfigError for an engine that could not start, or whose ranks would each decide for themselves."""
+def _check_configuration(config: Any, variables: Variables) -> str:
+    """Return the end of the line that names requests which a policy does not draft for, "" without drafts.
+
+    ConfigError for an engine that could not start, or whose ranks would each decide for themselves.
+    """
     from .options import Attachment, check_engine
 
     if config.model_config.runner_type != "generate":
@@ -189,7 +192,12 @@ def _check_configuration(config: Any, variables: Variables) -> None:
         raise ConfigError("the first of its tensor-parallel ranks records")
     overlapped, speculates = bool(config.scheduler_config.async_scheduling), config.speculative_config is not None
     on_device = overlapped or (speculates and getattr(config, "use_v2_model_runner", False))
-    attachment.control(overlapped=overlapped, beside=not on_device)
+    control = attachment.control(overlapped=overlapped, beside=not on_device)
+    if variables.policy is None or not speculates:
+        return ""
+    own = "sampled ones with a seed have drafts from their own text alone"
+    seeded = own if control.repeats else "so are sampled ones with a seed"
+    return f"; requests with min_p or logit_bias are decoded plainly, and {seeded}"
 
 
 def attach() -> None:
