@@ -69,15 +69,19 @@ def mend_top_k_of_nothing() -> None:
         return logits if logits.shape[0] == 0 else stock(logits, k)
 
 
+_NONE, _NONE_BESIDE = ("min_p", "logit_bias"), ("logprob_token_ids", "thinking_token_budget")
+
+
 def drafting_of(params: Any) -> Drafting:
     """Drafts that a request of these `SamplingParams` may have.
 
-    vLLM's V1 sampler (0.26 to 0.33) applies `min_p` and `logit_bias` to no drafted token, and dies of
-    `logprob_token_ids` beside drafts. A seeded request draws as many random numbers as it has drafts.
+    vLLM's V1 sampler (0.26 to 0.33) applies `min_p` and `logit_bias` to no drafted token. Beside drafts it dies of
+    `logprob_token_ids`, and cuts requests short by the `thinking_token_budget` of others.
+    A seeded request draws as many random numbers as it has drafts.
     """
-    if params.logprob_token_ids:
+    if any(getattr(params, name, None) is not None for name in _NONE_BESIDE):
         return "none beside"
-    if params.min_p or params.logit_bias:
+    if any(getattr(params, name) for name in _NONE):
         return "none"
     return "own" if params.sampling_type.name == "RANDOM_SEED" else "any"
 
