@@ -97,7 +97,9 @@ class Watch:
             self._least_sample = max(self._least_sample, self._samples.pop(next(iter(self._samples))))
         prompt = list(request.prompt_token_ids or ())
         drafting = drafting_of(request.sampling_params)
-        live = self.control.add(request.request_id, key, prompt, request._output_token_ids, request.max_tokens, drafting)
+        live = self.control.add(
+            request.request_id, key, prompt, request._output_token_ids, request.max_tokens, drafting
+        )
         if (recording := self._open_recording) is not None:
             recording.arrived(live)
         return live
