@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
 
@@ -69,6 +70,12 @@ def test_the_vllm_that_runs_its_sources_and_table_agree():
         assert lacks(name) == installed.lacks(name), name
     versions = json.loads(VERSIONS.read_text())
     assert versions[installed.version()] == {"torch": installed.torch(), "has": has_each(installed)}
+
+
+def test_vllms_own_command_finds_its_package():
+    """`vllm serve` asks for metadata by this name, and the CPU build has another: `.ci/setup` writes them."""
+    if (sources := Sources.installed()) is not None:
+        assert version("vllm").partition("+")[0] == sources.version()
 
 
 def test_the_readme_has_the_table_of_versions():
