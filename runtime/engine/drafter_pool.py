@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tltlab.coordination.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
-from tltlab.drafters.base import Draft, Drafter, Key
+from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
+from tltlab.drafters.feed import DrafterFeed
 from tltlab.drafters.specs import (
     DEFAULT_DRAFTERS,
     Drafters,
@@ -67,62 +68,6 @@ class DrafterReport:
     verdicts: tuple[Verdict, ...]
 
 
-@dataclass(slots=True, eq=False)
-class _RunningText:
-    """A request in the engine: a drafter has been shown the first `shown` tokens of `output`, which grows by itself."""
-
-    key: Key
-    output: Sequence[int]
-    shown: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _DrafterFeed:
-    """A model-free drafter in use, the requests in the order they came, and the turn at which it was last fed.
-
-    It is `behind` where text was left to wait. A request in `own` has a drafter to itself, which sees no other text.
-    """
-
-    drafter: Drafter
-    texts: dict[Key, _RunningText] = field(default_factory=dict)
-    own: dict[Key, Drafter] = field(default_factory=dict)
-    turn: float = -math.inf
-    behind: bool = False
-
-    def open(self, key: Key, prompt: Sequence[int], output: Sequence[int], own: Drafter | None = None) -> None:
-        if own is not None:
-            self.own[key] = own
-        (own or self.drafter).open(key, prompt)
-        self.texts[key] = _RunningText(key, output)
-
-    def feed(self) -> None:
-        for text in self.texts.values():
-            if new := text.output[text.shown :]:
-                self.own.get(text.key, self.drafter).extend(text.key, new)
-                text.shown += len(new)
-
-    def propose_all(self, queries: Sequence[tuple[Key, int]]) -> list[Draft]:
-        if not self.own:
-            return self.drafter.propose_all(queries)
-        shared = iter(self.drafter.propose_all([query for query in queries if query[0] not in self.own]))
-        return [self.own[key].propose(key, depth) if key in self.own else next(shared) for key, depth in queries]
-
-    def observe_all(self, verified: Sequence[tuple[Key, int, int]]) -> None:
-        if self.own:
-            for draft in verified:
-                if draft[0] in self.own:
-                    self.own[draft[0]].observe(*draft)
-            verified = [draft for draft in verified if draft[0] not in self.own]
-        self.drafter.observe_all(verified)
-
-    def close(self, key: Key) -> None:
-        text, own = self.texts.pop(key), self.own.pop(key, None)
-        if own is None:
-            if len(text.output) > text.shown:
-                self.drafter.extend(key, text.output[text.shown :])
-            self.drafter.close(key)
-
-
 class DrafterPool(Mapping[str, DrafterState]):
     """Drafters by the names strategies use; as a mapping it gives policies each one's state.
 
@@ -149,7 +94,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         self.canary = Canary(CanaryConfig())
         self._awaited_state: dict[str, Any] | None = None
         self._requests: dict[Key, tuple[Sequence[int], Sequence[int], bool]] = {}
-        self._drafter_feeds: dict[str, _DrafterFeed] = {}
+        self._drafter_feeds: dict[str, DrafterFeed] = {}
         learned = {name: spec for name, spec in self.specs.items() if isinstance(spec, LearnedSpec)}
         if len(learned) > 1:
             raise ConfigError(f"an engine holds one learned drafter, got {' and '.join(learned)}")
@@ -183,7 +128,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         drafters = {name: self._drafter(name) for name in self.model_free(strategies)}
         previous, self._drafter_feeds = self._drafter_feeds, {}
         for name, drafter in drafters.items():
-            feed = self._drafter_feeds[name] = previous.pop(name) if name in previous else _DrafterFeed(drafter)
+            feed = self._drafter_feeds[name] = previous.pop(name) if name in previous else DrafterFeed(drafter)
             for key, (prompt, output, own) in self._requests.items():
                 if key not in feed.texts:
                     feed.open(key, prompt, output, self._own_drafter(name) if own else None)
