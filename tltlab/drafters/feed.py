@@ -32,24 +32,28 @@ class DrafterFeed:
     behind: bool = False
 
     def open(self, key: Key, prompt: Sequence[int], output: Sequence[int], own: Drafter | None = None) -> None:
+        """Begin request `key` with its prompt; `output` grows by itself, and only `own`, if given, sees its text."""
         if own is not None:
             self.own[key] = own
-        (own or self.drafter).open(key, prompt)
+        self.own.get(key, self.drafter).open(key, prompt)
         self.texts[key] = _RunningText(key, output)
 
     def feed(self) -> None:
+        """Show what requests have generated since."""
         for text in self.texts.values():
             if new := text.output[text.shown :]:
                 self.own.get(text.key, self.drafter).extend(text.key, new)
                 text.shown += len(new)
 
     def propose_all(self, queries: Sequence[tuple[Key, int]]) -> list[Draft]:
+        """A draft for each (key, depth), in order."""
         if not self.own:
             return self.drafter.propose_all(queries)
         shared = iter(self.drafter.propose_all([query for query in queries if query[0] not in self.own]))
         return [self.own[key].propose(key, depth) if key in self.own else next(shared) for key, depth in queries]
 
     def observe_all(self, verified: Sequence[tuple[Key, int, int]]) -> None:
+        """Drafts were verified, see `Drafter.observe_all`."""
         if self.own:
             for draft in verified:
                 if draft[0] in self.own:
@@ -58,6 +62,7 @@ class DrafterFeed:
         self.drafter.observe_all(verified)
 
     def close(self, key: Key) -> None:
+        """Request `key` is over; the rest of its text is shown first."""
         text, own = self.texts.pop(key), self.own.pop(key, None)
         if own is None:
             if len(text.output) > text.shown:
