@@ -65,7 +65,8 @@ def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callabl
 
 def has_option(config: Any, name: str) -> bool:
     """Whether the options that are attached to vLLM's configuration have this one."""
-    attached = (getattr(config, "additional_config", None) or {}).get("tltlab") or {}
+    additional = getattr(config, "additional_config", None)
+    attached = (additional.get("tltlab") if isinstance(additional, dict) else None) or {}
     return attached.get(name) is not None
 
 
