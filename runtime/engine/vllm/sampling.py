@@ -75,9 +75,9 @@ _NONE, _NONE_BESIDE = ("min_p", "logit_bias"), ("logprob_token_ids", "thinking_t
 def drafting_of(params: Any) -> Drafting:
     """Drafts that a request of these `SamplingParams` may have.
 
-    vLLM's V1 sampler (0.26 to 0.33) applies `min_p` and `logit_bias` to no drafted token. Beside drafts it dies of
-    `logprob_token_ids`, and cuts requests short by the `thinking_token_budget` of others.
-    A seeded request draws as many random numbers as it has drafts.
+    vLLM's V1 sampler (0.26 to 0.33) applies `min_p` and `logit_bias` to no drafted token. Beside drafts it fails with
+    `logprob_token_ids`, and ends thinking at wrong tokens with a `thinking_token_budget`. How many random numbers a
+    seeded request draws depends on its drafts.
     """
     if any(getattr(params, name, None) is not None for name in _NONE_BESIDE):
         return "none beside"

@@ -213,7 +213,7 @@ def test_settings_that_vllm_refuses_late_are_refused_early(
 def test_logits_processors_of_installed_packages_leave_the_policy_out(
     random_model: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """Beside speculation vLLM does without them, and says nothing."""
+    """Beside speculation vLLM drops them without a word."""
     point = importlib.metadata.EntryPoint("ban", "their.plugin:Ban", "vllm.logits_processors")
     monkeypatch.setattr(options, "entry_points", lambda *, group: [point] if group == point.group else [])
     environment(policy="beg-mab")
