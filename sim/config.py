@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 import pyarrow.compute as pc
 
-from tltlab.acceptance.base import Acceptance, AcceptanceModel
+from tltlab.acceptance.base import UNKNOWN, Acceptance, AcceptanceModel
 from tltlab.acceptance.by_request import spread_over_requests
 from tltlab.acceptance.load import DEFAULT, acceptance_text, load_acceptance
 from tltlab.acceptance.replay import TraceAcceptance
@@ -188,10 +188,7 @@ class SimulationConfig:
             if measured is not None:
                 return measured, f"measured in the trace's iterations ({', '.join(measured.drafters)})"
         if self.acceptance is not None:
-            raise ConfigError(
-                "acceptance 'trace': the trace has no acceptance.parquet, and no iteration of it speculated; annotate "
-                "it or name a model"
-            )
+            raise ConfigError(f"acceptance 'trace': {UNKNOWN.format('ngram')}")
         return None, None
 
 

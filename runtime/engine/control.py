@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -42,6 +42,11 @@ from .metrics import Samples, Tally
 logger = logging.getLogger(__name__)
 
 
+Drafting = Literal["any", "own", "none", "none beside"]
+"""Drafts that a request may have: any; from its "own" text alone, so that a seed repeats its tokens; none; or none, nor
+any request that runs beside it."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Live:
     """A request in the engine, with the fields of `tltlab.state.RequestState`, always current.
@@ -56,6 +61,7 @@ class Live:
     output: Sequence[int]
     max_response_tokens: int
     recent_acceptance: float | None = None
+    drafting: Drafting = "any"
     drafter: str = ""
     drafted: int = 0
     accepted: int = 0
@@ -74,11 +80,6 @@ class Live:
 
 _DraftOrders = tuple[list[int], list[Live], list[tuple[Key, int]]]
 """Positions in the batch, requests at these positions, and (key, draft tokens) of each."""
-
-
-def _room(live: Live) -> int:
-    """Most tokens worth drafting for a request: verification adds one token of its own."""
-    return max(live.max_response_tokens - len(live.output) - 1, 0)
 
 
 class _BatchRequests(Sequence[Live]):
@@ -111,7 +112,8 @@ class Control:
     The stopwatch `inside` covers all work here except drafting, `deciding` the policy's part of it.
 
     An exception in the policy is logged and disables it: the engine decodes plainly, and `failure` has the message
-    until another policy is set. A `tally` counts iterations for `metrics`.
+    until another policy is set. A `tally` counts iterations for `metrics`. Where the policy `repeats` its drafts
+    whatever else runs, a request with a seed has drafts from its own text; elsewhere it has none.
     """
 
     def __init__(
@@ -136,6 +138,9 @@ class Control:
         self.live: dict[str, Live] = {}
         self.keys: set[Key] = set()
         self.awaiting_first_token: set[str] = set()
+        # Ids of requests beside which nothing may be drafted.
+        self._draftless: set[str] = set()
+        self.repeats = False
         self._turn = 0
         # Lower bound of `_room` over all requests.
         self._least_room = 0
@@ -168,6 +173,8 @@ class Control:
             selector.drafts_with(self.drafters.registry)
             refuse_needs(selector)
         self.driver.take(selector, budget)
+        self.repeats = selector is not None and self.drafters.repeats(selector.strategies, self.driver.budget)
+        self._batch_places, self._least_room = None, 0
         self.failure = ""
 
     def suspend(self) -> None:
@@ -246,17 +253,35 @@ class Control:
             self.ledger.rl_step = rl_step
             self.drafters.begin(rl_step)
 
-    def add(self, request_id: str, key: Key, prompt: Sequence[int], output: Sequence[int], max_tokens: int) -> Live:
+    def add(
+        self,
+        request_id: str,
+        key: Key,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        max_tokens: int,
+        drafting: Drafting = "any",
+    ) -> Live:
         """Add a request that enters the engine; `output` is a live view of its tokens."""
         if not self.live:
             self.ledger.drop_in_flight()
-        live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
-        self._least_room = min(self._least_room, _room(live))
+        live = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens, drafting=drafting)
+        self.live[request_id] = live
+        if drafting == "none beside":
+            self._draftless.add(request_id)
+        self._least_room = min(self._least_room, self._room(live))
         self._batch_places = None
         self.keys.add(key)
         self.awaiting_first_token.add(request_id)
-        self.drafters.open(key, prompt, output)
+        self.drafters.open(key, prompt, output, own=drafting == "own" and self.repeats)
         return live
+
+    def _drafts_for(self, live: Live) -> bool:
+        return not self._draftless and (live.drafting == "any" or (live.drafting == "own" and self.repeats))
+
+    def _room(self, live: Live) -> int:
+        """Most tokens worth drafting for a request: verification adds one token of its own."""
+        return max(live.max_response_tokens - len(live.output) - 1, 0) if self._drafts_for(live) else 0
 
     def finish(self, request_id: str, got: int | None = None, *, in_flight: bool = False) -> Live | None:
         """Remove and return a request that leaves the engine, complete or aborted; its client `got` its first tokens.
@@ -266,6 +291,7 @@ class Control:
         self.settle()
         live = self.live.pop(request_id, None)
         self._batch_places = None
+        self._draftless.discard(request_id)
         self.awaiting_first_token.discard(request_id)
         if live is not None:
             self.keys.discard(live.key)
@@ -365,8 +391,8 @@ class Control:
             with self.deciding:
                 shares = self._shares(self.ledger.in_force.strategy, lives)
             # Over all requests, since others may draft next; less the tokens of a batch that may be in flight.
-            self._least_room = min(map(_room, self.live.values()), default=0) - self.drafters.max_depth - 1
-            return [min(share, _room(live)) for share, live in zip(shares, lives, strict=True)]
+            self._least_room = min(map(self._room, self.live.values()), default=0) - self.drafters.max_depth - 1
+            return [min(share, self._room(live)) for share, live in zip(shares, lives, strict=True)]
 
     def _shares(self, strategy: Strategy, lives: Sequence[Live]) -> list[int]:
         """Shares of the budget: tokens of the next draft of each request."""
@@ -418,7 +444,7 @@ class Control:
         else:
             places, lives = [], []
             for n, live in enumerate(map(self.live.get, request_ids)):
-                if live is not None and live.output:
+                if live is not None and live.output and self._drafts_for(live):
                     places.append(n)
                     lives.append(live)
             # Valid until a request enters or leaves.

@@ -9,12 +9,23 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tltlab.coordination.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
 from tltlab.drafters.base import Drafter, Key
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, Drafters, DrafterSpec, HybridSpec, LearnedSpec, traits_of
+from tltlab.drafters.budget import DraftBudget, UniformBudget
+from tltlab.drafters.feed import DrafterFeed
+from tltlab.drafters.specs import (
+    DEFAULT_DRAFTERS,
+    Drafters,
+    DrafterSpec,
+    HybridSpec,
+    LearnedSpec,
+    NgramSpec,
+    SuffixSpec,
+    traits_of,
+)
 from tltlab.errors import ConfigError, RunError, did_you_mean
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
@@ -26,6 +37,10 @@ ResponseTokens = tuple[Key, Sequence[int], Sequence[int]]
 
 _ESTIMATE_WEIGHT = 0.02
 """Weight of the newest draft in a drafter's mean of accepted tokens: about the last fifty drafts count."""
+
+
+_REPEATING = NgramSpec, SuffixSpec, LearnedSpec
+"""Kinds of drafters that can draft from a request's own text alone; what a class of the user's own keeps is unknown."""
 
 
 class DrafterCollapsed(RunError):
@@ -53,45 +68,6 @@ class DrafterReport:
     verdicts: tuple[Verdict, ...]
 
 
-@dataclass(slots=True, eq=False)
-class _RunningText:
-    """A request in the engine: a drafter has been shown the first `shown` tokens of `output`, which grows by itself."""
-
-    key: Key
-    output: Sequence[int]
-    shown: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _DrafterFeed:
-    """A model-free drafter in use, the requests in the order they came, and the turn at which it was last fed.
-
-    It is `behind` where text was left to wait.
-    """
-
-    drafter: Drafter
-    texts: dict[Key, _RunningText] = field(default_factory=dict)
-    turn: float = -math.inf
-    behind: bool = False
-
-    def open(self, key: Key, prompt: Sequence[int], output: Sequence[int]) -> None:
-        self.drafter.open(key, prompt)
-        self.texts[key] = _RunningText(key, output)
-
-    def feed(self) -> None:
-        extend = self.drafter.extend
-        for text in self.texts.values():
-            if new := text.output[text.shown :]:
-                extend(text.key, new)
-                text.shown += len(new)
-
-    def close(self, key: Key) -> None:
-        text = self.texts.pop(key)
-        if len(text.output) > text.shown:
-            self.drafter.extend(key, text.output[text.shown :])
-        self.drafter.close(key)
-
-
 class DrafterPool(Mapping[str, DrafterState]):
     """Drafters by the names strategies use; as a mapping it gives policies each one's state.
 
@@ -117,8 +93,8 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._counts: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
         self.canary = Canary(CanaryConfig())
         self._awaited_state: dict[str, Any] | None = None
-        self._requests: dict[Key, tuple[Sequence[int], Sequence[int]]] = {}
-        self._drafter_feeds: dict[str, _DrafterFeed] = {}
+        self._requests: dict[Key, tuple[Sequence[int], Sequence[int], bool]] = {}
+        self._drafter_feeds: dict[str, DrafterFeed] = {}
         learned = {name: spec for name, spec in self.specs.items() if isinstance(spec, LearnedSpec)}
         if len(learned) > 1:
             raise ConfigError(f"an engine holds one learned drafter, got {' and '.join(learned)}")
@@ -152,10 +128,10 @@ class DrafterPool(Mapping[str, DrafterState]):
         drafters = {name: self._drafter(name) for name in self.model_free(strategies)}
         previous, self._drafter_feeds = self._drafter_feeds, {}
         for name, drafter in drafters.items():
-            feed = self._drafter_feeds[name] = previous.pop(name) if name in previous else _DrafterFeed(drafter)
-            for key, (prompt, output) in self._requests.items():
+            feed = self._drafter_feeds[name] = previous.pop(name) if name in previous else DrafterFeed(drafter)
+            for key, (prompt, output, own) in self._requests.items():
                 if key not in feed.texts:
-                    feed.open(key, prompt, output)
+                    feed.open(key, prompt, output, self._own_drafter(name) if own else None)
         for feed in previous.values():
             for key in list(feed.texts):
                 feed.close(key)
@@ -206,6 +182,15 @@ class DrafterPool(Mapping[str, DrafterState]):
         registry = self.registry
         return registry[name].has_network if name in {*registry} else not name.startswith("ngram")
 
+    def repeats(self, strategies: Sequence[Strategy], budget: DraftBudget) -> bool:
+        """Whether a request that is opened with `own` has the same drafts each time, whatever else the engine runs.
+
+        True for one depth, shared out evenly, of a drafter that needs nothing but the request's text.
+        """
+        parts = [self.specs[part] for s in strategies if s.speculates for part in self._parts(s.drafter)]
+        alike = len(strategies) == 1 and len(parts) <= 1 and isinstance(budget, UniformBudget)
+        return alike and all(isinstance(spec, _REPEATING) for spec in parts)
+
     @property
     def feeds(self) -> bool:
         """Whether any model-free drafter wants the tokens."""
@@ -249,13 +234,15 @@ class DrafterPool(Mapping[str, DrafterState]):
         self, strategy: Strategy, depths: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
     ) -> tuple[list[str], list[list[int]]]:
         """Drafters and drafts, at most `depth` tokens for each (key, depth); `learned` are the workers' drafts."""
+        if not depths:
+            return [], []
         spec = self.specs[strategy.drafter]
         if not isinstance(spec, HybridSpec):
             name, drafts = self._propose(strategy.drafter, depths, learned)
             return [name] * len(drafts), drafts
         first, otherwise = spec.first, spec.otherwise
         estimate = self._accept_estimates.get(otherwise, 0.0) if otherwise != self.learned or self._serves() else 0.0
-        firsts = self._drafter(first).propose_all(depths)
+        firsts = self._drafter_feeds[first].propose_all(depths)
         names, drafts = [first] * len(firsts), [draft.tokens for draft in firsts]
         places = [n for n, (_, depth) in enumerate(depths) if not spec.choose(firsts[n], min(estimate, depth))]
         name, replacements = self._propose(otherwise, [depths[n] for n in places], [learned[n] for n in places])
@@ -272,7 +259,7 @@ class DrafterPool(Mapping[str, DrafterState]):
             if self._learned_spec.fallback is None:
                 return name, [[] for _ in depths]
             name = self._learned_spec.fallback
-        return name, [draft.tokens for draft in self._drafter(name).propose_all(depths)]
+        return name, [draft.tokens for draft in self._drafter_feeds[name].propose_all(depths)]
 
     def observe(self, name: str, verified: Sequence[tuple[Key, int, int]]) -> None:
         """Drafts by `name` were verified: for each key how many tokens were drafted, and how many first ones kept."""
@@ -291,7 +278,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         for (num_drafted, num_accepted), times in outcomes.items():
             self._counts[name].add(num_drafted, num_accepted, times)
         if name in self._drafter_feeds:
-            self._drafter_feeds[name].drafter.observe_all(verified)
+            self._drafter_feeds[name].observe_all(verified)
 
     def begin(self, rl_step: int) -> None:
         """A rollout of `rl_step` begins. One that is done again, or an evaluation's -1, ages no drafter."""
@@ -304,11 +291,15 @@ class DrafterPool(Mapping[str, DrafterState]):
             self._weights = replace(self._weights, age=0 if self._fresh else self._weights.age + 1)
             self._fresh = False
 
-    def open(self, key: Key, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
-        """A request enters with its prompt; `output` is a view that grows as it generates."""
-        self._requests[key] = prompt, output
-        for feed in self._drafter_feeds.values():
-            feed.open(key, prompt, output)
+    def open(self, key: Key, prompt: Sequence[int], output: Sequence[int] = (), *, own: bool = False) -> None:
+        """A request enters with its prompt; `output` is a view that grows as it generates.
+
+        With `own` it is drafted for from its own text alone, by a drafter to itself, and no other request from its
+        text. That works for drafters that `repeats` names, and others ignore it.
+        """
+        self._requests[key] = prompt, output, own
+        for name, feed in self._drafter_feeds.items():
+            feed.open(key, prompt, output, self._own_drafter(name) if own else None)
 
     def close(self, key: Key) -> None:
         """The request leaves, and its output is whole."""
@@ -472,6 +463,10 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     def _when(self) -> str:
         return f" at RL step {self._rl_step}" if self._rl_step >= 0 else ""
+
+    def _own_drafter(self, name: str) -> Drafter | None:
+        spec = self.specs[name]
+        return spec.build() if isinstance(spec, NgramSpec | SuffixSpec) else None
 
     def _drafter(self, name: str) -> Drafter:
         drafter = self._model_free.get(name)

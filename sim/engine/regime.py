@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tltlab.acceptance.base import Acceptance
+from tltlab.acceptance.base import UNKNOWN, Acceptance
 from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.drafters.specs import STANDARD, Drafters
@@ -96,11 +96,7 @@ def _regime(
     tokens, drafted, cdf = 1.0, 0.0, None
     if strategy.speculates:
         if acceptance is None:
-            raise ConfigError(
-                f"the policy speculates ({strategy}) and no acceptance is known: the trace has neither "
-                "acceptance.parquet nor acceptance.json nor iterations that speculated; give --acceptance "
-                f"{strategy.drafter}=geometric:ALPHA, a fitted file, or default for a usual one of each drafter"
-            )
+            raise ConfigError(f"the policy speculates ({strategy}) and {UNKNOWN.format(strategy.drafter)}")
         acceptance.check(strategy)
         tokens, drafted = acceptance.tokens_per_iteration(strategy), acceptance.num_drafted(strategy)
         cdf = acceptance.cdf(strategy)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 
+from tltlab.acceptance.base import UNKNOWN
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
@@ -426,17 +427,15 @@ def _strategies(cases: Sequence[TuningCase], config: TuneConfig) -> tuple[list[S
     """Chains that costs and acceptance of all cases cover, and notes on the others."""
     models = [model for case in cases if (model := case.scenario.acceptance) is not None]
     if len(models) < len(cases):
-        raise ConfigError(
-            "nothing is known about acceptance: the trace has neither acceptance.parquet nor acceptance.json nor "
-            "iterations that speculated; give --acceptance ngram=geometric:ALPHA, a fitted file, or default"
-        )
+        raise ConfigError(UNKNOWN.format("ngram"))
     drafters = config.drafters
     if drafters is None:
         named = [set(model.drafters) for model in models if model.drafters]
         drafters = sorted(set.intersection(*named)) if named else ["ngram"]
     for case in cases:
         case.scenario.registry.check(Strategy.chain(drafter, 1) for drafter in drafters)
-    covered, notes = [], []
+    covered: list[Strategy] = []
+    left_out: dict[str, list[str]] = {}
     for strategy in (Strategy.chain(drafter, depth) for drafter in drafters for depth in config.depths if depth):
         try:
             for case, model in zip(cases, models, strict=True):
@@ -444,7 +443,8 @@ def _strategies(cases: Sequence[TuningCase], config: TuneConfig) -> tuple[list[S
                 regimes.up_to(max(map(len, case.scenario.steps), default=1))
             covered.append(strategy)
         except ConfigError as error:
-            notes.append(f"{strategy} is left out: {error}")
+            left_out.setdefault(str(error), []).append(str(strategy))
+    notes = [f"left out: {', '.join(names)}: {why}" for why, names in left_out.items()]
     if not covered:
         raise ConfigError(f"none of the strategies can be simulated: {'; '.join(notes)}")
     return covered, notes

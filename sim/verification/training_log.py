@@ -26,7 +26,7 @@ from tltlab import console
 from tltlab.arrays import Floats
 from tltlab.calibration.cross_validation import left_out_predictions, most_errors
 from tltlab.calibration.stages import Constant, StageEstimator
-from tltlab.costs.base import CalibratedRange, CostModel, LinearCosts
+from tltlab.costs.base import DRAFTING, CalibratedRange, CostModel, LinearCosts
 from tltlab.costs.evidence import LEVEL, Evidence, interval
 from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
@@ -208,8 +208,7 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
         batch = math.ceil(trace.outcomes.groupby("rl_step").size().max() / columns.workers)
         coefficients: dict[str, Any] = {"per_context_s": 0.0, "prefill_per_token_s": 0.0}
         if speculated.any():
-            drafting = ("per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s", "draft_level_per_request_s")
-            coefficients |= dict.fromkeys(drafting, 0.0)
+            coefficients |= dict.fromkeys(DRAFTING, 0.0)
         coefficients |= terms | origin | {"calibrated": CalibratedRange(batch=(1.0, float(batch)))}
         fitted = LinearCosts(**coefficients)
     else:

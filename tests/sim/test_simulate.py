@@ -38,6 +38,9 @@ from .workloads import COSTS, FREE, ONE_SECOND, TINY, Handing, with_positions
 
 TIGHT = ONE_SECOND.model_copy(update={"kv_capacity_tokens": 30})
 CHAIN = Strategy.chain("ngram", 4)
+PLAIN_COSTS = dict.fromkeys(("base_s", "per_request_s", "per_context_s", "prefill_per_token_s"), 1e-3)
+WAYS_ON = ("TLTLAB_POLICY=explore", "tltlab trace annotate")
+"""What somebody can do whose recording shows no speculation."""
 PREFILLING = COSTS.model_copy(update={"prefill_per_token_s": 1e-3})
 TRACE = log_normal(prompts=6, group_size=4, rl_steps=2, median=100, sigma=1.0, cap=800, workers=2)
 
@@ -282,6 +285,10 @@ def test_plain_decoding_ignores_acceptance():
         ({"acceptance": "trace"}, ("acceptance.parquet",)),
         ({"decision_block": 0}, ("decision_block",)),
         ({"costs": {"kind": "linear", "base_s": 1e-3}}, ("per_request_s",)),
+        (
+            {"costs": {"kind": "linear", **PLAIN_COSTS}, "policy": "beg-mab", "acceptance": "default"},
+            ("sd_idle_s", *WAYS_ON),
+        ),
         ({"trace": lengths(21), "costs": TIGHT}, ("kv_capacity_tokens", 30, 31)),
         ({"max_response_tokens": 0}, ("max_response_tokens",)),
         # It chooses what it does not list.
@@ -326,7 +333,7 @@ def test_the_command_prints_the_summary(tmp_path: Path, capsys):
         ({"sd_threshold": 4, "policy": "beg-mab"}, ()),
         ({"sd_threshold": -1}, ("requests",)),
         ({"policy": "no-such-policy"}, ("no-such-policy",)),
-        ({"policy": "beg-mab-suffix"}, ("--acceptance", "default", "suffix=geometric:ALPHA")),
+        ({"policy": "beg-mab-suffix"}, ("--acceptance", "default", "suffix=geometric:ALPHA", *WAYS_ON)),
         ({"policy": "beg-mab-suffix", "acceptance": "ngram=geometric:0.4"}, ("'suffix'", "ngram")),
         ({"policy": "beg-mab-learned", "acceptance": "0.7"}, ("learned", "suffix", "all=0.7")),
         ({"gpus": "8xH100", "costs": "cpu-small"}, ("--gpus 8xH100", "--costs")),

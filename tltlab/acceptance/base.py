@@ -29,6 +29,13 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Variation = Literal["nothing", "request", "position"]
 
+UNKNOWN = (
+    "no acceptance is known: the trace has neither acceptance.parquet nor acceptance.json nor iterations that "
+    "speculated. Record with TLTLAB_POLICY=explore, or replay its text with 'tltlab trace annotate'; or give "
+    "--acceptance {}=geometric:ALPHA, a fitted file, or default for a usual one of each drafter"
+)
+"""End of a message, with the name of a drafter to put in."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestArrays:

@@ -19,6 +19,8 @@ from .evidence import Evidence
 from .noise import IterationNoise
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+DRAFTING = ("per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s", "draft_level_per_request_s")
+"""Terms that only iterations with drafts show."""
 FAR_TOKENS = 128
 """Tokens of an iteration from which on `LinearCosts.far_token_s` counts: on CPU cores and GPUs of today the time per
 token changes between 100 and 250."""
@@ -61,9 +63,11 @@ class Coefficients:
         """The value of `term`; a ConfigError that names it where the data did not identify it."""
         value = getattr(self, term)
         if value is None:
+            data = "one recorded with TLTLAB_POLICY=explore" if term in DRAFTING else "a trace that shows it"
+            other = " (with other costs 'tltlab trace annotate' gives acceptance)" if term in DRAFTING else ""
             raise ConfigError(
                 f"the cost model has no {term} (null: not identified by its data), which this simulation needs; "
-                f"calibrate on a trace that shows it, or write a value into the file"
+                f"calibrate on {data}, write a value into the file, or take other costs, such as cpu-small{other}"
             )
         return float(value)
 

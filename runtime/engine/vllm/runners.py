@@ -56,7 +56,10 @@ def spare_speculation() -> None:
     def sample(stock: Any, self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         # Sampling by rejection draws more random numbers, also where there is nothing to reject.
         drafts = ours(self, _has_drafts, spec_decode_metadata, otherwise=True)
-        return stock(self, logits, spec_decode_metadata if drafts else None)
+        # It counts the rows of logits by drafts, and here each request has one.
+        budgets = None if drafts else getattr(self.input_batch, "thinking_budget_state_holder", None)
+        with nullcontext() if budgets is None else replaced(budgets, "in_spec_mode", False):
+            return stock(self, logits, spec_decode_metadata if drafts else None)
 
     @in_place_of(V1Runner, "propose_draft_token_ids")
     def propose(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

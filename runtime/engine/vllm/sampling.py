@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import in_place_of, replaced
+from . import has_option, in_place_of, ours, replaced
+
+if TYPE_CHECKING:
+    from tltlab.runtime.engine.control import Drafting
 
 
 def mend_speculative_sampling() -> None:
@@ -64,6 +67,45 @@ def mend_top_k_of_nothing() -> None:
     @in_place_of(topk_topp_sampler, "apply_top_k_only")
     def apply_top_k_only(stock: Any, logits: torch.Tensor, k: torch.Tensor) -> Any:
         return logits if logits.shape[0] == 0 else stock(logits, k)
+
+
+_NONE, _NONE_BESIDE = ("min_p", "logit_bias"), ("logprob_token_ids", "thinking_token_budget")
+
+
+def drafting_of(params: Any) -> Drafting:
+    """Drafts that a request of these `SamplingParams` may have.
+
+    vLLM's V1 sampler (0.26 to 0.33) applies `min_p` and `logit_bias` to no drafted token. Beside drafts it fails with
+    `logprob_token_ids`, and ends thinking at wrong tokens with a `thinking_token_budget`. How many random numbers a
+    seeded request draws depends on its drafts.
+    """
+    if any(getattr(params, name, None) is not None for name in _NONE_BESIDE):
+        return "none beside"
+    if any(getattr(params, name) for name in _NONE):
+        return "none"
+    return "own" if params.sampling_type.name == "RANDOM_SEED" else "any"
+
+
+def sample_beside_drafts() -> None:
+    """Let engines with a policy take requests with `min_p` and `logit_bias`, which they decode plainly (`drafting_of`).
+
+    vLLM refuses these requests in engines that speculate, and has no logits processors for them there.
+    """
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.worker import gpu_model_runner
+
+    @in_place_of(InputProcessor, "__init__")
+    def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        if ours(self, has_option, self.vllm_config, "policy", otherwise=False):
+            # What requests are held against, and nothing else.
+            self.speculative_config = None
+
+    @in_place_of(gpu_model_runner, "build_logitsprocs")
+    def build_logitsprocs(stock: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = has_option(vllm_config, "policy")
+        with replaced(vllm_config, "speculative_config", None) if hidden else nullcontext():
+            return stock(vllm_config, *args, **kwargs)
 
 
 def synthetic_rejection(rates: Sequence[float]) -> dict[str, Any]:

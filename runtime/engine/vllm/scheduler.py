@@ -127,6 +127,9 @@ class PolicyScheduler(Scheduler):
     def _enter(self, watch: Callable[..., Live | None], request: Request, *before: Live | None) -> None:
         if (live := watch(request, *before)) is not None:
             self.capture.enter(request.request_id, live)
+            if live.drafting == "none beside":
+                for running in self.running:
+                    running.spec_token_ids = []
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         # The next input of a streaming session: output so far becomes prompt, and the input starts a turn.

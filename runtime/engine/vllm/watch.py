@@ -32,6 +32,7 @@ from tltlab.traces.recording import recording_of
 
 from .options import Attachment
 from .runners import kind_of
+from .sampling import drafting_of
 
 EXTRA = "tltlab"
 """Name of a request's key in `SamplingParams.extra_args`, and of an engine's settings in `additional_config`."""
@@ -113,7 +114,10 @@ class Watch:
         if len(self._samples) > REMEMBERED:
             self._least_sample = max(self._least_sample, self._samples.pop(next(iter(self._samples))))
         prompt = list(request.prompt_token_ids or ())
-        live = self.control.add(request.request_id, key, prompt, request._output_token_ids, request.max_tokens)
+        drafting = drafting_of(request.sampling_params)
+        live = self.control.add(
+            request.request_id, key, prompt, request._output_token_ids, request.max_tokens, drafting
+        )
         if (recording := self._open_recording) is not None:
             recording.arrived(live)
         return live

@@ -353,7 +353,7 @@ def test_prices_weigh_batches_by_the_time_spent_at_them():
         (TRACE, {"drafters": []}, ()),
         (TRACE, {"robust": True, "cost_error": float("nan")}, ("0", "1")),
         (TRACE, {"robust": True, "cost_error": 1.0}, ("0", "1")),
-        (TRACE, {"acceptance": None}, ("acceptance",)),
+        (TRACE, {"acceptance": None}, ("--acceptance", "TLTLAB_POLICY=explore", "tltlab trace annotate")),
         (TRACE, {"judge_steps": [0, 1, 2, 3]}, ("0",)),
         (TRACE, {"cost_error": 0.2}, ("--robust",)),
         (TRACE, {"robust": True}, ()),

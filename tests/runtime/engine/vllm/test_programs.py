@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import dataclasses
 import functools
-import importlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -31,8 +32,8 @@ from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.recording import LiveRecording
-from tltlab.runtime.engine.vllm import VARIABLES, starting
-from tltlab.runtime.engine.vllm.options import Attachment, Program, Variables
+from tltlab.runtime.engine.vllm import VARIABLES, options, starting
+from tltlab.runtime.engine.vllm.options import Attachment, Program, Variables, check_engine
 
 from ..asking import fixed
 
@@ -158,6 +159,8 @@ WRONG: list[tuple[dict[str, str], dict[str, Any], str]] = [
     (BEG_MAB, {"async_scheduling": True}, "asynchronous scheduling"),
     (BEG_MAB, {"additional_config": {"tltlab": {}}}, "options of tltlab's"),
     (BEG_MAB, {"runner": "pooling"}, "pools"),
+    (BEG_MAB, {"logits_processors": ["their.module:Ban"]}, "their.module:Ban"),
+    (BEG_MAB, {"structured_outputs_config": {"backend": "lm-format-enforcer"}}, "lm-format-enforcer"),
     ({"record": "/dev/null/x"}, {}, "/dev/null is not"),
     (BEG_MAB | {"options": '{"max_batch": 4}'}, {"max_num_seqs": 8}, "max_num_seqs=8"),
 ]
@@ -179,6 +182,54 @@ def test_what_cannot_be_followed_leaves_the_programs_engine(
     assert config.scheduler_config.scheduler_cls == arguments.get("scheduler_cls")
     assert engine_args.additional_config == given["additional_config"]
     assert engine_args.scheduler_cls == given["scheduler_cls"]
+
+
+@pytest.mark.parametrize(
+    ("part", "setting"),
+    [
+        ("model_config", {"enable_trace_replay": True}),
+        ("parallel_config", {"prefill_context_parallel_size": 2}),
+        ("kv_transfer_config", {"kv_connector": "MoRIIOConnector"}),
+        ("compilation_config", {"max_cudagraph_capture_size": 8, "cudagraph_mode": "FULL"}),
+    ],
+    ids=str,
+)
+def test_settings_that_vllm_refuses_late_are_refused_early(
+    part: str, setting: dict[str, Any], random_model: Path, environment: Environment
+):
+    from vllm.config import CUDAGraphMode
+
+    environment(policy="beg-mab")
+    config = copy.copy(configured(random_model))
+    check_engine(config, attached(config), plugged_in=True, sound=True)
+    changed = copy.copy(getattr(config, part)) or SimpleNamespace()
+    for name, value in setting.items():
+        setattr(changed, name, CUDAGraphMode[value] if name == "cudagraph_mode" else value)
+    object.__setattr__(config, part, changed)
+    with refused(ConfigError, naming=(next(iter(setting.values())),)):
+        check_engine(config, attached(config), plugged_in=True, sound=True)
+
+
+def test_logits_processors_of_installed_packages_leave_the_policy_out(
+    random_model: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Beside speculation vLLM drops them without a word."""
+    point = importlib.metadata.EntryPoint("ban", "their.plugin:Ban", "vllm.logits_processors")
+    monkeypatch.setattr(options, "entry_points", lambda *, group: [point] if group == point.group else [])
+    environment(policy="beg-mab")
+    assert configured(random_model).speculative_config is None
+    assert "their.plugin:Ban" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("policy", "seeded"), [("ngram:4", "own text"), ("beg-mab", "so are"), ("none", "")])
+def test_the_line_names_requests_without_drafts(
+    policy: str, seeded: str, random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
+):
+    environment(policy=policy)
+    configured(random_model)
+    said = capfd.readouterr().err
+    assert seeded in said
+    assert all((fact in said) == bool(seeded) for fact in ("min_p", "logit_bias", "seed"))
 
 
 @pytest.mark.parametrize(("option", "fact"), [("max_draft_depth", "2"), ("depth", "TLTLAB_OPTIONS")])

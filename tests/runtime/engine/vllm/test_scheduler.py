@@ -82,13 +82,14 @@ class Overlapped:
         scheduler.control.begin(3)
         return cls(scheduler)
 
-    def add(self, tokens: int, *names: str, resumable: bool = False, key: object = None) -> None:
-        """Requests of so many tokens each."""
+    def add(self, tokens: int, *names: str, resumable: bool = False, key: object = None, **more: Any) -> None:
+        """Requests of so many tokens each, with `more` sampling parameters."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         for name in names:
-            params = SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args={"tltlab": key or [3, name, 0, 0]})
+            named = {"tltlab": key or [3, name, 0, 0]}
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args=named, **more)
             asked = {"sampling_params": params, "pooling_params": None, "resumable": resumable}
             self.scheduler.add_request(Request(request_id=name, prompt_token_ids=[1, 5, 6], **asked))
 
@@ -152,6 +153,21 @@ def test_a_budget_trims_each_requests_placeholders(roomy: Engine):
     worker.add(40, *"abc")
     _, after = worker.goes_on()
     assert [len(after.scheduled_spec_decode_tokens.get(i, ())) for i in "abc"] == [0, 1, 2]
+
+
+def test_placeholders_are_of_requests_that_may_have_drafts(roomy: Engine):
+    worker = Overlapped.of(roomy, Fixed(LEARNED))
+    worker.add(40, "a")
+    worker.add(40, "b", min_p=0.1)
+    worker.add(40, "c", seed=5)
+    drafts = worker.goes_on(2)[-1].scheduled_spec_decode_tokens
+    assert [len(drafts.get(i, ())) for i in "abc"] == [4, 0, 4]
+    # Nobody has any as soon as this one is there.
+    worker.add(3, "d", logprob_token_ids=[5])
+    assert not worker.schedule().scheduled_spec_decode_tokens
+    assert not worker.schedule().scheduled_spec_decode_tokens
+    worker.ends(kept=2)
+    assert worker.scheduler.control.live == {}
 
 
 def test_every_token_is_counted_once_and_nothing_stays(roomy: Engine):

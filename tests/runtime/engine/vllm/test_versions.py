@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from tltlab.doctor import machine
 from tltlab.runtime.engine.vllm import capabilities, plugin
 from tltlab.runtime.engine.vllm.capabilities import (
     CAPABILITIES,
@@ -69,6 +71,20 @@ def test_the_vllm_that_runs_its_sources_and_table_agree():
         assert lacks(name) == installed.lacks(name), name
     versions = json.loads(VERSIONS.read_text())
     assert versions[installed.version()] == {"torch": installed.torch(), "has": has_each(installed)}
+
+
+def test_vllms_own_command_finds_its_package():
+    """`vllm serve` asks for metadata by this name, and the CPU build has another: `.ci/setup` writes them."""
+    if (sources := Sources.installed()) is not None:
+        assert version("vllm").partition("+")[0] == sources.version()
+
+
+def test_doctor_takes_a_second_name_for_no_second_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "vllm-9.9+cpu.dist-info").mkdir()
+    (tmp_path / "vllm-9.9+cpu.dist-info/METADATA").write_text("Metadata-Version: 2.4\nName: vllm\nVersion: 9.9+cpu\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert version("vllm") == "9.9+cpu"
+    assert machine._version("vllm") is None
 
 
 def test_the_readme_has_the_table_of_versions():
