@@ -1,0 +1,352 @@
+"""Lines of logs as metrics of RL steps: what a line says, whole or cut, and lines that a terminal wrapped.
+
+A number counts where its end is there: a separator, a bracket or the end of a line that nothing cut. Lines that a
+terminal, a file of fixed columns or a screenshot tool wrapped are joined where that says more than the lines alone.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tltlab.files import parse_json
+
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\]8;[^\x07\x1b]*(?:\x07|\x1b\\)")
+_RAY_REPEATS = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+_START_LETTERS = 16
+"""Of a line that show how lines of the log begin, digits apart."""
+_MOST_LETTERS = 1 << 18
+"""Of lines that were joined."""
+_TRIMMED = 2
+"""Blanks at most that a terminal takes from the end of a wrapped line: those of a separator."""
+_CONTINUES = re.compile(r"\s*[-+\d.eE]*\s*(- [\w/@.-]+:|,\s*['\"]\w)|\s*[\w/@.-]+:\s*\S+ - ")
+"""A line in the midst of a record: the end of a number and a separator, or the end of a name and its value."""
+_DICT_ITEM = re.compile(
+    r"""(['"])(.+?)\1\s*:\s*('[^']*'|"[^"]*"|\[[^\[\]]*\]|[^,{}'"\[\]()]+(?:\([^()]*\))?)\s*(?=[,}])"""
+)
+_ROW = re.compile(r"[│┃|]\s*[A-Za-z][\w/.@-]*\s*[│┃|]")
+"""The begin of a row of names and values: a bar there would end the row before."""
+_EQUALS = re.compile(r"([\w./@-]+)=(\S+?)(?:[,;|]*)(?=\s|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line without colours; `is_full` where it is as long as others that are the longest.
+
+    `is_ended` where a new line follows, `is_last` where no other text does.
+    """
+
+    number: int
+    text: str
+    is_ended: bool = True
+    is_last: bool = False
+    is_full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a line of metrics begins, and the name in `ITEMS` of how its items are written.
+
+    `block` stands before names in a block that are not in `names`, which has keys for what consoles print.
+    """
+
+    begins: re.Pattern[str]
+    items: str
+    block: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def key(self, name: str) -> str:
+        return self.names.get(name) or (f"{self.block}{name}" if self.items == "bullet" else name)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a line says: its fields, and the one whose end is the line's (None: each has an end of its own).
+
+    `is_cut` says that more was to come.
+    """
+
+    rl_step: int | None
+    line: Line
+    form: Form
+    fields: Mapping[str, Any]
+    last: str | None = None
+    is_cut: bool = False
+
+
+def lines_of(binary: Iterable[bytes]) -> Iterator[Line]:
+    """Return lines without colours; a progress bar ends in a carriage return, so several texts share a line."""
+    before: Line | None = None
+    for number, line in enumerate(binary, 1):
+        text = _COLOURS.sub("", line.decode("utf-8", "replace"))
+        parts = text.replace("\r", "\n").splitlines()
+        for at, part in enumerate(parts, 1):
+            if before is not None:
+                yield before
+            before = Line(number, part, is_ended=at < len(parts) or text.endswith("\n"))
+    if before is not None:
+        yield replace(before, is_last=True)
+
+
+def entries_of(lines: Iterable[Line], forms: Sequence[Form], hints: Sequence[str]) -> Iterator[Entry]:
+    """The lines that have one of the forms, and a hint. A block's number, once opened, is that of its lines."""
+    block: int | None = None
+    num_reports = 0
+    for line in lines:
+        if not any(hint in line.text for hint in hints):
+            continue
+        form = next((form for form in forms if form.begins.search(line.text)), None)
+        if form is None:
+            continue
+        found = list(form.begins.finditer(line.text))
+        if form.items not in _SEVERAL:
+            found = [next((match for match in found if any(match.groups())), found[0])]
+        # Two processes may have written into one line.
+        ends = [*(match.start() for match in found[1:]), len(line.text)]
+        for match, end in zip(found, ends, strict=True):
+            rl_step = next((int(number) for number in match.groups() if number), None)
+            if form.items == "open":
+                block = rl_step
+                continue
+            num_reports += form.items == "report"
+            if form.items in _IN_BLOCKS:
+                rl_step = block if form.items != "reported" else max(num_reports, 1)
+                if rl_step is None:
+                    continue
+            elif form.items == "report":
+                rl_step = num_reports
+            fields, last, is_cut = ITEMS[form.items](line.text[match.end() : end])
+            if end < len(line.text) and last is not None:
+                fields, last, is_cut = {name: value for name, value in fields.items() if name != last}, None, True
+            yield Entry(rl_step, line, form, fields, last, is_cut)
+
+
+Items = tuple[dict[str, Any], str | None, bool]
+
+
+def _split(separator: str, colon: str) -> Callable[[str], Items]:
+    """Return a reader of items with a separator between them; the last one ends with the line."""
+
+    def read(text: str) -> Items:
+        fields: dict[str, Any] = {}
+        name = None
+        for item in _RAY_REPEATS.sub("", text).split(separator):
+            name, found, value = item.partition(colon)
+            name = name.strip()
+            if found:
+                fields[name] = value.strip()
+        return fields, name if name in fields else None, bool(name) and name not in fields and separator == " - "
+
+    return read
+
+
+def _equals(text: str) -> Items:
+    fields: dict[str, Any] = dict(_EQUALS.findall(text))
+    last = next(reversed(fields), None)
+    return fields, last, False
+
+
+def _dict(text: str) -> Items:
+    """A dictionary as Python or JSON prints it; items that nothing ends are left out."""
+    text = text.lstrip()
+    end = closing(text)
+    whole = text if end is None else text[: end + 1]
+    if end is not None and re.match(r'\{\s*"', whole):
+        try:
+            fields = parse_json(whole)
+        except ValueError:
+            pass
+        else:
+            return fields if isinstance(fields, dict) else {}, None, False
+    items = {name: value.strip().strip("'\"") for _, name, value in _DICT_ITEM.findall(whole)}
+    return items, None, end is None
+
+
+def closing(text: str) -> int | None:
+    """Where the bracket that a text begins with is closed; None where it is not."""
+    depth, quote, escaped = 0, "", False
+    for at, letter in enumerate(text):
+        if quote:
+            if escaped or letter == "\\":
+                escaped = not escaped
+            elif letter == quote:
+                quote = ""
+        elif letter in "'\"":
+            quote = letter
+        elif letter in "{[(":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+            if depth <= 0:
+                return at
+    return None
+
+
+def _table(text: str) -> Items:
+    """A row of names and values between bars, which has one at its end."""
+    cells = [cell.strip() for cell in re.split(r"[│┃|]", text)]
+    is_cut = bool(cells[-1])
+    whole = cells[1:-1]
+    return dict(zip(whole[::2], whole[1::2], strict=False)), None, is_cut
+
+
+def _bullet(text: str) -> Items:
+    name, _, value = text.partition(":")
+    return {name.strip(): value.strip()}, name.strip(), False
+
+
+ITEMS: dict[str, Callable[[str], Items]] = {
+    "dashes": _split(" - ", ":"), "bars": _split(" | ", ":"), "commas": _split(", ", ":"),
+    "report": _split(", ", ":"), "reported": _split(", ", ":"), "equals": _equals, "dict": _dict, "table": _table,
+    "bullet": _bullet,
+}  # fmt: skip
+"""Readers of items by name: fields, the one that ends with the text, and whether more was to come."""
+_IN_BLOCKS = ("table", "bullet", "reported")
+_SEVERAL = ("dashes", "bars", "open")
+
+
+def settled(entries: Sequence[Entry], is_known: Callable[[Entry, str], bool], closes: str) -> list[Entry]:
+    """Without the last numbers of lines that may be cut within these, and marked.
+
+    A line may be cut at the end of the file, and where it is as long as others that are the longest. Its last number is
+    whole where it has a unit, and where it has as many decimals as with its name at the end of lines that are whole. At
+    the end of the file the line must have a name with which others end; among the longest lines it must be that one,
+    unless all are of one length and end alike, behind the name `closes`.
+    """
+    sure = _shapes(entry for entry in entries if not entry.line.is_full and not entry.line.is_last)
+    others = _shapes(entry for entry in entries if not entry.line.is_last)
+    full = _shapes(entry for entry in entries if entry.line.is_full)
+
+    def is_whole(entry: Entry, name: str) -> bool:
+        items, (decimals, unit) = entry.form.items, _shape(entry)
+        peers = (sure if entry.line.is_full else others).get(items, {})
+        of_name = peers.get(name, set())
+        if of_name and (unit not in {unit for _, unit in of_name} or decimals < min(of_name)[0]):
+            return False
+        if unit == "e":
+            return False
+        if unit or items == "bullet":
+            return entry.line.is_ended or bool(of_name)
+        if not entry.line.is_full:
+            return any(end in entry.fields for end in peers) if peers else entry.line.is_ended
+        before, alike = list(entry.fields)[:-1], len(full[items]) == len(full[items][name]) == 1
+        ends = peers or ([closes] if alike else [])
+        return (
+            bool(of_name)
+            or (alike and not is_known(entry, name))
+            or (decimals > 0 and any(end in before for end in ends))
+        )
+
+    found = []
+    for entry in entries:
+        name = entry.last
+        if name is None or not (entry.line.is_full or entry.line.is_last) or is_whole(entry, name):
+            found.append(entry)
+        else:
+            fields = {other: value for other, value in entry.fields.items() if other != name}
+            found.append(replace(entry, fields=fields, last=None, is_cut=True))
+    return found
+
+
+def _shapes(entries: Iterable[Entry]) -> dict[str, dict[str, set[tuple[int, str]]]]:
+    """By how items are written and by last names: decimals and units of the numbers there."""
+    shapes: dict[str, dict[str, set[tuple[int, str]]]] = {}
+    for entry in entries:
+        if entry.last is not None:
+            shapes.setdefault(entry.form.items, {}).setdefault(entry.last, set()).add(_shape(entry))
+    return shapes
+
+
+def _shape(entry: Entry) -> tuple[int, str]:
+    """Decimals and unit of the last number of a line."""
+    match = re.match(r"[-+\d,]*(?:\.(\d*))?(?:[eE][-+]?\d\d)?\s*([A-Za-z%(]?)", str(entry.fields[entry.last or ""]))
+    assert match is not None
+    return len(match[1] or ""), match[2]
+
+
+@dataclass(kw_only=True)
+class Wrapping:
+    """How a log's lines may have been wrapped: `width`, and how lines begin that follow a shorter one.
+
+    `num_joined` counts the lines that `joined` found to go on.
+    """
+
+    width: int = 0
+    num_full: int = 0
+    starts: set[str] = field(default_factory=set)
+    num_joined: int = 0
+
+    @classmethod
+    def of(cls, lines: Callable[[], Iterable[Line]]) -> Wrapping:
+        """Look at all lines of a log, twice."""
+        lengths = Counter(len(line.text) for line in lines())
+        width = max(lengths, default=0)
+        found = cls(width=width, num_full=lengths[width])
+        before = 0
+        for line in lines():
+            if before < width - _TRIMMED and line.text.strip():
+                found.starts.add(_start(line.text))
+            before = _length(line.text, width)
+        return found
+
+    def joined(self, lines: Iterable[Line], read: Callable[[str], Entry | None], blanks: int = 0) -> Iterator[Line]:
+        """The lines, those joined that one was wrapped into; `read` returns what a text says.
+
+        `blanks` were taken from the ends of the longest lines.
+        """
+        whole: Line | None = None
+        before = self.num_joined = 0
+        for line in lines:
+            if whole is None:
+                whole, before = line, _length(line.text, self.width)
+                continue
+            goes_on = before >= self.width - _TRIMMED and _start(line.text) not in self.starts
+            goes_on = goes_on and _ROW.match(line.text) is None
+            fill = " " * (self.width + blanks - before) if goes_on else ""
+            if not goes_on and _CONTINUES.match(line.text) and read(line.text) is None and _is_open(read(whole.text)):
+                goes_on, fill = True, " " if line.text[:1] in " -" or whole.text.endswith(("-", ",")) else ""
+            if goes_on and len(whole.text) < _MOST_LETTERS:
+                self.num_joined += 1
+                whole = replace(line, number=whole.number, text=whole.text + fill + line.text)
+            else:
+                yield whole
+                whole = line
+            before = _length(line.text, self.width)
+        if whole is not None:
+            yield whole
+
+    def marked(self, lines: Iterable[Line]) -> Iterator[Line]:
+        """The lines, those marked that are as long as the longest, where there are several."""
+        for line in lines:
+            yield replace(line, is_full=True) if self.num_full > 1 and len(line.text) == self.width else line
+
+
+def _is_open(entry: Entry | None) -> bool:
+    """Whether a line of metrics does not say where it ends."""
+    return entry is not None and (entry.is_cut or entry.last is not None)
+
+
+def _start(text: str) -> str:
+    return re.sub(r"\d+", "0", text[: 2 * _START_LETTERS])[:_START_LETTERS]
+
+
+def _length(text: str, width: int) -> int:
+    """Letters of a text; `width` where it has that many bytes or columns instead."""
+    if text.isascii():
+        return len(text)
+    columns = sum(1 + (unicodedata.east_asian_width(letter) in "WF") for letter in text)
+    return width if width in (columns, len(text.encode())) else len(text)
+
+
+def few(numbers: Iterable[Any], most: int = 5) -> str:
+    """The first of some numbers.
+
+    >>> few(range(7))
+    '0, 1, 2, 3, 4, ...'
+    """
+    values = list(numbers)
+    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
