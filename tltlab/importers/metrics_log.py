@@ -95,8 +95,8 @@ def unknown_log(path: Path) -> str | None:
         names = [name for name, _ in _ITEM.findall(line)]
         if len(names) > 2 and any(map(_OF_TRAINING.search, names)):
             return (
-                f"{path}, line {number}: metrics of no framework that is known ({', '.join(names[:3])}, ...); known are "
-                f"{KNOWN}; others: give each response's length, in a CSV"
+                f"{path}, line {number}: metrics of an unknown framework ({', '.join(names[:3])}, ...); known are "
+                f"{KNOWN}; of others give the lengths of responses, in a CSV"
             )
     return None
 

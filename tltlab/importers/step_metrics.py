@@ -267,15 +267,20 @@ SEVERAL_TURNS = "several turns: "
 
 
 def turns_note(steps: Sequence[StepMetrics]) -> str | None:
-    """Why lengths and rollout times of a log are not those of generation alone; None where nothing says so."""
+    """Why lengths and rollout times of a log are not those of generation alone.
+
+    "" where the log says that they are, None where it says nothing of turns and tools.
+    """
+    if all(step.get(name) is None for step in steps for name in ("turns", "tool_calls", "tool_s")):
+        return None
 
     def middle(name: str) -> float:
         values = [value for step in steps if (value := step.get(name)) is not None]
         return float(np.median(values)) if values else 0.0
 
     turns, calls, tool_s = middle("turns"), middle("tool_calls"), middle("tool_s")
-    if not steps or (turns <= steps[0].framework.single_turn and calls <= 0.0 and tool_s <= 0.0):
-        return None
+    if turns <= steps[0].framework.single_turn and calls <= 0.0 and tool_s <= 0.0:
+        return ""
     parts = [f"a response has {turns:.3g} turns"] if turns > 0.0 else []
     parts += [f"{calls:.2g} tool calls"] if calls > 0.0 else []
     parts += [f"{tool_s:.3g} s at tools on average"] if tool_s > 0.0 else []
@@ -400,7 +405,8 @@ def metrics_table(steps: Sequence[StepMetrics]) -> pd.DataFrame:
     table["accept_length"] = np.array([step.accept_length for step in steps], dtype=np.float64)
     table.insert(0, "rl_step", [step.rl_step for step in steps])
     table["num_responses"] = np.array([step.num_responses for step in steps], dtype=np.float64)
-    return table.assign(drafts_went_on=[step.drafts_went_on for step in steps], seconds=[step.stages for step in steps])
+    table["drafts_went_on"] = [step.drafts_went_on for step in steps]
+    return table.assign(seconds=pd.Series([step.stages for step in steps], dtype=object))
 
 
 def _steps_table(steps: list[StepMetrics]) -> pd.DataFrame:
