@@ -17,6 +17,7 @@ from tltlab.files import parse_json
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\]8;[^\x07\x1b]*(?:\x07|\x1b\\)")
 _RAY_REPEATS = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+_DIGITS_LESS, _MANY_DIGITS = 3, 6
 _START_LETTERS = 16
 """Of a line that show how lines of the log begin, digits apart."""
 _MOST_LETTERS = 1 << 18
@@ -139,7 +140,8 @@ def _split(separator: str, colon: str) -> Callable[[str], Items]:
             name = name.strip()
             if found:
                 fields[name] = value.strip()
-        return fields, name if name in fields else None, bool(name) and name not in fields and separator == " - "
+        is_cut = separator == " - " and name not in fields and bool(name or not text)
+        return fields, name if name in fields else None, is_cut
 
     return read
 
@@ -225,7 +227,10 @@ def settled(entries: Sequence[Entry], is_known: Callable[[Entry, str], bool], cl
         items, (decimals, unit) = entry.form.items, _shape(entry)
         peers = (sure if entry.line.is_full else others).get(items, {})
         of_name = peers.get(name, set())
-        if of_name and (unit not in {unit for _, unit in of_name} or decimals < min(of_name)[0]):
+        # Numbers that are written with all their digits have now and then a few less.
+        fewest = min(of_name)[0] if of_name else 0
+        fewest -= _DIGITS_LESS * (len(of_name) > 1 or fewest > _MANY_DIGITS)
+        if of_name and (unit not in {unit for _, unit in of_name} or decimals < fewest):
             return False
         if unit == "e":
             return False
@@ -307,8 +312,10 @@ class Wrapping:
             goes_on = before >= self.width - _TRIMMED and _start(line.text) not in self.starts
             goes_on = goes_on and _ROW.match(line.text) is None
             fill = " " * (self.width + blanks - before) if goes_on else ""
-            if not goes_on and _CONTINUES.match(line.text) and read(line.text) is None and _is_open(read(whole.text)):
-                goes_on, fill = True, " " if line.text[:1] in " -" or whole.text.endswith(("-", ",")) else ""
+            more = not goes_on and (whole.text.endswith(" -") or _CONTINUES.match(line.text))
+            if more and read(line.text) is None and _is_open(read(whole.text)):
+                goes_on = True
+                fill = " " if line.text[:1] == "-" or (line.text[:1] != " " and whole.text[-1] in "-,") else ""
             if goes_on and len(whole.text) < _MOST_LETTERS:
                 self.num_joined += 1
                 whole = replace(line, number=whole.number, text=whole.text + fill + line.text)

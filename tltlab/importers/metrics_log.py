@@ -163,11 +163,11 @@ def _from_lines(path: Path) -> Iterator[Record]:
         joined = _from_entries(wrapping.joined(lines(), _entry, blanks))
         if not wrapping.num_joined:
             break
-        if (more := _num_values(joined) - _num_values(found)) > 0:
+        if _said(joined) > _said(found):
             found = joined
-        elif more == 0 and found is plain:
+        elif _said(joined) == _said(plain) and found is plain:
             found = _agreed(plain, joined)
-    if (found and len(found) != len(plain)) or _num_values(found) > _num_values(plain):
+    if _said(found) > _said(plain):
         note = f"the lines are wrapped at {wrapping.width} columns: {wrapping.num_joined} were joined to those before"
         found = [replace(found[0], note=note), *found[1:]]
     yield from found
@@ -181,8 +181,10 @@ def _entry(text: str) -> Entry | None:
     return next(entries_of([Line(0, text)], FORMS, HINTS), None)
 
 
-def _num_values(records: Iterable[Record]) -> int:
-    return sum(len(record.values) for record in records)
+def _said(records: Sequence[Record]) -> tuple[int, int]:
+    """How much records say: their values, and those of them that are whole and have a number."""
+    num_whole = sum((record.rl_step is not None) - record.is_cut for record in records)
+    return sum(len(record.values) for record in records), num_whole
 
 
 def _agreed(one: Sequence[Record], other: Sequence[Record]) -> list[Record]:
