@@ -48,7 +48,13 @@ LOG_REMEDIES = {
     "train": "micro-batches of more tokens, or more devices for training",
     "inference": "log-probs: micro-batches of more tokens, or those of the rollout engine",
 }
+NO_LOG = "it is looked for in training logs alone"
 SPOKEN = {"sync": "weight sync", "wait": "waiting for rollouts", "advantage": "computing advantages"}
+SPOKEN["other"] = "time that no timer names"
+SPOKEN = {
+    "sync": "weight sync", "wait": "waiting for rollouts", "advantage": "computing advantages",
+    "other": "time that no timer names",
+}  # fmt: skip
 BATCH_SLACK = 1.25  # the plain time is linear, so it is believed a little beyond the batches of its fit
 
 
@@ -159,7 +165,7 @@ class RunEvidence:
     def per_token(self) -> pd.DataFrame:
         """Rollouts' seconds per token of all responses and of the longest, for RL steps of a log that say these."""
         if self.log is None:
-            raise NotChecked("only a training log says what rollouts of lengths took")
+            raise NotChecked(NO_LOG)
         rows = self.log.assign(
             per_token=self.log["rollout_s"] / (self.log["mean"] * self.log["num_responses"].fillna(1.0)),
             per_longest=self.log["rollout_s"] / self.log["most"].fillna(self.log["mean"]),
@@ -265,9 +271,7 @@ def spoken(stage: str) -> str:
     >>> spoken("sync"), spoken("timing_s/testing")
     ('weight sync', 'timing_s/testing')
     """
-    return {"sync": "weight sync", "wait": "waiting for rollouts", "advantage": "computing advantages"}.get(
-        stage, stage
-    )
+    return SPOKEN.get(stage, stage)
 
 
 def ratio(measured: Sequence[float] | pd.Series, reference: Sequence[float] | pd.Series) -> Interval:

@@ -10,7 +10,7 @@ import pandas as pd
 from tltlab.arrays import Floats
 
 from .check import Facts, NotChecked, rl_steps
-from .evidence import RunEvidence, spoken
+from .evidence import NO_LOG, RunEvidence, spoken
 
 LEAST_SIDE = 2  # RL steps before and behind a change: a single slow one is none
 GROWN_SHARE = 0.1  # share of the RL step by which a stage must grow: below it there is little to gain
@@ -112,7 +112,7 @@ def rollout_slower(run: RunEvidence) -> Facts | None:
 def several_turns(run: RunEvidence) -> Facts | None:
     """Responses have several turns, or wait for tools: lengths and rollout times are not those of generation."""
     if run.turns is None:
-        raise NotChecked("only a training log says how many turns a response has, and not each")
+        raise NotChecked(NO_LOG if run.log is None else "the log does not say how many turns a response has")
     return {"note": run.turns[:1].upper() + run.turns[1:]} if run.turns else None
 
 
@@ -127,13 +127,16 @@ def change(values: Floats) -> int | None:
     sums, at = np.cumsum(values), np.arange(LEAST_SIDE, num - LEAST_SIDE + 1)
     rise = (sums[-1] - sums[at - 1]) / (num - at) - sums[at - 1] / at
     best = int(at[np.argmax(np.sign(rise) * rise**2 * at * (num - at))])
-    return best if np.quantile(values[best:], 0.1) > np.quantile(values[:best], 0.9) else None
+    least = np.quantile(values[best:], 0.1, method="lower")
+    return best if least > np.quantile(values[:best], 0.9, method="higher") else None
 
 
 def _drafted(run: RunEvidence) -> pd.DataFrame:
     """RL steps of a log that say how many tokens a draft yields."""
-    if run.log is None or run.log["accept_length"].isna().all():
-        raise NotChecked("a training log that says how many tokens a draft yields is needed")
+    if run.log is None:
+        raise NotChecked(NO_LOG)
+    if run.log["accept_length"].isna().all():
+        raise NotChecked("the log does not say how many tokens a draft yields")
     rows = run.log[run.log["accept_length"].notna()].reset_index(drop=True)
     if len(rows) < 2 * LEAST_SIDE:
         raise NotChecked(f"a change needs {2 * LEAST_SIDE} RL steps with drafts")
