@@ -17,6 +17,7 @@ from tltlab.files import parse_json
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\]8;[^\x07\x1b]*(?:\x07|\x1b\\)")
 _RAY_REPEATS = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+_NEARLY_ALL = 0.75
 _DIGITS_LESS, _MANY_DIGITS = 3, 6
 _START_LETTERS = 16
 """Of a line that show how lines of the log begin, digits apart."""
@@ -24,7 +25,9 @@ _MOST_LETTERS = 1 << 18
 """Of lines that were joined."""
 _TRIMMED = 2
 """Blanks at most that a terminal takes from the end of a wrapped line: those of a separator."""
-_CONTINUES = re.compile(r"\s*[-+\d.eE]*\s*(- [\w/@.-]+:|,\s*['\"]\w)|\s*[\w/@.-]+:\s*\S+ - ")
+_CONTINUES = re.compile(
+    r"\s*[-+\d.eE]*\s*(- [\w/@.-]+:|,\s*['\"]\w)|\s*[\w/@.-]+:\s*\S+ - |\s*['\"][\w/@.-]+['\"]\s*:|\s*\}"
+)
 """A line in the midst of a record: the end of a number and a separator, or the end of a name and its value."""
 _DICT_ITEM = re.compile(
     r"""(['"])(.+?)\1\s*:\s*('[^']*'|"[^"]*"|\[[^\[\]]*\]|[^,{}'"\[\]()]+(?:\([^()]*\))?)\s*(?=[,}])"""
@@ -216,9 +219,10 @@ def settled(entries: Sequence[Entry], is_known: Callable[[Entry, str], bool], cl
 
     A line may be cut at the end of the file, and where it is as long as others that are the longest. Its last number is
     whole where it has a unit, and where it has as many decimals as with its name at the end of lines that are whole. At
-    the end of the file the line must have a name with which others end; among the longest lines it must be that one,
-    unless all are of one length and end alike, behind the name `closes`.
+    the end of the file the line must have a name with which others end, anywhere that with which nearly all do; among
+    the longest lines it must be that one, unless all are of one length and end alike, behind the name `closes`.
     """
+    usual = _usual(entries)
     sure = _shapes(entry for entry in entries if not entry.line.is_full and not entry.line.is_last)
     others = _shapes(entry for entry in entries if not entry.line.is_last)
     full = _shapes(entry for entry in entries if entry.line.is_full)
@@ -249,11 +253,23 @@ def settled(entries: Sequence[Entry], is_known: Callable[[Entry, str], bool], cl
     found = []
     for entry in entries:
         name = entry.last
-        if name is None or not (entry.line.is_full or entry.line.is_last) or is_whole(entry, name):
+        doubtful = entry.line.is_full or entry.line.is_last
+        if name is None or (is_whole(entry, name) if doubtful else usual.get(entry.form.items, name) in entry.fields):
             found.append(entry)
         else:
             fields = {other: value for other, value in entry.fields.items() if other != name}
             found.append(replace(entry, fields=fields, last=None, is_cut=True))
+    return found
+
+
+def _usual(entries: Sequence[Entry]) -> dict[str, str]:
+    """The last name of nearly all lines whose items are written in a way, where it is."""
+    found = {}
+    for items in {entry.form.items for entry in entries if entry.form.items != "bullet"}:
+        lasts = [entry.last for entry in entries if entry.form.items == items and entry.last is not None]
+        name, num = Counter(lasts).most_common(1)[0] if lasts else ("", 0)
+        if num >= max(_NEARLY_ALL * len(lasts), 3):
+            found[items] = name
     return found
 
 

@@ -9,6 +9,8 @@ colours and progress bars do not matter.
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
+from tltlab.files import MOST_JSON_BYTES, open_input, parse_json, read_text
 
 from .log_lines import Entry, Line, Wrapping, entries_of, lines_of, settled
 from .rows import rows_of
-from .step_metrics import FORMS, HINTS, KNOWN, Record, plain_key
+from .step_metrics import FORMS, HINTS, KNOWN, LONG_FIELDS, LONG_NAMES, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
 """Files of metrics that TensorBoard leaves in folders of its own."""
@@ -49,7 +51,7 @@ _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+0-9.eEinfINFnaN]+)(?: \d
 
 
 def metrics_files(folder: Path) -> list[Path]:
-    """Return TensorBoard's files in a folder, or up to three below it, of one run; resumed, it has several.
+    """Return TensorBoard's or MLflow's files in a folder, or up to three below it, of one run; resumed, it has several.
 
     Those nearest count. Raises TraceError where they are of several runs, and for W&B's own files where there are none.
     """
@@ -60,6 +62,10 @@ def metrics_files(folder: Path) -> list[Path]:
             raise TraceError(f"{folder} holds the logs of several runs: name one, such as {files[0].parent}")
         if files:
             return files
+    if runs := {path for below in levels for path in folder.glob(f"{below}metrics") if path.is_dir()}:
+        if len(runs) > 1:
+            raise TraceError(f"{folder} holds the metrics of several runs: name one, such as {min(runs).parent}")
+        return sorted(path for path in min(runs).rglob("*") if path.is_file())
     for path in (path for below in levels for path in folder.glob(below + "run-*.wandb")):
         refuse_wandb(path)
     return []
@@ -110,10 +116,11 @@ def records_of(path: Path) -> Iterator[Record]:
         if all(log.match(EVENT_FILES) for log in files):
             yield from _tensorboard(files)
             return
+        if all(log.parent != path and "metrics" in log.parts for log in files):
+            yield from _mlflow(files)
+            return
         if ".csv" in path.suffixes:
-            call_times: dict[str, float] = {}
-            for row in rows_of(path):
-                yield from _from_fields(row.place, row.fields, call_times)
+            yield from _csv(path)
             return
         with open_input(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")
@@ -130,6 +137,51 @@ def records_of(path: Path) -> Iterator[Record]:
         yield from _from_lines(path)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _csv(path: Path) -> Iterator[Record]:
+    """A history as W&B, MLflow or TensorBoard export it: a row for each RL step, or for each metric of one."""
+    call_times: dict[str, float] = {}
+    cut = _cut_row(path) if path.suffix == ".csv" else None
+    for at, row in enumerate(rows_of(path)):
+        fields = row.fields
+        if at == 0:
+            keys = [plain_key(name) for name in fields if " - " in name]
+            if twice := [key for key in keys if key is not None and keys.count(key) > 1]:
+                raise TraceError(f"{path}: several columns for {twice[0]}, of several runs: leave the columns of one")
+        if row.place == cut:
+            yield Record(rl_step=None, place=row.place, values={}, is_cut=True)
+        elif (name := row.find(LONG_NAMES)) is not None and fields.keys() >= LONG_FIELDS:
+            step = row.number("step")
+            yield from _record(None if step is None else int(step), row.place, {str(fields[name]): fields["value"]})
+        else:
+            yield from _from_fields(row.place, fields, call_times)
+
+
+def _cut_row(path: Path) -> str | None:
+    """The place of the last row, where it has not as many cells as the header. Raises TraceError for others."""
+    cut: tuple[int, int] | None = None
+    num_cells = 0
+    with io.TextIOWrapper(open_input(path), encoding="utf-8-sig", errors="replace", newline="") as file:
+        reader = csv.reader(file)
+        for cells in filter(None, reader):
+            num_cells = num_cells or len(cells)
+            if cut is not None:
+                line, num = cut
+                raise TraceError(f"{path}, line {line}: {num} cells, the header has {num_cells}: cut off or wrapped?")
+            if len(cells) != num_cells:
+                cut = reader.line_num, len(cells)
+    return None if cut is None else f"line {cut[0]}"
+
+
+def _mlflow(files: Iterable[Path]) -> Iterator[Record]:
+    """MLflow's files of metrics, one each, with lines of time, value and step."""
+    for path in files:
+        name = "/".join(path.parts[len(path.parts) - path.parts[::-1].index("metrics") :])
+        for line in read_text(path, errors="replace").splitlines():
+            parts = line.split()
+            if len(parts) > 2 and parts[2].isdigit():
+                yield from _record(int(parts[2]), name, {name: parts[1]})
 
 
 def number(text: str) -> float | None:

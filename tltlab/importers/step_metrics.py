@@ -85,11 +85,15 @@ FIRST_OF["mean"] += FIRST_OF["sequence"]
 
 _KNOWN = frozenset(key for framework in FRAMEWORKS for key in framework.keys)
 _ANY = {name: re.compile(pattern) for name, pattern in _TABLE["any"].items() if isinstance(pattern, str)}
+_NO_SECONDS = _ANY.pop("no_seconds")
 _TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
 _DRAFTER_TRAINING = _ANY["drafter_training"]
 _OF_STEPS = re.compile(r"loss|grad_norm|(^|[/_])(kl|lr|learning_rate)$|^timing|step_time|clip_ratio")
 """Names that records of RL steps have beside lengths, and records of responses have not."""
 _TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
+LONG_FIELDS = frozenset(("step", "value"))
+LONG_NAMES = ("key", "tag", "metric", "metric_name")
+"""Fields of a table with a metric in each row: MLflow's history, TensorBoard's as a DataFrame."""
 _CHART = re.compile(r"^.* - (?=\S+$)")
 """The run's name, which charts exported from W&B put before a key."""
 
@@ -106,7 +110,7 @@ def plain_key(key: str) -> str | None:
     TRL's `profiling/Time taken: GRPOTrainer.vLLM.generate`.
     """
     key = _TRL_CALL.sub("profiling/", _CHART.sub("", key.strip()).removeprefix("train/"))
-    if key in _KNOWN or _TIMERS.search(key):
+    if key in _KNOWN or (_TIMERS.search(key) and not _NO_SECONDS.search(key)):
         return key
     is_any = any(pattern.search(key) for pattern in _ANY.values())
     return key if is_any and "val" not in key.split("/")[0] and not key.startswith("eval") else None
@@ -187,7 +191,7 @@ class StepMetrics:
     def stages(self) -> dict[str, float]:
         """Seconds of the RL step by stage: the rollout, or waiting for one that goes on beside training, and STAGES.
 
-        Timers that are no stage are there under their own names.
+        Other timers are there under their own names, the largest first.
         """
         names = ("wait_s" if self.get("wait_s") is not None else "rollout_s", *STAGES)
         found = {name: seconds for name in names if (seconds := self.get(name)) is not None}
@@ -196,8 +200,13 @@ class StepMetrics:
             if holder in found and held in found and whole is not None and sum(found.values()) > whole:
                 found[holder] = max(found[holder] - found[held], 0.0)
         known = self.framework.keys | self.framework.within
-        timers = {key: value for key, value in self.values.items() if self.framework.timers.search(key)}
-        return found | {key: seconds for key, seconds in timers.items() if key not in known}
+        left = math.inf if whole is None else 1.02 * whole - sum(found.values())
+        # Timers that are more than what is left are within others.
+        for key, seconds in sorted(self.values.items(), key=lambda item: -item[1]):
+            if self.framework.timers.search(key) and key not in known and seconds <= left:
+                found[key] = seconds
+                left -= seconds
+        return found
 
 
 def framework_of(keys: Iterable[str]) -> Framework | None:
@@ -210,9 +219,12 @@ def framework_of(keys: Iterable[str]) -> Framework | None:
 def says_means(names: Iterable[str]) -> bool:
     """Whether fields are those of an RL step, with the mean length of its responses.
 
-    Names that a single response's length may have, such as `response_length`, count beside a loss and the like alone.
+    A table with a metric in each row, its name, step and value, counts too. Names that a single response's length may
+    have, such as `response_length`, count beside a loss and the like alone.
     """
     names = list(map(str, names))
+    if set(names) >= LONG_FIELDS and any(name in names for name in LONG_NAMES):
+        return True
     means = [name for name in names if plain_key(name) in FIRST_OF["mean"]]
     return any("/" in name or "mean" in name for name in means) or bool(means and any(map(_OF_STEPS.search, names)))
 
