@@ -32,6 +32,8 @@ _CONTINUES = re.compile(
 _DICT_ITEM = re.compile(
     r"""(['"])(.+?)\1\s*:\s*('[^']*'|"[^"]*"|\[[^\[\]]*\]|[^,{}'"\[\]()]+(?:\([^()]*\))?)\s*(?=[,}])"""
 )
+_REST = re.compile(r"[\d.]+(?:[eE][-+]?\d+)?")
+"""A number alone, which may be the rest of that of the line before."""
 _ROW = re.compile(r"[│┃|]\s*[A-Za-z][\w/.@-]*\s*[│┃|]")
 """The begin of a row of names and values: a bar there would end the row before."""
 _EQUALS = re.compile(r"([\w./@-]+)=(\S+?)(?:[,;|]*)(?=\s|$)")
@@ -99,6 +101,7 @@ def lines_of(binary: Iterable[bytes]) -> Iterator[Line]:
 def entries_of(lines: Iterable[Line], forms: Sequence[Form], hints: Sequence[str]) -> Iterator[Entry]:
     """The lines that have one of the forms, and a hint. A block's number, once opened, is that of its lines."""
     block: int | None = None
+    in_block: dict[str, Any] = {}
     num_reports = 0
     for line in lines:
         if not any(hint in line.text for hint in hints):
@@ -114,7 +117,7 @@ def entries_of(lines: Iterable[Line], forms: Sequence[Form], hints: Sequence[str
         for match, end in zip(found, ends, strict=True):
             rl_step = next((int(number) for number in match.groups() if number), None)
             if form.items == "open":
-                block = rl_step
+                block, in_block = rl_step, {}
                 continue
             num_reports += form.items == "report"
             if form.items in _IN_BLOCKS:
@@ -124,6 +127,12 @@ def entries_of(lines: Iterable[Line], forms: Sequence[Form], hints: Sequence[str
             elif form.items == "report":
                 rl_step = num_reports
             fields, last, is_cut = ITEMS[form.items](line.text[match.end() : end])
+            if form.items in ("table", "bullet"):
+                if any(in_block.get(name, value) != value for name, value in fields.items()):
+                    # The line that begins the next block is lost.
+                    block = None
+                    continue
+                in_block |= fields
             if end < len(line.text) and last is not None:
                 fields, last, is_cut = {name: value for name, value in fields.items() if name != last}, None, True
             yield Entry(rl_step, line, form, fields, last, is_cut)
@@ -336,16 +345,22 @@ class Wrapping:
                 self.num_joined += 1
                 whole = replace(line, number=whole.number, text=whole.text + fill + line.text)
             else:
-                yield whole
+                yield replace(whole, is_full=True) if _REST.fullmatch(line.text) else whole
                 whole = line
             before = _length(line.text, self.width)
         if whole is not None:
             yield whole
 
     def marked(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """The lines, those marked that are as long as the longest, where there are several."""
+        """The lines; marked are those as long as the longest, where there are several, and before a number alone."""
+        before: Line | None = None
         for line in lines:
-            yield replace(line, is_full=True) if self.num_full > 1 and len(line.text) == self.width else line
+            if before is not None:
+                yield replace(before, is_full=True) if _REST.fullmatch(line.text) else before
+            is_full = self.num_full > 1 and len(line.text) == self.width
+            before = replace(line, is_full=True) if is_full else line
+        if before is not None:
+            yield before
 
 
 def _is_open(entry: Entry | None) -> bool:

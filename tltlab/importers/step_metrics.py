@@ -241,12 +241,15 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
     cut: list[str] = []
     num_unnumbered = 0
     records = list(records)
-    are_numbered = any(record.rl_step is not None for record in records)
+    num_numbered = sum(record.rl_step is not None for record in records)
+    are_numbered = 2 * num_numbered >= len(records) > 0
+    num_lost = 0
     for record in records:
         notes += [record.note] if record.note else []
         cut += [record.place] if record.is_cut else []
-        # A number that others have was cut off.
-        if record.rl_step is None and (are_numbered if record.is_cut else not record.values):
+        if record.rl_step is None and (are_numbered or not (record.values or record.is_cut)):
+            # The number that others have is lost.
+            num_lost += bool(record.values)
             continue
         if record.rl_step is None:
             num_unnumbered += 1
@@ -264,6 +267,8 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
         step.framework = framework or step.framework
     if cut:
         notes.append(f"{len(cut)} records are cut off ({few(cut)}): what is cut counts as unknown")
+    if num_lost:
+        notes.append(f"{num_lost} records do not say their RL step, as the others do, and are left out")
     if num_unnumbered:
         notes.append("the log does not number its RL steps: they are counted from 1")
     if repeats:
