@@ -68,7 +68,7 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
     ),
     _check("drafts-collapse", stages.drafts_collapse, good="drafts are kept as often as before").problem(
         "{title}",
-        "Accept length {fall} {going_on}{rate}{times}.",
+        "{fall} {going_on}{rate}{times}.",
         "Outputs stay right, only time is lost. Load the drafter's weights anew after sleep, wake-up and weight sync "
         "(level-2 sleep throws them away), or switch drafting off until they are.",
     ),

@@ -79,14 +79,18 @@ def drafts_collapse(run: RunEvidence) -> Facts | None:
     sure = on or (len(before) > 0 and slower is not None and slower["times"] >= KEPT)
     if not sure and not len(before):
         raise NotChecked("accept length is 1 in all RL steps, and the log does not say whether anything was drafted")
-    was, now, first = before["accept_length"].median(), bad["accept_length"].median(), int(bad["rl_step"].iloc[0])
-    kept = "kept no more" if now <= COLLAPSED else "kept far less"
+    first, kept = int(bad["rl_step"].iloc[0]), "kept no more" if none_kept.any() else "kept far less"
+    if run.log is not None and run.log["accept_length"].isna().all():
+        subject, name, form = "The share of drafted tokens that is kept", "draft_rate", ".0%"
+    else:
+        subject, name, form = "Accept length", "accept_length", ".2f"
+    was, now = (format(rows[name].median(), form) for rows in (before, bad))
     return {
         "title": f"Drafts are {kept} from {run.unit} {first} on" if at else "Drafts are not kept",
-        "fall": f"falls from {was:.2f} to {now:.2f}" if len(before) else f"is {now:.2f}",
+        "fall": f"{subject} falls from {was} to {now}" if len(before) else f"{subject} is {now}",
         "going_on": "while drafts go on" if on else "or nothing was drafted, which the log does not say",
-        "rate": _rates(before, bad), "times": "" if slower is None else TIMES.format(**slower), "now": now,
-        "severity": "problem" if sure else "hint", "where": rl_steps(bad["rl_step"], run.unit),
+        "rate": _rates(before, bad) if name == "accept_length" else "",
+        "times": "" if slower is None else TIMES.format(**slower), "severity": "problem" if sure else "hint", "where": rl_steps(bad["rl_step"], run.unit),
     }  # fmt: skip
 
 
@@ -135,9 +139,13 @@ def _drafted(run: RunEvidence) -> pd.DataFrame:
     """RL steps of a log that say how many tokens a draft yields."""
     if run.log is None:
         raise NotChecked(NO_LOG)
-    if run.log["accept_length"].isna().all():
+    log = run.log
+    if log["accept_length"].isna().all():
+        # At least that many: the share kept is that of tokens, of which a draft has one or more.
+        log = log.assign(accept_length=1.0 + log["draft_rate"])
+    rows = log[log["accept_length"].notna()].reset_index(drop=True)
+    if rows.empty:
         raise NotChecked("the log does not say how many tokens a draft yields")
-    rows = run.log[run.log["accept_length"].notna()].reset_index(drop=True)
     if len(rows) < 2 * LEAST_SIDE:
         raise NotChecked(f"a change needs {2 * LEAST_SIDE} RL steps with drafts")
     return rows

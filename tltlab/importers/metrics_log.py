@@ -1,10 +1,9 @@
-"""Metrics of RL steps as frameworks print and store them: console logs, JSON, TensorBoard, vLLM's counters.
+"""Metrics of RL steps as frameworks print and store them: logs, JSON, CSV, TensorBoard, MLflow, vLLM's counters.
 
-Read are lines of verl's console logger (`step:3 - response_length/mean:311.2 - timing_s/gen:20.1`, which SkyRL has
-too), TRL's printed dictionaries, NeMo-RL's blocks of `• name: value`, JSON Lines with a step each, a JSON object of
-`{metric: {step: value}}` (NeMo-RL) or with a `log_history` (Trainer), event files of TensorBoard, a history exported
-from W&B (CSV, JSON Lines), and scrapes of vLLM's `/metrics`. Lines of other programs in between, Ray's prefixes,
-colours and progress bars do not matter.
+Lines of consoles are read as `log_lines` and `frameworks.toml` say. Beside these are read JSON Lines with a step each,
+a JSON object of `{metric: {step: value}}` (NeMo-RL) or with a `log_history` (Trainer), event files of TensorBoard,
+MLflow's folders of metrics, histories exported from W&B, MLflow or TensorBoard (CSV, JSON Lines), and scrapes of vLLM's
+`/metrics`. Lines of other programs in between, Ray's prefixes, colours and progress bars do not matter.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ _OF_TRAINING = re.compile(r"loss|reward|step|iter|entropy|(^|[/_.])kl($|[/_.])|l
 _JSON_QUOTES = re.compile(r"[\"']")
 _NAME = re.compile(r"(?<![\w/])[A-Za-z][\w/.@-]*[/_][\w/.@-]+(?![\w/])")
 _MOST_LINE_BYTES = 1 << 20
+_CONSOLES = ("", ".log", ".out", ".err", ".txt")
+"""Endings of names under which output of consoles is kept."""
 _MOST_HELD_BYTES = 1 << 26
 """Of a log that is held in memory; larger ones are read anew each time."""
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+0-9.eEinfINFnaN]+)(?: \d+)?$")
@@ -81,12 +83,15 @@ def refuse_wandb(path: Path) -> None:
 
 
 def is_metrics_log(path: Path) -> bool:
-    """Whether a file or folder holds metrics of RL steps; reads up to the first of them."""
+    """Whether a file or folder holds metrics of RL steps; reads up to the first of them, where lines are whole."""
     if path.is_dir():
         return bool(metrics_files(path))
     try:
+        entries = entries_of(_lines(path), FORMS, HINTS) if path.suffix in _CONSOLES else ()
+        if any(_is_known(entry, name) for entry in entries for name in entry.fields):
+            return True
         return any(record.values for record in records_of(path))
-    except TraceError:
+    except (OSError, TraceError):
         return False
 
 
@@ -203,12 +208,8 @@ def _from_lines(path: Path) -> Iterator[Record]:
     On what the two disagree is unknown.
     """
 
-    def read() -> Iterator[Line]:
-        with open_input(path) as file:
-            yield from lines_of(iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
-
-    held = list(read()) if path.stat().st_size < _MOST_HELD_BYTES else None
-    lines = read if held is None else held.copy
+    held = list(_lines(path)) if path.stat().st_size < _MOST_HELD_BYTES else None
+    lines = partial(_lines, path) if held is None else held.copy
     wrapping = Wrapping.of(lines)
     found = plain = _from_entries(wrapping.marked(lines()))
     for blanks in range(3):
@@ -223,6 +224,11 @@ def _from_lines(path: Path) -> Iterator[Record]:
         note = f"the lines are wrapped at {wrapping.width} columns: {wrapping.num_joined} were joined to those before"
         found = [replace(found[0], note=note), *found[1:]]
     yield from found
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    with open_input(path) as file:
+        yield from lines_of(iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
 
 
 def _is_known(entry: Entry, name: str) -> bool:

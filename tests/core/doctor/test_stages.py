@@ -100,6 +100,13 @@ def test_drafts_that_are_kept_no_more_are_a_problem(tmp_path: Path, length: Call
     assert "drafts-lose-time" not in {check.name for check in found.good}
 
 
+def test_the_share_kept_alone_tells_a_collapse(tmp_path: Path) -> None:
+    path = log(tmp_path, lambda step: {"spec_decode/draft_acceptance_rate": 0.6 if step < 9 else 0.0})
+    finding = told(path)[1]["drafts-collapse"]
+    assert (finding.severity, finding.where) == ("problem", "RL steps 9-12")
+    assert {"60%", "0%"} <= set(finding.evidence.split())
+
+
 def test_switched_off_drafts_are_no_collapse(tmp_path: Path) -> None:
     def metrics(step: int) -> Metrics:
         on = step < 9
