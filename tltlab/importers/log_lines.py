@@ -18,7 +18,9 @@ from tltlab.files import parse_json
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\]8;[^\x07\x1b]*(?:\x07|\x1b\\)")
 _RAY_REPEATS = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 _NEARLY_ALL = 0.75
+"""Share of lines from which the name that they end with is the usual one."""
 _DIGITS_LESS, _MANY_DIGITS = 3, 6
+"""Digits that a number may have less than others where these have so many that all are written."""
 _START_LETTERS = 16
 """Of a line that show how lines of the log begin, digits apart."""
 _MOST_LETTERS = 1 << 18
@@ -160,14 +162,13 @@ def _split(separator: str, colon: str) -> Callable[[str], Items]:
 
 def _equals(text: str) -> Items:
     fields: dict[str, Any] = dict(_EQUALS.findall(text))
-    last = next(reversed(fields), None)
-    return fields, last, False
+    return fields, next(reversed(fields), None), False
 
 
 def _dict(text: str) -> Items:
     """A dictionary as Python or JSON prints it; items that nothing ends are left out."""
     text = text.lstrip()
-    end = closing(text)
+    end = _closing(text)
     whole = text if end is None else text[: end + 1]
     if end is not None and re.match(r'\{\s*"', whole):
         try:
@@ -180,7 +181,7 @@ def _dict(text: str) -> Items:
     return items, None, end is None
 
 
-def closing(text: str) -> int | None:
+def _closing(text: str) -> int | None:
     """Where the bracket that a text begins with is closed; None where it is not."""
     depth, quote, escaped = 0, "", False
     for at, letter in enumerate(text):
@@ -203,9 +204,7 @@ def closing(text: str) -> int | None:
 def _table(text: str) -> Items:
     """A row of names and values between bars, which has one at its end."""
     cells = [cell.strip() for cell in re.split(r"[│┃|]", text)]
-    is_cut = bool(cells[-1])
-    whole = cells[1:-1]
-    return dict(zip(whole[::2], whole[1::2], strict=False)), None, is_cut
+    return dict(zip(cells[1:-1:2], cells[2:-1:2], strict=False)), None, bool(cells[-1])
 
 
 def _bullet(text: str) -> Items:
