@@ -16,11 +16,14 @@ from typing import Any
 from tltlab.files import parse_json
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\]8;[^\x07\x1b]*(?:\x07|\x1b\\)")
+_RAY = re.compile(r"\(\w+ pid=\d+(?:, ip=[\d.]+)?\) ?")
 _RAY_REPEATS = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 _NEARLY_ALL = 0.75
 """Share of lines from which the name that they end with is the usual one."""
 _DIGITS_LESS, _MANY_DIGITS = 3, 6
 """Digits that a number may have less than others where these have so many that all are written."""
+_SHORT = 200
+"""Letters of a line that may lack what frameworks write of the whole RL step."""
 _START_LETTERS = 16
 """Of a line that show how lines of the log begin, digits apart."""
 _MOST_LETTERS = 1 << 18
@@ -222,18 +225,20 @@ _IN_BLOCKS = ("table", "bullet", "reported")
 _SEVERAL = ("dashes", "bars", "open")
 
 
-def settled(entries: Sequence[Entry], is_known: Callable[[Entry, str], bool], closes: str) -> list[Entry]:
+def settled(
+    entries: Sequence[Entry], is_known: Callable[[Entry, str], bool], is_step: Callable[[str], bool]
+) -> list[Entry]:
     """Without the last numbers of lines that may be cut within these, and marked.
 
     A line may be cut at the end of the file, and where it is as long as others that are the longest. Its last number is
     whole where it has a unit, and where it has as many decimals as with its name at the end of lines that are whole. At
     the end of the file the line must have a name with which others end, anywhere that with which nearly all do; among
-    the longest lines it must be that one, unless all are of one length and end alike, behind the name `closes`.
+    the longest lines it must be that one. Lines that are all of one length must end alike, in decimals as others there,
+    and long ones have a key of which `is_step` says that it is the time of the whole RL step.
     """
     usual = _usual(entries)
     sure = _shapes(entry for entry in entries if not entry.line.is_full and not entry.line.is_last)
     others = _shapes(entry for entry in entries if not entry.line.is_last)
-    full = _shapes(entry for entry in entries if entry.line.is_full)
 
     def is_whole(entry: Entry, name: str) -> bool:
         items, (decimals, unit) = entry.form.items, _shape(entry)
@@ -250,13 +255,17 @@ def settled(entries: Sequence[Entry], is_known: Callable[[Entry, str], bool], cl
             return entry.line.is_ended or bool(of_name)
         if not entry.line.is_full:
             return any(end in entry.fields for end in peers) if peers else entry.line.is_ended
-        before, alike = list(entry.fields)[:-1], len(full[items]) == len(full[items][name]) == 1
-        ends = peers or ([closes] if alike else [])
-        return (
-            bool(of_name)
-            or (alike and not is_known(entry, name))
-            or (decimals > 0 and any(end in before for end in ends))
-        )
+        if peers:
+            return bool(of_name) or (decimals > 0 and any(end in list(entry.fields)[:-1] for end in peers))
+        alike = [other for other in entries if other.line.is_full and other.form.items == items]
+        if any(other.last != name or _shape(other) != (decimals, unit) for other in alike):
+            return False
+        if not is_known(entry, name):
+            return True
+        texts = [str(value) for other, value in entry.fields.items() if other != name]
+        fewest = max(1, min((len(text.partition(".")[2]) for text in texts if "." in text), default=1))
+        ends = len(entry.line.text) < _SHORT or any(map(is_step, map(entry.form.key, entry.fields)))
+        return ends and items in ("dashes", "equals") and fewest <= decimals <= _MANY_DIGITS
 
     found = []
     for entry in entries:
@@ -336,13 +345,17 @@ class Wrapping:
             goes_on = before >= self.width - _TRIMMED and _start(line.text) not in self.starts
             goes_on = goes_on and _ROW.match(line.text) is None
             fill = " " * (self.width + blanks - before) if goes_on else ""
-            more = not goes_on and (whole.text.endswith(" -") or _CONTINUES.match(line.text))
-            if more and read(line.text) is None and _is_open(read(whole.text)):
-                goes_on = True
-                fill = " " if line.text[:1] == "-" or (line.text[:1] != " " and whole.text[-1] in "-,") else ""
+            text = line.text
+            if not goes_on:
+                # Ray puts its prefix before each line of what was printed in one go.
+                prefix = _RAY.match(text)
+                text = text.removeprefix(prefix[0]) if prefix and whole.text.startswith(prefix[0]) else text
+                more = whole.text.endswith(" -") or _CONTINUES.match(text)
+                goes_on = bool(more) and read(text) is None and _is_open(read(whole.text))
+                fill = " " if text[:1] == "-" or (text[:1] != " " and whole.text[-1:] in ("-", ",")) else ""
             if goes_on and len(whole.text) < _MOST_LETTERS:
                 self.num_joined += 1
-                whole = replace(line, number=whole.number, text=whole.text + fill + line.text)
+                whole = replace(line, number=whole.number, text=whole.text + fill + text)
             else:
                 yield replace(whole, is_full=True) if _REST.fullmatch(line.text) else whole
                 whole = line

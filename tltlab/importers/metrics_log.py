@@ -24,7 +24,7 @@ from tltlab.files import MOST_JSON_BYTES, open_input, parse_json, read_text
 
 from .log_lines import Entry, Line, Wrapping, entries_of, lines_of, settled
 from .rows import rows_of
-from .step_metrics import FORMS, HINTS, KNOWN, LONG_FIELDS, LONG_NAMES, Record, plain_key
+from .step_metrics import FIRST_OF, FORMS, HINTS, KNOWN, LONG_FIELDS, LONG_NAMES, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
 """Files of metrics that TensorBoard leaves in folders of its own."""
@@ -259,7 +259,7 @@ def _agreed(one: Sequence[Record], other: Sequence[Record]) -> list[Record]:
 def _from_entries(lines: Iterable[Line]) -> list[Record]:
     call_times: dict[str, float] = {}
     records = []
-    for entry in settled(list(entries_of(lines, FORMS, HINTS)), _is_known, "timing_s/step"):
+    for entry in settled(list(entries_of(lines, FORMS, HINTS)), _is_known, FIRST_OF["step_s"].__contains__):
         fields = {entry.form.key(str(name)): value for name, value in entry.fields.items()}
         place = f"line {entry.line.number}"
         found = [

@@ -205,6 +205,8 @@ def test_one_metric_a_line_is_a_record(tmp_path: Path) -> None:
     whole, _ = values_of(write(tmp_path, verl()))
     lines = [line.replace(" - ", "\n - ") for line in verl()]
     assert values_of(write(tmp_path, lines))[0] == whole
+    lines = [line.replace(" - ", "\n(TaskRunner pid=87)  - ") for line in verl()]
+    assert values_of(write(tmp_path, lines))[0] == whole
     lines = [line.replace(" - ", " -\n") for line in verl(prefix="")]
     assert values_of(write(tmp_path, lines))[0] == whole
 
@@ -225,7 +227,7 @@ def test_lines_between_prefixes_and_colours_do_not_matter(tmp_path: Path) -> Non
 
 def test_two_records_in_one_line_stay_two(tmp_path: Path) -> None:
     one, two, *_ = verl()
-    whole, _ = values_of(write(tmp_path, [one, two]))
+    whole, _ = values_of(write(tmp_path, verl()))
     found, _ = values_of(write(tmp_path, [one + two]))
     assert found.items() <= whole.items()
     assert {rl_step for rl_step, _ in found} == {1, 2}
