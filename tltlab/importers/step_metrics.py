@@ -88,7 +88,7 @@ _ANY = {name: re.compile(pattern) for name, pattern in _TABLE["any"].items() if 
 _NO_SECONDS = _ANY.pop("no_seconds")
 _TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
 _DRAFTER_TRAINING = _ANY["drafter_training"]
-_OF_STEPS = re.compile(r"loss|grad_norm|(^|[/_])(kl|lr|learning_rate)$|^timing|step_time|clip_ratio")
+_OF_STEPS = re.compile(r"policy_loss|(^|/)loss$|grad_norm|(^|[/_])(lr|learning_rate)$|^timing|step_time")
 """Names that records of RL steps have beside lengths, and records of responses have not."""
 _TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
 LONG_FIELDS = frozenset(("step", "value"))
