@@ -121,7 +121,7 @@ def records_of(path: Path) -> Iterator[Record]:
         if all(log.match(EVENT_FILES) for log in files):
             yield from _tensorboard(files)
             return
-        if all(log.parent != path and "metrics" in log.parts for log in files):
+        if path.is_dir():
             yield from _mlflow(files)
             return
         if ".csv" in path.suffixes:

@@ -225,6 +225,11 @@ def test_lines_between_prefixes_and_colours_do_not_matter(tmp_path: Path) -> Non
     assert values_of(write(tmp_path, lines))[0] == whole
 
 
+def test_the_folders_name_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "metrics").mkdir()
+    assert values_of(write(tmp_path / "metrics", verl())) == values_of(write(tmp_path, verl()))
+
+
 def test_two_records_in_one_line_stay_two(tmp_path: Path) -> None:
     one, two, *_ = verl()
     whole, _ = values_of(write(tmp_path, verl()))
