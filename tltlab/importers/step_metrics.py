@@ -83,6 +83,7 @@ for _framework in FRAMEWORKS:
 
 FIRST_OF["mean"] += FIRST_OF["sequence"]
 
+_OF_ENGINES = frozenset(key for framework in FRAMEWORKS if framework.advice for key in framework.keys)
 _KNOWN = frozenset(key for framework in FRAMEWORKS for key in framework.keys)
 _ANY = {name: re.compile(pattern) for name, pattern in _TABLE["any"].items() if isinstance(pattern, str)}
 _NO_SECONDS = _ANY.pop("no_seconds")
@@ -241,6 +242,9 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
     cut: list[str] = []
     num_unnumbered = 0
     records = list(records)
+    # The engine's own reports, between those of a framework, are of no RL step.
+    of_steps = [record for record in records if not record.values or record.values.keys() - _OF_ENGINES]
+    records = of_steps if any(record.values for record in of_steps) else records
     num_numbered = sum(record.rl_step is not None for record in records)
     are_numbered = 2 * num_numbered >= len(records) > 0
     num_lost = 0

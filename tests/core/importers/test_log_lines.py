@@ -225,6 +225,12 @@ def test_lines_between_prefixes_and_colours_do_not_matter(tmp_path: Path) -> Non
     assert values_of(write(tmp_path, lines))[0] == whole
 
 
+@pytest.mark.parametrize("name", ["verl", "trl", "slime"])
+def test_an_engines_reports_are_of_no_step(tmp_path: Path, name: str) -> None:
+    whole = values_of(write(tmp_path, LOGS[name]))
+    assert values_of(write(tmp_path, [part for line in LOGS[name] for part in (*vllm(), line)])) == whole
+
+
 def test_the_folders_name_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics").mkdir()
     assert values_of(write(tmp_path / "metrics", verl())) == values_of(write(tmp_path, verl()))
