@@ -24,6 +24,7 @@ from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.hardware import ModelShape
 from tltlab.importers.sources import TraceSource, read_lengths
+from tltlab.importers.step_metrics import SEVERAL_TURNS
 from tltlab.planning.composition import System
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Policy, load_policy
@@ -144,7 +145,9 @@ class WhatIf:
         if self.speedup_error is not None and self.drafting and any(row.strategy.speculates for row in self.drafting):
             most = f"{100 * self.speedup_error:.0f} %"
             sure = f" Nine in ten such speed-ups are off by less than {most}, as far as costs are at fault."
-        return f"{head}{f'; {beside}' if beside else ''}.{sure} {self.limited_by}"
+        turns = next((note.removeprefix(SEVERAL_TURNS) for note in self.notes if note.startswith(SEVERAL_TURNS)), "")
+        bound = f"An upper bound: {turns}. " if turns else ""
+        return f"{bound}{head}{f'; {beside}' if beside else ''}.{sure} {self.limited_by}"
 
     @property
     def limited_by(self) -> str:
@@ -340,7 +343,7 @@ def what_if(
         distance=costs_.evidence.distance if costs_.evidence is not None else _measured_here(scenario, plain),
         evidence=str(costs_.evidence) if costs_.evidence is not None else f"costs {scenario.costs_name}",
         speed_ups=found.speed_ups, plain_s=plain.makespan_s, systems=found.systems, decision_block=ask.block,
-        notes=(*source.notes, f"acceptance: {scenario.acceptance_name}"),
+        notes=(*source.notes, *_measured(trace, plain.makespan_s), f"acceptance: {scenario.acceptance_name}"),
         rollout_share=float(base[0].sum() / base[1].sum()) if base[1] is not None else None,
         crowded_share=_crowded_share(plain, best.policy),
         speedup_error=found.speedup_error,
@@ -493,6 +496,16 @@ def _crowded_share(plain: SimResult, policy: Policy) -> float:
         total += float(columns.seconds.sum())
         crowded += float(columns.seconds[~drafts[row]].sum())
     return crowded / total if total else 0.0
+
+
+def _measured(trace: Trace, simulated_s: float) -> tuple[str, ...]:
+    """A note of what a log's own rollouts took, beside the simulated ones."""
+    steps = trace.steps if trace.manifest.kind == "imported" else None
+    if steps is None or "rollout_s" not in steps or not (took := steps["rollout_s"].dropna()).size:
+        return ()
+    whole = steps["step_s"].reindex(took.index).sum() if "step_s" in steps else 0.0
+    share = f", {took.sum() / whole:.0%} of the RL step" if whole > 0 else ""
+    return (f"rollouts: {took.median():.3g} s in the log{share}; without speculation {simulated_s:.3g} s here",)
 
 
 def _measured_here(scenario: Scenario, plain: SimResult) -> str:

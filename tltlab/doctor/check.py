@@ -127,7 +127,7 @@ def look(checks: Iterable[Check[Subject]], subject: Subject) -> Diagnosis[Subjec
     return Diagnosis(findings=tuple(findings), good=tuple(good), not_checked=tuple(not_checked))
 
 
-def rl_steps(values: Iterable[int]) -> str:
+def rl_steps(values: Iterable[int], unit: str = "RL step") -> str:
     """RL steps in words, runs of them joined.
 
     >>> rl_steps([5, 0, 1, 2, 2])
@@ -139,7 +139,7 @@ def rl_steps(values: Iterable[int]) -> str:
             runs[-1].append(value)
         else:
             runs.append([value])
-    return "RL steps " + ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{unit}s " + ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 class _Sentences(Formatter):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from tltlab.costs.stages import STAGES
 from tltlab.stats import mean_of_few
 
 from .check import Facts, NotChecked, rl_steps
-from .evidence import ENOUGH_STEPS, RunEvidence, ratio
+from .evidence import ENOUGH_STEPS, RunEvidence, ratio, spoken
 
 UNSURE = 1.05  # fitted plain times miss held-out rollouts by up to 5 %, which an interval over RL steps does not see
 LOSING_SHARE = 0.02  # share of decoding time in losing batches below which a change is not worth the trouble
@@ -18,14 +17,8 @@ WAITING_SHARE = 0.2  # share of the time with a queue that is more than the end 
 PREFILL_AGAIN = 1.05  # prefilled over prompt tokens: prefix caching keeps it below 1, preemption brings it above
 SLOW_WORKER = 1.1  # time over the other workers' at like batches: single rollouts vary by some 5 %
 GRAPHLESS_SHARE = 0.05  # share of the time without graphs that is worth the memory of more of them
-DRAFTED = 1.05  # tokens per draft from which an RL step of a training log counts as one that speculated
+DRAFTED = 1.05  # tokens per draft from which an RL step of a training log counts as one that gains by drafts
 
-REMEDIES = {
-    "train": "train.minibatches, train.tokens_per_microbatch, train.threads, or more devices for training",
-    "inference": "train.tokens_per_microbatch and train.threads: log-probs are computed by the trainer",
-    "reward": "the reward function: run it in parallel, or cheaper",
-    "sync": "how weights reach the engines",
-}
 GRAPHS = (
     "{piecewise:.0%} of decoding time ran in piecewise graphs and {eager:.0%} in none, most of it ({share:.0%}) at "
     "{most}; batches of {least_batch} to {most_batch}."
@@ -73,7 +66,8 @@ def large_batches(run: RunEvidence) -> Facts | None:
 def drafts_lose_time(run: RunEvidence) -> Facts | None:
     """Rollouts that speculate take longer for their lengths than those that do not: speculation is net negative."""
     rows = timed_steps(run)
-    drafted, plain = rows[rows["accept_length"] >= DRAFTED], rows[rows["accept_length"] < DRAFTED]
+    # One token per draft is what drafts yield of which none is kept: neither.
+    drafted, plain = rows[rows["accept_length"] >= DRAFTED], rows[rows["accept_length"].isna()]
     if min(len(drafted), len(plain)) < ENOUGH_STEPS:
         raise NotChecked(f"RL steps with and without speculation, {ENOUGH_STEPS} of each, are needed")
     terms = ["longest", "tokens"] if len(plain) >= 4 else ["tokens"]
@@ -94,7 +88,7 @@ def timed_steps(run: RunEvidence) -> pd.DataFrame:
     steps = run.steps
     if "accept_length" not in steps:
         raise NotChecked("the RL steps do not say how many tokens a draft yields (a training log may)")
-    timed = steps[steps["rollout_s"] > 0].assign(accept_length=steps["accept_length"].astype(np.float64).fillna(1.0))
+    timed = steps[steps["rollout_s"] > 0].assign(accept_length=steps["accept_length"].astype(np.float64))
     lengths = run.known.outcomes.groupby("rl_step")["response_tokens"].agg(longest="max", tokens="sum")
     rows = timed.merge(lengths, left_on="rl_step", right_index=True).reset_index(drop=True)
     if rows.empty:
@@ -103,21 +97,23 @@ def timed_steps(run: RunEvidence) -> pd.DataFrame:
 
 
 def not_bottleneck(run: RunEvidence) -> Facts | None:
-    """The rollout is less than half of an RL step, so speeding it up cannot help much."""
-    rows = run.steps[run.steps["rollout_s"].notna()]
+    """The rollout, or waiting for it, is less than half of an RL step: speeding it up cannot help much."""
+    stages = run.stages
+    part = "rollout" if "rollout" in stages else "wait"
+    rows = stages[stages[part].notna()] if part in stages else stages[:0]
     if len(rows) < ENOUGH_STEPS:
         raise NotChecked(f"the times of the stages (steps) are known of fewer than {ENOUGH_STEPS} RL steps")
-    stages = rows[list(STAGES)].fillna(0.0)
-    if not stages.to_numpy().any():
+    others = rows.drop(columns=[part, "step"]).fillna(0.0)
+    if not others.to_numpy().any():
         raise NotChecked("only the rollout's time is known, not that of the stages behind it (simulate: --stages)")
-    share = ratio(rows["rollout_s"], rows["rollout_s"] + stages.sum(axis=1))
+    share = ratio(rows[part], rows["step"])
     if share.high >= HALF:
         return None
-    parts = stages.rename(columns=lambda name: name.removesuffix("_s")).sum().sort_values(ascending=False)
-    parts /= parts.sum() + rows["rollout_s"].sum()
-    breakdown = ", ".join(f"{name} {part:.0%}" for name, part in parts.items() if part >= 0.01)
+    parts = others.sum().sort_values(ascending=False) / rows["step"].sum()
+    breakdown = ", ".join(f"{spoken(str(name))} {of_step:.0%}" for name, of_step in parts.items() if of_step >= 0.01)
     largest = str(parts.index[0])
-    facts = {"largest": largest, "remedy": REMEDIES[largest], "breakdown": breakdown}
+    lead = "The rollout" if part == "rollout" else "Waiting for rollouts"
+    facts = {"largest": spoken(largest), "remedy": run.remedy(largest), "breakdown": breakdown, "lead": lead}
     return facts | {"share": share, "gain": share.estimate / 2}
 
 

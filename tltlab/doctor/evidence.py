@@ -16,9 +16,13 @@ from tltlab.calibration.iterations import recorded_rows
 from tltlab.calibration.linear import fit_recorded, predict
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
+from tltlab.costs.stages import STAGES
 from tltlab.errors import TraceError
 from tltlab.files import json_lines, read_object
-from tltlab.importers.sources import read
+from tltlab.importers.formats import guess
+from tltlab.importers.metrics_log import records_of
+from tltlab.importers.sources import is_log_folder, read
+from tltlab.importers.step_metrics import SEVERAL_TURNS, StepMetrics, metrics_table, steps_of, turns_note
 from tltlab.policies.policy import SHIPPED
 from tltlab.stats import Interval, paired_interval
 from tltlab.strategy import NO_SPECULATION
@@ -32,6 +36,26 @@ ENOUGH_STEPS = 3  # below it an interval over RL steps says nothing
 ENOUGH_PLAIN = 50  # plain iterations for a fit of four terms: single ones vary by some 10 %
 COSTS_MAY_MISS = 0.15  # share by which costs from elsewhere may miss this run's time
 LOG_TAIL_BYTES = 1 << 20  # what a run died of stands at the end of its log
+REMEDIES = {
+    "train": "train.minibatches, train.tokens_per_microbatch, train.threads, or more devices for training",
+    "inference": "train.tokens_per_microbatch and train.threads: log-probs are computed by the trainer",
+    "reward": "the reward function: run it in parallel, or cheaper",
+    "sync": "how weights reach the engines",
+    "advantage": "how advantages are computed: on one process, or token by token?",
+    "wait": "the rollouts: training waits for them",
+    "other": "what else an RL step does: no timer names it",
+}
+LOG_REMEDIES = {
+    "train": "micro-batches of more tokens, or more devices for training",
+    "inference": "log-probs: micro-batches of more tokens, or those of the rollout engine",
+}
+NO_LOG = "it is looked for in training logs alone"
+SPOKEN = {"sync": "weight sync", "wait": "waiting for rollouts", "advantage": "computing advantages"}
+SPOKEN["other"] = "time that no timer names"
+SPOKEN = {
+    "sync": "weight sync", "wait": "waiting for rollouts", "advantage": "computing advantages",
+    "other": "time that no timer names",
+}  # fmt: skip
 BATCH_SLACK = 1.25  # the plain time is linear, so it is believed a little beyond the batches of its fit
 
 
@@ -39,12 +63,17 @@ BATCH_SLACK = 1.25  # the plain time is linear, so it is believed a little beyon
 class RunEvidence:
     """A run as its checks see it. Properties raise NotChecked where the run does not have what they return.
 
-    `complaint` says why there is no trace. `events` are the lines of events.jsonl, `logs` the ends of log files
-    by name, `recipe` what run.json resolved, `policies` (first RL step, name, kind of selector) what was in force.
+    `complaint` says why there is no trace. `log` has what a training log says of its RL steps (`metrics_table`),
+    `turns` why its responses are not of one turn ("": they are, None: no log), `unit` what its rows are. `events` are
+    the lines of events.jsonl, `logs` the ends of log files by name, `recipe` what run.json resolved, `policies` (first
+    RL step, name, kind of selector) what was in force.
     """
 
     trace: Trace | None = None
     complaint: str = ""
+    log: pd.DataFrame | None = None
+    turns: str | None = None
+    unit: str = "RL step"
     unfinished: Path | None = None
     events: tuple[Mapping[str, Any], ...] = ()
     logs: Mapping[str, str] = field(default_factory=dict)
@@ -61,14 +90,25 @@ class RunEvidence:
         """
         model = load_costs(str(costs)) if isinstance(costs, str | Path) else costs
         if isinstance(run, Trace):
-            return cls(trace=run, costs=model)
+            return cls(trace=run, turns=_turns(run), costs=model)
         run = Path(run)
-        trace, complaint, unfinished = _trace_of(run)
+        steps = _log_of(run)
+        try:
+            trace, complaint, unfinished = _trace_of(run)
+        except TraceError as error:
+            # A log without lengths has its times and its drafts.
+            if not steps:
+                raise
+            trace, complaint, unfinished = None, str(error), None
+        turns = turns_note(steps)
         folders = [run] if trace is None or trace.path in (None, run) else [run, trace.path]
         files = [folder / "costs.json" for folder in folders if (folder / "costs.json").is_file()]
         return cls(
             trace=trace,
             complaint=complaint,
+            log=metrics_table(steps) if steps else None,
+            turns=_turns(trace) if turns is None else turns.removeprefix(SEVERAL_TURNS),
+            unit="report" if steps and steps[0].framework.advice else "RL step",
             unfinished=unfinished,
             events=json_lines(run / "events.jsonl"),
             logs=_logs(run),
@@ -101,6 +141,44 @@ class RunEvidence:
             return steps
         took_s = steps["rl_step"].map(rollout_s(self.known)).astype(np.float64)
         return steps.assign(rollout_s=steps["rollout_s"].astype(np.float64).fillna(took_s))
+
+    @cached_property
+    def stages(self) -> pd.DataFrame:
+        """Seconds of stages, a row for each RL step: those with a column of their own in a trace, timers of a log.
+
+        "step" is the whole, the RL step's own time where that is known; what is in no stage is "other".
+        """
+        if self.log is not None:
+            seconds = pd.DataFrame(list(self.log["seconds"]), index=self.log["rl_step"], dtype=np.float64)
+            whole = self.log.set_index("rl_step")["step_s"]
+        else:
+            rows = self.steps.set_index("rl_step")
+            seconds = rows.reindex(columns=["rollout_s", *STAGES]).astype(np.float64)
+            whole = rows["step_s"].astype(np.float64) if "step_s" in rows else pd.Series(np.nan, rows.index)
+        seconds = seconds.rename(columns=lambda name: name.removesuffix("_s")).dropna(axis=1, how="all")
+        seconds = seconds[seconds.notna().any(axis=1)]
+        summed = seconds.sum(axis=1)
+        whole = whole.reindex(seconds.index).fillna(summed)
+        return seconds.assign(other=(whole - summed).clip(lower=0.0), step=whole)
+
+    def remedy(self, stage: str) -> str:
+        """What to look at where a stage takes most of the time; a log is of another framework, with other settings."""
+        named = REMEDIES if self.log is None else REMEDIES | LOG_REMEDIES
+        return named.get(stage, f"what the framework times as {stage}")
+
+    @cached_property
+    def per_token(self) -> pd.DataFrame:
+        """Rollouts' seconds per token of all responses and of the longest, for RL steps of a log that say these."""
+        if self.log is None:
+            raise NotChecked(NO_LOG)
+        rows = self.log.assign(
+            per_token=self.log["rollout_s"] / (self.log["mean"] * self.log["num_responses"].fillna(1.0)),
+            per_longest=self.log["rollout_s"] / self.log["most"].fillna(self.log["mean"]),
+        )
+        rows = rows[rows["per_token"] > 0].reset_index(drop=True)
+        if rows.empty:
+            raise NotChecked("no RL step says how long its rollout took and its responses were")
+        return rows
 
     @property
     def happened(self) -> tuple[Mapping[str, Any], ...]:
@@ -193,6 +271,15 @@ class RunEvidence:
         return ratio(by_step["duration"], by_step["plain"]) if len(by_step) >= ENOUGH_STEPS else None
 
 
+def spoken(stage: str) -> str:
+    """A stage in words.
+
+    >>> spoken("sync"), spoken("timing_s/testing")
+    ('weight sync', 'timing_s/testing')
+    """
+    return SPOKEN.get(stage, stage)
+
+
 def ratio(measured: Sequence[float] | pd.Series, reference: Sequence[float] | pd.Series) -> Interval:
     """Sum of `measured` over sum of `reference` with its 95 % interval over RL steps; the same for the same data."""
     return paired_interval(np.asarray(measured), np.asarray(reference), rng=np.random.default_rng(0))
@@ -202,6 +289,21 @@ def accepted_pairs(table: pd.DataFrame) -> pd.Series:
     """(request, iteration) pairs of each row, as `metrics.mean_accept_length` counts them."""
     lengths = table["accepted_per_request"].astype(object).str.len()
     return lengths.astype(np.float64).fillna(table["batch"])
+
+
+def _log_of(run: Path) -> list[StepMetrics]:
+    """What a training log says of its RL steps; empty for what is no log."""
+    try:
+        is_log = guess(run) == "metrics" if run.is_file() else run.is_dir() and is_log_folder(run)
+        return steps_of(records_of(run))[0] if is_log else []
+    except TraceError:
+        return []
+
+
+def _turns(trace: Trace | None) -> str | None:
+    """The note of an imported log that its responses are of several turns; None without any."""
+    notes = "" if trace is None else trace.manifest.notes or ""
+    return next((n.removeprefix(SEVERAL_TURNS) for n in notes.split("; ") if n.startswith(SEVERAL_TURNS)), None)
 
 
 def _trace_of(run: Path) -> tuple[Trace | None, str, Path | None]:

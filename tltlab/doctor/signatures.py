@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tltlab.traces.trace import Trace
 
-from . import decoding, drafting, log
+from . import decoding, drafting, log, stages
 from .check import Check, Diagnosis, Facts, look
 from .evidence import RunEvidence
 
@@ -66,6 +66,12 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
         "At like batches and depths acceptance changes by {slope:+.1%} per RL step, {total:+.0%} in all.",
         TRAIN_OR_REPLACE,
     ),
+    _check("drafts-collapse", stages.drafts_collapse, good="drafts are kept as often as before").problem(
+        "{title}",
+        "{fall} {going_on}{rate}{times}.",
+        "Outputs stay right, only time is lost. Load the drafter's weights anew after sleep, wake-up and weight sync "
+        "(level-2 sleep throws them away), or switch drafting off until they are.",
+    ),
     _check("large-batches", decoding.large_batches, good="no speculation at too large batches").problem(
         "Speculation goes on at batches too large for it",
         "Time against plain decoding of the same tokens ({source}): {by_batch}; {share:.0%} of the decoding time goes "
@@ -114,9 +120,26 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
         "Make updates smaller (drafter.tokens_per_update) or give trainers more threads (drafter.threads); "
         "drafter.coordinator.yield_timeout_s bounds the wait.",
     ),
+    _check("rollout-slower", stages.rollout_slower, good="rollouts of like lengths take as long as before").problem(
+        "Rollouts are slower from RL step {first} on",
+        "They take {took_s:.3g} s after {before_s:.3g} s, {times:.2f} times as long per token.",
+        "Look at what changed there: devices, other jobs, engine settings, speculation.",
+    ),
+    _check("stage-grows", stages.stage_grows, good="no stage grows over the run").problem(
+        "{title} takes {own:.0%} of the RL step's work from RL step {first} on",
+        "It takes {took_s:.4g} of {step_s:.4g} s, {share:.0%} of the RL step{waiting}; before {took_before_s:.3g} s, "
+        "{was:.0%}.",
+        "Look at {remedy}, and at what changed at RL step {first}.",
+    ),
+    _check("several-turns", stages.several_turns, good="responses are of one turn").hint(
+        "Responses are of several turns, or wait for tools",
+        "{note}.",
+        "Read lengths and rollout times as more than generation: speculation speeds up generation alone. Record the "
+        "engine (TLTLAB_RECORD) to see that.",
+    ),
     _check("rollout-not-bottleneck", decoding.not_bottleneck, good="the rollout is the bottleneck").hint(
         "The rollout is not the bottleneck, {largest} is",
-        "The rollout is {share:.0%} of an RL step, {breakdown}: one twice as fast would save {gain:.0%} of it.",
+        "{lead} is {share:.0%} of an RL step, {breakdown}: one twice as fast would save {gain:.0%} of it.",
         "Look at {remedy}.",
     ),
     _check("rollout-share", decoding.rollout_share, good="the rollout is less than half of the RL step").hint(

@@ -14,15 +14,14 @@ from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
 from .length_table import (
-    RESPONSE_TOKENS,
     LengthTable,
     is_length_record,
     trace_of,
 )
-from .metrics_log import is_metrics_log, records_of, refuse_wandb
+from .metrics_log import is_metrics_log, records_of, refuse_wandb, unknown_log
 from .responses import group_size_of, tables_of_responses
 from .rows import Row, rows_of
-from .step_metrics import FIRST_OF, plain_key, steps_of, tables_of_steps
+from .step_metrics import says_means, steps_of, tables_of_steps
 from .text_dumps import read_trl, read_verl, trl_files, verl_files
 from .token_counts import NoTokenCounter, TokenCounter
 from .vllm import is_request, is_timed, read_vllm
@@ -79,7 +78,12 @@ def import_dump(
     if form == "metrics":
         steps, notes = steps_of(records_of(path))
         tables, assumed = tables_of_steps(
-            steps, place=str(path), responses=responses, group_size=group_size, max_response_tokens=max_response_tokens
+            steps,
+            place=str(path),
+            responses=responses,
+            group_size=group_size,
+            max_response_tokens=max_response_tokens,
+            said=notes,
         )
         return _trace(path, form, tables, [*notes, *assumed], workers)
     counter = NoTokenCounter() if tokens is None else tokens
@@ -122,8 +126,7 @@ def guess(path: Path) -> Format:
         first = next(rows_of(path), None)
         if first is None:
             return "csv"
-        has_means = any(plain_key(name) in FIRST_OF["mean"] and name not in RESPONSE_TOKENS for name in first.fields)
-        return "metrics" if has_means else "vllm" if is_timed(first) else "csv"
+        return "metrics" if says_means(first.fields) else "vllm" if is_timed(first) else "csv"
     if path.suffix in (".tsv", ".tab"):
         return "csv"
     try:
@@ -136,6 +139,8 @@ def guess(path: Path) -> Format:
             return "metrics"
         if _numbers_alone(path):
             return "csv"
+        if (unknown := unknown_log(path)) is not None:
+            raise TraceError(unknown) from None
         raise
 
 
@@ -153,7 +158,7 @@ def _record_format(row: Row) -> Format:
         return "verl"
     if {"prompt", "completion"} <= names:
         return "trl"
-    if any(plain_key(str(name)) in FIRST_OF["mean"] for name in names):
+    if says_means(names):
         return "metrics"
     if is_length_record(row.fields):
         return "csv"

@@ -1,56 +1,59 @@
-"""Metrics of RL steps as frameworks print and store them: console logs, JSON, TensorBoard, vLLM's counters.
+"""Metrics of RL steps as frameworks print and store them: logs, JSON, CSV, TensorBoard, MLflow, vLLM's counters.
 
-Read are lines of verl's console logger (`step:3 - response_length/mean:311.2 - timing_s/gen:20.1`, which SkyRL has
-too), TRL's printed dictionaries, NeMo-RL's blocks of `• name: value`, JSON Lines with a step each, a JSON object of
-`{metric: {step: value}}` (NeMo-RL) or with a `log_history` (Trainer), event files of TensorBoard, a history exported
-from W&B (CSV, JSON Lines), and scrapes of vLLM's `/metrics`. Lines of other programs in between, Ray's prefixes,
-colours and progress bars do not matter.
+Lines of consoles are read as `log_lines` and `frameworks.toml` say. Beside these are read JSON Lines with a step each,
+a JSON object of `{metric: {step: value}}` (NeMo-RL) or with a `log_history` (Trainer), event files of TensorBoard,
+MLflow's folders of metrics, histories exported from W&B, MLflow or TensorBoard (CSV, JSON Lines), and scrapes of vLLM's
+`/metrics`. Lines of other programs in between, Ray's prefixes, colours and progress bars do not matter.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
+from tltlab.files import MOST_JSON_BYTES, open_input, parse_json, read_text
 
+from .log_lines import Entry, Line, Wrapping, entries_of, lines_of, settled
 from .rows import rows_of
-from .step_metrics import Record, plain_key
+from .step_metrics import FIRST_OF, FORMS, HINTS, KNOWN, LONG_FIELDS, LONG_NAMES, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
 """Files of metrics that TensorBoard leaves in folders of its own."""
 STEPS = (
     "step", "global_step", "trainer/global_step", "training/global_step", "train/global_step", "rl_step", "iteration",
-    "_step",
+    "rollout/step", "system/global_step", "system/step", "Step", "_step",
 )  # fmt: skip
 """Fields of a JSON record that number its RL step; W&B's own `_step` may count calls of its logger."""
 
-_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_VERL = re.compile(r"(?<![\w/])step:\s*(\d+) - (.*)")
-_TRL = re.compile(r"\{\s*'[^']+':.*\}")
-_TRL_ITEM = re.compile(r"'([^']+)':\s*'?([^,'}]+)")
-_NEMO_STEP = re.compile(r"=+ ?Step (\d+)/\d+ ?=+")
-_NEMO_ITEM = re.compile(r"•\s*([\w /]+):\s*(.+)")
-_NEMO_NAMES = {
-    "Mean Generation Length": "mean_gen_tokens_per_sample",
-    "Total step time": "timing/train/total_step_time",
-    "Avg Reward": "reward",
-    "Draft Loss": "draft_loss",
-}
-_NUMBER = re.compile(r"(?:[\w.]+\()?([-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?)\)?\s*([A-Za-z%]*)")
-_SCALE = {"ms": 1e-3, "us": 1e-6, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "%": 0.01}
+_NUMBER = re.compile(
+    r"(?:[A-Za-z][\w.]*\()?([-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d*)?(?:[eE][-+]?(?:\d{2,}|[1-9]))?)\)?"
+    r"\s*([A-Za-z%][A-Za-z/%]*)?(?:\s*\([-+.\d]+%\))?"
+)
+_SCALE = {"": 1.0, "ms": 1e-3, "us": 1e-6, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "%": 0.01}
+_SCALE |= dict.fromkeys(("seconds", "tokens", "tokens/s", "tok/s", "tokens/sample", "samples", "reqs"), 1.0)
+_ITEM = re.compile(r"([A-Za-z][\w/.@-]*)\s*[=:|│]\s*([-+]?\d[\d,.]*)")
+_OF_TRAINING = re.compile(r"loss|reward|step|iter|entropy|(^|[/_.])kl($|[/_.])|len")
+_JSON_QUOTES = re.compile(r"[\"']")
+_NAME = re.compile(r"(?<![\w/])[A-Za-z][\w/.@-]*[/_][\w/.@-]+(?![\w/])")
 _MOST_LINE_BYTES = 1 << 20
+_CONSOLES = ("", ".log", ".out", ".err", ".txt")
+"""Endings of names under which output of consoles is kept."""
+_MOST_HELD_BYTES = 1 << 26
+"""Of a log that is held in memory; larger ones are read anew each time."""
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+0-9.eEinfINFnaN]+)(?: \d+)?$")
 
 
 def metrics_files(folder: Path) -> list[Path]:
-    """Return TensorBoard's files in a folder, or up to three below it, of one run; resumed, it has several.
+    """Return TensorBoard's or MLflow's files in a folder, or up to three below it, of one run; resumed, it has several.
 
     Those nearest count. Raises TraceError where they are of several runs, and for W&B's own files where there are none.
     """
@@ -61,6 +64,10 @@ def metrics_files(folder: Path) -> list[Path]:
             raise TraceError(f"{folder} holds the logs of several runs: name one, such as {files[0].parent}")
         if files:
             return files
+    if runs := {path for below in levels for path in folder.glob(f"{below}metrics") if path.is_dir()}:
+        if len(runs) > 1:
+            raise TraceError(f"{folder} holds the metrics of several runs: name one, such as {min(runs).parent}")
+        return sorted(path for path in min(runs).rglob("*") if path.is_file())
     for path in (path for below in levels for path in folder.glob(below + "run-*.wandb")):
         refuse_wandb(path)
     return []
@@ -76,13 +83,33 @@ def refuse_wandb(path: Path) -> None:
 
 
 def is_metrics_log(path: Path) -> bool:
-    """Whether a file or folder holds metrics of RL steps; reads up to the first of them."""
+    """Whether a file or folder holds metrics of RL steps; reads up to the first of them, where lines are whole."""
     if path.is_dir():
         return bool(metrics_files(path))
     try:
-        return any(True for _ in records_of(path))
-    except TraceError:
+        entries = entries_of(_lines(path), FORMS, HINTS) if path.suffix in _CONSOLES else ()
+        if any(_is_known(entry, name) for entry in entries for name in entry.fields):
+            return True
+        return any(record.values for record in records_of(path))
+    except (OSError, TraceError):
         return False
+
+
+def unknown_log(path: Path) -> str | None:
+    """What to say of a file that has metrics of no known framework; None for one without metrics."""
+    try:
+        with open_input(path) as file:
+            text = _JSON_QUOTES.sub("", file.read(_MOST_LINE_BYTES).decode("utf-8", "replace"))
+    except OSError:
+        return None
+    for number, line in enumerate(text.splitlines(), 1):
+        names = [name for name, _ in _ITEM.findall(line)]
+        if len(names) > 2 and any(map(_OF_TRAINING.search, names)):
+            return (
+                f"{path}, line {number}: metrics of an unknown framework ({', '.join(names[:3])}, ...); known are "
+                f"{KNOWN}; of others give the lengths of responses, in a CSV"
+            )
+    return None
 
 
 def records_of(path: Path) -> Iterator[Record]:
@@ -94,10 +121,11 @@ def records_of(path: Path) -> Iterator[Record]:
         if all(log.match(EVENT_FILES) for log in files):
             yield from _tensorboard(files)
             return
+        if path.is_dir():
+            yield from _mlflow(files)
+            return
         if ".csv" in path.suffixes:
-            call_times: dict[str, float] = {}
-            for row in rows_of(path):
-                yield from _from_fields(row.place, row.fields, call_times)
+            yield from _csv(path)
             return
         with open_input(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")
@@ -110,53 +138,150 @@ def records_of(path: Path) -> Iterator[Record]:
                 return
             file.seek(0)
             lines = (line.decode("utf-8", "replace") for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
-            yield from _from_lines(lines)
+            yield from _from_scrapes(lines)
+        yield from _from_lines(path)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+def _csv(path: Path) -> Iterator[Record]:
+    """A history as W&B, MLflow or TensorBoard export it: a row for each RL step, or for each metric of one."""
+    call_times: dict[str, float] = {}
+    cut = _cut_row(path) if path.suffix == ".csv" else None
+    for at, row in enumerate(rows_of(path)):
+        fields = row.fields
+        if at == 0:
+            keys = [plain_key(name) for name in fields if " - " in name]
+            if twice := [key for key in keys if key is not None and keys.count(key) > 1]:
+                raise TraceError(f"{path}: several columns for {twice[0]}, of several runs: leave the columns of one")
+        if row.place == cut:
+            yield Record(rl_step=None, place=row.place, values={}, is_cut=True)
+        elif (name := row.find(LONG_NAMES)) is not None and fields.keys() >= LONG_FIELDS:
+            step = row.number("step")
+            yield from _record(None if step is None else int(step), row.place, {str(fields[name]): fields["value"]})
+        else:
+            yield from _from_fields(row.place, fields, call_times)
+
+
+def _cut_row(path: Path) -> str | None:
+    """The place of the last row, where it has not as many cells as the header. Raises TraceError for others."""
+    cut: tuple[int, int] | None = None
+    num_cells = 0
+    with io.TextIOWrapper(open_input(path), encoding="utf-8-sig", errors="replace", newline="") as file:
+        reader = csv.reader(file)
+        for cells in filter(None, reader):
+            num_cells = num_cells or len(cells)
+            if cut is not None:
+                line, num = cut
+                raise TraceError(f"{path}, line {line}: {num} cells, the header has {num_cells}: cut off or wrapped?")
+            if len(cells) != num_cells:
+                cut = reader.line_num, len(cells)
+    return None if cut is None else f"line {cut[0]}"
+
+
+def _mlflow(files: Iterable[Path]) -> Iterator[Record]:
+    """MLflow's files of metrics, one each, with lines of time, value and step."""
+    for path in files:
+        name = "/".join(path.parts[len(path.parts) - path.parts[::-1].index("metrics") :])
+        for line in read_text(path, errors="replace").splitlines():
+            parts = line.split()
+            if len(parts) > 2 and parts[2].isdigit():
+                yield from _record(int(parts[2]), name, {name: parts[1]})
+
+
 def number(text: str) -> float | None:
-    """The number a text begins with, times in seconds and shares of one; None for none, NaN and infinity.
+    """The number that a text is, times in seconds and shares of one; None for none, NaN and infinity.
 
     >>> number("12.5ms"), number("np.float64(3.0)"), number("1,024"), number("nan")
     (0.0125, 3.0, 1024.0, None)
     """
-    match = _NUMBER.match(text.strip())
-    if match is None:
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or (match[2] or "") not in _SCALE or not any(map(str.isdigit, match[1])):
         return None
-    value = float(match[1].replace(",", "")) * _SCALE.get(match[2], 1.0)
+    value = float(match[1].replace(",", "")) * _SCALE[match[2] or ""]
     return value if math.isfinite(value) else None
 
 
-def _from_lines(lines: Iterable[str]) -> Iterator[Record]:
-    nemo_step: int | None = None
+def _from_lines(path: Path) -> Iterator[Record]:
+    """Records of a console's lines, as they stand or joined where they were wrapped: where more can be read.
+
+    On what the two disagree is unknown.
+    """
+
+    held = list(_lines(path)) if path.stat().st_size < _MOST_HELD_BYTES else None
+    lines = partial(_lines, path) if held is None else held.copy
+    wrapping = Wrapping.of(lines)
+    found = plain = _from_entries(wrapping.marked(lines()))
+    for blanks in range(3):
+        joined = _from_entries(wrapping.joined(lines(), _entry, blanks))
+        if not wrapping.num_joined:
+            break
+        if _said(joined) > _said(found):
+            found = joined
+        elif _said(joined) == _said(plain) and found is plain:
+            found = _agreed(plain, joined)
+    if _said(found) > _said(plain):
+        note = f"the lines are wrapped at {wrapping.width} columns: {wrapping.num_joined} were joined to those before"
+        found = [replace(found[0], note=note), *found[1:]]
+    yield from found
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    with open_input(path) as file:
+        yield from lines_of(iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
+
+
+def _is_known(entry: Entry, name: str) -> bool:
+    return plain_key(entry.form.key(name)) is not None
+
+
+def _entry(text: str) -> Entry | None:
+    return next(entries_of([Line(0, text)], FORMS, HINTS), None)
+
+
+def _said(records: Sequence[Record]) -> tuple[int, int]:
+    """How much records say: their values, and those of them that are whole and have a number."""
+    num_whole = sum((record.rl_step is not None) - record.is_cut for record in records)
+    return sum(len(record.values) for record in records), num_whole
+
+
+def _agreed(one: Sequence[Record], other: Sequence[Record]) -> list[Record]:
+    """Records without what differs in two readings of a log."""
+    if len(one) != len(other):
+        return [*one]
+    found = []
+    for record, twin in zip(one, other, strict=True):
+        values = {key: value for key, value in record.values.items() if twin.values.get(key) == value}
+        found.append(replace(record, values=values, is_cut=record.is_cut or len(values) < len(record.values)))
+    return found
+
+
+def _from_entries(lines: Iterable[Line]) -> list[Record]:
     call_times: dict[str, float] = {}
+    records = []
+    for entry in settled(list(entries_of(lines, FORMS, HINTS)), _is_known, FIRST_OF["step_s"].__contains__):
+        fields = {entry.form.key(str(name)): value for name, value in entry.fields.items()}
+        place = f"line {entry.line.number}"
+        found = [
+            replace(record, is_cut=entry.is_cut) for record in _from_fields(place, fields, call_times, entry.rl_step)
+        ]
+        if entry.is_cut and not found and any(_is_known(entry, name) for name in _NAME.findall(entry.line.text)):
+            found = [Record(rl_step=entry.rl_step, place=place, values={}, is_cut=True)]
+        records += found
+    return records
+
+
+def _from_scrapes(lines: Iterable[str]) -> Iterator[Record]:
     scrape: dict[tuple[str, str], float] = {}
     before: dict[tuple[str, str], float] = {}
     num_scrapes = 0
     for line_number, line in enumerate(lines, 1):
-        place = f"line {line_number}"
-        # A progress bar ends in a carriage return, so several texts share a line.
-        for text in _COLOURS.sub("", line).replace("\r", "\n").splitlines():
-            if text.startswith("vllm:"):
-                if (sample := _sample(text)) is not None:
-                    if sample[0] in scrape:
-                        num_scrapes += 1
-                        yield from _from_counters(num_scrapes, place, before, scrape)
-                        before, scrape = scrape, {}
-                    scrape[sample[0]] = sample[1]
-            elif "step:" in text and (verl := _VERL.search(text)):
-                pairs = (item.partition(":") for item in verl[2].split(" - "))
-                yield from _record(int(verl[1]), place, {key: value for key, _, value in pairs})
-            elif "'" in text and "length" in text and (trl := _TRL.search(text)):
-                yield from _record(None, place, dict(_TRL_ITEM.findall(trl[0])))
-            elif text.startswith("{") and isinstance(fields := _json(text), dict):
-                yield from _from_fields(place, fields, call_times)
-            elif nemo := _NEMO_STEP.search(text):
-                nemo_step = int(nemo[1])
-            elif nemo_step is not None and (item := _NEMO_ITEM.search(text)):
-                name = item[1].strip()
-                yield from _record(nemo_step, place, {_NEMO_NAMES.get(name, f"timing/train/{name}"): item[2]})
+        if line.startswith("vllm:") and (sample := _sample(line)) is not None:
+            if sample[0] in scrape:
+                num_scrapes += 1
+                yield from _from_counters(num_scrapes, f"line {line_number}", before, scrape)
+                before, scrape = scrape, {}
+            scrape[sample[0]] = sample[1]
     if scrape:
         yield from _from_counters(num_scrapes + 1, "the last scrape", before, scrape)
 
@@ -179,7 +304,9 @@ def _from_json(whole: Any) -> Iterator[Record]:
         yield from _from_fields("the file", whole, call_times)
 
 
-def _from_fields(place: str, fields: Mapping[str, Any], call_times: dict[str, float]) -> Iterator[Record]:
+def _from_fields(
+    place: str, fields: Mapping[str, Any], call_times: dict[str, float], rl_step: int | None = None
+) -> Iterator[Record]:
     """A JSON record; groups of metrics in it, such as the `data` of verl's file logger, are taken apart.
 
     TRL logs each call's time to W&B in a row of its own: `call_times` adds these up for the next row of metrics.
@@ -191,7 +318,7 @@ def _from_fields(place: str, fields: Mapping[str, Any], call_times: dict[str, fl
             flat[str(key) if name is None else str(name) if key == "data" else f"{key}/{name}"] = item
     numbers = (flat[name] for name in STEPS if isinstance(flat.get(name), int | float))
     steps = [step for step in numbers if abs(step) < 2**53]
-    for record in _record(int(steps[0]) if steps else None, place, flat):
+    for record in _record(rl_step if rl_step is not None else int(steps[0]) if steps else None, place, flat):
         if "_step" in fields and all(key.startswith("profiling/") for key in record.values):
             call_times |= {key: call_times.get(key, 0.0) + value for key, value in record.values.items()}
         else:

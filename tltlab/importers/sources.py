@@ -47,7 +47,7 @@ def read(source: TraceSource) -> Trace:
             f"got {shown(source)} for a trace; it is a Trace, the path of a trace, a RUN or a CSV, or response lengths"
         )
     path = locate(source)
-    if not path.is_file() and not _holds_a_log(path):
+    if not path.is_file() and not is_log_folder(path):
         return read_folder(source)
     is_table = ".csv" in path.suffixes and guess(path) != "metrics"
     trace = import_dump(path, form="csv" if is_table else None)
@@ -55,7 +55,7 @@ def read(source: TraceSource) -> Trace:
     return trace
 
 
-def _holds_a_log(path: Path) -> bool:
+def is_log_folder(path: Path) -> bool:
     """Whether a folder has no trace, and has files of TensorBoard."""
     if not path.is_dir() or (path / MANIFEST_FILE).exists() or any(map(is_trace, path.iterdir())):
         return False

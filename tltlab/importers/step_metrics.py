@@ -1,11 +1,14 @@
-"""What frameworks call the metrics of an RL step, and the trace that they make."""
+"""What frameworks call the metrics of an RL step (`frameworks.toml`), and the trace that they make."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,68 +17,86 @@ from tltlab.arrays import Ints
 from tltlab.errors import TraceError
 
 from .length_table import tables_of_lengths
+from .log_lines import Form, few
 from .max_entropy import max_entropy_lengths
 
-FIRST_OF: dict[str, tuple[str, ...]] = {
-    "mean": (
-        "response_length/mean", "completions/mean_length", "completion_length", "mean_gen_tokens_per_sample",
-        "gen_tokens_per_sample/mean", "generate/avg_num_tokens", "vllm/mean_generation_tokens",
-    ),
-    "least": (
-        "response_length/min", "completions/min_length", "min_gen_tokens_per_sample", "gen_tokens_per_sample/min",
-        "generate/min_num_tokens",
-    ),
-    "most": (
-        "response_length/max", "completions/max_length", "max_gen_tokens_per_sample", "gen_tokens_per_sample/max",
-        "generate/max_num_tokens", "vllm/max_generation_tokens",
-    ),
-    "cut": ("response_length/clip_ratio", "completions/clipped_ratio", "truncation_rate", "vllm/cut_share"),
-    "prompt": ("prompt_length/mean", "mean_prompt_length", "vllm/mean_prompt_tokens"),
-    "responses": ("global_valid_seqs", "vllm/num_requests"),
-    "total_tokens": ("perf/total_num_tokens",),
-    "rollout_s": (
-        "timing_s/gen", "timing_s/generate_sequences", "timing/train/generation", "timing/generate",
-        "profiling/vLLM.generate", "profiling/transformers.generate",
-    ),
-    "step_s": ("timing_s/step", "perf/time_per_step", "timing/train/total_step_time", "timing/step", "step_time"),
-    "reward_mean": ("critic/score/mean", "reward", "reward/avg_raw_reward", "critic/rewards/mean"),
-    "drafts": ("spec_decode/num_drafts", "vllm/num_drafts"),
-    "accepted": ("spec_decode/num_accepted_tokens", "vllm/num_accepted_tokens"),
-}  # fmt: skip
-"""Field: the keys that say it, the first that is there counts.
+STAGES = ("inference_s", "reward_s", "advantage_s", "train_s", "sync_s")
+"""Fields that are sums of their keys: the stages behind the rollout."""
 
-verl: `compute_data_metrics`, `compute_timing_metrics` and `compute_throughout_metrics` of trainer/ppo/metric_utils.py.
-TRL: `GRPOTrainer` (trainer/grpo_trainer.py). NeMo-RL: the metrics of experience/rollouts.py and the timers of
-algorithms/grpo.py. SkyRL: `get_rollout_metrics` of generators/utils.py and the timers of trainer.py. A prefix `train/`,
-which TensorBoard and W&B have, is no part of a key, nor what comes before the name of a call in
-`profiling/Time taken: GRPOTrainer.vLLM.generate`, which TRL logs to W&B (extras/profiling.py).
-"""
 
-SUM_OF: dict[str, tuple[str, ...]] = {
-    "inference_s": (
-        "timing_s/old_log_prob", "timing_s/ref", "timing_s/values", "timing/train/policy_and_reference_logprobs",
-        "timing/fwd_logprobs_values_reward",
-    ),
-    "reward_s": ("timing_s/reward", "timing/train/reward_calculation", "profiling/_calculate_rewards"),
-    "train_s": (
-        "timing_s/update_actor", "timing_s/update_critic", "timing/train/policy_training", "timing/policy_train",
-        "timing/critic_train", "timing/policy_critic_overlap_train",
-    ),
-    "sync_s": (
-        "timing_s/update_weights", "timing/train/weight_sync", "timing/train/prepare_for_generation/total",
-        "timing/sync_weights", "profiling/_move_model_to_vllm", "profiling/sync_weights",
-    ),
-}  # fmt: skip
-"""Field: the keys whose sum it is, from the same sources."""
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """A row of `frameworks.toml`: the keys of each field, and how its logs are known and written."""
 
-_KNOWN = {key for keys in (*FIRST_OF.values(), *SUM_OF.values()) for key in keys}
-_ACCEPT_LENGTH = re.compile(r"(^|[/_.])(mean_|avg_)?(spec_)?accept(ance|ed)?_len(gth)?(/mean)?$")
-"""Accept length has no agreed name: `spec_decode/mean_acceptance_length`, slime's `spec_accept_length` and the like."""
-_TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
-_DRAFTER_TRAINING = re.compile(
-    r"(draft|speculator|eagle|mtp).*(loss|train|update)|(train|update)[a-z]*_(draft|speculator|eagle|mtp)"
+    name: str
+    marks: re.Pattern[str]
+    fields: Mapping[str, tuple[str, ...]]
+    forms: tuple[Form, ...]
+    timers: re.Pattern[str]
+    within: frozenset[str]
+    holds: Mapping[str, str]
+    single_turn: float
+    advice: str
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> Framework:
+        """Make one of a row of the file, whose other rows are `rows`."""
+        row = {**rows.get(row.get("as", ""), {}), **row}
+        block, names = row.get("block", ""), row.get("names", {})
+        return cls(
+            name=row["name"],
+            marks=re.compile("|".join(row["marks"])),
+            fields={n: tuple(keys) for n, keys in row.items() if isinstance(keys, list) and n not in _NO_FIELDS},
+            forms=tuple(Form(re.compile(form["begins"]), form["items"], block, names) for form in row.get("lines", ())),
+            timers=re.compile(row.get("timers", "(?!)")),
+            within=frozenset(row.get("within", ())),
+            holds=row.get("holds", {}),
+            single_turn=row.get("single_turn", 1),
+            advice=row.get("advice", ""),
+        )
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """All keys that the framework's fields name."""
+        return frozenset(key for keys in self.fields.values() for names in keys for key in names.split("|"))
+
+
+_NO_FIELDS = ("marks", "lines", "within")
+_TABLE = tomllib.loads(files(__package__).joinpath("frameworks.toml").read_text(encoding="utf-8"))
+_ROWS = {row["name"]: row for row in _TABLE["framework"]}
+FRAMEWORKS = tuple(Framework.of(row, _ROWS) for row in _TABLE["framework"])
+FORMS = (
+    *(form for framework in FRAMEWORKS for form in framework.forms),
+    *(Form(re.compile(form["begins"]), form["items"]) for form in _TABLE["any"]["lines"]),
 )
-"""`draft_loss` of NeMo-RL, `timing_s/update_drafter` and the like: the drafter was trained in that RL step."""
+"""How lines of metrics begin and are written: those of frameworks, then any."""
+HINTS = tuple(_TABLE["any"]["hints"])
+"""A line without any of these is none of metrics."""
+KNOWN = ", ".join(dict.fromkeys(framework.name.split(",")[0] for framework in FRAMEWORKS))
+"""The frameworks' names, as messages list them."""
+
+FIRST_OF: dict[str, tuple[str, ...]] = {}
+"""Field: the keys that say it, in all frameworks."""
+for _framework in FRAMEWORKS:
+    for _name, _keys in _framework.fields.items():
+        FIRST_OF[_name] = tuple(dict.fromkeys((*FIRST_OF.get(_name, ()), *_keys)))
+
+FIRST_OF["mean"] += FIRST_OF["sequence"]
+
+_OF_ENGINES = frozenset(key for framework in FRAMEWORKS if framework.advice for key in framework.keys)
+_KNOWN = frozenset(key for framework in FRAMEWORKS for key in framework.keys)
+_ANY = {name: re.compile(pattern) for name, pattern in _TABLE["any"].items() if isinstance(pattern, str)}
+_NO_SECONDS = _ANY.pop("no_seconds")
+_TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
+_DRAFTER_TRAINING = _ANY["drafter_training"]
+_OF_STEPS = re.compile(r"policy_loss|(^|/)loss$|grad_norm|(^|[/_])(lr|learning_rate)$|^timing|step_time")
+"""Names that records of RL steps have beside lengths, and records of responses have not."""
+_TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
+LONG_FIELDS = frozenset(("step", "value"))
+LONG_NAMES = ("key", "tag", "metric", "metric_name")
+"""Fields of a table with a metric in each row: MLflow's history, TensorBoard's as a DataFrame."""
+_CHART = re.compile(r"^.* - (?=\S+$)")
+"""The run's name, which charts exported from W&B put before a key."""
 
 MOST_RESPONSES = 1 << 22
 """That lengths are made for, over all RL steps of a log: some 2 GB."""
@@ -84,20 +105,30 @@ DEFAULT_RESPONSES = 512
 
 
 def plain_key(key: str) -> str | None:
-    """The key as the tables above have it; None for a metric that says nothing of use here."""
-    key = _TRL_CALL.sub("profiling/", key.strip().removeprefix("train/"))
-    if key in _KNOWN or _ACCEPT_LENGTH.search(key):
+    """The key as `frameworks.toml` has it; None for a metric that says nothing of use here.
+
+    A prefix `train/`, which TensorBoard and W&B have, is no part of it, nor what comes before the name of a call in
+    TRL's `profiling/Time taken: GRPOTrainer.vLLM.generate`.
+    """
+    key = _TRL_CALL.sub("profiling/", _CHART.sub("", key.strip()).removeprefix("train/"))
+    if key in _KNOWN or (_TIMERS.search(key) and not _NO_SECONDS.search(key)):
         return key
-    return key if _DRAFTER_TRAINING.search(key) and "val" not in key.split("/")[0] else None
+    is_any = any(pattern.search(key) for pattern in _ANY.values())
+    return key if is_any and "val" not in key.split("/")[0] and not key.startswith("eval") else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Some metrics of an RL step by `plain_key`, and where the log has them; `rl_step` None is not said."""
+    """Some metrics of an RL step by `plain_key`, and where the log has them; `rl_step` None is not said.
+
+    `is_cut` says that some of them were cut off, `note` what is to be said of the log.
+    """
 
     rl_step: int | None
     place: str
     values: Mapping[str, float]
+    is_cut: bool = False
+    note: str = ""
 
 
 @dataclass(kw_only=True)
@@ -107,22 +138,46 @@ class StepMetrics:
     rl_step: int
     place: str
     values: dict[str, float] = field(default_factory=dict)
+    framework: Framework = FRAMEWORKS[0]
 
     def get(self, name: str) -> float | None:
-        """A field of FIRST_OF or SUM_OF; None where the log does not say it."""
-        values = [self.values[key] for key in (FIRST_OF.get(name) or SUM_OF[name]) if key in self.values]
+        """A field of the framework, or one on whose name frameworks do not agree; None where the log has none."""
+        found = [self._first(keys) for keys in self.framework.fields.get(name, ())]
+        values = [value for value in found if value is not None]
+        if not values and name in _ANY:
+            values = [value for key, value in self.values.items() if _ANY[name].search(key)]
         if not values:
-            return None
-        return sum(values) if name in SUM_OF else values[0]
+            return self._of_sequence(name)
+        return sum(values) if name in STAGES else values[0]
+
+    def _first(self, keys: str) -> float | None:
+        """The value of the first of some keys, alternatives with a bar between."""
+        return next((self.values[key] for key in keys.split("|") if key in self.values), None)
+
+    def _of_sequence(self, name: str) -> float | None:
+        """The length of responses where the log has that of prompts and responses together, and the other way."""
+        whole = {"mean": "sequence", "least": "sequence_least", "most": "sequence_most"}.get(name)
+        if whole is not None and (length := self.get(whole)) is not None:
+            return max(length - (self.get("prompt") or 0.0), 1.0)
+        if name == "prompt" and "mean" in self.framework.fields:
+            own = [value for keys in self.framework.fields["mean"] if (value := self._first(keys)) is not None]
+            if own and (length := self.get("sequence")) is not None:
+                return max(length - own[0], 0.0)
+        return None
+
+    @property
+    def drafts_went_on(self) -> bool:
+        """Whether the log says that something was drafted, kept or not."""
+        counts = [value for name in ("drafts", "drafted") if (value := self.get(name)) is not None]
+        return any(counts) if counts else self.get("draft_rate") is not None
 
     @property
     def accept_length(self) -> float | None:
-        length = next((value for key, value in self.values.items() if _ACCEPT_LENGTH.search(key)), None)
-        drafts, accepted = self.get("drafts"), self.get("accepted")
+        """Tokens per draft, the bonus token included; None where nothing was drafted, which logs write as 0."""
+        length, drafts, accepted = self.get("accept_length"), self.get("drafts"), self.get("accepted")
         if length is None and drafts and accepted is not None:
             length = 1.0 + accepted / drafts
-        # Logs write 0 where nothing was drafted; each iteration yields one token then.
-        return None if length is None else max(length, 1.0)
+        return None if length is None or length < 1.0 or self.get("drafted") == 0.0 else length
 
     @property
     def num_responses(self) -> int | None:
@@ -133,52 +188,153 @@ class StepMetrics:
             num = total / (mean + prompt)
         return None if num is None or num < 0.5 else round(num)
 
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds of the RL step by stage: the rollout, or waiting for one that goes on beside training, and STAGES.
+
+        Other timers are there under their own names, the largest first.
+        """
+        names = ("wait_s" if self.get("wait_s") is not None else "rollout_s", *STAGES)
+        found = {name: seconds for name in names if (seconds := self.get(name)) is not None}
+        whole = self.get("step_s")
+        for holder, held in self.framework.holds.items():
+            if holder in found and held in found and whole is not None and sum(found.values()) > whole:
+                found[holder] = max(found[holder] - found[held], 0.0)
+        known = self.framework.keys | self.framework.within
+        left = math.inf if whole is None else 1.02 * whole - sum(found.values())
+        # Timers that are more than what is left are within others.
+        for key, seconds in sorted(self.values.items(), key=lambda item: -item[1]):
+            if self.framework.timers.search(key) and key not in known and seconds <= left:
+                found[key] = seconds
+                left -= seconds
+        return found
+
+
+def framework_of(keys: Iterable[str]) -> Framework | None:
+    """The framework that has such keys: of those whose mark is there the one that knows most of them."""
+    keys = set(keys)
+    marked = [framework for framework in FRAMEWORKS if any(map(framework.marks.search, keys))]
+    return max(marked, key=lambda framework: len(framework.keys & keys), default=None)
+
+
+def says_means(names: Iterable[str]) -> bool:
+    """Whether fields are those of an RL step, with the mean length of its responses.
+
+    A table with a metric in each row, its name, step and value, counts too. Names that a single response's length may
+    have, such as `response_length`, count beside a loss and the like alone.
+    """
+    names = list(map(str, names))
+    if set(names) >= LONG_FIELDS and any(name in names for name in LONG_NAMES):
+        return True
+    means = [name for name in names if plain_key(name) in FIRST_OF["mean"]]
+    return any("/" in name or "mean" in name for name in means) or bool(means and any(map(_OF_STEPS.search, names)))
+
 
 def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
     """The RL steps of a log in order, and what had to be noted.
 
-    Records of an RL step that say different things are one; where a record says anew what is known of its RL step, the
-    run was resumed, and the last one counts. Records without a number are counted from 1.
+    Records of an RL step that say different things are one; where a record says anew, and otherwise, what is known of
+    its RL step, the run was resumed, and the last one counts. Records without a number are counted from 1.
     """
     steps: dict[int, StepMetrics] = {}
     repeats: set[int] = set()
+    notes: list[str] = []
+    cut: list[str] = []
     num_unnumbered = 0
+    records = list(records)
+    # The engine's own reports, between those of a framework, are of no RL step.
+    of_steps = [record for record in records if not record.values or record.values.keys() - _OF_ENGINES]
+    records = of_steps if any(record.values for record in of_steps) else records
+    num_numbered = sum(record.rl_step is not None for record in records)
+    are_numbered = 2 * num_numbered >= len(records) > 0
+    num_lost = 0
     for record in records:
+        notes += [record.note] if record.note else []
+        cut += [record.place] if record.is_cut else []
+        if record.rl_step is None and (are_numbered or not (record.values or record.is_cut)):
+            # The number that others have is lost.
+            num_lost += bool(record.values)
+            continue
         if record.rl_step is None:
             num_unnumbered += 1
+        if not record.values:
+            continue
         rl_step = num_unnumbered if record.rl_step is None else record.rl_step
-        if rl_step in steps and not steps[rl_step].values.keys().isdisjoint(record.values):
+        known = steps[rl_step].values if rl_step in steps else {}
+        again = {key: value for key, value in record.values.items() if key in known}
+        if 2 * len(again) > len(record.values) and any(known[key] != value for key, value in again.items()):
             repeats.add(rl_step)
             del steps[rl_step]
         steps.setdefault(rl_step, StepMetrics(rl_step=rl_step, place=record.place)).values.update(record.values)
-    notes = []
+    framework = framework_of(key for step in steps.values() for key in step.values)
+    for step in steps.values():
+        step.framework = framework or step.framework
+    if cut:
+        notes.append(f"{len(cut)} records are cut off ({few(cut)}): what is cut counts as unknown")
+    if num_lost:
+        notes.append(f"{num_lost} records do not say their RL step, as the others do, and are left out")
     if num_unnumbered:
         notes.append("the log does not number its RL steps: they are counted from 1")
     if repeats:
-        few = ", ".join(map(str, sorted(repeats)[:5])) + (", ..." if len(repeats) > 5 else "")
-        notes.append(f"{len(repeats)} RL steps are logged more than once (a resumed run): the last one counts ({few})")
+        notes.append(
+            f"{len(repeats)} RL steps are logged more than once (a resumed run): the last one counts "
+            f"({few(sorted(repeats))})"
+        )
     return [steps[rl_step] for rl_step in sorted(steps)], notes
+
+
+SEVERAL_TURNS = "several turns: "
+"""How the note of a log begins whose responses are not of one turn, or wait for tools."""
+
+
+def turns_note(steps: Sequence[StepMetrics]) -> str | None:
+    """Why lengths and rollout times of a log are not those of generation alone.
+
+    "" where the log says that they are, None where it says nothing of turns and tools.
+    """
+    if all(step.get(name) is None for step in steps for name in ("turns", "tool_calls", "tool_s")):
+        return None
+
+    def middle(name: str) -> float:
+        values = [value for step in steps if (value := step.get(name)) is not None]
+        return float(np.median(values)) if values else 0.0
+
+    turns, calls, tool_s = middle("turns"), middle("tool_calls"), middle("tool_s")
+    if turns <= steps[0].framework.single_turn and calls <= 0.0 and tool_s <= 0.0:
+        return ""
+    parts = [f"a response has {turns:.3g} turns"] if turns > 0.0 else []
+    parts += [f"{calls:.2g} tool calls"] if calls > 0.0 else []
+    parts += [f"{tool_s:.3g} s at tools on average"] if tool_s > 0.0 else []
+    slowest, at_tools = middle("slowest_s"), middle("slowest_tool_s")
+    parts += [f"the slowest {at_tools:.3g} of {slowest + at_tools:.3g} s"] if at_tools > 0.0 else []
+    return (
+        f"{SEVERAL_TURNS}{', '.join(parts)} (medians over RL steps), so the lengths hold what tools and users said, "
+        "rollouts wait for them, and neither is generation alone"
+    )
 
 
 def tables_of_steps(
     steps: list[StepMetrics], *, place: str, responses: int | None, group_size: int | None,
-    max_response_tokens: int | None,
+    max_response_tokens: int | None, said: Sequence[str] = (),
 ) -> tuple[dict[str, pd.DataFrame], list[str]]:  # fmt: skip
     """Workload, outcomes and steps of a log's RL steps, and what was assumed. Raises TraceError where there is nothing.
 
     Lengths are `max_entropy_lengths` of what is known; their order within an RL step is drawn, the same each time.
     `responses` per RL step are used where the log does not say how many. The cap is `max_response_tokens`, else the
-    longest response of RL steps with cut ones, else the longest of all.
+    longest response of RL steps with cut ones, else the longest of all. `said` was noted of the log before.
     """
-    notes: list[str] = []
+    notes = [note] if (note := turns_note(steps)) else []
     usable = [step for step in steps if step.get("mean") is not None]
     if not usable:
+        framework = steps[0].framework if steps else None
+        names = [] if framework is None else [*framework.fields.get("mean", ()), *framework.fields.get("sequence", ())]
+        wanted = " or ".join(names[:3]) or "a mean length"
         raise TraceError(
-            f"{place}: no RL step says how long its responses were; wanted "
-            f"{', '.join(FIRST_OF['mean'][:2])} or {FIRST_OF['mean'][3]} and the like"
+            f"{place}: a log of {framework.name if framework else 'metrics'}, but no RL step says how long its "
+            f"responses were; {'; '.join(((framework and framework.advice) or f'wanted {wanted}', *said))}"
         )
     if lost := [step.rl_step for step in steps if step.get("mean") is None and step.get("rollout_s") is not None]:
-        notes.append(f"{len(lost)} RL steps say no mean length and are left out ({', '.join(map(str, lost[:5]))})")
+        notes.append(f"{len(lost)} RL steps say no mean length and are left out ({few(lost)})")
     gaps = sorted(set(range(usable[0].rl_step, usable[-1].rl_step + 1)) - {step.rl_step for step in usable})
     if gaps:
         notes.append(f"{len(gaps)} RL steps between the first and the last are not in the log")
@@ -212,6 +368,8 @@ def tables_of_steps(
         raise TraceError(f"{place}: {'; '.join(notes)}")
     if any(step.get("prompt") is None for step in modelled):
         notes.append("prompts whose length is not in the log count as 0 tokens")
+    if all(step.get("sequence") is not None and step.get("prompt") is None for step in modelled):
+        notes.append("lengths are those of prompt and response together: the log has no others")
     notes.append(
         "lengths are not measured but the maximum-entropy ones (truncated exponential) with the log's mean, shortest, "
         "longest and share of cut responses"
@@ -259,14 +417,28 @@ def _lengths(step: StepMetrics, num: int, cap: int) -> Ints:
     return max_entropy_lengths(num, mean=max(mean, 1.0), least=shortest, most=longest, cut=cut, cap=end)
 
 
+def metrics_table(steps: Sequence[StepMetrics]) -> pd.DataFrame:
+    """What a log says of its RL steps, a row each: fields, accept length, `drafts_went_on`; `seconds` by stage."""
+    names = (
+        "mean", "most", "rollout_s", "wait_s", "step_s", "reward_mean", "draft_rate", "tokens_per_s", *STAGES,
+    )  # fmt: skip
+    table = pd.DataFrame({name: [step.get(name) for step in steps] for name in names}, dtype=np.float64)
+    table["accept_length"] = np.array([step.accept_length for step in steps], dtype=np.float64)
+    table.insert(0, "rl_step", [step.rl_step for step in steps])
+    table["num_responses"] = np.array([step.num_responses for step in steps], dtype=np.float64)
+    table["drafts_went_on"] = [step.drafts_went_on for step in steps]
+    return table.assign(seconds=pd.Series([step.stages for step in steps], dtype=object))
+
+
 def _steps_table(steps: list[StepMetrics]) -> pd.DataFrame:
     """The table `steps`; times of the run count from the first RL step."""
     stages = ["rollout_s", "inference_s", "reward_s", "train_s", "sync_s"]
-    columns = {name: [step.get(name) for step in steps] for name in (*stages, "step_s", "reward_mean")}
-    table = pd.DataFrame(columns | {"accept_length": [step.accept_length for step in steps]}, dtype=np.float64)
+    table = metrics_table(steps)
+    for name in stages[1:]:
+        table[name] = np.array([seconds.get(name) for seconds in table["seconds"]], dtype=np.float64)
+    table = table[["rl_step", *stages, "step_s", "reward_mean", "accept_length"]].copy()
     whole = table["step_s"].fillna(table[stages].sum(axis=1))
-    table.insert(0, "rl_step", [step.rl_step for step in steps])
-    table["t_start"] = whole.cumsum() - whole
+    table.insert(1, "t_start", whole.cumsum() - whole)
     table["policy_version"] = table["rl_step"]
     is_trained = np.array([any(v for key, v in step.values.items() if _DRAFTER_TRAINING.search(key)) for step in steps])
     if is_trained.any():

@@ -301,7 +301,10 @@ def test_a_check_names_the_evidence_that_it_lacks(name: str, run: Any, lacks: st
 
 
 def test_every_run_check_has_a_case_that_fires() -> None:
-    from_logs = {"drafts-lose-time", "rollout-share"}  # see test_training_log.py
+    # See test_training_log.py and test_stages.py.
+    from_logs = {
+        "drafts-lose-time", "rollout-share", "drafts-collapse", "rollout-slower", "stage-grows", "several-turns"
+    }  # fmt: skip
     named = {row.code or row.name for row in CHECKS if row.name != "deaths"} | DEATHS
     assert {code for code, _, _ in FIRES} == named - from_logs
 

@@ -220,6 +220,62 @@ def test_calls_timed_apart_belong_to_the_next_step(tmp_path, name):
     check(import_dump(exported(tmp_path / name, rows), responses=4), rl_step=[1, 2, 3], rollout_s=[4.0, 8.0, 12.0])
 
 
+def a_metric_a_row(path):
+    """As MLflow's and TensorBoard's histories are once they are tables."""
+    rows = [{"key": key, "value": value, "step": step} for step, of in VERL.items() for key, value in of.items()]
+    pd.DataFrame(rows).to_csv(path, index=False)
+    return path
+
+
+def mlruns(folder):
+    """MLflow's files: a folder of metrics, one file each, with lines of time, value and step."""
+    for key in VERL[1]:
+        file = folder / "0" / "a1b2" / "metrics" / key
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(f"1700000000 {of[key]} {step}\n" for step, of in VERL.items()))
+    return folder
+
+
+def chart(path, *runs):
+    """A chart exported from W&B: the run's name before a key, extremes behind it."""
+    columns = {"Step": list(VERL)}
+    for run, key in itertools.product(runs, ("response_length/mean", "timing_s/gen")):
+        columns |= {f"{run} - {key}{end}": [of[key] for of in VERL.values()] for end in ("", "__MIN", "__MAX")}
+    pd.DataFrame(columns).to_csv(path, index=False)
+    return path
+
+
+def test_exports_of_trackers_are_read(tmp_path):
+    gen = [of["timing_s/gen"] for of in VERL.values()]
+    for path in (
+        a_metric_a_row(tmp_path / "h.csv"),
+        mlruns(tmp_path / "mlruns"),
+        chart(tmp_path / "c.csv", "my-run_1"),
+    ):
+        check(import_dump(path), rl_step=list(VERL), rollout_s=gen)
+
+
+def test_several_runs_are_refused(tmp_path):
+    with refused(TraceError, naming=("response_length/mean", "runs")):
+        import_dump(chart(tmp_path / "c.csv", "run-a", "run-b"), form="metrics")
+    folder = mlruns(tmp_path / "mlruns")
+    (folder / "0" / "c3d4" / "metrics").mkdir(parents=True)
+    with refused(TraceError, naming=("several runs",)):
+        import_dump(folder)
+
+
+def test_a_torn_row_of_a_table_is_left_out(tmp_path):
+    path = verl_history(tmp_path / "history.csv")
+    whole = path.read_text()
+    path.write_text(whole[:-30])
+    trace = import_dump(path)
+    assert trace.rl_steps == [1, 2, 3]
+    assert "cut off" in trace.manifest.notes
+    path.write_text(whole.replace("\n1,", "\n1,2,3\n", 1))
+    with refused(TraceError, naming=("line 3", "cells")):
+        import_dump(path)
+
+
 def test_wandbs_own_format_is_refused(tmp_path):
     path = tmp_path / "wandb" / "offline-run-20260101-abc" / "run-abc.wandb"
     path.parent.mkdir(parents=True)

@@ -51,6 +51,18 @@ def test_an_answer_tells_which_columns_it_used(lengths: Path):
     assert (found.used, same.used) == (used | {"prompt_id": "group"}, used | {"prompt_id": "uid"})
 
 
+@pytest.mark.parametrize(("turns", "bound"), [(7.4, True), (2.0, False)], ids=["several turns", "one turn"])
+def test_lengths_of_several_turns_bound_the_answer(tmp_path: Path, turns: float, bound: bool):
+    metrics = f"response_length/mean:300.0 - response_length/max:900.0 - timing_s/gen:20.0 - num_turns/mean:{turns}"
+    log = tmp_path / "verl.log"
+    log.write_text("".join(f"step:{step} - {metrics} - timing_s/step:50.0\n" for step in (1, 2, 3)))
+    found = what_if(log, **FAST).json()
+    assert found["verdict"].startswith("An upper bound") == bound
+    assert ("7.4 turns" in found["verdict"]) == bound
+    assert any("several turns" in note for note in found["notes"]) == bound
+    assert any("20 s in the log, 40%" in note for note in found["notes"])
+
+
 def test_the_answer_is_what_simulating_its_policy_gives(tmp_path: Path):
     found = what_if(FRAME, accept=0.6, **FAST)
     machine = Deployment.of("8xH100", "Qwen2.5-7B", tokens=5000)
