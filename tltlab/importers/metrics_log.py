@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
+from tltlab.files import MOST_JSON_BYTES, parse_json
 
-from .rows import rows_of
+from .rows import open_unpacked, rows_of
 from .step_metrics import Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
@@ -99,7 +99,7 @@ def records_of(path: Path) -> Iterator[Record]:
             for row in rows_of(path):
                 yield from _from_fields(row.place, row.fields, call_times)
             return
-        with open_input(path) as file:
+        with open_unpacked(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")
             file.seek(0)
             if b"\0" in start:
