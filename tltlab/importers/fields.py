@@ -67,7 +67,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "prompt_text": (
         "input", "prompt", "prompttext", "inputtext", "inputprompt", "prompts", "inputs", "question", "query", "problem",
-        "instruction", "arguments",
+        "instruction", "genargs0arg0",
     ),
     "conversation": (
         "messages", "conversations", "conversation", "traj", "trajectory", "chathistory", "dialog", "dialogue",
@@ -76,13 +76,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     # Which response it is; the second kind of names may also number the rows.
     "prompt_id": (
         "promptid", "group", "groupid", "groupindex", "groupidx", "uid", "problemid", "problemidx", "questionid",
-        "questionidx", "taskid", "promptindex", "promptidx", "promptuid", "promptuuid", "exampleid", "exampleidx",
+        "questionidx", "taskid", "taskindex", "taskidx", "ngtaskindex", "promptindex", "promptidx", "promptuid", "promptuuid", "exampleid", "exampleidx",
         "itemid", "queryid", "qid", "docid", "instanceid", "extrainfoindex", "datasetindex",
     ),
     "row_id": ("requestid", "customid", "rid", "uuid", "index", "idx", "id", "dataid", "sampleuid"),
     "sample": (
         "sample", "sampleid", "sampleindex", "sampleidx", "rolloutindex", "rolloutidx", "completionindex",
-        "completionidx", "responseindex", "responseidx", "trial", "repeat",
+        "completionidx", "responseindex", "responseidx", "trial", "repeat", "ngrolloutindex",
     ),
     "rl_step": (
         "rlstep", "step", "globalstep", "trainingstep", "trainstep", "iteration", "globalsteps", "trainglobalstep",

@@ -17,7 +17,7 @@ from tltlab.files import MOST_JSON_BYTES, parse_json
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
-from .cells import is_list, is_missing, number
+from .cells import is_list, is_message, is_missing, number, parsed
 from .fields import NAMES, kind_of, matches, plain
 from .length_table import group_size_of, tables_of_responses
 from .metrics_log import is_metrics_log, records_of, refuse_wandb
@@ -41,6 +41,9 @@ _SNIFFED = 64
 _NAMED = 'give one list of all lengths, or objects that name them, such as {"rl_step": 1, "response_lengths": [5, 9]}'
 _SIZES = ("response_sizes", "response_tokens", "sizes", "tokens")
 _PROMPTS = ("prompt_sizes", "prompt_tokens")
+_MEANS = frozenset(FIRST_OF["mean"])
+_WRAPPERS = ("simulations", "results", "records", "requests", "trajectories", "rows", "entries", "episodes", "items")
+_OF_RESPONSES = {"prompt_text", "prompt_ids", "prompt_id", *_SIZES}
 _STATISTICS = {"mean": "mean", "avg": "mean", "average": "mean", "max": "max", "min": "min"}
 
 
@@ -193,7 +196,7 @@ def _records(source: str | Path | pd.DataFrame, form: Format, reader: Reader) ->
             for records in _of_frame(frame, str(file), reader):
                 yield replace(records, rl_step=step)
         else:
-            rows = ((row.place, row.fields) for row in rows_of(file))
+            rows = ((row.place, row.fields) for row in unwrapped(rows_of(file)))
             yield from reader.chunks(rows, str(file), step)
 
 
@@ -208,8 +211,6 @@ def _of_frame(frame: pd.DataFrame, file: str, reader: Reader) -> Iterator[Record
     if not nested:
         yield Records(file=file, frame=frame, is_table=True)
         return
-    from .cells import parsed
-
     def rows() -> Iterator[tuple[str, Mapping[str, Any]]]:
         for label, *cells in frame.itertuples():
             fields = dict(zip(frame.columns, cells, strict=True))
@@ -281,8 +282,8 @@ def dump_files(folder: Path, form: Format | None = None) -> list[tuple[Path, int
 def _step_of(path: Path, form: Format) -> int | None:
     """The RL step in the name of a dump's file."""
     match = _STEP_OF_NAME.fullmatch(stem(path))
-    named = form in ("verl", "trl") and match is not None and (stem(path).isdecimal() or form == "trl")
-    return int(match[1]) if match and named else None
+    is_step = "step" in stem(path) or form == "trl" or (form == "verl" and stem(path).isdecimal())
+    return int(match[1]) if match and is_step else None
 
 
 def _rewards(records: Records) -> tuple[str, ...]:
@@ -325,22 +326,37 @@ def guess(path: Path, reading: Reading | None = None) -> Format:
         frame = table_of(path, most_bytes=1 << 18)
         fields = [dict(zip(frame.columns, cells, strict=True)) for _, *cells in frame.head(_SNIFFED).itertuples()]
         return _format_of_table(path, fields, reading) if fields else "csv"
+    rows: list[Row] = []
     try:
-        return _format_of_records(path, first_rows(path), reading)
+        rows = first_rows(path)
+        return _format_of_records(path, rows, reading)
     except TraceError:
         if ending(path) == ".parquet":
             raise
         # Not records of responses: a log has metrics of RL steps somewhere in it, or there are numbers alone.
-        if is_metrics_log(path):
+        if is_metrics_log(path) and (not rows or any(not _MEANS.isdisjoint(r.values) for r in records_of(path))):
             return "metrics"
         if _numbers(path) is not None:
             return "csv"
         raise
 
 
+def unwrapped(rows: Iterator[Row]) -> Iterator[Row]:
+    """Records, those within an object that has a list of them, such as `{"simulations": [...]}`, one by one."""
+    for row in rows:
+        names = [name for name in row.fields if plain(name) in _WRAPPERS]
+        items = row.fields[names[0]] if len(names) == 1 else None
+        is_wrapper = is_list(items) and items and all(isinstance(item, Mapping) and not is_message(item) for item in items)
+        if not is_wrapper or any(kind_of(str(name)) & _OF_RESPONSES for name in row.fields):
+            yield row
+            continue
+        for at, item in enumerate(items or ()):
+            yield Row(file=row.file, place=f"{row.place}, {names[0]} {at}", fields=item)
+
+
 def first_rows(path: Path) -> list[Row]:
     """Return the first records of a file; TraceError where there is none."""
-    rows = list(islice(rows_of(path), _SNIFFED))
+    rows = list(islice(unwrapped(rows_of(path)), _SNIFFED))
     if not rows:
         raise TraceError(f"{path}: no rows in it")
     return rows
@@ -356,7 +372,8 @@ def _format_of_table(path: Path, fields: Sequence[Mapping[str, Any]], reading: R
 
 def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None) -> Format:
     fields = [flat(row.fields) for row in rows]
-    first = fields[0]
+    # A request that failed has other fields than those that did not.
+    first = {name: value for record in reversed(fields) for name, value in record.items() if not is_missing(value)}
     if reading is not None and (reading.column or reading.lists):
         return "csv"
     is_dump = bool(first.keys() & {"score", "step", "gts"}) or stem(path).isdecimal()
@@ -384,11 +401,21 @@ def _unknown(fields: Mapping[str, Any]) -> str:
             "a benchmark's summary without its requests: run it with --save-detailed (vllm bench serve) or "
             "--output-details (sglang.bench_serving)"
         )
+    for name, value in fields.items():
+        if is_list(value) and any(isinstance(item, Mapping) and _has_length(flat(item)) for item in value):
+            return (
+                f"{name} has {len(value)} calls of the model, each with tokens of its own, as agents' traces have them: "
+                "write a record for each call"
+            )
     return (
         f"no response's length in it (response_tokens, output_len, usage, token ids) nor text (output, completion, "
         f"messages); there are: {', '.join(map(str, fields))}; name the field with the lengths or the text, or the "
         f"format ({BY_OPTION.format('--column and --format')})"
     )
+
+
+def _has_length(fields: Mapping[str, Any]) -> bool:
+    return any(kind_of(name) & {"response_sizes", "response_tokens", "response_ids"} for name in fields)
 
 
 def _statistic(name: str) -> str | None:

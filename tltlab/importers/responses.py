@@ -46,6 +46,8 @@ REASONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The trace's word for a program's finish reason."""
 MOST_TOKENS = 2**31 - 1
+RUN = "#run"
+"""Column of the number of the record that a length was in a list of, where it does not say its RL step."""
 _CHUNK = 2048
 _SAMPLED = 256
 """Records by which a list's meaning is decided."""
@@ -143,6 +145,7 @@ class Reader:
         self.notes: dict[str, None] = {}
         self._lists: dict[str, str] = {}
         self._seen: set[str] = set()
+        self._scales: dict[str, float | None] = {}
         self._record = 0
 
     @property
@@ -172,8 +175,8 @@ class Reader:
                 notes.append(f"{name.removeprefix('block ')} in {count} messages is not counted")
         if self.counts["turns"]:
             notes.append(
-                f"{self.counts['turns']} responses have several turns: what the model said in them counts as one response, "
-                "what tools and users said does not count"
+                f"{self.counts['turns']} responses have several turns, whose tokens count as those of one response: what "
+                "tools and users said is not counted as generated"
             )
         if self.counts["aborted"]:
             notes.append(f"{self.counts['aborted']} requests failed or made no token and count as aborted")
@@ -288,8 +291,11 @@ class Reader:
                 raise TraceError(f"{file}, {place}: lists of different sizes, which should have a response each: {described}")
             size = next(iter(sizes.values()))
             shared, lists = {}, {}
+            kinds = {kind for name in fields for kind in kind_of(name)}
             if any(self._lists[name] == "responses" for name in sizes):
                 shared[RECORD] = fields.get(RECORD, self._record)
+            elif not kinds & {"rl_step", "epoch", "prompt_id", "prompt_text", "prompt_ids"} and not self.reading.step_column:
+                shared[RUN] = self._record - 1
             for name, value in fields.items():
                 if is_list(value) and len(value) == size and self._lists.get(name) not in ("ids", "messages"):
                     lists[name] = value
@@ -312,12 +318,13 @@ class Reader:
     def read(self, records: Records) -> pd.DataFrame:
         """Return a row of numbers for each response of some records, with what may say which prompt it answers."""
         frame = records.frame
-        self.columns |= dict.fromkeys(name for name in map(str, frame.columns) if name != RECORD)
+        self.columns |= dict.fromkeys(name for name in map(str, frame.columns) if not name.startswith("#"))
         own = list(frame.columns)
         size = len(frame)
         failed = self._failed(records)
         lengths, exact = self._response_tokens(records, failed)
         prompts = self._prompt_tokens(records, lengths)
+        self._note_turns(records)
         result = pd.DataFrame(
             {"response_tokens": lengths, "is_exact": exact, "prompt_tokens": prompts}, index=np.arange(size)
         )
@@ -419,7 +426,8 @@ class Reader:
                 )
             frame[chosen] = frame[chosen].where(~missing_in(frame[chosen]), frame[other])
         self._seen.update(found)
-        self.use(own, chosen)
+        if own != "total":
+            self.use({"cap": "max_response_tokens"}.get(own, own), chosen)
         return chosen
 
     def _given(self, records: Records, name: str) -> str:
@@ -470,7 +478,7 @@ class Reader:
             values = self._whole(records, chosen, 0, failed=failed)
         if np.isnan(values).any():
             at = int(np.argmax(np.isnan(values)))
-            fields = ", ".join(n for n in map(str, frame.columns) if n != RECORD and not is_missing(frame[n].iloc[at]))
+            fields = ", ".join(n for n in map(str, frame.columns) if n[0] != "#" and not is_missing(frame[n].iloc[at]))
             raise TraceError(
                 f"{records.place(at)}: no length of the response; wanted response_tokens, output_len, usage, token ids or "
                 f"a text; there are: {fields}; name it ({BY_OPTION.format('--column')})"
@@ -651,11 +659,21 @@ class Reader:
                 continue
             if is_conversation and not speech.turns:
                 records.fault(int(at), column, "no message of the model: these are prompts without responses")
-            self.counts["turns"] += bool(speech.turns > 1 or (speech.turns and len(speech.others) > len(speech.before)))
             texts.append("\n".join(speech.generated))
         unique = list(dict.fromkeys(texts))
         count_of = dict(zip(unique, self.reading.tokens.count(unique), strict=True))
         return [count_of[text] if is_prompt else max(1, count_of[text]) for text in texts]
+
+    def _note_turns(self, records: Records) -> None:
+        """Count responses in whose messages others speak after the model."""
+        for kind in ("response_text", "conversation"):
+            for column in matches(records.frame.columns, kind):
+                if self._lists.get(column) == "messages":
+                    spoken = [speech_of(cell) for cell in records.frame[column] if is_list(cell)]
+                    several = sum(s is not None and (s.turns > 1 or len(s.others) > len(s.before) > 0) for s in spoken)
+                    self.counts["turns"] += several
+                    self._seen.add(column)
+                    return
 
     def _rl_steps(self, records: Records) -> Any:
         frame = records.frame
@@ -671,6 +689,10 @@ class Reader:
         values = np.full(len(frame), np.nan)
         if column is not None:
             values = self._whole(records, column, 0, may_miss=records.rl_step is not None)
+        elif RUN in frame:
+            values = frame[RUN].to_numpy(np.float64)
+            if len(set(values)) > 1:
+                self.notes["each list of lengths is an RL step"] = None
         if records.rl_step is None and "rl_step" in self.reading.needs and np.isnan(values).any():
             at = int(np.argmax(np.isnan(values)))
             raise TraceError(
@@ -768,9 +790,11 @@ class Reader:
             if np.isnan(values[~missing_in(frame[column])]).any():
                 dated = dated or column
                 continue
-            self._seen.add(column)
+            self.use(kind, column)
             scale = unit_of(column) or (SECONDS[self.reading.time_unit] if self.reading.time_unit else None)
-            if (scale := scale or self._scale(frame, kind, column, values)) is not None:
+            if scale is None and column not in self._scales:
+                self._scales[column] = self._scale(frame, kind, column, values)
+            if (scale := scale or self._scales[column]) is not None:
                 result = values * scale if result is None else np.where(np.isnan(result), values * scale, result)
         if result is not None:
             return result
@@ -790,7 +814,7 @@ class Reader:
         names = {plain(name) for name in frame.columns}
         largest = np.nanmax(np.abs(values), initial=0.0)
         whole = bool((np.isnan(values) | (values == np.floor(values))).all())
-        if "hashids" in names:
+        if "hashids" in names and whole:
             self.notes[f"{column}: milliseconds, as Mooncake's traces have them"] = None
             return 1e-3
         if kind not in ("ttft", "latency"):
