@@ -24,7 +24,7 @@ from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.hardware import ModelShape
 from tltlab.importers.formats import Format
-from tltlab.importers.responses import Reading
+from tltlab.importers.rows import Reading
 from tltlab.importers.sources import TraceSource, read_lengths
 from tltlab.planning.composition import System
 from tltlab.planning.systems import SYSTEMS, find_systems

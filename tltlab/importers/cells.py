@@ -164,7 +164,9 @@ def speech_of(value: Any) -> Speech | None:
         speech.turns = 1
         return speech
     messages = [value] if isinstance(value, Mapping) else list(value) if is_list(value) else None
-    if messages is None or not all(isinstance(m, str) or is_message(m) or "content" in m for m in messages if m or m == ""):
+    if messages is None or not all(
+        isinstance(m, str) or is_message(m) or "content" in m for m in messages if m or m == ""
+    ):
         return None
     model_spoke = False
     for message in messages:
@@ -198,7 +200,7 @@ def _texts(value: Any, unread: set[str]) -> Iterator[str]:
         kind = str(value.get("type") or "")
         calls = value.get("tool_calls")
         if is_list(calls):
-            for call in calls:
+            for call in calls or ():
                 yield from _call(call)
         elif isinstance(call := value.get("function_call"), Mapping):
             yield from _call(call)
@@ -218,7 +220,9 @@ def _call(call: Any) -> Iterator[str]:
     inner = call.get("function") if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) else call
     if isinstance(inner, Mapping):
         yield str(inner.get("name") or "")
-        arguments = next((inner[n] for n in ("arguments", "input", "args", "parameters") if inner.get(n) is not None), "")
+        arguments = next(
+            (inner[n] for n in ("arguments", "input", "args", "parameters") if inner.get(n) is not None), ""
+        )
         yield arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     elif call is not None:
         yield str(call)

@@ -56,7 +56,7 @@ NAMES: dict[str, tuple[str, ...]] = {
              ("mask", "masks", "tokenmask", "tokensmask")), "assistantmasks",
     ),
     "logprobs": _of(
-        ("", "response", "rollout", "output", "completion", "token", "old", "sampling", "sampled", "policy", "behavior"),
+        ("", "response", "rollout", "output", "completion", "token", "old", "sampling", "sampled", "policy"),
         ("logprobs", "logprob", "logps", "pertokenlogps", "outputlogprobs"),
     ),
     # Texts and conversations.
@@ -66,8 +66,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "modelresponse", "samples", "choices", "rollouts", "candidates", "outputresponse",
     ),
     "prompt_text": (
-        "input", "prompt", "prompttext", "inputtext", "inputprompt", "prompts", "inputs", "question", "query", "problem",
-        "instruction", "genargs0arg0",
+        "input", "prompt", "prompttext", "inputtext", "inputprompt", "prompts", "inputs", "question", "query",
+        "problem", "instruction", "genargs0arg0",
     ),
     "conversation": (
         "messages", "conversations", "conversation", "traj", "trajectory", "chathistory", "dialog", "dialogue",
@@ -76,8 +76,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     # Which response it is; the second kind of names may also number the rows.
     "prompt_id": (
         "promptid", "group", "groupid", "groupindex", "groupidx", "uid", "problemid", "problemidx", "questionid",
-        "questionidx", "taskid", "taskindex", "taskidx", "ngtaskindex", "promptindex", "promptidx", "promptuid", "promptuuid", "exampleid", "exampleidx",
-        "itemid", "queryid", "qid", "docid", "instanceid", "extrainfoindex", "datasetindex",
+        "questionidx", "taskid", "taskindex", "taskidx", "ngtaskindex", "promptindex", "promptidx", "promptuid",
+        "promptuuid", "exampleid", "exampleidx", "itemid", "queryid", "qid", "docid", "instanceid", "extrainfoindex",
+        "datasetindex",
     ),
     "row_id": ("requestid", "customid", "rid", "uuid", "index", "idx", "id", "dataid", "sampleuid"),
     "sample": (
@@ -128,8 +129,8 @@ _ANYWHERE = {
 """Kinds with names so common that a field within an object counts only where _ENVELOPES are around it."""
 _ENVELOPES = {
     "response", "body", "usage", "metainfo", "choices", "outputs", "output", "message", "result", "data", "record",
-    "completion", "responsescreateparams", "request", "metrics", "timings", "details", "sample", "rollout", "trajectory",
-    "usagemetadata", "arguments", "genargs0", "responses", "choice",
+    "completion", "responsescreateparams", "request", "metrics", "timings", "details", "sample", "rollout",
+    "trajectory", "usagemetadata", "arguments", "genargs0", "responses", "choice", "error",
 }  # fmt: skip
 _NOT_TEXT = ("prompt_text", "response_text")
 
@@ -152,7 +153,9 @@ def matches(columns: Iterable[str], kind: str, fits: Callable[[str], bool] = lam
         depth = len(around)
         name = next((n for n in ("".join(around[-1:]) + last, last) if n in order), None)
         if name is None and kind in TIMES:
-            name = next((last.removesuffix(u) for u in UNITS if u and last.endswith(u) and last.removesuffix(u) in order), None)
+            name = next(
+                (last.removesuffix(u) for u in UNITS if u and last.endswith(u) and last.removesuffix(u) in order), None
+            )
         if name is None or (kind in _ANYWHERE and not _ENVELOPES.issuperset(around)) or not fits(column):
             continue
         found.append((depth, order[name], column))

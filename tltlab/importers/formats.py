@@ -13,16 +13,33 @@ import numpy as np
 import pandas as pd
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import MOST_JSON_BYTES, parse_json
+from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
-from .cells import is_list, is_message, is_missing, number, parsed
+from .cells import is_list, is_missing, number, parsed
 from .fields import NAMES, kind_of, matches, plain
 from .length_table import group_size_of, tables_of_responses
 from .metrics_log import is_metrics_log, records_of, refuse_wandb
-from .responses import BY_OPTION, Lists, Reader, Reading, Records, TimeUnit, flat
-from .rows import PACKED, RECORDS, TABLES, Row, ending, open_unpacked, rows_of, stem, table_of
+from .responses import Reader
+from .rows import (
+    BY_OPTION,
+    RECORDS,
+    TABLES,
+    Lists,
+    Reading,
+    Records,
+    Row,
+    TimeUnit,
+    dump_files,
+    ending,
+    flat,
+    rows_of,
+    stem,
+    step_of,
+    table_of,
+    unwrapped,
+)
 from .step_metrics import FIRST_OF, Record, plain_key, steps_of, tables_of_steps
 from .token_counts import NoTokenCounter, TokenCounter
 
@@ -33,7 +50,6 @@ _CALLED = {"verl": "verl rollout dump", "trl": "TRL completions", "vllm": "reque
 _NEEDS = {"verl": ("rl_step", "reward"), "trl": ("rl_step", "reward"), "vllm": ("prompt_tokens",)}
 """By format: what all of its records have."""
 _NO_REWARD = {"advantage", "advantages"}
-_STEP_OF_NAME = re.compile(r"(?:.*?[_.-])?(?:step)?(\d+)")
 _BINARY = (".pt", ".pth", ".pkl", ".pickle", ".npy", ".npz", ".safetensors", ".arrow", ".feather", ".msgpack", ".xlsx",
            ".xls", ".h5", ".avro", ".orc", ".tar", ".7z")  # fmt: skip
 _SNIFFED = 64
@@ -42,8 +58,6 @@ _NAMED = 'give one list of all lengths, or objects that name them, such as {"rl_
 _SIZES = ("response_sizes", "response_tokens", "sizes", "tokens")
 _PROMPTS = ("prompt_sizes", "prompt_tokens")
 _MEANS = frozenset(FIRST_OF["mean"])
-_WRAPPERS = ("simulations", "results", "records", "requests", "trajectories", "rows", "entries", "episodes", "items")
-_OF_RESPONSES = {"prompt_text", "prompt_ids", "prompt_id", *_SIZES}
 _STATISTICS = {"mean": "mean", "avg": "mean", "average": "mean", "max": "max", "min": "min"}
 
 
@@ -111,7 +125,7 @@ def imported(
     if form in ("verl", "trl"):
         needs = _NEEDS[form]
     reader = Reader(replace(reading, needs=needs))
-    frames, last = [], None
+    frames = []
     for records in _records(source, form, reader):
         if form == "trl":
             reader.reading = replace(reader.reading, reward_columns=reader.reading.reward_columns or _rewards(records))
@@ -134,8 +148,10 @@ def imported(
         reader.use("prompt_id", named_by)
     name = "lengths" if path is None else path.resolve().name
     columns = reader.described() if len(reader.columns) > 1 else None
-    trace = _trace(name, form, tables, [*filter(None, [columns]), *notes, *assumed], workers, group_size=reading.group_size)
-    return Imported(trace=trace, used=reader.used, ignored=reader.ignored, notes=tuple([*notes, *assumed]))
+    trace = _trace(
+        name, form, tables, [*filter(None, [columns]), *notes, *assumed], workers, group_size=reading.group_size
+    )
+    return Imported(trace=trace, used=reader.used, ignored=reader.ignored, notes=(*notes, *assumed))
 
 
 def _check(reading: Reading, form: Format, workers: int | None) -> None:
@@ -147,18 +163,17 @@ def _check(reading: Reading, form: Format, workers: int | None) -> None:
     for name, value in options.items():
         if value and form == "metrics":
             raise ConfigError(f"{name} does not go with a log of metrics, which has no responses")
-    for name, value, goes_with in (
-        ("reward columns", reading.reward_columns, "trl"), ("a number of responses", reading.responses, "metrics"),
-    ):  # fmt: skip
-        if value and form != goes_with:
-            raise ConfigError(f"{name} does not go with format {form}, only with {goes_with}")
+    if reading.reward_columns and form != "trl":
+        raise ConfigError(f"reward columns do not go with format {form}, only with trl")
+    if reading.responses and form != "metrics":
+        raise ConfigError(f"a number of responses does not go with format {form}, only with metrics")
     counts = {
         "workers": workers, "group size": reading.group_size, "maximum": reading.max_response_tokens,
         "responses": reading.responses,
     }  # fmt: skip
-    for quantity, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{quantity} is {value}, it must be at least 1")
+    for quantity, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"{quantity} is {count}, it must be at least 1")
 
 
 def _trace(
@@ -186,7 +201,11 @@ def _records(source: str | Path | pd.DataFrame, form: Format, reader: Reader) ->
         yield from _of_frame(source, "lengths", reader)
         return
     path = Path(source)
-    files = dump_files(path, form) if path.is_dir() else [(path, _step_of(path, form))]
+    files = (
+        dump_files(path, is_trl=form in (None, "trl"))
+        if path.is_dir()
+        else [(path, step_of(path, form in ("verl", "trl")))]
+    )
     if not files:
         wanted = "completions_<step>.parquet" if form == "trl" else "<step>.jsonl"
         raise TraceError(f"{path}: no {wanted} in it, nor other files whose names end in the number of an RL step")
@@ -207,10 +226,13 @@ def _of_frame(frame: pd.DataFrame, file: str, reader: Reader) -> Iterator[Record
     if not frame.columns.is_unique:
         raise TraceError(f"{file}: column {frame.columns[frame.columns.duplicated()][0]!r} is there twice")
     frame = frame.rename(columns=str)
-    nested = [name for name in frame.columns if _is_nested(name, next((c for c in frame[name] if not is_missing(c)), None))]
+    nested = [
+        name for name in frame.columns if _is_nested(name, next((c for c in frame[name] if not is_missing(c)), None))
+    ]
     if not nested:
         yield Records(file=file, frame=frame, is_table=True)
         return
+
     def rows() -> Iterator[tuple[str, Mapping[str, Any]]]:
         for label, *cells in frame.itertuples():
             fields = dict(zip(frame.columns, cells, strict=True))
@@ -261,31 +283,6 @@ def _numbers(path: Path) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def dump_files(folder: Path, form: Format | None = None) -> list[tuple[Path, int]]:
-    """Files of records whose names end in a number, in its order, and the number; TRL's may be in `completions`.
-
-    Raises TraceError for two with the same number.
-    """
-    patterns = ("completions_*", "completions/completions_*", "*")
-    for pattern in patterns if form in (None, "trl") else patterns[2:]:
-        files = [path for path in folder.glob(pattern) if path.is_file() and ending(path) in RECORDS]
-        numbered = [(path, int(match[1])) for path in files if (match := _STEP_OF_NAME.fullmatch(stem(path)))]
-        numbered.sort(key=lambda item: (item[1], item[0].name))
-        for (one, number_of), (other, again) in zip(numbered, numbered[1:], strict=False):
-            if number_of == again:
-                raise TraceError(f"{folder}: {one.name} and {other.name} are of the same RL step: keep one of them")
-        if numbered:
-            return numbered
-    return []
-
-
-def _step_of(path: Path, form: Format) -> int | None:
-    """The RL step in the name of a dump's file."""
-    match = _STEP_OF_NAME.fullmatch(stem(path))
-    is_step = "step" in stem(path) or form == "trl" or (form == "verl" and stem(path).isdecimal())
-    return int(match[1]) if match and is_step else None
-
-
 def _rewards(records: Records) -> tuple[str, ...]:
     """TRL's columns of rewards: `reward`, else all numbers that are not known as something else."""
     frame = records.frame
@@ -295,7 +292,7 @@ def _rewards(records: Records) -> tuple[str, ...]:
     def has_numbers(column: str) -> bool:
         return any(isinstance(c, int | float) and not isinstance(c, bool) and not is_missing(c) for c in frame[column])
 
-    return tuple(c for c in frame if has_numbers(c) and c not in _NO_REWARD and not kind_of(c) - {"reward"})
+    return tuple(c for c in map(str, frame) if has_numbers(c) and c not in _NO_REWARD and not kind_of(c) - {"reward"})
 
 
 def _without_repeats(frame: pd.DataFrame) -> tuple[pd.DataFrame, int]:
@@ -341,19 +338,6 @@ def guess(path: Path, reading: Reading | None = None) -> Format:
         raise
 
 
-def unwrapped(rows: Iterator[Row]) -> Iterator[Row]:
-    """Records, those within an object that has a list of them, such as `{"simulations": [...]}`, one by one."""
-    for row in rows:
-        names = [name for name in row.fields if plain(name) in _WRAPPERS]
-        items = row.fields[names[0]] if len(names) == 1 else None
-        is_wrapper = is_list(items) and items and all(isinstance(item, Mapping) and not is_message(item) for item in items)
-        if not is_wrapper or any(kind_of(str(name)) & _OF_RESPONSES for name in row.fields):
-            yield row
-            continue
-        for at, item in enumerate(items or ()):
-            yield Row(file=row.file, place=f"{row.place}, {names[0]} {at}", fields=item)
-
-
 def first_rows(path: Path) -> list[Row]:
     """Return the first records of a file; TraceError where there is none."""
     rows = list(islice(unwrapped(rows_of(path)), _SNIFFED))
@@ -366,7 +350,9 @@ def _format_of_table(path: Path, fields: Sequence[Mapping[str, Any]], reading: R
     if _has_means(path, fields, reading):
         return "metrics"
     names = list(fields[0])
-    is_timed = bool(matches(names, "t_submit")) and bool(matches(names, "prompt_sizes") or matches(names, "prompt_tokens"))
+    is_timed = bool(matches(names, "t_submit")) and bool(
+        matches(names, "prompt_sizes") or matches(names, "prompt_tokens")
+    )
     return "vllm" if is_timed else "csv"
 
 
@@ -387,7 +373,15 @@ def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None)
     sizes = [c for kind in _SIZES for c in matches(names, kind)]
     prompts = [c for kind in _PROMPTS for c in matches(names, kind)]
     kinds = {kind for name in names for kind in kind_of(name)}
-    if not sizes and not kinds & {"mask", "response_ids", "all_ids", "logprobs", "response_text", "conversation", "total"}:
+    if not sizes and not kinds & {
+        "mask",
+        "response_ids",
+        "all_ids",
+        "logprobs",
+        "response_text",
+        "conversation",
+        "total",
+    }:
         raise TraceError(f"{rows[0].file}, {rows[0].place}: {_unknown(first)}")
     is_request = bool(sizes) and (prompts or all("." in name for name in sizes))
     return "vllm" if is_request and not any(is_list(first[name]) for name in (*sizes, *prompts)) else "csv"
@@ -404,7 +398,7 @@ def _unknown(fields: Mapping[str, Any]) -> str:
     for name, value in fields.items():
         if is_list(value) and any(isinstance(item, Mapping) and _has_length(flat(item)) for item in value):
             return (
-                f"{name} has {len(value)} calls of the model, each with tokens of its own, as agents' traces have them: "
+                f"{name} has {len(value)} calls of the model with tokens of their own, as agents' traces have them: "
                 "write a record for each call"
             )
     return (
@@ -445,11 +439,13 @@ def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading
         one_each = len(steps) > 2 and len({str(step) for step in steps}) == len(steps)
         if one_each and any(value != np.floor(value) for value in values if np.isfinite(value)):
             return True
-        alone = not any(kind_of(n) & {"prompt_id", "sample", "finish_reason", "prompt_text", "response_text"} for n in names)
+        alone = not any(
+            kind_of(n) & {"prompt_id", "sample", "finish_reason", "prompt_text", "response_text"} for n in names
+        )
         if one_each and alone and values and np.isfinite(values).all() and (reading is None or not reading.column):
             raise TraceError(
-                f"{path}: column {name} has one number in each RL step, the length of one response or the mean of all: say "
-                f"which ({BY_OPTION.format('--format csv or --format metrics')})"
+                f"{path}: column {name} has one number in each RL step, the length of one response or the mean of all: "
+                f"say which ({BY_OPTION.format('--format csv or --format metrics')})"
             )
     return False
 
@@ -473,7 +469,9 @@ def _metrics(path: Path) -> Iterator[Record]:
         fields = flat(row.fields)
         metrics = {name: _statistic(name) for name in fields} | {own[0]: "response_length/mean"}
         values = {
-            metric: value for name, metric in metrics.items() if metric and np.isfinite(value := number(fields.get(name)))
+            metric: value
+            for name, metric in metrics.items()
+            if metric and np.isfinite(value := number(fields.get(name)))
         }  # fmt: skip
         step = next((number(fields[name]) for name in matches(fields, "rl_step")), np.nan)
         if values:

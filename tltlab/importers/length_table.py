@@ -39,8 +39,8 @@ def tables_of_responses(
     if (over := (lengths > caps) & frame["is_exact"].to_numpy(bool)).any():
         at = int(np.argmax(over))
         raise TraceError(
-            f"{frame['file'][at]}, {frame['place'][at]}: the response has {lengths[at]} tokens, its maximum was said to be "
-            f"{caps[at]}"
+            f"{frame['file'][at]}, {frame['place'][at]}: the response has {lengths[at]} tokens, its maximum was said "
+            f"to be {caps[at]}"
         )
     reason = frame["finish_reason"].to_numpy(object)
     unknown = pd.isna(reason)
@@ -92,7 +92,9 @@ def _prompt_ids(
         is_own, is_named = plain(name) == "promptid", plain(name).rpartition(".")[2] in NAMES["prompt_id"]
         if name != group_column and not is_own:
             text_repeats = text is not None and pd.concat([step, text], axis=1).duplicated().any()
-            if not repeats and (group_size or text_repeats or (text is not None and not is_named)):
+            # Numbers of rows begin anew in each RL step.
+            is_of_row = not is_named and (text is not None or ids.duplicated().any())
+            if not repeats and (group_size or text_repeats or is_of_row):
                 continue
             different = next((c for c in ("text", "prompt_tokens") if frame[c].notna().all()), None)
             sizes = frame.groupby([step, ids], sort=False).size()
@@ -110,7 +112,7 @@ def _prompt_ids(
             notes.append(f"prompts of the same text are told apart by every {group_size} responses")
             return text + (within // group_size).map(lambda at: f"-{at}" if at else ""), None
         return text, None
-    records = frame[RECORD] if RECORD in frame else None
+    records = frame.get(RECORD)
     if records is not None and not group_size and records.notna().all() and records.nunique() > step.nunique():
         return "r" + records.astype(np.int64).astype(str), None
     group = group_size or 1
@@ -144,8 +146,8 @@ def _across_rl_steps(
         overall = pairs[["id", "text"]].drop_duplicates()
         return text if overall["text"].duplicated().any() or overall["id"].duplicated().any() else ids
     if step.nunique() > 1 and plain(name).endswith(("idx", "index")):
-        found = pairs.drop_duplicates().groupby("rl_step")["id"].agg(lambda values: tuple(sorted(values)))
-        if set(found) == {tuple(sorted(str(at) for at in range(len(found.iloc[0]))))}:
+        found = [set(part["id"]) for _, part in pairs.drop_duplicates().groupby("rl_step")]
+        if all(part == set(map(str, range(len(part)))) for part in found):
             notes.append(f"{name} counts the prompts of each RL step: those of different RL steps are different")
             return "s" + step.astype(str) + "-p" + ids
     return ids

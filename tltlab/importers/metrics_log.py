@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import MOST_JSON_BYTES, parse_json
+from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json
 
-from .rows import open_unpacked, rows_of
+from .rows import rows_of
 from .step_metrics import Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"

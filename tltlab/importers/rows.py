@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
+import hashlib
 import io
-import lzma
+import json
+import re
 import tempfile
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from itertools import count
+from dataclasses import dataclass, field
+from itertools import count, pairwise
 from pathlib import Path
-from typing import IO, Any, BinaryIO, TextIO
+from typing import Any, Literal, NoReturn, TextIO
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tltlab.config import shown
 from tltlab.errors import TraceError
-from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
+from tltlab.files import MOST_JSON_BYTES, PACKED, open_unpacked, parse_json
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 
-PACKED = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4", ".zip")
+from .cells import is_list, is_message
+from .fields import NAMES, kind_of, plain
+from .token_counts import NoTokenCounter, TokenCounter
+
+Lists = Literal["lengths", "ids"]
+TimeUnit = Literal["s", "ms", "us", "ns"]
+_WRAPPERS = ("simulations", "results", "records", "requests", "trajectories", "rows", "entries", "episodes", "items")
+_OF_RESPONSES = {"prompt_text", "prompt_ids", "prompt_id", "response_sizes", "response_tokens", "sizes", "tokens"}
+_STEP_OF_NAME = re.compile(r"(?:.*?[_.-])?(?:step)?(\d+)")
+BY_OPTION = "`tltlab trace import` and `tltlab what-if` take {}"
 TABLES = (".csv", ".tsv", ".tab")
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *TABLES)
 
@@ -54,79 +62,6 @@ def stem(path: Path) -> str:
     while (suffix := Path(name).suffix) and (suffix.lower() in PACKED or suffix.lower() in RECORDS):
         name = name[: -len(suffix)]
     return name
-
-
-def open_unpacked(path: Path) -> BinaryIO:
-    """Open a file, unpacked where its first bytes are those of gzip, zstd, bz2, xz, lz4 or zip. Raises OSError.
-
-    What is read later raises OSError too; the way back, `seek(0)`, unpacks anew.
-    """
-    file = open_input(path)
-    head = file.peek(6)[:6]
-    if head.startswith(b"PK\x03\x04"):
-        return _zip_member(file)
-    return file if (how := _packing(head)) is None else io.BufferedReader(_Unpacked(file, how))
-
-
-def _packing(head: bytes) -> str | None:
-    signs = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ": "xz", b"\x04\x22\x4d\x18": "lz4"}
-    return next((how for sign, how in signs.items() if head.startswith(sign)), None)
-
-
-def _zip_member(file: IO[bytes]) -> BinaryIO:
-    try:
-        archive = zipfile.ZipFile(file)
-        names = [name for name in archive.namelist() if not name.endswith("/")]
-        if len(names) == 1:
-            return io.BufferedReader(archive.open(names[0]))  # type: ignore[arg-type]
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
-        raise OSError(f"it cannot be unpacked: {error}") from error
-    raise OSError(
-        f"it is an archive of {len(names)} files, as Excel, torch.save and numpy.savez write: save it as CSV, JSON or "
-        "Parquet"
-    )
-
-
-class _Unpacked(io.RawIOBase):
-    """What is in a packed file."""
-
-    def __init__(self, file: IO[bytes], how: str) -> None:
-        self._file, self._how, self._at = file, how, 0
-        self._open()
-
-    def _open(self) -> None:
-        openers: dict[str, Callable[[Any], Any]] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
-        arrow = partial(pa.input_stream, compression=self._how)
-        self._stream = openers.get(self._how, arrow)(self._file)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        if (offset, whence) == (0, 0):
-            self._file.seek(0)
-            self._at = 0
-            self._open()
-        elif (offset, whence) not in ((self._at, 0), (0, 1)):
-            raise OSError("a packed file is read from its start")
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            data = self._stream.read(len(buffer))
-        except OSError:
-            raise
-        except Exception as error:  # each way of packing has errors of its own
-            raise OSError(f"it cannot be unpacked: {error}") from error
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
 
 def rows_of(path: Path) -> Iterator[Row]:
@@ -278,3 +213,113 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                     number += 1
     except (OSError, pa.ArrowException) as error:
         raise TraceError(f"{path}: not a readable Parquet file: {error}") from error
+
+
+def unwrapped(rows: Iterator[Row]) -> Iterator[Row]:
+    """Records, those within an object that has a list of them, such as `{"simulations": [...]}`, one by one."""
+    for row in rows:
+        names = [name for name in row.fields if plain(name) in _WRAPPERS]
+        items = row.fields[names[0]] if len(names) == 1 else None
+        is_wrapper = (
+            is_list(items) and items and all(isinstance(item, Mapping) and not is_message(item) for item in items)
+        )
+        if not is_wrapper or any(kind_of(str(name)) & _OF_RESPONSES for name in row.fields):
+            yield row
+            continue
+        for at, item in enumerate(items or ()):
+            yield Row(file=row.file, place=f"{row.place}, {names[0]} {at}", fields=item)
+
+
+def dump_files(folder: Path, *, is_trl: bool = True) -> list[tuple[Path, int]]:
+    """Files of records whose names end in a number, in its order, and the number; TRL's may be in `completions`.
+
+    Raises TraceError for two with the same number.
+    """
+    patterns = ("completions_*", "completions/completions_*", "*")
+    for pattern in patterns if is_trl else patterns[2:]:
+        files = [path for path in folder.glob(pattern) if path.is_file() and ending(path) in RECORDS]
+        numbered = [(path, int(match[1])) for path in files if (match := _STEP_OF_NAME.fullmatch(stem(path)))]
+        numbered.sort(key=lambda item: (item[1], item[0].name))
+        for (one, number_of), (other, again) in pairwise(numbered):
+            if number_of == again:
+                raise TraceError(f"{folder}: {one.name} and {other.name} are of the same RL step: keep one of them")
+        if numbered:
+            return numbered
+    return []
+
+
+def step_of(path: Path, is_dump: bool) -> int | None:
+    """Return the RL step in a file's name: the number behind "step", or that of a dump, `12.jsonl`."""
+    match = _STEP_OF_NAME.fullmatch(stem(path))
+    is_step = "step" in stem(path) or (is_dump and (stem(path).isdecimal() or stem(path).startswith("completions_")))
+    return int(match[1]) if match and is_step else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a user says of a file; None is for the file to say.
+
+    `column` has the lengths, `step_column` the RL steps, `group_column` what is the same for all samples of a prompt:
+    each a field's name, with points where it is within objects. `lists` says what numbers in a list are, `time_unit`
+    the unit of times. `responses` is their number in each RL step of a log. `tokens` counts texts. `needs` are columns
+    of a trace that no record may lack.
+    """
+
+    column: str | None = None
+    step_column: str | None = None
+    group_column: str | None = None
+    lists: Lists | None = None
+    time_unit: TimeUnit | None = None
+    group_size: int | None = None
+    max_response_tokens: int | None = None
+    responses: int | None = None
+    reward_columns: tuple[str, ...] = ()
+    tokens: TokenCounter = field(default_factory=NoTokenCounter)
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """Some records of a file: cells by column, their places ("line 3"), and the RL step that the file's name says."""
+
+    file: str
+    frame: pd.DataFrame
+    rl_step: int | None = None
+    is_table: bool = False
+
+    def place(self, at: int) -> str:
+        label = self.frame.index[at]
+        place = label if isinstance(label, str) else f"line {label}"
+        return f"{self.file}, {place}"
+
+    def fault(self, at: int, column: str, message: str) -> NoReturn:
+        raise TraceError(f"{self.place(at)}, column {column}: {message}")
+
+
+def text_id(value: Any) -> str:
+    """A name for a prompt that is the same in every RL step and does not hold its text: 16 hexadecimal digits."""
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def flat(fields: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
+    """Return a record with the fields of its objects beside its own, by paths such as `usage.completion_tokens`.
+
+    A list of one choice is that choice. Messages stay whole, and `{"type": "length"}` as a finish reason is its type.
+    """
+    result: dict[str, Any] = {}
+    for key, value in fields.items():
+        name = f"{before}{key}"
+        if isinstance(value, np.ndarray):
+            value = value.tolist()
+        if is_list(value) and len(value) == 1 and isinstance(value[0], Mapping) and not is_message(value[0]):
+            value = value[0] if plain(key) in NAMES["response_text"] else value
+        if not isinstance(value, Mapping):
+            result[name] = value
+        elif plain(key) in NAMES["finish_reason"]:
+            result[name] = value.get("type")
+        elif is_message(value) and not (value.keys() & {"usage", "output"}):
+            result[name] = value
+        else:
+            result |= flat(value, f"{name}.")
+    return result

@@ -17,9 +17,9 @@ from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.trace import Trace, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
 
-from .formats import Format, Imported, dump_files, frame_of_numbers, guess, import_dump, imported, notes_of
+from .formats import Format, Imported, frame_of_numbers, guess, import_dump, imported, notes_of
 from .metrics_log import metrics_files
-from .responses import Reading
+from .rows import Reading, dump_files
 from .token_counts import CharsPerToken, NoTokenCounter
 
 CHARS_PER_TOKEN = 3.6
@@ -52,9 +52,11 @@ def read(source: TraceSource) -> Trace:
 
 def _holds_a_log(path: Path) -> bool:
     """Whether a folder has no trace, and has files of TensorBoard."""
-    if not path.is_dir() or (path / MANIFEST_FILE).exists() or any(map(is_trace, path.iterdir())):
-        return False
-    return bool(metrics_files(path))
+    return path.is_dir() and not _holds_a_trace(path) and bool(metrics_files(path))
+
+
+def _holds_a_trace(folder: Path) -> bool:
+    return (folder / MANIFEST_FILE).exists() or any(map(is_trace, folder.iterdir()))
 
 
 def read_lengths(source: TraceSource, reading: Reading = _AS_IT_IS, form: Format | None = None) -> Imported:
@@ -65,13 +67,14 @@ def read_lengths(source: TraceSource, reading: Reading = _AS_IT_IS, form: Format
     # Exact counts need a tokenizer; for what depends on their shape an approximation will do.
     counts = isinstance(reading.tokens, NoTokenCounter)
     counted = replace(reading, tokens=CharsPerToken(CHARS_PER_TOKEN)) if counts else reading
-    if isinstance(source, Trace) or not isinstance(source, str | Path):
-        is_trace = isinstance(source, Trace)
-        return Imported(trace=source, used={}, ignored=(), notes=notes_of(source)) if is_trace else _of_values(source, counted)
+    if isinstance(source, Trace):
+        return Imported(trace=source, used={}, ignored=(), notes=notes_of(source))
+    if not isinstance(source, str | Path):
+        return _of_values(source, counted)
     path = Path(source)
     if not path.exists():
         raise TraceError(f"{path}: no such file or folder")
-    if path.is_file() or dump_files(path):
+    if path.is_file() or (not _holds_a_trace(path) and dump_files(path)):
         form = form or guess(path, reading)
         return imported(path, reading if form == "metrics" else counted, form=form)
     trace = read(path)

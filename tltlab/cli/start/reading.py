@@ -9,7 +9,7 @@ import typer
 
 from tltlab.errors import ConfigError
 from tltlab.importers.formats import FORMATS, Format
-from tltlab.importers.responses import Lists, Reading, TimeUnit
+from tltlab.importers.rows import Lists, Reading, TimeUnit
 from tltlab.importers.token_counts import token_counter
 
 Form = Annotated[str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}. [default: by the content]")]
@@ -62,4 +62,4 @@ def known_format(name: str | None) -> Format | None:
     """Return the format of this name. Raises ConfigError where there is none."""
     if name is not None and name not in FORMATS:
         raise ConfigError(f"--format is {name!r}; there are: {', '.join(FORMATS)}")
-    return cast(Format | None, name)
+    return name
