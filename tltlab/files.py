@@ -111,7 +111,7 @@ def open_unpacked(path: Path) -> BinaryIO:
     head = file.peek(6)[:6]
     if head.startswith(b"PK\x03\x04"):
         return _zip_member(file)
-    return file if (how := _packing(head)) is None else io.BufferedReader(_Unpacked(file, how))
+    return file if (how := _packing(head)) is None else io.BufferedReader(_Unpacked(path, file, how))
 
 
 def _packing(head: bytes) -> str | None:
@@ -142,17 +142,17 @@ def _zip_member(file: IO[bytes]) -> BinaryIO:
 class _Unpacked(io.RawIOBase):
     """What is in a packed file."""
 
-    def __init__(self, file: IO[bytes], how: str) -> None:
-        self._file, self._how, self._at = file, how, 0
-        self._open()
+    def __init__(self, path: Path, file: IO[bytes], how: str) -> None:
+        self._path, self._how, self._at = path, how, 0
+        self._open(file)
 
-    def _open(self) -> None:
+    def _open(self, file: IO[bytes]) -> None:
         openers: dict[str, Callable[[Any], Any]] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
         if self._how in openers:
-            self._stream = openers[self._how](self._file)
+            self._stream = openers[self._how](file)
         else:
             # Python has these from 3.14 on.
-            self._stream = import_module("pyarrow").input_stream(self._file, compression=self._how)
+            self._stream = import_module("pyarrow").input_stream(file, compression=self._how)
 
     def readable(self) -> bool:
         return True
@@ -165,9 +165,8 @@ class _Unpacked(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0) -> int:
         if (offset, whence) == (0, 0):
-            self._file.seek(0)
             self._at = 0
-            self._open()
+            self._open(open_input(self._path))
         elif (offset, whence) not in ((self._at, 0), (0, 1)):
             raise OSError("a packed file is read from its start")
         return self._at

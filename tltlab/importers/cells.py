@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,12 +100,20 @@ def is_list(cell: Any) -> bool:
 
 
 def parsed(cell: Any) -> Any:
-    """Return the list or object that a text of JSON holds, any other cell as it is."""
-    if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
-        try:
-            return parse_json(cell)
-        except ValueError:
-            return cell
+    """Return the list or object that a text of JSON, or one that Python printed, holds; any other cell as it is.
+
+    >>> parsed("[np.int64(3), 4]"), parsed("[3 4]"), parsed("[3 ... 4]"), parsed("{'role': 'user'}")
+    ([3, 4], [3, 4], '[3 ... 4]', {'role': 'user'})
+    """
+    if not isinstance(cell, str) or cell.lstrip()[:1] not in ("[", "{"):
+        return cell
+    with suppress(ValueError):
+        return parse_json(cell)
+    text = re.sub(r"np\.\w+\(([^()]*)\)", r"\1", cell.strip())
+    if re.fullmatch(r"\[[-+\d.e\s]*\]", text) and "..." not in text:
+        text = re.sub(r"(?<=\S)\s+(?=\S)", ", ", text)
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return ast.literal_eval(text)
     return cell
 
 
@@ -127,7 +137,7 @@ class Ids:
 _GENERATED = {"assistant", "model", "ai", "gpt", "chatgpt", "bot", "agent"}
 _OTHERS = {"system", "developer", "user", "human", "tool", "function", "environment", "observation", "ipython"}
 _CALLS = ("function_call", "tool_use", "tool_call", "custom_tool_call", "mcp_call", "server_tool_use")
-_TEXTS = ("text", "content", "value", "thinking", "reasoning", "reasoning_content", "refusal", "summary")
+_TEXTS = ("thinking", "reasoning", "reasoning_content", "summary", "text", "content", "value", "refusal")
 _OUTPUTS = ("output", "result")
 
 

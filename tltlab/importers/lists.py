@@ -87,7 +87,8 @@ class ListReader:
         own = list(map(str, records.frame.columns))
         column = name if name in own else next((c for c in own if plain(c) == plain(name)), None)
         if column is None:
-            raise TraceError(f"{records.place(0)}: no column {name!r}; there are: {', '.join(own)}")
+            place = records.file if records.is_table else records.place(0)
+            raise TraceError(f"{place}: no column {name!r}; there are: {', '.join(own)}")
         return column
 
     def chunks(
@@ -175,8 +176,8 @@ class ListReader:
                 continue
             kinds = kind_of(other)
             if is_list(value):
-                if kinds & {"mask", "logprobs"} and len(value) == len(values) and not is_list(value[0]):
-                    return f"has {other} of the same size"
+                if kinds & {"mask", "logprobs"} and len(value) and not is_list(value[0]):
+                    return f"has one {other}"
             elif (
                 kinds & {"finish_reason", "sample"}
                 or (kinds & {"is_cut"} and isinstance(value, bool))
@@ -209,7 +210,7 @@ class ListReader:
             self.counts["empty"] += not size
             shared, lists = {}, {}
             kinds = {kind for name in fields for kind in kind_of(name)}
-            if any(self._lists[name] == "responses" for name in sizes):
+            if all(self._lists[name] == "responses" for name in sizes):
                 shared[RECORD] = fields.get(RECORD, self._record)
             elif not (kinds & _NAMED or self.reading.step_column):
                 shared[RUN] = self._record - 1

@@ -24,7 +24,7 @@ from .requests import RequestReader
 from .rows import BY_OPTION, Records, text_id
 from .token_counts import NoTokenCounter
 
-_RESPONSE_IDS = ("response_ids", "response_tokens", "response_text")
+_RESPONSE_IDS = ("response_ids", "response_tokens", "response_text", "response_sizes", "sizes")
 _PROMPT_IDS = ("prompt_ids", "prompt_tokens", "prompt_text")
 """Kinds of names under which lists of ids are."""
 

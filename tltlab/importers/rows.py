@@ -123,7 +123,7 @@ def table_of(path: Path, most_bytes: int | None = None) -> pd.DataFrame:
 
     With `most_bytes` only lines in so many bytes at its start are read, where these can be understood without the rest.
 
-    Between cells is a comma; where the first line has none, a semicolon, a tab or a bar if it has that.
+    Between cells is a comma, or a semicolon, tab or bar where the first line has as many of these.
     """
     try:
         with open_unpacked(path) as file:
@@ -136,10 +136,9 @@ def table_of(path: Path, most_bytes: int | None = None) -> pd.DataFrame:
             raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
         if (lines := data.count(b"\n")) > MOST_ROWS:
             raise OSError(f"it has {lines:,} lines, and at most {MOST_ROWS:,} are read")
-        frame = _csv(data, ",")
-        first = str(frame.iloc[0, 0]) if frame.shape[1] == 1 else ""
-        if separator := next((mark for mark in ";\t|" if mark in first), None):
-            frame = _csv(data, separator)
+        first = data.lstrip()[: 1 << 16].partition(b"\n")[0]
+        # A comma may also be within a number.
+        frame = _csv(data, max(";\t|,", key=lambda mark: first.count(mark.encode())))
     except pd.errors.EmptyDataError as error:
         raise TraceError(f"{path}: empty; wanted one response length per line") from error
     except (OSError, ValueError) as error:
