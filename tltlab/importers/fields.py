@@ -34,8 +34,11 @@ NAMES: dict[str, tuple[str, ...]] = {
     "response_sizes": (
         *_of(_RESPONSE, _SIZES), *_counted(("response", "output", "completion", "generated", "gen", "generation")),
         "generatedtokencount", "candidatestokencount", "tokenspredicted", "lenresponse", "predictedn", "evalcount",
+        "usageoutput",
     ),
-    "prompt_sizes": (*_of(_PROMPT, _SIZES), *_counted(_PROMPT[:2]), "tokensevaluated", "promptn", "promptevalcount"),
+    "prompt_sizes": (
+        *_of(_PROMPT, _SIZES), *_counted(_PROMPT[:2]), "tokensevaluated", "promptn", "promptevalcount", "usageinput",
+    ),
     # Numbers of tokens, or the tokens.
     "response_tokens": (*_of(_RESPONSE, _TOKENS), "tokensgenerated"),
     "prompt_tokens": (*_of(_PROMPT, _TOKENS), "contexttokens"),
@@ -64,6 +67,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "output", "completion", "response", "generatedtext", "generatedtexts", "responsetext", "completiontext",
         "outputtext", "outputs", "completions", "responses", "resps", "generations", "generation", "modeloutput",
         "modelresponse", "samples", "choices", "rollouts", "candidates", "outputresponse",
+        "choicestext", "choicesmessage", "outputstext", "samplestext", "candidatescontent",
     ),
     "prompt_text": (
         "input", "prompt", "prompttext", "inputtext", "inputprompt", "prompts", "inputs", "question", "query",
@@ -91,6 +95,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "epoch": ("epoch",),
     # What became of it.
+    "turns": ("numturns", "nturns", "turns"),
     "reward": ("reward", "score", "rewards", "scores", "totalreward", "rewardscore", "finalreward"),
     "finish_reason": ("finishreason", "finishreasons", "finishedreason", "stopreason", "stopreasons", "donereason"),
     "status": ("status",),
@@ -131,6 +136,7 @@ _ENVELOPES = {
     "response", "body", "usage", "metainfo", "choices", "outputs", "output", "message", "result", "data", "record",
     "completion", "responsescreateparams", "request", "metrics", "timings", "details", "sample", "rollout",
     "trajectory", "usagemetadata", "arguments", "genargs0", "responses", "choice", "error",
+    "reward", "samples", "rollouts", "candidates", "generations", "completions",
 }  # fmt: skip
 _NOT_TEXT = ("prompt_text", "response_text")
 
@@ -156,6 +162,8 @@ def matches(columns: Iterable[str], kind: str, fits: Callable[[str], bool] = lam
             name = next(
                 (last.removesuffix(u) for u in UNITS if u and last.endswith(u) and last.removesuffix(u) in order), None
             )
+        if kind == "row_id" and around and last in ("index", "idx"):
+            continue  # Of a choice among several.
         if name is None or (kind in _ANYWHERE and not _ENVELOPES.issuperset(around)) or not fits(column):
             continue
         found.append((depth, order[name], column))

@@ -416,6 +416,8 @@ def _statistic(name: str) -> str | None:
     """The metric of RL steps that a column's name means, such as "response_length/mean" for `avg_output_len`."""
     if (key := plain_key(name)) is not None:
         return key
+    if plain(name) in ("numresponses", "nresponses", "numsamples", "nsamples", "numrollouts", "numtrajectories"):
+        return FIRST_OF["responses"][0]
     *before, last = [plain(part) for part in re.split(r"[/.]", name)]
     for word, statistic in _STATISTICS.items():
         base = before[-1] if last == word and before else last.replace(word, "", 1) if word in last else None
@@ -431,6 +433,8 @@ def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading
     names = list(map(str, fields[0]))
     sizes = [c for kind in _SIZES for c in matches(names, kind)]
     means = [n for n in names if _statistic(n) in (*FIRST_OF["mean"], "response_length/mean")]
+    if means and any("prompt_id" in kind_of(name) for name in names) and not sizes:
+        raise TraceError(f"{path}: {means[0]} by prompt: wanted a length of each response, or a mean of each RL step")
     if any(name not in sizes for name in means):
         return any(plain_key(name) for name in means if name not in sizes) or not sizes
     for name in sizes:

@@ -55,10 +55,12 @@ class RequestReader(ListReader):
         ok = missing | ((values >= at_least) & (values <= MOST_TOKENS) & (values == np.floor(values)))
         if not ok.all():
             at = int(np.argmin(ok))
+            cell = cells.iloc[at]
+            got = "nothing" if is_missing(cell) and not isinstance(cell, str) else shown(cell)
             hint = ""
             if isinstance(cells.iloc[at], str) and could_be_thousands(cells.iloc[[at]]):
                 hint = "; thousands are written 1234 or 1,234"
-            records.fault(at, column, f"got {shown(cells.iloc[at])}, wanted a whole number >= {at_least}{hint}")
+            records.fault(at, column, f"got {got}, wanted a whole number >= {at_least}{hint}")
         if (text := could_be_thousands(cells)) is not None:
             at = cells.to_list().index(text)
             records.fault(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tltlab.config import shown
 from tltlab.errors import TraceError
 
-from .cells import Ids, is_list, is_missing, lists_in, missing_in, numbers, parsed, speech_of
+from .cells import Ids, is_list, is_message, is_missing, lists_in, missing_in, numbers, parsed, speech_of
 from .fields import kind_of, matches, plain
 from .length_table import RECORD
 from .requests import RequestReader
@@ -138,7 +138,8 @@ class Reader(RequestReader):
 
     def _only_numbers(self, records: Records) -> str | None:
         """The only column of a table, but for those that are known as something else, or the only one of numbers."""
-        known = set(self.used.values()) | {c for c in records.frame.columns if kind_of(str(c)) - {"reward"}}
+        of_text = {"reward", "prompt_text", "response_text"}
+        known = set(self.used.values()) | {c for c in records.frame.columns if kind_of(str(c)) - of_text}
         left = [str(name) for name in records.frame.columns if name not in known]
         numeric = [name for name in left if not np.isnan(numbers(records.frame[name])).any()]
         chosen = next((group[0] for group in (numeric, left) if len(group) == 1), None)
@@ -314,7 +315,9 @@ class Reader(RequestReader):
         texts, cells = [], records.frame[column]
         is_conversation = "conversation" in kind_of(column)
         for at in rows:
-            cell = parsed(cells.iloc[at]) if records.is_table or is_conversation else cells.iloc[at]
+            cell = cells.iloc[at]
+            if isinstance(cell, str) and cell.startswith("[{") and is_list(messages := parsed(cell)):
+                cell = messages if all(map(is_message, messages)) else cell
             if (speech := speech_of(cell)) is None:
                 records.fault(int(at), column, f"got {shown(cells.iloc[at])}, wanted a text or messages")
             for kind in () if is_prompt and is_conversation else speech.unread:
@@ -334,7 +337,10 @@ class Reader(RequestReader):
         return [count_of[text] if is_prompt else max(1, count_of[text]) for text in texts]
 
     def _note_turns(self, records: Records) -> None:
-        """Count responses in whose messages others speak after the model."""
+        """Count responses in whose messages others speak after the model, or that say that they have several turns."""
+        if (column := self._column(records, "turns")) is not None:
+            self.counts["turns"] += int((numbers(records.frame[column]) > 1).sum())
+            return
         for kind in ("response_text", "conversation"):
             for column in matches(records.frame.columns, kind):
                 if self._lists.get(column) == "messages":
