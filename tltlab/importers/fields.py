@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 _RESPONSE = (
     "response", "output", "completion", "generated", "generation", "gen", "decode", "resp", "out", "answer", "sampled",
@@ -138,7 +139,9 @@ _ENVELOPES = {
     "trajectory", "usagemetadata", "arguments", "genargs0", "responses", "choice", "error",
     "reward", "samples", "rollouts", "candidates", "generations", "completions",
 }  # fmt: skip
-_NOT_TEXT = ("prompt_text", "response_text")
+LISTS = {"response_ids", "prompt_ids", "all_ids", "mask", "logprobs", "response_tokens", "prompt_tokens", "tokens",
+         "response_sizes", "prompt_sizes", "sizes"}  # fmt: skip
+"""Kinds whose cells may be lists of numbers."""
 
 
 def plain(name: object) -> str:
@@ -170,9 +173,10 @@ def matches(columns: Iterable[str], kind: str, fits: Callable[[str], bool] = lam
     return [column for _, _, column in sorted(found, key=lambda item: item[:2])]
 
 
-def kind_of(column: str) -> set[str]:
+@cache
+def kind_of(column: str) -> frozenset[str]:
     """Return the kinds that a column's name is one of."""
-    return {kind for kind in NAMES if matches([column], kind)}
+    return frozenset(kind for kind in NAMES if matches([column], kind))
 
 
 def unit_of(column: str) -> float | None:

@@ -86,20 +86,19 @@ def _prompt_ids(
     for column in [name for name in frame.columns if name.startswith("id:")]:
         name, ids = column[3:], frame[column]
         if ids.isna().any():
-            notes.append(f"{name} is not in all records: it does not name the prompts")
             continue
         repeats = frame[["rl_step", column]].duplicated().any()
         is_own, is_named = plain(name) == "promptid", plain(name).rpartition(".")[2] in NAMES["prompt_id"]
-        if name != group_column and not is_own:
+        if name != group_column:
             text_repeats = text is not None and pd.concat([step, text], axis=1).duplicated().any()
             # Numbers of rows begin anew in each RL step.
-            is_of_row = not is_named and (text is not None or ids.duplicated().any())
-            if not repeats and (group_size or text_repeats or is_of_row):
+            is_of_row = not (is_named or is_own) and (text is not None or ids.duplicated().any())
+            if not repeats and (text_repeats or is_of_row or (group_size and not is_own)):
                 continue
             different = next((c for c in ("text", "prompt_tokens") if frame[c].notna().all()), None)
             sizes = frame.groupby([step, ids], sort=False).size()
             # Groups of one size are groups, whatever was written of their prompts.
-            is_group = is_named and sizes.nunique() == 1 and ids.nunique() > 1
+            is_group = is_own or (is_named and sizes.nunique() == 1 and ids.nunique() > 1)
             if repeats and different and not is_group and _differ(frame, [step, ids], different):
                 notes.append(f"{name} is the same for different prompts: it does not name them")
                 continue

@@ -33,8 +33,14 @@ REASONS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """The trace's word for a program's finish reason."""
+_MOST_EPOCHS = 1e6
 MOST_TOKENS = 2**31 - 1
-_OWN = {"response_sizes": "response_tokens", "sizes": "response_tokens", "prompt_sizes": "prompt_tokens"}
+_OWN = {
+    "epoch": "rl_step",
+    "response_sizes": "response_tokens",
+    "sizes": "response_tokens",
+    "prompt_sizes": "prompt_tokens",
+}
 """Columns of a trace for which names are of several kinds."""
 
 
@@ -112,10 +118,8 @@ class RequestReader(ListReader):
             self.use("rl_step", str(column))
         else:
             column = self._column(records, "rl_step")
-            if column is None and records.is_table:
-                column = self._column(records, "epoch")
-                if column is not None:
-                    self.use("rl_step", column)
+            if column is None and records.rl_step is None and "rl_step" not in self.reading.needs:
+                column = self._column(records, "epoch", fits=lambda c: (numbers(records.frame[c]) < _MOST_EPOCHS).all())
         values = np.full(len(frame), np.nan)
         if column is not None:
             values = self._whole(records, column, 0, may_miss=records.rl_step is not None)

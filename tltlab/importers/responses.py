@@ -69,7 +69,9 @@ class Reader(RequestReader):
             if not (missing := missing_in(frame[name])).any() and not lists_in(frame[name]).any():
                 is_text = frame[name].dtype == "str"
                 result[f"id:{name}"] = (frame[name] if is_text else frame[name].map(_identity)).to_numpy(object)
-            elif wanted:
+            elif not missing.all() and "prompt_id" in kind_of(name):
+                self.notes[f"{name} is not one value in each record: it does not name the prompts"] = None
+            if wanted and missing.any():
                 records.fault(int(np.argmax(missing)), name, "no value, and it was said to have the groups")
         if RECORD in frame:
             result[RECORD] = frame[RECORD].to_numpy()

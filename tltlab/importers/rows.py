@@ -24,8 +24,8 @@ from tltlab.errors import TraceError
 from tltlab.files import MOST_JSON_BYTES, PACKED, open_unpacked, parse_json
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 
-from .cells import is_list, is_message
-from .fields import NAMES, kind_of, plain
+from .cells import is_list, is_message, parsed
+from .fields import LISTS, NAMES, kind_of, plain
 from .token_counts import NoTokenCounter, TokenCounter
 
 Lists = Literal["lengths", "ids"]
@@ -311,6 +311,8 @@ def flat(fields: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
         name = f"{before}{key}"
         if isinstance(value, np.ndarray):
             value = value.tolist()
+        elif isinstance(value, str) and value[:1] == "[" and kind_of(name) & LISTS:
+            value = parsed(value)
         if is_list(value) and len(value) == 1 and isinstance(value[0], Mapping) and not is_message(value[0]):
             value = value[0] if plain(key) in NAMES["response_text"] else value
         if not isinstance(value, Mapping):
