@@ -143,14 +143,14 @@ _OUTPUTS = ("output", "result")
 
 @dataclass
 class Speech:
-    """The texts of a conversation: what the model said, and the rest; `unread` are kinds of blocks without text."""
+    """The texts of a conversation: those generated, and the rest; `unread` are kinds of blocks without text."""
 
     generated: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
     turns: int = 0
     before: list[str] = field(default_factory=list)
-    """What was said before the model's first words."""
+    """Texts before the first one generated."""
 
 
 def is_message(value: Any) -> bool:
@@ -162,11 +162,11 @@ def is_message(value: Any) -> bool:
 
 
 def speech_of(value: Any) -> Speech | None:
-    """Return what is said in a text, or in a list of messages or blocks; None where a cell is neither.
+    """Return the texts of a cell that holds a text, or messages or blocks; None where it holds neither.
 
     Of a message its content counts, text or blocks, with its reasoning and the names and arguments of its tool calls.
-    Tools, users and systems are not the model; where nobody is named, the model said all. A turn is a run of the
-    model's messages.
+    Messages of tools, users and systems are not generated, those without a role are. A turn is a run of generated
+    messages.
     """
     speech = Speech()
     if value is None or isinstance(value, str):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 _RESPONSE = (
     "response", "output", "completion", "generated", "generation", "gen", "decode", "resp", "out", "answer", "sampled",
@@ -78,7 +78,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "messages", "conversations", "conversation", "traj", "trajectory", "chathistory", "dialog", "dialogue",
         "messagelog", "history",
     ),
-    # Which response it is; the second kind of names may also number the rows.
+    # Prompt and sample; the names of the second kind may also number the rows.
     "prompt_id": (
         "promptid", "group", "groupid", "groupindex", "groupidx", "uid", "problemid", "problemidx", "questionid",
         "questionidx", "taskid", "taskindex", "taskidx", "ngtaskindex", "promptindex", "promptidx", "promptuid",
@@ -95,7 +95,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "trainingglobalstep", "trainerglobalstep", "rolloutstep", "stepnum", "stepidx", "rolloutid",
     ),
     "epoch": ("epoch",),
-    # What became of it.
+    # Outcome.
     "turns": ("numturns", "nturns", "turns"),
     "reward": ("reward", "score", "rewards", "scores", "totalreward", "rewardscore", "finalreward"),
     "finish_reason": ("finishreason", "finishreasons", "finishedreason", "stopreason", "stopreasons", "donereason"),
@@ -125,7 +125,7 @@ UNITS = {
     "": None, "ts": 1.0, "s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0, "ms": 1e-3, "millis": 1e-3, "us": 1e-6,
     "ns": 1e-9,
 }  # fmt: skip
-"""Seconds of a unit that ends the name of a time; None: it does not say."""
+"""Seconds of a unit that ends the name of a time; None is unknown."""
 TIMES = ("t_submit", "t_first_token", "ttft", "t_finish", "latency")
 
 _ANYWHERE = {
@@ -144,6 +144,7 @@ LISTS = {"response_ids", "prompt_ids", "all_ids", "mask", "logprobs", "response_
 """Kinds whose cells may be lists of numbers."""
 
 
+@lru_cache(1 << 12)
 def plain(name: object) -> str:
     """Return a name by its letters and digits, parts of a path by their points.
 
@@ -180,7 +181,7 @@ def kind_of(column: str) -> frozenset[str]:
 
 
 def unit_of(column: str) -> float | None:
-    """Return the seconds of the unit at the end of a time's name; None where it says none."""
+    """Return the seconds of the unit at the end of a time's name; None where it has none."""
     last = plain(column).rpartition(".")[2]
     names = {name for kind in TIMES for name in NAMES[kind]}
     if last in names:

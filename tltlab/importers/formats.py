@@ -87,11 +87,11 @@ def import_dump(
     lists: Lists | None = None,
     time_unit: TimeUnit | None = None,
 ) -> Trace:
-    """Make a trace of kind "imported" of a dump; its manifest says the source and every assumption (`notes`).
+    """Make a trace of kind "imported" of a dump; its manifest has the source and every assumption (`notes`).
 
     `form` is guessed from the content by default (`guess`). `tokens` counts the tokens of dumps that hold text alone.
     `max_response_tokens` is the run's cap: unknown, the longest response is taken for it. `reward_columns` goes with
-    trl, `responses` per RL step, where a log does not say them, with metrics; the rest is `responses.Reading`'s, for
+    trl, `responses` per RL step, where a log does not have them, with metrics; the rest is `rows.Reading`'s, for
     all formats but metrics. The dump's numbers, not its texts, are held in memory. Raises TraceError naming file, line
     and field, ConfigError.
     """
@@ -126,10 +126,14 @@ def imported(
         needs = _NEEDS[form]
     reader = Reader(replace(reading, needs=needs))
     frames = []
-    for records in _records(source, form, reader):
-        if form == "trl":
-            reader.reading = replace(reader.reading, reward_columns=reader.reading.reward_columns or _rewards(records))
-        frames.append(reader.read(records))
+    try:
+        for records in _records(source, form, reader):
+            if form == "trl":
+                columns = reader.reading.reward_columns or _rewards(records)
+                reader.reading = replace(reader.reading, reward_columns=columns)
+            frames.append(reader.read(records))
+    except RecursionError as error:
+        raise TraceError(f"{path}: a record in it is nested too deeply") from error
     if not frames:
         raise TraceError(f"{path or 'lengths'}: no rows in it; wanted one response, or one length, per row")
     frame = pd.concat(frames, ignore_index=True)
@@ -307,7 +311,7 @@ def _without_repeats(frame: pd.DataFrame) -> tuple[pd.DataFrame, int]:
 
 
 def guess(path: Path, reading: Reading | None = None) -> Format:
-    """Which format a dump has, by its first records. Raises TraceError that says what it found."""
+    """Return the format of a dump, by its first records. Raises TraceError that names what was found."""
     if path.is_dir():
         if files := dump_files(path):
             return guess(files[0][0], reading)
@@ -388,7 +392,7 @@ def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None)
 
 
 def _unknown(fields: Mapping[str, Any]) -> str:
-    """What is said of a record that is not understood."""
+    """Message on a record that is not understood."""
     names = {plain(name) for name in fields}
     if "totaloutputtokens" in names or {"completed", "requestthroughput"} <= names:
         return (

@@ -22,11 +22,11 @@ def tables_of_responses(
 ) -> tuple[dict[str, pd.DataFrame], list[str], str | None]:  # fmt: skip
     """Workload and outcomes of responses, notes on what was assumed, and the column that names the prompts.
 
-    `frame` has what `responses.Reader.read` gives. Samples of a prompt are numbered in their order where they do not
-    say their number. `epoch` counts the earlier RL steps with the same prompt. With `max_response_tokens` a response
+    `frame` has what `responses.Reader.read` gives. Samples of a prompt without a number are numbered in their
+    order. `epoch` counts the earlier RL steps with the same prompt. With `max_response_tokens` a response
     that long was cut ("length"); a longer one is a TraceError, or cut to it where lengths are counts of text. Without,
     the longest response is the cap. Times count from the first submission of the RL step. `names_prompts` numbers
-    prompts within their RL step where nothing tells them apart, else through the file.
+    unnamed prompts within their RL step, else through the file.
     """
     frame = frame.sort_values("rl_step", kind="stable", ignore_index=True)
     notes: list[str] = []
@@ -38,8 +38,9 @@ def tables_of_responses(
         known_cap, caps = True, frame["cap"].to_numpy(np.int64)
     if (over := (lengths > caps) & frame["is_exact"].to_numpy(bool)).any():
         at = int(np.argmax(over))
+        place = frame["place"][at] if isinstance(frame["place"][at], str) else f"line {frame['place'][at]}"
         raise TraceError(
-            f"{frame['file'][at]}, {frame['place'][at]}: the response has {lengths[at]} tokens, its maximum was said "
+            f"{frame['file'][at]}, {place}: the response has {lengths[at]} tokens, its maximum was said "
             f"to be {caps[at]}"
         )
     reason = frame["finish_reason"].to_numpy(object)
@@ -80,7 +81,7 @@ def _prompt_ids(
     """What names the prompt of each response, and the column that did.
 
     A column counts where it is the same for several responses, and never for different prompts of an RL step. Text
-    counts where there is none, and else says which prompts are the same in different RL steps.
+    counts where there is none, and names prompts that are the same in different RL steps.
     """
     step, text = frame["rl_step"], frame["text"] if frame["text"].notna().all() else None
     for column in [name for name in frame.columns if name.startswith("id:")]:
@@ -155,7 +156,7 @@ def _across_rl_steps(
 def tables_of_lengths(
     key: pd.DataFrame, lengths: Any, prompt_tokens: Any, cap: Any, cut: Any
 ) -> dict[str, pd.DataFrame]:
-    """Workload and outcomes of responses known by their lengths alone; `cut` says which reached the cap.
+    """Workload and outcomes of responses known by their lengths alone; `cut` marks those that reached the cap.
 
     One cap counts for all, an array has one for each. `epoch` counts the earlier RL steps with the same prompt.
     """

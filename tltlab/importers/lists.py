@@ -19,7 +19,7 @@ from .length_table import RECORD
 from .rows import BY_OPTION, Reading, Records, flat
 
 RUN = "#run"
-"""Column of the number of the record that a length was in a list of, where it does not say its RL step."""
+"""Column of the number of the record that a length was in a list of, where it has no RL step."""
 _CHUNK = 2048
 _SAMPLED = 256
 """Records by which a list's meaning is decided."""
@@ -29,11 +29,11 @@ _SHARED = {"rl_step", "epoch", "prompt_id", "row_id", "prompt_text", "prompt_ids
            "cap", "worker"}  # fmt: skip
 """Kinds of fields that hold for all responses of a record."""
 _NAMED = {"rl_step", "epoch", "prompt_id", "prompt_text", "prompt_ids"}
-"""Kinds of fields that say of what RL step or prompt the responses of a record are."""
+"""Kinds of fields that name the RL step or the prompt of a record's responses."""
 
 
 class ListReader:
-    """Reads records to numbers, chunk by chunk, and remembers what was used, ignored and assumed."""
+    """Reader of records, chunk by chunk, that collects the columns used and ignored, and assumptions."""
 
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
@@ -48,7 +48,7 @@ class ListReader:
 
     @property
     def ignored(self) -> list[str]:
-        """Columns that no column of a trace is read from."""
+        """Columns that were not read."""
         return [name for name in self.columns if name not in self._seen]
 
     def use(self, name: str, column: str) -> None:
@@ -56,12 +56,12 @@ class ListReader:
         self._seen.add(column)
 
     def described(self) -> str:
-        """Which columns were read, and which were not."""
+        """Note on the columns that were read and those that were not."""
         names = ", ".join(name if name == column else f"{name} from {column}" for name, column in self.used.items())
         return f"columns read: {names}" + (f" (not read: {', '.join(self.ignored)})" if self.ignored else "")
 
     def assumed(self) -> list[str]:
-        """What was assumed of all that was read."""
+        """Notes on what was assumed."""
         notes = list(self.notes)
         if self.counts["text"]:
             notes.append(self.reading.tokens.note)
@@ -129,7 +129,7 @@ class ListReader:
     def _numbers_in_lists(
         self, file: str, name: str, kinds: set[str], found: Sequence[tuple[str, dict[str, Any], Any]]
     ) -> str:
-        """What a list of numbers is: "ids", an entry for each token, or "lengths", one for each response."""
+        """Return "ids" for lists with an entry for each token, "lengths" for one for each response, else ""."""
         if kinds & {"response_ids", "all_ids", "mask", "logprobs", "prompt_ids", "response_text", "prompt_text"}:
             return "ids"
         sizes, tokens = bool(kinds & {"response_sizes", "sizes"}), bool(kinds & {"response_tokens", "tokens"})
@@ -153,7 +153,7 @@ class ListReader:
         )
 
     def _evidence_of_values(self, lists: Sequence[Sequence[Any]]) -> str | None:
-        """What in lists of numbers shows that they are token ids, which have the vocabulary's size and end alike."""
+        """Return the evidence in lists of numbers that they are token ids; None where there is none."""
         values = np.array([item for cell in lists for item in cell if isinstance(item, int | float)])
         varied = len({len(cell) for cell in lists}) > 1
         ends = {cell[-1] for cell in lists}
@@ -170,7 +170,7 @@ class ListReader:
         return any(is_list(v) and kind_of(n) & {"response_sizes", "sizes"} for n, v in fields.items())
 
     def _evidence(self, name: str, fields: Mapping[str, Any], values: Sequence[Any]) -> str | None:
-        """What shows that a record is one response, so that a list in it has an entry for each token."""
+        """Return the evidence that a record is one response, so that its list has an entry for each token."""
         for other, value in fields.items():
             if other == name or is_missing(value):
                 continue

@@ -1,4 +1,4 @@
-"""What records say of a request beside its lengths: RL step, how it ended, reward, times."""
+"""Fields of a request beside its lengths: RL step, finish reason, reward, times."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class RequestReader(ListReader):
         return values
 
     def _column(self, records: Records, *kinds: str, fits: Any = None) -> str | None:
-        """The column of these kinds: least deep in objects first; of several that say different things none is taken.
+        """Return the column of these kinds, the least deep in objects first; None where there is none.
 
-        Raises TraceError for several that differ where lengths or RL steps are at stake.
+        Cells of the others fill its missing ones. Raises TraceError where lengths or RL steps of several differ.
         """
-        frame = records.frame  # Other names' cells fill those that are missing.
+        frame = records.frame
 
         def is_there(column: str) -> bool:
             cells = frame[column]
@@ -135,7 +135,7 @@ class RequestReader(ListReader):
         return np.where(np.isnan(values), records.rl_step or 0, values).astype(np.int64)
 
     def _failed(self, records: Records) -> NDArray[np.bool_]:
-        """Whether each request failed, as an error, a success or a status code says."""
+        """Whether each request failed, by its error, success or status code."""
         frame = records.frame
         failed = np.full(len(frame), False)
         for column in matches(frame.columns, "error"):
@@ -154,7 +154,7 @@ class RequestReader(ListReader):
         return failed
 
     def _reasons(self, records: Records, aborted: NDArray[np.bool_]) -> Any:
-        """The trace's words for how each response ended; None is unknown."""
+        """Return the trace's finish reason of each response; None is unknown."""
         frame = records.frame
         reasons: Any = np.full(len(frame), None, object)
         known = {word: reason for reason, words in REASONS.items() for word in words}
@@ -250,7 +250,7 @@ class RequestReader(ListReader):
         return (times - pd.Timestamp(0, tz="utc")).dt.total_seconds().to_numpy()
 
     def _scale(self, frame: pd.DataFrame, kind: str, column: str, values: Any) -> float | None:
-        """Seconds of the unit of a time whose name does not say it, by its size and by the file's other columns."""
+        """Seconds of the unit of a time whose name has none, by its size and by the file's other columns."""
         names = {plain(name) for name in frame.columns}
         largest = np.nanmax(np.abs(values), initial=0.0)
         whole = bool((np.isnan(values) | (values == np.floor(values))).all())

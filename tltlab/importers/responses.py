@@ -33,7 +33,7 @@ class Reader(RequestReader):
     """Reads records to a row of numbers for each response."""
 
     def read(self, records: Records) -> pd.DataFrame:
-        """Return a row of numbers for each response of some records, with what may say which prompt it answers."""
+        """Return a row of numbers for each response of some records, with candidates for its prompt's name."""
         frame = records.frame
         self.columns |= dict.fromkeys(name for name in map(str, frame.columns) if not name.startswith("#"))
         own = list(frame.columns)
@@ -46,7 +46,7 @@ class Reader(RequestReader):
             {"response_tokens": lengths, "is_exact": exact, "prompt_tokens": prompts}, index=np.arange(size)
         )
         result["rl_step"] = self._rl_steps(records)
-        result["place"] = [f"line {place}" if isinstance(place, int) else place for place in frame.index]
+        result["place"] = frame.index.to_numpy()
         result["file"] = records.file
         result["finish_reason"] = self._reasons(records, failed | (lengths == 0))
         result["reward"] = self._rewards(records)
@@ -313,7 +313,7 @@ class Reader(RequestReader):
         return self._lists.get(column) != "ids" and speech_of(first) is not None
 
     def _count(self, records: Records, column: str, rows: Any, *, is_prompt: bool = False) -> list[int]:
-        """Tokens of the texts in some rows of a column: of a response what the model said, at least 1, its end."""
+        """Tokens of the texts in some rows of a column: of a response what was generated, at least 1, its end."""
         texts, cells = [], records.frame[column]
         is_conversation = "conversation" in kind_of(column)
         for at in rows:
@@ -339,7 +339,7 @@ class Reader(RequestReader):
         return [count_of[text] if is_prompt else max(1, count_of[text]) for text in texts]
 
     def _note_turns(self, records: Records) -> None:
-        """Count responses in whose messages others speak after the model, or that say that they have several turns."""
+        """Count responses with several turns, by their number or by messages after the first generated one."""
         if (column := self._column(records, "turns")) is not None:
             self.counts["turns"] += int((numbers(records.frame[column]) > 1).sum())
             return
@@ -354,7 +354,7 @@ class Reader(RequestReader):
 
 
 def _identity(cell: Any) -> str:
-    """What names a prompt, the same however a number is written."""
+    """Return a prompt's name as a text, the same for 1 and 1.0."""
     if isinstance(cell, float) and cell.is_integer():
         cell = int(cell)
     return json.dumps(cell, sort_keys=True, default=str) if isinstance(cell, list | dict) else str(cell)

@@ -32,6 +32,8 @@ Lists = Literal["lengths", "ids"]
 TimeUnit = Literal["s", "ms", "us", "ns"]
 _WRAPPERS = ("simulations", "results", "records", "requests", "trajectories", "rows", "entries", "episodes", "items")
 _OF_RESPONSES = {"prompt_text", "prompt_ids", "prompt_id", "response_sizes", "response_tokens", "sizes", "tokens"}
+_MOST_FIELDS, _MOST_DEPTH = 256, 32
+"""Of objects within a record that are taken apart."""
 _STEP_OF_NAME = re.compile(r"(?:.*?[_.-])?(?:step)?(\d+)")
 BY_OPTION = "`tltlab trace import` and `tltlab what-if` take {}"
 TABLES = (".csv", ".tsv", ".tab")
@@ -48,7 +50,7 @@ class Row:
 
 
 def ending(path: Path) -> str:
-    """Return what a file's name says it is, ".jsonl" for `1.jsonl.gz`: the last ending that is not one of PACKED.
+    """Return the ending of a file's name that is not one of PACKED: ".jsonl" for `1.jsonl.gz`.
 
     >>> ending(Path("v1.2/lengths.CSV.zst")), ending(Path("run"))
     ('.csv', '')
@@ -57,7 +59,7 @@ def ending(path: Path) -> str:
 
 
 def stem(path: Path) -> str:
-    """Return a file's name without `ending` and what says how it is packed."""
+    """Return a file's name without `ending` and those of PACKED."""
     name = path.name
     while (suffix := Path(name).suffix) and (suffix.lower() in PACKED or suffix.lower() in RECORDS):
         name = name[: -len(suffix)]
@@ -217,7 +219,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 def unwrapped(rows: Iterator[Row]) -> Iterator[Row]:
     """Records, those within an object that has a list of them, such as `{"simulations": [...]}`, one by one."""
     for row in rows:
-        names = [name for name in row.fields if plain(name) in _WRAPPERS]
+        names = [name for name, value in row.fields.items() if isinstance(value, list) and plain(name) in _WRAPPERS]
         items = row.fields[names[0]] if len(names) == 1 else None
         is_wrapper = (
             is_list(items) and items and all(isinstance(item, Mapping) and not is_message(item) for item in items)
@@ -256,12 +258,12 @@ def step_of(path: Path, is_dump: bool) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a user says of a file; None is for the file to say.
+    """Facts about a file that its user knows; None is for the file to show.
 
     `column` has the lengths, `step_column` the RL steps, `group_column` what is the same for all samples of a prompt:
-    each a field's name, with points where it is within objects. `lists` says what numbers in a list are, `time_unit`
-    the unit of times. `responses` is their number in each RL step of a log. `tokens` counts texts. `needs` are columns
-    of a trace that no record may lack.
+    each a field's name, with points where it is within objects. `lists` is the meaning of numbers in a list,
+    `time_unit` the unit of times. `responses` is their number in each RL step of a log. `tokens` counts texts. `needs`
+    are columns of a trace that no record may lack.
     """
 
     column: str | None = None
@@ -279,7 +281,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """Some records of a file: cells by column, their places ("line 3"), and the RL step that the file's name says."""
+    """Some records of a file: cells by column, their places ("line 3"), and the RL step in the file's name."""
 
     file: str
     frame: pd.DataFrame
@@ -307,6 +309,7 @@ def flat(fields: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
     A list of one choice is that choice. Messages stay whole, and `{"type": "length"}` as a finish reason is its type.
     """
     result: dict[str, Any] = {}
+    is_deep = before.count(".") > _MOST_DEPTH
     for key, value in fields.items():
         name = f"{before}{key}"
         if isinstance(value, np.ndarray):
@@ -315,7 +318,7 @@ def flat(fields: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
             value = parsed(value)
         if is_list(value) and len(value) == 1 and isinstance(value[0], Mapping) and not is_message(value[0]):
             value = value[0] if plain(key) in NAMES["response_text"] else value
-        if not isinstance(value, Mapping):
+        if not isinstance(value, dict) or is_deep or len(value) > _MOST_FIELDS:
             result[name] = value
         elif plain(key) in NAMES["finish_reason"]:
             result[name] = value.get("type")

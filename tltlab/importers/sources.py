@@ -62,7 +62,7 @@ def _holds_a_trace(folder: Path) -> bool:
 def read_lengths(source: TraceSource, reading: Reading = _AS_IT_IS, form: Format | None = None) -> Imported:
     """Read a file of lengths of any format, a trace, a DataFrame or an array; texts are counted by their characters.
 
-    `reading` says what the file does not. Raises TraceError for what cannot be read, ConfigError.
+    `reading` adds what the file does not have. Raises TraceError for what cannot be read, ConfigError.
     """
     # Exact counts need a tokenizer; for what depends on their shape an approximation will do.
     counts = isinstance(reading.tokens, NoTokenCounter)

@@ -13,16 +13,14 @@ from tltlab.importers.rows import Lists, Reading, TimeUnit
 from tltlab.importers.token_counts import token_counter
 
 Form = Annotated[str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}. [default: by the content]")]
-Column = Annotated[
-    str | None, typer.Option(help="Field of the lengths, where its name does not say so; a.b is b within a.")
-]
+Column = Annotated[str | None, typer.Option(help="Field of the lengths, where its name is unusual; a.b is b within a.")]
 StepColumn = Annotated[str | None, typer.Option(help="Field of the RL step, likewise.")]
 GroupColumn = Annotated[str | None, typer.Option(help="Field that is the same for all samples of a prompt, likewise.")]
 ListsOption = Annotated[
     str | None, typer.Option("--lists", help="What lists of numbers are: lengths, of a response each, or token ids.")
 ]
 TimeUnitOption = Annotated[
-    str | None, typer.Option("--time-unit", help="Unit of times whose names do not say it: s, ms, us, ns.")
+    str | None, typer.Option("--time-unit", help="Unit of times without one in their names: s, ms, us, ns.")
 ]
 Tokenizer = Annotated[
     Path | None, typer.Option(help="The model's folder (tokenizer.json), to count the tokens of text.")
@@ -38,7 +36,7 @@ Cap = Annotated[
     typer.Option("--cap", "--max-response-tokens", min=1, help="The run's cap: responses of this length count as cut."),
 ]
 Responses = Annotated[
-    int | None, typer.Option(min=1, help="metrics: responses of an RL step, where the log does not say them.")
+    int | None, typer.Option(min=1, help="metrics: responses of an RL step, where the log has no number.")
 ]
 
 
