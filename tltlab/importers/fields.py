@@ -27,7 +27,9 @@ def _of(words: Sequence[str], units: Sequence[str]) -> tuple[str, ...]:
 
 
 def _counted(words: Sequence[str]) -> tuple[str, ...]:
-    return tuple(prefix + name for prefix in ("num", "n") for name in _of(words, ("tokens", "toks", "")) if name)
+    return tuple(
+        prefix + name for prefix in ("num", "n", "number") for name in _of(words, ("tokens", "toks", "")) if name
+    )
 
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -35,10 +37,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     "response_sizes": (
         *_of(_RESPONSE, _SIZES), *_counted(("response", "output", "completion", "generated", "gen", "generation")),
         "generatedtokencount", "candidatestokencount", "tokenspredicted", "lenresponse", "predictedn", "evalcount",
+        "outputsequencelength",
         "usageoutput",
     ),
     "prompt_sizes": (
         *_of(_PROMPT, _SIZES), *_counted(_PROMPT[:2]), "tokensevaluated", "promptn", "promptevalcount", "usageinput",
+        "inputsequencelength",
     ),
     # Numbers of tokens, or the tokens.
     "response_tokens": (*_of(_RESPONSE, _TOKENS), "tokensgenerated"),
@@ -101,7 +105,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "finish_reason": ("finishreason", "finishreasons", "finishedreason", "stopreason", "stopreasons", "donereason"),
     "status": ("status",),
     "is_cut": ("truncated", "istruncated", "clipped", "isclipped"),
-    "error": ("error", "errors", "errormessage", "exception"),
+    "error": ("error", "errors", "errormessage", "errormsg", "errorcode", "exception"),
     "success": ("success", "succeeded", "ok"),
     "status_code": ("statuscode", "httpstatus"),
     "cap": (

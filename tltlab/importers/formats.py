@@ -58,6 +58,8 @@ _NAMED = 'give one list of all lengths, or objects that name them, such as {"rl_
 _SIZES = ("response_sizes", "response_tokens", "sizes", "tokens")
 _PROMPTS = ("prompt_sizes", "prompt_tokens")
 _MEANS = frozenset(FIRST_OF["mean"])
+_ENOUGH = {"mask", "response_ids", "all_ids", "logprobs", "response_text", "conversation", "total"}
+"""Kinds of fields of which any has a response's length."""
 _STATISTICS = {"mean": "mean", "avg": "mean", "average": "mean", "max": "max", "min": "min"}
 
 
@@ -151,10 +153,8 @@ def imported(
     if named_by is not None:
         reader.use("prompt_id", named_by)
     name = "lengths" if path is None else path.resolve().name
-    columns = reader.described() if len(reader.columns) > 1 else None
-    trace = _trace(
-        name, form, tables, [*filter(None, [columns]), *notes, *assumed], workers, group_size=reading.group_size
-    )
+    read = [reader.described()] if len(reader.columns) > 1 else []
+    trace = _trace(name, form, tables, [*read, *notes, *assumed], workers, group_size=reading.group_size)
     return Imported(trace=trace, used=reader.used, ignored=reader.ignored, notes=(*notes, *assumed))
 
 
@@ -377,15 +377,8 @@ def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None)
     sizes = [c for kind in _SIZES for c in matches(names, kind)]
     prompts = [c for kind in _PROMPTS for c in matches(names, kind)]
     kinds = {kind for name in names for kind in kind_of(name)}
-    if not sizes and not kinds & {
-        "mask",
-        "response_ids",
-        "all_ids",
-        "logprobs",
-        "response_text",
-        "conversation",
-        "total",
-    }:
+    is_summary = "totaloutputtokens" in map(plain, first) and not any(is_list(first[name]) for name in sizes)
+    if is_summary or not (sizes or kinds & _ENOUGH):
         raise TraceError(f"{rows[0].file}, {rows[0].place}: {_unknown(first)}")
     is_request = bool(sizes) and (prompts or all("." in name for name in sizes))
     return "vllm" if is_request and not any(is_list(first[name]) for name in (*sizes, *prompts)) else "csv"

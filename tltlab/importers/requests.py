@@ -138,7 +138,8 @@ class RequestReader(ListReader):
         """Whether each request failed, by its error, success or status code."""
         frame = records.frame
         failed = np.full(len(frame), False)
-        for column in matches(frame.columns, "error"):
+        within = [column for column in frame.columns if "error" in plain(column).split(".")[:-1]]
+        for column in (*matches(frame.columns, "error"), *within):
             failed |= np.array(
                 [not is_missing(c) and c is not False and c not in ("False", "0", 0, [], {}) for c in frame[column]]
             )

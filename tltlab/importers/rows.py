@@ -25,7 +25,7 @@ from tltlab.files import MOST_JSON_BYTES, PACKED, open_unpacked, parse_json
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 
 from .cells import is_list, is_message, parsed
-from .fields import LISTS, NAMES, kind_of, plain
+from .fields import LISTS, NAMES, UNITS, kind_of, plain
 from .token_counts import NoTokenCounter, TokenCounter
 
 Lists = Literal["lengths", "ids"]
@@ -320,9 +320,11 @@ def flat(fields: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
             value = value[0] if plain(key) in NAMES["response_text"] else value
         if not isinstance(value, dict) or is_deep or len(value) > _MOST_FIELDS:
             result[name] = value
+        elif value.keys() == {"value", "unit"}:
+            result[f"{name}_{value['unit']}" if value["unit"] in UNITS else name] = value["value"]
         elif plain(key) in NAMES["finish_reason"]:
             result[name] = value.get("type")
-        elif is_message(value) and not (value.keys() & {"usage", "output"}):
+        elif is_message(value) and value.keys() & {"content", "text", "value"} and "usage" not in value:
             result[name] = value
         else:
             result |= flat(value, f"{name}.")
