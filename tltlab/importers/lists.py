@@ -113,7 +113,7 @@ class ListReader:
                 if is_list(value) and len(value):
                     cells.setdefault(name, []).append((place, fields, value))
         for name, found in cells.items():
-            kinds = kind_of(name) | ({"tokens"} if name == self.reading.column else set())
+            kinds = kind_of(name) | (frozenset({"tokens"}) if name == self.reading.column else frozenset())
             first = next((item for item in found[0][2] if item is not None), None)
             if isinstance(first, Mapping):
                 others = "responses" if "response_text" in kinds else ""
@@ -127,7 +127,7 @@ class ListReader:
                 self._lists[name] = self._numbers_in_lists(file, name, kinds, found)
 
     def _numbers_in_lists(
-        self, file: str, name: str, kinds: set[str], found: Sequence[tuple[str, dict[str, Any], Any]]
+        self, file: str, name: str, kinds: frozenset[str], found: Sequence[tuple[str, dict[str, Any], Any]]
     ) -> str:
         """Return "ids" for lists with an entry for each token, "lengths" for one for each response, else ""."""
         if kinds & {"response_ids", "all_ids", "mask", "logprobs", "prompt_ids", "response_text", "prompt_text"}:

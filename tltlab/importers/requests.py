@@ -119,7 +119,7 @@ class RequestReader(ListReader):
         else:
             column = self._column(records, "rl_step")
             if column is None and records.rl_step is None and "rl_step" not in self.reading.needs:
-                column = self._column(records, "epoch", fits=lambda c: (numbers(records.frame[c]) < _MOST_EPOCHS).all())
+                column = self._column(records, "epoch", fits=lambda c: (numbers(frame[c]) < _MOST_EPOCHS).all())
         values = np.full(len(frame), np.nan)
         if column is not None:
             values = self._whole(records, column, 0, may_miss=records.rl_step is not None)
