@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class RequestReader(ListReader):
             )
         return values
 
-    def _column(self, records: Records, *kinds: str, fits: Any = None) -> str | None:
+    def _column(self, records: Records, *kinds: str, fits: Callable[[str], Any] | None = None) -> str | None:
         """Return the column of these kinds, the least deep in objects first; None where there is none.
 
         Cells of the others fill its missing ones. Raises TraceError where lengths or RL steps of several differ.

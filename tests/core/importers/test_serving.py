@@ -106,3 +106,62 @@ def test_units_of_times_are_known_or_noted(tmp_path, name, text, submitted):
     assert ("--time-unit" in trace.manifest.notes) == ("unknown" in name)
     if "unknown" in name:
         check(import_dump(tmp_path / name, time_unit="ms"), t_submit=[0, 3])
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt_tokens"),
+    [
+        ({"usage": {"input_tokens": 5, "output_tokens": 9}}, 5),
+        ({"usageMetadata": {"promptTokenCount": 5, "candidatesTokenCount": 9}, "candidates": [{"index": 0}]}, 5),
+        ({"prompt_eval_count": 5, "eval_count": 9, "total_duration": 10**10}, 5),
+        ({"details": {"generated_tokens": 9, "prefill": []}}, 0),
+        ({"tokens_evaluated": 5, "tokens_predicted": 9}, 5),
+        ({"number_input_tokens": 5, "number_output_tokens": 9}, 5),
+        ({"metrics": {"output_sequence_length": {"value": 9, "unit": "tokens"}}}, 0),
+        ({"result": {"message": {"role": "assistant", "content": [], "usage": {"output_tokens": 9}}}}, 0),
+        ({"response": {"usage": {"completion_tokens": 9}}, "completion_tokens": 9, "prompt_tokens": 5}, 5),
+    ],
+    ids=["openai", "gemini", "ollama", "tgi", "llama.cpp", "llmperf", "aiperf", "anthropic batch", "litellm"],
+)
+def test_servers_count_under_many_names(tmp_path, record, prompt_tokens):
+    check(of(tmp_path, [record]), response_tokens=[9], prompt_tokens=[prompt_tokens])
+
+
+def test_an_answer_with_an_error_is_aborted(tmp_path):
+    failed = {"custom_id": "b", "result": {"type": "errored", "error": {"type": "overloaded"}}}
+    made = {"custom_id": "a", "result": {"message": {"usage": {"output_tokens": 9}}}}
+    check(of(tmp_path, [made, failed]), response_tokens=[9, 0], finish_reason=["stop", "abort"])
+    with refused(TraceError, naming=(2, "usage.completion_tokens")):
+        of(tmp_path, [{"usage": {"completion_tokens": 4}}, {"usage": None}])
+
+
+def test_records_within_an_object_are_read(tmp_path):
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a b"}]
+    runs = {"info": {}, "simulations": [{"task_id": t, "trial": k, "messages": said} for t in (0, 1) for k in (0, 1)]}
+    check(of(tmp_path, [runs]), response_tokens=[2] * 4, prompt_id=["0", "0", "1", "1"], sample=[0, 1, 0, 1])
+
+
+def test_turns_of_a_record_are_noted(tmp_path):
+    row = {"input": "q", "output": "x", "score": 0, "step": 1}
+    notes = of(tmp_path, [row | {"num_turns": n} for n in (1, 4, 2)]).manifest.notes
+    assert "2 responses have several turns" in notes
+
+
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        ("Time,Input,Output\n1,374,44\n2,396,109\n", ("Time", "Output", "--column")),
+        ("prompt_id,mean_length\na,311.2\nb,400.1\n", ("mean_length", "prompt")),
+        ("tokens_in,tokens_out\n1,374\n2,396\n", ("tokens_out", "--column")),
+    ],
+    ids=["numbers under names of texts", "means of prompts", "unknown names"],
+)
+def test_columns_of_unknown_meaning_are_refused(tmp_path, text, facts):
+    (tmp_path / "a.csv").write_text(text)
+    with refused(TraceError, naming=facts):
+        import_dump(tmp_path / "a.csv")
+
+
+def test_a_summary_with_its_settings_is_no_request(tmp_path):
+    with refused(TraceError, naming=("--save-detailed",)):
+        of(tmp_path, [{"output_len": 128, "input_len": 64, "completed": 9, "total_output_tokens": 1100}])
