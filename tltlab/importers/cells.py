@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,12 @@ def is_missing(cell: Any) -> bool:
     """
     if isinstance(cell, str):
         return cell.strip().lower() in _NULLS
-    return cell is None or (isinstance(cell, float | np.floating) and bool(cell != cell)) or cell is pd.NaT
+    return (
+        cell is None
+        or (isinstance(cell, float | np.floating) and bool(cell != cell))
+        or cell is pd.NaT
+        or cell is pd.NA
+    )
 
 
 def missing_in(cells: pd.Series[Any]) -> NDArray[np.bool_]:
@@ -66,7 +72,7 @@ def number(cell: Any, *, booleans: bool = False) -> float:
                 return float(text.replace(match["mark"], ""))
             # Python would take `1_2` for 12.
             return float("nan") if "_" in text else float(text)
-        return float(cell) if isinstance(cell, int | float | np.number | np.bool_) else float("nan")
+        return float(cell) if isinstance(cell, int | float | np.number | np.bool_ | Decimal) else float("nan")
     except OverflowError:
         return float("inf")
     except ValueError:
@@ -76,7 +82,7 @@ def number(cell: Any, *, booleans: bool = False) -> float:
 def numbers(cells: pd.Series[Any], *, booleans: bool = False) -> NDArray[np.float64]:
     """Return the `number` of each cell."""
     if pd.api.types.is_numeric_dtype(cells) and (booleans or cells.dtype != bool):
-        return cells.to_numpy(np.float64)
+        return cells.to_numpy(np.float64, na_value=np.nan)
     if cells.dtype == "str" and (fast := pd.to_numeric(cells, errors="coerce")).notna().all():
         return fast.to_numpy(np.float64)
     return np.array([number(cell, booleans=booleans) for cell in cells], np.float64)

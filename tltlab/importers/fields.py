@@ -27,9 +27,7 @@ def _of(words: Sequence[str], units: Sequence[str]) -> tuple[str, ...]:
 
 
 def _counted(words: Sequence[str]) -> tuple[str, ...]:
-    return tuple(
-        prefix + name for prefix in ("num", "n", "number") for name in _of(words, ("tokens", "toks", "")) if name
-    )
+    return tuple(prefix + name for prefix in ("num", "n", "number") for name in _of(words, _TOKENS))
 
 
 NAMES: dict[str, tuple[str, ...]] = {

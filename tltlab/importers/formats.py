@@ -313,10 +313,12 @@ def _without_repeats(frame: pd.DataFrame) -> tuple[pd.DataFrame, int]:
 def guess(path: Path, reading: Reading | None = None) -> Format:
     """Return the format of a dump, by its first records. Raises TraceError that names what was found."""
     if path.is_dir():
-        if files := dump_files(path):
-            return guess(files[0][0], reading)
-        if is_metrics_log(path):
+        files = dump_files(path)
+        is_dump = any(stem(file).isdecimal() or stem(file).startswith("completions_") for file, _ in files)
+        if not is_dump and is_metrics_log(path):
             return "metrics"
+        if files:
+            return guess(files[0][0], reading)
         raise TraceError(
             f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) nor events of TensorBoard in it"
         )

@@ -90,7 +90,7 @@ def _prompt_ids(
             continue
         repeats = frame[["rl_step", column]].duplicated().any()
         is_own, is_named = plain(name) == "promptid", plain(name).rpartition(".")[2] in NAMES["prompt_id"]
-        if name != group_column:
+        if group_column is None:
             text_repeats = text is not None and pd.concat([step, text], axis=1).duplicated().any()
             # Numbers of rows begin anew in each RL step.
             is_of_row = not (is_named or is_own) and (text is not None or ids.duplicated().any())

@@ -73,7 +73,7 @@ class ListReader:
                 notes.append(f"{name.removeprefix('block ')} in {count} messages is not counted")
         if self.counts["turns"]:
             notes.append(
-                f"{self.counts['turns']} responses have several turns, whose tokens count as those of one response: "
+                f"{self.counts['turns']} responses have several turns, whose tokens (and prompts, where a count adds them up) are those of one response: "
                 "what tools and users said is not counted as generated"
             )
         if self.counts["empty"]:

@@ -169,7 +169,7 @@ class RequestReader(ListReader):
                         reasons[at] = "length" if number(cell, booleans=True) == 1 else "stop"
                     elif (reason := known.get(str(cell).strip().lower().rpartition(".")[2])) is not None:
                         reasons[at] = reason
-                    elif kind == "finish_reason" and not isinstance(cell, str):
+                    elif "stopreason" in plain(column) and not isinstance(cell, str):
                         reasons[at] = "stop"  # The id of the token that stopped it.
                     elif kind == "finish_reason":
                         records.fault(at, column, f"got {shown(cell)}, known are: {', '.join(sorted(known))}")
@@ -208,8 +208,10 @@ class RequestReader(ListReader):
     def _times(self, records: Records) -> dict[str, Any]:
         """Seconds of submission, first token and finish on the dump's clock; NaN where the first is unknown."""
         nothing = np.full(len(records.frame), np.nan)
-        found = {kind: nothing if (time := self._time(records, kind)) is None else time for kind in TIMES}
-        submit = found["t_submit"]
+        submit = self._time(records, "t_submit")
+        if submit is None:
+            return dict.fromkeys(("t_submit", "t_first_token", "t_finish"), nothing)
+        found = {kind: nothing if (time := self._time(records, kind)) is None else time for kind in TIMES[1:]}
         ends = {
             "t_first_token": np.where(np.isnan(found["t_first_token"]), submit + found["ttft"], found["t_first_token"]),
             "t_finish": np.where(np.isnan(found["t_finish"]), submit + found["latency"], found["t_finish"]),

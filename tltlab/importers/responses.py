@@ -58,14 +58,12 @@ class Reader(RequestReader):
         result["text"] = self._prompts(records)
         said = self._text_columns(records, "response_text")[:1]
         result["said"] = [text_id(cell) for cell in frame[said[0]]] if said else None
-        wanted = self.reading.group_column
+        wanted = self.reading.group_column and self._given(records, self.reading.group_column)
         if numbering := matches(own, "row_id"):
             # Logs of several programs call it differently.
             frame = frame.assign(**{numbering[0]: frame[numbering].bfill(axis=1).iloc[:, 0]})
         names = [wanted] if wanted else [*matches(own, "prompt_id"), *numbering]
         for name in names:
-            if name not in frame:
-                raise TraceError(f"{records.file}: no column {name!r}; there are: {', '.join(map(str, own))}")
             if not (missing := missing_in(frame[name])).any() and not lists_in(frame[name]).any():
                 is_text = frame[name].dtype == "str"
                 result[f"id:{name}"] = (frame[name] if is_text else frame[name].map(_identity)).to_numpy(object)
@@ -111,6 +109,12 @@ class Reader(RequestReader):
                 return values, exact
         chosen = self._column(records, "response_sizes", "response_tokens") or self._column(records, "sizes", "tokens")
         others = self._listed(frame, "all_ids", "tokens")
+        wholes = [frame[column].map(_size) for column in others]
+        # Log-probs of the prompt too are no length of the response.
+        lists = [
+            column for column in lists
+            if "logprobs" not in kind_of(column) or not any(frame[column].map(_size).equals(whole) for whole in wholes)
+        ]  # fmt: skip
         if chosen:
             has_others = bool(lists or texts)
             values = self._whole(records, chosen, 0, may_miss=has_others, failed=failed)
@@ -351,6 +355,10 @@ class Reader(RequestReader):
                     self.counts["turns"] += several
                     self._seen.add(column)
                     return
+
+
+def _size(cell: Any) -> int:
+    return len(cell) if is_list(cell) else -1
 
 
 def _identity(cell: Any) -> str:
