@@ -125,7 +125,7 @@ def parsed(cell: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """A list of token ids: its size, the number of its ones (a mask), and how many equal values begin and end it."""
+    """A list of token ids: its size, the ones of a mask (else 0), and how many equal values begin and end it."""
 
     size: int
     ones: int
@@ -133,11 +133,11 @@ class Ids:
     tail: int
 
     @classmethod
-    def of(cls, values: Sequence[Any]) -> Ids:
+    def of(cls, values: Sequence[Any], is_mask: bool) -> Ids:
         size = len(values)
         head = next((i for i in range(size) if values[i] != values[0]), size)
         tail = next((i for i in range(size) if values[-1 - i] != values[-1]), size)
-        return cls(size=size, ones=sum(value == 1 for value in values), head=head, tail=tail)
+        return cls(size=size, ones=sum(value == 1 for value in values) if is_mask else 0, head=head, tail=tail)
 
 
 _GENERATED = {"assistant", "model", "ai", "gpt", "chatgpt", "bot", "agent"}

@@ -73,8 +73,8 @@ class ListReader:
                 notes.append(f"{name.removeprefix('block ')} in {count} messages is not counted")
         if self.counts["turns"]:
             notes.append(
-                f"{self.counts['turns']} responses have several turns, whose tokens (and prompts, where a count adds them "
-                "up) are those of one response: what tools and users said is not counted as generated"
+                f"{self.counts['turns']} responses have several turns, whose tokens (and prompts, where a count adds "
+                "them up) are those of one response: what tools and users said is not counted as generated"
             )
         if self.counts["empty"]:
             notes.append(f"{self.counts['empty']} records have an empty list of responses")

@@ -133,6 +133,9 @@ class Reader(RequestReader):
         if np.isnan(values).all() and records.is_table and (chosen := self._only_numbers(records)):
             self.use("response_tokens", chosen)
             values = self._whole(records, chosen, 0, failed=failed)
+        if (values < 0).any():
+            at = int(np.argmax(values < 0))
+            raise TraceError(f"{records.place(at)}: {self.used['response_tokens']} is less than the prompt's tokens")
         if np.isnan(values).any():
             at = int(np.argmax(np.isnan(values)))
             fields = ", ".join(n for n in map(str, frame.columns) if n[0] != "#" and not is_missing(frame[n].iloc[at]))
@@ -164,30 +167,30 @@ class Reader(RequestReader):
         ]  # fmt: skip
 
     def _ids(self, frame: pd.DataFrame, column: str) -> list[Ids | None]:
-        return [Ids.of(cell) if is_list(cell) else None for cell in frame[column]]
+        is_mask = "mask" in kind_of(column)
+        return [Ids.of(cell, is_mask) if is_list(cell) else None for cell in frame[column]]
 
-    def _sizes(self, frame: pd.DataFrame, column: str) -> NDArray[np.float64]:
-        """Tokens of each list: the ones of a mask, else its entries without padding; NaN where there is no list."""
+    def _sizes(self, frame: pd.DataFrame, column: str, end: str = "tail") -> Any:
+        """Tokens of each list: the ones of a mask, else its entries without padding at an end; NaN without a list."""
         lists = self._ids(frame, column)
         sizes = np.array([np.nan if ids is None else ids.size for ids in lists])
         if "mask" in kind_of(column):
             ones = np.array([np.nan if ids is None else ids.ones or ids.size for ids in lists])
-            if (left := int(np.nansum(sizes - ones))) > 0:
-                self.notes[
-                    f"{column}: its ones are the tokens generated; zeros, such as tools' tokens, are left out"
-                ] = None
+            if np.nansum(sizes - ones) > 0:
+                self.notes[f"{column}: ones are the tokens generated, zeros (tools' tokens, padding) are left out"] = (
+                    None
+                )
             if any(ids is not None and ids.size and not ids.ones for ids in lists):
                 self.notes[f"{column}: where it has no ones its size is taken"] = None
-            return ones if left else sizes
-        padded = [ids for ids in lists if ids is not None and ids.tail > 1]
-        if (
-            len(lists) > 1
-            and len(set(sizes)) == 1
-            and 2 * len(padded) > len(lists)
-            and "logprobs" not in kind_of(column)
-        ):
-            self.notes[f"{column}: lists of one size that end in repeated ids: these are taken for padding"] = None
-            return np.array([ids.size - (ids.tail if ids.tail > 1 else 0) if ids else np.nan for ids in lists])
+            return ones
+        runs = np.array(
+            [0 if ids is None or getattr(ids, end) in (1, ids.size) else getattr(ids, end) for ids in lists]
+        )
+        if len(lists) > 1 and len(set(sizes)) == 1 and 2 * (runs > 0).sum() > len(lists):
+            self.notes[f"{column}: lists of one size with repeated ids at the {end}, which are taken for padding"] = (
+                None
+            )
+            return sizes - runs
         return sizes
 
     def _fill(self, values: Any, failed: Any, column: str, sizes: Any) -> Any:
@@ -211,12 +214,11 @@ class Reader(RequestReader):
                 self.counts[f"{column}\n{chosen}"] += differ
 
     def _fill_from_whole(self, records: Records, values: Any, failed: Any, others: Sequence[str]) -> Any:
-        """Fill in what lists or numbers of prompt and response together say, less the prompt."""
+        """Fill in lists or numbers of prompt and response together, less the prompt."""
         frame = records.frame
         known = self._known_prompts(records)
         for column in others:
-            lists = self._ids(frame, column)
-            sizes = np.array([np.nan if ids is None else ids.size for ids in lists])
+            sizes = frame[column].map(_size).to_numpy(np.float64)
             alone = (
                 plain(column).rpartition(".")[2] in ("tokens", "tokenids", "ids", "toks")
                 or column == self.reading.column
@@ -230,7 +232,7 @@ class Reader(RequestReader):
             if known is not None and (not alone or all(begins)):
                 values = self._fill(values, failed, column, lambda sizes=sizes: sizes - known)
             elif alone:
-                values = self._fill(values, failed, column, lambda sizes=sizes: sizes)
+                values = self._fill(values, failed, column, lambda sizes=sizes: np.where(sizes < 0, np.nan, sizes))
                 self.notes[f"{column} are taken for the tokens of the response alone"] = None
         total = self._column(records, "total") if known is not None and np.isnan(values[~failed]).any() else None
         if total is not None:
@@ -239,22 +241,14 @@ class Reader(RequestReader):
         return values
 
     def _known_prompts(self, records: Records) -> Any:
-        """Tokens of each prompt as numbers or lists say; None where neither does."""
+        """Tokens of each prompt by numbers or lists; None where there is neither."""
         frame = records.frame
         if (column := self._column(records, "prompt_sizes", "prompt_tokens")) is not None:
             return self._whole(records, column, 0, may_miss=True)
         if columns := self._listed(frame, *_PROMPT_IDS):
             column = columns[0]
             self.use("prompt_tokens", column)
-            lists = self._ids(frame, column)
-            sizes = np.array([np.nan if ids is None else ids.size for ids in lists])
-            padded = [ids for ids in lists if ids is not None and ids.head > 1]
-            if len(lists) > 1 and len(set(sizes)) == 1 and 2 * len(padded) > len(lists):
-                self.notes[f"{column}: lists of one size that begin with repeated ids: these are taken for padding"] = (
-                    None
-                )
-                return np.array([ids.size - (ids.head if ids.head > 1 else 0) if ids else np.nan for ids in lists])
-            return sizes
+            return self._sizes(frame, column, "head")
         return None
 
     def _prompt_tokens(self, records: Records, lengths: Any) -> Any:

@@ -61,6 +61,7 @@ def of(tmp_path, records, **options):
         lambda n: {"response_ids": [*ids(n), 0, 0], "response_mask": [1] * n + [0, 0]},
         lambda n: {"response_ids": ids(n), "loss_mask": [0] * n},
         lambda n: {"response_ids": ids(n) + [0] * (20 - n), "uid": "a"},
+        lambda n: {"response_ids": [5] * n},
         lambda n: {"logprobs": [-0.1] * n},
         lambda n: {"outputs": [{"index": 0, "text": "x", "token_ids": ids(n)}], "prompt_token_ids": [1]},
         lambda n: {"seqlen": n + 9, "prompt_len": 9, "completion": "x"},
@@ -69,7 +70,7 @@ def of(tmp_path, records, **options):
     ids=[
         "response_ids", "output_ids", "completion_ids", "generated", "responses", "token_ids", "one finish reason",
         "one sample", "above vocabulary of lengths", "same end", "slime", "slime without length", "areal", "sglang",
-        "whole and response", "mask of padding", "mask without ones", "padded", "log-probs", "vllm",
+        "whole and response", "mask of padding", "mask without ones", "padded", "one id", "log-probs", "vllm",
         "areal dump", "nemo-rl",
     ],
 )  # fmt: skip
@@ -93,6 +94,12 @@ def test_lists_of_token_ids_are_counted(tmp_path, record):
 )
 def test_prompts_are_the_rest_of_lists(tmp_path, record, prompt_tokens):
     check(of(tmp_path, [record]), response_tokens=[1], prompt_tokens=[prompt_tokens])
+
+
+def test_lists_of_one_size_need_not_be_padded(tmp_path):
+    check(of(tmp_path, [{"response_ids": [7] * 9}, {"response_ids": [7] * 9}]), response_tokens=[9, 9])
+    with refused(TraceError, naming=("seqlen", 1)):
+        of(tmp_path, [{"seqlen": 5, "prompt_len": 9}])
 
 
 def test_a_recorded_number_wins_over_its_list(tmp_path):
