@@ -17,8 +17,7 @@ from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
-from .cells import is_list, is_missing, number, parsed
-from .fields import NAMES, kind_of, matches, plain
+from .fields import NAMES, is_list, is_missing, kind_of, matches, number, parsed, plain
 from .length_table import group_size_of, tables_of_responses
 from .metrics_log import is_metrics_log, records_of, refuse_wandb
 from .responses import Reader

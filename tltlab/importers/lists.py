@@ -13,8 +13,7 @@ import pandas as pd
 from tltlab.config import shown
 from tltlab.errors import TraceError
 
-from .cells import is_list, is_message, is_missing, number
-from .fields import kind_of, plain
+from .fields import is_list, is_message, is_missing, kind_of, number, plain
 from .length_table import RECORD
 from .rows import BY_OPTION, Reading, Records, flat
 

@@ -12,8 +12,18 @@ from numpy.typing import NDArray
 from tltlab.config import shown
 from tltlab.errors import TraceError
 
-from .cells import could_be_thousands, is_missing, lists_in, missing_in, number, numbers
-from .fields import TIMES, matches, plain, unit_of
+from .fields import (
+    TIMES,
+    could_be_thousands,
+    is_missing,
+    lists_in,
+    matches,
+    missing_in,
+    number,
+    numbers,
+    plain,
+    unit_of,
+)
 from .lists import RUN, ListReader
 from .rows import BY_OPTION, Records, TimeUnit
 

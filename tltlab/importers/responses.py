@@ -17,8 +17,20 @@ from numpy.typing import NDArray
 from tltlab.config import shown
 from tltlab.errors import TraceError
 
-from .cells import Ids, is_list, is_message, is_missing, lists_in, missing_in, numbers, parsed, speech_of
-from .fields import kind_of, matches, plain
+from .fields import (
+    Ids,
+    is_list,
+    is_message,
+    is_missing,
+    kind_of,
+    lists_in,
+    matches,
+    missing_in,
+    numbers,
+    parsed,
+    plain,
+    speech_of,
+)
 from .length_table import RECORD
 from .requests import RequestReader
 from .rows import BY_OPTION, Records, text_id

@@ -7,7 +7,7 @@ import io
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, pairwise
@@ -24,8 +24,7 @@ from tltlab.errors import TraceError
 from tltlab.files import MOST_JSON_BYTES, PACKED, open_unpacked, parse_json
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 
-from .cells import is_list, is_message, parsed
-from .fields import LISTS, NAMES, UNITS, kind_of, plain
+from .fields import LISTS, NAMES, UNITS, is_list, is_message, is_missing, kind_of, number, parsed, plain
 from .token_counts import NoTokenCounter, TokenCounter
 
 Lists = Literal["lengths", "ids"]
@@ -47,6 +46,15 @@ class Row:
     file: str
     place: str
     fields: Mapping[str, Any]
+
+    def find(self, names: Iterable[str]) -> str | None:
+        """Return the first of some names that is a field with a value."""
+        return next((name for name in names if not is_missing(self.fields.get(name))), None)
+
+    def number(self, field: str) -> float | None:
+        """Return the number in a field; None where there is none."""
+        value = number(self.fields.get(field))
+        return value if np.isfinite(value) else None
 
 
 def ending(path: Path) -> str:
@@ -109,15 +117,15 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a file and their numbers from 1 on. TraceError for one that is too long to be a record."""
-    for number in count(1):
+    for at in count(1):
         line = file.readline(MOST_JSON_BYTES + 1)
         if len(line) > MOST_JSON_BYTES:
-            raise TraceError(f"{path}, line {number}: longer than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
-        if number > MOST_ROWS:
+            raise TraceError(f"{path}, line {at}: longer than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
+        if at > MOST_ROWS:
             raise TraceError(f"{path}: more than {MOST_ROWS:,} lines, the most that are read")
         if not line:
             return
-        yield number, line
+        yield at, line
 
 
 def table_of(path: Path, most_bytes: int | None = None) -> pd.DataFrame:
@@ -145,7 +153,7 @@ def table_of(path: Path, most_bytes: int | None = None) -> pd.DataFrame:
         raise TraceError(f"{path}: empty; wanted one response length per line") from error
     except (OSError, ValueError) as error:
         raise TraceError(f"{path}: not a CSV of response lengths: {error}") from error
-    frame = pd.DataFrame({name: cells.str.strip() for name, cells in frame.items()})
+    frame = pd.DataFrame({name: cells.fillna("").str.strip() for name, cells in frame.items()})
     frame.index = frame.index + 1
     frame = frame[(frame != "").any(axis=1)]
     if len(frame) and pd.to_numeric(frame.iloc[0], errors="coerce").isna().all():

@@ -15,7 +15,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.errors import TraceError
-from tltlab.importers.cells import speech_of
+from tltlab.importers.fields import speech_of
 from tltlab.importers.formats import import_dump
 from tltlab.importers.rows import Reading
 from tltlab.importers.sources import read_lengths
