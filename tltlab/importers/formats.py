@@ -59,6 +59,17 @@ _PROMPTS = ("prompt_sizes", "prompt_tokens")
 _MEANS = frozenset(FIRST_OF["mean"])
 _ENOUGH = {"mask", "response_ids", "all_ids", "logprobs", "response_text", "conversation", "total"}
 """Kinds of fields of which any has a response's length."""
+_OF_ONE = {
+    "prompt_id",
+    "sample",
+    "finish_reason",
+    "prompt_text",
+    "response_text",
+    "conversation",
+    "mask",
+    "response_ids",
+}
+"""Kinds of fields that RL steps have not."""
 _STATISTICS = {"mean": "mean", "avg": "mean", "average": "mean", "max": "max", "min": "min"}
 
 
@@ -345,7 +356,13 @@ def guess(path: Path, reading: Reading | None = None) -> Format:
 
 def first_rows(path: Path) -> list[Row]:
     """Return the first records of a file; TraceError where there is none."""
-    rows = list(islice(unwrapped(rows_of(path)), _SNIFFED))
+    rows: list[Row] = []
+    try:
+        rows.extend(islice(unwrapped(rows_of(path)), _SNIFFED))
+    except TraceError:
+        # A fault further on is for who reads them all.
+        if not rows:
+            raise
     if not rows:
         raise TraceError(f"{path}: no rows in it")
     return rows
@@ -433,18 +450,20 @@ def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading
     means = [n for n in names if _statistic(n) in (*FIRST_OF["mean"], "response_length/mean")]
     if means and any("prompt_id" in kind_of(name) for name in names) and not sizes:
         raise TraceError(f"{path}: {means[0]} by prompt: wanted a length of each response, or a mean of each RL step")
+    called = [name for name in means if re.search("mean|avg|average", name.lower())]
+    if called and (not sizes or any(map(plain_key, called))):
+        return True
+    if any(kind_of(name) & _OF_ONE for name in names):
+        return False
     if any(name not in sizes for name in means):
-        return any(plain_key(name) for name in means if name not in sizes) or not sizes
+        return True
     for name in sizes:
         values = [number(record.get(name)) for record in fields if not is_missing(record.get(name))]
         steps = [record.get(step) for record in fields for step in matches(names, "rl_step")[:1]]
         one_each = len(steps) > 2 and len({str(step) for step in steps}) == len(steps)
         if one_each and any(value != np.floor(value) for value in values if np.isfinite(value)):
             return True
-        alone = not any(
-            kind_of(n) & {"prompt_id", "sample", "finish_reason", "prompt_text", "response_text"} for n in names
-        )
-        if one_each and alone and values and np.isfinite(values).all() and (reading is None or not reading.column):
+        if one_each and values and np.isfinite(values).all() and (reading is None or not reading.column):
             raise TraceError(
                 f"{path}: column {name} has one number in each RL step, the length of one response or the mean of all: "
                 f"say which ({BY_OPTION.format('--format csv or --format metrics')})"

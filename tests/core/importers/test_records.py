@@ -55,6 +55,8 @@ def of(tmp_path, records, **options):
         lambda n: {"response_tokens": [*ids(n - 1), 2]},
         lambda n: {"tokens": [1, 2, 3, *ids(n)], "response_length": n},
         lambda n: {"tokens": [1, 2, 3, *ids(n)], "loss_mask": [1] * n},
+        lambda n: {"tokens": ids(n), "response_length": n, "loss_mask": [1] * n, "reward": 0.5, "response": "x"},
+        lambda n: {"prompt": "q", "response": "x", "response_length": float(n), "total_length": n + 3, "reward": 0.5},
         lambda n: {"input_ids": [1, 2, 3, *ids(n)], "loss_mask": [0] * 3 + [1] * n, "logprobs": [0.0] * (n + 3)},
         lambda n: {"input_ids": [1, 2, 3], "output_ids": ids(n)},
         lambda n: {"input_ids": [1, 2, 3, *ids(n)], "responses": ids(n)},
@@ -69,7 +71,7 @@ def of(tmp_path, records, **options):
     ],
     ids=[
         "response_ids", "output_ids", "completion_ids", "generated", "responses", "token_ids", "one finish reason",
-        "one sample", "above vocabulary of lengths", "same end", "slime", "slime without length", "areal", "sglang",
+        "one sample", "above vocabulary of lengths", "same end", "slime", "slime without length", "slime whole", "openrlhf", "areal", "sglang",
         "whole and response", "mask of padding", "mask without ones", "padded", "one id", "log-probs", "vllm",
         "areal dump", "nemo-rl",
     ],
