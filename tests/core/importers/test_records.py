@@ -71,7 +71,8 @@ def of(tmp_path, records, **options):
     ],
     ids=[
         "response_ids", "output_ids", "completion_ids", "generated", "responses", "token_ids", "one finish reason",
-        "one sample", "above vocabulary of lengths", "same end", "slime", "slime without length", "slime whole", "openrlhf", "areal", "sglang",
+        "one sample", "above vocabulary of lengths", "same end", "slime", "slime without length", "slime whole",
+        "openrlhf", "areal", "sglang",
         "whole and response", "mask of padding", "mask without ones", "padded", "one id", "log-probs", "vllm",
         "areal dump", "nemo-rl",
     ],
