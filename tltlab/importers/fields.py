@@ -147,8 +147,8 @@ _ANYWHERE = {
     "tokens", "sizes", "all_ids", "response_text", "prompt_text", "conversation", "row_id", "sample", "rl_step",
     "epoch", "reward", "status", "is_cut", "error", "success", "worker", *TIMES,
 }  # fmt: skip
-"""Kinds with names so common that a field within an object counts only where _ENVELOPES are around it."""
-_ENVELOPES = {
+"""Kinds with names so common that a field within an object counts only where ENVELOPES are around it."""
+ENVELOPES = {
     "response", "body", "usage", "metainfo", "choices", "outputs", "output", "message", "result", "data", "record",
     "completion", "responsescreateparams", "request", "metrics", "timings", "details", "sample", "rollout",
     "trajectory", "usagemetadata", "arguments", "genargs0", "responses", "choice", "error",
@@ -183,7 +183,7 @@ def matches(columns: Iterable[str], kind: str, fits: Callable[[str], bool] = lam
             )
         if kind == "row_id" and around and last in ("index", "idx"):
             continue  # Of a choice among several.
-        if name is None or (kind in _ANYWHERE and not _ENVELOPES.issuperset(around)) or not fits(column):
+        if name is None or (kind in _ANYWHERE and not ENVELOPES.issuperset(around)) or not fits(column):
             continue
         found.append((depth, order[name], column))
     return [column for _, _, column in sorted(found, key=lambda item: item[:2])]

@@ -17,7 +17,7 @@ from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
-from .fields import NAMES, is_list, is_missing, kind_of, matches, number, parsed, plain
+from .fields import ENVELOPES, NAMES, is_list, is_missing, kind_of, matches, number, parsed, plain
 from .length_table import group_size_of, tables_of_responses
 from .metrics_log import is_metrics_log, records_of, refuse_wandb
 from .responses import Reader
@@ -257,7 +257,7 @@ def _of_frame(frame: pd.DataFrame, file: str, reader: Reader) -> Iterator[Record
 
 def _is_nested(name: str, cell: Any) -> bool:
     if isinstance(cell, str):
-        return cell[:1] in ("[", "{") and cell[-1:] in ("]", "}") and bool(kind_of(name))
+        return cell[:1] in ("[", "{") and cell[-1:] in ("]", "}") and bool(kind_of(name) or plain(name) in ENVELOPES)
     return is_list(cell) or isinstance(cell, Mapping)
 
 

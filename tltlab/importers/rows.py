@@ -24,7 +24,7 @@ from tltlab.errors import TraceError
 from tltlab.files import MOST_JSON_BYTES, PACKED, open_unpacked, parse_json
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 
-from .fields import LISTS, NAMES, UNITS, is_list, is_message, is_missing, kind_of, number, parsed, plain
+from .fields import ENVELOPES, LISTS, NAMES, UNITS, is_list, is_message, is_missing, kind_of, number, parsed, plain
 from .token_counts import NoTokenCounter, TokenCounter
 
 Lists = Literal["lengths", "ids"]
@@ -322,7 +322,9 @@ def flat(fields: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
         name = f"{before}{key}"
         if isinstance(value, np.ndarray):
             value = value.tolist()
-        elif isinstance(value, str) and value[:1] == "[" and kind_of(name) & LISTS:
+        elif isinstance(value, str) and (
+            (value[:1] == "[" and kind_of(name) & LISTS) or (value[:1] == "{" and plain(key) in ENVELOPES)
+        ):
             value = parsed(value)
         if is_list(value) and len(value) == 1 and isinstance(value[0], Mapping) and not is_message(value[0]):
             value = value[0] if plain(key) in NAMES["response_text"] else value

@@ -1,6 +1,9 @@
 """Requests of servers, benchmarks and traces of their load; means of RL steps."""
 
+import json
+
 import numpy as np
+import pandas as pd
 import pytest
 
 from tests.refused import refused
@@ -120,11 +123,26 @@ def test_units_of_times_are_known_or_noted(tmp_path, name, text, submitted):
         ({"metrics": {"output_sequence_length": {"value": 9, "unit": "tokens"}}}, 0),
         ({"result": {"message": {"role": "assistant", "content": [], "usage": {"output_tokens": 9}}}}, 0),
         ({"response": {"usage": {"completion_tokens": 9}}, "completion_tokens": 9, "prompt_tokens": 5}, 5),
+        ({"usage": '{"completion_tokens": 9, "prompt_tokens": 5}'}, 5),
     ],
-    ids=["openai", "gemini", "ollama", "tgi", "llama.cpp", "llmperf", "aiperf", "anthropic batch", "litellm"],
+    ids=[
+        "openai",
+        "gemini",
+        "ollama",
+        "tgi",
+        "llama.cpp",
+        "llmperf",
+        "aiperf",
+        "anthropic batch",
+        "litellm",
+        "json in json",
+    ],
 )
 def test_servers_count_under_many_names(tmp_path, record, prompt_tokens):
     check(of(tmp_path, [record]), response_tokens=[9], prompt_tokens=[prompt_tokens])
+    cells = {name: value if isinstance(value, str) else json.dumps(value) for name, value in record.items()}
+    pd.DataFrame([cells]).to_csv(tmp_path / "a.csv", index=False)
+    check(import_dump(tmp_path / "a.csv"), response_tokens=[9], prompt_tokens=[prompt_tokens])
 
 
 def test_an_answer_with_an_error_is_aborted(tmp_path):
