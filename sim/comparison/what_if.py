@@ -305,7 +305,8 @@ def what_if(
         raise ConfigError(f"accept is a chance between 0 and 1, such as 0.7, got {accept:g}")
     if accept is not None and acceptance is not None:
         raise ConfigError(f"accept {accept:g} is short for an acceptance of one drafter: leave out one of the two")
-    source = read_lengths(lengths, reading or Reading(column=column), form)
+    reading = reading or Reading()
+    source = read_lengths(lengths, replace(reading, column=column or reading.column), form)
     trace = source.trace
     chosen = parse_rl_steps(rl_steps, trace.rl_steps) if isinstance(rl_steps, str) else rl_steps
     config = SimulationConfig(

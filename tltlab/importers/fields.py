@@ -111,6 +111,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "epoch": ("epoch",),
     # Outcome.
+    "turn": ("turn", "turnid", "turnindex", "turnidx"),
     "turns": ("numturns", "nturns", "turns"),
     "reward": ("reward", "score", "rewards", "scores", "totalreward", "rewardscore", "finalreward"),
     "finish_reason": ("finishreason", "finishreasons", "finishedreason", "stopreason", "stopreasons", "donereason"),

@@ -460,7 +460,7 @@ def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading
     for name in sizes:
         values = [number(record.get(name)) for record in fields if not is_missing(record.get(name))]
         steps = [record.get(step) for record in fields for step in matches(names, "rl_step")[:1]]
-        one_each = len(steps) > 2 and len({str(step) for step in steps}) == len(steps)
+        one_each = len(steps) > 1 and len({str(step) for step in steps}) == len(steps)
         if one_each and any(value != np.floor(value) for value in values if np.isfinite(value)):
             return True
         if one_each and values and np.isfinite(values).all() and (reading is None or not reading.column):

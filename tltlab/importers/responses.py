@@ -350,6 +350,9 @@ class Reader(RequestReader):
 
     def _note_turns(self, records: Records) -> None:
         """Count responses with several turns, by their number or by messages after the first generated one."""
+        for column in matches(records.frame.columns, "turn")[:1]:
+            self._seen.add(column)
+            self.notes[f"{column}: each turn counts as a response of its own"] = None
         if (column := self._column(records, "turns")) is not None:
             self.counts["turns"] += int((numbers(records.frame[column]) > 1).sum())
             return
