@@ -22,8 +22,9 @@ RUN = "#run"
 _CHUNK = 2048
 _SAMPLED = 256
 """Records by which a list's meaning is decided."""
-_RESPONSE_KINDS = {"response_sizes", "response_tokens", "sizes", "tokens", "response_ids", "all_ids", "mask",
-                   "logprobs", "response_text", "conversation"}  # fmt: skip
+_RESPONSE_KINDS = {"response_sizes", "response_tokens", "sizes", "tokens", "response_ids", "all_ids", "response_text",
+                   "conversation"}  # fmt: skip
+"""Kinds of fields that are lists of responses where they hold lists; log-probs may be pairs."""
 _SHARED = {"rl_step", "epoch", "prompt_id", "row_id", "prompt_text", "prompt_ids", "prompt_sizes", "prompt_tokens",
            "cap", "worker"}  # fmt: skip
 """Kinds of fields that hold for all responses of a record."""
