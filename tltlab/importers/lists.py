@@ -25,6 +25,7 @@ _SAMPLED = 256
 _RESPONSE_KINDS = {"response_sizes", "response_tokens", "sizes", "tokens", "response_ids", "all_ids", "response_text",
                    "conversation"}  # fmt: skip
 """Kinds of fields that are lists of responses where they hold lists; log-probs may be pairs."""
+_OF_TEXT = {"response_text", "conversation"}
 _SHARED = {"rl_step", "epoch", "prompt_id", "row_id", "prompt_text", "prompt_ids", "prompt_sizes", "prompt_tokens",
            "cap", "worker"}  # fmt: skip
 """Kinds of fields that hold for all responses of a record."""
@@ -119,9 +120,12 @@ class ListReader:
                 others = "responses" if "response_text" in kinds else ""
                 self._lists[name] = "messages" if is_message(first) else others
             elif is_list(first):
-                self._lists[name] = "responses" if kinds & _RESPONSE_KINDS else ""
+                is_batch = kinds & _RESPONSE_KINDS and (
+                    kinds & _OF_TEXT or all(isinstance(item, int) for item in first)
+                )
+                self._lists[name] = "responses" if is_batch else ""
             elif isinstance(first, str):
-                is_text = not kinds & {"response_ids", "all_ids", "tokens", "response_tokens", "logprobs"}
+                is_text = not kinds & {"tokens", "response_tokens"}
                 self._lists[name] = "responses" if "response_text" in kinds else "" if is_text else "ids"
             elif name not in self._lists or self._lists[name] not in ("ids", "lengths"):
                 self._lists[name] = self._numbers_in_lists(file, name, kinds, found)

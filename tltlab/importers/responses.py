@@ -353,8 +353,8 @@ class Reader(RequestReader):
         for column in matches(records.frame.columns, "turn")[:1]:
             self._seen.add(column)
             self.notes[f"{column}: each turn counts as a response of its own"] = None
-        if (column := self._column(records, "turns")) is not None:
-            self.counts["turns"] += int((numbers(records.frame[column]) > 1).sum())
+        if (number := self._column(records, "turns")) is not None:
+            self.counts["turns"] += int((numbers(records.frame[number]) > 1).sum())
             return
         for kind in ("response_text", "conversation"):
             for column in matches(records.frame.columns, kind):

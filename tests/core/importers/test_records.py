@@ -66,6 +66,7 @@ def of(tmp_path, records, **options):
         lambda n: {"response_ids": [5] * n},
         lambda n: {"logprobs": [-0.1] * n},
         lambda n: {"response_ids": ids(n), "logprobs": [[-0.1, token] for token in ids(n)]},
+        lambda n: {"response": "x " * n, "tokens": [["x", -0.1]] * 2},
         lambda n: {"outputs": [{"index": 0, "text": "x", "token_ids": ids(n)}], "prompt_token_ids": [1]},
         lambda n: {"seqlen": n + 9, "prompt_len": 9, "completion": "x"},
         lambda n: {"token_ids": [1, 2, *ids(n)], "token_loss_mask": [0, 0] + [1] * n, "input_lengths": n + 2},
@@ -74,7 +75,8 @@ def of(tmp_path, records, **options):
         "response_ids", "output_ids", "completion_ids", "generated", "responses", "token_ids", "one finish reason",
         "one sample", "above vocabulary of lengths", "same end", "slime", "slime without length", "slime whole",
         "openrlhf", "areal", "sglang",
-        "whole and response", "mask of padding", "mask without ones", "padded", "one id", "log-probs", "pairs", "vllm",
+        "whole and response", "mask of padding", "mask without ones", "padded", "one id", "log-probs",
+        "pairs", "text and pairs", "vllm",
         "areal dump", "nemo-rl",
     ],
 )  # fmt: skip
