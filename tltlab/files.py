@@ -5,10 +5,14 @@ What is not durable is whole after a kill; what is durable (`fsync`) also after 
 
 from __future__ import annotations
 
+import bz2
 import errno
 import fcntl
+import gzip
 import hashlib
+import io
 import json
+import lzma
 import os
 import re
 import select
@@ -16,11 +20,13 @@ import shutil
 import stat
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, cast
 
 from filelock import FileLock, Timeout
 
@@ -33,6 +39,8 @@ PIPE_S = 10.0
 """How long a pipe may take to have something to read, seconds."""
 SUM_SUFFIX = ".sha256"
 """Of the file that says the SHA-256 of the one beside it."""
+PACKED = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4", ".zip")
+"""Endings of files that `open_unpacked` unpacks."""
 _LOCK = "lock"
 _PATIENCE_S = 0.2
 """How long a lock is waited for, seconds: somebody may only be asking whether it is held."""
@@ -92,6 +100,87 @@ def open_input(path: Path) -> BufferedReader:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def open_unpacked(path: Path) -> BinaryIO:
+    """Open a file, unpacked where its first bytes are those of gzip, zstd, bz2, xz, lz4 or zip. Raises OSError.
+
+    What is read later raises OSError too; the way back, `seek(0)`, unpacks anew.
+    """
+    file = open_input(path)
+    head = file.peek(6)[:6]
+    if head.startswith(b"PK\x03\x04"):
+        return _zip_member(file)
+    return file if (how := _packing(head)) is None else io.BufferedReader(_Unpacked(path, file, how))
+
+
+def _packing(head: bytes) -> str | None:
+    signs = {
+        b"\x1f\x8b": "gzip",
+        b"\x28\xb5\x2f\xfd": "zstd",
+        b"BZh": "bz2",
+        b"\xfd7zXZ": "xz",
+        b"\x04\x22\x4d\x18": "lz4",
+    }
+    return next((how for sign, how in signs.items() if head.startswith(sign)), None)
+
+
+def _zip_member(file: IO[bytes]) -> BinaryIO:
+    try:
+        archive = zipfile.ZipFile(file)
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+        if len(names) == 1:
+            return io.BufferedReader(cast(io.RawIOBase, archive.open(names[0])))
+    except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
+        raise OSError(f"it cannot be unpacked: {error}") from error
+    raise OSError(
+        f"it is an archive of {len(names)} files, as Excel, torch.save and numpy.savez write: save it as CSV, JSON or "
+        "Parquet"
+    )
+
+
+class _Unpacked(io.RawIOBase):
+    """What is in a packed file."""
+
+    def __init__(self, path: Path, file: IO[bytes], how: str) -> None:
+        self._path, self._how, self._at = path, how, 0
+        self._open(file)
+
+    def _open(self, file: IO[bytes]) -> None:
+        openers: dict[str, Callable[[Any], Any]] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
+        if self._how in openers:
+            self._stream = openers[self._how](file)
+        else:
+            # Python has these from 3.14 on.
+            self._stream = import_module("pyarrow").input_stream(file, compression=self._how)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        if (offset, whence) == (0, 0):
+            self._at = 0
+            self._open(open_input(self._path))
+        elif (offset, whence) not in ((self._at, 0), (0, 1)):
+            raise OSError("a packed file is read from its start")
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._stream.read(len(buffer))
+        except OSError:
+            raise
+        except Exception as error:  # each way of packing has errors of its own
+            raise OSError(f"it cannot be unpacked: {error}") from error
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def read_text(path: Path, most_bytes: int = MOST_JSON_BYTES, *, encoding: str = "utf-8", errors: str = "strict") -> str:

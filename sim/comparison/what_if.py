@@ -23,6 +23,8 @@ from tltlab.costs.stages import StageCosts
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.hardware import ModelShape
+from tltlab.importers.formats import Format
+from tltlab.importers.rows import Reading
 from tltlab.importers.sources import TraceSource, read_lengths
 from tltlab.importers.step_metrics import SEVERAL_TURNS
 from tltlab.planning.composition import System
@@ -273,6 +275,8 @@ def what_if(
     drafter: str | None = None,
     systems: str | Sequence[str] | None = None,
     column: str | None = None,
+    reading: Reading | None = None,
+    form: Format | None = None,
     seed: int = 0,
     rl_steps: Sequence[int] | str | None = None,
     jobs: int | None = 1,
@@ -281,7 +285,8 @@ def what_if(
 ) -> WhatIf:
     """Simulate these responses with and without speculation; the answer is `verdict`, the rest is behind it.
 
-    `lengths` are whatever `read_lengths` takes: a file of any of its formats, a trace, a DataFrame, an array. The
+    `lengths` are whatever `read_lengths` takes: a file of any of its formats, a trace, a DataFrame, an array. `column`
+    (of the lengths), or all of a `reading`, and `form` say what a file does not. The
     machine and the acceptance are those of `SimulationConfig`: `gpus` (such as 8xH100) of a `model` (a name or
     `config.json`), or `costs` on `workers`; where none is named, the trace's own costs, else 8xH100 of Qwen2.5-7B.
     Acceptance that nobody gives is the recorded one, else `tltlab.acceptance.load.DEFAULTS`, with 0.5 and 0.85 of the
@@ -303,7 +308,8 @@ def what_if(
         raise ConfigError(f"accept is a chance between 0 and 1, such as 0.7, got {accept:g}")
     if accept is not None and acceptance is not None:
         raise ConfigError(f"accept {accept:g} is short for an acceptance of one drafter: leave out one of the two")
-    source = read_lengths(lengths, column=column)
+    reading = reading or Reading()
+    source = read_lengths(lengths, replace(reading, column=column or reading.column), form)
     trace = source.trace
     chosen = parse_rl_steps(rl_steps, trace.rl_steps) if isinstance(rl_steps, str) else rl_steps
     config = SimulationConfig(

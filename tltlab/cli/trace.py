@@ -12,9 +12,8 @@ import typer
 
 from tltlab.console import Json, command_group, emit, progress, table
 from tltlab.errors import ConfigError
-from tltlab.importers.formats import FORMATS, import_dump
+from tltlab.importers.formats import imported
 from tltlab.importers.sources import read
-from tltlab.importers.token_counts import token_counter
 from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
@@ -25,6 +24,7 @@ from tltlab.traces.stream import describe as describe_trace
 from tltlab.traces.trace import Trace, locate, read_one, together
 
 from .annotate import annotate_trace
+from .start import reading as options
 
 app = command_group(help="Describe, validate, repair, import, generate and annotate traces.", no_args_is_help=True)
 
@@ -100,60 +100,43 @@ def merge(
 def import_trace(
     dump: Annotated[
         Path,
-        typer.Argument(help="A dump of verl, TRL or vLLM, a CSV with a length per row, or a training log (metrics)."),
+        typer.Argument(help="Rollouts, requests or lengths, of any program, or a training log; packed too."),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; a trace there is replaced.")],
-    form: Annotated[
-        str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}; without it the content decides.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="verl, trl: the model's folder, to count tokens of text (tokenizer.json).")
-    ] = None,
-    chars_per_token: Annotated[
-        float | None, typer.Option(help="verl, trl: approximate token counts by so many characters each, such as 3.6.")
-    ] = None,
+    form: options.Form = None,
+    tokenizer: options.Tokenizer = None,
+    chars_per_token: options.CharsPerToken = None,
     reward: Annotated[
         list[str] | None, typer.Option(help="trl: a column of rewards; given more than once they are added.")
     ] = None,
-    column: Annotated[str | None, typer.Option(help="csv: the column of lengths, where it cannot be told.")] = None,
+    column: options.Column = None,
+    step_column: options.StepColumn = None,
+    group_column: options.GroupColumn = None,
+    lists: options.ListsOption = None,
+    time_unit: options.TimeUnitOption = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Rollout workers to write into the manifest.")] = None,
-    group_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="csv, vllm, metrics: samples per prompt, so many rows in a row; without prompt ids."),
-    ] = None,
-    responses: Annotated[
-        int | None, typer.Option(min=1, help="metrics: responses of an RL step, where the log does not say them.")
-    ] = None,
-    max_response_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The run's cap: responses of this length count as cut.")
-    ] = None,
+    group_size: options.GroupSize = None,
+    responses: options.Responses = None,
+    cap: options.Cap = None,
     as_json: Json = False,
 ) -> None:
-    """Make a trace of a rollout dump, of vLLM's requests, of a CSV of response lengths, or of a training log.
+    """Make a trace of rollouts, of requests, of a table of response lengths, or of a training log.
 
-    verl: the folder of trainer.rollout_data_dir. TRL: the output folder of a GRPOTrainer with log_completions.
-    vLLM: one JSON object per request. metrics: the console log of verl, TRL, NeMo-RL or SkyRL, their metrics in JSON,
-    in TensorBoard or in a history exported from W&B (CSV, JSON Lines), or scrapes of vLLM's /metrics. What had to be
-    assumed is printed and written to the manifest.
+    verl: the folder of trainer.rollout_data_dir. TRL: the output folder of a GRPOTrainer with log_completions. Others:
+    JSON Lines, JSON, CSV or Parquet with a response, or a list of them, in each record. metrics: the console log of
+    verl, TRL, NeMo-RL or SkyRL, their metrics in JSON, in TensorBoard or in a history exported from W&B (CSV, JSON
+    Lines), or scrapes of vLLM's /metrics. What was read and assumed is printed and written to the manifest.
 
-    Example: tltlab trace import rollout_data --out my-trace --tokenizer Qwen2.5-7B --max-response-tokens 16384
+    Example: tltlab trace import rollout_data --out my-trace --tokenizer Qwen2.5-7B --cap 16384
 
     Example: tltlab trace import lengths.csv --out my-trace --workers 8 --group-size 16
     """
-    if form is not None and form not in FORMATS:
-        raise ConfigError(f"--format is {form!r}; there are: {', '.join(FORMATS)}")
-    counts_tokens = tokenizer is not None or chars_per_token is not None
-    trace = import_dump(
-        dump,
-        form=form,
-        tokens=token_counter(tokenizer, chars_per_token) if counts_tokens else None,
-        workers=workers,
-        group_size=group_size,
-        max_response_tokens=max_response_tokens,
-        column=column,
-        reward_columns=tuple(reward or ()),
-        responses=responses,
-    )
+    asked = options.reading(
+        column=column, step_column=step_column, group_column=group_column, lists=lists, time_unit=time_unit,
+        tokenizer=tokenizer, chars_per_token=chars_per_token, group_size=group_size, cap=cap, responses=responses,
+        reward=reward,
+    )  # fmt: skip
+    trace = imported(dump, asked, form=options.known_format(form), workers=workers).trace
     path = trace.write(out)
     for note in filter(None, (trace.manifest.notes or "").split("; ")):
         progress(f"assumed: {note}")

@@ -1,1 +1,1 @@
-"""Traces made of other programs' logs: verl, TRL and vLLM dumps, plain response files, CSV of lengths."""
+"""Traces made of other programs' files: rollouts, requests, tables of lengths, logs of metrics."""

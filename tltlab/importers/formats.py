@@ -1,37 +1,86 @@
-"""Traces from what other programs write: rollout dumps, requests of vLLM, a CSV of lengths, logs of metrics."""
+"""Traces from what other programs write: rollout dumps, requests, tables of lengths, logs of metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import numpy as np
 import pandas as pd
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import open_input
+from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
-from .length_table import (
-    LengthTable,
-    is_length_record,
-    trace_of,
-)
+from .fields import ENVELOPES, NAMES, is_list, is_missing, kind_of, matches, number, parsed, plain
+from .length_table import group_size_of, tables_of_responses
 from .metrics_log import is_metrics_log, records_of, refuse_wandb, unknown_log
-from .responses import group_size_of, tables_of_responses
-from .rows import Row, rows_of
-from .step_metrics import says_means, steps_of, tables_of_steps
-from .text_dumps import read_trl, read_verl, trl_files, verl_files
+from .responses import Reader
+from .rows import (
+    BY_OPTION,
+    RECORDS,
+    TABLES,
+    Lists,
+    Reading,
+    Records,
+    Row,
+    TimeUnit,
+    dump_files,
+    ending,
+    flat,
+    rows_of,
+    stem,
+    step_of,
+    table_of,
+    unwrapped,
+)
+from .step_metrics import FIRST_OF, Record, plain_key, says_means, steps_of, tables_of_steps
 from .token_counts import NoTokenCounter, TokenCounter
-from .vllm import is_request, is_timed, read_vllm
 
 Format = Literal["verl", "trl", "vllm", "csv", "metrics"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
-_CALLED = {
-    "verl": "verl rollout dump", "trl": "TRL completions", "vllm": "vLLM requests", "metrics": "log of metrics",
-}  # fmt: skip
+_CALLED = {"verl": "verl rollout dump", "trl": "TRL completions", "vllm": "requests", "metrics": "log of metrics"}
+_NEEDS = {"verl": ("rl_step", "reward"), "trl": ("rl_step", "reward"), "vllm": ("prompt_tokens",)}
+"""By format: what all of its records have."""
+_NO_REWARD = {"advantage", "advantages"}
+_BINARY = (".pt", ".pth", ".pkl", ".pickle", ".npy", ".npz", ".safetensors", ".arrow", ".feather", ".msgpack", ".xlsx",
+           ".xls", ".h5", ".avro", ".orc", ".tar", ".7z")  # fmt: skip
+_SNIFFED = 64
+"""Records by which a format is known."""
+_NAMED = 'give one list of all lengths, or objects that name them, such as {"rl_step": 1, "response_lengths": [5, 9]}'
+_SIZES = ("response_sizes", "response_tokens", "sizes", "tokens")
+_PROMPTS = ("prompt_sizes", "prompt_tokens")
+_MEANS = frozenset(FIRST_OF["mean"])
+_ENOUGH = {"mask", "response_ids", "all_ids", "logprobs", "response_text", "conversation", "total"}
+"""Kinds of fields of which any has a response's length."""
+_OF_ONE = {
+    "prompt_id",
+    "sample",
+    "finish_reason",
+    "prompt_text",
+    "response_text",
+    "conversation",
+    "mask",
+    "response_ids",
+}
+"""Kinds of fields that RL steps have not."""
+_STATISTICS = {"mean": "mean", "avg": "mean", "average": "mean", "max": "max", "min": "min"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """A trace with what was read of its source: the source's column for each column of a trace, and its others."""
+
+    trace: Trace
+    used: Mapping[str, str]
+    ignored: Sequence[str]
+    notes: Sequence[str]
 
 
 def import_dump(
@@ -45,135 +94,418 @@ def import_dump(
     column: str | None = None,
     reward_columns: Sequence[str] = (),
     responses: int | None = None,
+    step_column: str | None = None,
+    group_column: str | None = None,
+    lists: Lists | None = None,
+    time_unit: TimeUnit | None = None,
 ) -> Trace:
-    """Make a trace of kind "imported" of a dump; its manifest says the source and every assumption (`notes`).
+    """Make a trace of kind "imported" of a dump; its manifest has the source and every assumption (`notes`).
 
-    `form` is guessed from the content by default (`guess`). `tokens` counts the tokens of dumps that hold text alone
-    (verl, trl). `max_response_tokens` is the run's cap: unknown, the longest response is taken for it.
-    `group_size` goes with csv, vllm and metrics, `column` (of the lengths) with csv, `reward_columns` with trl,
-    `responses` per RL step, where a log does not say them, with metrics.
-    The dump's numbers, not its texts, are held in memory. Raises TraceError naming file, line and field, ConfigError.
+    `form` is guessed from the content by default (`guess`). `tokens` counts the tokens of dumps that hold text alone.
+    `max_response_tokens` is the run's cap: unknown, the longest response is taken for it. `reward_columns` goes with
+    trl, `responses` per RL step, where a log does not have them, with metrics; the rest is `rows.Reading`'s, for
+    all formats but metrics. The dump's numbers, not its texts, are held in memory. Raises TraceError naming file, line
+    and field, ConfigError.
     """
-    path = Path(path)
-    if not path.exists():
+    reading = Reading(
+        column=column, step_column=step_column, group_column=group_column, lists=lists, time_unit=time_unit,
+        group_size=group_size, max_response_tokens=max_response_tokens, reward_columns=tuple(reward_columns),
+        tokens=NoTokenCounter() if tokens is None else tokens, responses=responses,
+    )  # fmt: skip
+    return imported(path, reading, form=form, workers=workers).trace
+
+
+def imported(
+    source: str | Path | pd.DataFrame, reading: Reading, *, form: Format | None = None, workers: int | None = None
+) -> Imported:
+    """Read a file, a folder of files or a DataFrame, as `import_dump` does."""
+    path = None if isinstance(source, pd.DataFrame) else Path(source)
+    if path is not None and not path.exists():
         raise TraceError(f"{path}: no such file or folder")
-    form = form or ("csv" if column is not None and ".csv" in path.suffixes else guess(path))
-    options = {
-        "a token counter": (tokens is not None, ("verl", "trl")),
-        "a group size": (group_size is not None, ("csv", "vllm", "metrics")),
-        "a column of lengths": (column is not None, ("csv",)),
-        "reward columns": (bool(reward_columns), ("trl",)),
-        "a number of responses": (responses is not None, ("metrics",)),
-    }
-    for name, (is_given, goes_with) in options.items():
-        if is_given and form not in goes_with:
-            raise ConfigError(f"{name} does not go with format {form}, only with {' and '.join(goes_with)}")
-    counts = {"workers": workers, "group size": group_size, "maximum": max_response_tokens, "responses": responses}
-    for quantity, number in counts.items():
-        if number is not None and number < 1:
-            raise ConfigError(f"{quantity} is {number}, it must be at least 1")
-    if form == "csv":
-        table = LengthTable.read(path, column)
-        return trace_of(table, workers=workers, group_size=group_size, max_response_tokens=max_response_tokens)
+    needs: tuple[str, ...] = () if form is None else _NEEDS.get(form, ())
+    form = form or ("csv" if path is None else guess(path, reading))
+    _check(reading, form, workers)
     if form == "metrics":
-        steps, notes = steps_of(records_of(path))
+        assert path is not None
+        steps, notes = steps_of(_metrics(path))
         tables, assumed = tables_of_steps(
-            steps,
-            place=str(path),
-            responses=responses,
-            group_size=group_size,
-            max_response_tokens=max_response_tokens,
-            said=notes,
-        )
-        return _trace(path, form, tables, [*notes, *assumed], workers)
-    counter = NoTokenCounter() if tokens is None else tokens
-    if form == "vllm":
-        dump = read_vllm(path, group_size or 1)
-    else:
-        dump = read_verl(path, counter) if form == "verl" else read_trl(path, counter, reward_columns)
-    if not dump.responses:
-        raise TraceError(f"{path}: no responses in it")
-    return _trace(path, form, *tables_of_responses(dump, max_response_tokens), workers)
+            steps, place=str(path), responses=reading.responses, group_size=reading.group_size,
+            max_response_tokens=reading.max_response_tokens, said=notes,
+        )  # fmt: skip
+        trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers)
+        return Imported(trace=trace, used={}, ignored=(), notes=notes_of(trace))
+    if form in ("verl", "trl"):
+        needs = _NEEDS[form]
+    reader = Reader(replace(reading, needs=needs))
+    frames = []
+    try:
+        for records in _records(source, form, reader):
+            if form == "trl":
+                columns = reader.reading.reward_columns or _rewards(records)
+                reader.reading = replace(reader.reading, reward_columns=columns)
+            frames.append(reader.read(records))
+    except RecursionError as error:
+        raise TraceError(f"{path}: a record in it is nested too deeply") from error
+    if not frames:
+        raise TraceError(f"{path or 'lengths'}: no rows in it; wanted one response, or one length, per row")
+    frame = pd.concat(frames, ignore_index=True)
+    notes = reader.assumed()
+    if form == "trl":
+        frame, num_repeats = _without_repeats(frame)
+        if reader.reading.reward_columns:
+            notes.append(f"reward: {' + '.join(reader.reading.reward_columns)}")
+        if num_repeats:
+            notes.append(f"{num_repeats} logged steps repeat the completions of the step before and are left out")
+    tables, assumed, named_by = tables_of_responses(
+        frame, group_size=reading.group_size, max_response_tokens=reading.max_response_tokens,
+        names_prompts=form != "csv", group_column=reading.group_column,
+    )  # fmt: skip
+    if named_by is not None:
+        reader.use("prompt_id", named_by)
+    name = "lengths" if path is None else path.resolve().name
+    read = [reader.described()] if len(reader.columns) > 1 else []
+    trace = _trace(name, form, tables, [*read, *notes, *assumed], workers, group_size=reading.group_size)
+    return Imported(trace=trace, used=reader.used, ignored=reader.ignored, notes=(*notes, *assumed))
+
+
+def _check(reading: Reading, form: Format, workers: int | None) -> None:
+    options = {
+        "a token counter": not isinstance(reading.tokens, NoTokenCounter), "a column of lengths": reading.column,
+        "a column of RL steps": reading.step_column, "a column of groups": reading.group_column,
+        "what lists are": reading.lists, "a unit of times": reading.time_unit,
+    }  # fmt: skip
+    for name, value in options.items():
+        if value and form == "metrics":
+            raise ConfigError(f"{name} does not go with a log of metrics, which has no responses")
+    if reading.reward_columns and form != "trl":
+        raise ConfigError(f"reward columns do not go with format {form}, only with trl")
+    if reading.responses and form != "metrics":
+        raise ConfigError(f"a number of responses does not go with format {form}, only with metrics")
+    counts = {
+        "workers": workers, "group size": reading.group_size, "maximum": reading.max_response_tokens,
+        "responses": reading.responses,
+    }  # fmt: skip
+    for quantity, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"{quantity} is {count}, it must be at least 1")
 
 
 def _trace(
-    path: Path, form: Format, tables: Mapping[str, pd.DataFrame], notes: Sequence[str], workers: int | None
-) -> Trace:
-    name = path.resolve().name
+    name: str, form: Format, tables: Mapping[str, pd.DataFrame], notes: Sequence[str], workers: int | None,
+    group_size: int | None = None,
+) -> Trace:  # fmt: skip
     cap = int(tables["workload"]["max_response_tokens"].max())
+    size = group_size_of(tables["workload"])
     manifest = Manifest(
-        kind="imported", name=name.split(".")[0], source=f"{_CALLED[form]} {name}", num_workers=workers,
-        max_response_tokens=cap, group_size=group_size_of(tables["workload"]), notes="; ".join(notes) or None,
+        kind="imported", name=name.split(".")[0], source=f"{_CALLED[form]} {name}" if form in _CALLED else name,
+        num_workers=workers, max_response_tokens=cap, group_size=size if form != "csv" or size != 1 else group_size,
+        notes="; ".join(notes) or None,
     )  # fmt: skip
     return Trace.from_tables(manifest, tables)
 
 
-def guess(path: Path) -> Format:
-    """Which format a dump has, by its first record. Raises TraceError that says what it found."""
+def notes_of(trace: Trace) -> tuple[str, ...]:
+    """Return what a trace's manifest notes."""
+    return tuple(trace.manifest.notes.split("; ")) if trace.manifest.notes else ()
+
+
+def _records(source: str | Path | pd.DataFrame, form: Format, reader: Reader) -> Iterator[Records]:
+    """The records of a file, of a folder's files in the order of their numbers, or of a DataFrame."""
+    if isinstance(source, pd.DataFrame):
+        yield from _of_frame(source, "lengths", reader)
+        return
+    path = Path(source)
+    files = (
+        dump_files(path, is_trl=form in (None, "trl"))
+        if path.is_dir()
+        else [(path, step_of(path, form in ("verl", "trl")))]
+    )
+    if not files:
+        wanted = "completions_<step>.parquet" if form == "trl" else "<step>.jsonl"
+        raise TraceError(f"{path}: no {wanted} in it, nor other files whose names end in the number of an RL step")
+    for file, step in files:
+        if ending(file) in TABLES or (values := _numbers(file)) is not None:
+            frame = table_of(file) if ending(file) in TABLES or not values else frame_of_numbers(str(file), values)
+            for records in _of_frame(frame, str(file), reader):
+                yield replace(records, rl_step=step)
+        else:
+            rows = ((row.place, row.fields) for row in unwrapped(rows_of(file)))
+            yield from reader.chunks(rows, str(file), step)
+
+
+def _of_frame(frame: pd.DataFrame, file: str, reader: Reader) -> Iterator[Records]:
+    """A table; where cells hold lists or objects, its rows are read as other records are."""
+    if frame.empty:
+        raise TraceError(f"{file}: no rows; wanted one response length per line")
+    if not frame.columns.is_unique:
+        raise TraceError(f"{file}: column {frame.columns[frame.columns.duplicated()][0]!r} is there twice")
+    frame = frame.rename(columns=str)
+    nested = [
+        name for name in frame.columns if _is_nested(name, next((c for c in frame[name] if not is_missing(c)), None))
+    ]
+    if not nested:
+        yield Records(file=file, frame=frame, is_table=True)
+        return
+
+    def rows() -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for label, *cells in frame.itertuples():
+            fields = dict(zip(frame.columns, cells, strict=True))
+            yield f"line {label}", fields | {name: parsed(fields[name]) for name in nested}
+
+    yield from reader.chunks(rows(), file, None)
+
+
+def _is_nested(name: str, cell: Any) -> bool:
+    if isinstance(cell, str):
+        return cell[:1] in ("[", "{") and cell[-1:] in ("]", "}") and bool(kind_of(name) or plain(name) in ENVELOPES)
+    return is_list(cell) or isinstance(cell, Mapping)
+
+
+def frame_of_numbers(place: str, source: Any) -> pd.DataFrame:
+    """A frame of lengths alone: of one RL step, or as (RL steps, responses)."""
+    try:
+        values = np.asarray(source)
+    except ValueError as error:
+        raise TraceError(f"{place}: lists of different lengths; {_NAMED}") from error
+    if values.ndim == 2:
+        if values.dtype.kind in "if" and ((values < 1) | (values > 1 << 17)).any():
+            raise TraceError(f"{place}: lists with numbers that are no lengths, as token ids; {_NAMED}")
+        steps, responses = values.shape
+        return pd.DataFrame({"rl_step": np.repeat(np.arange(steps), responses), "response_tokens": values.ravel()})
+    if values.ndim != 1:
+        raise TraceError(f"{place}: got shape {values.shape}; wanted (responses,) or (RL steps, responses)")
+    return pd.DataFrame({"response_tokens": values})
+
+
+def _numbers(path: Path) -> list[Any] | None:
+    """The numbers of a text file that begins with one, or with a JSON list of numbers; [] for lines as in a CSV."""
+    if ending(path) == ".parquet":
+        return None
+    try:
+        with open_unpacked(path) as file:
+            start = file.read(64).lstrip(b"\xef\xbb\xbf \r\n\t")
+            if not start.lstrip(b"[ \r\n\t")[:1].isdigit():
+                return None
+            if start[:1] != b"[":
+                return []
+            file.seek(0)
+            value = parse_json(file.read(MOST_JSON_BYTES).removeprefix(b"\xef\xbb\xbf"))
+    except ValueError:
+        return None
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from error
+    return value if isinstance(value, list) else None
+
+
+def _rewards(records: Records) -> tuple[str, ...]:
+    """TRL's columns of rewards: `reward`, else all numbers that are not known as something else."""
+    frame = records.frame
+    if "reward" in frame:
+        return ("reward",)
+
+    def has_numbers(column: str) -> bool:
+        return any(isinstance(c, int | float) and not isinstance(c, bool) and not is_missing(c) for c in frame[column])
+
+    return tuple(c for c in map(str, frame) if has_numbers(c) and c not in _NO_REWARD and not kind_of(c) - {"reward"})
+
+
+def _without_repeats(frame: pd.DataFrame) -> tuple[pd.DataFrame, int]:
+    """Responses without RL steps that have the same texts as the one logged before."""
+    kept, last, num_repeats = [], None, 0
+    for _, step in frame.groupby((frame["rl_step"] != frame["rl_step"].shift()).cumsum(), sort=False):
+        said = step[["text", "said"]].to_numpy().tolist()
+        num_repeats += said == last
+        kept += [] if said == last else [step]
+        last = said
+    return pd.concat(kept, ignore_index=True), num_repeats
+
+
+def guess(path: Path, reading: Reading | None = None) -> Format:
+    """Return the format of a dump, by its first records. Raises TraceError that names what was found."""
     if path.is_dir():
-        if trl_files(path):
-            return "trl"
-        if files := verl_files(path):
-            return _record_format(first_row(files[0]))
-        if is_metrics_log(path):
+        files = dump_files(path)
+        is_dump = any(stem(file).isdecimal() or stem(file).startswith("completions_") for file, _ in files)
+        if not is_dump and is_metrics_log(path):
             return "metrics"
+        if files:
+            return guess(files[0][0], reading)
         raise TraceError(
             f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) nor events of TensorBoard in it"
         )
     refuse_wandb(path)
-    if ".csv" in path.suffixes:
-        # Lengths alone need no header; a log of requests says when each came, a history has means of RL steps.
-        first = next(rows_of(path), None)
-        if first is None:
-            return "csv"
-        return "metrics" if says_means(first.fields) else "vllm" if is_timed(first) else "csv"
-    if path.suffix in (".tsv", ".tab"):
-        return "csv"
+    if ending(path) in _BINARY:
+        raise TraceError(f"{path}: {ending(path)} is not read: write its records as JSON Lines, CSV or Parquet")
+    if ending(path) in TABLES:
+        frame = table_of(path, most_bytes=1 << 18)
+        fields = [dict(zip(frame.columns, cells, strict=True)) for _, *cells in frame.head(_SNIFFED).itertuples()]
+        return _format_of_table(path, fields, reading) if fields else "csv"
+    rows: list[Row] = []
     try:
-        return _record_format(first_row(path))
+        rows = first_rows(path)
+        return _format_of_records(path, rows, reading)
     except TraceError:
-        if path.suffix == ".parquet":
+        if ending(path) == ".parquet":
             raise
         # Not records of responses: a log has metrics of RL steps somewhere in it, or there are numbers alone.
-        if is_metrics_log(path):
+        if is_metrics_log(path) and (not rows or any(not _MEANS.isdisjoint(r.values) for r in records_of(path))):
             return "metrics"
-        if _numbers_alone(path):
+        if _numbers(path) is not None:
             return "csv"
-        if (unknown := unknown_log(path)) is not None:
+        if not rows and (unknown := unknown_log(path)) is not None:
             raise TraceError(unknown) from None
         raise
 
 
-def first_row(path: Path) -> Row:
-    """Return the first record of a file; TraceError where there is none."""
-    row = next(rows_of(path), None)
-    if row is None:
+def first_rows(path: Path) -> list[Row]:
+    """Return the first records of a file; TraceError where there is none."""
+    rows: list[Row] = []
+    try:
+        rows.extend(islice(unwrapped(rows_of(path)), _SNIFFED))
+    except TraceError:
+        # A fault further on is for who reads them all.
+        if not rows:
+            raise
+    if not rows:
         raise TraceError(f"{path}: no rows in it")
-    return row
+    return rows
 
 
-def _record_format(row: Row) -> Format:
-    names = set(row.fields)
-    if {"input", "output"} <= names:
-        return "verl"
-    if {"prompt", "completion"} <= names:
-        return "trl"
-    if says_means(names):
+def _format_of_table(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading | None) -> Format:
+    if _has_means(path, fields, reading):
         return "metrics"
-    if is_length_record(row.fields):
+    names = list(fields[0])
+    is_timed = bool(matches(names, "t_submit")) and bool(
+        matches(names, "prompt_sizes") or matches(names, "prompt_tokens")
+    )
+    return "vllm" if is_timed else "csv"
+
+
+def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None) -> Format:
+    fields = [flat(row.fields) for row in rows]
+    # A request that failed has other fields than those that did not.
+    first = {name: value for record in reversed(fields) for name, value in record.items() if not is_missing(value)}
+    if reading is not None and (reading.column or reading.lists):
         return "csv"
-    if is_request(row):
-        return "vllm"
-    raise TraceError(
-        f"{row.file}, {row.place}: of no known format; verl has input and output, TRL prompt and completion, vLLM "
-        f"output_tokens or usage; there are: {', '.join(map(str, row.fields))}; say which with --format"
+    is_dump = bool(first.keys() & {"score", "step", "gts"}) or stem(path).isdecimal()
+    if {"input", "output"} <= first.keys() and is_dump:
+        return "verl"
+    if {"prompt", "completion"} <= first.keys() and ("step" in first or stem(path).startswith("completions_")):
+        return "trl"
+    if _has_means(path, fields, reading):
+        return "metrics"
+    names = [name for name in first if not is_missing(first[name])]
+    sizes = [c for kind in _SIZES for c in matches(names, kind)]
+    prompts = [c for kind in _PROMPTS for c in matches(names, kind)]
+    kinds = {kind for name in names for kind in kind_of(name)}
+    is_summary = "totaloutputtokens" in map(plain, first) and not any(is_list(first[name]) for name in sizes)
+    if is_summary or not (sizes or kinds & _ENOUGH):
+        place = f"{rows[0].file}, {rows[0].place}"
+        if (named := _named(first)) is not None:
+            raise TraceError(f"{place}: {named}")
+        raise TraceError(unknown_log(path) or f"{place}: {_unknown(first)}")
+    is_request = bool(sizes) and (prompts or all("." in name for name in sizes))
+    return "vllm" if is_request and not any(is_list(first[name]) for name in (*sizes, *prompts)) else "csv"
+
+
+def _named(fields: Mapping[str, Any]) -> str | None:
+    """What a record is that has no response's length; None where that is not known."""
+    names = {plain(name) for name in fields}
+    if "totaloutputtokens" in names or {"completed", "requestthroughput"} <= names:
+        return (
+            "a benchmark's summary without its requests: run it with --save-detailed (vllm bench serve) or "
+            "--output-details (sglang.bench_serving)"
+        )
+    for name, value in fields.items():
+        if is_list(value) and any(isinstance(item, Mapping) and _has_length(flat(item)) for item in value):
+            return (
+                f"{name} has {len(value)} calls of the model with tokens of their own, as agents' traces have them: "
+                "write a record for each call"
+            )
+    return None
+
+
+def _unknown(fields: Mapping[str, Any]) -> str:
+    """Message on a record that is not understood."""
+    return (
+        f"no response's length in it (response_tokens, output_len, usage, token ids) nor text (output, completion, "
+        f"messages); there are: {', '.join(map(str, fields))}; name the field with the lengths or the text, or the "
+        f"format ({BY_OPTION.format('--column and --format')})"
     )
 
 
-def _numbers_alone(path: Path) -> bool:
-    """Whether a text file begins with a number, or with a JSON list of numbers."""
-    try:
-        with open_input(path) as file:
-            return file.read(64).lstrip(b"\xef\xbb\xbf \r\n\t[")[:1].isdigit()
-    except OSError:
+def _has_length(fields: Mapping[str, Any]) -> bool:
+    return any(kind_of(name) & {"response_sizes", "response_tokens", "response_ids"} for name in fields)
+
+
+def _statistic(name: str) -> str | None:
+    """The metric of RL steps that a column's name means, such as "response_length/mean" for `avg_output_len`."""
+    if (key := plain_key(name)) is not None:
+        return key
+    if plain(name) in ("numresponses", "nresponses", "numsamples", "nsamples", "numrollouts", "numtrajectories"):
+        return FIRST_OF["responses"][0]
+    *before, last = [plain(part) for part in re.split(r"[/.]", name)]
+    for word, statistic in _STATISTICS.items():
+        base = before[-1] if last == word and before else last.replace(word, "", 1) if word in last else None
+        for kinds, metric in ((_SIZES, "response_length"),
+                              (_PROMPTS, "prompt_length")):  # fmt: skip
+            if base and any(base in NAMES[kind] for kind in kinds):
+                return f"{metric}/{statistic}"
+    return None
+
+
+def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading | None) -> bool:
+    """Whether records are RL steps with the mean length of their responses. TraceError where that cannot be known."""
+    names = list(map(str, fields[0]))
+    sizes = [c for kind in _SIZES for c in matches(names, kind)]
+    means = [n for n in names if _statistic(n) in (*FIRST_OF["mean"], "response_length/mean")]
+    if means and any("prompt_id" in kind_of(name) for name in names) and not sizes:
+        raise TraceError(f"{path}: {means[0]} by prompt: wanted a length of each response, or a mean of each RL step")
+    if says_means(names):
+        return True
+    called = [name for name in means if re.search("mean|avg|average", name.lower())]
+    if called and (not sizes or any(map(plain_key, called))):
+        return True
+    if any(kind_of(name) & _OF_ONE for name in names):
         return False
+    if any(name not in sizes for name in means):
+        return True
+    for name in sizes:
+        values = [number(record.get(name)) for record in fields if not is_missing(record.get(name))]
+        steps = [record.get(step) for record in fields for step in matches(names, "rl_step")[:1]]
+        one_each = len(steps) > 1 and len({str(step) for step in steps}) == len(steps)
+        if one_each and any(value != np.floor(value) for value in values if np.isfinite(value)):
+            return True
+        if one_each and values and np.isfinite(values).all() and (reading is None or not reading.column):
+            raise TraceError(
+                f"{path}: column {name} has one number in each RL step, the length of one response or the mean of all: "
+                f"say which ({BY_OPTION.format('--format csv or --format metrics')})"
+            )
+    return False
+
+
+def _metrics(path: Path) -> Iterator[Record]:
+    """The records of a log; of a table of RL steps also those with other names than frameworks use."""
+    if path.is_dir() or ending(path) not in RECORDS:
+        yield from records_of(path)
+        return
+    try:
+        rows = first_rows(path)
+    except TraceError:
+        rows = []
+    names = list(dict.fromkeys(name for row in rows for name in flat(row.fields)))
+    sizes = [c for kind in _SIZES for c in matches(names, kind)]
+    own = [name for name in names if _statistic(name) == "response_length/mean"] or sizes[:1]
+    if not own or any(plain_key(name) in FIRST_OF["mean"] for name in names):
+        yield from records_of(path)
+        return
+    for row in rows_of(path):
+        fields = flat(row.fields)
+        metrics = {name: _statistic(name) for name in fields} | {own[0]: "response_length/mean"}
+        values = {
+            metric: value
+            for name, metric in metrics.items()
+            if metric and np.isfinite(value := number(fields.get(name)))
+        }  # fmt: skip
+        step = next((number(fields[name]) for name in matches(fields, "rl_step")), np.nan)
+        if values:
+            yield Record(rl_step=int(step) if np.isfinite(step) else None, place=row.place, values=values)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import MOST_JSON_BYTES, open_input, parse_json, read_text
+from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json, read_text
 
 from .log_lines import Entry, Line, Wrapping, entries_of, lines_of, settled
 from .rows import rows_of
@@ -98,7 +98,7 @@ def is_metrics_log(path: Path) -> bool:
 def unknown_log(path: Path) -> str | None:
     """What to say of a file that has metrics of no known framework; None for one without metrics."""
     try:
-        with open_input(path) as file:
+        with open_unpacked(path) as file:
             text = _JSON_QUOTES.sub("", file.read(_MOST_LINE_BYTES).decode("utf-8", "replace"))
     except OSError:
         return None
@@ -127,7 +127,7 @@ def records_of(path: Path) -> Iterator[Record]:
         if ".csv" in path.suffixes:
             yield from _csv(path)
             return
-        with open_input(path) as file:
+        with open_unpacked(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")
             file.seek(0)
             if b"\0" in start:
@@ -167,7 +167,7 @@ def _cut_row(path: Path) -> str | None:
     """The place of the last row, where it has not as many cells as the header. Raises TraceError for others."""
     cut: tuple[int, int] | None = None
     num_cells = 0
-    with io.TextIOWrapper(open_input(path), encoding="utf-8-sig", errors="replace", newline="") as file:
+    with io.TextIOWrapper(open_unpacked(path), encoding="utf-8-sig", errors="replace", newline="") as file:
         reader = csv.reader(file)
         for cells in filter(None, reader):
             num_cells = num_cells or len(cells)
@@ -227,7 +227,7 @@ def _from_lines(path: Path) -> Iterator[Record]:
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    with open_input(path) as file:
+    with open_unpacked(path) as file:
         yield from lines_of(iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
 
 

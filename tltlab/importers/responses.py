@@ -1,150 +1,377 @@
-"""Responses as dumps of other programs know them, and the trace tables they make."""
+"""Responses in the records of other programs.
+
+A record is a response, or as many as it has in a list. Its fields are found by their names (`fields.NAMES`), and its
+lengths are, the first of these that is there: numbers of tokens, masks of generated tokens, lists of token ids, texts.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+import json
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
+from tltlab.config import shown
 from tltlab.errors import TraceError
 
-from .length_table import PROMPT_TOKENS, RESPONSE_TOKENS, tables_of_lengths
-from .rows import Row
-from .token_counts import TokenCounter
+from .fields import (
+    Ids,
+    is_list,
+    is_message,
+    is_missing,
+    kind_of,
+    lists_in,
+    matches,
+    missing_in,
+    numbers,
+    parsed,
+    plain,
+    speech_of,
+)
+from .length_table import RECORD
+from .requests import RequestReader
+from .rows import BY_OPTION, Records, text_id
+from .token_counts import NoTokenCounter
 
-STOPPED = {"stop", "eos", "eos_token", "stop_sequence", "end_turn", "tool_calls", "function_call"}
-CUT = {"length", "max_tokens", "max_length"}
-ABORTED = {"abort", "aborted", "cancelled", "canceled", "error", "timeout"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImportedResponse:
-    """One response; None is unknown. `place` is where the dump has it, times are seconds on the dump's own clock."""
-
-    rl_step: int
-    prompt_id: str
-    prompt_tokens: int
-    response_tokens: int
-    place: str
-    sample: int | None = None
-    finish_reason: str | None = None
-    max_response_tokens: int | None = None
-    reward: float | None = None
-    worker: int | None = None
-    t_submit: float | None = None
-    t_first_token: float | None = None
-    t_finish: float | None = None
+_RESPONSE_IDS = ("response_ids", "response_tokens", "response_text", "response_sizes", "sizes")
+_PROMPT_IDS = ("prompt_ids", "prompt_tokens", "prompt_text")
+"""Kinds of names under which lists of ids are."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dump:
-    """What a dump was read as: its responses, and what had to be assumed.
+class Reader(RequestReader):
+    """Reads records to a row of numbers for each response."""
 
-    `exact` says that lengths are those the engine counted, not counts of the text.
-    """
-
-    responses: Sequence[ImportedResponse]
-    notes: tuple[str, ...]
-    exact: bool = True
-
-
-def text_id(text: str) -> str:
-    """A name for a prompt that is the same in every RL step and does not hold its text: 16 hexadecimal digits."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def finish_reason(row: Row, field: str) -> str:
-    """The trace's word for a program's finish reason."""
-    reason = row.fields[field]
-    for words, name in ((STOPPED, "stop"), (CUT, "length"), (ABORTED, "abort")):
-        if isinstance(reason, str) and reason in words:
-            return name
-    return row.fault(field, f"got {reason!r}, known are: {', '.join(sorted(STOPPED | CUT | ABORTED))}")
-
-
-def has_lengths(rows: Sequence[Row]) -> bool:
-    """Whether all rows say their lengths in tokens."""
-    return all(row.find(PROMPT_TOKENS) and row.find(RESPONSE_TOKENS) for row in rows)
-
-
-def responses_of_texts(
-    rows: Sequence[Row],
-    prompt: str,
-    response: str,
-    tokens: TokenCounter,
-    rl_steps: Iterable[int],
-    reward: Callable[[Row], float | None],
-) -> list[ImportedResponse]:
-    """The responses of rows with the text fields `prompt` and `response`; lengths are the rows', or counted."""
-    if has_lengths(rows):
-        before = [row.whole(row.require(PROMPT_TOKENS, "")) for row in rows]
-        after = [row.whole(row.require(RESPONSE_TOKENS, ""), at_least=1) for row in rows]
-    else:
-        prompts = list(dict.fromkeys(row.text(prompt) for row in rows))
-        count_of = dict(zip(prompts, tokens.count(prompts), strict=True))
-        before = [count_of[row.text(prompt)] for row in rows]
-        after = [max(1, length) for length in tokens.count([row.text(response) for row in rows])]
-    return [
-        ImportedResponse(
-            rl_step=rl_step,
-            prompt_id=text_id(row.text(prompt)),
-            prompt_tokens=prompt_tokens,
-            response_tokens=response_tokens,
-            place=f"{row.file}, {row.place}",
-            finish_reason=finish_reason(row, "finish_reason") if row.find(["finish_reason"]) else None,
-            reward=reward(row),
+    def read(self, records: Records) -> pd.DataFrame:
+        """Return a row of numbers for each response of some records, with candidates for its prompt's name."""
+        frame = records.frame
+        self.columns |= dict.fromkeys(name for name in map(str, frame.columns) if not name.startswith("#"))
+        own = list(frame.columns)
+        size = len(frame)
+        failed = self._failed(records)
+        lengths, exact = self._response_tokens(records, failed)
+        prompts = self._prompt_tokens(records, lengths)
+        self._note_turns(records)
+        result = pd.DataFrame(
+            {"response_tokens": lengths, "is_exact": exact, "prompt_tokens": prompts}, index=np.arange(size)
         )
-        for row, rl_step, prompt_tokens, response_tokens in zip(rows, rl_steps, before, after, strict=False)
-    ]
+        result["rl_step"] = self._rl_steps(records)
+        result["place"] = frame.index.to_numpy()
+        result["file"] = records.file
+        result["finish_reason"] = self._reasons(records, failed | (lengths == 0))
+        result["reward"] = self._rewards(records)
+        for name, least in (("cap", 1), ("worker", 0), ("sample", 0)):
+            column = self._column(records, name)
+            result[name] = np.nan if column is None else self._whole(records, column, least, may_miss=True)
+        result["sample_is_ours"] = "sample" in frame
+        result = result.assign(**self._times(records))
+        result["text"] = self._prompts(records)
+        said = self._text_columns(records, "response_text")[:1]
+        result["said"] = [text_id(cell) for cell in frame[said[0]]] if said else None
+        wanted = self.reading.group_column and self._given(records, self.reading.group_column)
+        if numbering := matches(own, "row_id"):
+            # Logs of several programs call it differently.
+            frame = frame.assign(**{numbering[0]: frame[numbering].bfill(axis=1).iloc[:, 0]})
+        names = [wanted] if wanted else [*matches(own, "prompt_id"), *numbering]
+        for name in names:
+            if not (missing := missing_in(frame[name])).any() and not lists_in(frame[name]).any():
+                is_text = frame[name].dtype == "str"
+                result[f"id:{name}"] = (frame[name] if is_text else frame[name].map(_identity)).to_numpy(object)
+            elif not missing.all() and "prompt_id" in kind_of(name):
+                self.notes[f"{name} is not one value in each record: it does not name the prompts"] = None
+            if wanted and missing.any():
+                records.fault(int(np.argmax(missing)), name, "no value, and it was said to have the groups")
+        if RECORD in frame:
+            result[RECORD] = frame[RECORD].to_numpy()
+        return result
 
+    def _prompts(self, records: Records) -> Any:
+        """The `text_id` of each prompt's text, of what a conversation begins with, or of its token ids; else None."""
+        frame = records.frame
+        for column in self._text_columns(records, "prompt_text"):
+            self._seen.add(column)
+            return [text_id(cell) for cell in frame[column]]
+        for column in self._text_columns(records, "conversation"):
+            self._seen.add(column)
+            return [text_id(getattr(speech_of(parsed(cell)), "before", "")) for cell in frame[column]]
+        for column in self._listed(frame, *_PROMPT_IDS):
+            self._seen.add(column)
+            return [text_id(cell) for cell in frame[column]]
+        return None
 
-def tables_of_responses(
-    dump: Dump, max_response_tokens: int | None = None
-) -> tuple[dict[str, pd.DataFrame], tuple[str, ...]]:
-    """Workload and outcomes of a dump's responses, and all notes on what was assumed.
+    def _response_tokens(self, records: Records, failed: NDArray[np.bool_]) -> tuple[Any, NDArray[np.bool_]]:
+        """Tokens of each response, 0 of failed requests, and whether they are more than a count of the text."""
+        frame, size = records.frame, len(records.frame)
+        values, exact = np.full(size, np.nan), np.full(size, True)
+        lists = [c for k in ("mask", *_RESPONSE_IDS, "logprobs") for c in self._listed(frame, k)]
+        texts = self._text_columns(records, "response_text") or self._text_columns(records, "conversation")
+        chosen = self.reading.column and self._given(records, self.reading.column)
+        if chosen:
+            self.use("response_tokens", chosen)
+            if self._lists.get(chosen) == "ids":
+                lists, texts = [chosen], []
+                chosen = None
+            elif np.isnan(numbers(frame[chosen])).all() and self._text_of(records, chosen):
+                lists, texts = [], [chosen]
+                chosen = None
+            else:
+                values = self._whole(records, chosen, 0, failed=failed)
+                return values, exact
+        chosen = self._column(records, "response_sizes", "response_tokens") or self._column(records, "sizes", "tokens")
+        others = self._listed(frame, "all_ids", "tokens")
+        wholes = [frame[column].map(_size) for column in others]
+        # Log-probs of the prompt too are no length of the response.
+        lists = [
+            column for column in lists
+            if "logprobs" not in kind_of(column) or not any(frame[column].map(_size).equals(whole) for whole in wholes)
+        ]  # fmt: skip
+        if chosen:
+            has_others = bool(lists or texts)
+            values = self._whole(records, chosen, 0, may_miss=has_others, failed=failed)
+            self._compare(frame, chosen, values, [*lists, *others])
+        for column in lists:
+            values = self._fill(values, failed, column, lambda column=column: self._sizes(frame, column))
+        if np.isnan(values[~failed]).any():
+            values = self._fill_from_whole(records, values, failed, [] if texts else others)
+        if (open_ := np.isnan(values) & ~failed).any() and texts:
+            column = texts[0]
+            self.use("response_tokens", column)
+            values[open_] = self._count(records, column, np.flatnonzero(open_))
+            exact = exact & ~open_
+            self.counts["text"] += int(open_.sum())
+        values = np.where(np.isnan(values) & failed, 0.0, values)
+        if np.isnan(values).all() and records.is_table and (chosen := self._only_numbers(records)):
+            self.use("response_tokens", chosen)
+            values = self._whole(records, chosen, 0, failed=failed)
+        if (values < 0).any():
+            at = int(np.argmax(values < 0))
+            raise TraceError(f"{records.place(at)}: {self.used['response_tokens']} is less than the prompt's tokens")
+        if np.isnan(values).any():
+            at = int(np.argmax(np.isnan(values)))
+            fields = ", ".join(n for n in map(str, frame.columns) if n[0] != "#" and not is_missing(frame[n].iloc[at]))
+            raise TraceError(
+                f"{records.place(at)}: no length of the response; wanted response_tokens, output_len, usage, token ids "
+                f"or a text; there are: {fields}; name it ({BY_OPTION.format('--column')})"
+            )
+        return values, exact
 
-    Samples of a prompt are numbered in the dump's order. `epoch` counts the earlier RL steps with the same prompt.
-    With `max_response_tokens` a response that long was cut ("length"); a longer one is a TraceError, or cut to it where
-    lengths are counts of text. Without, the longest response is the cap. Times count from the first submission of the
-    RL step; a response without one has no times.
-    """
-    names = [field.name for field in fields(ImportedResponse)]
-    frame = pd.DataFrame({name: [getattr(r, name) for r in dump.responses] for name in names})
-    frame = frame.sort_values("rl_step", kind="stable", ignore_index=True)
-    notes = list(dump.notes)
-    lengths = frame["response_tokens"].to_numpy()
-    known_cap = max_response_tokens is not None
-    cap = int(max(1, lengths.max())) if max_response_tokens is None else max_response_tokens
-    caps = np.full(len(frame), cap)
-    if frame["max_response_tokens"].notna().all():
-        known_cap, caps = True, frame["max_response_tokens"].to_numpy(np.int64)
-    if not known_cap:
-        notes.append(f"the cap is unknown: the longest response ({cap} tokens) is taken for it")
-    if dump.exact and (over := lengths > caps).any():
-        row = int(np.argmax(over))
-        raise TraceError(
-            f"{frame['place'][row]}: the response has {lengths[row]} tokens, its maximum was said to be {caps[row]}"
+    def _only_numbers(self, records: Records) -> str | None:
+        """The only column of a table, but for those that are known as something else, or the only one of numbers."""
+        of_text = {"reward", "prompt_text", "response_text"}
+        known = set(self.used.values()) | {c for c in records.frame.columns if kind_of(str(c)) - of_text}
+        left = [str(name) for name in records.frame.columns if name not in known]
+        numeric = [name for name in left if not np.isnan(numbers(records.frame[name])).any()]
+        chosen = next((group[0] for group in (numeric, left) if len(group) == 1), None)
+        if chosen is None:
+            raise TraceError(
+                f"{records.file}: cannot tell which column holds the lengths: "
+                f"{', '.join(map(str, records.frame.columns))}; name one ({BY_OPTION.format('--column')})"
+            )
+        return chosen
+
+    def _listed(self, frame: pd.DataFrame, *kinds: str) -> list[str]:
+        """Columns of these kinds whose lists have an entry for each token."""
+        return [
+            column for kind in kinds for column in matches(frame.columns, kind)
+            if self._lists.get(column) == "ids" and lists_in(frame[column]).any()
+        ]  # fmt: skip
+
+    def _ids(self, frame: pd.DataFrame, column: str) -> list[Ids | None]:
+        is_mask = "mask" in kind_of(column)
+        return [Ids.of(cell, is_mask) if is_list(cell) else None for cell in frame[column]]
+
+    def _sizes(self, frame: pd.DataFrame, column: str, end: str = "tail") -> Any:
+        """Tokens of each list: the ones of a mask, else its entries without padding at an end; NaN without a list."""
+        lists = self._ids(frame, column)
+        sizes = np.array([np.nan if ids is None else ids.size for ids in lists])
+        if "mask" in kind_of(column):
+            ones = np.array([np.nan if ids is None else ids.ones or ids.size for ids in lists])
+            if np.nansum(sizes - ones) > 0:
+                self.notes[f"{column}: ones are the tokens generated, zeros (tools' tokens, padding) are left out"] = (
+                    None
+                )
+            if any(ids is not None and ids.size and not ids.ones for ids in lists):
+                self.notes[f"{column}: where it has no ones its size is taken"] = None
+            return ones
+        runs = np.array(
+            [0 if ids is None or getattr(ids, end) in (1, ids.size) else getattr(ids, end) for ids in lists]
         )
-    reason = frame["finish_reason"].to_numpy(object)
-    if num_unknown := int((unknown := pd.isna(reason)).sum()):
-        rule = "as cut where they reach the cap, else as finished" if known_cap else "as finished"
-        notes.append(f"{num_unknown} responses do not say how they ended: they count {rule}")
-    if frame["sample"].isna().any():
-        frame["sample"] = frame.groupby(["rl_step", "prompt_id"], sort=False).cumcount()
-    key, cut = frame[["rl_step", "prompt_id", "sample"]], (lengths >= caps) & known_cap
-    tables = tables_of_lengths(key, np.minimum(lengths, caps), frame["prompt_tokens"], caps, cut)
-    times = ["t_submit", "t_first_token", "t_finish"]
-    outcomes = tables["outcomes"].join(frame[["reward", "worker", *times]].astype(np.float64))
-    outcomes[times] = outcomes[times].sub(outcomes.groupby("rl_step")["t_submit"].transform("min"), axis=0)
-    outcomes.loc[outcomes["t_submit"].isna(), times] = np.nan
-    outcomes["finish_reason"] = outcomes["finish_reason"].where(unknown, reason)
-    return tables | {"outcomes": outcomes}, tuple(notes)
+        if len(lists) > 1 and len(set(sizes)) == 1 and 2 * (runs > 0).sum() > len(lists):
+            self.notes[f"{column}: lists of one size with repeated ids at the {end}, which are taken for padding"] = (
+                None
+            )
+            return sizes - runs
+        return sizes
+
+    def _fill(self, values: Any, failed: Any, column: str, sizes: Any) -> Any:
+        open_ = np.isnan(values) & ~failed
+        if open_.any():
+            self.use("response_tokens", column)
+            values = np.where(open_, sizes(), values)
+        return values
+
+    def _compare(self, frame: pd.DataFrame, chosen: str, values: Any, columns: Sequence[str]) -> None:
+        """Note lists whose size is not the recorded number, which counts."""
+        for column in columns:
+            self._seen.add(column)
+            lists = self._ids(frame, column)
+            whole = bool(kind_of(column) & {"all_ids", "tokens"})
+            differ = sum(
+                ids is not None and (ids.size < value if whole else value not in (ids.size, ids.ones))
+                for ids, value in zip(lists, values, strict=True)
+            )
+            if differ:
+                self.counts[f"{column}\n{chosen}"] += differ
+
+    def _fill_from_whole(self, records: Records, values: Any, failed: Any, others: Sequence[str]) -> Any:
+        """Fill in lists or numbers of prompt and response together, less the prompt."""
+        frame = records.frame
+        known = self._known_prompts(records)
+        for column in others:
+            sizes = frame[column].map(_size).to_numpy(np.float64)
+            alone = (
+                plain(column).rpartition(".")[2] in ("tokens", "tokenids", "ids", "toks")
+                or column == self.reading.column
+            )
+            begins = [
+                is_list(cell) and any(is_list(p) and len(p) and list(cell[: len(p)]) == list(p) for p in prompts)
+                for cell, *prompts in zip(
+                    frame[column], *(frame[c] for c in self._listed(frame, *_PROMPT_IDS)), strict=True
+                )
+            ]
+            if known is not None and (not alone or all(begins)):
+                values = self._fill(values, failed, column, lambda sizes=sizes: sizes - known)
+            elif alone:
+                values = self._fill(values, failed, column, lambda sizes=sizes: np.where(sizes < 0, np.nan, sizes))
+                self.notes[f"{column} are taken for the tokens of the response alone"] = None
+        total = self._column(records, "total") if known is not None and np.isnan(values[~failed]).any() else None
+        if total is not None:
+            values = self._fill(values, failed, total, lambda: self._whole(records, total, 0, may_miss=True) - known)
+            self.notes[f"response tokens are {total} less the prompt's"] = None
+        return values
+
+    def _known_prompts(self, records: Records) -> Any:
+        """Tokens of each prompt by numbers or lists; None where there is neither."""
+        frame = records.frame
+        if (column := self._column(records, "prompt_sizes", "prompt_tokens")) is not None:
+            return self._whole(records, column, 0, may_miss=True)
+        if columns := self._listed(frame, *_PROMPT_IDS):
+            column = columns[0]
+            self.use("prompt_tokens", column)
+            return self._sizes(frame, column, "head")
+        return None
+
+    def _prompt_tokens(self, records: Records, lengths: Any) -> Any:
+        """Tokens of each prompt, NaN unknown: as recorded, of a list, the whole less the response, or of its text."""
+        frame = records.frame
+        known = self._known_prompts(records)
+        known = np.full(len(frame), np.nan) if known is None else known.copy()
+        for column in self._listed(frame, "mask"):
+            for at, mask in enumerate(frame[column]):
+                # A prompt's length that is the whole's.
+                lead = next((i for i, one in enumerate(mask) if one), 0) if is_list(mask) else 0
+                known[at] = lead if lead and known[at] >= lead + lengths[at] else known[at]
+        for column in self._listed(frame, "all_ids", "tokens") if np.isnan(known).any() else ():
+            if self.used.get("response_tokens") == column:
+                continue
+            masks, answers = self._listed(frame, "mask"), self._listed(frame, *_RESPONSE_IDS)
+            is_prompt = plain(column).endswith("inputids")
+            for at, cell in enumerate(frame[column]):
+                if not is_list(cell) or not np.isnan(known[at]):
+                    continue
+                answer = next((list(frame[c].iloc[at]) for c in answers if is_list(frame[c].iloc[at])), None)
+                mask = next((frame[c].iloc[at] for c in masks if is_list(frame[c].iloc[at])), ())
+                if len(mask) == len(cell):
+                    known[at] = next((i for i, one in enumerate(mask) if one), len(cell))
+                elif (answer is not None and is_prompt and (not answer or list(cell[-len(answer) :]) != answer)) or (
+                    is_prompt and answer is None and not mask
+                ):
+                    known[at] = len(cell)
+                elif len(cell) >= lengths[at]:
+                    known[at] = len(cell) - max(lengths[at], len(mask) if len(mask) <= len(cell) else 0)
+            self.use("prompt_tokens", column)
+        total = self._column(records, "total") if np.isnan(known).all() else None
+        if total is not None:
+            whole = self._whole(records, total, 0, may_miss=True) - lengths
+            known = np.where(whole >= 0, whole, np.nan)
+        open_ = np.flatnonzero(np.isnan(known))
+        texts = self._text_columns(records, "prompt_text") or self._text_columns(records, "conversation")
+        if len(open_) and texts and not isinstance(self.reading.tokens, NoTokenCounter):
+            self.use("prompt_tokens", texts[0])
+            known[open_] = self._count(records, texts[0], open_, is_prompt=True)
+            self.counts["text"] += len(open_)
+        elif len(open_) and "prompt_tokens" in self.reading.needs:
+            raise TraceError(
+                f"{records.place(int(open_[0]))}: no prompt length; wanted a field prompt_tokens or input_len, there "
+                f"are: {', '.join(map(str, frame.columns))}"
+            )
+        return known
+
+    def _text_columns(self, records: Records, kind: str) -> list[str]:
+        return [column for column in matches(records.frame.columns, kind) if self._text_of(records, column)]
+
+    def _text_of(self, records: Records, column: str) -> bool:
+        """Whether the first cell with a value is a text or a conversation; a text of a table that is no number."""
+        cells = records.frame[column]
+        first = next((cell for cell in cells if not is_missing(cell)), None)
+        if first is None:
+            return bool((cells == "").any()) and not records.is_table
+        if isinstance(first, str):
+            return not records.is_table or bool(np.isnan(numbers(cells)).all())
+        return self._lists.get(column) != "ids" and speech_of(first) is not None
+
+    def _count(self, records: Records, column: str, rows: Any, *, is_prompt: bool = False) -> list[int]:
+        """Tokens of the texts in some rows of a column: of a response what was generated, at least 1, its end."""
+        texts, cells = [], records.frame[column]
+        is_conversation = "conversation" in kind_of(column)
+        for at in rows:
+            cell = cells.iloc[at]
+            if isinstance(cell, str) and cell.startswith("[{") and is_list(messages := parsed(cell)):
+                cell = messages if all(map(is_message, messages)) else cell
+            if (speech := speech_of(cell)) is None:
+                records.fault(int(at), column, f"got {shown(cells.iloc[at])}, wanted a text or messages")
+            for kind in () if is_prompt and is_conversation else speech.unread:
+                self.counts[f"block {kind}"] += 1
+            if is_prompt:
+                texts.append(
+                    "\n".join(
+                        speech.before if is_conversation and speech.turns else [*speech.others, *speech.generated]
+                    )
+                )
+                continue
+            if is_conversation and not speech.turns:
+                records.fault(int(at), column, "no message of the model: these are prompts without responses")
+            texts.append("\n".join(speech.generated))
+        unique = list(dict.fromkeys(texts))
+        count_of = dict(zip(unique, self.reading.tokens.count(unique), strict=True))
+        return [count_of[text] if is_prompt else max(1, count_of[text]) for text in texts]
+
+    def _note_turns(self, records: Records) -> None:
+        """Count responses with several turns, by their number or by messages after the first generated one."""
+        for column in matches(records.frame.columns, "turn")[:1]:
+            self._seen.add(column)
+            self.notes[f"{column}: each turn counts as a response of its own"] = None
+        if (number := self._column(records, "turns")) is not None:
+            self.counts["turns"] += int((numbers(records.frame[number]) > 1).sum())
+            return
+        for kind in ("response_text", "conversation"):
+            for column in matches(records.frame.columns, kind):
+                if self._lists.get(column) == "messages":
+                    spoken = [speech_of(cell) for cell in records.frame[column] if is_list(cell)]
+                    several = sum(s is not None and (s.turns > 1 or len(s.others) > len(s.before) > 0) for s in spoken)
+                    self.counts["turns"] += several
+                    self._seen.add(column)
+                    return
 
 
-def group_size_of(workload: pd.DataFrame) -> int | None:
-    """Samples per prompt, where all groups have as many."""
-    sizes = workload.groupby(["rl_step", "prompt_id"], sort=False).size().unique()
-    return int(sizes[0]) if len(sizes) == 1 else None
+def _size(cell: Any) -> int:
+    return len(cell) if is_list(cell) else -1
+
+
+def _identity(cell: Any) -> str:
+    """Return a prompt's name as a text, the same for 1 and 1.0."""
+    if isinstance(cell, float) and cell.is_integer():
+        cell = int(cell)
+    return json.dumps(cell, sort_keys=True, default=str) if isinstance(cell, list | dict) else str(cell)

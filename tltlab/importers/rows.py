@@ -1,26 +1,42 @@
-"""The records of a dump, JSON Lines, JSON or Parquet, each with its place in the file for faults."""
+"""Records of files: JSON Lines, JSON, CSV or Parquet, packed or not, each with its place in the file for faults."""
 
 from __future__ import annotations
 
-import csv
+import hashlib
 import io
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, Literal, NoReturn, TextIO
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pandas.io.common import get_handle, infer_compression  # type: ignore[import-not-found]
 
 from tltlab.config import shown
 from tltlab.errors import TraceError
-from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
+from tltlab.files import MOST_JSON_BYTES, PACKED, open_unpacked, parse_json
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 
-_MOST = 2**31 - 1
+from .fields import ENVELOPES, LISTS, NAMES, UNITS, is_list, is_message, is_missing, kind_of, number, parsed, plain
+from .token_counts import NoTokenCounter, TokenCounter
+
+Lists = Literal["lengths", "ids"]
+TimeUnit = Literal["s", "ms", "us", "ns"]
+_WRAPPERS = ("simulations", "results", "records", "requests", "trajectories", "rows", "entries", "episodes", "items")
+_OF_RESPONSES = {"prompt_text", "prompt_ids", "prompt_id", "response_sizes", "response_tokens", "sizes", "tokens"}
+_MOST_FIELDS, _MOST_DEPTH = 256, 32
+"""Of objects within a record that are taken apart."""
+_STEP_OF_NAME = re.compile(r"(?:.*?[_.-])?(?:step)?(\d+)")
+BY_OPTION = "`tltlab trace import` and `tltlab what-if` take {}"
+TABLES = (".csv", ".tsv", ".tab")
+RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *TABLES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,70 +47,51 @@ class Row:
     place: str
     fields: Mapping[str, Any]
 
-    def fault(self, field: str, message: str) -> NoReturn:
-        raise TraceError(f"{self.file}, {self.place}, field {field}: {message}")
-
-    def find(self, names: Sequence[str]) -> str | None:
-        """The first of some names that is a field with a value."""
-        return next((name for name in names if self.fields.get(name) is not None), None)
-
-    def require(self, names: Sequence[str], subject: str) -> str:
-        """The first of some names that is a field; the fault lists what is there."""
-        if (name := self.find(names)) is None:
-            fields = ", ".join(map(str, self.fields))
-            raise TraceError(
-                f"{self.file}, {self.place}: no {subject}; wanted a field {' or '.join(names)}, there are: {fields}"
-            )
-        return name
-
-    def whole(self, field: str, at_least: int = 0) -> int:
-        """A whole number; 12.0 is one, true and "12" are none."""
-        value = self.fields.get(field)
-        if isinstance(value, int | float) and not isinstance(value, bool) and at_least <= value <= _MOST:
-            whole = int(value)
-            if whole == value:
-                return whole
-        return self.fault(field, f"got {shown(value)}, wanted a whole number >= {at_least}")
+    def find(self, names: Iterable[str]) -> str | None:
+        """Return the first of some names that is a field with a value."""
+        return next((name for name in names if not is_missing(self.fields.get(name))), None)
 
     def number(self, field: str) -> float | None:
-        """A finite number; None for null and NaN, which is how Python writes an unknown one; true is 1."""
-        value = self.fields.get(field)
-        if value is None or value != value:
-            return None
-        try:
-            number = float(value) if isinstance(value, int | float) else math.inf
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            self.fault(field, f"got {shown(value)}, wanted a number")
-        return number
+        """Return the number in a field; None where there is none."""
+        value = number(self.fields.get(field))
+        return value if np.isfinite(value) else None
 
-    def text(self, field: str) -> str:
-        """A text, or the contents of a list of chat messages one after the other."""
-        value = self.fields.get(field)
-        if isinstance(value, str):
-            return value
-        if isinstance(value, list) and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in value):
-            return "\n".join(message["content"] for message in value)
-        return self.fault(field, f"got {shown(value)}, wanted a text")
+
+def ending(path: Path) -> str:
+    """Return the ending of a file's name that is not one of PACKED: ".jsonl" for `1.jsonl.gz`.
+
+    >>> ending(Path("v1.2/lengths.CSV.zst")), ending(Path("run"))
+    ('.csv', '')
+    """
+    return next((suffix for suffix in map(str.lower, path.suffixes[::-1]) if suffix not in PACKED), "")
+
+
+def stem(path: Path) -> str:
+    """Return a file's name without `ending` and those of PACKED."""
+    name = path.name
+    while (suffix := Path(name).suffix) and (suffix.lower() in PACKED or suffix.lower() in RECORDS):
+        name = name[: -len(suffix)]
+    return name
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """The records of a dump file, in order, one in memory at a time where the format allows.
+    """The records of a file, in order, one in memory at a time where the format allows.
 
-    A Parquet file; a CSV with a header, packed as its name says, whose cells are numbers where they look like it; JSON
-    Lines; a JSON list of objects; one JSON object; or a JSON table, `{"columns": [...], "data": [[...], ...]}`, whose
-    rows are the records.
+    A Parquet file; a CSV with a header, whose cells are numbers where they look like it; JSON Lines; a JSON list of
+    objects; one JSON object; or a JSON table, `{"columns": [...], "data": [[...], ...]}`, whose rows are the records.
     Blank lines are skipped. Raises TraceError.
     """
-    if path.suffix == ".parquet":
+    if ending(path) == ".parquet":
         yield from _parquet_rows(path)
         return
-    if ".csv" in path.suffixes:
-        yield from _csv_rows(path)
+    if ending(path) in TABLES:
+        frame = table_of(path)
+        for line, *cells in frame.itertuples():
+            fields = dict(zip(frame.columns, map(_cell, cells), strict=True))
+            yield Row(file=str(path), place=f"line {line}", fields=fields)
         return
     try:
-        with io.TextIOWrapper(open_input(path), encoding="utf-8-sig") as file:
+        with io.TextIOWrapper(open_unpacked(path), encoding="utf-8-sig") as file:
             lines = ((n, line) for n, line in _lines(file, path) if line.strip())
             number, line = next(lines, (0, ""))
             if not line:
@@ -120,42 +117,58 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a file and their numbers from 1 on. TraceError for one that is too long to be a record."""
-    for number in count(1):
+    for at in count(1):
         line = file.readline(MOST_JSON_BYTES + 1)
         if len(line) > MOST_JSON_BYTES:
-            raise TraceError(f"{path}, line {number}: longer than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
+            raise TraceError(f"{path}, line {at}: longer than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
+        if at > MOST_ROWS:
+            raise TraceError(f"{path}: more than {MOST_ROWS:,} lines, the most that are read")
         if not line:
             return
-        yield number, line
+        yield at, line
 
 
-def unpack(path: Path) -> bytes:
-    """Return the content of a file, unpacked as its name says. OSError where that is more than may be read."""
-    compression = infer_compression(path, "infer")
+def table_of(path: Path, most_bytes: int | None = None) -> pd.DataFrame:
+    """Return a CSV's cells as text, indexed by line; c0, c1, ... are columns without a header. Raises TraceError.
+
+    With `most_bytes` only lines in so many bytes at its start are read, where these can be understood without the rest.
+
+    Between cells is a comma, or a semicolon, tab or bar where the first line has as many of these.
+    """
     try:
-        with open_input(path) as file, get_handle(file, "rb", is_text=False, compression=compression) as handles:
-            data: bytes = handles.handle.read(MOST_JSON_BYTES + 1)
-    except OSError:
-        raise
-    except Exception as error:  # each way of packing has errors of its own
-        raise OSError(f"it cannot be unpacked: {error}") from error
-    if len(data) > MOST_JSON_BYTES:
-        raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
-    if (lines := data.count(b"\n")) > MOST_ROWS:
-        raise OSError(f"it has {lines:,} lines, and at most {MOST_ROWS:,} are read")
-    return data
+        with open_unpacked(path) as file:
+            data = file.read(most_bytes or MOST_JSON_BYTES + 1)
+        if most_bytes is not None and len(data) == most_bytes:
+            data = data[: data.rfind(b"\n") + 1]
+            if not data or data.count(b'"') % 2:
+                return table_of(path)
+        if len(data) > MOST_JSON_BYTES:
+            raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
+        if (lines := data.count(b"\n")) > MOST_ROWS:
+            raise OSError(f"it has {lines:,} lines, and at most {MOST_ROWS:,} are read")
+        first = data.lstrip()[: 1 << 16].partition(b"\n")[0]
+        # A comma may also be within a number.
+        frame = _csv(data, max(";\t|,", key=lambda mark: first.count(mark.encode())))
+    except pd.errors.EmptyDataError as error:
+        raise TraceError(f"{path}: empty; wanted one response length per line") from error
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: not a CSV of response lengths: {error}") from error
+    frame = pd.DataFrame({name: cells.fillna("").str.strip() for name, cells in frame.items()})
+    frame.index = frame.index + 1
+    frame = frame[(frame != "").any(axis=1)]
+    if len(frame) and pd.to_numeric(frame.iloc[0], errors="coerce").isna().all():
+        frame.columns = pd.Index(frame.iloc[0].astype(object))
+        frame = frame.iloc[1:]
+    else:
+        frame.columns = pd.Index([f"c{i}" for i in range(frame.shape[1])])
+    return frame
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
-    try:
-        binary = open_input(path) if path.suffix == ".csv" else io.BytesIO(unpack(path))
-        with io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(line for _, line in _lines(file, path))
-            for cells in reader:
-                fields = {name: _cell(cell) for name, cell in cells.items() if name is not None}
-                yield Row(file=str(path), place=f"line {reader.line_num}", fields=fields)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from error
+def _csv(data: bytes, separator: str) -> pd.DataFrame:
+    return pd.read_csv(
+        io.BytesIO(data), header=None, dtype=str, keep_default_na=False, skip_blank_lines=False, encoding="utf-8-sig",
+        sep=separator,
+    )  # fmt: skip
 
 
 def _cell(text: str | None) -> str | float | None:
@@ -181,14 +194,148 @@ def _json_rows(path: Path, place: str, value: Any) -> Iterator[Row]:
         raise TraceError(f"{path}, {place}: got {shown(value)}, wanted a JSON object")
 
 
+@contextmanager
+def _unpacked_parquet(path: Path) -> Iterator[Path]:
+    """The checked file itself, or within the block a copy of what is packed in it."""
+    if path.suffix.lower() not in PACKED:
+        check_parquet(path)
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="tltlab-", suffix=".parquet") as copy, open_unpacked(path) as file:
+        remaining = MOST_JSON_BYTES
+        while block := file.read(1 << 20):
+            if (remaining := remaining - len(block)) < 0:
+                raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
+            copy.write(block)
+        copy.flush()
+        check_parquet(Path(copy.name))
+        yield Path(copy.name)
+
+
 def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
-        check_parquet(path)
-        with pq.ParquetFile(path) as file:
+        with _unpacked_parquet(path) as place, pq.ParquetFile(place) as file:
             for batch in file.iter_batches(batch_size=1024):
                 for fields in batch.to_pylist():
                     yield Row(file=str(path), place=f"row {number}", fields=fields)
                     number += 1
     except (OSError, pa.ArrowException) as error:
         raise TraceError(f"{path}: not a readable Parquet file: {error}") from error
+
+
+def unwrapped(rows: Iterator[Row]) -> Iterator[Row]:
+    """Records, those within an object that has a list of them, such as `{"simulations": [...]}`, one by one."""
+    for row in rows:
+        names = [name for name, value in row.fields.items() if isinstance(value, list) and plain(name) in _WRAPPERS]
+        items = row.fields[names[0]] if len(names) == 1 else None
+        is_wrapper = (
+            is_list(items) and items and all(isinstance(item, Mapping) and not is_message(item) for item in items)
+        )
+        if not is_wrapper or any(kind_of(str(name)) & _OF_RESPONSES for name in row.fields):
+            yield row
+            continue
+        for at, item in enumerate(items or ()):
+            yield Row(file=row.file, place=f"{row.place}, {names[0]} {at}", fields=item)
+
+
+def dump_files(folder: Path, *, is_trl: bool = True) -> list[tuple[Path, int]]:
+    """Files of records whose names end in a number, in its order, and the number; TRL's may be in `completions`.
+
+    Raises TraceError for two with the same number.
+    """
+    patterns = ("completions_*", "completions/completions_*", "*")
+    for pattern in patterns if is_trl else patterns[2:]:
+        files = [path for path in folder.glob(pattern) if path.is_file() and ending(path) in RECORDS]
+        numbered = [(path, int(match[1])) for path in files if (match := _STEP_OF_NAME.fullmatch(stem(path)))]
+        numbered.sort(key=lambda item: (item[1], item[0].name))
+        for (one, number_of), (other, again) in pairwise(numbered):
+            if number_of == again:
+                raise TraceError(f"{folder}: {one.name} and {other.name} are of the same RL step: keep one of them")
+        if numbered:
+            return numbered
+    return []
+
+
+def step_of(path: Path, is_dump: bool) -> int | None:
+    """Return the RL step in a file's name: the number behind "step", or that of a dump, `12.jsonl`."""
+    match = _STEP_OF_NAME.fullmatch(stem(path))
+    is_step = "step" in stem(path) or (is_dump and (stem(path).isdecimal() or stem(path).startswith("completions_")))
+    return int(match[1]) if match and is_step else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Facts about a file that its user knows; None is for the file to show.
+
+    `column` has the lengths, `step_column` the RL steps, `group_column` what is the same for all samples of a prompt:
+    each a field's name, with points where it is within objects. `lists` is the meaning of numbers in a list,
+    `time_unit` the unit of times. `responses` is their number in each RL step of a log. `tokens` counts texts. `needs`
+    are columns of a trace that no record may lack.
+    """
+
+    column: str | None = None
+    step_column: str | None = None
+    group_column: str | None = None
+    lists: Lists | None = None
+    time_unit: TimeUnit | None = None
+    group_size: int | None = None
+    max_response_tokens: int | None = None
+    responses: int | None = None
+    reward_columns: tuple[str, ...] = ()
+    tokens: TokenCounter = field(default_factory=NoTokenCounter)
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """Some records of a file: cells by column, their places ("line 3"), and the RL step in the file's name."""
+
+    file: str
+    frame: pd.DataFrame
+    rl_step: int | None = None
+    is_table: bool = False
+
+    def place(self, at: int) -> str:
+        label = self.frame.index[at]
+        place = label if isinstance(label, str) else f"line {label}"
+        return f"{self.file}, {place}"
+
+    def fault(self, at: int, column: str, message: str) -> NoReturn:
+        raise TraceError(f"{self.place(at)}, column {column}: {message}")
+
+
+def text_id(value: Any) -> str:
+    """A name for a prompt that is the same in every RL step and does not hold its text: 16 hexadecimal digits."""
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def flat(fields: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
+    """Return a record with the fields of its objects beside its own, by paths such as `usage.completion_tokens`.
+
+    A list of one choice is that choice. Messages stay whole, and `{"type": "length"}` as a finish reason is its type.
+    """
+    result: dict[str, Any] = {}
+    is_deep = before.count(".") > _MOST_DEPTH
+    for key, value in fields.items():
+        name = f"{before}{key}"
+        if isinstance(value, np.ndarray):
+            value = value.tolist()
+        elif isinstance(value, str) and (
+            (value[:1] == "[" and kind_of(name) & LISTS) or (value[:1] == "{" and plain(key) in ENVELOPES)
+        ):
+            value = parsed(value)
+        if is_list(value) and len(value) == 1 and isinstance(value[0], Mapping) and not is_message(value[0]):
+            value = value[0] if plain(key) in NAMES["response_text"] else value
+        if not isinstance(value, dict) or is_deep or len(value) > _MOST_FIELDS:
+            result[name] = value
+        elif value.keys() == {"value", "unit"}:
+            result[f"{name}_{value['unit']}" if value["unit"] in UNITS else name] = value["value"]
+        elif plain(key) in NAMES["finish_reason"]:
+            result[name] = value.get("type")
+        elif is_message(value) and value.keys() & {"content", "text", "value"} and "usage" not in value:
+            result[name] = value
+        else:
+            result |= flat(value, f"{name}.")
+    return result

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,15 @@ from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.trace import Trace, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
 
-from .formats import Format, first_row, guess, import_dump
-from .length_table import PROMPT_IDS, PROMPT_TOKENS, RESPONSE_TOKENS, RL_STEPS, LengthTable, trace_of
+from .formats import Format, Imported, frame_of_numbers, guess, import_dump, imported, notes_of
 from .metrics_log import metrics_files
-from .text_dumps import trl_files, verl_files
-from .token_counts import CharsPerToken
+from .rows import Reading, dump_files
+from .token_counts import CharsPerToken, NoTokenCounter
 
 CHARS_PER_TOKEN = 3.6
 """English prose in BPE tokens: for texts without a tokenizer."""
 
+_AS_IT_IS = Reading()
 TraceSource = str | Path | Trace | pd.DataFrame | pd.Series | NDArray[Any] | Sequence[int]
 """A trace as users give it: itself, where it is, or response lengths, in a DataFrame as a CSV has them or alone."""
 
@@ -41,85 +41,50 @@ def read(source: TraceSource) -> Trace:
     if isinstance(source, Trace):
         return source
     if not isinstance(source, str | Path):
-        if isinstance(source, pd.DataFrame | pd.Series | np.ndarray | list | tuple) and len(source):
-            return trace_of(LengthTable.read(source))
-        raise TraceError(
-            f"got {shown(source)} for a trace; it is a Trace, the path of a trace, a RUN or a CSV, or response lengths"
-        )
+        return _of_values(source, _AS_IT_IS).trace
     path = locate(source)
     if not path.is_file() and not is_log_folder(path):
         return read_folder(source)
-    is_table = ".csv" in path.suffixes and guess(path) != "metrics"
-    trace = import_dump(path, form="csv" if is_table else None)
+    trace = import_dump(path)
     report(path, trace.manifest.notes)
     return trace
 
 
 def is_log_folder(path: Path) -> bool:
     """Whether a folder has no trace, and has files of TensorBoard."""
-    if not path.is_dir() or (path / MANIFEST_FILE).exists() or any(map(is_trace, path.iterdir())):
-        return False
-    return bool(metrics_files(path))
+    return path.is_dir() and not _holds_a_trace(path) and bool(metrics_files(path))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """A trace with what was read of its source: the source's column for each column of a trace, and its others."""
-
-    trace: Trace
-    used: Mapping[str, str]
-    ignored: Sequence[str]
-    notes: Sequence[str]
+def _holds_a_trace(folder: Path) -> bool:
+    return (folder / MANIFEST_FILE).exists() or any(map(is_trace, folder.iterdir()))
 
 
-def read_lengths(source: TraceSource, column: str | None = None) -> Lengths:
+def read_lengths(source: TraceSource, reading: Reading = _AS_IT_IS, form: Format | None = None) -> Imported:
     """Read a file of lengths of any format, a trace, a DataFrame or an array; texts are counted by their characters.
 
-    `column` names the lengths where a table does not. Raises TraceError for what cannot be read, ConfigError.
+    `reading` adds what the file does not have. Raises TraceError for what cannot be read, ConfigError.
     """
-    path = Path(source) if isinstance(source, str | Path) else None
-    if path is not None and not path.exists():
-        raise TraceError(f"{path}: no such file or folder")
-    dump = path is not None and (path.is_file() or bool(verl_files(path) or trl_files(path)))
-    form = None if path is None or not dump else "csv" if column is not None else guess(path)
-    if isinstance(source, Trace) or (path is not None and form is None):
-        trace = read(source)
-        return Lengths(trace=trace, used={}, ignored=(), notes=_notes(trace))
-    if path is None or form in (None, "csv"):
-        table = LengthTable.read(source, column)
-        trace = trace_of(table)
-        notes = tuple(note for note in _notes(trace) if note != table.note())
-        return Lengths(trace=trace, used=table.columns, ignored=table.ignored, notes=notes)
     # Exact counts need a tokenizer; for what depends on their shape an approximation will do.
-    counter = CharsPerToken(CHARS_PER_TOKEN) if form in ("verl", "trl") else None
-    trace = import_dump(path, form=form, tokens=counter)
-    columns, ignored = _used_fields(path, form)
-    return Lengths(trace=trace, used=columns, ignored=ignored, notes=_notes(trace))
+    counts = isinstance(reading.tokens, NoTokenCounter)
+    counted = replace(reading, tokens=CharsPerToken(CHARS_PER_TOKEN)) if counts else reading
+    if isinstance(source, Trace):
+        return Imported(trace=source, used={}, ignored=(), notes=notes_of(source))
+    if not isinstance(source, str | Path):
+        return _of_values(source, counted)
+    path = Path(source)
+    if not path.exists():
+        raise TraceError(f"{path}: no such file or folder")
+    if path.is_file() or (not _holds_a_trace(path) and dump_files(path)):
+        form = form or guess(path, reading)
+        return imported(path, reading if form == "metrics" else counted, form=form)
+    trace = read(path)
+    return Imported(trace=trace, used={}, ignored=(), notes=notes_of(trace))
 
 
-def _notes(trace: Trace) -> tuple[str, ...]:
-    return tuple(trace.manifest.notes.split("; ")) if trace.manifest.notes else ()
-
-
-_FIELDS: dict[str, tuple[Sequence[str], ...]] = {
-    "verl": (("input",), (), ("output",), ("score",)),
-    "trl": (("prompt",), (), ("completion",), ()),
-    "vllm": ((*PROMPT_IDS, "prompt"), ("usage",), ("usage",), ("reward",)),
-}
-"""By format: the fields of the prompt's name, of the two lengths beside their usual names, and of the reward."""
-
-
-def _used_fields(path: Path, form: Format) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The dump's field for each column of a trace, and its other fields, by its first record."""
-    if form == "metrics":
-        return {}, ()
-    files = [path] if path.is_file() else (verl_files(path) if form == "verl" else trl_files(path))
-    names = list(map(str, first_row(files[0]).fields))
-    prompt_id, prompt_tokens, response_tokens, reward = _FIELDS[form]
-    candidates: dict[str, Sequence[str]] = {
-        "rl_step": RL_STEPS, "prompt_tokens": (*PROMPT_TOKENS, *prompt_tokens),
-        "response_tokens": (*RESPONSE_TOKENS, *response_tokens), "prompt_id": prompt_id, "reward": reward,
-    }  # fmt: skip
-    first = {column: next((n for n in fields if n in names), None) for column, fields in candidates.items()}
-    columns = {column: field for column, field in first.items() if field is not None}
-    return columns, tuple(name for name in names if name not in columns.values())
+def _of_values(source: Any, reading: Reading) -> Imported:
+    """Lengths in a DataFrame, or alone in an array, list or Series."""
+    if isinstance(source, pd.DataFrame | pd.Series | np.ndarray | list | tuple) and len(source):
+        return imported(source if isinstance(source, pd.DataFrame) else frame_of_numbers("lengths", source), reading)
+    raise TraceError(
+        f"got {shown(source)} for a trace; it is a Trace, the path of a trace, a RUN or a CSV, or response lengths"
+    )

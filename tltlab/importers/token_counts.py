@@ -28,8 +28,8 @@ class NoTokenCounter:
 
     def count(self, texts: Sequence[str]) -> list[int]:
         raise ConfigError(
-            "the dump holds text without token counts: give --tokenizer FOLDER, the model's tokenizer, "
-            "or --chars-per-token 3.6 for an approximation"
+            "the file holds text without token counts: give `tltlab trace import` or `tltlab what-if` "
+            "--tokenizer FOLDER, the model's tokenizer, or --chars-per-token 3.6 for an approximation"
         )
 
 

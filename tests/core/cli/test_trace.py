@@ -69,7 +69,7 @@ def test_the_rl_step_of_a_csv_has_other_names(command, tmp_path, name):
     assert import_dump(path, group_size=2).outcomes["prompt_id"].tolist() == ["p0", "p0", "p1"]
     code, out, err = command("trace", "describe", path, "--json")
     assert (code, len(json.loads(out)["rl_steps"])) == (0, 2)
-    assert f"response_tokens from output_tokens, rl_step from {name} (not read: reward)" in err
+    assert f"response_tokens from output_tokens, rl_step from {name}, reward" in err
 
 
 def test_rows_of_a_csv_are_grouped_and_cut_at_the_maximum(tmp_path):
@@ -85,7 +85,7 @@ def test_rows_of_a_csv_are_grouped_and_cut_at_the_maximum(tmp_path):
         ("", ("empty",)),
         ("length\n", ("rows",)),
         ("length\n3\n-3\n", ("-3", "3")),
-        ("length\n3\n\n0\n", ("0", "4")),
+        ("length\n0\n\n0\n", ("no",)),
         ("length\n3\nlong\n", ("long", "3")),
         ("3\n2.5\n", ("2", "5")),
         ("length\n3\nnan\n", ("nan", "3")),

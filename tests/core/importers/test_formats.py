@@ -296,11 +296,11 @@ def test_the_content_says_the_format(tmp_path, verl, trl):
     requests = jsonl(tmp_path / "b.jsonl", {"usage": {"completion_tokens": 1}})
     places = (verl, trl, trl / "completions", requests, tmp_path / "lengths.csv")
     assert [guess(place) for place in places] == ["verl", "trl", "trl", "vllm", "csv"]
-    benchmark = {"model_id": "m", "completed": 2, "total_output_tokens": 30, "output_lens": [10, 20], "ttfts": [0.5, 1]}
+    benchmark = {"model_id": "m", "completed": 2, "total_output_tokens": 30}
     (tmp_path / "empty").mkdir()
     for place, facts in (
         (jsonl(tmp_path / "c.jsonl", {"a": 1, "b": 2}), ("--format",)),
-        (jsonl(tmp_path / "d.json", benchmark), ("model_id", "output_lens")),
+        (jsonl(tmp_path / "d.json", benchmark), ("--save-detailed", "--output-details")),
         (tmp_path / "empty", ("empty",)),
         (tmp_path / "nothing", ("nothing",)),
     ):
@@ -350,7 +350,8 @@ def test_lengths_are_read_from_parquet_arrays_and_frames(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "facts"), [([3, 0], ("1", "0")), ([1.5], ("1.5",)), (np.zeros((2, 2, 2)), ("(2, 2, 2)",)), ([], ("[]",))]
+    ("source", "facts"),
+    [([3, -1], ("1", "-1")), ([1.5], ("1.5",)), (np.zeros((2, 2, 2)), ("(2, 2, 2)",)), ([], ("[]",))],
 )
 def test_what_is_no_length_is_named(source, facts):
     with refused(TraceError, naming=facts):
@@ -371,8 +372,7 @@ def test_what_a_csv_does_not_say_is_noted(tmp_path):
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
-        ({"group_size": 2}, ("verl",)),
-        ({"column": "x"}, ("verl",)),
+        ({"responses": 2}, ("verl",)),
         ({"reward_columns": ["x"]}, ("verl",)),
         ({"workers": 0}, ("0",)),
         ({"max_response_tokens": 0}, ("0",)),

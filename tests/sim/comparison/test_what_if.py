@@ -293,12 +293,35 @@ def test_the_command_answers_in_json_and_as_a_page(lengths: Path, tmp_path: Path
         (["--acceptance", "geometric:0.7"], "all=geometric:0.7"),
         (["--out", "x.doc"], ".html, .png, .svg or .json"),
         (["--column", "words"], "'words'"),
+        (["--step-column", "words"], "'words'"),
+        (["--group-column", "words"], "'words'"),
+        (["--cap", "7"], "said to be 7"),
+        (["--format", "slime"], "verl, trl, vllm, csv"),
+        (["--lists", "words"], "lengths, ids"),
+        (["--time-unit", "min"], "s, ms, us, ns"),
+        (["--tokenizer", "nowhere"], "nowhere"),
+        (["--group-size", "0"], "--group-size"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(lengths: Path, capsys, options: list[str], said: str):
     code, out, err = typed(capsys, "what-if", lengths, *options)
     assert (code, out) == (2, "")
     assert said in err.splitlines()[-1]
+
+
+def test_the_reading_of_a_file_is_asked_as_import_asks(tmp_path: Path, capsys):
+    rows = [{"k": {"n": [7] * n}, "at": s, "of": p, "text": "x" * n} for s in (3, 4) for p in (0, 1) for n in (5, 90)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--column", "k.n", "--lists", "ids", "--step-column", "at", "--group-column", "of", "--cap", "90"]
+    options += ["--chars-per-token", "3"]
+    code, out, _ = typed(capsys, "what-if", path, *options, "--systems", "verl", "--gpus", "1xH100", "--json")
+    assert (code, json.loads(out)["num_rl_steps"], json.loads(out)["num_responses"]) == (0, 2, 8)
+    assert json.loads(out)["columns"]["used"] == {"response_tokens": "k.n", "rl_step": "at", "prompt_id": "of"}
+    assert typed(capsys, "trace", "import", path, "--out", tmp_path / "t", *options)[0] == 0
+    trace = tltlab.read(tmp_path / "t")
+    assert trace.outcomes["response_tokens"].tolist() == [5, 90] * 4
+    assert (trace.rl_steps, trace.manifest.group_size, trace.manifest.max_response_tokens) == ([3, 4], 2, 90)
 
 
 def test_a_result_in_a_notebook():

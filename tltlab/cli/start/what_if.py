@@ -18,6 +18,8 @@ from tltlab.report.comparison import comparison_page
 from tltlab.report.page import render
 from tltlab.sim.cli import options
 
+from . import reading as readings
+
 if TYPE_CHECKING:
     from tltlab.sim.comparison.what_if import WhatIf
 
@@ -29,7 +31,7 @@ def what_if(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="Lengths: CSV, TSV, JSON, JSONL, Parquet, a dump of verl, TRL or vLLM, a log, a trace or RUN.",
+            help="Lengths: CSV, JSON, JSONL, Parquet, rollouts, requests, a log, packed too; a trace or RUN.",
         ),
     ],
     gpus: options.Gpus = None,
@@ -53,7 +55,17 @@ def what_if(
     systems: Annotated[
         str | None, typer.Option(help=f"Systems of the table: all, or of {', '.join(SYSTEMS)}. [default: four of them]")
     ] = None,
-    column: Annotated[str | None, typer.Option(help="The column of lengths, where its name does not say so.")] = None,
+    form: readings.Form = None,
+    tokenizer: readings.Tokenizer = None,
+    chars_per_token: readings.CharsPerToken = None,
+    column: readings.Column = None,
+    step_column: readings.StepColumn = None,
+    group_column: readings.GroupColumn = None,
+    lists: readings.ListsOption = None,
+    time_unit: readings.TimeUnitOption = None,
+    group_size: readings.GroupSize = None,
+    responses: readings.Responses = None,
+    cap: readings.Cap = None,
     rl_steps: options.SampledRlSteps = None,
     jobs: options.Jobs = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of policies and of intervals.")] = 0,
@@ -73,6 +85,10 @@ def what_if(
     from tltlab.sim.cli.compare import system_rows, system_table
     from tltlab.sim.comparison.what_if import what_if as run
 
+    asked = readings.reading(
+        column=column, step_column=step_column, group_column=group_column, lists=lists, time_unit=time_unit,
+        tokenizer=tokenizer, chars_per_token=chars_per_token, group_size=group_size, cap=cap, responses=responses,
+    )  # fmt: skip
     with ExitStack() as stack:
         left: list[Callable[[str], None]] = []
 
@@ -85,8 +101,8 @@ def what_if(
 
         answer = run(
             lengths, gpus=gpus, model=model, engine=engine, tp=tp, costs=costs, workers=workers,
-            acceptance=acceptance, accept=accept, drafter=drafter, systems=systems, column=column, jobs=jobs, seed=seed,
-            rl_steps=rl_steps, say=say,
+            acceptance=acceptance, accept=accept, drafter=drafter, systems=systems, reading=asked, jobs=jobs, seed=seed,
+            form=readings.known_format(form), rl_steps=rl_steps, say=say,
         )  # fmt: skip
     attributes = ("baseline", "left_out", "num_gpus")
     result: dict[str, Any] = answer.json() | {"systems": system_rows(answer.systems), "figures": "simulated"}

@@ -1,0 +1,432 @@
+"""Fields of records: names under which programs keep what a trace needs, and values however they are written.
+
+A name is compared by its letters and digits in lower case: `response_tokens` is also "Response tokens" and
+`responseTokens`. A field within objects has its path, `usage.completion_tokens`, and is found by its last part. Values
+are numbers, lists of token ids, texts and conversations.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from decimal import Decimal
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from tltlab.files import parse_json
+
+_RESPONSE = (
+    "response", "output", "completion", "generated", "generation", "gen", "decode", "resp", "out", "answer", "sampled",
+    "rollout", "candidates", "eval", "predicted",
+)  # fmt: skip
+_PROMPT = ("prompt", "input", "question", "query", "prefill", "request", "prompteval", "instruction")
+_TOKENS = ("tokens", "toks", "token")
+_SIZES = (
+    "len", "lens", "length", "lengths", "tokenlen", "tokenlens", "tokenlength", "tokenlengths", "tokencount",
+    "tokencounts", "tokenscount", "tokensize", "numtokens", "ntokens",
+)  # fmt: skip
+
+
+def _of(words: Sequence[str], units: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word + unit for word in words for unit in units)
+
+
+def _counted(words: Sequence[str]) -> tuple[str, ...]:
+    return tuple(prefix + name for prefix in ("num", "n", "number") for name in _of(words, _TOKENS))
+
+
+NAMES: dict[str, tuple[str, ...]] = {
+    # Numbers of tokens; a list of them is one of lengths.
+    "response_sizes": (
+        *_of(_RESPONSE, _SIZES), *_counted(("response", "output", "completion", "generated", "gen", "generation")),
+        "generatedtokencount", "candidatestokencount", "tokenspredicted", "lenresponse", "predictedn", "evalcount",
+        "outputsequencelength",
+        "usageoutput",
+    ),
+    "prompt_sizes": (
+        *_of(_PROMPT, _SIZES), *_counted(_PROMPT[:2]), "tokensevaluated", "promptn", "promptevalcount", "usageinput",
+        "inputsequencelength",
+    ),
+    # Numbers of tokens, or the tokens.
+    "response_tokens": (*_of(_RESPONSE, _TOKENS), "tokensgenerated"),
+    "prompt_tokens": (*_of(_PROMPT, _TOKENS), "contexttokens"),
+    "sizes": ("length", "lengths", "len", "lens", "numtokens", "ntokens", "tokencount", "tokencounts", "tokenlength"),
+    "tokens": ("tokens", "toks"),
+    # Prompt and response together.
+    "total": ("totaltokens", "seqlen", "seqlens", "sequencelength", "totallen", "totallength", "totaltokencount"),
+    # Lists with an entry for each token.
+    "response_ids": (
+        *_of(("response", "output", "completion", "generated", "generation", "gen", "resp", "sampled", "action"),
+             ("ids", "tokenids", "idslist")), "actions", "completionsids", "responsesids", "outputstokenids",
+        "choicestokenids", "samplestokenids",
+    ),
+    "prompt_ids": _of(("prompt", "query", "question"), ("ids", "tokenids", "inputids", "idslist")),
+    "all_ids": ("tokenids", "inputids", "sequence", "sequences", "sequenceids", "allids", "ids", "inputtokenids"),
+    "mask": (
+        *_of(("loss", "response", "action", "completion", "assistant", "answer", "generation", "tokenloss"),
+             ("mask", "masks", "tokenmask", "tokensmask")), "assistantmasks",
+    ),
+    "logprobs": _of(
+        ("", "response", "rollout", "output", "completion", "token", "old", "sampling", "sampled", "policy"),
+        ("logprobs", "logprob", "logps", "pertokenlogps", "outputlogprobs"),
+    ),
+    # Texts and conversations.
+    "response_text": (
+        "output", "completion", "response", "generatedtext", "generatedtexts", "responsetext", "completiontext",
+        "outputtext", "outputs", "completions", "responses", "resps", "generations", "generation", "modeloutput",
+        "modelresponse", "samples", "choices", "rollouts", "candidates", "outputresponse",
+        "choicestext", "choicesmessage", "outputstext", "samplestext", "candidatescontent",
+    ),
+    "prompt_text": (
+        "input", "prompt", "prompttext", "inputtext", "inputprompt", "prompts", "inputs", "question", "query",
+        "problem", "instruction", "genargs0arg0",
+    ),
+    "conversation": (
+        "messages", "conversations", "conversation", "traj", "trajectory", "chathistory", "dialog", "dialogue",
+        "messagelog", "history",
+    ),
+    # Prompt and sample; the names of the second kind may also number the rows.
+    "prompt_id": (
+        "promptid", "group", "groupid", "groupindex", "groupidx", "uid", "problemid", "problemidx", "questionid",
+        "questionidx", "taskid", "taskindex", "taskidx", "ngtaskindex", "promptindex", "promptidx", "promptuid",
+        "promptuuid", "exampleid", "exampleidx", "itemid", "queryid", "qid", "docid", "instanceid", "extrainfoindex",
+        "datasetindex",
+    ),
+    "row_id": ("requestid", "customid", "rid", "uuid", "index", "idx", "id", "dataid", "sampleuid"),
+    "sample": (
+        "sample", "sampleid", "sampleindex", "sampleidx", "rolloutindex", "rolloutidx", "completionindex",
+        "completionidx", "responseindex", "responseidx", "trial", "repeat", "ngrolloutindex",
+    ),
+    "rl_step": (
+        "rlstep", "step", "globalstep", "trainingstep", "trainstep", "iteration", "globalsteps", "trainglobalstep",
+        "trainingglobalstep", "trainerglobalstep", "rolloutstep", "stepnum", "stepidx", "rolloutid",
+    ),
+    "epoch": ("epoch",),
+    # Outcome.
+    "turn": ("turn", "turnid", "turnindex", "turnidx"),
+    "turns": ("numturns", "nturns", "turns"),
+    "reward": ("reward", "score", "rewards", "scores", "totalreward", "rewardscore", "finalreward"),
+    "finish_reason": ("finishreason", "finishreasons", "finishedreason", "stopreason", "stopreasons", "donereason"),
+    "status": ("status",),
+    "is_cut": ("truncated", "istruncated", "clipped", "isclipped"),
+    "error": ("error", "errors", "errormessage", "errormsg", "errorcode", "exception"),
+    "success": ("success", "succeeded", "ok"),
+    "status_code": ("statuscode", "httpstatus"),
+    "cap": (
+        "maxresponsetokens", "maxtokens", "maxcompletiontokens", "maxnewtokens", "maxoutputtokens", "maxresponselength",
+        "maxcompletionlength",
+    ),
+    "worker": ("worker", "workerid", "dprank", "dataparallelrank", "engineindex", "replica"),
+    # Times, also with the units of UNITS at their end.
+    "t_submit": (
+        "tsubmit", "starttime", "starttimes", "start", "arrivaltime", "arrival", "arrivedat", "submittime", "timestamp",
+        "queued", "requesttime", "createdat",
+    ),
+    "t_first_token": ("tfirsttoken", "firsttokentime", "firsttoken"),
+    "ttft": ("ttft", "ttfts", "timetofirsttoken"),
+    "t_finish": ("tfinish", "finishtime", "finishedtime", "endtime", "end", "lasttoken", "finishedat"),
+    "latency": (
+        "latency", "latencies", "e2elatency", "e2el", "e2e", "requestlatency", "duration", "elapsed", "elapsedtime",
+    ),
+}  # fmt: skip
+UNITS = {
+    "": None, "ts": 1.0, "s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0, "ms": 1e-3, "millis": 1e-3, "us": 1e-6,
+    "ns": 1e-9,
+}  # fmt: skip
+"""Seconds of a unit that ends the name of a time; None is unknown."""
+TIMES = ("t_submit", "t_first_token", "ttft", "t_finish", "latency")
+
+_ANYWHERE = {
+    "tokens", "sizes", "all_ids", "response_text", "prompt_text", "conversation", "row_id", "sample", "rl_step",
+    "epoch", "reward", "status", "is_cut", "error", "success", "worker", *TIMES,
+}  # fmt: skip
+"""Kinds with names so common that a field within an object counts only where ENVELOPES are around it."""
+ENVELOPES = {
+    "response", "body", "usage", "metainfo", "choices", "outputs", "output", "message", "result", "data", "record",
+    "completion", "responsescreateparams", "request", "metrics", "timings", "details", "sample", "rollout",
+    "trajectory", "usagemetadata", "arguments", "genargs0", "responses", "choice", "error",
+    "reward", "samples", "rollouts", "candidates", "generations", "completions",
+}  # fmt: skip
+LISTS = {"response_ids", "prompt_ids", "all_ids", "mask", "logprobs", "response_tokens", "prompt_tokens", "tokens",
+         "response_sizes", "prompt_sizes", "sizes"}  # fmt: skip
+"""Kinds whose cells may be lists of numbers."""
+
+
+@lru_cache(1 << 12)
+def plain(name: object) -> str:
+    """Return a name by its letters and digits, parts of a path by their points.
+
+    >>> plain("Response Tokens"), plain("usage.completionTokens")
+    ('responsetokens', 'usage.completiontokens')
+    """
+    return re.sub(r"[^a-z0-9.]", "", str(name).lower())
+
+
+def matches(columns: Iterable[str], kind: str, fits: Callable[[str], bool] = lambda column: True) -> list[str]:
+    """Return the columns with a name of a kind that fit: least deep in objects first, then in the order of names."""
+    order = {name: at for at, name in enumerate(NAMES[kind])}
+    found = []
+    for column in columns:
+        *around, last = plain(column).split(".")
+        depth = len(around)
+        name = next((n for n in ("".join(around[-1:]) + last, last) if n in order), None)
+        if name is None and kind in TIMES:
+            name = next(
+                (last.removesuffix(u) for u in UNITS if u and last.endswith(u) and last.removesuffix(u) in order), None
+            )
+        if kind == "row_id" and around and last in ("index", "idx"):
+            continue  # Of a choice among several.
+        if name is None or (kind in _ANYWHERE and not ENVELOPES.issuperset(around)) or not fits(column):
+            continue
+        found.append((depth, order[name], column))
+    return [column for _, _, column in sorted(found, key=lambda item: item[:2])]
+
+
+@cache
+def kind_of(column: str) -> frozenset[str]:
+    """Return the kinds that a column's name is one of."""
+    return frozenset(kind for kind in NAMES if matches([column], kind))
+
+
+def unit_of(column: str) -> float | None:
+    """Return the seconds of the unit at the end of a time's name; None where it has none."""
+    last = plain(column).rpartition(".")[2]
+    names = {name for kind in TIMES for name in NAMES[kind]}
+    if last in names:
+        return None
+    return next((UNITS[u] for u in UNITS if u and last.endswith(u) and last.removesuffix(u) in names), None)
+
+
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?P<mark>[,_' \u00a0\u2009\u202f])\d{3}(?:(?P=mark)\d{3})*(?:\.\d+)?")
+_EUROPEAN = re.compile(r"[-+]?\d{1,3}(\.\d{3})+")
+_BOOLEANS = {"true": 1.0, "false": 0.0}
+_NULLS = {"", "nan", "none", "null", "na", "n/a", "<na>"}
+
+
+def is_missing(cell: Any) -> bool:
+    """Whether a cell holds nothing: null, NaN, or a text that stands for one of them.
+
+    >>> [is_missing(cell) for cell in (None, "", "None", float("nan"), 0, "0", [])]
+    [True, True, True, True, False, False, False]
+    """
+    if isinstance(cell, str):
+        return cell.strip().lower() in _NULLS
+    return (
+        cell is None
+        or (isinstance(cell, float | np.floating) and bool(cell != cell))
+        or cell is pd.NaT
+        or cell is pd.NA
+    )
+
+
+def missing_in(cells: pd.Series[Any]) -> NDArray[np.bool_]:
+    """Return whether each cell `is_missing`."""
+    if cells.dtype == "str":
+        return (cells.isna() | cells.isin({"", *_NULLS, *map(str.upper, _NULLS), "NaN", "None", "Null"})).to_numpy(bool)
+    return cells.isna().to_numpy() if cells.dtype != object else np.array([is_missing(cell) for cell in cells], bool)
+
+
+def lists_in(cells: pd.Series[Any]) -> NDArray[np.bool_]:
+    """Return whether each cell is a list."""
+    if cells.dtype != object:
+        return np.zeros(len(cells), bool)
+    return np.array([is_list(cell) for cell in cells], bool)
+
+
+def number(cell: Any, *, booleans: bool = False) -> float:
+    """Return the number in a cell, NaN where there is none; texts may group thousands, and `booleans` be 1 and 0.
+
+    Infinite for what no float holds.
+
+    >>> number("1,234"), number("1_234.5"), number("12"), number("True"), number("long"), number(10**400)
+    (1234.0, 1234.5, 12.0, nan, nan, inf)
+    """
+    if not booleans and isinstance(cell, bool | np.bool_):
+        return float("nan")
+    try:
+        if isinstance(cell, str):
+            text = cell.strip()
+            if booleans and text.lower() in _BOOLEANS:
+                return _BOOLEANS[text.lower()]
+            if match := _THOUSANDS.fullmatch(text):
+                return float(text.replace(match["mark"], ""))
+            # Python would take `1_2` for 12.
+            return float("nan") if "_" in text else float(text)
+        return float(cell) if isinstance(cell, int | float | np.number | np.bool_ | Decimal) else float("nan")
+    except OverflowError:
+        return float("inf")
+    except ValueError:
+        return float("nan")
+
+
+def numbers(cells: pd.Series[Any], *, booleans: bool = False) -> NDArray[np.float64]:
+    """Return the `number` of each cell."""
+    if pd.api.types.is_numeric_dtype(cells) and (booleans or cells.dtype != bool):
+        return cells.to_numpy(np.float64, na_value=np.nan)
+    if cells.dtype == "str" and (fast := pd.to_numeric(cells, errors="coerce")).notna().all():
+        return fast.to_numpy(np.float64)
+    return np.array([number(cell, booleans=booleans) for cell in cells], np.float64)
+
+
+def could_be_thousands(cells: pd.Series[Any]) -> str | None:
+    """Return the first text such as "1.000" that is 1 or 1000, by what the point means; None where there is none.
+
+    Where a text has four digits before its point, or another number of them behind it, a point is a point.
+    """
+    if cells.dtype == "str" and not cells.str.contains(".", regex=False).any():
+        return None
+    texts = [cell.strip() for cell in cells if isinstance(cell, str) and "." in cell]
+    if any(not _EUROPEAN.fullmatch(text) for text in texts):
+        return None
+    return texts[0] if texts else None
+
+
+def is_list(cell: Any) -> bool:
+    return isinstance(cell, list | tuple | np.ndarray)
+
+
+def parsed(cell: Any) -> Any:
+    """Return the list or object that a text of JSON, or one that Python printed, holds; any other cell as it is.
+
+    >>> parsed("[np.int64(3), 4]"), parsed("[3 4]"), parsed("[3 ... 4]"), parsed("{'role': 'user'}")
+    ([3, 4], [3, 4], '[3 ... 4]', {'role': 'user'})
+    """
+    if not isinstance(cell, str) or cell.lstrip()[:1] not in ("[", "{"):
+        return cell
+    with suppress(ValueError):
+        return parse_json(cell)
+    text = re.sub(r"np\.\w+\(([^()]*)\)", r"\1", cell.strip())
+    if re.fullmatch(r"\[[-+\d.e\s]*\]", text) and "..." not in text:
+        text = re.sub(r"(?<=\S)\s+(?=\S)", ", ", text)
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return ast.literal_eval(text)
+    return cell
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """A list of token ids: its size, the ones of a mask (else 0), and how many equal values begin and end it."""
+
+    size: int
+    ones: int
+    head: int
+    tail: int
+
+    @classmethod
+    def of(cls, values: Sequence[Any], is_mask: bool) -> Ids:
+        size = len(values)
+        head = next((i for i in range(size) if values[i] != values[0]), size)
+        tail = next((i for i in range(size) if values[-1 - i] != values[-1]), size)
+        return cls(size=size, ones=sum(value == 1 for value in values) if is_mask else 0, head=head, tail=tail)
+
+
+_GENERATED = {"assistant", "model", "ai", "gpt", "chatgpt", "bot", "agent"}
+_OTHERS = {"system", "developer", "user", "human", "tool", "function", "environment", "observation", "ipython"}
+_CALLS = ("function_call", "tool_use", "tool_call", "custom_tool_call", "mcp_call", "server_tool_use")
+_TEXTS = ("thinking", "reasoning", "reasoning_content", "summary", "text", "content", "value", "refusal")
+_OUTPUTS = ("output", "result")
+
+
+@dataclass
+class Speech:
+    """The texts of a conversation: those generated, and the rest; `unread` are kinds of blocks without text."""
+
+    generated: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
+    turns: int = 0
+    before: list[str] = field(default_factory=list)
+    """Texts before the first one generated."""
+
+
+def is_message(value: Any) -> bool:
+    """Whether a JSON object is a message of a conversation, or a block of one."""
+    if not isinstance(value, Mapping):
+        return False
+    named = value.get("type") if isinstance(value.get("type"), str) else value.get("role") or value.get("from")
+    return isinstance(named, str) and ("index" not in value or "role" in value or "from" in value)
+
+
+def speech_of(value: Any) -> Speech | None:
+    """Return the texts of a cell that holds a text, or messages or blocks; None where it holds neither.
+
+    Of a message its content counts, text or blocks, with its reasoning and the names and arguments of its tool calls.
+    Messages of tools, users and systems are not generated, those without a role are. A turn is a run of generated
+    messages.
+    """
+    speech = Speech()
+    if value is None or isinstance(value, str):
+        speech.generated.append(value or "")
+        speech.turns = 1
+        return speech
+    messages = [value] if isinstance(value, Mapping) else list(value) if is_list(value) else None
+    if messages is None or not all(
+        isinstance(m, str) or is_message(m) or "content" in m for m in messages if m or m == ""
+    ):
+        return None
+    model_spoke = False
+    for message in messages:
+        text = "".join(_texts(message, speech.unread))
+        if is_generated := _is_generated(message):
+            speech.generated.append(text)
+            speech.turns += not model_spoke
+        else:
+            (speech.others if speech.turns else speech.before).append(text)
+        model_spoke = is_generated
+    speech.others = [*speech.before, *speech.others]
+    return speech
+
+
+def _is_generated(message: Any) -> bool:
+    if not isinstance(message, Mapping):
+        return True
+    role = str(message.get("role") or message.get("from") or "").lower()
+    if role:
+        return role not in _OTHERS
+    return not str(message.get("type") or "").endswith(("_output", "_result"))
+
+
+def _texts(value: Any, unread: set[str]) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif is_list(value):
+        for item in value:
+            yield from _texts(item, unread)
+    elif isinstance(value, Mapping):
+        kind = str(value.get("type") or "")
+        calls = value.get("tool_calls")
+        if is_list(calls):
+            for call in calls or ():
+                yield from _call(call)
+        elif isinstance(call := value.get("function_call"), Mapping):
+            yield from _call(call)
+        if kind in _CALLS:
+            yield from _call(value)
+            return
+        texts = [value[name] for name in _TEXTS if value.get(name) is not None]
+        texts += [value[name] for name in _OUTPUTS if value.get(name) is not None and not texts]
+        if not texts and kind and "role" not in value and kind != "reasoning":
+            unread.add(kind)
+        for text in texts:
+            yield from _texts(text, unread)
+
+
+def _call(call: Any) -> Iterator[str]:
+    """The name and the arguments of a tool call."""
+    inner = call.get("function") if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) else call
+    if isinstance(inner, Mapping):
+        yield str(inner.get("name") or "")
+        arguments = next(
+            (inner[n] for n in ("arguments", "input", "args", "parameters") if inner.get(n) is not None), ""
+        )
+        yield arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    elif call is not None:
+        yield str(call)

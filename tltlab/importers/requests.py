@@ -1,0 +1,290 @@
+"""Fields of a request beside its lengths: RL step, finish reason, reward, times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from tltlab.config import shown
+from tltlab.errors import TraceError
+
+from .fields import (
+    TIMES,
+    could_be_thousands,
+    is_missing,
+    lists_in,
+    matches,
+    missing_in,
+    number,
+    numbers,
+    plain,
+    unit_of,
+)
+from .lists import RUN, ListReader
+from .rows import BY_OPTION, Records, TimeUnit
+
+SECONDS: dict[TimeUnit, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+REASONS: dict[str, tuple[str, ...]] = {
+    "stop": (
+        "stop", "eos", "eos_token", "stop_sequence", "stop_token", "end_turn", "tool_calls", "tool_use",
+        "function_call", "completed", "complete", "finished", "done", "success", "succeeded", "content_filter",
+        "refusal", "repetition", "pause_turn", "eos_token_id", "stop_str",
+    ),
+    "length": (
+        "length", "max_tokens", "max_length", "max_output_tokens", "max_new_tokens", "max_completion_tokens",
+        "truncated", "incomplete", "token_limit", "model_context_window_exceeded", "context_length",
+    ),
+    "abort": (
+        "abort", "aborted", "cancelled", "canceled", "error", "timeout", "failed", "failure", "pending", "in_progress",
+        "rejected", "expired",
+    ),
+}  # fmt: skip
+"""The trace's word for a program's finish reason."""
+_MOST_EPOCHS = 1e6
+MOST_TOKENS = 2**31 - 1
+_OWN = {
+    "epoch": "rl_step",
+    "response_sizes": "response_tokens",
+    "sizes": "response_tokens",
+    "prompt_sizes": "prompt_tokens",
+}
+"""Columns of a trace for which names are of several kinds."""
+
+
+class RequestReader(ListReader):
+    """Reads numbers, and what became of requests."""
+
+    def _whole(
+        self, records: Records, column: str, at_least: int, *, may_miss: bool = False, failed: Any = False
+    ) -> NDArray[np.float64]:
+        """A column's whole numbers; missing ones are NaN where they may be, and 0 where the request failed."""
+        cells = records.frame[column]
+        values = numbers(cells)
+        missing = np.isnan(values)
+        if missing.any():
+            absent = missing & missing_in(cells) & (failed | np.bool_(may_miss))
+            values = np.where(absent & failed, 0.0, values)
+            missing = absent
+        ok = missing | ((values >= at_least) & (values <= MOST_TOKENS) & (values == np.floor(values)))
+        if not ok.all():
+            at = int(np.argmin(ok))
+            cell = cells.iloc[at]
+            got = "nothing" if is_missing(cell) and not isinstance(cell, str) else shown(cell)
+            hint = ""
+            if isinstance(cells.iloc[at], str) and could_be_thousands(cells.iloc[[at]]):
+                hint = "; thousands are written 1234 or 1,234"
+            records.fault(at, column, f"got {got}, wanted a whole number >= {at_least}{hint}")
+        if (text := could_be_thousands(cells)) is not None:
+            at = cells.to_list().index(text)
+            records.fault(
+                at,
+                column,
+                f"{text} may be {float(text):g} or thousands: write {text.replace('.', '')} or {float(text):g}",
+            )
+        return values
+
+    def _column(self, records: Records, *kinds: str, fits: Callable[[str], Any] | None = None) -> str | None:
+        """Return the column of these kinds, the least deep in objects first; None where there is none.
+
+        Cells of the others fill its missing ones. Raises TraceError where lengths or RL steps of several differ.
+        """
+        frame = records.frame
+
+        def is_there(column: str) -> bool:
+            cells = frame[column]
+            if fits is not None:
+                return bool(fits(column))
+            return not (lists_in(cells).any() or missing_in(cells).all())
+
+        found = [c for kind in kinds for c in matches(frame.columns, kind, is_there)]
+        if not found:
+            return None
+        own = _OWN.get(kinds[0], kinds[0])
+        chosen = next((column for column in found if plain(column) == plain(own)), found[0])
+        for other in found if len(found) > 1 else ():
+            differs = (numbers(frame[other]) != numbers(frame[chosen])) & ~(
+                missing_in(frame[other]) | missing_in(frame[chosen])
+            )
+            same_depth = other.count(".") == chosen.count(".")
+            if differs.any() and same_depth and plain(chosen) != plain(own) and kinds[0] in (*_OWN, "rl_step"):
+                option = "--step-column" if own == "rl_step" else "--column"
+                raise TraceError(
+                    f"{records.place(int(np.argmax(differs)))}: columns {chosen} and {other} differ and either could "
+                    f"be {own}: keep one, call it {own}, or name one ({BY_OPTION.format(option)})"
+                )
+            frame[chosen] = frame[chosen].where(~missing_in(frame[chosen]), frame[other])
+        self._seen.update(found)
+        if own != "total":
+            self.use({"cap": "max_response_tokens"}.get(own, own), chosen)
+        return chosen
+
+    def _rl_steps(self, records: Records) -> Any:
+        frame = records.frame
+        if self.reading.step_column is not None:
+            column: str | None = self._given(records, self.reading.step_column)
+            self.use("rl_step", str(column))
+        else:
+            column = self._column(records, "rl_step")
+            if column is None and records.rl_step is None and "rl_step" not in self.reading.needs:
+                column = self._column(records, "epoch", fits=lambda c: (numbers(frame[c]) < _MOST_EPOCHS).all())
+        values = np.full(len(frame), np.nan)
+        if column is not None:
+            values = self._whole(records, column, 0, may_miss=records.rl_step is not None)
+        elif RUN in frame:
+            values = frame[RUN].to_numpy(np.float64)
+            if len(set(values)) > 1:
+                self.notes["each list of lengths is an RL step"] = None
+        if records.rl_step is None and "rl_step" in self.reading.needs and np.isnan(values).any():
+            at = int(np.argmax(np.isnan(values)))
+            raise TraceError(
+                f"{records.place(at)}: no step; wanted a field step, there are: {', '.join(map(str, frame.columns))}"
+            )
+        return np.where(np.isnan(values), records.rl_step or 0, values).astype(np.int64)
+
+    def _failed(self, records: Records) -> NDArray[np.bool_]:
+        """Whether each request failed, by its error, success or status code."""
+        frame = records.frame
+        failed = np.full(len(frame), False)
+        within = [column for column in frame.columns if "error" in plain(column).split(".")[:-1]]
+        for column in (*matches(frame.columns, "error"), *within):
+            failed |= np.array(
+                [not is_missing(c) and c is not False and c not in ("False", "0", 0, [], {}) for c in frame[column]]
+            )
+            self._seen.add(column)
+        for column in matches(frame.columns, "success"):
+            failed |= np.array([number(cell, booleans=True) == 0 for cell in frame[column]])
+            self._seen.add(column)
+        for column in matches(frame.columns, "status_code"):
+            failed |= numbers(frame[column]) >= 400
+            self._seen.add(column)
+        for column in matches(frame.columns, "status"):
+            failed |= np.array([str(cell).lower() in REASONS["abort"] for cell in frame[column]])
+        return failed
+
+    def _reasons(self, records: Records, aborted: NDArray[np.bool_]) -> Any:
+        """Return the trace's finish reason of each response; None is unknown."""
+        frame = records.frame
+        reasons: Any = np.full(len(frame), None, object)
+        known = {word: reason for reason, words in REASONS.items() for word in words}
+        for kind in ("finish_reason", "status", "is_cut"):
+            for column in matches(frame.columns, kind, lambda c: not missing_in(frame[c]).all())[:1]:
+                for at, cell in enumerate(frame[column]):
+                    if is_missing(cell) or reasons[at] is not None:
+                        continue
+                    if kind == "is_cut":
+                        reasons[at] = "length" if number(cell, booleans=True) == 1 else "stop"
+                    elif (reason := known.get(str(cell).strip().lower().rpartition(".")[2])) is not None:
+                        reasons[at] = reason
+                    elif "stopreason" in plain(column) and not isinstance(cell, str):
+                        reasons[at] = "stop"  # The id of the token that stopped it.
+                    elif kind == "finish_reason":
+                        records.fault(at, column, f"got {shown(cell)}, known are: {', '.join(sorted(known))}")
+                if kind != "status" or any(reason is not None for reason in reasons):
+                    self.use("finish_reason", column)
+        reasons[aborted] = "abort"
+        self.counts["aborted"] += int(aborted.sum())
+        return reasons
+
+    def _rewards(self, records: Records) -> Any:
+        """The reward of each response: the sum of the named columns, of what is known; NaN is unknown."""
+        frame = records.frame
+        strict = "reward" in self.reading.needs or bool(self.reading.reward_columns)
+        names = list(self.reading.reward_columns)
+        if not names:
+            names = matches(frame.columns, "reward", lambda c: not lists_in(frame[c]).any())[:1]
+            if not strict and any(
+                np.isnan(numbers(frame[c], booleans=True)[~missing_in(frame[c])]).any() for c in names
+            ):
+                return np.full(len(frame), np.nan)
+        columns = []
+        for name in names:
+            column = self._given(records, name)
+            self.use("reward", column)
+            values = numbers(frame[column], booleans=True)
+            wrong = ~np.isfinite(values) & ~missing_in(frame[column])
+            if wrong.any() and strict:
+                at = int(np.argmax(wrong))
+                records.fault(at, column, f"got {shown(frame[column].iloc[at])}, wanted a number")
+            columns.append(np.where(np.isfinite(values), values, np.nan))
+        if not columns:
+            return np.full(len(frame), np.nan)
+        stacked = np.stack(columns)
+        return np.where(np.isnan(stacked).all(axis=0), np.nan, np.nansum(stacked, axis=0))
+
+    def _times(self, records: Records) -> dict[str, Any]:
+        """Seconds of submission, first token and finish on the dump's clock; NaN where the first is unknown."""
+        nothing = np.full(len(records.frame), np.nan)
+        submit = self._time(records, "t_submit")
+        if submit is None:
+            return dict.fromkeys(("t_submit", "t_first_token", "t_finish"), nothing)
+        found = {kind: nothing if (time := self._time(records, kind)) is None else time for kind in TIMES[1:]}
+        ends = {
+            "t_first_token": np.where(np.isnan(found["t_first_token"]), submit + found["ttft"], found["t_first_token"]),
+            "t_finish": np.where(np.isnan(found["t_finish"]), submit + found["latency"], found["t_finish"]),
+        }
+        for name, times in ends.items():
+            if (times < submit).any():
+                at = int(np.argmax(times < submit))
+                records.fault(at, name, f"got {times[at]}, before the start {submit[at]}")
+        return {"t_submit": submit} | ends
+
+    def _time(self, records: Records, kind: str) -> Any:
+        """A kind of time in seconds; None where no column has it, or its unit cannot be known."""
+        frame = records.frame
+        columns = matches(
+            frame.columns, kind, lambda c: not missing_in(frame[c]).all() and not lists_in(frame[c]).any()
+        )
+        dated, result = None, None
+        for column in columns:
+            values = numbers(frame[column])
+            if np.isnan(values[~missing_in(frame[column])]).any():
+                dated = dated or column
+                continue
+            self.use(kind, column)
+            scale = unit_of(column) or (SECONDS[self.reading.time_unit] if self.reading.time_unit else None)
+            if scale is None and column not in self._scales:
+                self._scales[column] = self._scale(frame, kind, column, values)
+            if (scale := scale or self._scales[column]) is not None:
+                result = values * scale if result is None else np.where(np.isnan(result), values * scale, result)
+        if result is not None:
+            return result
+        if dated is None or kind in ("ttft", "latency"):
+            return None
+        times = pd.to_datetime(frame[dated].astype(object), errors="coerce", utc=True, format="mixed")
+        is_date = frame[dated].map(lambda cell: not isinstance(cell, str) or any(map(str.isdigit, cell)))
+        wrong = (times.isna() | ~is_date) & ~missing_in(frame[dated])
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            records.fault(at, dated, f"got {shown(frame[dated].iloc[at])}, wanted a time")
+        self._seen.add(dated)
+        return (times - pd.Timestamp(0, tz="utc")).dt.total_seconds().to_numpy()
+
+    def _scale(self, frame: pd.DataFrame, kind: str, column: str, values: Any) -> float | None:
+        """Seconds of the unit of a time whose name has none, by its size and by the file's other columns."""
+        names = {plain(name) for name in frame.columns}
+        largest = np.nanmax(np.abs(values), initial=0.0)
+        whole = bool((np.isnan(values) | (values == np.floor(values))).all())
+        if "hashids" in names and whole:
+            self.notes[f"{column}: milliseconds, as Mooncake's traces have them"] = None
+            return 1e-3
+        if kind not in ("ttft", "latency"):
+            for least, unit in ((1e17, "ns"), (1e14, "us"), (1e11, "ms")):
+                if largest >= least:
+                    self.notes[f"{column}: taken for {unit} since 1970, by its size"] = None
+                    return SECONDS[unit]  # type: ignore[index]
+        if (
+            "logtype" in names
+            or largest >= 1e8
+            or not whole
+            or largest < (100 if kind in ("ttft", "latency") else 1000)
+        ):
+            return 1.0
+        unknown = (
+            f"{column} has whole numbers without a unit: times are not read ({BY_OPTION.format('--time-unit s or ms')})"
+        )
+        self.notes[unknown] = None
+        return None
