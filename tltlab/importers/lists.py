@@ -121,7 +121,7 @@ class ListReader:
                 self._lists[name] = "messages" if is_message(first) else others
             elif is_list(first):
                 is_batch = kinds & _RESPONSE_KINDS and (
-                    kinds & _OF_TEXT or all(isinstance(item, int) for item in first)
+                    kinds & _OF_TEXT or all(isinstance(item, int) for item in first or ())
                 )
                 self._lists[name] = "responses" if is_batch else ""
             elif isinstance(first, str):
