@@ -442,7 +442,7 @@ def _statistic(name: str) -> str | None:
     if (key := plain_key(name)) is not None:
         return key
     if plain(name) in ("numresponses", "nresponses", "numsamples", "nsamples", "numrollouts", "numtrajectories"):
-        return FIRST_OF["responses"][0]
+        return "num_responses"
     *before, last = [plain(part) for part in re.split(r"[/.]", name)]
     for word, statistic in _STATISTICS.items():
         base = before[-1] if last == word and before else last.replace(word, "", 1) if word in last else None
@@ -460,14 +460,12 @@ def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading
     means = [n for n in names if _statistic(n) in (*FIRST_OF["mean"], "response_length/mean")]
     if means and any("prompt_id" in kind_of(name) for name in names) and not sizes:
         raise TraceError(f"{path}: {means[0]} by prompt: wanted a length of each response, or a mean of each RL step")
-    if says_means(names):
-        return True
     called = [name for name in means if re.search("mean|avg|average", name.lower())]
     if called and (not sizes or any(map(plain_key, called))):
         return True
     if any(kind_of(name) & _OF_ONE for name in names):
         return False
-    if any(name not in sizes for name in means):
+    if says_means(names) or any(name not in sizes for name in means):
         return True
     for name in sizes:
         values = [number(record.get(name)) for record in fields if not is_missing(record.get(name))]

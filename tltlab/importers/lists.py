@@ -119,9 +119,9 @@ class ListReader:
             if isinstance(first, Mapping):
                 others = "responses" if "response_text" in kinds else ""
                 self._lists[name] = "messages" if is_message(first) else others
-            elif is_list(first):
+            elif first is not None and is_list(first):
                 is_batch = kinds & _RESPONSE_KINDS and (
-                    kinds & _OF_TEXT or all(isinstance(item, int) for item in first or ())
+                    kinds & _OF_TEXT or all(isinstance(item, int) for item in first)
                 )
                 self._lists[name] = "responses" if is_batch else ""
             elif isinstance(first, str):

@@ -23,7 +23,7 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json, read_text
 
 from .log_lines import Entry, Line, Wrapping, entries_of, lines_of, settled
-from .rows import rows_of
+from .rows import ending, rows_of
 from .step_metrics import FIRST_OF, FORMS, HINTS, KNOWN, LONG_FIELDS, LONG_NAMES, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
@@ -87,7 +87,7 @@ def is_metrics_log(path: Path) -> bool:
     if path.is_dir():
         return bool(metrics_files(path))
     try:
-        entries = entries_of(_lines(path), FORMS, HINTS) if path.suffix in _CONSOLES else ()
+        entries = entries_of(_lines(path), FORMS, HINTS) if ending(path) in _CONSOLES else ()
         if any(_is_known(entry, name) for entry in entries for name in entry.fields):
             return True
         return any(record.values for record in records_of(path))
@@ -147,7 +147,7 @@ def records_of(path: Path) -> Iterator[Record]:
 def _csv(path: Path) -> Iterator[Record]:
     """A history as W&B, MLflow or TensorBoard export it: a row for each RL step, or for each metric of one."""
     call_times: dict[str, float] = {}
-    cut = _cut_row(path) if path.suffix == ".csv" else None
+    cut = _cut_row(path) if ending(path) == ".csv" else None
     for at, row in enumerate(rows_of(path)):
         fields = row.fields
         if at == 0:
