@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,11 @@ def test_prefixes_of_the_epoch_before_are_kept(learning: Path):
 
 
 def test_ctrl_c_leaves_a_checkpoint_that_the_run_goes_on_from(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    request: pytest.FixtureRequest,
+    recipe_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     """The RL steps rolled out ahead are done too; there is no checkpoint of the recipe's own."""
     logged, run = RunLog.step, tmp_path / "run"
@@ -219,6 +224,10 @@ def test_ctrl_c_leaves_a_checkpoint_that_the_run_goes_on_from(
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
 
+    # A shell may have started the tests with SIGINT ignored.
+    request.addfinalizer(
+        partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
+    )
     monkeypatch.setattr(RunLog, "step", interrupted)
     own = ["checkpoint.every=0", "rollout.one_step_off=true", "rollout.num_workers=1", "train.steps=5"]
     with pytest.raises(SystemExit) as ended:

@@ -18,11 +18,13 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True, params=[signal.SIG_DFL, signal.default_int_handler], ids=["notebook", "command"])
 def sigterm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """SIGTERM's action by itself, and under our commands."""
+    """SIGTERM's action by itself, and under our commands; a shell may have started the tests with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with sigterm_does(request.param):
         yield
         assert signal.getsignal(signal.SIGTERM) == request.param
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
 
 
 def press() -> None:
