@@ -20,6 +20,7 @@ from bench.harness import Progress, Table, Text, quiet
 from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.beg_mab import BegMab, paper_buckets
+from tltlab.policies.engines import AcceptedThresholds, ContextTable
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import Policy
 from tltlab.policies.simple import BatchTable
@@ -29,7 +30,6 @@ from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .regimes import PolicyRegime, best_fixed, regimes
-from .rivals import AcceptedThresholds, ContextTable
 
 Row = dict[str, Any]
 ADAPTIVE, ORACLE = "adaptive", "oracle"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.rivals import AcceptedThresholds
+from tltlab.policies.engines import AcceptedThresholds
 from tltlab.policies.policy import PolicySource, load_policy
 from tltlab.sim.scenario import Scenario
 

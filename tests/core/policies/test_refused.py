@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from bench.rivals import AcceptedThresholds
 from tests.refused import refused
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.adaptive import Adaptive
 from tltlab.policies.bandits import Hedge, Ucb1
 from tltlab.policies.beg_mab import BegMab, paper_buckets
+from tltlab.policies.engines import AcceptedThresholds
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.reward import Reward
 from tltlab.policies.simple import BatchTable, Explore, Fixed

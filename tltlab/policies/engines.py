@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tltlab.errors import ConfigError
-from tltlab.policies.selector import Selector
-from tltlab.policies.simple import BatchTable, bucket_of, checked_thresholds
 from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .selector import Selector
+from .simple import BatchTable, bucket_of, checked_thresholds
 
 SGLANG_STEPS: tuple[tuple[int, tuple[int, ...], float], ...] = (
     (1, (1, 3, 5, 7), -0.25),

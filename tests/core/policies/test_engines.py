@@ -2,10 +2,11 @@
 
 import pytest
 
-from bench.rivals import AcceptedThresholds, ContextTable
-from tests.core.policies.iterations import pick, ran, teach
+from tltlab.policies.engines import AcceptedThresholds, ContextTable
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector
+
+from .iterations import pick, ran, teach
 
 
 def depth_after(policy: AcceptedThresholds, accepted: float, times: int, batch: int = 2) -> int:
