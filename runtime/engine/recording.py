@@ -28,9 +28,10 @@ from tltlab.traces.recording import recording_of
 from tltlab.traces.rows import Row, columns, key_columns
 from tltlab.traces.schema import Manifest
 
-from .control import Control, Live
+from .control import Control
 from .failures import what_was_raised
 from .ledger import NEWEST, Clock, EndedIterations
+from .live import Live
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 from . import has_option, in_place_of, ours, replaced
 
 if TYPE_CHECKING:
-    from tltlab.runtime.engine.control import Drafting
+    from tltlab.runtime.engine.live import Drafting
 
 
 def mend_speculative_sampling() -> None:

@@ -25,8 +25,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.control import Live
 from tltlab.runtime.engine.failures import what_was_raised
+from tltlab.runtime.engine.live import Live
 
 from . import is_registered
 from .capture import NoCapture, pause_capture, start_capture
