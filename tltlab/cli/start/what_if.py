@@ -21,7 +21,7 @@ from tltlab.sim.cli import options
 from . import reading as readings
 
 if TYPE_CHECKING:
-    from tltlab.sim.comparison.what_if import WhatIf
+    from tltlab.sim.comparison.verdict import WhatIf
 
 _PAGES = (".html", ".htm")
 

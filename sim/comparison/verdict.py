@@ -1,0 +1,212 @@
+"""The answer of `what_if`: speed-ups, verdict, picture, JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from tltlab.importers.step_metrics import SEVERAL_TURNS
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import TableSpec
+from tltlab.sim.tuning.drafter_training import DrafterTraining, interval_ends, times_text
+from tltlab.stats import Interval
+from tltlab.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LEAST, MOST = 0.5, 0.85
+"""Acceptance that is asked beside the one granted, where nobody measured it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedUp:
+    """Times as fast as without speculation, at one acceptance (None: the recorded one), with 95 % intervals.
+
+    `rl_step` is None where the other stages' costs are unknown.
+    """
+
+    accept: float | None
+    rollout: Interval
+    rl_step: Interval | None
+    policy: Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """The answer; `speed_ups` are by rising acceptance, `chosen` is the one that was asked for.
+
+    `systems` are `compare_systems`' rows, that of `THE_VERDICT` among them. `used` maps columns of a trace to the
+    source's, `ignored` are its others. `drafters` are those of the verdict's table, `acceptance` has in words
+    what was granted to each, `recorded` tells that the trace says it.
+    `plain_s` is a rollout's mean seconds without speculation, `rollout_share` its share of the RL step;
+    `crowded_share` the share of worker time with more requests than the policy drafts for. Nine in ten
+    speed-ups are off by less than `speedup_error`, as far as costs are at fault (None: not known). `training` is what
+    training the drafter would bring, None where the trace does not know. `num_rl_steps` were simulated, `is_sampled`
+    if nobody chose them.
+    """
+
+    trace: Trace
+    used: Mapping[str, str]
+    ignored: Sequence[str]
+    setting: str
+    costs_name: str
+    distance: str
+    evidence: str
+    workers: int
+    chosen: SpeedUp
+    speed_ups: tuple[SpeedUp, ...]
+    plain_s: float
+    rollout_share: float | None
+    crowded_share: float
+    speedup_error: float | None
+    training: DrafterTraining | None
+    systems: pd.DataFrame
+    drafters: tuple[str, ...]
+    acceptance: Mapping[str, str]
+    recorded: bool
+    decision_block: int
+    num_rl_steps: int
+    is_sampled: bool
+    wall_s: float
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a sentence or two."""
+        chosen, speed_ups = self.chosen, [s for s in self.speed_ups if s.accept in (LEAST, MOST)]
+        names = " or ".join(self.drafters)
+        if chosen.accept is not None:
+            chance = f"{100 * chosen.accept:.0f} %"
+            condition = f"if a token drafted by {names} is accepted {chance} of the time once those before it were"
+        elif self.recorded:
+            condition = f"with as many tokens drafted by {names} accepted as were recorded"
+        else:
+            condition = f"with drafts of {names} accepted as in {' and '.join(self.acceptance.values())}"
+        if chosen.rollout.estimate < 1.005:
+            head = f"Speculation would not make the rollout faster {condition}"
+        else:
+            step = "" if chosen.rl_step is None else f", the RL step {times_text(chosen.rl_step)}"
+            head = f"Speculation would make the rollout {times_text(chosen.rollout)} as fast{step}, {condition}"
+        beside = ", ".join(f"at {100 * (s.accept or 0):.0f} % {s.rollout.estimate:.2f}x" for s in speed_ups)
+        sure = ""
+        if self.speedup_error is not None and self.drafting and any(row.strategy.speculates for row in self.drafting):
+            most = f"{100 * self.speedup_error:.0f} %"
+            sure = f" Nine in ten such speed-ups are off by less than {most}, as far as costs are at fault."
+        turns = next((note.removeprefix(SEVERAL_TURNS) for note in self.notes if note.startswith(SEVERAL_TURNS)), "")
+        bound = f"An upper bound: {turns}. " if turns else ""
+        return f"{bound}{head}{f'; {beside}' if beside else ''}.{sure} {self.limited_by}"
+
+    @property
+    def limited_by(self) -> str:
+        """What holds the speed-up back most."""
+        rows = self.drafting
+        drafts_to = max((row.min_batch for row in rows[1:]), default=1) - 1
+        limits = []
+        if not any(row.strategy.speculates for row in rows):
+            limits.append("drafting costs more than it saves at every batch size")
+        elif self.crowded_share > 0.05 and not rows[-1].strategy.speculates:
+            limits.append(
+                f"for {100 * self.crowded_share:.0f} % of their time workers run more than {drafts_to} requests, where "
+                "drafting does not pay"
+            )
+        if self.rollout_share is not None:
+            most = 1.0 / max(1.0 - self.rollout_share, 1e-9)
+            limits.append(
+                f"the rollout is {100 * self.rollout_share:.0f} % of the RL step, so that no rollout could make it "
+                f"more than {most:.1f}x as fast"
+            )
+        if not limits:
+            limits.append("how many drafted tokens are accepted")
+        return f"Limited by: {'; '.join(limits)}."
+
+    @property
+    def drafting(self) -> tuple[Any, ...]:
+        """Rows (min_batch, strategy) of the policy that was found."""
+        selector = self.chosen.policy.selector
+        return selector.rows if isinstance(selector, TableSpec) else ()
+
+    def to_frame(self) -> pd.DataFrame:
+        """The systems, one row each, with `speed_up` beside `ratio`."""
+        return self.systems.assign(speed_up=1.0 / self.systems["ratio"])
+
+    def json(self) -> dict[str, Any]:
+        """The keys of `tltlab what-if --json`, without the systems' rows; `policy` is what a policy file holds."""
+        rollout, rl_step = self.chosen.rollout, self.chosen.rl_step
+        return {
+            "verdict": self.verdict,
+            "num_rl_steps": self.num_rl_steps,
+            "num_rl_steps_of": len(self.trace.rl_steps),
+            "num_responses": self.trace.num_rows("outcomes"),
+            "num_workers": self.workers,
+            "setting": self.setting,
+            "costs": self.costs_name,
+            "distance": self.distance,
+            "evidence": self.evidence,
+            "accept": self.chosen.accept,
+            "drafters": list(self.drafters),
+            "acceptance": dict(self.acceptance),
+            "speedup": {"rollout": interval_ends(rollout), "rl_step": interval_ends(rl_step)},
+            "by_accept": [
+                {"accept": s.accept, "rollout": interval_ends(s.rollout), "rl_step": interval_ends(s.rl_step)}
+                for s in self.speed_ups
+            ],
+            "makespan_s": self.plain_s,
+            "rollout_share": self.rollout_share,
+            "crowded_share": self.crowded_share,
+            "speedup_error": self.speedup_error,
+            "drafter_training": None if self.training is None else self.training.json(),
+            "policy": self.chosen.policy.model_dump(mode="json"),
+            "drafting": [{"min_batch": row.min_batch, "strategy": str(row.strategy)} for row in self.drafting],
+            "columns": {"used": dict(self.used), "ignored": list(self.ignored)},
+            "decision_block": self.decision_block,
+            "notes": list(self.notes),
+            "wall_s": self.wall_s,
+        }
+
+    def plot(self) -> Figure:
+        """Times as fast by acceptance, where it is not known; and the systems' rollouts."""
+        from matplotlib.figure import Figure
+
+        from tltlab.charts import bars
+
+        points = [s for s in self.speed_ups if s.accept is not None]
+        figure = Figure(figsize=(7.2, 5.4 if points else 2.4), layout="constrained")
+        heights = (3, 2) if points else (1,)
+        *curves, below = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+        for above in curves:
+            self._plot_speed_ups(above, points)
+        frame = self.to_frame()
+        title = f"Systems on {self.setting} (simulated)" if not points else "Systems (simulated)"
+        bars(frame["title"].tolist(), frame["speed_up"].tolist(), (1 / frame["ratio_high"]).tolist(),
+             (1 / frame["ratio_low"]).tolist(), xlabel="rollout, times as fast as VeRL's", title=title,
+             reference=1.0, axes=below)  # fmt: skip
+        return figure
+
+    def _plot_speed_ups(self, above: Axes, speed_ups: Sequence[SpeedUp]) -> None:
+        from tltlab.charts import COLORS, DASHES, finish
+
+        for i, name in enumerate(("rollout", "rl_step")):
+            points = [(s.accept, interval) for s in speed_ups if (interval := getattr(s, name)) is not None]
+            if points:
+                x, y = zip(*((accept, interval.estimate) for accept, interval in points), strict=True)
+                label = name.replace("rl_step", "RL step")
+                above.plot(x, y, color=COLORS[i], linestyle=DASHES[i], marker="o", markersize=4, label=label)
+                ends = [(interval.low, interval.high) for _, interval in points]
+                above.fill_between(x, *np.transpose(ends), color=COLORS[i], alpha=0.18, linewidth=0)
+        above.axhline(1.0, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
+        above.legend(fontsize=8, frameon=False)
+        finish(above, title=f"With speculation: {self.setting} (simulated)", xlabel="drafted tokens accepted, each",
+               ylabel="times as fast", grid="both")  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<WhatIf: {self.verdict}>"
+
+    def _repr_html_(self) -> str:
+        frame = self.to_frame()[["title", "drafters", "acceptance", "makespan_s", "speed_up", "regret"]]
+        return f"<p><b>{self.verdict}</b></p>{frame.to_html(index=False, float_format=lambda v: f'{v:.3g}')}"
