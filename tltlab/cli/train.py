@@ -43,6 +43,7 @@ def train(
     tltlab train --resume runs/first train.steps=8
     tltlab train qwen2.5-7b-tlt --dry-run
     """
+    from tltlab.doctor.signatures import diagnose
     from tltlab.own import code_allowed
     from tltlab.runtime.recipe.checks import check, enough_gpus, prompt_notes
     from tltlab.runtime.recipe.dry_run import plan_of
@@ -89,6 +90,8 @@ def train(
     text = f"{summary['grpo_steps']} steps into {folder}"
     if None not in (summary["reward_first"], summary["reward_last"]):
         text += f"; held-out reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"
+    if headline := diagnose(folder).headline:
+        text += f"\n{headline} See tltlab doctor {folder}."
     more = resuming(loaded, folder, replay_decisions, f"train.steps={2 * loaded.train.steps}")
     emit(summary, as_json=as_json, text=f"{text}\nwith more RL steps: {more}")
 
