@@ -164,7 +164,7 @@ def key_figures(trace: Trace) -> tuple[tuple[str, str], ...]:
         ("response tokens", f"{metrics.num_tokens(trace):,}"),
         ("mean rollout", number(metrics.makespan_s(trace), ",.4g", " s")),
         ("tokens/s in rollout", number(metrics.tokens_per_s(trace), ",.0f")),
-        ("bubble", number(metrics.bubble_fraction(trace), ".1%")),
+        ("idle workers", number(metrics.bubble_fraction(trace, idle=True), ".1%")),
         ("tail", number(metrics.tail_fraction(trace), ".1%")),
         ("accept length", number(metrics.mean_accept_length(trace), ".2f")),
         ("reward, first → last step", reward),
