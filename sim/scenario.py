@@ -46,7 +46,7 @@ def policy_name(source: PolicySource) -> str:
     if isinstance(source, str | Path | Strategy):
         return str(source)
     own = type(source) if isinstance(source, Selector) else source
-    return own.__name__ if isinstance(own, type) else load_policy(own).selector.kind
+    return own.__name__ if isinstance(own, type) else (policy := load_policy(own)).name or policy.selector.kind
 
 
 def named_policies(sources: Mapping[str, PolicySource] | Sequence[PolicySource] | str) -> dict[str, Policy]:

@@ -27,6 +27,8 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (
 _HATCHES = ("", "////", "", "||||", "\\\\\\\\", "", "xxxx", "----", "//", "++++")  # dots take 200 KB in SVG
 _WIDTH_IN = 7.2
 _MOST_MARKERS = 24
+_ROUND = (1, 2, 2.5, 5, 10)
+"""Distances of ticks, times a power of ten."""
 _LEAST_SHAPE_BYTES, _LEAST_DOTS_BYTES = 60, 200_000
 """Of one polygon of a collection, and of a hatch of dots, in SVG."""
 FORMATS = (".png", ".svg")
@@ -167,7 +169,7 @@ def lines(
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_locator(NullLocator())
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=whole))
+        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_ROUND, integer=whole))
     if len(series) > 1:
         _legend(axes, len(series))
     finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
@@ -215,7 +217,8 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str) -> Figu
         floor += height
         num_drawn += 1
         texts = [f"{text}\n{name}: {share:.1%}" for text, share in zip(texts, height, strict=True)]
-    axes.xaxis.set_major_locator(MaxNLocator(integer=bool(np.all(across == np.round(across)))))
+    whole = bool(np.all(across == np.round(across)))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_ROUND, integer=whole))
     axes.set_ylim(0, 100)
     if len(across):
         axes.set_xlim(across.min() - 0.6 * width, across.max() + 0.6 * width)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import platform
 import shlex
+import shutil
 import signal
 import sys
+import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +26,8 @@ from .strategy import NO_SPECULATION, Strategy
 running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
 """Arguments of the command that runs, the command's name first; empty outside of a command."""
 
+LINE_S = 2.0
+"""Seconds between two lines of progress whose total is not known."""
 AGAIN_S = 0.1
 """After which an interrupt that was lost comes again, seconds."""
 
@@ -57,8 +62,26 @@ def command_group(help: str, **options: Any) -> Typer:
 
 
 def emit(result: dict[str, Any], *, as_json: bool, text: str) -> None:
-    """Print a command's result: JSON for machines, `text` for people."""
+    """Print a command's result: JSON for machines, `text` for people, wrapped between words on a terminal."""
+    if not as_json and (width := screen_columns()) is not None:
+        text = "\n".join(_wrapped(line, width) for line in text.split("\n"))
     print(json.dumps(result, allow_nan=False) if as_json else text)
+
+
+def screen_columns() -> int | None:
+    """Columns of the terminal that shows standard output, at least 40; None where standard output is no terminal."""
+    return max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+
+
+def _wrapped(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    indent = line[: len(line) - len(line.lstrip())]
+    words = textwrap.wrap(
+        line.strip(), width, initial_indent=indent, subsequent_indent=indent, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    return "\n".join(words)
 
 
 def table(
@@ -67,7 +90,9 @@ def table(
     """Lines of a table: the first `left` columns begin at the left, the others (numbers) end at the right.
 
     With `words` the last column begins at the left too. A cell is written as `str` does; an empty `header` leaves the
-    heading out, a row may be shorter than it. No line is cut or ends in a space.
+    heading out, a row may be shorter than it. No line ends in a space. On a terminal that is too narrow, a last column
+    of words wraps, other columns of text are shortened with an ellipsis, then the rightmost columns of numbers are left
+    out and named below the table. Elsewhere no line is cut.
 
     >>> print(table(["batch", "ms"], [(1, "20.10"), (128, "7.00")]))
     batch     ms
@@ -80,18 +105,50 @@ def table(
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[Text(str(cell)) for cell in row] for row in rows]
+    cells = [[str(cell) for cell in row] for row in rows]
+    num = len(header) or max(map(len, cells), default=0)
+    widths = [max((len(row[at]) for row in (header, *cells) if at < len(row)), default=0) for at in range(num)]
+    words, screen = words or left >= num, screen_columns()
+    omitted = [] if screen is None else _fit(widths, screen - indent, left, words)
     drawing = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(header))
-    num_columns = len(header) or max(map(len, cells), default=0)
-    for number in range(num_columns):
-        name = Text(header[number]) if header else ""
-        begins_left = number < left or (words and number == num_columns - 1)
-        drawing.add_column(name, justify="left" if begins_left else "right", no_wrap=True)
+    shown = [at for at in range(num) if at not in omitted]
+    for at in shown:
+        wraps = words and at == num - 1
+        drawing.add_column(
+            Text(header[at]) if header else "", justify="left" if at < left or wraps else "right", width=widths[at],
+            no_wrap=not wraps, overflow="ellipsis",
+        )  # fmt: skip
     for row in cells:
-        drawing.add_row(*row)
+        drawing.add_row(*(Text(row[at]) for at in shown if at < len(row)))
     page = StringIO()
     Console(file=page, width=10_000, color_system=None).print(drawing)
-    return "\n".join(" " * indent + line.rstrip() for line in page.getvalue().splitlines())
+    lines = [" " * indent + line.rstrip() for line in page.getvalue().splitlines()]
+    if omitted and header:
+        lines.append(f"(too narrow for {', '.join(header[at] for at in omitted)})")
+    return "\n".join(lines)
+
+
+_SHORTEST = 16
+"""Columns of the terminal that a shortened cell keeps."""
+
+
+def _fit(widths: list[int], screen: int, left: int, words: bool) -> list[int]:
+    """Narrow the widths of a table's columns to those of a screen; returns the columns to leave out."""
+
+    def excess(omitted: Sequence[int] = ()) -> int:
+        kept = [width for column, width in enumerate(widths) if column not in omitted]
+        return sum(kept) + 2 * (len(kept) - 1) - screen
+
+    if words and excess() > 0:
+        widths[-1] = max(min(widths[-1], 2 * _SHORTEST), widths[-1] - excess())
+    for column in sorted(range(min(left, len(widths))), key=lambda column: -widths[column]):
+        if excess() > 0:
+            widths[column] = max(min(widths[column], _SHORTEST), widths[column] - excess())
+    omitted: list[int] = []
+    for column in range(len(widths) - 1 - words, left, -1):
+        if excess(omitted) > 0:
+            omitted.insert(0, column)
+    return omitted
 
 
 def json_rows(frame: DataFrame) -> list[dict[str, Any]]:
@@ -146,10 +203,11 @@ def progress(message: str) -> None:
 
 
 @contextmanager
-def progress_bar(unit: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Within, what is yielded is called with a few words as each of `total` parts is done.
+def progress_bar(unit: str, total: int | None) -> Iterator[Callable[[str], None]]:
+    """Within, what is yielded is called with a few words as each of `total` parts (None: not known) is done.
 
-    A bar on standard error where that is a terminal, else a line for about every tenth part.
+    A bar on standard error where that is a terminal, else a line for about every tenth part; where the total is not
+    known, a line after `LINE_S` seconds without one.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -157,12 +215,15 @@ def progress_bar(unit: str, total: int) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     # FORCE_COLOR, which CI services set, makes rich see a terminal in a file.
     if not (console.is_terminal and console.file.isatty()):
-        every, number = max(1, total // 10), 0
+        number, last_s = 0, time.monotonic()
 
         def line(part: str) -> None:
-            nonlocal number
+            nonlocal number, last_s
             number += 1
-            if number % every == 0 or number == total:
+            if total is None and time.monotonic() - last_s >= LINE_S:
+                last_s = time.monotonic()
+                progress(f"{unit} {number}: {part}")
+            elif total is not None and (number % max(1, total // 10) == 0 or number == total):
                 progress(f"{unit} {number} of {total}: {part}")
 
         yield line

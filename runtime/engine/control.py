@@ -27,7 +27,7 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.policies.driver import PolicyDriver, refuse_needs
-from tltlab.policies.policy import SHIPPED, Policy
+from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.state import Choice, RequestState, StepOutcome, StepState, recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -148,11 +148,10 @@ class Control:
 
     @property
     def policy_name(self) -> str | None:
-        """Name of a shipped policy, of another one its selector's kind and a digest; None without a policy."""
+        """The policy's name, else its selector's kind and a digest; None without a policy."""
         if self._policy is None:
             return None
-        named = (name for name, shipped in SHIPPED.items() if shipped == self._policy)
-        return next(named, f"{self._policy.selector.kind} {_digest(self._policy)}")
+        return self._policy.name or f"{self._policy.selector.kind} {_digest(self._policy)}"
 
     def metrics(self) -> Samples:
         """Counts of iterations by arm since the start, and the policy in force, by `metrics.FAMILIES`."""

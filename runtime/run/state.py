@@ -51,7 +51,7 @@ class RunState:
     def in_force(self, policy: Policy, name: str | None = None) -> None:
         """From this RL step on engines choose by `policy`."""
         self.policies = [earlier for earlier in self.policies if earlier["rl_step"] != self.rl_step]
-        entry = {"name": name or policy.selector.kind, "policy": policy.model_dump(mode="json")}
+        entry = {"name": name or policy.name or policy.selector.kind, "policy": policy.model_dump(mode="json")}
         self.policies.append({"rl_step": self.rl_step, **entry})
 
     def copy(self) -> RunState:

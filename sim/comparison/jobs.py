@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import TypeVar
 
@@ -17,6 +18,19 @@ Result = TypeVar("Result")
 
 ALONE_S = 2.0
 """Seconds that sharing must save: processes take about that to start."""
+
+
+_DONE: ContextVar[Callable[[], None]] = ContextVar("done", default=lambda: None)
+
+
+@contextlib.contextmanager
+def counted(done: Callable[[], None]) -> Iterator[None]:
+    """Within, call `done` after each task of `side_by_side`: the progress of a command."""
+    token = _DONE.set(done)
+    try:
+        yield
+    finally:
+        _DONE.reset(token)
 
 
 def cores() -> int:
@@ -47,7 +61,9 @@ def side_by_side(
     saves = total_s - max([total_s / jobs, *expected_s]) > ALONE_S
     if ray_address is None and not ((saves or running) and min(jobs, len(tasks)) > 1):
         for done, task in enumerate(tasks, 1):
-            yield task()
+            result = task()
+            _DONE.get()()
+            yield result
             left_s = (time.perf_counter() - began) / done * (len(tasks) - done)
             if len(tasks) > done + 1 and left_s - left_s / jobs > ALONE_S:
                 break
@@ -58,7 +74,9 @@ def side_by_side(
         with _backend(ray_address, min(jobs, len(left))) as num_jobs:
             # Ray's backend knows lists alone.
             ordered = "list" if ray_address is not None else "generator"
-            yield from Parallel(n_jobs=num_jobs, return_as=ordered)(delayed(task)() for task in left)
+            for result in Parallel(n_jobs=num_jobs, return_as=ordered)(delayed(task)() for task in left):
+                _DONE.get()()
+                yield result
 
 
 @contextlib.contextmanager

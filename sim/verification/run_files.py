@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Valid
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import code_allowed, named_in
-from tltlab.policies.policy import SHIPPED, Policy
+from tltlab.policies.policy import SHIPPED, Policy, drafts_in_short
 from tltlab.traces.trace import Trace, run_folder
 
 _File = TypeVar("_File", bound="_RunFile")
@@ -60,14 +60,15 @@ def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[in
     in_force, since, last = {}, 0, None
     for step in trace.rl_steps:
         name = names.get(step)
-        if name not in SHIPPED:
+        policy = SHIPPED.get(str(name)) or drafts_in_short(str(name))
+        if policy is None:
             raise ConfigError(
                 f"{trace.path or 'the trace'}: RL step {step} ran policy {name!r}, which no policies.json tells and "
                 "which is not shipped"
             )
         since = since if name == last else step
         last = name
-        in_force[step] = InForce(name=str(name), policy=SHIPPED[str(name)], since=since, seed=trace.manifest.seed or 0)
+        in_force[step] = InForce(name=str(name), policy=policy, since=since, seed=trace.manifest.seed or 0)
     return in_force
 
 

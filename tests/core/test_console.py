@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.refused import refused
-from tltlab.console import made_by, marked_folder, sigterm_interrupts, table
+from tltlab.console import emit, made_by, marked_folder, sigterm_interrupts, table
 from tltlab.errors import ConfigError, InputError, RunError
 
 
@@ -32,6 +32,32 @@ def test_a_table_is_never_cut():
     rows = [("[red]name[/red]", "x" * 500), ("longer than that name", None)]
     assert table([], rows, left=2).split("\n") == ["[red]name[/red]        " + "x" * 500, "longer than that name  None"]
     assert table(["only", "heads"], []) == "only  heads"
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    monkeypatch.setattr("tltlab.console.screen_columns", lambda: 60)
+
+
+def test_a_narrow_terminal_leaves_out_the_last_numbers(narrow):
+    header = ["policy", "drafters", "makespan s", "speed-up", "95 % interval", "regret"]
+    rows = [["a policy of a rather long name", "ngram", "0.4788", "2.34x", "[2.26, 2.43]", "38.7%"]]
+    first, second, note = table(header, rows, left=2).split("\n")
+    assert second.split() == ["a", "policy", "of", "a", "r\u2026", "ngram", "0.4788", "2.34x"]
+    assert first.split()[-1] == "speed-up"
+    assert max(len(first), len(second)) <= 60
+    assert "95 % interval, regret" in note
+
+
+def test_a_narrow_terminal_wraps_between_words(narrow, capsys):
+    text = "a bound that holds for any use of the strategies of the policy"
+    lines = table([], [("lower bound", text)], left=2).split("\n")
+    assert [line[:11].strip() for line in lines] == ["lower bound", ""]
+    assert " ".join(line[11:].strip() for line in lines) == text
+    emit({}, as_json=False, text=f"  {text} {text}")
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 3
+    assert all(line.startswith("  ") and len(line) <= 60 for line in printed)
 
 
 def test_a_result_outside_a_command_has_versions_alone():

@@ -109,6 +109,15 @@ class Diagnosis(Generic[Subject]):
     not_checked: tuple[tuple[str, str], ...] = ()
     simulated: bool | None = None
 
+    @property
+    def headline(self) -> str:
+        """The first problem in a sentence; empty where there is none."""
+        first = next((finding for finding in self.findings if finding.severity == "problem"), None)
+        if first is None:
+            return ""
+        where = f" ({first.where})" if first.where else ""
+        return f"PROBLEM: {first.title}{where}. {first.evidence}"
+
 
 def look(checks: Iterable[Check[Subject]], subject: Subject) -> Diagnosis[Subject]:
     """Make checks in turn. Rows of one name in a row are alternatives: the first that finds something speaks."""

@@ -135,6 +135,17 @@ class Policy(FiniteModel):
         return self.budget.build() if self.budget else UniformBudget()
 
     @property
+    def name(self) -> str | None:
+        """Drafts in short such as `ngram:4@16`, a shipped policy's name, or `module:Class`; None for other policies."""
+        if isinstance(self.selector, CustomSpec):
+            return self.selector.path
+        if isinstance(self.selector, FixedSpec):
+            text = f"{self.selector.strategy}{f'@{self.activation.max_requests}' if self.activation else ''}"
+            if drafts_in_short(text) == self:
+                return text
+        return next((name for name, policy in SHIPPED.items() if policy == self), None)
+
+    @property
     def own_parts(self) -> tuple[OwnPart, ...]:
         """Classes of a user's own that the policy imports."""
         return tuple(part for part in (self.selector, *self.drafters.values()) if isinstance(part, OwnPart))
@@ -208,9 +219,8 @@ def load_policy(source: PolicySource, *, held: bool = False) -> Policy:
     path = Path(source)
     # `os.path` takes a name that is too long for a file as none.
     if isinstance(source, str) and not os.path.isfile(path):
-        if drafts := re.fullmatch(r"([\w-]+:[1-9]\d*(?:x[1-9]\d*)?(?:/[1-9]\d*)?)(?:@([1-9]\d*))?", source):
-            activation = Activation(max_requests=int(drafts[2])) if drafts[2] else None
-            return Policy(selector=FixedSpec(strategy=Strategy.parse(drafts[1])), activation=activation)
+        if (drafts := drafts_in_short(source)) is not None:
+            return drafts
         if (own := CustomSpec.parse(source)) is not None:
             return _checked(Policy(selector=own))
         name, settings = parse_call(source)
@@ -227,6 +237,15 @@ def load_policy(source: PolicySource, *, held: bool = False) -> Policy:
     for part in policy.own_parts:
         part.refuse_unasked(path)
     return _checked(policy)
+
+
+def drafts_in_short(text: str) -> Policy | None:
+    """The policy that `ngram:4`, `ngram:4@8` or `learned:8x4/48` stands for; None for another text."""
+    drafts = re.fullmatch(r"([\w-]+:[1-9]\d*(?:x[1-9]\d*)?(?:/[1-9]\d*)?)(?:@([1-9]\d*))?", text)
+    if drafts is None:
+        return None
+    activation = Activation(max_requests=int(drafts[2])) if drafts[2] else None
+    return Policy(selector=FixedSpec(strategy=Strategy.parse(drafts[1])), activation=activation)
 
 
 def _checked(policy: Policy) -> Policy:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tltlab.doctor.check import Diagnosis
+from tltlab.doctor.evidence import RunEvidence
 from tltlab.doctor.signatures import diagnose
 from tltlab.errors import TltlabError
 from tltlab.files import json_lines, read_object
@@ -18,13 +20,19 @@ from .page import Absent, Block, Code, Facts, Items, PageTable, Paragraph, Part,
 _MOST_EVENTS = 60
 
 
-def findings_part(run: Path) -> Part:
-    """What `tltlab doctor` finds in the run."""
-    title = "Findings"
+def diagnosis_of(run: Path) -> Diagnosis[RunEvidence] | TltlabError:
+    """The findings of `tltlab doctor` in a run, or the reason why there are none."""
     try:
-        diagnosis = diagnose(run)
+        return diagnose(run)
     except TltlabError as error:
-        return Absent(title=title, reason=str(error))
+        return error
+
+
+def findings_part(diagnosis: Diagnosis[RunEvidence] | TltlabError) -> Part:
+    """The findings of `tltlab doctor` in a run."""
+    title = "Findings"
+    if isinstance(diagnosis, TltlabError):
+        return Absent(title=title, reason=str(diagnosis))
     checks = len(diagnosis.good) + len(diagnosis.not_checked) + len({f.code for f in diagnosis.findings})
     blocks: list[Block] = [Paragraph(text="None of the known failure signatures was found.")]
     if diagnosis.findings:

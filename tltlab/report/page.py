@@ -25,6 +25,8 @@ _SHA = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_SHA}'"
 """Content security policy of the page: a browser refuses whatever is not in the file itself, and any other script."""
 _MOST_INLINE = 200_000
+_CHART_IN = 8.0
+"""Width in inches of the widest figure that stands beside another on a page."""
 """Characters of SVG that stand in the page itself."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -43,18 +45,19 @@ class Picture:
     readings: str = ""
     alt: str
     caption: str
-    shape: Literal["wide", "square"] = "wide"
+    shape: Literal["wide", "chart", "square"] = "wide"
     kind: Literal["picture"] = "picture"
 
     @classmethod
-    def of(cls, figure: Figure, *, alt: str, caption: str, shape: Literal["wide", "square"] = "wide") -> Picture:
+    def of(cls, figure: Figure, *, alt: str, caption: str, shape: Literal["square"] | None = None) -> Picture:
         """The picture of a figure, inside the page."""
         names, svg, source = series_names(figure), "", ""
         if not names or len(svg := inline_svg(figure, names)) > _MOST_INLINE:
             svg, source, names = "", data_uri(figure), ()
         places = figure.places() if isinstance(figure, Chart) else []
         readings = json.dumps(places, ensure_ascii=False, separators=(",", ":")) if places else ""
-        return cls(source=source, svg=svg, names=names, readings=readings, alt=alt, caption=caption, shape=shape)
+        return cls(source=source, svg=svg, names=names, readings=readings, alt=alt, caption=caption,
+                   shape=shape or ("wide" if figure.get_figwidth() > _CHART_IN else "chart"))  # fmt: skip
 
     @classmethod
     def of_png(cls, path: Path, *, alt: str, caption: str) -> Picture | None:

@@ -143,12 +143,13 @@ def steps_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Part:
         "rl_step": ("RL step", "d"), "policy": ("policy", ""), "reward": ("reward", ".3f"),
         "num_responses": ("responses", ",d"), "num_tokens": ("tokens", ",d"), "rollout_s": ("rollout s", ".2f"),
         "tokens_per_s": ("tokens/s", ",.0f"), "mean_accept_length": ("accept length", ".2f"),
-        "bubble_fraction": ("bubble", ".1%"), "tail_fraction": ("tail", ".1%"),
+        "idle_fraction": ("idle", ".1%"), "tail_fraction": ("tail", ".1%"),
         "drafter_updates": ("drafter updates", ",.0f"),
     }  # fmt: skip
     caption = (
-        "Each rollout. Accept length: tokens per request and speculative iteration, the bonus token included. Bubble: "
-        "idle share of worker time. Tail: share of the time in which fewer than 1/8 of the responses ran."
+        "Each rollout. Accept length: tokens per request and speculative iteration, the bonus token included. Idle: "
+        "share of worker time without decoding or drafter training. Tail: share of the time in which fewer than 1/8 of "
+        "the responses ran."
     )
     blocks.append(records(rows, columns, caption=caption, text=("policy",)))
     stages = {

@@ -27,7 +27,7 @@ from tltlab.traces.recording import recording_of
 from tltlab.traces.schema import SUFFIX, is_trace
 from tltlab.traces.trace import locate, run_folder
 
-from .origin import events_part
+from .origin import diagnosis_of, events_part
 from .page import POLICY, Page, PageTable, Section, Served, render
 from .write import RESULT, compare_runs, key_figures, report, verdict
 
@@ -138,7 +138,7 @@ def _row(path: Path, changed: int, state: str) -> tuple[str, ...]:
             return (state, *[""] * len(_COLUMNS), report(path, verify=False).verdict)
         trace = read(path)
         figures = dict(key_figures(trace))
-        return (state, *(figures.get(name, "–") for name in _COLUMNS), verdict(trace))
+        return (state, *(figures.get(name, "–") for name in _COLUMNS), verdict(trace, diagnosis_of(path)))
     except TltlabError as error:
         return (state, *["–"] * len(_COLUMNS), "" if state == "no trace yet" else str(error))
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.config import leaves
-from tltlab.errors import ConfigError
+from tltlab.doctor.check import Diagnosis
+from tltlab.doctor.evidence import RunEvidence
+from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import read_json, read_object, write_file
 from tltlab.importers.sources import read
 from tltlab.traces import metrics
 from tltlab.traces.trace import Trace, is_trace, locate, run_folder
 
 from .comparison import comparison_page
-from .origin import events_part, findings_part, origin_part
+from .origin import diagnosis_of, events_part, findings_part, origin_part
 from .page import Absent, Page, PageTable, Paragraph, Part, Section, number, render
 from .responses import responses_part
 from .rollout import graphs_part, lengths_part, off_policy_part, side_by_side_parts, steps_part, timeline_part
@@ -73,25 +75,27 @@ def run_page(source: Path, *, verify: bool) -> Page:
     run = run_folder(folder)
     summary, run_json = read_object(run / "summary.json"), read_object(run / "run.json")
     rows = metrics.per_step(trace)
+    diagnosis = diagnosis_of(run)
     parts = (
         timeline_part(trace), lengths_part(trace, rows), steps_part(trace, rows), off_policy_part(trace),
         acceptance_part(trace), arms_part(trace), graphs_part(trace, read_object(run / "graphs.json")),
         responses_part(trace, run, run_json.get("recipe")), verify_part(run, trace, summary, compute=verify),
-        findings_part(run), events_part(run), origin_part(run, trace, run_json),
+        findings_part(diagnosis), events_part(run), origin_part(run, trace, run_json),
     )  # fmt: skip
     manifest = trace.manifest
     kind = "simulated: a prediction, not a measurement" if manifest.kind == "simulated" else manifest.kind
     facts = (kind, manifest.model, manifest.hardware, manifest.engine, manifest.created)
     return Page(
         title=f"Run {manifest.name or source.resolve().stem}", subtitle=" · ".join(str(fact) for fact in facts if fact),
-        key_figures=key_figures(trace), parts=parts, verdict=verdict(trace),
+        key_figures=key_figures(trace), parts=parts, verdict=verdict(trace, diagnosis),
     )  # fmt: skip
 
 
-def verdict(trace: Trace) -> str:
-    """What the run comes to, in a sentence or two; nothing where no times are known."""
+def verdict(trace: Trace, diagnosis: Diagnosis[RunEvidence] | TltlabError) -> str:
+    """Summary of a run in a few sentences, its first problem before all; empty where no times are known."""
     idle, tail = metrics.bubble_fraction(trace, idle=True), metrics.tail_fraction(trace)
-    sentences = []
+    problem = "" if isinstance(diagnosis, TltlabError) else diagnosis.headline
+    sentences = [problem] if problem else []
     if idle is not None and tail is not None:
         sentences.append(
             f"Workers were idle for {idle:.0%} of the rollouts' time, and for {tail:.0%} of it fewer than 1/8 of the "
@@ -160,7 +164,7 @@ def key_figures(trace: Trace) -> tuple[tuple[str, str], ...]:
         ("response tokens", f"{metrics.num_tokens(trace):,}"),
         ("mean rollout", number(metrics.makespan_s(trace), ",.4g", " s")),
         ("tokens/s in rollout", number(metrics.tokens_per_s(trace), ",.0f")),
-        ("bubble", number(metrics.bubble_fraction(trace), ".1%")),
+        ("idle workers", number(metrics.bubble_fraction(trace, idle=True), ".1%")),
         ("tail", number(metrics.tail_fraction(trace), ".1%")),
         ("accept length", number(metrics.mean_accept_length(trace), ".2f")),
         ("reward, first → last step", reward),

@@ -229,6 +229,7 @@ def per_step(trace: Trace) -> list[dict[str, Any]]:
                 "prompt_share": prompt_share(step),
                 "rollout_s": rollouts[0].rollout_s,
                 "bubble_fraction": bubble_fraction(rollouts, workers=num_workers(step)),
+                "idle_fraction": bubble_fraction(step, idle=True),
                 "tail_fraction": tail_fraction(rollouts),
                 "mean_accept_length": mean_accept_length(step),
             }

@@ -396,3 +396,12 @@ def test_drafts_in_short_are_policies(tmp_path: Path):
 
 def test_a_misspelt_name_is_answered_with_the_nearest():
     assert_refused("beg-mob", "'beg-mob'", "'beg-mab'", *SHIPPED)
+
+
+@pytest.mark.parametrize("text", ["beg-mab", "none", "ngram:4", "ngram:4@16", "learned:8x4/48"])
+def test_a_policy_has_the_name_that_was_typed(text: str):
+    assert load_policy(text).name == text
+
+
+def test_a_changed_policy_has_no_name():
+    assert load_policy("goodput(window=100)").name is None

@@ -1,83 +1,120 @@
-"""Loads pages in Qt WebEngine, which is Chromium, without a screen: JSON from stdin, its answer to stdout.
+"""Chromium without a screen over its DevTools pipe: load pages, run scripts in them, print and picture them."""
 
-    {"loads": [{"url": ..., "width": 390, "scripts": [...], "pdf": path | null}]}
+from __future__ import annotations
 
-gives for each load {"console": [what was written there], "answers": [what each script came to, as JSON]}. A script is
-an expression; the page is as the scripts before left it. The argument `dark` is for those who like it dark.
-"""
-
+import base64
 import json
 import os
-import sys
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-os.environ["QT_QPA_PLATFORM"] = "offscreen"
-os.environ["QTWEBENGINE_DISABLE_SANDBOX"] = "1"
-DARK = sys.argv[1:] == ["dark"]
-os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = "--disable-gpu" + " --blink-settings=preferredColorScheme=0" * DARK
-
-from PySide6.QtCore import QEventLoop, Qt, QTimer, QUrl  # noqa: E402
-from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineSettings  # noqa: E402
-from PySide6.QtWebEngineWidgets import QWebEngineView  # noqa: E402
-from PySide6.QtWidgets import QApplication  # noqa: E402
-
-_PATIENCE_MS = 30_000
-
-
-class Page(QWebEnginePage):
-    console: list[str]
-
-    def javaScriptConsoleMessage(self, level, message, line, source):
-        self.console.append(f"{message} ({source}:{line})")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+_FLAGS = (
+    "--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+    "--hide-scrollbars", "--no-first-run", "--disable-background-networking",
+)  # fmt: skip
 
 
-def until(signal_or_call):
-    """What a signal, or a function that takes a callback, comes to."""
-    loop, came = QEventLoop(), []
+class Browser:
+    """A running Chromium; commands and events are JSON that ends in a zero byte."""
 
-    def arrived(*values):
-        came.append(values[0] if values else None)
-        loop.quit()
+    def __init__(self, to: int, back: int) -> None:
+        self._to, self._back = to, os.fdopen(back, "rb")
+        self._number, self._rest, self.events = 0, b"", []
 
-    (signal_or_call.connect if hasattr(signal_or_call, "connect") else signal_or_call)(arrived)
-    QTimer.singleShot(_PATIENCE_MS, loop, loop.quit)
-    if not came:
-        loop.exec()
-    if not came:
-        raise TimeoutError(f"nothing for {_PATIENCE_MS} ms")
-    return came[0]
+    def ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+        """Send a command and return its result; events that arrive before are kept. RuntimeError where it fails."""
+        self._number += 1
+        command = {"id": self._number, "method": method, "params": parameters}
+        os.write(self._to, json.dumps(command | ({"sessionId": session} if session else {})).encode() + b"\0")
+        while (message := self._next()).get("id") != self._number:
+            self.events.append(message)
+        if "error" in message:
+            raise RuntimeError(f"{method}: {message['error']}")
+        return message["result"]
 
+    def wait(self, event: str) -> None:
+        """Wait until an event of this name has arrived."""
+        while not any(message.get("method") == event for message in self.events):
+            self.events.append(self._next())
 
-def load(job):
-    view = QWebEngineView()
-    page = Page(view)
-    page.console = []
-    view.setPage(page)
-    view.setAttribute(Qt.WidgetAttribute.WA_DontShowOnScreen, True)
-    view.settings().setAttribute(QWebEngineSettings.WebAttribute.ShowScrollBars, False)
-    view.resize(job["width"], 800)
-    view.show()
-    view.load(QUrl(job["url"]))
-    assert until(page.loadFinished), job["url"]
-    asked = (f"JSON.stringify(({script}) ?? null)" for script in job["scripts"])
-    answers = [json.loads(until(lambda told, text=text: page.runJavaScript(text, told)) or "null") for text in asked]
-    if job["pdf"]:
-        page.printToPdf(job["pdf"])
-        until(page.pdfPrintingFinished)
-    if job.get("png"):  # to look at
-        until(lambda shown: QTimer.singleShot(500, shown))
-        view.grab().save(job["png"])
-    view.close()
-    return {"console": page.console, "answers": answers}
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            if not (more := self._back.read1(1 << 20)):
+                raise RuntimeError("Chromium has ended")
+            self._rest += more
+        text, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(text)
 
 
-def main():
-    app = QApplication(sys.argv[:1])  # alive until the end
-    assert app
-    jobs = json.load(sys.stdin)["loads"]
-    json.dump([load(job) for job in jobs], sys.stdout)
-    sys.stdout.flush()
-    os._exit(0)  # Qt's own end may crash after the work is done
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """Start a Chromium with a profile of its own, and end it."""
+    assert CHROMIUM is not None
+    (read_to, to), (back, write_back) = os.pipe(), os.pipe()
+    with tempfile.TemporaryDirectory(prefix="chromium", ignore_cleanup_errors=True) as profile:
+        # Chromium reads commands from descriptor 3 and answers on 4.
+        command = ["bash", "-c", f'exec 3<&{read_to} 4>&{write_back}; exec "$@"', "bash", CHROMIUM, *_FLAGS]
+        process = subprocess.Popen(
+            [*command, f"--user-data-dir={profile}", "about:blank"], pass_fds=(read_to, write_back),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(read_to), os.close(write_back)
+        try:
+            yield Browser(to, back)
+        finally:
+            process.kill()
+            process.wait()
+            os.close(to)
 
 
-if __name__ == "__main__":
-    main()
+def load(chromium: Browser, job: dict[str, Any], dark: bool) -> list[Any]:
+    """Load a page and return what its scripts evaluate to; nothing may be written to the page's console."""
+    target = chromium.ask("Target.createTarget", url="about:blank")["targetId"]
+    session = chromium.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+    chromium.events.clear()
+    for domain in ("Page", "Runtime", "Log"):
+        chromium.ask(f"{domain}.enable", session)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    chromium.ask("Emulation.setEmulatedMedia", session, features=[scheme])
+    chromium.ask(
+        "Emulation.setDeviceMetricsOverride", session, width=job["width"], height=800, deviceScaleFactor=1, mobile=False
+    )
+    chromium.ask("Page.navigate", session, url=job["url"])
+    chromium.wait("Page.loadEventFired")
+    answers = []
+    for script in job["scripts"]:
+        found = chromium.ask(
+            "Runtime.evaluate", session, expression=f"(({script}) ?? null)", returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in found, found
+        answers.append(found["result"].get("value"))
+    if job.get("pdf"):
+        paper = chromium.ask("Page.printToPDF", session, paperWidth=8.27, paperHeight=11.69, printBackground=True)
+        Path(job["pdf"]).write_bytes(base64.b64decode(paper["data"]))
+    if job.get("png"):
+        chromium.ask("Runtime.evaluate", session, expression="new Promise(done => setTimeout(done, 500))",
+                     awaitPromise=True)  # fmt: skip
+        height = chromium.ask("Page.getLayoutMetrics", session)["cssContentSize"]["height"]
+        clip = {"x": 0, "y": 0, "width": job["width"], "height": height, "scale": 1}
+        picture = chromium.ask("Page.captureScreenshot", session, captureBeyondViewport=True, clip=clip)
+        Path(job["png"]).write_bytes(base64.b64decode(picture["data"]))
+    written = [
+        event["params"]
+        for event in chromium.events
+        if event.get("method") in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
+    ]
+    assert written == [], job["url"]
+    chromium.ask("Target.closeTarget", targetId=target)
+    return answers
+
+
+def in_browser(loads: Sequence[dict[str, Any]], dark: bool = False) -> list[list[Any]]:
+    """Load pages, each {"url", "width", "scripts", optionally "pdf" and "png" to write}; the answers of each."""
+    with browser() as chromium:
+        return [load(chromium, job, dark) for job in loads]

@@ -1,15 +1,6 @@
-"""Pages in a browser: wide, on a phone, in the dark and in print, and that what the script promises happens.
+"""Pages in Chromium: wide, on a phone, in the dark and in print, and that what the script promises happens."""
 
-The browser is Qt WebEngine, which is Chromium, without a screen. It takes 700 MB, so it is not among the extras:
-`pip install --target DIR PySide6`, and `TLTLAB_QT=DIR` says where it is.
-"""
-
-import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -19,17 +10,14 @@ matplotlib.use("Agg")
 
 import pytest
 
+from tests.core.report.in_browser import CHROMIUM, in_browser
 from tltlab.files import write_json
 from tltlab.report.server import Runs, Server
 from tltlab.report.write import report
 from tltlab.traces.trace import read
 
 TINY = Path(__file__).parents[3] / "traces" / "tiny"
-QT = os.environ.get("TLTLAB_QT", "")
-pytestmark = pytest.mark.skipif(
-    not (Path(QT) / "PySide6").is_dir() if QT else importlib.util.find_spec("PySide6") is None,
-    reason="no browser here: pip install --target DIR PySide6, then TLTLAB_QT=DIR",
-)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
 WIDE, PHONE = 1280, 390
 LOOK = """{
     width: document.documentElement.scrollWidth, window: innerWidth,
@@ -89,21 +77,6 @@ ENLARGE = """(() => {
     box.click();
     return [small, width(), document.documentElement.scrollWidth];
 })()"""
-
-
-def in_browser(loads, dark=False):
-    """What the script in `in_browser.py` finds out; nothing may be written to a page's console."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("in_browser.py")), *(["dark"] if dark else [])],
-        input=json.dumps({"loads": [{"pdf": None} | load for load in loads]}), capture_output=True, text=True,
-        timeout=300, check=False, env=os.environ | ({"PYTHONPATH": QT} if QT else {}),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers = []
-    for load, found in zip(loads, json.loads(done.stdout), strict=True):
-        assert found["console"] == [], load["url"]
-        answers.append(found["answers"])
-    return answers
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, models
 
 from tests.refused import refused
 from tltlab.charts import bars, data_uri, inline_svg, lines, save_figure, scatter_identity, series_names, shares
+from tltlab.doctor.check import Diagnosis, Finding
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import write_json
 from tltlab.report.origin import command_line
@@ -27,7 +28,7 @@ from tltlab.report.responses import responses_part
 from tltlab.report.rollout import graphs_part, off_policy_part
 from tltlab.report.speculation import acceptance_part, strategy_names
 from tltlab.report.verify import verify_part
-from tltlab.report.write import report
+from tltlab.report.write import report, verdict
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
@@ -140,6 +141,11 @@ def test_the_page_asks_for_nothing_outside_itself(page):
     assert "<b>bold</b>" not in text
     assert "&lt;script src=" in text
     assert page.stat().st_size < 1.5e6
+
+
+def test_a_problem_leads_the_verdict():
+    found = [Finding(code=name, severity=name, title=name, evidence=f"{name} seen") for name in ("hint", "problem")]
+    assert verdict(read(TINY), Diagnosis(findings=tuple(found))).startswith("PROBLEM: problem. problem seen Workers")
 
 
 def test_the_verdict_comes_before_a_slider_of_timelines(page, made):

@@ -97,4 +97,4 @@ def test_a_states_class_is_not_imported_unasked(tmp_path: Path):
     with refused(ConfigError, naming=("state.json", "theirs:Choice", "rollout.allow_code")):
         read_state(tmp_path, RECIPE)
     for trusted in ({"policy": "theirs:Choice"}, {"allow_code": ["theirs"]}):
-        assert read_state(tmp_path, small_recipe(rollout=trusted))[0].policy_name == "custom"
+        assert read_state(tmp_path, small_recipe(rollout=trusted))[0].policy_name == "theirs:Choice"

@@ -270,10 +270,11 @@ def test_a_run_without_policy_and_speculation_ran_none(run: Path):
 
 def test_a_named_policy_is_set_when_its_name_appears(run: Path, tmp_path: Path):
     trace = read(run / "trace")
-    names = ["none", "none", "explore", "explore", "none", "none"]
+    names = ["ngram:4", "ngram:4", "explore", "explore", "none", "none"]
     trace.replace(steps=trace.steps.assign(policy=names)).write(tmp_path / "named")
     found = policies_in_force(read(tmp_path / "named"))
     assert [found[step].since for step in range(6)] == [0, 0, 2, 2, 4, 4]
+    assert found[0].policy.name == "ngram:4"
 
 
 OWN = """

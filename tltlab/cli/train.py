@@ -27,8 +27,13 @@ def train(
         Path | None, typer.Option(help="A trace whose strategies the policy follows while there are any.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the recipe, print actors, GPUs and memory; start nothing.")
+        bool,
+        typer.Option("--dry-run", help="Check the recipe; print actors, memory, disk, simulated hours. Start nothing."),
     ] = False,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(help="With --dry-run: responses of this file or trace instead of each regime's."),
+    ] = None,
     allow_code: AllowCode = None,
     as_json: Json = False,
 ) -> None:
@@ -38,12 +43,15 @@ def train(
     tltlab train --resume runs/first train.steps=8
     tltlab train qwen2.5-7b-tlt --dry-run
     """
+    from tltlab.doctor.signatures import diagnose
     from tltlab.own import code_allowed
     from tltlab.runtime.recipe.checks import check, enough_gpus, prompt_notes
     from tltlab.runtime.recipe.dry_run import plan_of
     from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
     from tltlab.runtime.run.checkpoints import newest_whole, step_of
 
+    if lengths is not None and not dry_run:
+        raise ConfigError(f"--lengths {lengths} is for --dry-run")
     changes = overrides or []
     if resume is not None:
         if recipe is not None and "=" not in recipe:
@@ -61,7 +69,12 @@ def train(
         if dry_run:
             plan = plan_of(loaded)
             plan = replace(plan, notes=(*plan.notes, *prompt_notes(loaded)))
-            emit(plan.as_json(), as_json=as_json, text=plan.text())
+            from tltlab.rehearsal.forecast import forecast
+
+            start = ["--resume", str(resume)] if resume is not None else [str(recipe), "--out", str(folder)]
+            command = shlex.join(["tltlab", "train", *start, *(change for change in changes if change != recipe)])
+            ahead = forecast(loaded, plan, folder, command, lengths)
+            emit(plan.as_json() | {"forecast": ahead.as_json()}, as_json=as_json, text=f"{plan.text()}\n{ahead.text()}")
             return
         enough_gpus(loaded)
         from tltlab.runtime.run.grpo import train as run
@@ -77,6 +90,8 @@ def train(
     text = f"{summary['grpo_steps']} steps into {folder}"
     if None not in (summary["reward_first"], summary["reward_last"]):
         text += f"; held-out reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"
+    if headline := diagnose(folder).headline:
+        text += f"\n{headline} See tltlab doctor {folder}."
     more = resuming(loaded, folder, replay_decisions, f"train.steps={2 * loaded.train.steps}")
     emit(summary, as_json=as_json, text=f"{text}\nwith more RL steps: {more}")
 

@@ -1,0 +1,199 @@
+"""Forecast of a recipe's run: seconds and hours, host memory, disk, and whether model and data can be had."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tltlab.acceptance.load import DEFAULT
+from tltlab.console import table
+from tltlab.costs.evidence import LEVEL
+from tltlab.errors import ConfigError, one_line
+from tltlab.importers.sources import read
+from tltlab.lengths.generate import generate
+from tltlab.lengths.model import REGIMES
+from tltlab.runtime.recipe.dry_run import RunPlan
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.shape import shape_of
+from tltlab.sim.comparison.systems import on_gpus
+from tltlab.sim.config import SimulationConfig, decisions_apart
+from tltlab.sim.rl_steps import run_steps
+from tltlab.sim.scenario import Scenario
+from tltlab.sim.simulate import simulated
+from tltlab.sim.topology import Colocated, Separate
+from tltlab.traces.trace import Trace
+
+RL_STEPS = 2
+"""RL steps that are simulated for each law of lengths."""
+TRAINER_BYTES = 12
+"""Bytes of a parameter in a checkpoint: float32 weights and two moments."""
+TOKEN_BYTES = 8
+"""Bytes of a recorded token in a trace, at most: its number and its log-probability."""
+HUB_S = 5.0
+"""Seconds that the Hugging Face Hub may take to answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Simulated seconds of an RL step with responses of some lengths; `low` and `high` are the 90 % range of costs."""
+
+    lengths: str
+    rollout_s: float
+    step_s: float
+    low_s: float | None
+    high_s: float | None
+
+    def hours(self, num_steps: int) -> tuple[float, float, float]:
+        """Hours of so many RL steps: expected, least, most."""
+        ends = (self.step_s, self.low_s or self.step_s, self.high_s or self.step_s)
+        expected, low, high = (num_steps * seconds / 3600 for seconds in ends)
+        return expected, low, high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The forecast; sizes are bytes, `*_here` those of this machine.
+
+    `unknown` has the reason where no RL step can be timed. `disk_bytes` holds the checkpoints that are kept and, at
+    most, the trace of all RL steps. `parts` are the model and the data with what was found of each.
+    """
+
+    times: tuple[StepTime, ...]
+    unknown: str | None
+    num_steps: int
+    host_bytes: float
+    host_bytes_here: float
+    disk_bytes: float
+    disk_bytes_here: float
+    parts: tuple[tuple[str, str], ...]
+    command: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The forecast as JSON types."""
+        return asdict(self) | {"level": LEVEL}
+
+    def text(self) -> str:
+        """The forecast for people."""
+        rows = [(name, found) for name, found in self.parts]
+        rows.append(("host memory", _needed(self.host_bytes, self.host_bytes_here, "on the fullest host")))
+        rows.append(("disk", _needed(self.disk_bytes, self.disk_bytes_here, "at most, of checkpoints and trace")))
+        rows += [("RL step", f"not simulated: {self.unknown}")] if self.unknown else []
+        lines = ["before it starts", table([], rows, left=2, indent=2)]
+        if self.times:
+            header = ["lengths", "rollout s", "RL step s", "90 % range", f"hours of {self.num_steps} RL steps"]
+            cells = [_cells(time, self.num_steps) for time in self.times]
+            lines += ["simulated, the range is that of costs", table(header, cells, indent=2)]
+        return "\n".join([*lines, f"next: {self.command}"])
+
+
+def forecast(recipe: Recipe, plan: RunPlan, out: Path, command: str, lengths: Path | None = None) -> Forecast:
+    """Forecast a run of `recipe`, whose plan is `plan`, in the folder `out`; `command` starts the run.
+
+    RL steps are simulated as synchronous ones, with the responses of the file `lengths` (None: of each regime, cut at
+    the recipe's cap) and the usual acceptance of each drafter. The Hugging Face Hub is asked for a model and a dataset
+    that are not here. Nothing is started or written. Raises what `read` does for `lengths`.
+    """
+    times: tuple[StepTime, ...] = ()
+    unknown = None
+    laws = _drawn(recipe) if lengths is None else {str(lengths): read(lengths)}
+    try:
+        times = tuple(_timed(recipe, name, trace) for name, trace in laws.items())
+    except ConfigError as error:
+        unknown = one_line(error)
+    tokens = plan.responses_per_step * recipe.rollout.max_response_tokens
+    checkpoints = recipe.checkpoint.keep * TRAINER_BYTES * plan.num_params
+    hosts = [memory.total_bytes for memory in plan.memory if memory.device == "host"]
+    folder = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    return Forecast(
+        times=times,
+        unknown=unknown,
+        num_steps=recipe.train.steps,
+        host_bytes=max(hosts, default=0.0),
+        host_bytes_here=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        disk_bytes=float(checkpoints + recipe.train.steps * tokens * TOKEN_BYTES),
+        disk_bytes_here=float(shutil.disk_usage(folder).free),
+        parts=(("model", _found(recipe.model, "model")), ("data", _found(recipe.data.train, "dataset"))),
+        command=command,
+    )
+
+
+def _drawn(recipe: Recipe) -> dict[str, Trace]:
+    """RL steps of the recipe's size by regime, cut at its cap."""
+    rollout = recipe.rollout
+    laws = {name: law.with_changes(max_response_tokens=rollout.max_response_tokens) for name, law in REGIMES.items()}
+    return {
+        f"{name} (median {law.quantile(0.5):.0f} tokens, {law.cap_mass():.1%} cut)": generate(
+            law, num_rl_steps=RL_STEPS, prompts_per_step=rollout.prompts_per_step, group_size=rollout.group_size,
+            num_workers=rollout.num_workers, seed=recipe.seed,
+        )
+        for name, law in laws.items()
+    }  # fmt: skip
+
+
+def _timed(recipe: Recipe, name: str, trace: Trace) -> StepTime:
+    """Simulate RL steps with these responses; ConfigError where the recipe's machine or a drafter is not known."""
+    rollout, minibatches = recipe.rollout, recipe.train.minibatches
+    if recipe.cluster.gpu is None:
+        raise ConfigError("cluster.gpu names no GPU, so that costs are not known")
+    tp = rollout.tensor_parallel_size
+    config = SimulationConfig(
+        gpus=f"{rollout.num_workers * tp}x{recipe.cluster.gpu}", model=shape_of(recipe.model), engine="vllm", tp=tp,
+        acceptance=DEFAULT, seed=recipe.seed, decision_block=decisions_apart(trace), rl_steps=trace.rl_steps[:RL_STEPS],
+    )  # fmt: skip
+    config, machine = config.on_machine(trace)
+    assert machine is not None
+    policy = recipe.read_policy()
+    scenario = Scenario.of(trace, config)
+    scenario.check_acceptance([policy])
+    result = simulated(scenario, policy, recipe.rollout.policy, trace.manifest)
+    whole = run_steps(result, machine.stages, topology=Colocated(gpus_per_worker=tp), num_updates=minibatches)
+    if recipe.cluster.placement == "separate":
+        ranks = recipe.train.ranks
+        topology = Separate(gpus_per_worker=tp, train_gpus=ranks)
+        whole = run_steps(result, on_gpus(machine.stages, ranks), topology=topology, num_updates=minibatches)
+    rollout_s = float(np.mean([each.makespan_s for each in result.rollouts]))
+    step_s = float(whole.steps["step_s"].mean())
+    evidence = scenario.costs.evidence
+    drafts = any(strategy.speculates for strategy in policy.strategies)
+    ends = None if evidence is None else evidence.interval(rollout_s, speculates=drafts)
+    low_s, high_s = (None, None) if ends is None else (step_s - rollout_s + end for end in ends)
+    return StepTime(lengths=name, rollout_s=rollout_s, step_s=step_s, low_s=low_s, high_s=high_s)
+
+
+def _found(name: str, kind: Literal["model", "dataset"]) -> str:
+    """Where a model or a dataset is: here, on the Hugging Face Hub, or nowhere that was looked at."""
+    if Path(name).exists():
+        return f"{name}: here"
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return f"{name}: not looked for, HF_HUB_OFFLINE is set"
+    # Imported here: it takes long, and most models are folders.
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=HUB_S)
+    except HfHubHTTPError as error:
+        return f"{name}: the Hugging Face Hub refuses it ({one_line(error)[:120]})"
+    except HFValidationError:
+        return f"{name}: no such folder, and no name of the Hugging Face Hub"
+    except Exception as error:  # the HTTP library of huggingface_hub, and its errors, differ between releases
+        return f"{name}: the Hugging Face Hub cannot be reached from here ({type(error).__name__})"
+    return f"{name}: on the Hugging Face Hub"
+
+
+def _needed(num_bytes: float, here: float, of: str) -> str:
+    short = ", TOO LITTLE for a run here" if num_bytes > here else ""
+    return f"{num_bytes / 1e9:.3g} GB {of}; this machine has {here / 1e9:.3g} GB{short}"
+
+
+def _cells(time: StepTime, num_steps: int) -> list[str]:
+    expected, low, high = time.hours(num_steps)
+    known = time.low_s is not None and time.high_s is not None
+    seconds = f"{time.low_s:.0f} to {time.high_s:.0f} s" if known else "not known"
+    hours = f"{expected:.1f} ({low:.1f} to {high:.1f})" if known else f"{expected:.1f}"
+    return [time.lengths, f"{time.rollout_s:.0f}", f"{time.step_s:.0f}", seconds, hours]
