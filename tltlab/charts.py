@@ -25,7 +25,7 @@ COLORS = ("#1f5f99", "#e8a33d", "#5cb08c", "#8a4a3c", "#7fb8de", "#b789c9", "#d9
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
 _HATCHES = ("", "////", "", "||||", "\\\\\\\\", "", "xxxx", "----", "//", "++++")  # dots take 200 KB in SVG
-_WIDTH_IN = 7.2
+_WIDTH_IN = 6.2
 _MOST_MARKERS = 24
 _ROUND = (1, 2, 2.5, 5, 10)
 """Distances of ticks, times a power of ten."""
@@ -128,7 +128,7 @@ def bars(
                       capsize=3)  # fmt: skip
     if reference is not None:
         axes.axvline(reference, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
-    axes.set_yticks(y, list(labels), fontsize=8)
+    axes.set_yticks(y, list(labels), fontsize=9)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     finish(axes, xlabel=xlabel, title=title, grid="x")
@@ -276,7 +276,7 @@ def heat_maps(
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
                 text = f"{value:.2f}" if texts is None else texts[name].iat[row, column]
-                axes.text(column, row, text, ha="center", va="center", fontsize=8)
+                axes.text(column, row, text, ha="center", va="center", fontsize=9)
         axes.set_xticks(range(values.shape[1]), [str(column) for column in tables[name].columns])
         axes.set_yticks(range(values.shape[0]), [str(row) for row in tables[name].index])
         finish(axes, xlabel=xlabel, ylabel=ylabel, title=f"{name}: {title}", grid=None)
@@ -350,7 +350,7 @@ def _floats(values: Any) -> np.ndarray:
 def _legend(axes: Axes, num: int, columns: int = 4) -> None:
     if num == 0:
         return
-    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.2), ncols=min(num, columns), fontsize=8, frameon=False,
+    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.2), ncols=min(num, columns), fontsize=9, frameon=False,
                 borderaxespad=0.0, handlelength=2.4)  # fmt: skip
 
 
@@ -360,8 +360,8 @@ def finish(
     """Title, labels, grid and type sizes of a panel in this look."""
     axes.set_xlabel(xlabel, fontsize=9)
     axes.set_ylabel(ylabel, fontsize=9)
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.tick_params(labelsize=8)
+    axes.set_title(title, loc="left", fontsize=10.5)
+    axes.tick_params(labelsize=9)
     if grid is not None:
         axes.grid(axis=grid, color="#dddddd", linewidth=0.5)
     axes.set_axisbelow(True)
