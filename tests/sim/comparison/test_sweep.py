@@ -137,8 +137,10 @@ def test_policies_are_given_in_many_ways(tmp_path: Path):
     # A table's choice holds at once, that of a class that may learn from the next iteration on.
     assert alone[7] == pytest.approx(alone[1], rel=1e-3)
     assert alone[1] < alone[0]
-    rows = compare(LENGTHS, given[:6], **SETTINGS)
-    assert sorted(rows["makespan_s"]) == pytest.approx(sorted(alone[:6]), rel=1e-12)
+    rows = compare(LENGTHS, given[:5], **SETTINGS)
+    assert sorted(rows["makespan_s"]) == pytest.approx(sorted(alone[:5]), rel=1e-12)
+    with pytest.raises(ConfigError, match="ngram:4"):
+        compare(LENGTHS, [spec, chain], **SETTINGS)
     named = compare(LENGTHS, dict(zip("abcdefghij", given, strict=True)), **SETTINGS)
     expected = dict(zip("abcdefghij", alone, strict=True))
     assert dict(zip(named["policy"], named["makespan_s"], strict=True)) == pytest.approx(expected)
