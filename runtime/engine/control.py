@@ -82,7 +82,7 @@ class Control:
         self.live: dict[str, Live] = {}
         self.keys: set[Key] = set()
         self.awaiting_first_token: set[str] = set()
-        # Ids of requests beside which nothing may be drafted.
+        # Ids of requests that allow no drafts for any request in the batch.
         self._draftless: set[str] = set()
         self.repeats = False
         self._turn = 0
@@ -154,7 +154,7 @@ class Control:
         return self._policy.name or f"{self._policy.selector.kind} {_digest(self._policy)}"
 
     def metrics(self) -> Samples:
-        """Counts of iterations by arm since the start, and the policy in force, by `metrics.FAMILIES`."""
+        """Return counts of iterations by arm since the start, and the policy in force, by `metrics.FAMILIES`."""
         samples: dict[tuple[str, ...], float] = {}
         if self._policy is not None:
             samples["policy_info", self._policy.selector.kind, _digest(self._policy), self.failure] = 1
@@ -163,9 +163,9 @@ class Control:
         return {**samples, **self._tally.counts}
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
-        """Return the learned state of policy, budget and drafters, with which a rollout can be repeated.
+        """Return the learned state of policy, budget and drafters, from which a rollout can be repeated.
 
-        It may share lists with the live state. Without `history` it has no texts, which must be recalled.
+        The state may share lists with the live state. Without `history` it has no texts, which the caller must recall.
         """
         return {**self.driver.state_dict(), "drafters": self.drafters.state_dict(history)}
 
@@ -227,9 +227,10 @@ class Control:
         return max(live.max_response_tokens - len(live.output) - 1, 0) if self._drafts_for(live) else 0
 
     def finish(self, request_id: str, got: int | None = None, *, in_flight: bool = False) -> Live | None:
-        """Remove and return a request that leaves the engine, complete or aborted; its client `got` its first tokens.
+        """Remove and return a request that leaves the engine, complete or aborted.
 
-        By default it got all. `in_flight`: it is in an iteration whose output is yet to come, and `landed` follows.
+        Its client `got` its first tokens, by default all of them. With `in_flight` the request is in an iteration
+        without output yet, and `landed` follows.
         """
         self.settle()
         live = self.live.pop(request_id, None)
@@ -262,7 +263,7 @@ class Control:
             self.ledger.start()
 
     def scheduled(self, work: Scheduled) -> int:
-        """Choose a strategy for the drafts at the iteration's end; return the draft depth for the engine's workers."""
+        """Choose the strategy of the drafts at the iteration's end; return the draft depth for the engine's workers."""
         with self.inside:
             self._work, self._verified = work, self.ledger.schedule(work)
             if self.driver.selector is None:
@@ -303,7 +304,7 @@ class Control:
             self.failure = failure
 
     def watched(self, work: Scheduled, strategy: Strategy) -> None:
-        """Record an iteration without a policy, at whose end the engine itself drafts by `strategy`."""
+        """Record an iteration without a policy, at the end of which the engine itself drafts by `strategy`."""
         with self.inside:
             self.ledger.schedule(work)
             self.ledger.choose(Choice(strategy, learns=False), decided=False)
@@ -364,7 +365,7 @@ class Control:
             with self.drafting:
                 late_s = self.drafters.feed(strategy, self._turn, self.ledger.clock)
             if self.drafters.behind(strategy):
-                # Drafts made without the latest text say little about the choice.
+                # Drafts made without the latest text are no evidence about the choice.
                 self.ledger.in_force = replace(self.ledger.in_force, learns=False)
             with self.inside:
                 places, lives, depths = self._draft_orders(request_ids, strategy)
@@ -447,7 +448,7 @@ class Control:
                 self.alarm.observe(name, [each[1:] for each in drafts], has_network=self.drafters.has_network(name))
 
     def rest(self) -> None:
-        """End the last iteration at its own end: the engine waits, with requests that go on later."""
+        """End the last iteration at its own end: the engine waits, with requests that continue later."""
         with self.inside:
             self.ledger.rest()
 

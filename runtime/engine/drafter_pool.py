@@ -1,7 +1,7 @@
-"""The drafters of one engine by name: what a strategy may ask for, who drafts for which request, how they did lately.
+"""The drafters of one engine by name: strategies an engine can run, drafts per request, recent acceptance.
 
-Model-free drafters propose here, beside the scheduler; a learned one proposes in the engine's workers and its tokens
-pass through. A hybrid decides between the two for each request.
+Model-free drafters propose here, beside the scheduler. A learned drafter proposes in the engine's workers and its
+tokens pass through. A hybrid decides between the two for each request.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from tltlab.strategy import Strategy
 from .ledger import Clock
 
 ResponseTokens = tuple[Key, Sequence[int], Sequence[int]]
-"""A key, its prompt's tokens and its response's so far."""
+"""A key, the tokens of its prompt and the tokens of its response so far."""
 
 _ESTIMATE_WEIGHT = 0.02
 """Weight of the newest draft in a drafter's mean of accepted tokens: about the last fifty drafts count."""
 
 
 _REPEATING = NgramSpec, SuffixSpec, LearnedSpec
-"""Kinds of drafters that can draft from a request's own text alone; what a class of the user's own keeps is unknown."""
+"""Kinds of drafters that can draft from a request's own text alone. The state of a user's own class is unknown."""
 
 
 class DrafterCollapsed(RunError):
-    """The canary stopped the run: the learned drafter's drafts are kept far less often than training predicted."""
+    """The canary stopped the run: the learned drafter's acceptance is far below training's prediction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterReport:
-    """How the drafters of an engine do; `dataclasses.asdict` of it is JSON.
+    """State of an engine's drafters; `dataclasses.asdict` of it is JSON.
 
-    `drafter` is the learned one, "" where there is none: its `age` in RL steps and `updates`, whether the canary has
-    `trusted` it and whether it `serves` (it is trained, fresh and trusted), by draft position the chance of being kept,
-    given the tokens before, that training `predicted` and that was `measured` since the last swap. `positions` are the
-    counts since then of every drafter, `verdicts` the canary's newest.
+    `drafter` is the learned drafter, "" where there is none, with its `age` in RL steps and its `updates`. It `serves`
+    if it is trained, fresh and `trusted` by the canary. `predicted` (by training) and `measured` (since the last swap)
+    are acceptance rates by draft position, given that all tokens before were accepted. `positions` are the counts of
+    every drafter since the last swap, `verdicts` the newest ones of the canary.
     """
 
     drafter: str
@@ -69,14 +69,14 @@ class DrafterReport:
 
 
 class DrafterPool(Mapping[str, DrafterState]):
-    """Drafters by the names strategies use; as a mapping it gives policies each one's state.
+    """Drafters by the names that strategies use; as a mapping it gives policies the state of each.
 
-    A request is known from `open` to `close`. Its text reaches a model-free drafter when a strategy asks it (`feed`),
-    and at the end: while it is not asked it costs nothing.
+    A request is known from `open` to `close`. A model-free drafter receives its text when a strategy asks that drafter
+    (`feed`), and at the end. A drafter that no strategy asks costs nothing.
 
-    `drafters` are specs or `Drafter` objects, by default `ngram` and `suffix`. At most one is learned, and while the
-    canary does not trust it it does not serve. `max_depth` is the deepest draft the engine was built for. Without
-    `beside` only an engine's workers draft. ConfigError for what cannot be run together.
+    `drafters` are specs or `Drafter` objects, by default `ngram` and `suffix`. At most one is learned; it does not
+    serve until the canary trusts it. `max_depth` is the deepest draft the engine was built for. Without `beside` only
+    an engine's workers draft. ConfigError for drafters that cannot run together.
     """
 
     def __init__(
@@ -115,16 +115,16 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     @property
     def registry(self) -> Drafters:
-        """The drafters by name; those that are objects draft beside the scheduler."""
+        """Return the drafters by name; `Drafter` objects draft beside the scheduler."""
         specs = {name: spec for name, spec in self.specs.items() if not isinstance(spec, Drafter)}
         own = {name: traits_of(type(spec)) for name, spec in self.specs.items() if isinstance(spec, Drafter)}
         return Drafters(specs, own)
 
     def use(self, strategies: Sequence[Strategy]) -> None:
-        """Feed from now on the drafters that `strategies` name, all of them if there are none, what runs included."""
+        """Feed the drafters that `strategies` name from now on, all if there are none; includes running requests."""
         for strategy in strategies:
             self.check(strategy)
-        # All of them before anything changes: one that cannot be built leaves things as they were.
+        # Build all drafters before anything changes: an error leaves the pool as it was.
         drafters = {name: self._drafter(name) for name in self.model_free(strategies)}
         previous, self._drafter_feeds = self._drafter_feeds, {}
         for name, drafter in drafters.items():
@@ -137,13 +137,13 @@ class DrafterPool(Mapping[str, DrafterState]):
                 feed.close(key)
 
     def model_free(self, strategies: Sequence[Strategy]) -> tuple[str, ...]:
-        """The model-free drafters that `strategies` may end up with, all of them if there are none."""
+        """Return the model-free drafters that `strategies` may use, all of them if there are none."""
         drafters = [s.drafter for s in strategies if s.speculates]
         names = {part for name in drafters for part in self._parts(name)} if strategies else set(self.specs)
         return tuple(name for name in self.specs if name in names and self._is_model_free(name))
 
     def needed(self, strategies: Sequence[Strategy]) -> frozenset[str]:
-        """The drafters without which `strategies` cannot be run, and the learned one, which is trained all the same."""
+        """Return the drafters that `strategies` need, and the learned one, which is trained in any case."""
         named = {s.drafter for s in strategies if s.speculates} & self.specs.keys()
         parts = {part for name in named for part in self._parts(name)}
         return frozenset({*named, *parts, *(self._parts(self.learned) if self.learned is not None else ())})
@@ -174,18 +174,18 @@ class DrafterPool(Mapping[str, DrafterState]):
             raise ConfigError(f"strategy {strategy}: {complaint}")
 
     def runs(self, name: str) -> bool:
-        """Whether drafter `name` can be asked: model-free drafts must reach the engine from `beside` it."""
+        """Return True if drafter `name` can be used: model-free drafts must reach the engine from `beside` it."""
         return self.beside or not any(self._is_model_free(part) for part in self._parts(name))
 
     def has_network(self, name: str) -> bool:
-        """Whether drafter `name` has a network; a vLLM method other than its n-grams and suffixes has."""
+        """Return True if drafter `name` has a network, as every vLLM method but n-grams and suffixes has."""
         registry = self.registry
         return registry[name].has_network if name in {*registry} else not name.startswith("ngram")
 
     def repeats(self, strategies: Sequence[Strategy], budget: DraftBudget) -> bool:
-        """Whether a request that is opened with `own` has the same drafts each time, whatever else the engine runs.
+        """Return True if a request opened with `own` has the same drafts each time, independent of other requests.
 
-        True for one depth, shared out evenly, of a drafter that needs nothing but the request's text.
+        This holds for one draft depth, shared out evenly, of a drafter that needs only the request's text.
         """
         parts = [self.specs[part] for s in strategies if s.speculates for part in self._parts(s.drafter)]
         alike = len(strategies) == 1 and len(parts) <= 1 and isinstance(budget, UniformBudget)
@@ -193,22 +193,21 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     @property
     def feeds(self) -> bool:
-        """Whether any model-free drafter wants the tokens."""
+        """True if a model-free drafter is in use."""
         return bool(self._drafter_feeds)
 
     def worker_depth(self, strategy: Strategy) -> int:
-        """How deep the learned drafter must draft under `strategy`; 0 when it is not asked."""
+        """Draft depth of the learned drafter under `strategy`; 0 when the strategy does not use it."""
         if not strategy.speculates or self.learned not in self._parts(strategy.drafter) or not self._serves():
             return 0
         return strategy.reach
 
     def feed(self, strategy: Strategy, turn: int, clock: Clock) -> float:
-        """Show the drafters that `strategy` may ask what has been generated, all requests in the order they came.
+        """Feed the drafters that `strategy` may ask with newly generated text, requests in order of arrival.
 
-        Returns the seconds that went into text of turns before `turn`, when nobody asked: a drafter that was not fed in
-        the last k turns has had k parts of it to take in. Each drafter gets one `extend` per request that has grown,
-        and puts in no more than a piece of the text: the rest waits for the next turns, and until then the drafter does
-        without it.
+        Return the seconds spent on text of turns before `turn`: a drafter not fed in the last k turns has k parts to
+        process. Each drafter gets one `extend` per request that has grown, and processes at most one piece of text. The
+        remainder waits for later turns, and until then the drafter does without it.
         """
         late_s = 0.0
         for name in self._candidates(strategy.drafter):
@@ -216,7 +215,7 @@ class DrafterPool(Mapping[str, DrafterState]):
             drafter, most = feed.drafter, feed.drafter.piece_tokens + self.max_depth * len(feed.texts)
             start_s = entry_s = clock()
             if not feed.behind:
-                # What came when requests entered and left.
+                # Text of requests that entered or left.
                 feed.behind = not drafter.catch_up(most)
                 entry_s = clock()
             late = feed.behind
@@ -227,13 +226,15 @@ class DrafterPool(Mapping[str, DrafterState]):
         return late_s
 
     def behind(self, strategy: Strategy) -> bool:
-        """Whether a drafter that `strategy` may ask was left text to put in later."""
+        """Return True if a drafter that `strategy` may ask has text left to process later."""
         return any(self._drafter_feeds[name].behind for name in self._candidates(strategy.drafter))
 
     def propose(
         self, strategy: Strategy, depths: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
     ) -> tuple[list[str], list[list[int]]]:
-        """Drafters and drafts, at most `depth` tokens for each (key, depth); `learned` are the workers' drafts."""
+        """Return drafters and drafts of at most `depth` tokens per (key, depth), given the workers'
+        `learned` drafts.
+        """
         if not depths:
             return [], []
         spec = self.specs[strategy.drafter]
@@ -262,7 +263,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         return name, [draft.tokens for draft in self._drafter_feeds[name].propose_all(depths)]
 
     def observe(self, name: str, verified: Sequence[tuple[Key, int, int]]) -> None:
-        """Drafts by `name` were verified: for each key how many tokens were drafted, and how many first ones kept."""
+        """Record verified drafts of `name`: (key, number of drafted tokens, number of accepted tokens) each."""
         if not verified:
             return
         estimate = self._accept_estimates.get(name, float(verified[0][2]))
@@ -281,45 +282,45 @@ class DrafterPool(Mapping[str, DrafterState]):
             self._drafter_feeds[name].observe_all(verified)
 
     def begin(self, rl_step: int) -> None:
-        """A rollout of `rl_step` begins. One that is done again, or an evaluation's -1, ages no drafter."""
+        """Begin a rollout of `rl_step`. A repeated RL step, or an evaluation's -1, ages no drafter."""
         for feed in self._drafter_feeds.values():
             feed.drafter.begin(rl_step)
             feed.turn = -math.inf
         later, self._rl_step = rl_step > self._rl_step, max(rl_step, self._rl_step)
         if later and self.learned is not None:
-            # The first rollout under new weights finds them of age 0.
+            # The first rollout under new weights uses them at age 0.
             self._weights = replace(self._weights, age=0 if self._fresh else self._weights.age + 1)
             self._fresh = False
 
     def open(self, key: Key, prompt: Sequence[int], output: Sequence[int] = (), *, own: bool = False) -> None:
-        """A request enters with its prompt; `output` is a view that grows as it generates.
+        """Add a request with its prompt; `output` is a view that grows as it generates.
 
-        With `own` it is drafted for from its own text alone, by a drafter to itself, and no other request from its
-        text. That works for drafters that `repeats` names, and others ignore it.
+        With `own` a separate drafter drafts for it from its own text alone, and no other request is drafted for from
+        that text. Drafters outside `repeats` ignore `own`.
         """
         self._requests[key] = prompt, output, own
         for name, feed in self._drafter_feeds.items():
             feed.open(key, prompt, output, self._own_drafter(name) if own else None)
 
     def close(self, key: Key) -> None:
-        """The request leaves, and its output is whole."""
+        """Remove a request, its output complete."""
         del self._requests[key]
         for feed in self._drafter_feeds.values():
             feed.close(key)
 
     def remember(self, responses: Iterable[ResponseTokens]) -> None:
-        """Show the drafters in use whole responses that they did not see grow: (key, prompt, response) each."""
+        """Add whole responses that the drafters in use did not see grow: (key, prompt, response) each."""
         for key, prompt, response in responses:
             for feed in self._drafter_feeds.values():
                 feed.drafter.remember(key, prompt, response)
 
     def recall(self, responses: Sequence[ResponseTokens]) -> None:
-        """Have the drafters in use remember these responses and no others; nothing may be running."""
+        """Replace the history of the drafters in use by these responses; nothing may be running."""
         for feed in self._drafter_feeds.values():
             feed.drafter.recall(responses)
 
     def forget(self) -> None:
-        """Drop what every model-free drafter knows and how well each did."""
+        """Clear the history and the acceptance estimate of every model-free drafter."""
         for drafter in self._model_free.values():
             drafter.forget()
         self._accept_estimates = {}
@@ -327,13 +328,13 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     @property
     def memory_bytes(self) -> int:
-        """What the drafters in use remember takes, by their own estimate; it walks all of it."""
+        """Bytes of the history of the drafters in use, by their own estimate; walks all of it."""
         return sum(getattr(feed.drafter, "memory_bytes", 0) for feed in self._drafter_feeds.values())
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
-        """What the drafters in use know between rollouts, and how well all did.
+        """Return the history and acceptance estimates of the drafters in use, as of between rollouts.
 
-        Without `history` the responses that drafters remember are left out: whoever loads it has them recalled.
+        Without `history` the remembered responses are left out: the caller recalls them after loading.
         """
         return {
             "drafters": {name: feed.drafter.state_dict() for name, feed in self._drafter_feeds.items() if history},
@@ -347,14 +348,14 @@ class DrafterPool(Mapping[str, DrafterState]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what `state_dict` gave, for the drafters in use then and now.
+        """Restore the result of `state_dict`, for the same drafters in use.
 
-        How a learned drafter did is taken back with its weights: now, or when they are what is swapped in next.
+        The learned drafter's acceptance is restored with its weights: now, or when those weights are swapped in next.
         """
         for name, feed in self._drafter_feeds.items():
             feed.drafter.load_state_dict(state["drafters"].get(name, {}))
         self._accept_estimates = dict(state["lately"])
-        # What was found out about weights says nothing about others, but these may be on their way.
+        # Acceptance of some weights is no evidence about others; the weights it belongs to may still arrive.
         self._awaited_state = None
         if state["updates"] == self._weights.updates:
             self._recall(state)
@@ -362,7 +363,7 @@ class DrafterPool(Mapping[str, DrafterState]):
             self._awaited_state = state
 
     def _recall(self, state: dict[str, Any]) -> None:
-        """Take back what was known of the weights that serve."""
+        """Restore the record of the weights that serve."""
         self.canary.load_state_dict(state["canary"])
         self._fresh, self._rl_step = state["fresh"], state["rl_step"]
         if self.learned is not None:
@@ -372,13 +373,13 @@ class DrafterPool(Mapping[str, DrafterState]):
             self._counts[name].load_state_dict(counts)
 
     def guard(self, config: CanaryConfig) -> None:
-        """Watch the learned drafter by `config` from now on; what was predicted and seen before is forgotten."""
+        """Monitor the learned drafter by `config` from now on; earlier predictions and observations are dropped."""
         self.canary = Canary(config)
 
     def updated(self, predicted: Sequence[float] = (), updates: int | None = None) -> None:
-        """The learned drafter has new weights, whose drafts training `predicted` to be kept: a chance per position.
+        """Note new weights of the learned drafter; training measured acceptance rates `predicted` by position.
 
-        They are of so many optimizer `updates`, by default one more than the last.
+        The weights are the result of `updates` optimizer updates, by default one more than the last.
         """
         assert self.learned is not None
         check_chances(predicted)
@@ -393,21 +394,21 @@ class DrafterPool(Mapping[str, DrafterState]):
             self._recall(state)
 
     def target_updated(self, version: str) -> None:
-        """The target has new weights."""
+        """Note new weights of the target model."""
         self.canary.reset(f"the sync of weights {version}{self._when()}", target_moved=True)
 
     def woke(self) -> None:
-        """The engine gave its memory away and has it back."""
+        """Note that the engine released its memory and has it back."""
         self.canary.reset(f"the engine woke{self._when()}")
 
     @property
     def complaint(self) -> str:
-        """Why the run is to stop, in a sentence; empty where it goes on."""
+        """Why the run must stop, in a sentence; empty where it continues."""
         verdict = self.canary.collapsed
         return verdict.sentence if verdict is not None and self.canary.config.on_collapse == "stop" else ""
 
     def report(self) -> DrafterReport:
-        """How the drafters do."""
+        """Return the state of the drafters."""
         name = self.learned or ""
         positions = {drafter: counts.positions for drafter, counts in self._counts.items()}
         return DrafterReport(
@@ -434,7 +435,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         return len(self.specs)
 
     def _parts(self, name: str) -> tuple[str, ...]:
-        """The drafters that a strategy naming `name` may end up with."""
+        """Return the drafters that a strategy naming `name` may use."""
         spec = self.specs[name]
         if isinstance(spec, HybridSpec):
             return (*self._parts(spec.first), *self._parts(spec.otherwise))
@@ -443,7 +444,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         return (name,)
 
     def _candidates(self, name: str) -> tuple[str, ...]:
-        """The model-free drafters that a strategy naming `name` may ask as things stand."""
+        """Return the model-free drafters that a strategy naming `name` may ask in the present state."""
         spec = self.specs[name]
         if isinstance(spec, HybridSpec):
             return tuple(dict.fromkeys((*self._candidates(spec.first), *self._candidates(spec.otherwise))))
@@ -455,7 +456,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         return not isinstance(self.specs[name], LearnedSpec | HybridSpec)
 
     def _serves(self) -> bool:
-        """Whether the learned drafter is there, fresh enough and trusted."""
+        """Return True if the learned drafter is there, fresh enough and trusted."""
         if self._learned_spec is None or not self.canary.trusted:
             return False
         trained, max_age = self._learned_spec.trained, self._learned_spec.max_age

@@ -1,4 +1,4 @@
-"""One real vLLM engine under a policy: generate requests, get responses and the rows of what every iteration did."""
+"""One real vLLM engine under a policy: generates requests; returns responses and one row per iteration."""
 
 from __future__ import annotations
 
@@ -32,24 +32,25 @@ from .generation import EngineDied, FollowUp, FollowUps, GenerationRequest, Roll
 from .graphs import CapturedGraphs, GraphPlan
 
 ASK_EVERY_S = 1.0
-"""How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""
+"""Interval at which a generating engine core in its own process is asked whether its canary stops the run."""
 
 CAPTURE_SHARE = 0.25
-"""Of a host's free memory, for the hidden states of running requests."""
+"""Share of a host's free memory for the hidden states of running requests."""
 UNKNOWN_MEMORY = 4 << 30
-"""Free memory of a host that does not say."""
+"""Free memory assumed of a host that does not report it."""
 
 _PLAIN = Policy(selector=FixedSpec(strategy=NO_SPECULATION))
 
 
 class Engine:
-    """A vLLM engine under a policy; close it, since it owns threads and memory.
+    """A vLLM engine under a policy; it owns threads and memory and must be closed.
 
-    `drafters` go by the names that strategies use, at most one of them learned; by default `ngram` and `suffix`. It is
-    built for drafts up to `max_draft_depth`, with 0 for no speculation. With `own_process` vLLM runs its core in
-    another process, and policies are given as `Policy`; without, it seeds this process's random generators and draws
-    from them. `graphs` are the CUDA graphs to capture, None for vLLM's own choice. `vllm_args` have vLLM's own names
-    and win over the defaults, of which synchronous scheduling is one: else no rollout could be replayed bit by bit.
+    `drafters` have the names that strategies use, at most one of them learned; by default `ngram` and `suffix`. The
+    engine is built for drafts up to `max_draft_depth`, with 0 for no speculation. With `own_process` vLLM runs its core
+    in another process, and policies are given as `Policy`. Without it, the engine seeds and uses this process's random
+    generators. `graphs` are the CUDA graphs to capture, None for vLLM's own choice. `vllm_args` have vLLM's own names
+    and override the defaults. Scheduling is synchronous by default: with asynchronous scheduling no rollout can be
+    replayed bit by bit.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Engine:
 
     @property
     def control(self) -> Control:
-        """What sits beside the scheduler; only for an engine core of this process."""
+        """The control beside the scheduler; only for an engine core of this process."""
         scheduler = adapter.scheduler_of(self.llm)
         if scheduler is None:
             raise ConfigError("the engine core is in another process: its policy cannot be touched as an object")
@@ -116,7 +117,7 @@ class Engine:
         """Choose by `policy` from the next iteration on, None for plain decoding.
 
         A `Policy` is built afresh, with a generator seeded with `seed`; a `Selector` is used as it is. ConfigError
-        where it may ask for what the engine lacks; the policy before then stays in force.
+        where it may choose a strategy that the engine cannot run; the previous policy then stays in force.
         """
         for strategy in policy.strategies if policy is not None else ():
             self._pool.check(strategy)
@@ -131,9 +132,7 @@ class Engine:
             self.control.set_selector(policy)
 
     def warm_up(self, temperature: float) -> None:
-        """Run plain and speculative iterations once, so that no rollout pays for what happens only at first; sets no
-        policy.
-        """
+        """Run plain and speculative iterations once, so that no rollout pays for first iterations; sets no policy."""
         first = GenerationRequest(key=(-1, "warm-up", 0, 0), prompt_token_ids=[1, 2] * 4, max_response_tokens=8)
         requests = [replace(first, key=(-1, "warm-up", n, 0)) for n in range(4)]
         serving = [name for name in self.drafters if self.max_draft_depth and self._pool.runs(name)]
@@ -157,29 +156,29 @@ class Engine:
             self._call("resume")
 
     def capture(self, sink: Sink | None, *, max_bytes: int | None = None) -> None:
-        """Hand `sink` each response of later rollouts that ends by itself, as soon as it ends; None for no more.
+        """Pass each later response that ends by itself to `sink`, as soon as it ends; None stops the capture.
 
         A `TrainingSequence` has the hidden states of the passes that generated it, in the engine's dtype, on the host:
-        the last layer's after the final norm and those that vLLM hands an EAGLE-3 drafter. It begins where a cached
-        prefix ends. Aborted responses and those of `evaluate` and `warm_up` do not come.
+        those of the last layer after the final norm and those that vLLM hands an EAGLE-3 drafter. It begins where a
+        cached prefix ends. Aborted responses and those of `evaluate` and `warm_up` are not captured.
 
-        Running requests hold at most `max_bytes`, by default `CAPTURE_SHARE` of the host's free memory; when that is
-        full, those stay that are likely to be in the tail (`captured` counts the others). With `own_process` or tensor
-        parallelism the sink is pickled, called in the process of the model's rank 0, and hears of a response with the
-        next iteration. A sink that raises ends the capture, not the rollout. ConfigError for one that cannot be pickled
-        then.
+        Running requests hold at most `max_bytes`, by default `CAPTURE_SHARE` of the host's free memory. Beyond that,
+        requests likely to be in the tail are kept (`captured` counts the others). With `own_process` or tensor
+        parallelism the sink is pickled, runs in the process of the model's rank 0, and receives a response with the
+        next iteration; ConfigError for a sink that cannot be pickled. An exception in the sink ends the capture, not
+        the rollout.
         """
         adapter.start_capture(self.llm, sink, capture_room() if max_bytes is None else max_bytes)
         self._captures = sink is not None
 
     @property
     def captured(self) -> Captured:
-        """What was captured since `capture` was last given a sink; nothing where none is."""
+        """Counts since `capture` was last given a sink; empty without a sink."""
         return cast(Captured, self._call("captured"))
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
-        """Within, new requests are not captured: for rollouts that are to leave no trace."""
+        """Capture no new requests within the block: for rollouts that must not reach the sink."""
         was_paused = self._captures and self._call("pause_capture", True)
         try:
             yield
@@ -201,12 +200,15 @@ class Engine:
     ) -> Rollout:
         """Generate every request to its end; top_k 0 and min_p 0 keep the whole vocabulary.
 
-        `until` is asked after each iteration with the keys of the responses that have ended, in that order; at its
-        first yes the others are aborted and come back with what they have. `follow_ups` hears of every end and says
-        what is to be generated next, until nothing is left of either. ConfigError for a prompt that leaves no room, two
-        requests of one key and what vLLM refuses. EngineDied, with what came back whole, when the engine fails or loses
-        a request, and ever after. DrafterCollapsed when the drafter's canary stops the run, until there are new draft
-        weights, PolicyFailed when the policy raises. A call that was interrupted leaves nothing behind.
+        `until` is called after each iteration with the keys of ended responses, in that order. Once it returns True the
+        others are aborted and returned with the tokens they have. `follow_ups` receives every ended response and
+        returns the requests to generate next; the call ends when neither requests nor follow-ups are left. A call that
+        was interrupted leaves nothing behind.
+
+        ConfigError for a prompt that leaves no room, two requests of one key and arguments that vLLM refuses.
+        EngineDied, with the complete responses, when the engine fails or loses a request, and at every later call.
+        DrafterCollapsed when the drafter's canary stops the run, until there are new draft weights. PolicyFailed when
+        the policy raises.
         """
         self._check(requests)
         try:
@@ -262,7 +264,7 @@ class Engine:
             raise
         except ConfigError:
             raise
-        except Exception as error:  # whatever an engine dies of, what came back whole is handed over
+        except Exception as error:  # an engine may fail in any way; complete responses are handed over
             failure, first_token_s = error, {}
         duration_s = time.perf_counter() - start
         whole = [name for name in names if name in outputs]
@@ -284,7 +286,7 @@ class Engine:
         )
 
     def _heed_canary(self, every_s: float = 0.0) -> None:
-        """Raise DrafterCollapsed where the canary stops the run, which is asked if it was not in the last `every_s`."""
+        """Raise DrafterCollapsed where the canary stops the run; the canary is asked at most once in `every_s`."""
         now = time.perf_counter()
         if not self._canary_stops or now < self._canary_check_s + every_s:
             return
@@ -301,7 +303,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens that a prompt and its response may have together."""
+        """Most tokens of a prompt and its response together."""
         return int(self.llm.llm_engine.vllm_config.model_config.max_model_len)
 
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
@@ -316,81 +318,79 @@ class Engine:
             raise ConfigError("two requests of one rollout have the same key (rl_step, prompt_id, sample, turn)")
 
     def remember(self, responses: Iterable[ResponseTokens]) -> None:
-        """Show the drafters in use responses generated elsewhere or earlier: (key, prompt ids, response ids) each."""
+        """Add responses generated elsewhere or earlier to the drafters in use: (key, prompt ids, response ids) each."""
         self._call("remember", list(responses))
 
     def recall(self, responses: Iterable[ResponseTokens]) -> None:
-        """Have the drafters in use remember these, (key, prompt ids, response ids) each, and no others; nothing may be
-        running.
-        """
+        """Replace the drafters' history by (key, prompt ids, response ids) each; nothing may be running."""
         self._call("drafters.recall", list(responses))
 
     def learn_lengths(self, lengths: Iterable[tuple[Key, int]]) -> None:
-        """Let the draft budget learn how many tokens responses of other engines have: (key, tokens) each."""
+        """Deliver the lengths of other engines' responses to the draft budget: (key, tokens) each."""
         self._call("learn_lengths", list(lengths))
 
     def forget(self) -> None:
-        """Drop all that model-free drafters know."""
+        """Clear the history of all model-free drafters."""
         self._call("drafters.forget")
 
     def reseed(self, seed: Sequence[int]) -> None:
-        """From now on everything random in the engine's processes follows from `seed`: ints of at least 0.
+        """Derive everything random in the engine's processes from `seed`, ints of at least 0, from now on.
 
         This process's global generators are seeded too where its core is here. A core in another process begins with
-        the first request that reaches it, so which one draws what there still depends on the clock.
+        the first request that reaches it, so the assignment of its draws to requests still depends on the clock.
         """
         self._call("reseed", [int(part) for part in seed])
 
     def replay(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Make the choices of `rows`, this worker's of a trace's `decisions`; after their last RL step the policy's.
+        """Repeat the choices of `rows`, this worker's `decisions` of a trace, then choose by the policy.
 
-        Tokens come out the same where policy, seeds, requests, weights, and what drafters and budget knew are the same.
-        ConfigError where the policy never makes such choices; a rollout that runs otherwise ends in a RunError.
+        Tokens are the same where policy, seeds, requests, weights, and the state of drafters and budget are the same.
+        ConfigError where the policy never makes such choices; a rollout that deviates from the rows ends in a RunError.
         """
         self._call("driver.replay", [{name: row[name] for name in REPLAYED} for row in rows])
 
     def state_dict(self, *, history: bool = True) -> dict[str, Any]:
-        """All that policy, budget and drafters have learned, as JSON types; of a learned drafter how it did.
+        """Return the learned state of policy, budget and drafters as JSON types; of a learned drafter its acceptance.
 
-        Without `history` it has no responses and is small however long a run is: `recall` them after it is loaded.
+        Without `history` the state has no responses and stays small in a long run: call `recall` after loading it.
         """
         return cast(dict[str, Any], json.loads(json.dumps(self._call("state_dict", history), allow_nan=False)))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave, with nothing cached; nothing may be running.
+        """Restore the result of `state_dict` and clear the prefix cache; nothing may be running.
 
-        The policy must be set and draft weights be loaded before. Two engines go on alike once both have loaded it:
-        suffix trees order equally frequent continuations by how texts came.
+        Set the policy and load draft weights first. Two engines behave alike only once both have loaded the state:
+        suffix trees order equally frequent continuations by arrival of their texts.
         """
         self._call("load_state_dict", state)
         self.llm.reset_prefix_cache()
 
     def snapshot(self) -> tuple[Any, dict[str, Any]]:
-        """What a rollout depends on besides requests and weights: the random state, and what has been learned.
+        """Return the state that a rollout depends on besides requests and weights: random state and learned state.
 
-        Nothing may be running. ConfigError with `own_process`: the random state that matters is then a worker's.
+        Nothing may be running. ConfigError with `own_process`, where the random state is that of another process.
         """
         if self.own_process:
             raise ConfigError("an engine core in its own process keeps its random state to itself: no snapshots")
         return self._call("rng_state"), self._call("state_dict")
 
     def restore(self, state: tuple[Any, dict[str, Any]]) -> None:
-        """Go back to a `snapshot`, with nothing cached."""
+        """Restore a `snapshot` and clear the prefix cache."""
         self._call("set_rng_state", state[0])
         self.load_state_dict(state[1])
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load the trainer's weights through vLLM's weight-update calls and forget cached prefixes of the old ones.
+        """Load the trainer's weights through vLLM's weight-update calls and drop cached prefixes of the old ones.
 
-        Requests that run go on with the keys and values they have, and their prefixes may stay cached until they end.
-        ConfigError for no weights; RunError where names or shapes are not the model's, and the engine is dead then.
+        Running requests keep their keys and values, and their prefixes may stay cached until they end. ConfigError for
+        no weights; RunError, and a dead engine, where names or shapes are not the model's.
         """
         self.check_alive()
         self.weights.load_all(weights, str(version))
         self.target_updated(version)
 
     def target_updated(self, version: int) -> None:
-        """Tell the drafters that they draft for new weights, which came through `weights`."""
+        """Notify the drafters of new target weights, loaded through `weights`."""
         self._call("drafters.target_updated", str(version))
 
     def update_draft_weights(
@@ -401,10 +401,10 @@ class Engine:
     ) -> None:
         """Load new weights into the learned drafter, between iterations; requests may run.
 
-        `predicted` is the chance that draft token i is kept given those before it, as training measured it at the
-        rollout's temperature; the canary holds the drafter to it. `updates` are the optimizer updates that made the
-        weights, by default one more than the last. ConfigError where the engine has no learned drafter or these are no
-        chances: the old weights stay.
+        `predicted` are the acceptance rates by draft position, given that all tokens before were accepted, as training
+        measured them at the rollout's temperature; the canary compares with them. `updates` are the optimizer updates
+        that made the weights, by default one more than the last. ConfigError, with the old weights in place, where the
+        engine has no learned drafter or `predicted` are no probabilities.
         """
         if self._pool.learned is None:
             raise ConfigError("this engine has no learned drafter to update; name one in `drafters`")
@@ -415,16 +415,16 @@ class Engine:
         self._call("drafters.updated", chances, updates)
 
     def guard_drafter(self, config: CanaryConfig) -> None:
-        """Watch the learned drafter by `config` from now on; what was predicted and seen before is forgotten."""
+        """Monitor the learned drafter by `config` from now on; earlier predictions and observations are dropped."""
         self._canary_stops = config.on_collapse == "stop"
         self._call("drafters.guard", config)
 
     def drafter_report(self) -> DrafterReport:
-        """How the drafters do, and what the canary found."""
+        """Return the state of the drafters and the findings of the canary."""
         return cast(DrafterReport, self._call("drafters.report"))
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of what the engine holds, by the names of a dry run's parts; of weights and caches on each device."""
+        """Bytes that the engine holds, by the names of a dry run; weights and caches are those of each device."""
         host = {"captured states": self.captured.peak_bytes, "drafter history": self._call("drafters.memory_bytes")}
         return cast(dict[str, int], self._call("held_bytes")) | host
 
@@ -433,22 +433,21 @@ class Engine:
         return cast(CapturedGraphs, self._call("captured_graphs"))
 
     def sleep(self, level: int = 1) -> None:
-        """Give the engine's memory away until `wake_up`, as `vllm.LLM.sleep` does; nothing may be running.
+        """Release the engine's memory until `wake_up`, as `vllm.LLM.sleep` does; nothing may be running.
 
-        At level 1 weights are kept on the host; at level 2 they are gone, and new ones must come after `wake_up`.
+        Level 1 keeps the weights on the host. Level 2 drops them, and new ones must be loaded after `wake_up`.
         """
         self.llm.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back, all or that of "weights" or "kv_cache"; the canary then looks anew whether the learned
-        drafter came back whole."""
+        """Restore the memory, all or that of "weights" or "kv_cache"; the canary then checks the drafter anew."""
         self.llm.wake_up(None if tags is None else list(tags))
         self._call("drafters.woke")
 
     def check_alive(self) -> None:
-        """EngineDied for one that failed, or has but a part of its weights."""
+        """Raise EngineDied for an engine that failed or has only a part of its weights."""
         if why := self._death or self.weights.unusable:
-            raise EngineDied(f"close this engine and start another, for {why}")
+            raise EngineDied(f"close this engine and start another: {why}")
 
     def close(self) -> None:
         """Release the engine's memory, threads and processes."""
@@ -459,5 +458,5 @@ class Engine:
 
 
 def capture_room(engines: int = 1) -> int:
-    """Bytes of hidden states that running requests may hold in each of a machine's engines: `CAPTURE_SHARE` in all."""
+    """Bytes of running requests' hidden states that each of a machine's engines may hold: `CAPTURE_SHARE` in all."""
     return int(CAPTURE_SHARE * (available_memory() or UNKNOWN_MEMORY) / engines)

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, hardware, and the run.json that tells how to repeat it."""
+"""The environment of a run: versions, hardware, and the run.json from which it can be repeated."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tltlab.runtime.recipe.recipe import Recipe
 
 
 def run_json(recipe: Recipe) -> dict[str, Any]:
-    """What `run.json` says: the command, the versions and the resolved recipe."""
+    """Return the contents of `run.json`: the command, the versions and the resolved recipe."""
     return {"argv": sys.argv, "versions": versions(), "recipe": recipe.model_dump(mode="json")}
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
+    """Return the versions of the packages that results depend on."""
     packages: dict[str, str] = made_by("torch", "ray", "transformers", "simpy", "numpy")["versions"]
     return {"python": packages["python"], "vllm": installed_vllm()} | packages
 
@@ -31,7 +31,7 @@ def gpus() -> list[tuple[str, int]]:
 
 
 def hardware() -> str:
-    """The machine in words: GPUs where there are, else the number of CPU cores."""
+    """Describe the machine: GPUs where there are, else the number of CPU cores."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     return f"{len(os.sched_getaffinity(0))} CPU cores"

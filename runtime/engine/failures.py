@@ -1,4 +1,4 @@
-"""Failures of code that is not ours, beside an engine that goes on serving."""
+"""Failures of user code, beside an engine that keeps serving."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tltlab.errors import RunError
 
 
 class PolicyFailed(RunError):
-    """The policy raised in mid-rollout, and is asked no more: a rollout of another policy would be taken for its."""
+    """The policy raised during a rollout, which then ran partly under no policy."""
 
 
 def say(line: str) -> None:
-    """Print a line for the user of somebody's program on standard error. Raises nothing."""
-    # vLLM's log is often turned off, or goes to the standard output of somebody's pipeline. Nobody may listen here.
+    """Print a line on standard error, for the user of a program with an engine in it. Raises nothing."""
+    # vLLM's log is often turned off, or part of the program's own output. Standard error may be closed.
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(f"tltlab: {line}", file=sys.stderr, flush=True)
 
 
 def what_was_raised(error: Exception) -> str:
-    """Its name, what it says, and the innermost file and line that is not ours and in no library, if there is one.
+    """Describe an exception: type, message, and the innermost file and line outside of tltlab and of libraries.
 
-    For messages about errors that end nothing; it raises none itself, whatever the error is like.
+    For messages about errors that do not end the program; this function raises none itself.
     """
     frames = traceback.extract_tb(error.__traceback__)
     package = str(Path(tltlab.__file__).parent)

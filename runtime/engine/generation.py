@@ -1,4 +1,4 @@
-"""What an engine is asked for, and what it gives back."""
+"""Requests to an engine and its responses."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tltlab.errors import RunError
 class GenerationRequest:
     """One response to generate: its key (rl_step, prompt_id, sample, turn), prompt token ids and cap in tokens.
 
-    With `ignore_eos` it runs to its cap. Sampling settings that are None are those of the call. It also stops behind a
-    token of `stop_token_ids`, and `prompt_text` is for environments, which may read the prompt. It begins once the
-    engine has the weights of `from_version`, and a rollout that stops at a quota goes on for as long as it is `due`.
+    With `ignore_eos` it runs to its cap. Sampling settings that are None are those of the call. It also stops after a
+    token of `stop_token_ids`. `prompt_text` is for environments, which may read the prompt. Generation begins once the
+    engine has the weights of `from_version`. A rollout that stops at a quota still completes the requests that are
+    `due`.
     """
 
     key: Key
@@ -35,9 +36,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowUp:
-    """The next turn of a response: its request, whose prompt ends with the tokens `observed` of what a tool said.
+    """The next turn of a response: its request, whose prompt ends with the tokens `observed` of a tool's output.
 
-    It came at `submit_s`, seconds since the rollout began, `tool_s` after the turn before it had ended.
+    It was submitted at `submit_s`, seconds since the rollout began, `tool_s` after the previous turn ended.
     """
 
     request: GenerationRequest
@@ -47,27 +48,27 @@ class FollowUp:
 
 
 class FollowUps(Protocol):
-    """What goes on after responses that have ended; an engine asks it between iterations."""
+    """Source of further turns of ended responses; an engine calls it between iterations."""
 
     @property
     def pending(self) -> int:
-        """How many are away at their tools."""
+        """Number of responses with a tool call under way."""
 
     def ended(self, request: GenerationRequest, token_ids: Sequence[int], now_s: float) -> None:
-        """A request has ended with these tokens."""
+        """Process a request that ended with these tokens."""
 
     def ready(self, now_s: Callable[[], float], *, wait_for_one: bool) -> list[FollowUp]:
-        """Turns that may begin; with `wait_for_one` not before one call is done, if any is under way."""
+        """Return the turns that may begin; with `wait_for_one` wait for one tool call, if any is under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResponse:
-    """What came back. `logprobs` are the behaviour's, at the sampling temperature; times are since `generate`.
+    """One response. `logprobs` are at the sampling temperature; times are in seconds since `generate`.
 
     `finish_reason` is "stop", "length" or "abort". Tokens and log-probs are lists from an engine, and arrays of 4 bytes
-    each from a rollout worker. A turn after the first came at `t_submit`, after `tool_s` at a tool, which said the
-    tokens `observed`, the end of its prompt. `versions` are (policy version, tokens) of its spans, where weights may
-    change while it runs; else it is empty.
+    each from a rollout worker. A turn after the first was submitted at `t_submit`, after `tool_s` at a tool; `observed`
+    are the tool's tokens, the end of its prompt. `versions` are (policy version, tokens) of its spans where weights may
+    change while it runs, else empty.
     """
 
     key: Key
@@ -86,9 +87,9 @@ class GenerationResponse:
 class Rollout:
     """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
 
-    `recorder_s` went into the ledger, `policy_s` into choosing, sharing out and learning, `drafting_s` into drafters
-    beside the scheduler: what they were fed, and what they looked up. `follow_ups` are the requests of later turns,
-    whose responses come behind the others; `notes` is what the run should say.
+    `recorder_s` were spent in the ledger, `policy_s` on choosing, sharing out and learning, `drafting_s` in drafters
+    beside the scheduler (feeding and look-ups). `follow_ups` are the requests of later turns; their responses come
+    after the others. `notes` are messages for the user.
     """
 
     responses: list[GenerationResponse]
@@ -103,7 +104,7 @@ class Rollout:
 
 
 class EngineDied(RunError):
-    """The engine failed in mid-rollout: `responses` came back whole, `lost` are the keys of those that did not."""
+    """The engine failed during a rollout: `responses` are complete, `lost` are the keys of the others."""
 
     def __init__(
         self, message: str, responses: list[GenerationResponse] | None = None, lost: list[Key] | None = None

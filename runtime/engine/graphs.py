@@ -1,18 +1,18 @@
-"""A policy as vLLM's own settings: which K at which batch, and which CUDA graphs are captured for it.
+"""A policy as vLLM's own settings: K at each batch, and the CUDA graphs that are captured for it.
 
-vLLM's K is the draft depth of a chain, so an iteration of n requests verifies n*(K+1) tokens. Which graph it gets
-depends on the model runner, as read in vLLM 0.32 and held against its dispatchers in the tests:
+vLLM's K is the draft depth of a chain, so an iteration of n requests verifies n*(K+1) tokens. The graph that it runs in
+depends on the model runner. The rules were read in vLLM 0.32; tests compare them with its dispatchers:
 
 - V2 (`CudaGraphManager`), for drafts of a network alone: every capture size is rounded up to each K+1 of the schedule,
-  so each K gets graphs of all sizes, and a batch runs in a full graph only if the next larger captured number of
-  tokens, of whatever K, is one of its own K. Other batches run in piecewise graphs, which go by tokens.
-- V1 (`CudagraphDispatcher`), which drafts that are made beside the scheduler need. By default its full graphs are for
-  the engine's deepest K alone: any other depth, *plain decoding too*, and drafts of unequal length run in piecewise
-  graphs, attention launched layer by layer; a table of depths by batch size would demote all to those. With the
-  setting `cudagraph_mode = "FULL"` one full graph a size serves any mix of lengths. vLLM takes it where attention does
-  (`AttentionCGSupport.ALWAYS`: FlashAttention 3, so Hopper) and else falls back to the default. A drafter's network
-  then has no graphs: vLLM captures them with piecewise ones of the target. V1 rounds sizes to multiples of the deepest
-  K+1.
+  so each K gets graphs of all sizes. A batch runs in a full graph only if the next larger captured number of tokens,
+  of whatever K, is one of its own K. Other batches run in piecewise graphs, which go by tokens.
+- V1 (`CudagraphDispatcher`), needed for drafts made beside the scheduler. By default its full graphs are for the
+  engine's deepest K alone: any other depth, *plain decoding too*, and drafts of unequal length run in piecewise graphs,
+  attention launched layer by layer. A table of depths by batch size would demote all of them to piecewise graphs. With
+  the setting `cudagraph_mode = "FULL"` one full graph a size serves any mix of lengths. vLLM accepts that setting where
+  the attention backend does (`AttentionCGSupport.ALWAYS`: FlashAttention 3, so Hopper) and else falls back to the
+  default. A drafter's network then has no graphs: vLLM captures them with piecewise ones of the target. V1 rounds sizes
+  to multiples of the deepest K+1.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ _TOKEN_BUDGET = 2048
 """vLLM's smallest default of max_num_batched_tokens, which capture sizes must not exceed."""
 
 ANY_TOKENS = 2**31
-"""An iteration may schedule as many tokens as it likes."""
+"""No limit on the tokens that an iteration may schedule."""
 GRAPH_LAYER_BYTES = 1e6
-"""What a graph keeps of a layer: logs of vLLM give 0.4 MB (pull request 11349: 35 graphs of 16 layers take 0.21 GiB) to
-0.85 MB (22897: 26 to 28 MiB a graph of 32 layers), buffers included."""
+"""Bytes per layer of a graph, buffers included. Logs of vLLM give 0.4 MB (pull request 11349: 35 graphs of 16 layers
+take 0.21 GiB) to 0.85 MB (22897: 26 to 28 MiB a graph of 32 layers).
+"""
 _SPACINGS = (1.0, 1.25, 1.5, 2.0)
-"""Least ratios of neighbouring batch sizes, of which a plan takes the finest that its memory allows."""
+"""Least ratios of neighbouring batch sizes; a plan takes the finest that its memory allows."""
 
 BatchDepth = tuple[int, int]
 """Requests in the batch, and K."""
@@ -57,15 +58,15 @@ VLLM_NGRAM, VLLM_SUFFIX = "ngram", "suffix"
 
 Runner = Literal["V1", "V2"]
 Kind = Literal["full", "piecewise", "eager"]
-"""What an iteration runs in: one graph, graphs between which attention is launched, or none."""
+"""Execution of an iteration: in one graph, in graphs with attention launched between them, or without graphs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedGraphs:
     """The CUDA graphs of one engine, as its model runner has them; `mode` is vLLM's, "NONE" where there are none.
 
-    `full` has (tokens, K) of each, K None where it serves requests of any lengths, `piecewise` the tokens of each,
-    ascending. `num_bytes` is the device memory that capture took, None where nothing was measured.
+    `full` has (tokens, K) of each, K None where it serves requests of any lengths. `piecewise` has the tokens of each,
+    ascending. `num_bytes` is the device memory that capture took, None where it was not measured.
     """
 
     runner: Runner
@@ -76,7 +77,7 @@ class CapturedGraphs:
 
 
 def vllm_batches(max_batch: int, spacing: float = 1.0) -> tuple[int, ...]:
-    """The batch sizes that vLLM 0.32 captures for uniform decoding; of these, such as lie a ratio `spacing` apart.
+    """The batch sizes that vLLM 0.32 captures for uniform decoding, thinned to a ratio of at least `spacing`.
 
     >>> vllm_batches(20)
     (1, 2, 4, 8, 16, 20)
@@ -93,14 +94,13 @@ def vllm_batches(max_batch: int, spacing: float = 1.0) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPlan:
-    """What vLLM is told for one policy. `may_run` and `asked` are ascending.
+    """Settings of vLLM for one policy. `may_run` and `asked` are ascending.
 
-    `may_run` is all that the policy may choose, `asked` what graphs are asked for. `drafters` are the policy's, of
-    which `networks` run on the device, and `drafts` is what vLLM's speculative_config says of them. `notes` say what
-    these settings leave to the policy's own scheduler, and what gets no full graph. The engine is built for drafts of
-    up to `deepest` tokens, `uneven` where those of one iteration may differ in length. With `any_lengths` one full
-    graph serves requests of any lengths, which the V1 runner alone can. `max_tokens` is the most an iteration may
-    schedule.
+    `may_run` is all that the policy may choose, `asked` the graphs to capture. `drafters` are the policy's, `networks`
+    those of them that run on the device, `drafts` their part of vLLM's speculative_config. `notes` list what these
+    settings leave to the policy's own scheduler, and what gets no full graph. The engine is built for drafts of up to
+    `deepest` tokens, `uneven` where drafts of one iteration may differ in length. With `any_lengths`, on the V1 runner
+    alone, one full graph serves requests of any lengths. `max_tokens` is the most an iteration may schedule.
     """
 
     max_num_seqs: int
@@ -118,7 +118,7 @@ class GraphPlan:
 
     @property
     def method(self) -> str | None:
-        """What vLLM calls the drafter; None for one that vLLM does not have."""
+        """vLLM's name of the drafter; None for one that vLLM does not have."""
         return self.drafts.get("method")
 
     @property
@@ -128,15 +128,15 @@ class GraphPlan:
 
     @property
     def chosen_at_run_time(self) -> bool:
-        """Whether some batch size has more than one K."""
+        """True if some batch size has more than one K."""
         return len({batch for batch, _ in self.may_run}) < len(self.may_run)
 
     @property
     def schedule(self) -> tuple[tuple[int, int, int], ...]:
         """Inclusive ranges (first, last, K) of batch sizes; empty where K never varies.
 
-        Where K is chosen at run time every K stands at one batch size, the deepest at batch 1 and the least at all that
-        are left: vLLM captures graphs for what its schedule has.
+        Where K is chosen at run time every K has one batch size, the deepest at batch 1 and the least at all that are
+        left: vLLM captures graphs for the rows of its schedule.
         """
         if self.depths == (self.deepest,):
             return ()
@@ -152,9 +152,9 @@ class GraphPlan:
 
     @property
     def capture_sizes(self) -> tuple[int, ...]:
-        """Tokens of each size to capture; strategies that share n*(K+1) share it.
+        """Tokens of each size to capture; strategies of equal n*(K+1) share a size.
 
-        A network drafts level by level, one token per request, so where there is one n is a size too.
+        A network drafts level by level, one token per request, so with a network n is a size too.
         """
         drafting = {n for n, k in self.asked if k and self.networks}
         sizes = drafting | {n * (k + 1) for n, k in self.asked}
@@ -177,7 +177,7 @@ class GraphPlan:
         return settings
 
     def refused(self) -> str | None:
-        """Why vLLM does not take, or dies of, `settings` without this package's scheduler; None where it runs them."""
+        """Why vLLM refuses or fails with `settings` without this package's scheduler; None where it runs them."""
         instead = "tltlab.runtime runs it in vLLM: vllm_options(policy), tltlab train"
         if not self.depths[-1]:
             return None
@@ -186,16 +186,16 @@ class GraphPlan:
             return f"vLLM has one drafter per engine, and the policy drafts with {names}; {instead}"
         if not self.drafts:
             return (
-                f"the policy does not say what its drafter {self.drafters[0]} is in vLLM's words, or that it is not "
-                f'trained yet: give it under "drafters", with kind "learned", method and model; {instead}'
+                f"the policy does not describe its drafter {self.drafters[0]} in vLLM's terms, or it is not "
+                f'trained yet: describe it under "drafters", with kind "learned", method and model; {instead}'
             )
         if self.method == VLLM_SUFFIX and self.schedule:
             return (
-                f"vLLM's suffix decoding has one K for all batches and dies of another, and the policy has "
+                f"vLLM's suffix decoding has one K for all batches and fails with another, and the policy has "
                 f"{', '.join(map(str, self.depths))}; {instead}"
             )
         if self.chosen_at_run_time:
-            # vLLM would take the schedule, and draft by it: deepest at batch 1, hardly at all beyond a few requests.
+            # vLLM would accept the schedule, and draft deepest at batch 1, hardly at all beyond a few requests.
             return (
                 f"the policy chooses among K = {', '.join(map(str, self.depths))} while it runs, and vLLM goes by the "
                 f"batch size alone, as a table does; {instead}"
@@ -220,9 +220,9 @@ class GraphPlan:
         return () if self.any_lengths else self.capture_sizes
 
     def kinds(self) -> dict[BatchDepth, Kind]:
-        """What each batch size and K that the policy may run is dispatched to, all requests drafting alike."""
+        """Return the kind of graph for each batch size and K that the policy may run, with drafts of equal length."""
         full = set(self.full_graphs())
-        # The V1 runner pads to the next size of all, the V2 runner to the next full graph of whatever K.
+        # The V1 runner pads to the next size, the V2 runner to the next full graph of any K.
         tokens = list(self.capture_sizes) if self.runner == "V1" else sorted({size for size, _ in full})
         kinds: dict[BatchDepth, Kind] = {}
         for n, k in self.may_run:
@@ -234,18 +234,18 @@ class GraphPlan:
         return kinds
 
     def without_full_graph(self) -> tuple[BatchDepth, ...]:
-        """What the policy may run and vLLM has no full graph for."""
+        """Return the batch sizes and K that the policy may run and vLLM has no full graph for."""
         return tuple(pair for pair, kind in self.kinds().items() if kind != "full")
 
     def summary(self) -> str:
-        """The runner, the depths and how many graphs."""
+        """Describe the runner, the depths and the number of graphs."""
         return (
             f"{self.runner} runner, K in {', '.join(map(str, self.depths))}; {len(self.full_graphs())} full and "
             f"{len(self.piecewise_graphs())} piecewise graphs of up to {self.capture_sizes[-1]} tokens"
         )
 
     def shortfalls(self) -> Iterator[str]:
-        """What may run without a full graph, and why."""
+        """Describe what may run without a full graph, and why."""
         if self.uneven and not self.any_lengths:
             yield "drafts may differ in length between requests: an iteration in which they do has no full graph"
         if self.drafters and (missing := self.without_full_graph()):
@@ -265,7 +265,7 @@ class GraphPlan:
             )
 
     def captured(self) -> CapturePlan:
-        """The graphs as `GraphPool` counts them; those that go by tokens are of a runner of one token."""
+        """Return the graphs as `GraphPool` counts them; piecewise ones belong to a runner of one token."""
         full = self.full_graphs()
         depths = sorted({*self.depths, self.deepest})
         batches = {k: tuple(size // (k + 1) for size, depth in full if depth == k) for k in depths}
@@ -284,9 +284,9 @@ class GraphPlan:
         )
 
     def engine_settings(self, speculative: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Arguments of `vllm.LLM` for an engine of tltlab's that drafts by `speculative`, itself one of them.
+        """Arguments of `vllm.LLM` for tltlab's engine that drafts by `speculative`, itself one of them.
 
-        vLLM settles the largest size itself, since it drops those that one iteration may not schedule.
+        The largest size is left to vLLM, which drops sizes that one iteration may not schedule.
         """
         compilation: dict[str, Any] = {"cudagraph_capture_sizes": list(self.capture_sizes)}
         if self.any_lengths:
@@ -295,10 +295,10 @@ class GraphPlan:
         if speculative is not None:
             settings["speculative_config"] = speculative = dict(speculative)
             if self.any_lengths and self.networks:
-                # Its graphs would not be captured at the start, and vLLM dies of capturing them later.
+                # The graphs would not be captured at the start, and vLLM fails when it captures them later.
                 speculative["enforce_eager"] = True
             if self.runner == "V2" and self.schedule:
-                # The policy chooses; this says which depths to capture graphs for.
+                # The policy chooses K; the schedule lists the depths to capture graphs for.
                 speculative["num_speculative_tokens_per_batch_size"] = [list(row) for row in self.schedule]
         return settings
 
@@ -318,17 +318,17 @@ def plan_graphs(
 ) -> GraphPlan:
     """Settings for `policy` in an engine of at most `max_batch` running requests.
 
-    Graphs are asked for at vLLM's own batch sizes, or such as lie a ratio `spacing` apart; with `fill`, for the V2
-    runner, at more, until all that may run has a full graph. `plain` adds plain decoding at all of them. `deepest` is
-    by default the policy's deepest draft. `drafters` are those of the engine beside the policy's. For `any_lengths`,
-    which the V2 runner ignores, and `max_tokens` see `GraphPlan`. ConfigError for what vLLM cannot draft, for an
-    unknown drafter, and for a policy that does not say what it may choose.
+    Graphs are captured at vLLM's own batch sizes, thinned to a ratio of `spacing`. With `fill`, for the V2 runner,
+    sizes are added until all that may run has a full graph. `plain` adds plain decoding at all sizes. `deepest` is by
+    default the policy's deepest draft. `drafters` are those of the engine beside the policy's. For `any_lengths`, which
+    the V2 runner ignores, and `max_tokens` see `GraphPlan`. ConfigError for drafts that vLLM cannot make, for an
+    unknown drafter, and for a policy without a list of strategies.
     """
     if max_batch < 1:
         raise ConfigError(f"max batch is {max_batch}: an engine runs at least one request")
     strategies = policy.strategies
     if not strategies:
-        raise ConfigError("the policy does not say which strategies it may choose: its selector needs `strategies`")
+        raise ConfigError("the policy has no list of strategies it may choose: its selector needs `strategies`")
     for strategy in strategies:
         if strategy.top_k > 1:
             raise ConfigError(
@@ -363,7 +363,7 @@ def plan_graphs(
             "schedule has for them: raise the largest batch"
         )
     while fill and runner == "V2" and (missing := set(plan.without_full_graph())):
-        # The last of a run of missing batches serves them all, unless a new size of another K comes between.
+        # The last of a run of missing batches serves them all, unless a new size of another K falls between.
         ends = {(n, k) for n, k in missing if (n + 1, k) not in missing}
         if ends <= set(plan.asked):
             # Beyond what an iteration may schedule.
@@ -373,9 +373,9 @@ def plan_graphs(
 
 
 def fitting_plan(plan: Callable[[float, bool], GraphPlan], pool: GraphPool, cap_bytes: float) -> GraphPlan:
-    """Of the plans that `plan` makes for a spacing and `fill`, the one that leaves least without a full graph.
+    """Return the plan that leaves least without a full graph and fits `cap_bytes`, over spacings and `fill`.
 
-    Among such the one of the finest batch sizes, all within `cap_bytes`; ConfigError where none is.
+    Among equals it has the finest batch sizes. ConfigError where none fits.
     """
     plans = [plan(spacing, fill) for fill in (True, False) for spacing in _SPACINGS]
     fitting = [each for each in plans if memory_bytes(pool, each) <= cap_bytes]
@@ -385,7 +385,7 @@ def fitting_plan(plan: Callable[[float, bool], GraphPlan], pool: GraphPool, cap_
 
 
 def chain_policies(drafter: str = "learned") -> dict[str, Policy]:
-    """What TLT's table of graph memory asks, of chains and by name: one strategy, every one at every batch, buckets."""
+    """The policies of TLT's table of graph memory by name, as chains of one drafter."""
     depths = (8, 4, 2)
     rows = tuple(
         TableRow(min_batch=batch, strategy=Strategy.chain(drafter, depth))
@@ -401,7 +401,7 @@ def chain_policies(drafter: str = "learned") -> dict[str, Policy]:
 
 
 def vllm_pool(num_layers: int, hidden_size: int, vocab_size: int, *, tensor_parallel: int = 1) -> GraphPool:
-    """The pool of a model's graphs in vLLM; only page tables go by context, and its are not part of its graphs."""
+    """Return the pool of a model's graphs in vLLM; page tables are no part of them."""
     return GraphPool(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -415,8 +415,8 @@ def vllm_pool(num_layers: int, hidden_size: int, vocab_size: int, *, tensor_para
 def memory_bytes(pool: GraphPool, plan: GraphPlan) -> float:
     """Bytes on one GPU that the graphs of a plan take by the pool's model.
 
-    vLLM computes the target's logits outside its graphs, and its page tables are buffers that all graphs share: neither
-    counts. Its graphs share one memory pool where the model gives each runner its own, so this errs on the high side.
+    vLLM computes the target's logits outside its graphs, and all graphs share its page tables: neither counts. Its
+    graphs share one memory pool where the model gives each runner its own, so this is an overestimate.
     """
     graphs, shared = plan.captured(), pool.model_copy(update={"page_tables": 0})
     without_logits = shared.model_copy(update={"vocab_size": 1})
@@ -424,7 +424,7 @@ def memory_bytes(pool: GraphPool, plan: GraphPlan) -> float:
 
 
 def check_memory(pool: GraphPool, plan: GraphPlan, cap_bytes: float) -> float:
-    """`memory_bytes`; ConfigError where that is more than `cap_bytes`."""
+    """Return `memory_bytes`; ConfigError where it exceeds `cap_bytes`."""
     needed = memory_bytes(pool, plan)
     if not needed <= cap_bytes:
         full, piecewise = len(plan.full_graphs()), len(plan.piecewise_graphs())
@@ -444,13 +444,13 @@ def _graphs(
 
 
 def parts_of(specs: Mapping[str, DrafterSpec], name: str) -> tuple[str, ...]:
-    """The drafters that one of this name asks: the two of a hybrid, else itself."""
+    """Return the drafters that drafter `name` uses: the two of a hybrid, else itself."""
     spec = specs.get(name)
     return (spec.first, spec.otherwise) if isinstance(spec, HybridSpec) else (name,)
 
 
 def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
-    """A drafter in vLLM's words; empty for one that vLLM does not have."""
+    """Return a drafter in vLLM's terms; empty for one that vLLM does not have."""
     if isinstance(spec, LearnedSpec):
         return spec.speculative_config if spec.trained else {}
     if isinstance(spec, NgramSpec):
@@ -462,7 +462,7 @@ def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
         "method": VLLM_SUFFIX,
         "suffix_decoding_max_tree_depth": ours["max_match"] + deepest,
         "suffix_decoding_min_token_prob": ours["min_token_prob"],
-        # As many tokens as matched, times this; whatever matched, all of the depth.
+        # As many tokens as matched, times this factor; else the full depth, independent of the match.
         "suffix_decoding_max_spec_factor": ours["match_factor"] if ours["length"] == "match" else float(deepest),
         # Past responses are searched unless the request alone is.
         **({"suffix_decoding_max_cached_requests": 0} if spec.scopes == ("request",) else {}),

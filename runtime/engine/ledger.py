@@ -40,7 +40,7 @@ class Scheduled:
 
 
 NEWEST = 64
-"""Iterations in which tokens are looked for that a client did not get, and which are therefore recorded late."""
+"""Number of newest iterations from which tokens that a client did not get are subtracted; they are recorded late."""
 
 Notify = Callable[[Choice, StepOutcome, "Iteration"], object]
 """Delivers the outcome of a choice, and writes its reward into the iteration."""
@@ -107,7 +107,7 @@ class SampledTokens:
         self._request_ids, self._sums = request_ids, counts
 
     def drain(self) -> list[tuple[str, int]]:
-        """Return and clear the tokens by request id, of which one may come several times."""
+        """Return and clear the tokens by request id; an id may occur several times."""
         drained = [*self._drained, *zip(self._request_ids, self._sums, strict=True)]
         self._drained, self._request_ids, self._sums = [], (), ()
         return drained
@@ -143,12 +143,12 @@ class Ledger:
     """Records iterations as an engine runs them, and notifies the policy of each choice's outcome.
 
     Calls per iteration: `start`, `schedule`, `choose` if there is a choice, `verified`, `sampled`, and `drafted` if
-    drafts are made beside the scheduler. An iteration lasts until the next one starts, the last before a pause until
-    its own output or drafts; `late_s` of a drafter's feeding does not count. With `overlapped` (asynchronous
-    scheduling) durations run from output to output, and drafting time is unknown.
+    drafts are made beside the scheduler. An iteration lasts until the next one starts; `late_s` of a drafter's feeding
+    does not count. With `overlapped` (asynchronous scheduling) durations run from output to output, and drafting time
+    is unknown.
 
     Where the engine waits (`rest`, `pause`) the last iteration ends at its own output or drafts. `num_generated` counts
-    tokens that clients got: those sampled, accepted drafts included, but none behind a response's end (`Control`).
+    tokens that clients got: sampled tokens and accepted drafts, but none after a response's end (`Control`).
 
     `begin` opens a rollout and `end` closes it; outside of rollouts outcomes are delivered and no rows are kept.
     `on_end` receives each ended iteration. Times in rows are seconds since `origin`, the time of `begin`. `verified`
@@ -247,7 +247,7 @@ class Ledger:
             iteration.drafted = drafted = list(map(len, map(work.drafts.get, work.request_ids, repeat(()))))
             iteration.accepted = [count - 1 if n and count else 0 for count, n in zip(counts, drafted, strict=True)]
         else:
-            # Iterations without drafts share their zeros: a rollout keeps all of its iterations until it ends.
+            # Iterations without drafts share their zeros, since a rollout keeps all of its iterations until it ends.
             if len(self._zeros) != iteration.batch:
                 self._zeros = (0,) * iteration.batch
             iteration.drafted = iteration.accepted = self._zeros
@@ -352,7 +352,7 @@ class EndedIterations:
     ended: Sequence[Iteration]
 
     def rows(self) -> tuple[list[Row], list[Row]]:
-        """Return their rows of `iterations.parquet`, and of `decisions.parquet` for policies' choices."""
+        """Return the rows of `iterations.parquet`, and for choices of a policy the rows of `decisions.parquet`."""
         ended, chosen = self.ended, [it for it in self.ended if it.decided]
         graphs = [it.graph or (None, None) for it in ended]
         iterations = self._rows(

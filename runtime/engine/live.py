@@ -10,8 +10,9 @@ from typing import Any, Literal
 from tltlab.drafters.base import Key
 
 Drafting = Literal["any", "own", "none", "none beside"]
-"""Drafts that a request may have: any; from its "own" text alone, so that a seed repeats its tokens; none; or none, nor
-any request that runs beside it."""
+"""Drafts that a request may have: "any"; from its "own" text alone, so that a seed repeats its tokens; "none"; or "none
+beside", which also rules out drafts for the other requests in the batch.
+"""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,12 +1,12 @@
-"""What the policy beside an engine does, counted as iterations end and shown to Prometheus where the engine is served.
+"""Counters of a policy's iterations, exported to Prometheus where the engine is served.
 
-A `Tally` counts in the engine's process, and whoever is asked for metrics asks it: nothing is sent while nobody asks.
-`FAMILIES` are the metrics, all with the labels `model_name` and `engine` that vLLM's own have; an `arm` is a strategy
-as `str` writes it, "ngram:4" or "none", and `gained_seconds` is below 0 where plain decoding is faster.
+A `Tally` counts in the engine's process; it is read at each scrape, and nothing is sent otherwise. `FAMILIES` are the
+metrics, all with vLLM's labels `model_name` and `engine`. An `arm` is a strategy as `str` writes it, "ngram:4" or
+"none". `gained_seconds` is below 0 where plain decoding is faster.
 
-What plain decoding takes is what a cost model says of the same batch and context (`by` is "costs"), where the engine
-was given one. Else it is "measured": the median of the last 32 plain iterations of the same batch size, between known
-sizes interpolated (`tltlab.policies.reward`); a policy that never decodes plainly is then compared with nothing.
+The time of plain decoding is a cost model's for the same batch and context (`by` is "costs"), where the engine was
+given one. Else it is "measured": the median of the last 32 plain iterations of the same batch size, interpolated
+between known sizes (`tltlab.policies.reward`). A policy that never decodes plainly then has no gain.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Samples = Mapping[tuple[str, ...], float]
-"""Numbers by the name of a metric, without "tltlab:", and its labels' values, but for model and engine."""
+"""Numbers by metric name, without "tltlab:", and label values, without model and engine."""
 
 FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "policy_info": ("The policy in force: 1.", ("selector", "digest", "failure")),
     "iterations_total": ("Iterations that verified this arm.", ("arm",)),
-    "iteration_seconds_total": ("Seconds of these, its drafting included.", ("arm",)),
-    "generated_tokens_total": ("Tokens generated in these.", ("arm",)),
+    "iteration_seconds_total": ("Seconds of these iterations, drafting included.", ("arm",)),
+    "generated_tokens_total": ("Tokens generated in these iterations.", ("arm",)),
     "draft_tokens_per_position_total": ("Drafts with a token here.", ("arm", "position")),
     "accepted_tokens_per_position_total": ("Drafts kept up to here.", ("arm", "position")),
     "drafter_collapsed": ("1: its acceptance collapsed after a wake or new weights.", ("drafter",)),
-    "gained_seconds": ("What plain decoding had taken more.", ("arm", "by")),
+    "gained_seconds": ("Seconds saved over plain decoding.", ("arm", "by")),
 }
-"""Of each metric what it is, and its labels."""
+"""Description and labels of each metric."""
 
 _TOGETHER = 256
-"""Iterations that are counted at a time: between forward passes caches are cold, and counting one costs more."""
+"""Iterations counted at a time: between forward passes caches are cold, and counting one costs more."""
 
 
 class Tally:
-    """Counts iterations by arm; what it holds grows with arms and draft depths, not with iterations.
+    """Counts iterations by arm; its size grows with arms and draft depths, not with iterations.
 
-    Plain decoding is told from `costs`, or from what is measured. Where something cannot be counted it says so once and
-    counts no more: the engine has others to serve.
+    The time of plain decoding comes from `costs`, or from measurements. After the first exception it logs an error and
+    stops counting, since the engine serves others.
     """
 
     def __init__(self, costs: CostModel | None = None) -> None:
@@ -63,14 +63,14 @@ class Tally:
         self._failed = False
 
     def add(self, iteration: Iteration) -> None:
-        """An iteration has ended."""
+        """Add an ended iteration."""
         self._uncounted.append(iteration)
         if len(self._uncounted) >= _TOGETHER:
             self._count()
 
     @property
     def counts(self) -> Samples:
-        """What was counted since the start."""
+        """Counts since the start."""
         self._count()
         return self._counts
 
@@ -107,7 +107,7 @@ class Tally:
                 counts[f"{kind}_tokens_per_position_total", arm, str(position)] += times
 
     def _speed_up(self, iteration: Iteration, outcome: StepOutcome) -> float | None:
-        """Over plain decoding; None where that cannot be told, as of an iteration that prefilled."""
+        """Speed-up over plain decoding; None where it is unknown, as for an iteration with prefill."""
         if self._plain is None:
             return self._relative(iteration.verified.strategy, outcome)
         if outcome.had_prefill or outcome.elapsed_s <= 0.0:
@@ -120,20 +120,20 @@ Labels = tuple[str, str]
 """`model_name` and `engine`."""
 
 Ask = Callable[[], Sequence[tuple[Labels, Samples]]]
-"""Asks engines what they counted; it may raise, and may take a moment."""
+"""Reads the counts of engines; it may raise or block briefly."""
 
 
 class Collector:
-    """A collector of `prometheus_client` for all engines that this process serves: they are asked at each scrape.
+    """A collector of `prometheus_client` for all engines that this process serves, read at each scrape.
 
-    An engine that cannot be asked is left out, and the scrape goes on without it.
+    An engine that cannot be read is left out.
     """
 
     def __init__(self) -> None:
         self.asks: list[Ask] = []
 
     def describe(self) -> list[Metric]:
-        """Nothing: at registration no engine is asked."""
+        """Return nothing: at registration no engine is read."""
         return []
 
     def collect(self) -> Iterable[Metric]:
@@ -143,13 +143,13 @@ class Collector:
         for ask in self.asks:
             try:
                 of_engines += ask()
-            except Exception as error:  # whatever it is, vLLM's own metrics are being asked for
+            except Exception as error:  # vLLM's own metrics must be served in any case
                 logger.debug("an engine was not asked for its metrics: %s: %s", type(error).__name__, error)
         return families(of_engines)
 
 
 def families(of_engines: Sequence[tuple[Labels, Samples]]) -> list[Metric]:
-    """The metrics of some engines as `prometheus_client` writes them."""
+    """Return the metrics of some engines in `prometheus_client`'s form."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     collection = {}

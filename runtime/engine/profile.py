@@ -1,8 +1,8 @@
 """Step times of a real engine over batch, draft depth and context: the table that `tltlab calibrate` reads.
 
 A cell is a batch size, a draft depth and a prompt length. Its requests are prefilled, decode with exactly that depth
-until enough iterations were timed, and are aborted. Cells are visited twice, in random orders, so that a machine whose
-speed drifts shows it in the spread instead of bending the table.
+until enough iterations were timed, and are aborted. Cells are visited twice, in random orders, so that drift of the
+machine's speed appears in the spread instead of biasing the table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PREFILLS = 3
 
 
 class ForcedDrafter(Drafter):
-    """Drafts exactly as deep as it is asked to, at no cost to the device: the start of the prompt over and over."""
+    """Drafts exactly as deep as asked, at no cost to the device: the start of the prompt, repeated."""
 
     def __init__(self) -> None:
         self._prompts: dict[Key, list[int]] = {}
@@ -50,7 +50,7 @@ class ForcedDrafter(Drafter):
         self._prompts[key] = list(tokens)
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
-        """What was generated makes no difference."""
+        """Do nothing: drafts come from the prompt alone."""
 
     def propose(self, key: Key, depth: int) -> Draft:
         prompt = self._prompts[key]
@@ -99,7 +99,7 @@ class ProfileGrid:
     @property
     def cells(self) -> list[Cell]:
         decoding = [Cell(batch=b, depth=d, context=c) for b, d, c in product(self.batches, self.depths, self.contexts)]
-        # Prefills of two batches, so that a fit with either left out still has some.
+        # Prefills of two batches, so that a fit with either left out still has data.
         few = sorted(self.batches)[:2]
         return decoding + [Cell(batch=b, depth=0, context=c, prefill=True) for b, c in product(few, self.contexts)]
 
@@ -108,9 +108,9 @@ class ProfileGrid:
         return -(-self.iterations // VISITS)
 
     def response_tokens(self, cell: Cell, token_budget: int) -> int:
-        """Cap of a cell's responses: none ends before the last timed iteration, were every draft kept whole.
+        """Cap of a cell's responses: none ends before the last timed iteration, even if every draft is accepted.
 
-        `token_budget` is the tokens of an iteration; what is prefilled early decodes while the rest is.
+        `token_budget` is the tokens of an iteration; requests prefilled early decode during the other prefills.
         """
         if cell.prefill:
             return 1
@@ -120,18 +120,19 @@ class ProfileGrid:
 
     @property
     def longest(self) -> int:
-        """Tokens that the longest request may come to, prefilled in pieces of 2048."""
+        """Most tokens of the longest request, prefilled in pieces of 2048."""
         return max(c.context + self.response_tokens(c, 2048) for c in self.cells)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What was measured.
+    """Result of a measurement.
 
     `table` has the columns of `tltlab.calibration.iterations`, `drafter`, and of each row `draft_seconds`,
-    `num_samples` and `spread`, the interquartile range of its seconds. `skipped` says `why` a cell was not measured.
-    `spread` is the median over rows of spread / seconds, `repeat_error` that of how far the two visits' medians are
-    apart, `held_out_error` that of a table fitted to two thirds of the cells on the others; None where not known.
+    `num_samples` and `spread`, the interquartile range of its seconds. `skipped` lists the cells that were not
+    measured, with the reason (`why`). `spread` is the median over rows of spread / seconds, `repeat_error` the median
+    relative difference of the two visits' medians, `held_out_error` the median error of a table fitted to two thirds of
+    the cells on the others; None where unknown.
     """
 
     table: pd.DataFrame
@@ -145,10 +146,11 @@ class Profile:
 def start_engine(
     model: str, grid: ProfileGrid, drafter: tuple[str, LearnedSpec] | None, vllm_args: Mapping[str, Any], seed: int = 0
 ) -> Engine:
-    """An engine for the grid; `drafter` is a learned one and its name, by default drafts are forced, as "ngram".
+    """Start an engine for the grid; `drafter` is a learned one and its name, by default drafts are forced, as "ngram".
 
-    `vllm_args` win over max_num_seqs for the largest batch and max_model_len for the longest request. On a GPU every
-    depth has graphs, as in a training run: vLLM's own are for the deepest alone, and plain steps would be of no use.
+    `vllm_args` override max_num_seqs, by default the largest batch, and max_model_len, by default the longest request.
+    On a GPU every depth has graphs, as in a training run: vLLM's own are for the deepest alone, so plain steps would
+    not compare.
     """
     name, spec = drafter if drafter is not None else ("ngram", ForcedDrafter())
     args: dict[str, Any] = {"max_num_seqs": max(grid.batches)} | dict(vllm_args)
@@ -160,7 +162,7 @@ def start_engine(
 
 
 def graphs_for(grid: ProfileGrid, name: str, drafter: tuple[str, LearnedSpec] | None) -> GraphPlan:
-    """Graphs of every depth of a grid at all batch sizes; drafts are those of the drafter `name`."""
+    """Return graphs of every depth of a grid at all batch sizes, for drafts of the drafter `name`."""
     policy = Policy(
         selector=ExploreSpec(strategies=tuple(Strategy.chain(name, depth) for depth in grid.depths)),
         drafters={} if drafter is None else dict([drafter]),
@@ -172,13 +174,13 @@ def graphs_for(grid: ProfileGrid, name: str, drafter: tuple[str, LearnedSpec] | 
 
 
 def profile(
-    engine: Engine, grid: ProfileGrid, *, seed: int = 0, say: Callable[[str], None] = lambda message: None
+    engine: Engine, grid: ProfileGrid, *, seed: int = 0, report: Callable[[str], None] = lambda message: None
 ) -> Profile:
     """Measure every cell of the grid that fits the engine; ConfigError where none does.
 
-    Rows carry the context as it was while they were timed: prompts, and what had been generated.
+    Rows carry the context at the time of measurement: prompts and generated tokens.
     """
-    return _Profiler(engine, grid, np.random.default_rng(seed), say).run()
+    return _Profiler(engine, grid, np.random.default_rng(seed), report).run()
 
 
 def engine_settings(engine: Engine) -> dict[str, Any]:
@@ -219,12 +221,14 @@ def held_out_error(table: pd.DataFrame, rng: np.random.Generator) -> float | Non
 
 
 class _Profiler:
-    def __init__(self, engine: Engine, grid: ProfileGrid, rng: np.random.Generator, say: Callable[[str], None]) -> None:
-        self.engine, self.grid, self.rng, self.say = engine, grid, rng, say
+    def __init__(
+        self, engine: Engine, grid: ProfileGrid, rng: np.random.Generator, report: Callable[[str], None]
+    ) -> None:
+        self.engine, self.grid, self.rng, self.report = engine, grid, rng, report
         self.settings = engine_settings(engine)
         (self.drafter,) = engine.drafters
         self.vocabulary = engine.llm.llm_engine.vllm_config.model_config.get_vocab_size()
-        # Both visits have the same prompts, which prefix caching then keeps: only decoding is timed with them.
+        # Both visits have the same prompts, which prefix caching keeps: only decoding is timed with them.
         self.prompts = rng.integers(0, self.vocabulary, (max(grid.batches), max(grid.contexts))).tolist()
         self.visits = 0
 
@@ -240,11 +244,11 @@ class _Profiler:
             for number, at in enumerate(self.rng.permutation(len(cells))):
                 timed[cells[at]].append(self._visit(cells[at]))
                 if number % max(1, len(cells) // 4) == 0:
-                    self.say(f"visit {visit + 1} of {VISITS}: {number + 1} of {len(cells)} cells")
+                    self.report(f"visit {visit + 1} of {VISITS}: {number + 1} of {len(cells)} cells")
         fewest = min(_FEWEST, self.grid.iterations)
         for cell, visits in timed.items():
             if (num := sum(map(len, visits))) < (VISITS if cell.prefill else fewest):
-                reasons[cell] = f"{num} iterations were of this cell alone"
+                reasons[cell] = f"only {num} iterations had the batch and depth of this cell"
         measured = [cell for cell in cells if reasons[cell] is None]
         if all(cell.prefill for cell in measured):
             raise RunError(f"no cell was measured; the first: {reasons[cells[0]]}")
@@ -265,7 +269,7 @@ class _Profiler:
         )
 
     def _misfit(self, cell: Cell) -> str | None:
-        """Why the engine cannot measure a cell, None where it can."""
+        """Why the engine cannot measure a cell; None where it can."""
         length = cell.context + self.grid.response_tokens(cell, self.settings["max_num_batched_tokens"])
         blocks = -(-(length + self.engine.max_draft_depth) // self.settings["block_size"])
         limits = (
@@ -281,7 +285,7 @@ class _Profiler:
         return None
 
     def _visit(self, cell: Cell) -> list[Mapping[str, Any]]:
-        """Rows of the iterations of one visit that are of this cell and nothing else."""
+        """Return the rows of one visit's iterations that match the cell exactly."""
         self.engine.set_policy(Fixed(Strategy.chain(self.drafter, cell.depth)))
         if cell.prefill:
             fresh = self.rng.integers(0, self.vocabulary, (_PREFILLS, cell.batch, cell.context)).tolist()
@@ -337,7 +341,7 @@ def _is_of(row: Mapping[str, Any], cell: Cell) -> bool:
 
 
 def _positions(model: str) -> int:
-    """The longest context that a model is made for."""
+    """Return the longest context that a model supports."""
     from transformers import AutoConfig
 
     try:

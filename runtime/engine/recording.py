@@ -1,7 +1,7 @@
-"""A trace that an engine writes by itself, without a trainer of ours: `vllm_options(record=...)`.
+"""A trace that an engine writes by itself, without tltlab's trainer: `vllm_options(record=...)`.
 
-Requests with keys say of which RL step they are; those without are put into RL steps by weight updates, or by sessions
-(`Grouping`).
+Requests with keys have their RL step in the key. Requests without keys are put into RL steps by weight updates, or by
+sessions (`Grouping`).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from .live import Live
 logger = logging.getLogger(__name__)
 
 _LARGEST = 2**31 - 1
-"""Of the numbers in a key, as traces have them."""
+"""Largest of the numbers in a key, as traces have them."""
 _TOKEN_BYTES, _ROW_BYTES = 48, 1024
-"""What a token and a row that wait to be written take of memory, about."""
+"""Approximate memory of a token and of a row that wait to be written."""
 _TOGETHER = 64
-"""Iterations that are handed to the thread that writes at a time."""
+"""Iterations handed to the writing thread at a time."""
 
 _Given = dict[str, Any] | EndedIterations | tuple[str, Row]
 
 
 def how_it_ended(finish_reason: str | None, num_tokens: int) -> str:
-    """Which of `FINISH_REASONS` a trace has for vLLM's: what an engine ended by itself is a stop, what failed an abort.
+    """Return the one of `FINISH_REASONS` for vLLM's reason: a repetition stop is a stop, a failure an abort.
 
     >>> how_it_ended("repetition", 7), how_it_ended("error", 7), how_it_ended("stop", 0)
     ('stop', 'abort', 'abort')
@@ -56,15 +56,15 @@ def how_it_ended(finish_reason: str | None, num_tokens: int) -> str:
 
 
 BRINGS_WEIGHTS = re.compile(r"(update|load|receive|sync|finish)\w*_(weight|param|state_dict)")
-"""Methods of vLLM's workers that bring new weights, or end an update that did: `reload_weights`, not `init_weights`."""
+"""Methods of vLLM's workers that load new weights or end such an update: `reload_weights`, not `init_weights`."""
 
 
 class Grouping:
-    """Which requests without keys make an RL step: those between two weight updates, or, without any, a session.
+    """Grouping of requests without keys into RL steps: between two weight updates or, without updates, by session.
 
-    `version` counts weight updates. What is heard of one while nothing else happens is one update, and what comes
-    before the first request none. From the first on only updates end an RL step. Before, a session ends with an idle
-    gap that is longer than `GAP_S` and than `GAP_SHARE` of the session.
+    `version` counts weight updates. Several update calls with no progress between them are one update, and calls before
+    the first request are none. After the first update only updates end an RL step. Before, a session ends with an idle
+    gap longer than `GAP_S` and than `GAP_SHARE` of the session.
     """
 
     GAP_S: ClassVar[float] = 1.0
@@ -78,7 +78,7 @@ class Grouping:
         self._progress = 0
 
     def updated(self, progress: int) -> bool:
-        """Something was heard of new weights after requests and tokens of this number; whether it is another update."""
+        """Note an update call after `progress` requests and tokens; return True if it is another update."""
         if progress == self._progress:
             return False
         self._progress = progress
@@ -86,11 +86,11 @@ class Grouping:
         return True
 
     def left(self) -> None:
-        """A request has left."""
+        """Note that a request has left."""
         self._leave_s = self._clock()
 
     def ends(self, busy: bool) -> bool:
-        """Whether the request that arrives now, in an engine that is `busy` with others, is of another RL step."""
+        """Return True if the request arriving now, in an engine that may be `busy`, belongs to another RL step."""
         if self.version:
             return self.version != self._version_before
         if busy:
@@ -98,13 +98,13 @@ class Grouping:
         return self._clock() - self._leave_s > max(self.GAP_S, self.GAP_SHARE * (self._leave_s - self._start_s))
 
     def begin(self) -> None:
-        """An RL step begins."""
+        """Begin an RL step."""
         self._start_s = self._leave_s = self._clock()
         self._version_before = self.version
 
     @property
     def notes(self) -> str:
-        """For people: how requests without keys were put into RL steps."""
+        """How requests without keys were put into RL steps, for users."""
         if self.version:
             return "an RL step of requests without keys ends with a weight update, or the prefix cache being reset"
         return (
@@ -114,18 +114,19 @@ class Grouping:
 
 
 class LiveRecording:
-    """Takes down what enters and leaves one engine, for a thread that writes it; a trace once closed.
+    """Recording of one engine's requests and iterations, written by a thread; a trace once closed.
 
-    What happened is durable `flush_s` later at the latest, about a second later where the engine has fallen idle, and
-    earlier where more than `flush_bytes` wait. The engine never waits for the disk: where more than `most_bytes` wait,
-    or the disk is full or the folder gone, the recording says so once and has `ended`, and what is durable stays.
-    Methods called after the end do nothing; after an error of ours the caller is to `give_up`. ConfigError where none
-    can be made.
+    Events are durable after `flush_s` at the latest, after about a second where the engine has fallen idle, and earlier
+    where more than `flush_bytes` wait. The engine never waits for the disk: where more than `most_bytes` wait, or the
+    disk is full or the folder gone, the recording logs that once and has `ended`; durable rows stay. Methods called
+    after the end do nothing; after an internal error the caller calls `give_up`. ConfigError where no recording can be
+    made.
 
-    The thread closes it at the latest when its process ends; a process that is forked off has no part in it. Requests
-    that are under way then are aborted ones. An RL step never begins again: what comes late has the times of its own RL
-    step and runs in the iterations of the newest. Rewards and log-probs are not known here and stay null. Of prompts
-    and keys the newest `remembered` are: visits of others count from 0 again, and their keys are taken for used.
+    The thread closes the recording at the latest when its process ends; a forked process has no part in it. Requests
+    then under way are aborted ones. An RL step never begins again: late requests have the times of their own RL step
+    and run in the iterations of the newest. Rewards and log-probs are unknown here and stay null. Only the newest
+    `remembered` prompts and keys are kept: visits of other prompts count from 0 again, and other keys are taken for
+    used.
     """
 
     flush_s: ClassVar[float] = 5.0
@@ -143,20 +144,20 @@ class LiveRecording:
         self._grouping = Grouping(self._clock)
         self._start_s = self._clock()
         self._origins: dict[int, float] = {}
-        # Of requests that run, in seconds of the clock: those whose first token came in an earlier rollout.
+        # Seconds of the clock, for running requests whose first token came in an earlier rollout.
         self._first_token_s: dict[Key, float] = {}
-        # Of requests that run: how many tokens they had at each weight update.
+        # Number of tokens at each weight update, for running requests.
         self._update_tokens: dict[Key, list[int]] = {}
         self._updates_drafter = False
         self._num_arrived = self._num_tokens = 0
         self._visits: dict[str, int] = {}
         self._epochs: dict[tuple[int, str], int] = {}
         self._arrival_s: dict[Key, float] = {}
-        # How requests ended that are in an iteration in flight.
+        # Outcomes of ended requests that are still in an iteration in flight.
         self._departed: dict[Key, tuple[Live, Row]] = {}
         self._keys: dict[Key, None] = {}
         self._forgotten_rl_step = -1
-        # Fields of the manifest, iterations, and rows of a table. The engine's thread alone counts what it has given.
+        # Fields of the manifest, iterations, and rows of a table. Only the engine's thread adds to `_queued_bytes`.
         self._queue: deque[tuple[_Given, int]] = deque()
         self._without_iterations: tuple[int, ...] = ()
         self._queued_bytes = self._durable_bytes = 0
@@ -182,14 +183,14 @@ class LiveRecording:
         )
         self._thread = Thread(target=self._write_on, name="tltlab-recording", daemon=True)
         self._thread.start()
-        # Before threads are gone, which an engine that is only deleted then would need.
+        # Before threads end: closing needs the writing thread, also for an engine that is only deleted at exit.
         atexit.register(self.close)
 
     @classmethod
     def numbered(cls, path: str | Path, control: Control, **labels: str) -> LiveRecording:
-        """The same at the first of PATH, PATH-1, PATH-2, ... where there is nothing yet.
+        """Open a recording at the first of PATH, PATH-1, PATH-2, ... where there is nothing yet.
 
-        Engines that know nothing of each other, of one process or several, in turn or at once, each get one.
+        Independent engines, of one process or several, in turn or at once, each get their own.
         """
         first = Path(path)
         for place in chain([first], (first.with_name(f"{first.name}-{n}") for n in count(1))):
@@ -203,7 +204,7 @@ class LiveRecording:
         raise AssertionError("numbers do not end")
 
     def arrives(self, rl_step: int | None) -> None:
-        """A request is about to enter, with the rl_step of its key if it has one; it may begin a rollout."""
+        """Announce a request, with the rl_step of its key if it has one; it may begin a rollout."""
         self._is_idle = False
         newest = self.control.ledger.rl_step
         if not self._origins:
@@ -218,21 +219,21 @@ class LiveRecording:
             self._has_no_iterations(rl_step)
 
     def _has_no_iterations(self, rl_step: int) -> None:
-        """Have the manifest say that this RL step has no iterations of its own."""
+        """Note in the manifest that this RL step has no iterations of its own."""
         self._without_iterations += (rl_step,)
         self._give({"without_iterations": self._without_iterations}, _ROW_BYTES)
 
     def _end_rollout(self) -> None:
-        """End the rollout's last iteration at its own end, and hand over all."""
+        """End the rollout's last iteration at its own end, and hand over all rows."""
         self.control.rest()
         self.control.ledger.end()
         self._hand_over()
 
     def _begin(self, rl_step: int) -> None:
-        """Begin the rollout of an RL step; requests may still run, those of the one before."""
+        """Begin the rollout of an RL step; requests of the previous one may still run."""
         ledger = self.control.ledger
         if self._origins and not ledger.num_scheduled:
-            # All that began in it goes on in the iterations of the next RL step.
+            # All its requests continue in the iterations of the next RL step.
             self._has_no_iterations(ledger.rl_step)
         self._end_rollout()
         for live in self.control.live.values():
@@ -251,10 +252,10 @@ class LiveRecording:
         self._give(("steps", row), _ROW_BYTES)
 
     def new_weights(self, method: str | None = None) -> None:
-        """The engine has new weights, as far as its core hears: None, or a `method` was called on all its workers.
+        """Note new weights: `method` was called on all of the engine's workers, or None for indirect evidence.
 
-        None stands for the prefix cache being reset, which trainers do after an update, and for another version of the
-        weights being set.
+        None stands for a reset of the prefix cache, which trainers do after an update, and for a new version of the
+        weights.
         """
         if method == "start_draft_weight_update":
             self._updates_drafter = True
@@ -270,11 +271,11 @@ class LiveRecording:
                 self._give({"notes": f"recorded by the engine itself; {self._grouping.notes}"}, _ROW_BYTES)
 
     def arrived(self, live: Live) -> None:
-        """A request has entered."""
+        """Record a request that has entered."""
         rl_step, prompt_id, _, _ = live.key
         epoch = self._epochs.get((rl_step, prompt_id))
         if epoch is None:
-            # The newest last.
+            # Keep the newest last.
             epoch = self._visits.pop(prompt_id, 0)
             self._visits[prompt_id] = epoch + 1
             self._epochs[rl_step, prompt_id] = epoch
@@ -299,9 +300,9 @@ class LiveRecording:
         )
 
     def left(self, live: Live, finish_reason: str | None, *, in_flight: bool = False) -> None:
-        """Record a request that has left for good; `finish_reason` is None where it did not say why.
+        """Record a request that has left for good; `finish_reason` is None where it is unknown.
 
-        `in_flight`: it is in an iteration whose output is yet to come, and `landed` follows.
+        With `in_flight` the request is in an iteration without output yet, and `landed` follows.
         """
         ledger = self.control.ledger
         self._grouping.left()
@@ -329,14 +330,14 @@ class LiveRecording:
         self._append("tokens", live.key, prompt_token_ids=prompt, token_ids=tokens, token_versions=versions)
 
     def landed(self, key: Key) -> None:
-        """Record how a request that has left ended: what was computed for it is known."""
+        """Record the outcome of a request that has left, its computed tokens now known."""
         if (departed := self._departed.pop(key, None)) is not None:
             live, outcome = departed
             discarded = max(live.computed - outcome["response_tokens"], 0)
             self._append("outcomes", key, **outcome, discarded_tokens=discarded)
 
     def _versions(self, key: Key, num_tokens: int) -> list[int]:
-        """The weights that each token of a response was made with."""
+        """Return the weights version of each token of a response."""
         newest, ends = self._grouping.version, self._update_tokens.pop(key, [])
         versions: list[int] = []
         for version, until in enumerate([*ends, num_tokens], newest - len(ends)):
@@ -344,29 +345,29 @@ class LiveRecording:
         return versions
 
     def iterated(self) -> None:
-        """An iteration is over, or will be with the next one."""
+        """Note that an iteration has ended, or ends with the next one."""
         if self.control.ledger.num_ended >= NEWEST + _TOGETHER:
             self._hand_over(NEWEST)
 
     def idle(self) -> None:
-        """Nothing is left to run."""
+        """Note that no request is left."""
         self._hand_over()
         self._is_idle = True
 
     def is_new(self, key: Key) -> bool:
-        """Whether no request had this key before: a trace has one response to a key."""
+        """Return True if no request had this key before: a trace has one response per key."""
         return key not in self._keys and key[0] > self._forgotten_rl_step
 
     def can_have(self, key: Key) -> bool:
-        """Whether a trace can have this key: its numbers fit. A prompt id that is no text is a ValueError."""
+        """Return True if the key's numbers fit a trace. A prompt id that is no text is a ValueError."""
         rl_step, prompt_id, sample, turn = key
         prompt_id.encode()
         return all(0 <= number <= _LARGEST for number in (rl_step, sample, turn))
 
     def close(self) -> None:
-        """Write the trace. Waits until the disk has what waits, at most `close_s`, and then until the trace is made.
+        """Write the trace: wait at most `close_s` for the disk, then for the trace to be made.
 
-        May be called again, also where it was interrupted.
+        May be called again, also after an interruption.
         """
         if self._process != os.getpid() or sys.is_finalizing():
             return
@@ -385,13 +386,13 @@ class LiveRecording:
                 self._end(f"the disk has not answered for {self.close_s:g} s")
             self._thread.join(0.0 if self.ended else self.finish_s)
             if self._thread.is_alive():
-                self._end(f"no trace was made of it within {self.finish_s:g} s")
-        except Exception as error:  # whatever the disk does, or a bug of ours: the engine's process goes on
+                self._end(f"no trace was written within {self.finish_s:g} s")
+        except Exception as error:  # a disk error or a bug here must not end the engine's process
             self._end(error)
         atexit.unregister(self.close)
 
     def give_up(self, error: Exception) -> None:
-        """Record nothing more after `error`. What happened before it becomes durable and stays. Raises nothing."""
+        """Record nothing after `error`. Earlier events become durable and stay. Raises nothing."""
         with suppress(Exception):
             self.control.settle()
             for key in list(self._departed):
@@ -411,7 +412,7 @@ class LiveRecording:
             self._give(drained, sum(_ROW_BYTES + 8 * len(it.drafted) for it in drained.ended))
 
     def _give(self, item: _Given, num_bytes: int) -> None:
-        """Leave something to the thread that writes."""
+        """Queue an item for the writing thread."""
         if self.ended:
             return
         self._queue.append((item, num_bytes))
@@ -424,7 +425,7 @@ class LiveRecording:
             self._wake.set()
 
     def _write_on(self) -> None:
-        """In the thread: write what waits, now and then, until the recording ends or closes; then it is finished."""
+        """Write waiting items at intervals, in the thread, until the recording ends or closes; then finish it."""
         try:
             flushed_s = time.monotonic()
             while not (self._is_closing or self.ended):
@@ -440,7 +441,7 @@ class LiveRecording:
                 self._recorder.close()
                 self.ended = True
                 return
-        except Exception as error:  # whatever it is, others are being served
+        except Exception as error:  # the engine keeps serving after any error here
             self._end(error)
         ended = RunError("the recording has ended")
         with suppress(Exception):
@@ -450,7 +451,7 @@ class LiveRecording:
         self._durable.set()
 
     def _write(self) -> None:
-        """Make durable what waits."""
+        """Make waiting items durable."""
         num_bytes = self._append_waiting()
         self._recorder.flush()
         self._durable_bytes += num_bytes
@@ -461,7 +462,7 @@ class LiveRecording:
         while self._queue:
             try:
                 item, size = self._queue.popleft()
-            except IndexError:  # the engine has thrown it away meanwhile
+            except IndexError:  # the engine has cleared the queue meanwhile
                 break
             num_bytes += size
             if isinstance(item, dict):

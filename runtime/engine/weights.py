@@ -1,8 +1,8 @@
-"""New weights on their way from trainers to engines: memory that both map, and the calls that go with it.
+"""Transfer of new weights from trainers to engines: shared memory, and the calls that go with it.
 
-On the host rank 0 fills a bucket of shared memory with whole tensors as they are gathered, while engines load the one
-before. "nccl" and "ipc" are vLLM's own backends between devices (`vllm.transfer`). A rank holds its shards, the tensor
-that is being gathered and the buckets; what is pickled says where tensors lie.
+On the host rank 0 fills a bucket of shared memory with whole tensors as they are gathered, while engines load the
+previous one. "nccl" and "ipc" are vLLM's own backends between devices (`vllm.transfer`). A rank holds its shards, the
+tensor that is being gathered and the buckets; only the places of tensors are pickled.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tltlab.errors import RunError, one_line
 
 Way = Literal["host", "nccl", "ipc"]
 BUCKET_BYTES = 32 << 20
-"""Of one bucket; more where a single tensor takes more."""
+"""Bytes of a bucket; more where a single tensor takes more."""
 
 _ALIGNED = 64
 
 
 class TensorMeta(NamedTuple):
-    """What a tensor will be: as vLLM's `ParamMeta`."""
+    """Name, dtype and shape of a tensor to come, as vLLM's `ParamMeta`."""
 
     name: str
     dtype: torch.dtype
@@ -47,9 +47,9 @@ TensorPlace = tuple[str, str, list[int], int]
 
 
 class WeightSource(Protocol):
-    """Weights by Hugging Face name, whole, one after the other, as often as asked; as vLLM's `WeightSource`.
+    """Whole weights by Hugging Face name, one after the other, any number of times; as vLLM's `WeightSource`.
 
-    Ranks that share them iterate in step: gathering is a collective.
+    Ranks that share the weights iterate in step: gathering is a collective.
     """
 
     def metadata(self) -> list[TensorMeta]: ...
@@ -59,9 +59,9 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBucket:
-    """Where whole tensors lie: (name, dtype, shape, offset) each, from byte `start` on in the memory at `path`.
+    """Places of whole tensors: (name, dtype, shape, offset) each, from byte `start` on in the memory at `path`.
 
-    It is bucket `number` of its update, counted from 0. `token` says that the memory is the one that is meant.
+    It is bucket `number` of its update, counted from 0. `token` identifies the memory.
     """
 
     path: str
@@ -74,10 +74,10 @@ class WeightBucket:
 
 
 class SharedMemory:
-    """An anonymous file of `num_bytes` that processes of this machine can map, at `path` and known by `token`.
+    """An anonymous file of `num_bytes` that processes of this machine can map, at `path` and identified by `token`.
 
-    It ends with the last process that has it, so that one that is killed leaves nothing behind, and the size of
-    /dev/shm does not matter.
+    It ends with the last process that maps it: a killed process leaves nothing behind, and the size of /dev/shm does
+    not matter.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -88,7 +88,7 @@ class SharedMemory:
         self.memory = _map(self._file)
 
     def close(self) -> None:
-        """Let go of the file; the memory ends with the last who maps it."""
+        """Close the file; the memory ends with its last mapping."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -98,9 +98,9 @@ class SharedMemory:
 
 
 class Home(SharedMemory):
-    """Memory that a model's tensors live in: they are sent by saying where they are, and nobody but the reader copies.
+    """Memory that holds a model's tensors, so that weights are sent by place and only the reader copies.
 
-    They move there one by one; whoever sets their `data` later takes them out again.
+    Tensors move there one by one; assigning their `data` later takes them out again.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -113,7 +113,7 @@ class Home(SharedMemory):
             tensor.data = place
 
     def bucket(self, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket | None:
-        """All weights as one bucket, None where one of them lies elsewhere."""
+        """Return all weights as one bucket, None where one of them lies elsewhere."""
         places = []
         for name, tensor in weights:
             if tensor.untyped_storage().data_ptr() != self.memory.data_ptr() or not tensor.is_contiguous():
@@ -126,7 +126,7 @@ class Home(SharedMemory):
 
 
 class Slots(SharedMemory):
-    """Memory for buckets, `num` in turn of `size` bytes.
+    """Memory for `num` buckets of `size` bytes, used in turn.
 
     A bucket takes no further tensor that would make it more than `full_at` bytes.
     """
@@ -138,14 +138,14 @@ class Slots(SharedMemory):
 
     @classmethod
     def fit(cls, weights: Iterable[TensorMeta | Tensor], bucket_bytes: int = 0) -> Slots:
-        """Full at `bucket_bytes`, by default BUCKET_BYTES, with room for the largest tensor."""
+        """Buckets full at `bucket_bytes`, by default BUCKET_BYTES, with room for the largest tensor."""
         full_at = bucket_bytes or BUCKET_BYTES
         return cls(max([full_at, *(tensor.nbytes for tensor in weights)]), full_at=full_at)
 
     def filled(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
         """Copy tensors of at most `size` bytes in, bucket by bucket.
 
-        Asking for the next bucket overwrites the last but `num - 1`: whoever reads that must be done.
+        Asking for the next bucket overwrites the last but `num - 1`: its reader must be done.
         """
         number, used = 0, 0
         tensors: list[TensorPlace] = []
@@ -168,24 +168,24 @@ class Slots(SharedMemory):
         )  # fmt: skip
 
     def bytes_of(self, bucket: WeightBucket) -> npt.NDArray[np.uint8]:
-        """A view of what a bucket of these holds, for a machine that cannot map it."""
+        """Return a view of a bucket's bytes, for a machine that cannot map them."""
         return self.memory[bucket.start : bucket.start + bucket.nbytes].numpy()
 
     def brought(self, bucket: WeightBucket, data: npt.NDArray[np.uint8]) -> WeightBucket:
-        """A bucket of another machine, `data`, as the one of these."""
+        """Copy `data`, a bucket of another machine, into this memory; return it as a bucket of this memory."""
         self.memory[: len(data)].numpy()[:] = data
         return replace(bucket, path=self.path, token=self.token, start=0)
 
 
 class Mapped:
-    """The memory of buckets of another process, mapped once for as long as they come from the same."""
+    """Memory of another process's buckets, mapped once per memory."""
 
     def __init__(self) -> None:
         self._token = ""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def tensors(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-        """Views of what lies in a bucket, by name. RunError where its memory is no more."""
+        """Return views of a bucket's tensors, by name. RunError where its memory is gone."""
         if bucket.token != self._token:
             if not visible(bucket.path, bucket.token):
                 raise RunError(f"the weights in {bucket.path} are gone: their trainer has ended")
@@ -203,12 +203,12 @@ class Mapped:
         return views
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies there: the next bucket but one may overwrite it."""
+        """Return True if a tensor lies in this memory: the next bucket but one may overwrite it."""
         return tensor.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
 
 
 def visible(path: str, token: str) -> bool:
-    """Whether that memory is of this machine and still there."""
+    """Return True if that memory is of this machine and still there."""
     try:
         return token in os.readlink(path)
     except OSError:
@@ -216,7 +216,7 @@ def visible(path: str, token: str) -> bool:
 
 
 def _map(file: int) -> Tensor:
-    # All pages at once: else each of 4 KiB is a fault of its own in the first update.
+    # Map all pages at once: else each of 4 KiB is a page fault in the first update.
     memory = mmap.mmap(file, 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -225,10 +225,10 @@ Calls = list[tuple[int, Any]]
 
 
 class Engines:
-    """Rollout workers that take new weights, called as vLLM's `VLLMWeightSyncClient`: all that have not failed at once.
+    """Rollout workers that receive new weights, called like vLLM's `VLLMWeightSyncClient`: all live ones at once.
 
-    A call returns when all have answered. `failed` says by number what became of the others. `gpus_each`: the ranks of
-    an engine.
+    A call returns when all have answered. `failed` has the error of each failed worker by number. `gpus_each`: the
+    ranks of an engine.
     """
 
     def __init__(self, workers: Sequence[Any], version: int, *, way: Way = "host", gpus_each: int = 1) -> None:
@@ -248,14 +248,14 @@ class Engines:
         self.wait([(n, worker.weights.remote("init", (self.way, infos[n]))) for n, worker in self.workers.items()])
 
     def joining(self, init_info: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """What each engine is told: its ranks come after those of the one before in a group that all share."""
+        """Return each engine's arguments: its ranks follow those of the previous engine in one shared group."""
         if "rank_offset" not in init_info:
             return dict.fromkeys(self.workers, init_info)
         first = init_info["rank_offset"]
         return {n: init_info | {"rank_offset": first + n * self.gpus_each} for n in self.workers}
 
     def start_weight_update(self, memory: SharedMemory | None = None) -> None:
-        """Who does not see the memory is sent what is in it."""
+        """Start an update; find the workers that cannot map `memory`, which receive its contents."""
         place = None if memory is None else (memory.path, memory.token)
         visibility = self.wait(self._ask("start", place))
         self.far = {n for n, is_visible in visibility.items() if not is_visible}
@@ -264,7 +264,7 @@ class Engines:
         self.wait(self._ask("device", update_info))
 
     def load(self, bucket: WeightBucket, data: npt.NDArray[np.uint8]) -> Calls:
-        """Begin to have a bucket loaded, which holds `data`; `wait` waits for it."""
+        """Start loading a bucket with the contents `data`; `wait` waits for it."""
         if not self.far:
             return self._ask("bucket", bucket)
         import ray
@@ -282,14 +282,14 @@ class Engines:
         return [(n, worker.weights.remote(call, info)) for n, worker in self.workers.items()]
 
     def wait(self, calls: Calls) -> dict[int, Any]:
-        """By number what each call that did not fail returned."""
+        """Return the result of each call that did not fail, by number."""
         import ray
         from ray.exceptions import RayError
 
         numbers = {ref: n for n, ref in calls}
         answers = {}
         while numbers:
-            # Whoever is first: in an exchange between devices the others wait for one that is dead.
+            # In order of completion: in an exchange between devices the others wait for a failed one.
             (ref,), _ = ray.wait(list(numbers), num_returns=1)
             n = numbers.pop(ref)
             try:
@@ -298,14 +298,14 @@ class Engines:
                 self.failed[n] = one_line(error)[-300:]
                 self.workers.pop(n, None)
                 if self.way == "nccl":
-                    # This process waits in a collective that never ends, and nothing but its own end gets it out.
+                    # This process waits in a collective that never ends; only exiting gets it out.
                     print(f"a rollout worker failed in the transfer of weights: {self.failed[n]}", file=sys.stderr)
                     os._exit(1)
         return answers
 
 
 def load_buckets(weights: Iterable[tuple[str, Tensor]], slots: Slots, engines: Engines) -> None:
-    """Fill a bucket while engines, whose update has started, load the one before; then end the update."""
+    """Fill a bucket while engines, whose update has started, load the previous one; then end the update."""
     previous: Calls = []
     for bucket in slots.filled(weights):
         calls = engines.load(bucket, slots.bytes_of(bucket))

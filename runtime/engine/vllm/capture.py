@@ -1,8 +1,8 @@
-"""The target's hidden states out of a live engine: every response that ends becomes a `TrainingSequence`.
+"""Capture of the target's hidden states in a live engine: each ended response becomes a `TrainingSequence`.
 
-Both model runners keep what a forward pass left (`execute_model_state`) until they sample from it; that is where
-`RunnerCapture` takes rows. On CUDA they leave on a stream of their own, through pinned memory. Under tensor parallelism
-rank 0's runner takes them, in its own process; what it must know comes to it with the next iteration.
+Both model runners keep the states of a forward pass (`execute_model_state`) until they sample from it; `RunnerCapture`
+copies rows there. On CUDA rows are copied on a separate stream, through pinned memory. Under tensor parallelism rank
+0's runner copies them, in its own process, and receives orders with the next iteration.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ Sink = Callable[[TrainingSequence], None]
 
 WAIT_ITERATIONS = 16
 WAIT_ROWS = 1024
-"""How many iterations of how many rows in all may wait, on a CPU, to be put away together."""
+"""Numbers of iterations, and of their rows, that may wait on a CPU to be stored together."""
 
 _ATTRIBUTE = "tltlab_capture"
-"""Where a model runner has its capture, and a `SchedulerOutput` what its runner's capture is to hear."""
+"""Attribute of a model runner for its capture, and of a `SchedulerOutput` for orders to the capture."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """What a capture has handed over, in sequences and their rows, and what it cost.
+    """Statistics of a capture: sequences and rows handed over, and its cost.
 
-    `skipped` requests found no room at their first row, `lost` ones gave theirs up later. `peak_bytes` is the most that
-    running requests have held, `seconds` all the time it took of the model runner's process, the sink's included.
-    `failure` says how it failed, or its sink, which ended the capture.
+    `skipped` requests found no room at their first row, `lost` ones gave up theirs later. `peak_bytes` is the most that
+    running requests have held, `seconds` all the time in the model runner's process, that of the sink included.
+    `failure` describes the error, also of the sink, that ended the capture.
     """
 
     sequences: int = 0
@@ -61,7 +61,7 @@ class Captured:
 
 
 class NoCapture:
-    """Nothing is captured. What a scheduler tells whoever captures; requests that come while it is `paused` are not."""
+    """Null capture, and the interface between scheduler and capture; while `paused`, new requests are not captured."""
 
     paused = False
 
@@ -69,32 +69,32 @@ class NoCapture:
         self._previous = captured or Captured()
 
     def enter(self, request_id: str, live: Live) -> None:
-        """A request came into the engine."""
+        """Note a request that entered the engine."""
 
     def scheduled(self, output: Any) -> None:
-        """An iteration goes to the model runner."""
+        """Note an iteration that goes to the model runner."""
 
     def landed(self) -> None:
-        """The outcome of the oldest iteration in flight is known."""
+        """Note that the output of the oldest iteration in flight is known."""
 
     def leave(self, request_id: str, live: Live, finish_reason: str) -> None:
-        """A request left the engine, after `landed` for its last iteration."""
+        """Note a request that left the engine, after `landed` for its last iteration."""
 
     def idle(self) -> None:
-        """No request is left: what has left is handed over when this returns."""
+        """Hand over all ended requests: no request is left."""
 
     def stop(self) -> Captured:
-        """Capture nothing more, and forget what running requests have; what it did."""
+        """Stop capturing, drop the rows of running requests and return the statistics."""
         return self.captured
 
     @property
     def captured(self) -> Captured:
-        """What it did so far, or the capture before it."""
+        """Statistics of this capture, or of the one before it."""
         return self._previous
 
 
 class Capture(NoCapture, ABC):
-    """Captures each request that comes from now on and ends with "stop" or "length", by what a model runner has."""
+    """Captures each request that arrives from now on and ends with "stop" or "length"."""
 
     def enter(self, request_id: str, live: Live) -> None:
         if not self.paused:
@@ -107,20 +107,20 @@ class Capture(NoCapture, ABC):
 
     @abstractmethod
     def keep(self, request_id: str, prompt_id: str, prompt_tokens: int) -> None:
-        """Keep the rows of this request from now on."""
+        """Store the rows of this request from now on."""
 
     @abstractmethod
     def hand_over(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
-        """Hand over the rows of a request, whose tokens are `text`, or forget them without."""
+        """Hand over the rows of a request with the tokens `text`, or drop them for None."""
 
 
 class RunnerCapture(Capture):
-    """Takes rows from `runner`, in its process, and hands `sink` each request that has ended.
+    """Copies rows from `runner`, in its process, and passes each ended request to `sink`.
 
     `max_positions` is the engine's context in tokens, `max_tokens` the most an iteration computes. Running requests
-    hold at most `max_bytes`: when these are full, those stay that are likely to be in the tail, by how long they are
-    and by how long the responses of their prompt, or all, were so far (`LengthClasses`). Begin with `attach`. Whatever
-    fails here ends the capture, and not the engine.
+    hold at most `max_bytes`. Beyond that, requests likely to be in the tail are kept, judged by their length and by the
+    lengths of responses to their prompt, or to all prompts (`LengthClasses`). Begin with `attach`. An exception here
+    ends the capture, not the engine.
     """
 
     def __init__(self, runner: Any, sink: Sink, *, max_bytes: int, max_positions: int, max_tokens: int) -> None:
@@ -136,7 +136,7 @@ class RunnerCapture(Capture):
         self._failure = ""
 
     def attach(self) -> None:
-        """Take rows from now on, until `stop`."""
+        """Capture rows from now on, until `stop`."""
         runner, execute, sample = self._runner, self._runner.execute_model, self._runner.sample_tokens
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,13 +148,13 @@ class RunnerCapture(Capture):
             try:
                 return sample(*args, **kwargs)
             finally:
-                # A graph's next replay writes its states where the last one's still are.
+                # The next replay of a graph overwrites its states.
                 self._way.clear()
 
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
     def heed(self, orders: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
-        """Do what a `RemoteCapture` was asked to do, in that order."""
+        """Execute the orders of a `RemoteCapture`, in that order."""
         for name, args in orders:
             getattr(self, name)(*args)
 
@@ -192,7 +192,7 @@ class RunnerCapture(Capture):
                 self._give_up("capturing hidden states", error)
 
     def _give_to_sink(self, key: Key, prompt_tokens: int, text: Tokens, rows: Rows) -> None:
-        # In inference mode, where a worker is when it hears of this, tensors would be no good for training.
+        # Workers call this in inference mode, whose tensors cannot be used for training.
         with torch.inference_mode(False):
             sequence = TrainingSequence(
                 key=key,
@@ -211,13 +211,13 @@ class RunnerCapture(Capture):
         self._rows += sequence.num_rows
 
     def _give_up(self, part: str, error: Exception) -> None:
-        """Go on without: whatever failed, the rollout is everybody's."""
+        """End the capture after an error; the rollout continues."""
         self._failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         logger.error("%s failed, so capture ends: %s", part, self._failure)
         self.stop()
 
     def _expected(self, request_ids: Sequence[str], ends: Array) -> Floats:
-        """How many tokens the responses of these requests, which end at these positions so far, are likely to get."""
+        """Return the expected response lengths of requests that end at these positions so far."""
         prompts, prompt_tokens = zip(*map(self._prompts.__getitem__, request_ids), strict=True)
         generated: Floats = np.maximum(ends - np.array(prompt_tokens), 0.0)
         expected = self._lengths.expect(prompts, generated)
@@ -246,9 +246,9 @@ class RunnerCapture(Capture):
 
 
 class RemoteCapture(Capture):
-    """The `RunnerCapture` of rank 0, from the engine core's process, whose executor is `executor`.
+    """The `RunnerCapture` of rank 0, from the engine core's process with the executor `executor`.
 
-    What it is told goes with the next iteration, and where there is none in a message of its own.
+    Orders are sent with the next iteration, or, when idle, in a message of their own.
     """
 
     def __init__(self, executor: Any) -> None:
@@ -273,7 +273,7 @@ class RemoteCapture(Capture):
         orders, self._orders = self._orders, []
         try:
             self._ask("heed", orders)
-        except Exception as error:  # its process has died, and the engine's own calls will say so
+        except Exception as error:  # its process has died; the engine's own calls report that
             logger.error("the process that captures hidden states does not answer: %s", one_line(error))
 
     def stop(self) -> Captured:
@@ -289,9 +289,9 @@ class RemoteCapture(Capture):
 
 
 def start_capture(core: Any, sink: bytes | Sink | None, max_bytes: int) -> None:
-    """Have the engine core of this process capture for `sink` alone from now on; None for no more.
+    """Make the engine core of this process capture for `sink` from now on; None stops the capture.
 
-    Into other processes the sink goes pickled. Running requests hold at most `max_bytes`.
+    The sink is pickled for other processes. Running requests hold at most `max_bytes`.
     """
     scheduler, executor = core.scheduler, core.model_executor
     scheduler.capture = NoCapture(scheduler.capture.stop())
@@ -302,7 +302,7 @@ def start_capture(core: Any, sink: bytes | Sink | None, max_bytes: int) -> None:
 
 
 def pause_capture(core: Any, paused: bool) -> bool:
-    """Whether requests that come were captured before this; from now on they are unless it is `paused`."""
+    """Pause or resume the capture of new requests; return the previous state."""
     capture = core.scheduler.capture
     before, capture.paused = capture.paused, paused
     return bool(before)
@@ -324,7 +324,7 @@ def _attach(worker: Any, sink: bytes | Sink, max_bytes: int) -> None:
 
 
 def _on_rank_0(worker: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """What rank 0's capture has by this name, called where it can be."""
+    """Return a member of rank 0's capture, called if it is callable."""
     if worker.rpc_rank:
         return None
     member = getattr(getattr(worker.model_runner, _ATTRIBUTE), name)
@@ -333,7 +333,7 @@ def _on_rank_0(worker: Any, name: str, args: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What an iteration computed, as `RowStore.put` takes it, wherever its tensors are."""
+    """The result of an iteration as `RowStore.put` takes it, its tensors on any device."""
 
     request_ids: Sequence[str]
     bounds: Ints
@@ -342,7 +342,7 @@ class _Batch:
     aux: Sequence[Tensor]
 
     def kept(self, positions: Tensor, hidden: Tensor, aux: Sequence[Tensor]) -> _Batch:
-        """The same with these tensors, and nothing of the runner's own that its next iteration changes."""
+        """Return a copy with these tensors, independent of buffers that the runner's next iteration changes."""
         return _Batch(list(self.request_ids), self.bounds.copy(), positions, hidden, aux)
 
     def put_into(self, store: RowStore) -> None:
@@ -353,7 +353,7 @@ def _batch_of(runner: Any) -> _Batch | None:
     state = runner.execute_model_state
     if state is None:
         return None
-    # The V2 runner hands its batch on with the states, the V1 runner has but one.
+    # The V2 runner passes its batch with the states; the V1 runner has only one.
     batch = getattr(state, "input_batch", None)
     if batch is None:
         batch, bounds, positions = runner.input_batch, runner.query_start_loc.np, runner.positions
@@ -364,10 +364,10 @@ def _batch_of(runner: Any) -> _Batch | None:
 
 
 class _DirectWay:
-    """The states are on the host, and fresh tensors each time, so that they can wait.
+    """Storage of states that are already on the host, in fresh tensors each time, so that they can wait.
 
-    Rows are put away several iterations at a time: after a forward pass nothing of the store is in the cache, and that
-    is what most of its time goes into.
+    Rows are stored several iterations at a time: after a forward pass the store is not in the cache, and cache misses
+    dominate its cost.
     """
 
     def __init__(self) -> None:
@@ -375,7 +375,7 @@ class _DirectWay:
         self._num_rows = 0
 
     def leave(self, store: RowStore, batch: _Batch | None) -> None:
-        """An iteration's states are there, on the device."""
+        """Take over an iteration's states, on the device."""
         if batch is None:
             return
         num_rows = int(batch.bounds[-1])
@@ -385,20 +385,20 @@ class _DirectWay:
             self.settle(store)
 
     def clear(self) -> None:
-        """What is queued on the device from now on may write over them."""
+        """Protect the states from work that is queued on the device from now on."""
 
     def land(self, store: RowStore) -> None:
-        """The outcome of the oldest iteration that left is known."""
+        """Note that the output of the oldest iteration that left is known."""
 
     def settle(self, store: RowStore) -> None:
-        """A request of the iterations that landed is about to go."""
+        """Store the rows of all iterations that landed, before a request leaves."""
         batches, self._batches, self._num_rows = self._batches, [], 0
         for batch in batches:
             batch.put_into(store)
 
 
 class _PinnedWay(_DirectWay):
-    """Iterations leave a CUDA device while it samples and drafts, and land when their outcomes do."""
+    """Copies of iterations that leave a CUDA device while it samples and drafts, and land with their outputs."""
 
     def __init__(self, device: torch.device, max_tokens: int) -> None:
         super().__init__()

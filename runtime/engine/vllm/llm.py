@@ -1,4 +1,4 @@
-"""Starting a vLLM engine with a policy attached, and talking to what sits beside its scheduler, in whatever process."""
+"""Start of a vLLM engine with a policy attached, and calls to the control beside its scheduler, in any process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .transfer import LOCAL_BACKEND
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Within, no garbage is collected: looking for it takes a third of the time that importing vLLM does."""
+    """Within the block, no garbage is collected: collection takes a third of the time of importing vLLM."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -53,13 +53,13 @@ def start(
     seed: int,
     vllm_args: Mapping[str, Any],
 ) -> tuple[Any, bool]:
-    """A `vllm.LLM` with the policy scheduler, and whether it takes drafts; ConfigError if it fails.
+    """Start a `vllm.LLM` with the policy scheduler; return it, and True if it takes drafts. ConfigError if it fails.
 
-    `vllm_args` win over what is `planned` and over the defaults here; of `compilation_config` each setting by itself.
-    With `beside` drafts are made beside the scheduler too, which only the V1 model runner takes. With a
-    tensor_parallel_size above 1 the model runs in as many processes below the engine core's. `enable_sleep_mode` is
-    ignored on CPU, where `sleep` does nothing. The process's environment, `sys.path` and torch's settings of
-    compilation are afterwards as before; vLLM's own modules stay patched (`plugin`).
+    `vllm_args` override the `planned` arguments and the defaults here, those of `compilation_config` one by one. With
+    `beside` drafts are made beside the scheduler too, which only the V1 model runner takes. With a tensor_parallel_size
+    above 1 the model runs in as many processes below the engine core's. `enable_sleep_mode` is ignored on CPU, where
+    `sleep` does nothing. The process's environment, `sys.path` and torch's settings of compilation are restored; vLLM's
+    own modules stay patched (`plugin`).
     """
     with starting():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
@@ -72,12 +72,12 @@ def start(
         with uncompiled(on_cpu() and args["enforce_eager"]):
             llm = _build(model, args, own_process)
         config = llm.llm_engine.vllm_config
-        # Asked for here: vLLM looks at its environment variable each time.
+        # Read within `starting`: vLLM reads its environment variable at each access.
         return llm, not config.scheduler_config.async_scheduling and not config.use_v2_model_runner
 
 
 def engine_arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's arguments with our defaults, and the environment variables that go with them."""
+    """Return vLLM's arguments with tltlab's defaults; set the environment variables that go with them."""
     for capability in ("policies", "own engines"):
         if without := missing(capability):
             raise ConfigError(without)
@@ -91,11 +91,12 @@ def engine_arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,
-        # Iterations tell what they ran in: two numbers and a word each.
+        # Iterations report their CUDA graph: two numbers and a word each.
         "cudagraph_metrics": True,
         "seed": seed,
-        # Asynchronously, what is in flight when a rollout ends is of no rollout: its choices are in no trace and cannot
-        # be made again, and its blocks are still in use when the prefix cache is to be emptied for a resume.
+        # With asynchronous scheduling, iterations in flight at the end of a rollout belong to no rollout: their choices
+        # are in no trace and cannot be repeated, and their blocks are still in use when a resume empties the prefix
+        # cache.
         "async_scheduling": False,
     }
     if cpu:
@@ -106,10 +107,10 @@ def engine_arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
         # Inside a Ray placement group vLLM would start Ray actors of its own, which find no GPU left.
         args.setdefault("distributed_executor_backend", "mp")
         if cpu:
-            # vLLM would bind each rank to a NUMA node of its own, and refuses to start where there are fewer.
+            # vLLM would bind each rank to its own NUMA node, and refuses to start where there are fewer nodes.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if cpu:
-        # There is nothing to put to sleep, and vLLM refuses the setting.
+        # Sleep does nothing on CPU, and vLLM refuses the setting.
         args.pop("enable_sleep_mode", None)
     return args
 
@@ -118,7 +119,7 @@ def _build(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
     import vllm
 
     if vllm.envs.VLLM_PLUGINS is not None and "tltlab" not in vllm.envs.VLLM_PLUGINS:
-        # An engine core in its own process would say so on standard error only.
+        # An engine core in its own process would report this on standard error only.
         raise ConfigError(f"vLLM does not load tltlab's plugin: {missing_plugin()}")
     weight_transfer = {}
     if not missing("weight updates"):
@@ -144,7 +145,7 @@ def _build(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
 
 
 def _rendezvous_in_scratch() -> AbstractContextManager[None]:
-    """Within, an engine of this process leaves its file for torch's process group where the run's scratch goes.
+    """Within the block, engines of this process put the file of torch's process group into the run's scratch folder.
 
     vLLM puts it into the temporary folder, and leaves it there.
     """
@@ -159,7 +160,7 @@ def _rendezvous_in_scratch() -> AbstractContextManager[None]:
 
 
 def _wake_when_dead(client: Any) -> None:
-    """Wake whoever waits for an engine core whose process ends: vLLM's synchronous client would wait for ever."""
+    """Wake the callers of an engine core when its process ends: vLLM's synchronous client would wait forever."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     processes = [process.sentinel for process in client.resources.engine_manager.processes]
@@ -175,36 +176,36 @@ def _wake_when_dead(client: Any) -> None:
 
 
 def running(llm: Any) -> AbstractContextManager[None]:
-    """Within, the engine generates: where it is eager on the CPU, nothing is compiled meanwhile."""
+    """Within the block, the engine generates; an eager engine on the CPU compiles nothing meanwhile."""
     config = llm.llm_engine.vllm_config
     return uncompiled(config.device_config.device_type == "cpu" and config.model_config.enforce_eager)
 
 
 def _core(llm: Any) -> Any:
-    """vLLM's engine core where it runs in this process, else None."""
+    """Return vLLM's engine core where it runs in this process, else None."""
     return getattr(llm.llm_engine.engine_core, "engine_core", None)
 
 
 def _worker(llm: Any) -> Any:
-    """What runs the model, where it is in this process: no own process, no parallelism; else None."""
+    """Return the worker that runs the model, where it is in this process; else None."""
     return getattr(getattr(_core(llm), "model_executor", None), "driver_worker", None)
 
 
 def scheduler_of(llm: Any) -> Any:
-    """The engine's scheduler where the engine core runs in this process, else None."""
+    """Return the engine's scheduler where the engine core runs in this process, else None."""
     return getattr(_core(llm), "scheduler", None)
 
 
 def keep_drafts_at(llm: Any, rates: Sequence[float]) -> None:
-    """Keep drafts at these rates from now on, in an engine of this process that `synthetic_rejection` started."""
+    """Set acceptance rates by draft position, in an engine of this process that `synthetic_rejection` started."""
     set_rates(_worker(llm).model_runner.rejection_sampler, rates)
 
 
 def start_capture(llm: Any, sink: Sink | None, max_bytes: int) -> None:
-    """Hand `sink` every request that ends, with its hidden states, where the model runs; None for no more.
+    """Pass every ended request with its hidden states to `sink`, in the model's process; None stops the capture.
 
-    Running requests hold at most `max_bytes` of them. ConfigError where the sink cannot go there, and where the engine
-    verifies fewer tokens than were scheduled.
+    Running requests hold at most `max_bytes` of states. ConfigError where the sink cannot be sent there, and where the
+    engine verifies fewer tokens than were scheduled.
     """
     speculative = llm.llm_engine.vllm_config.speculative_config
     if sink is not None and (without := missing("hidden states")):
@@ -216,7 +217,7 @@ def start_capture(llm: Any, sink: Sink | None, max_bytes: int) -> None:
         return
     try:
         pickled = None if sink is None else pickle.dumps(sink)
-    except Exception as error:  # whatever the objects in it raise
+    except Exception as error:  # objects in the sink may raise anything
         raise ConfigError(
             f"the engine's model runs in a process of its own, and the sink, which must go there, cannot: {error}"
         ) from error
@@ -224,7 +225,7 @@ def start_capture(llm: Any, sink: Sink | None, max_bytes: int) -> None:
 
 
 def call(llm: Any, name: str, *args: Any) -> Any:
-    """What `scheduler.call_control` does beside the engine's scheduler; RunError when it cannot be reached."""
+    """Call `scheduler.call_control` beside the engine's scheduler; RunError when it cannot be reached."""
     message = pickle.dumps((name, args))
     client = llm.llm_engine.engine_core
     core = _core(llm)
@@ -237,16 +238,16 @@ def call(llm: Any, name: str, *args: Any) -> Any:
 
 
 def client_errors() -> tuple[type[Exception], ...]:
-    """What vLLM raises for requests that it refuses: since 0.28 in part no ValueError any more."""
+    """Return the exceptions that vLLM raises for refused requests: since 0.28 some are no ValueError."""
     from vllm import exceptions
 
     return ValueError, getattr(exceptions, "VLLMClientError", ValueError)
 
 
 def sampling_params(request: GenerationRequest, defaults: Mapping[str, float]) -> Any:
-    """Sampling settings of one request: it carries its key, and comes back whole with its behaviour log-probs.
+    """Sampling settings of one request, with its key, log-probs and final output only.
 
-    They are its own, else the `defaults`, by vLLM's names. ConfigError for what vLLM refuses.
+    Settings are its own, else the `defaults`, by vLLM's names. ConfigError for settings that vLLM refuses.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -272,7 +273,7 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, float]) -
 def response(
     request: GenerationRequest, output: Any, t_finish: float, first: Mapping[Key, float], turn: FollowUp | None = None
 ) -> GenerationResponse:
-    """What came back of a request, the `turn` of a conversation if it is not the first."""
+    """Return the response to a request, the `turn` of a conversation if it is not the first."""
     return GenerationResponse(
         key=request.key,
         token_ids=list(output.token_ids),
@@ -287,7 +288,7 @@ def response(
 
 
 def add_request(llm: Any, name: str, request: GenerationRequest, params: Any) -> None:
-    """Hand a request to the engine; ConfigError where vLLM refuses it, and then nothing is left running."""
+    """Add a request to the engine. ConfigError where vLLM refuses it; all running requests are then aborted."""
     try:
         llm.llm_engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, params)
     except client_errors() as error:
@@ -296,7 +297,7 @@ def add_request(llm: Any, name: str, request: GenerationRequest, params: Any) ->
 
 
 def abort_all(llm: Any) -> dict[str, Any]:
-    """Abort every unfinished request; by request name what each has generated, with finish_reason "abort"."""
+    """Abort every unfinished request; return the output of each by name, with finish_reason "abort"."""
     from vllm.v1.engine import FinishReason
 
     engine = llm.llm_engine
@@ -311,10 +312,10 @@ def abort_all(llm: Any) -> dict[str, Any]:
 
 
 class WeightUpdates:
-    """An engine's new weights, in parts and in vLLM's weight-update sessions.
+    """Updates of an engine's weights, in parts and in vLLM's weight-update sessions.
 
-    From `start` to `finish` the model is half loaded. It stays so where a transfer is cut off or vLLM refuses what
-    comes: `unusable` then says it, empty otherwise, and `refused` is what vLLM said. `version` came last.
+    From `start` to `finish` the model is half loaded. It stays so where a transfer is cut off or vLLM refuses a part:
+    `unusable` then has the reason, empty otherwise, and `refused` is vLLM's error. `version` was loaded last.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -324,32 +325,32 @@ class WeightUpdates:
         self._llm = llm
 
     def join(self, way: str, init_info: Mapping[str, Any]) -> None:
-        """Join a trainer's group of vLLM's backend `way`; its `transfer.DeviceSender` has made `init_info`."""
+        """Join a trainer's group of vLLM's backend `way`; `init_info` comes from its `transfer.DeviceSender`."""
         self._llm.init_weight_transfer_engine({"init_info": {"backend": way, "info": dict(init_info)}})
 
     def start(self, *, draft: bool = False) -> None:
-        """Begin to take weights, the learned drafter's with `draft`. RunError where vLLM cannot."""
+        """Begin a weight update, of the learned drafter with `draft`. RunError where vLLM cannot."""
         if without := missing("drafters' weights" if draft else "weight updates"):
             raise RunError(without)
-        self.unusable = "new weights came in part only: their transfer was cut off"
+        self.unusable = "it has only a part of its new weights: their transfer was cut off"
         with self._refusing():
             self._llm.start_draft_weight_update() if draft else self._llm.start_weight_update()
 
     def load(self, **update: Any) -> None:
-        """Take a part as `transfer.local_weight_transfer` does. RunError for names and shapes of another model."""
+        """Load a part as `transfer.local_weight_transfer` does. RunError for names and shapes of another model."""
         with self._refusing():
             self._llm.update_weights({"update_info": update})
 
     def finish(self, version: str) -> None:
-        """All has come: forget cached prefixes of the old weights. RunError where a layer got but a part."""
+        """End the update and drop cached prefixes of the old weights. RunError where a layer is incomplete."""
         with self._refusing():
-            # Before 0.27 vLLM does not ask which weights came.
+            # vLLM before 0.27 takes no version of the weights.
             self._llm.finish_weight_update(*(() if missing("weight versions") else (version,)))
         self._llm.reset_prefix_cache()
         self.unusable, self.version = "", version
 
     def load_all(self, weights: Iterable[tuple[str, torch.Tensor]], version: str, *, draft: bool = False) -> None:
-        """Take weights of this process, through shared memory where other processes have the model.
+        """Load weights of this process, through shared memory where other processes have the model.
 
         ConfigError for no weights, RunError as above.
         """

@@ -1,4 +1,4 @@
-"""From a policy to the arguments that make any vLLM engine run it: `vllm_options`, and by variables `Variables`."""
+"""Arguments that make any vLLM engine run a policy: `vllm_options`, and environment variables `Variables`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from .capabilities import missing
 _HERE = __package__
 
 Program = Literal["vllm", "vllm serve", "verl", "nemo-rl", "skyrl", "prime-rl", "openrlhf", "trl"]
-"""Whose engines `vllm_options` are for: how its users hand arguments on to vLLM."""
+"""Programs that pass the arguments of `vllm_options` on to vLLM, each in its own form."""
 
 
 class Attachment(FrozenModel):
-    """What an engine is told through `additional_config["tltlab"]`: the policy, its drafters, and who the engine is.
+    """An engine's settings in `additional_config["tltlab"]`: the policy, its drafters, and the engine's identity.
 
-    Without a policy vLLM drafts as it was started to, and `record` writes down what that did. Where it is `numbered`
-    several engines share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet. `costs` is a
-    cost model written out, which metrics compare with.
+    Without a policy vLLM drafts as it was started to, and `record` records that. Where it is `numbered` several engines
+    share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet. `costs` is a cost model written
+    out, for the comparison in metrics.
     """
 
     policy: Policy | None = None
@@ -52,37 +52,37 @@ class Attachment(FrozenModel):
 
     @classmethod
     def of_engine(cls, config: Any) -> Attachment:
-        """What stands in vLLM's configuration, for the engine that has it; nothing where nothing is attached."""
+        """Return the settings in the configuration of one engine; empty where nothing is attached."""
         additional = config.additional_config
         with faults_in("additional_config['tltlab']"):
             attachment = cls.model_validate((additional.get("tltlab") if isinstance(additional, dict) else None) or {})
         parallel = config.parallel_config
         if parallel.distributed_executor_backend != "external_launcher":
             return attachment.of_replica(parallel.data_parallel_index)
-        # Every rank has a scheduler, and nothing but the launcher's variable says which rank and engine it is.
+        # Every rank has a scheduler, and only the launcher's variable identifies rank and engine.
         index, rank = divmod(int(os.environ["RANK"]), parallel.world_size // parallel.data_parallel_size)
         return attachment.model_copy(update={} if rank == 0 else {"record": None}).of_replica(index)
 
     def of_replica(self, index: int) -> Attachment:
-        """The same for one of several data-parallel engines: a worker and a trace of its own."""
+        """Return the settings of one of several data-parallel engines: a worker and a trace of its own."""
         named = self.record is not None and index and not self.numbered
         record = f"{self.record}-{index}" if named else self.record
         return self.model_copy(update={"worker": self.worker + index, "record": record})
 
     @property
     def specs(self) -> Mapping[str, DrafterSpec]:
-        """The drafters by name, those of every engine where nothing else was said."""
+        """The drafters by name, by default those of every engine."""
         return DEFAULT_DRAFTERS if self.drafters is None else self.drafters
 
     @property
     def learned(self) -> LearnedSpec | None:
-        """The learned drafter that the policy may ask, by itself or in a hybrid."""
+        """The learned drafter that the policy may use, by itself or in a hybrid."""
         strategies = self.policy.strategies if self.policy is not None else ()
         names = [part for s in strategies if s.speculates for part in parts_of(self.specs, s.drafter)]
         return next((spec for spec in map(self.specs.get, names) if isinstance(spec, LearnedSpec)), None)
 
     def control(self, *, overlapped: bool, beside: bool = True) -> Control:
-        """A fresh `Control` that follows the policy."""
+        """Return a fresh `Control` that follows the policy."""
         pool = DrafterPool(self.drafters, self.max_draft_depth, beside=beside)
         tally = Tally(None if self.costs is None else load_costs(self.costs))
         control = Control(pool, worker=self.worker, overlapped=overlapped, tally=tally)
@@ -92,10 +92,10 @@ class Attachment(FrozenModel):
 
 
 class EngineOptions(FrozenModel):
-    """What `vllm_options` takes beside a policy and a record: the fields of `TLTLAB_OPTIONS`, a JSON object.
+    """Arguments of `vllm_options` beside policy and record: the fields of `TLTLAB_OPTIONS`, a JSON object.
 
-    With `strict` an engine that the variables cannot be followed for does not start (ConfigError), where else it runs
-    without them.
+    With `strict` an engine that cannot follow the variables does not start (ConfigError); otherwise it runs without
+    them.
     """
 
     drafters: dict[str, DrafterSpec] | None = None
@@ -123,30 +123,30 @@ def vllm_options(
 ) -> dict[str, Any]:
     """Return keyword arguments for `vllm.LLM` or `AsyncEngineArgs` that run `policy`, or only `record` for None.
 
-    `policy` is what `load_policy` takes; `drafters` add to, or replace, the ones it names. The engine is built for
-    drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `max_batch` it runs at most so many
+    `policy` is any source that `load_policy` takes; `drafters` add to, or replace, the policy's own. The engine is
+    built for drafts up to `max_draft_depth`, by default the policy's deepest. With `max_batch` it runs at most so many
     requests at a time and captures the CUDA graphs of `graphs.plan_graphs`. Engines that share a run differ by
     `worker`, and each data-parallel replica has a policy, drafters and a trace of its own. With `record` the engine
-    writes a trace there. A server's metrics compare with plain decoding by `costs`, what `load_costs` takes, or as it
-    was measured. ConfigError for what vLLM cannot run.
+    writes a trace there. A server's metrics compare with plain decoding by `costs`, any source that `load_costs` takes,
+    or by measurement. ConfigError for policies that vLLM cannot run.
 
-    Without a policy the engine is only recorded, what speculation of its own kept included: all else stays what vLLM
-    makes of the other arguments (`watch.record_only`), and recording that fails ends no engine.
+    Without a policy the engine is only recorded, its own speculation included: vLLM treats the other arguments as usual
+    (`watch.record_only`), and an error of the recording ends no engine.
 
-    Where a policy asks for model-free drafts, also as a learned drafter's fallback, scheduling is synchronous: they are
-    made from tokens that must be known. Otherwise drafts stay on the device, and vLLM schedules asynchronously where it
-    can (on a CPU it cannot), unless `async_scheduling` says what to do. Then a policy chooses before it knows the last
-    iteration's tokens, and how long drafting takes is in no trace.
+    Where a policy uses model-free drafts, also as a learned drafter's fallback, scheduling is synchronous, since these
+    drafts need the tokens. Otherwise drafts stay on the device, and vLLM schedules asynchronously where it can (on a
+    CPU it cannot), unless `async_scheduling` is given. The policy then chooses without the last iteration's tokens, and
+    drafting times are in no trace.
 
-    `for_` writes them as that program hands them on unharmed: NeMo-RL under `vllm_kwargs` and SkyRL under
-    `engine_init_kwargs` as they are; prime-rl, whose TOML has no null, without any; verl under `engine_kwargs.vllm`,
-    and `vllm serve` in a file for `--config`, as flags, of which none is false. OpenRLHF and TRL take no arguments for
-    their engines: for them these are environment variables (`Variables`).
+    `for_` returns the form that the program passes on unchanged: NeMo-RL under `vllm_kwargs` and SkyRL under
+    `engine_init_kwargs` as they are; prime-rl, whose TOML has no null, without nulls; verl under `engine_kwargs.vllm`,
+    and `vllm serve` in a file for `--config`, as flags, none of them false. OpenRLHF and TRL take no arguments for
+    their engines: for them the result is environment variables (`Variables`).
 
-    >>> sorted(vllm_options("beg-mab"))
-    ['additional_config', 'async_scheduling', 'scheduler_cls', 'speculative_config']
-    >>> vllm_options("beg-mab", for_="verl")["no-async-scheduling"], vllm_options("beg-mab", for_="trl")
-    (True, {'TLTLAB_POLICY': 'beg-mab'})
+        >>> sorted(vllm_options("beg-mab"))
+        ['additional_config', 'async_scheduling', 'scheduler_cls', 'speculative_config']
+        >>> vllm_options("beg-mab", for_="verl")["no-async-scheduling"], vllm_options("beg-mab", for_="trl")
+        (True, {'TLTLAB_POLICY': 'beg-mab'})
     """
     if policy is None and record is None:
         raise ConfigError("nothing to do for the engine: give a policy, a folder to record to, or both")
@@ -165,7 +165,7 @@ def vllm_options(
     plain_costs = None
     if costs is not None:
         model = load_costs(costs)
-        # A model that cannot tell is refused here and not by the engine.
+        # Refuse an incomplete cost model here rather than in the engine.
         model.iteration(NO_SPECULATION)
         plain_costs = model.model_dump(mode="json")
     if for_ in ("openrlhf", "trl"):
@@ -190,7 +190,7 @@ def vllm_options(
     if chosen is not None:
         options["scheduler_cls"] = scheduler_cls(async_scheduling)
         if record is not None:
-            # Iterations tell what kind of CUDA graph they ran in.
+            # Iterations report the kind of CUDA graph they ran in.
             options["cudagraph_metrics"] = True
     elif "tltlab" not in os.environ.get("VLLM_PLUGINS", "tltlab").split(","):
         raise ConfigError("VLLM_PLUGINS leaves out 'tltlab', which records: add it")
@@ -207,7 +207,7 @@ def vllm_options(
 
 
 def _options_for(options: dict[str, Any], program: Program) -> dict[str, Any]:
-    """The same options as the program takes them."""
+    """Return the options in the program's form."""
     if program in ("vllm serve", "verl"):
         return {
             f"no-{name.replace('_', '-')}" if value is False else name: (
@@ -225,10 +225,10 @@ def _without_null(value: Any) -> Any:
 
 
 class Variables(FrozenModel):
-    """What the environment asks of every engine that a program starts.
+    """Environment variables for every engine that a program starts.
 
-    `TLTLAB_POLICY` is a policy's name, its file, package.module:Class, or what stands in a file; `TLTLAB_RECORD` the
-    folder of a trace; `TLTLAB_OPTIONS` the rest as JSON. Several engines share them, so recordings are `numbered`.
+    `TLTLAB_POLICY` is a policy's name, its file, package.module:Class, or a file's content; `TLTLAB_RECORD` the folder
+    of a trace; `TLTLAB_OPTIONS` the rest as JSON. Several engines share them, so recordings are `numbered`.
     """
 
     policy: Policy | None = None
@@ -238,7 +238,7 @@ class Variables(FrozenModel):
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self | None:
-        """From an environment, None where it asks for nothing. ConfigError names the variable that is wrong."""
+        """Read an environment; None where it requests nothing. ConfigError names the variable that is wrong."""
         policy, record, options = (environ.get(name, "").strip() for name in VARIABLES)
         if not policy and not record:
             if options:
@@ -253,7 +253,7 @@ class Variables(FrozenModel):
 
     @classmethod
     def read_options(cls, text: str) -> EngineOptions:
-        """The value of `TLTLAB_OPTIONS`. ConfigError where it is no JSON object of known fields."""
+        """Parse the value of `TLTLAB_OPTIONS`. ConfigError where it is no JSON object of known fields."""
         try:
             value = json.loads(text or "{}")
         except ValueError as error:
@@ -264,10 +264,11 @@ class Variables(FrozenModel):
     def engine_options(
         self, async_scheduling: bool | None, speculative: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """`vllm_options` for an engine whose program asks for `async_scheduling`, None where it does not say.
+        """Return `vllm_options` for an engine whose program sets `async_scheduling`, None where it does not.
 
-        Where the program speculates by itself with a learned drafter (`speculative` is its speculative_config) that one
-        is the policy's drafter with a network, as deep as the program has it. ConfigError where the policy names none.
+        Where the program speculates by itself with a learned drafter (`speculative` is its speculative_config), that
+        drafter becomes the policy's drafter with a network, as deep as the program has it. ConfigError where the policy
+        names none.
         """
         arguments = {name: value for name, value in self.options if name != "strict"}
         if arguments["async_scheduling"] is None:
@@ -302,7 +303,7 @@ _LEARNED = get_args(LearnedSpec.model_fields["method"].annotation)
 
 
 def _learned(speculative: Mapping[str, Any]) -> LearnedSpec | None:
-    """The learned drafter of vLLM's speculative_config, None where it is another kind."""
+    """Return the learned drafter of vLLM's speculative_config, None where it is of another kind."""
     if speculative.get("method") not in _LEARNED or "num_speculative_tokens" not in speculative:
         return None
     return LearnedSpec(method=speculative["method"], model=str(speculative.get("model") or ""))
@@ -321,7 +322,7 @@ def _policy(text: str) -> Policy:
 def _variables(
     policy: PolicySource | None, chosen: Policy | None, record: str | Path | None, options: EngineOptions
 ) -> dict[str, Any]:
-    """The environment variables that ask for the same."""
+    """Return environment variables with the same effect."""
     variables: dict[str, Any] = {}
     if chosen is not None:
         if isinstance(policy, str | Path):
@@ -336,14 +337,14 @@ def _variables(
 
 
 def engine_settings(speculative: Mapping[str, Any] | None, graphs: GraphPlan | None) -> dict[str, Any]:
-    """vLLM's arguments of what drafts and, where they are planned, of CUDA graphs."""
+    """Return vLLM's arguments for drafting and, where they are planned, for CUDA graphs."""
     if graphs is not None:
         return graphs.engine_settings(speculative)
     return {} if speculative is None else {"speculative_config": dict(speculative)}
 
 
 def serve_arguments(options: Mapping[str, Any]) -> list[str]:
-    """The same options as arguments of `vllm serve`.
+    """Return the options as arguments of `vllm serve`.
 
     >>> serve_arguments({"async_scheduling": False, "speculative_config": {"method": "ngram"}})
     ['--no-async-scheduling', '--speculative-config', '{"method": "ngram"}']
@@ -359,13 +360,13 @@ def serve_arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def scheduler_cls(overlapped: bool | None) -> str:
-    """The scheduler's name, as vLLM takes it; for None that of the function that takes the one which fits."""
+    """Return the scheduler's name, as vLLM takes it; for None that of a function that picks the one which fits."""
     name = {None: "policy_scheduler", False: "PolicyScheduler", True: "AsyncPolicyScheduler"}[overlapped]
     return f"{_HERE}.scheduler.{name}"
 
 
 def speculative_config(drafters: Mapping[str, Any], depth: int) -> dict[str, Any] | None:
-    """vLLM's speculative_config for the learned drafter among `drafters`, or for model-free ones alone."""
+    """Return vLLM's speculative_config for the learned drafter among `drafters`, or for model-free ones alone."""
     if not depth:
         return None
     learned = next((spec for spec in drafters.values() if isinstance(spec, LearnedSpec)), None)
@@ -381,23 +382,24 @@ _BESIDE: Mapping[str, Container[object]] = {
     "parallel_config.prefill_context_parallel_size": range(2, 1 << 16),
     "kv_transfer_config.kv_connector": ("MoRIIOConnector",),
 }
-"""Settings of vLLM 0.26 to 0.33, and values, that it refuses beside speculation once the engine starts or is asked."""
+"""Settings of vLLM 0.26 to 0.33, and values, that it refuses beside speculation at the engine's start or later."""
 
 _ONE_DEPTH = ("suffix", "medusa", "extract_hidden_states")
-"""Methods of vLLM 0.32 that assert that they are to draft `num_speculative_tokens` and no fewer (`v1.spec_decode`)."""
+"""Methods of vLLM 0.32 that assert a draft depth of `num_speculative_tokens` and no less (`v1.spec_decode`)."""
 
 
 def check_engine(config: Any, attachment: Attachment, *, plugged_in: bool, sound: bool) -> None:
-    """Raise ConfigError where an engine of vLLM's configuration `config` cannot run what is attached to it.
+    """Raise ConfigError where an engine of vLLM's configuration `config` cannot run its attachment.
 
-    It is `plugged_in` where vLLM loaded our plugin in its process, and `sound` where drafts are verified rightly there.
+    It is `plugged_in` where vLLM loaded tltlab's plugin in its process, and `sound` where drafts are verified correctly
+    there.
     """
     complaint = ""
     if not plugged_in:
         complaint = f"vLLM has not loaded tltlab's plugin here: {missing_plugin()}"
     elif config.speculative_config is not None and not sound:
         complaint = (
-            "vLLM's rejection sampler is not mended here, and at temperature > 0 would sample drafts wrongly on a CPU: "
+            "vLLM's rejection sampler is not repaired here and, at temperature > 0, samples drafts wrongly on a CPU: "
             "leave speculative_config out"
         )
     elif attachment.policy is not None:
@@ -407,7 +409,7 @@ def check_engine(config: Any, attachment: Attachment, *, plugged_in: bool, sound
 
 
 def missing_plugin() -> str:
-    """Why vLLM does not load our plugin where it did not, and what to pass."""
+    """Return why vLLM did not load tltlab's plugin, and the setting to change."""
     named = os.environ.get("VLLM_PLUGINS")
     if named is None:
         return "install tltlab into the environment that vLLM runs in"
@@ -415,7 +417,7 @@ def missing_plugin() -> str:
 
 
 def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
-    """What is wrong with the policy in this engine, "" for nothing."""
+    """Return the fault of the policy in this engine, "" for none."""
     parallel, speculative, model = config.parallel_config, config.speculative_config, config.model_config
     learned = attachment.learned
     kind = "diffusion" if getattr(model, "is_diffusion", False) else model.runner_type
@@ -455,7 +457,7 @@ def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
         # vLLM takes its own tables of depths away there.
         return (
             f"data_parallel_size={parallel.data_parallel_size}: the replicas of a mixture of experts run in step, and "
-            "would wait for each other for ever once a policy lets one draft deeper than another: pass "
+            "would wait for each other forever once a policy lets one draft deeper than another: pass "
             "data_parallel_size=1 and start several engines, or take a policy that names model-free drafters only"
         )
     together = parallel.world_size // parallel.data_parallel_size
@@ -463,14 +465,14 @@ def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
     if launched and not policy.selector.build(np.random.default_rng(0)).memoryless:
         return (
             f"distributed_executor_backend='external_launcher' has a scheduler in each of {together} ranks, and a "
-            f"policy that learns ({policy.selector.kind}) would soon choose otherwise in each: pass "
+            f"policy that learns ({policy.selector.kind}) would soon make different choices in each: pass "
             "distributed_executor_backend='mp', or a policy of kind none, fixed or table"
         )
     return ""
 
 
 def _refused_beside_drafts(config: Any) -> str:
-    """A part or setting of the program's that vLLM does not run in an engine that speculates, "" for none."""
+    """Return a setting of the program that vLLM does not run in an engine that speculates, "" for none."""
     for path, values in _BESIDE.items():
         value = config
         for name in path.split("."):
@@ -479,7 +481,7 @@ def _refused_beside_drafts(config: Any) -> str:
             return f"{path}={value!r}"
     if config.use_v2_model_runner:
         return ""
-    # Processors of installed packages vLLM leaves out there without a word.
+    # There vLLM silently omits processors of installed packages.
     found = [*(config.model_config.logits_processors or ()), *entry_points(group="vllm.logits_processors")]
     if found:
         return f"custom logits processors ({getattr(found[0], 'value', found[0])})"
@@ -490,5 +492,5 @@ def _refused_beside_drafts(config: Any) -> str:
 
 
 def drafts_nothing(speculative: Any) -> bool:
-    """Whether an engine of this SpeculativeConfig, or None, leaves all drafts to what sits beside its scheduler."""
+    """Return True if an engine of this SpeculativeConfig, or None, gets all drafts from beside its scheduler."""
     return speculative is not None and str(speculative.model).endswith("NoProposer")

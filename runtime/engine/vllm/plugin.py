@@ -1,7 +1,7 @@
-"""What every vLLM process needs from us, loaded by vLLM as a `vllm.general_plugins` entry point.
+"""tltlab's part in every vLLM process, loaded by vLLM as a `vllm.general_plugins` entry point.
 
-`_CHANGES` lists what is changed in vLLM's own modules, for as long as the process lives. What a version of vLLM has no
-room for is left out (`capabilities`).
+`_CHANGES` lists the changes to vLLM's own modules, which last as long as the process. Changes that a version of vLLM
+does not support are left out (`capabilities`).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from .sampling import (
 from .transfer import register_backend
 
 if TYPE_CHECKING:
-    # Policies are loaded where there is one to follow, and not in every process of vLLM's.
+    # Import policies where there is one to follow, not in every process of vLLM.
     from tltlab.runtime.engine.metrics import Collector, Labels, Samples
 
     from .options import Variables
 
 GRACE_S = 60.0
-"""How long a server that ends waits at most for an engine core that records to finish its trace."""
+"""Most seconds that a server at its end waits for an engine core to finish its trace."""
 
 GOT = "tltlab got "
-"""Begins what a front end adds to the names of requests that it aborts, see `_got_of`."""
+"""Prefix of a front end's additions to the names of requests that it aborts, see `_got_of`."""
 
 ASK_S = 2.0
-"""How long a server that is asked for metrics waits at most for an engine core, which answers between iterations."""
+"""Most seconds that a server waits for an engine core's metrics; the core answers between iterations."""
 
 
 def register() -> None:
-    """Entry point: everything the module's first lines say. Safe to call twice, and raises nothing."""
+    """Apply the changes in `_CHANGES`. The entry point: safe to call twice, and raises nothing."""
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
@@ -60,17 +60,17 @@ def register() -> None:
             without = missing(capability)
             if not without:
                 apply()
-        except Exception as error:  # whatever it is, others are being served
+        except Exception as error:  # the program must start in any case
             without = f"{capability}: {type(error).__name__}: {error}"
         if without:
             logger.warning("tltlab: %s", without)
 
 
 def follow_variables() -> None:
-    """Have `EngineArgs` make every engine's configuration as the environment says, and say so in a line.
+    """Make `EngineArgs` configure every engine by the environment variables, and print a line on the result.
 
-    `LLM`, `AsyncLLM` and `vllm serve` all go through it. What cannot be followed is left out and the line says why: the
-    policy alone, or all; it ends the program only if TLTLAB_OPTIONS has `strict`.
+    `LLM`, `AsyncLLM` and `vllm serve` all use it. Settings that cannot be followed are left out and the line has the
+    reason: the policy alone, or all. It ends the program only if TLTLAB_OPTIONS has `strict`.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -84,11 +84,11 @@ def follow_variables() -> None:
         return _configuration(self, make, (lambda _: None) if quiet else say)
 
 
-def _configuration(engine_args: Any, make: Callable[[], Any], say: Callable[[str], None]) -> Any:
-    """The configuration that `make` makes of the arguments, with what the environment asks for as far as it goes."""
+def _configuration(engine_args: Any, make: Callable[[], Any], report: Callable[[str], None]) -> Any:
+    """Return the configuration that `make` makes of the arguments, with as much of the environment's as is possible."""
     environments = [dict(os.environ)]
     if os.environ.get(POLICY) and os.environ.get(RECORD):
-        # A policy that is wrong is no reason to lose a trace.
+        # A wrong policy must not lose the trace.
         environments.append({name: value for name, value in os.environ.items() if name != POLICY})
     faults: list[str] = []
     for environment in environments:
@@ -105,7 +105,7 @@ def _configuration(engine_args: Any, make: Callable[[], Any], say: Callable[[str
                 _set(engine_args, name, value)
             beside = options.get("async_scheduling") is False
             if "speculative_config" in options and (beside or missing("depths in the V2 runner")):
-                # The V2 runner keeps the drafts of a learned drafter on the device, out of the others' reach.
+                # The V2 runner keeps a learned drafter's drafts on the device, out of reach of the other drafters.
                 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
             config = make()
             exceptions = _check_configuration(config, variables)
@@ -118,10 +118,10 @@ def _configuration(engine_args: Any, make: Callable[[], Any], say: Callable[[str
             faults.append(_one_line(error))
             continue
         sentence = f"{variables}; not the policy: {faults[0]}" if faults else f"{variables}{exceptions}"
-        say(f"the engine of {config.model_config.model} {sentence}")
+        report(f"the engine of {config.model_config.model} {sentence}")
         return config
     config = make()
-    say(f"nothing is done for the engine of {config.model_config.model}: {'; '.join(dict.fromkeys(faults))}")
+    report(f"nothing is done for the engine of {config.model_config.model}: {'; '.join(dict.fromkeys(faults))}")
     return config
 
 
@@ -130,7 +130,7 @@ def _strict() -> bool:
         from .options import Variables
 
         return Variables.read_options(os.environ.get(OPTIONS, "")).strict
-    except Exception:  # whatever is wrong with them, or with what reads them
+    except Exception:  # the options, or the code that reads them, may be broken
         return '"strict": true' in os.environ.get(OPTIONS, "")
 
 
@@ -140,7 +140,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _check_arguments(engine_args: Any, variables: Variables) -> None:
-    """Raise ConfigError where the program has decided something else itself."""
+    """Raise ConfigError where the program itself has set something else."""
     if without := missing("policies"):
         raise ConfigError(without)
     if "tltlab" in (engine_args.additional_config or {}):
@@ -159,7 +159,7 @@ def _check_arguments(engine_args: Any, variables: Variables) -> None:
 
 
 def _set(engine_args: Any, name: str, value: Any) -> None:
-    """Set an argument; ConfigError where the program has set it to something else. Dictionaries are added to."""
+    """Set an argument, merging dictionaries; ConfigError where the program has set it to something else."""
     now, default = getattr(engine_args, name), type(engine_args).__dataclass_fields__[name].default
     if name == "additional_config":
         value = {**(now or {}), **value}
@@ -174,7 +174,7 @@ def _set(engine_args: Any, name: str, value: Any) -> None:
 
 
 def _check_configuration(config: Any, variables: Variables) -> str:
-    """Return the end of the line that names requests which a policy does not draft for, "" without drafts.
+    """Return the end of the line: the requests that a policy does not draft for, "" without drafts.
 
     ConfigError for an engine that could not start, or whose ranks would each decide for themselves.
     """
@@ -191,16 +191,16 @@ def _check_configuration(config: Any, variables: Variables) -> str:
     control = attachment.control(overlapped=overlapped, beside=not on_device)
     if variables.policy is None or not speculates:
         return ""
-    own = "sampled ones with a seed have drafts from their own text alone"
-    seeded = own if control.repeats else "so are sampled ones with a seed"
+    own = "sampled requests with a seed have drafts from their own text alone"
+    seeded = own if control.repeats else "so are sampled requests with a seed"
     return f"; requests with min_p or logit_bias are decoded plainly, and {seeded}"
 
 
 def attach() -> None:
-    """Let vLLM's utility messages reach what sits beside the scheduler, `engine_core.call_utility("tltlab", bytes)`.
+    """Route vLLM's utility messages to the control beside the scheduler, `engine_core.call_utility("tltlab", bytes)`.
 
-    What it records is finished before the engine core goes, and workers that draft nothing are not asked for drafts.
-    vLLM's own schedulers are recorded where an engine's settings ask for that and for no policy (`record_only`).
+    A recording is finished before the engine core ends, and workers that draft nothing are not asked for drafts. vLLM's
+    own schedulers are recorded where an engine's settings request a recording and no policy (`record_only`).
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
@@ -215,7 +215,7 @@ def attach() -> None:
 
     @in_place_of(EngineCore, "post_step")
     def post_step(stock: Any, self: Any, model_executed: bool) -> None:
-        # Asking takes a message to each rank and back.
+        # Asking costs a message to each rank and back.
         if not getattr(self.scheduler, "drafts_here_alone", False):
             stock(self, model_executed)
 
@@ -233,13 +233,14 @@ def attach() -> None:
 
     @in_place_of(EngineCore, "shutdown")
     def shutdown(stock: Any, self: Any) -> None:
-        # First of all: vLLM gives an engine core seconds to go, and most of them to its workers.
+        # First: vLLM gives an engine core seconds to end, and most of them to its workers.
         scheduler: Any = getattr(self, "scheduler", None)
         if hasattr(scheduler, "close_recording"):
             ours(scheduler, scheduler.close_recording, otherwise=None)
         stock(self)
 
-    # Of weights a scheduler hears nothing: frameworks have the workers load them by name, or the core set a version.
+    # Schedulers are not notified of new weights: frameworks load them in the workers, by name, or set a version in the
+    # core.
     for name in ("collective_rpc", "set_weight_version", "wake_up"):
         if hasattr(EngineCore, name):
             in_place_of(EngineCore, name)(_then_tell_of_weights)
@@ -251,9 +252,10 @@ def attach() -> None:
 
 
 def _got_of(states: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """How many tokens a client got of each request that it aborts: of those, an engine core computes more meanwhile.
+    """Return the number of tokens that clients got of the requests they abort, as names of no request.
 
-    Names of no request, which reach the core with the others, in order; a core without tltlab ignores them.
+    The engine core computes further tokens meanwhile. Names reach the core in order, with the requests' own; a core
+    without tltlab ignores unknown names.
     """
     detokenizers = {name: states[name].detokenizer for name in names if name in states}
     return [f"{GOT}{each.num_output_tokens()} {name}" for name, each in detokenizers.items() if each is not None]
@@ -286,10 +288,10 @@ def _record_where_asked(scheduler: Any) -> None:
 
 
 def wait_for_recordings() -> None:
-    """Have a server that ends wait for engine cores that record.
+    """Make a server at its end wait for engine cores that record.
 
-    By default `vllm serve` kills its engine cores (SIGKILL) in the instant after it has asked them to end (SIGTERM).
-    Their requests are aborted as before; what they get is the time to write down what there was.
+    By default `vllm serve` kills its engine cores (SIGKILL) right after asking them to end (SIGTERM). Their requests
+    are aborted as before; the wait gives them time to write the trace.
     """
     from vllm.v1.engine.utils import CoreEngineProcManager
 
@@ -306,10 +308,10 @@ def wait_for_recordings() -> None:
 
 
 def show_metrics() -> None:
-    """Have servers of an engine with a policy, or of one that is recorded, show what it does among vLLM's own metrics.
+    """Add metrics of engines with a policy, or recorded ones, to vLLM's own metrics of a server.
 
-    Engine cores are asked, between two iterations, when the server is: it answers in a thread of its own. With several
-    API servers (`api_server_count`) vLLM collects from files alone, and these metrics are not shown.
+    Engine cores are asked, between two iterations, at each scrape; the server answers in a separate thread. With
+    several API servers (`api_server_count`) vLLM collects from files alone, and these metrics are not shown.
     """
     from vllm.v1.engine.core_client import AsyncMPClient
 
@@ -336,10 +338,10 @@ def _collector() -> Collector:
 
 
 def ask_for_metrics(client: Callable[[], Any]) -> list[tuple[Labels, Samples]]:
-    """The metrics of each engine core that the client talks to; nothing where it is gone or has not begun.
+    """Return the metrics of each engine core of the client; nothing where it is gone or has not begun.
 
-    Nor is there anything in the client's own loop, which would have to wait for itself. TimeoutError where a core does
-    not answer within `ASK_S`.
+    Nor within the client's own loop, which would wait for itself. TimeoutError where a core does not answer within
+    `ASK_S`.
     """
     core_client = client()
     task = core_client.resources.output_queue_task if core_client is not None else None
@@ -380,4 +382,4 @@ _CHANGES: Mapping[str, Callable[[], None]] = {
     "metrics": show_metrics,
     "environment variables": follow_variables,
 }
-"""What is changed in vLLM, by the capability that it needs. Drafting is timed with what `spare_speculation` adds."""
+"""Changes to vLLM, by the capability that each needs. Drafting is timed with parts that `spare_speculation` adds."""

@@ -15,13 +15,13 @@ PAGE = 32
 """Rows per page."""
 
 _UNKNOWN, _WAITS, _DROPPED = -1, -2, -3
-# Of each slot: its rows from `first` to before `end` are there, it has pages from position `low` to before `high`.
+# A slot has rows from `first` to before `end`, and pages from position `low` to before `high`.
 _FIRST, _END, _LOW, _HIGH = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The unbroken run of a request's rows from position `first` on: `hidden` (N, H), `aux` (N, A H) or None."""
+    """The contiguous run of a request's rows from position `first` on: `hidden` (N, H), `aux` (N, A H) or None."""
 
     first: int
     hidden: Tensor
@@ -29,16 +29,17 @@ class Rows:
 
 
 Expected = Callable[[Sequence[str], Array], Floats | Array]
-"""Of these requests, whose rows end before these positions, how long each is expected to get."""
+"""Expected lengths of these requests, whose rows end before these positions."""
 
 
 class RowStore:
-    """Keeps each row that comes for an opened request; a later row of the same position replaces it.
+    """Stores each row of an opened request; a later row of the same position replaces it.
 
     Memory is reserved at the first rows, at most `max_bytes`, and touched only as it fills. Once it is full, requests
-    that are `expected` to stay shorter than the one that asks for room lose all their rows and are `lost`, the shortest
-    first and no more than it needs; where they do not have enough it loses its own, or is `skipped` if it has none yet.
-    By default who has fewer rows is expected to stay shorter. `max_positions` is one more than the highest position.
+    `expected` to stay shorter than the one that needs room lose all their rows and are `lost`, the shortest first and
+    no more than necessary. Where they do not have enough, the request that needs room loses its own rows, or is
+    `skipped` if it has none yet. By default the requests with fewer rows are expected to stay shorter. `max_positions`
+    is one more than the highest position.
     """
 
     def __init__(self, max_bytes: int, max_positions: int, expected: Expected = lambda request_ids, ends: ends) -> None:
@@ -52,7 +53,7 @@ class RowStore:
         self.clear()
 
     def clear(self) -> None:
-        """Forget every request, and give the memory back."""
+        """Drop every request, and release the memory."""
         self._slots: dict[str, int] = {}
         self._batch_ids: Sequence[str] = ()
         self._unused: list[int] = []
@@ -65,11 +66,11 @@ class RowStore:
         self._aux: Tensor | None = None
 
     def __len__(self) -> int:
-        """Requests that are open."""
+        """Number of open requests."""
         return len(self._slots)
 
     def open(self, request_id: str) -> None:
-        """Keep the rows of this request from now on."""
+        """Store the rows of this request from now on."""
         self._slots.setdefault(request_id, _WAITS)
         self._batch_ids = ()
 
@@ -81,9 +82,9 @@ class RowStore:
         hidden: Tensor,
         aux: Sequence[Tensor] | None,
     ) -> None:
-        """Keep an iteration's rows: those of `request_ids[i]` are bounds[i] to bounds[i + 1], in order of position.
+        """Store an iteration's rows: those of `request_ids[i]` are bounds[i] to bounds[i + 1], in order of position.
 
-        `positions`, `hidden` (.., H) and each of `aux` (.., H) are on the host and may go on beyond the last bound.
+        `positions`, `hidden` (.., H) and each of `aux` (.., H) are on the host and may extend beyond the last bound.
         """
         if self._hidden is None:
             self._reserve(hidden, aux)
@@ -114,7 +115,7 @@ class RowStore:
             self._aux[:, layer].index_copy_(0, into, states[:num_rows])
 
     def close(self, request_id: str, num_rows: int = 0) -> Rows | None:
-        """Forget the request and return its rows below position `num_rows`; None where some of the last are missing."""
+        """Drop a request and return its rows below position `num_rows`; None where some of the last are missing."""
         slot = self._slots.get(request_id, _UNKNOWN)
         rows = None
         if slot >= 0:
@@ -132,7 +133,7 @@ class RowStore:
         return rows
 
     def _slots_of(self, request_ids: Sequence[str]) -> Array:
-        # Most iterations run what the last one ran.
+        # Most iterations have the batch of the previous one.
         if request_ids != self._batch_ids:
             self._batch_ids = list(request_ids)
             self._batch_slots = np.array([self._slots.get(name, _UNKNOWN) for name in request_ids], np.int64)
@@ -147,14 +148,14 @@ class RowStore:
         self._page_bytes = PAGE * hidden.shape[1] * hidden.element_size() * num_states
         self._num_pages = self.max_bytes // self._page_bytes
         num_rows = self._num_pages * PAGE
-        # Outside of inference mode whatever the caller's: what is cut from here is trained on.
+        # Outside of inference mode, even if the caller is in it: slices of these tensors are trained on.
         with torch.inference_mode(False):
             self._hidden = torch.empty((num_rows, hidden.shape[1]), dtype=hidden.dtype)
             if aux:
                 self._aux = torch.empty((num_rows, len(aux), aux[0].shape[1]), dtype=aux[0].dtype)
 
     def _settle(self, request_id: str, start: int, end: int) -> None:
-        """Make room for rows from position `start` to before `end`, and note where the unbroken run begins."""
+        """Make room for rows from position `start` to before `end`, and note where the contiguous run begins."""
         slot = self._slots.get(request_id, _UNKNOWN)
         new = slot == _WAITS
         if new:
@@ -172,11 +173,11 @@ class RowStore:
             return
         if start < self._spans[_FIRST, slot] or start > self._spans[_END, slot]:
             self._spans[_FIRST, slot] = start
-        # Who asks for room next is to know how long this one is.
+        # The next request that needs room compares with this length.
         self._spans[_END, slot] = end
 
     def _grow(self, slot: int, start: int, end: int, request_id: str) -> bool:
-        """Give the slot pages for positions from `start` to `end`; False, and none, where there is no room for them."""
+        """Give the slot pages for positions from `start` to `end`; return False, and give none, without room."""
         low, high = self._spans[_LOW:, slot].tolist()
         low, high = min(start, low) // PAGE, -(-max(end, high) // PAGE)
         missing = low + np.flatnonzero(self._table[slot, low:high] < 0)
@@ -195,14 +196,14 @@ class RowStore:
         return self._num_touched - 1
 
     def _make_room(self, num_pages: int, request_id: str, end: int) -> bool:
-        """Drop as few requests as have so many pages, of those expected to stay shorter; False where that is not all.
+        """Drop the fewest requests, expected to stay shorter, with `num_pages`; return False if they have fewer.
 
-        O(requests), and each request is dropped but once.
+        O(requests), and each request is dropped only once.
         """
         names = [name for name, slot in self._slots.items() if slot >= 0 and name != request_id]
         slots = [self._slots[name] for name in names]
         ends = np.append(self._spans[_END, slots], end)
-        # Requests of which nothing is known but that they are alike are told apart by how far they got.
+        # Requests with equal expectations are ordered by their length so far.
         lengths = list(zip(self._expected([*names, request_id], ends).tolist(), ends.tolist(), strict=True))
         shorter = sorted((length, name) for length, name in zip(lengths, names, strict=False) if length < lengths[-1])
         victims: list[str] = []

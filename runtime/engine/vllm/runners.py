@@ -1,11 +1,11 @@
 """Changes to vLLM's model runners: drafting is timed, and an iteration without drafts costs what a plain one does.
 
-An iteration of the V1 runner, in order, and what happens here:
+An iteration of the V1 runner, in order, and the changes to each step:
 
     execute_model            no drafts to verify and none to make: speculation is hidden from the runner
-    sample_tokens            the same; a draft model falls behind by what this iteration computed
+    sample_tokens            the same; a draft model falls behind by the tokens of this iteration
       _sample                no drafts to verify: ordinary sampling in place of rejection sampling
-      propose_draft_token_ids    no drafts wanted: a draft model rests. Wanted again: it catches up, then drafts (timed)
+      propose_draft_token_ids  timed; a draft model is skipped without drafts to make, and later catches up
     take_draft_token_ids     the seconds of drafting travel with the drafts
 """
 
@@ -31,10 +31,10 @@ def spare_speculation() -> None:
     """Make the V1 runner run an iteration without drafts as an engine built without speculation does.
 
     Stock vLLM gathers the logits of no drafts, samples by rejection, proposes and runs a draft model's first pass, in
-    all a quarter of an iteration of a small model. Here a draft model rests while no drafts are wanted and catches up
-    when they are. Stock behaviour stays for EAGLE heads, whose inputs are gone by then, under asynchronous scheduling,
-    without a policy, and for hybrid models (Mamba), whose states depend on what is drafted. Sampled tokens do not
-    depend on any of this. After the first exception in this code the runner is stock vLLM's for good.
+    all a quarter of an iteration of a small model. Here a draft model is skipped while no drafts are wanted and catches
+    up when drafts are. Stock behaviour stays for EAGLE heads, whose inputs are gone by then, under asynchronous
+    scheduling, without a policy, and for hybrid models (Mamba), whose states depend on the drafts. Sampled tokens do
+    not depend on any of this. After the first exception in this code the runner is stock vLLM's for good.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
 
@@ -54,7 +54,7 @@ def spare_speculation() -> None:
 
     @in_place_of(V1Runner, "_sample")
     def sample(stock: Any, self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-        # Sampling by rejection draws more random numbers, also where there is nothing to reject.
+        # Rejection sampling draws more random numbers, even without drafts.
         drafts = ours(self, _has_drafts, spec_decode_metadata, otherwise=True)
         # It counts the rows of logits by drafts, and here each request has one.
         budgets = None if drafts else getattr(self.input_batch, "thinking_budget_state_holder", None)
@@ -89,7 +89,7 @@ def _has_drafts(metadata: Any) -> bool:
 
 
 def _at_rest(runner: Any, arguments: Callable[[], Mapping[str, Any]]) -> torch.Tensor | None:
-    """Return no drafts, shape (batch, 0), where a draft model rests; else None, after a draft model has caught up."""
+    """Return no drafts, shape (batch, 0), where a draft model is skipped; else None, after it has caught up."""
     rest = _rest_of(runner)
     if not rest.of_a_model:
         return None
@@ -128,7 +128,7 @@ class Rest:
         self._has_rested = False
 
     def rests(self, output: Any) -> bool:
-        """True if nothing is to be drafted at the end of this iteration."""
+        """Return True if the drafter is skipped at the end of this iteration."""
         return self.always or (self.of_a_model and not output.num_spec_tokens_to_schedule)
 
     def update_requests(self, output: Any) -> None:
@@ -137,12 +137,12 @@ class Rest:
             return
         for name in output.finished_req_ids:
             self.behind.pop(name, None)
-        # Cached blocks may have been computed while the draft model rested.
+        # Cached blocks may have been computed while the draft model was skipped.
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         self.behind.update(dict.fromkeys((*(r.req_id for r in output.scheduled_new_reqs), *resumed), 0))
 
     def falls_behind(self, batch: Any) -> None:
-        """Mark what this iteration computes as lacking in the draft model."""
+        """Record that the draft model lacks the tokens of this iteration."""
         if not self.of_a_model:
             return
         self._has_rested = True
@@ -152,7 +152,7 @@ class Rest:
     def catches_up(self, runner: Any, common: Any, hidden: Any, sampling: Any) -> None:
         """Run the draft model over the tokens that it lacks: vLLM's own first pass, with no drafts to make."""
         batch, drafter = runner.input_batch, runner.drafter
-        # A pass takes a token more of each request, the one that comes next.
+        # A pass takes one more token of each request, the next one.
         room = drafter.max_num_tokens
         passes: list[list[tuple[int, int, int]]] = [[]]
         for row, name in enumerate(batch.req_ids):
@@ -219,7 +219,7 @@ class NoProposer:
         pass
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to load."""
+        """Load nothing."""
 
     def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
         return [[] for _ in sampled_token_ids]
@@ -315,7 +315,7 @@ def held_bytes(worker: Any) -> dict[str, int]:
     of_drafter_model = {} if model is None else _weight_bytes(model)
     layers = runner.vllm_config.compilation_config.static_forward_context
     caches = {name: getattr(layer, "kv_cache", None) for name, layer in layers.items()}
-    # The V1 runner's proposers and the V2 runner's speculators call them otherwise.
+    # The V1 runner's proposers and the V2 runner's speculators use different names.
     names = ("_draft_attn_layer_names", "draft_attn_layer_names")
     of_drafter = {layer for name in names for layer in getattr(drafter, name, ())}
     sizes = {name: cache.nbytes for name, cache in caches.items() if isinstance(cache, torch.Tensor)}
@@ -328,14 +328,14 @@ def held_bytes(worker: Any) -> dict[str, int]:
 
 
 def _weight_bytes(model: Any) -> dict[int, int]:
-    """Bytes of a model's weights by address; weights that the CPU build has packed by their owner."""
+    """Return the bytes of a model's weights by address; weights packed by the CPU build, by their owner."""
     sizes: dict[int, int] = {}
     value = next((tensor.element_size() for tensor in model.parameters() if tensor.is_floating_point()), 0)
     for module in model.modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
-        # vLLM leaves no parameter behind, but a function around oneDNN's matrix.
+        # vLLM replaces the parameter by a function around oneDNN's matrix.
         cells = getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ()
         for handler in (cell.cell_contents for cell in cells):
             if hasattr(handler, "handler_tensor"):
@@ -347,7 +347,7 @@ _KINDS: Mapping[str, Kind] = {"FULL": "full", "PIECEWISE": "piecewise", "NONE": 
 
 
 def kind_of(runtime_mode: str) -> Kind:
-    """vLLM's name of a runtime mode in ours.
+    """Return the kind of graph for vLLM's name of a runtime mode.
 
     >>> kind_of("NONE")
     'eager'

@@ -1,4 +1,4 @@
-"""Repairs of sampling in vLLM's CPU build, whether they are in place, and drafts that are kept at given rates."""
+"""Repairs of sampling in vLLM's CPU build, checks of the repairs, and synthetic acceptance rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mend_speculative_sampling() -> None:
 
     The C++ fallback of the CPU build (0.24 to 0.33) writes the expanded temperature, top-p and top-k into an int64
     copy, so the rejection sampler reads uninitialised memory: at temperature > 0 speculative tokens follow the wrong
-    distribution. What is replaced is the function that calls the kernel, since that is put in place at various times.
+    distribution. The function that calls the kernel is replaced, since the kernel is put in place at various times.
     """
     from vllm.v1.sample import rejection_sampler
 
@@ -31,7 +31,7 @@ def mend_speculative_sampling() -> None:
 
 
 def speculative_sampling_is_sound() -> bool:
-    """Whether this process verifies drafts with a sampler that is right: always on CUDA, on CPU if mended."""
+    """Return True if this process verifies drafts with a correct sampler: always on CUDA, on CPU if repaired."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
 
@@ -39,11 +39,11 @@ def speculative_sampling_is_sound() -> bool:
 
 
 def unmended_sampling() -> AbstractContextManager[None]:
-    """Within, engines of this process verify drafts as vLLM's CPU build ships: to show that this can be noticed."""
+    """Within the block, engines of this process verify drafts as vLLM's CPU build ships, to test its detection."""
     from vllm.v1.sample import rejection_sampler
 
     mended = rejection_sampler.expand_batch_to_tokens
-    # Never the mended one itself: `speculative_sampling_is_sound` looks which it is.
+    # A new object: `speculative_sampling_is_sound` compares identity.
     stock = partial(getattr(mended, "stock", mended))
     return replaced(rejection_sampler, "expand_batch_to_tokens", stock)
 
@@ -61,7 +61,7 @@ def expand_to_tokens(
 
 
 def mend_top_k_of_nothing() -> None:
-    """Let top-k-only sampling pass an iteration without draft tokens, where the stock build takes max() of nothing."""
+    """Let top-k-only sampling pass an iteration without draft tokens, where the stock build calls max() on nothing."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
     @in_place_of(topk_topp_sampler, "apply_top_k_only")
@@ -73,11 +73,11 @@ _NONE, _NONE_BESIDE = ("min_p", "logit_bias"), ("logprob_token_ids", "thinking_t
 
 
 def drafting_of(params: Any) -> Drafting:
-    """Drafts that a request of these `SamplingParams` may have.
+    """Return the drafts that a request of these `SamplingParams` may have.
 
-    vLLM's V1 sampler (0.26 to 0.33) applies `min_p` and `logit_bias` to no drafted token. Beside drafts it fails with
-    `logprob_token_ids`, and ends thinking at wrong tokens with a `thinking_token_budget`. How many random numbers a
-    seeded request draws depends on its drafts.
+    vLLM's V1 sampler (0.26 to 0.33) does not apply `min_p` and `logit_bias` to drafted tokens. Beside drafts it fails
+    with `logprob_token_ids`, and ends thinking at wrong tokens with a `thinking_token_budget`. The random numbers that
+    a seeded request draws depend on its drafts.
     """
     if any(getattr(params, name, None) is not None for name in _NONE_BESIDE):
         return "none beside"
@@ -98,7 +98,7 @@ def sample_beside_drafts() -> None:
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         if ours(self, has_option, self.vllm_config, "policy", otherwise=False):
-            # What requests are held against, and nothing else.
+            # Used only to validate requests.
             self.speculative_config = None
 
     @in_place_of(gpu_model_runner, "build_logitsprocs")
@@ -109,10 +109,10 @@ def sample_beside_drafts() -> None:
 
 
 def synthetic_rejection(rates: Sequence[float]) -> dict[str, Any]:
-    """Return what vLLM's `speculative_config` needs to keep draft token i with the chance `rates[i]`, counted from 0.
+    """Return the fields of vLLM's `speculative_config` that accept draft token i with probability `rates[i]`, from 0.
 
-    The chance is that the whole draft up to this token is kept, so rates never rise; the text is of no account. On a
-    CPU, whose sampler has no such mode, this puts one there.
+    This is the probability that the whole draft up to this token is accepted, so rates never rise; the text does not
+    matter. On a CPU, whose sampler has no such mode, this adds one.
     """
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
@@ -123,7 +123,7 @@ def synthetic_rejection(rates: Sequence[float]) -> dict[str, Any]:
 
 
 def set_rates(sampler: Any, rates: Sequence[float]) -> None:
-    """Let a rejection sampler that `synthetic_rejection` started keep drafts at other rates, 0 behind them."""
+    """Set other rates in a rejection sampler that `synthetic_rejection` started, 0 at all further positions."""
     conditional = [rate / before if before else 0.0 for rate, before in zip(rates, (1.0, *rates), strict=False)]
     held = sampler.synthetic_conditional_rates
     held.zero_()
@@ -156,7 +156,7 @@ def _rejection_sample(
     lucky = torch.rand(drafted.shape) < synthetic_conditional_rates[:max_spec_len]
     kept = (lucky & (drafts >= 0)).cumprod(1).sum(1)
     places = torch.arange(max_spec_len + 1)
-    # The target's own token follows: the bonus behind a whole draft, else whatever stock sampled first.
+    # The target's own token follows: the bonus token after a whole draft, else the first token that stock sampled.
     last = torch.where(kept == counts, bonus_token_ids.flatten().to(tokens.dtype), tokens[:, 0])
     drafts = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], 1)
     out = torch.where(places < kept[:, None], drafts, torch.full_like(drafts, -1))

@@ -57,7 +57,7 @@ class PolicyScheduler(Scheduler):
         if settings.policy is None:
             raise ConfigError(
                 f"{type(self).__name__} has no policy to follow in this engine: leave scheduler_cls out (record= needs "
-                "none), or pass all that vllm_options gives"
+                "none), or pass all options of vllm_options"
             )
         self._check_class(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Stock vLLM, with nothing of ours beside its scheduler: plain rollouts, and what a drafter's checkpoint is worth."""
+"""Stock vLLM, with nothing of tltlab beside its scheduler: plain rollouts, and evaluation of a drafter's checkpoint."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
 def stock_llm(model: str, **arguments: Any) -> Any:
-    """A `vllm.LLM` as its users make it, with vLLM's own arguments."""
+    """Create a `vllm.LLM` with vLLM's own arguments."""
     import vllm
 
     return vllm.LLM(model, **arguments)
 
 
 def fixed_length(num_tokens: int) -> Any:
-    """vLLM's sampling parameters for responses of `num_tokens` at temperature 1, whatever is sampled."""
+    """Return vLLM's sampling parameters for responses of exactly `num_tokens` at temperature 1."""
     import vllm
 
     return vllm.SamplingParams(temperature=1.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
@@ -53,7 +53,7 @@ class PlainStock:
 
     @contextmanager
     def recorded(self, path: Path) -> Iterator[None]:
-        """Within, the engine is recorded as `vllm_options(None, record=path)` has it; the trace is there afterwards."""
+        """Record the engine within the block, as by `vllm_options(None, record=path)`; then complete the trace."""
         from .watch import record_only
 
         scheduler = scheduler_of(self.llm)
@@ -65,9 +65,9 @@ class PlainStock:
                 scheduler.close_recording()
 
     def generate(self, requests: Sequence[GenerationRequest], *, rl_step: int, temperature: float) -> Rollout:
-        """Every request to its end, in the loop of `Engine.generate`. Nothing may be running.
+        """Generate every request to its end, in the loop of `Engine.generate`. Nothing may be running.
 
-        A row of `iterations` has what can be told from outside: its time, and the requests that ran.
+        A row of `iterations` has only what is visible from outside: its time, and the requests that ran.
         """
         engine, names, responses = self.llm.llm_engine, {}, {}
         scheduler = scheduler_of(self.llm)
@@ -93,7 +93,7 @@ class PlainStock:
                         "t_start": since - start,
                         "duration": now - since,
                         "batch": batch,
-                        # While requests are prefilled nobody counts how many tokens that is.
+                        # The number of prefilled tokens is unknown.
                         "prefill_tokens": int(prefilling),
                         "num_drafted": 0,
                         "num_accepted": 0,
@@ -117,9 +117,9 @@ class PlainStock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockRun:
-    """What stock vLLM made of some prompts: responses, and its own counters of speculative decoding.
+    """Result of stock vLLM on some prompts: responses, and its own counters of speculative decoding.
 
-    `accepted[i]` are the drafts of which token i was kept; `num_drafts` the passes that verified a draft.
+    `accepted[i]` counts the drafts whose token i was accepted; `num_drafts` the passes that verified a draft.
     """
 
     token_ids: list[list[int]]
@@ -130,18 +130,18 @@ class StockRun:
 class StockEngine:
     """A `vllm.LLM` of a target and a drafter's checkpoint, in this process; close it.
 
-    `method` is vLLM's name of the drafter's kind, `depth` the tokens it drafts, `max_model_len` the tokens that a
-    prompt and its response may have. RunError where vLLM does not start.
+    `method` is vLLM's name of the drafter's kind, `depth` the tokens it drafts, `max_model_len` the most tokens of a
+    prompt and its response. RunError where vLLM does not start.
     """
 
     def __init__(
         self, target: str | Path, drafter: str | Path, *, method: str, depth: int, max_model_len: int, seed: int = 0
     ) -> None:
         self._cpu = cpu = on_cpu()
-        # As for our own engines: 92 % of the memory, and minutes of compiling, are not worth ten prompts.
+        # As for tltlab's engines: ten prompts do not need 92 % of the memory and minutes of compilation.
         cpu_arguments = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
         with starting(), uncompiled(cpu):
-            # A process of its own gives all of a device's memory back when it ends.
+            # A process of its own releases all of a device's memory when it ends.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cpu else "1"
             try:
                 self._llm = stock_llm(
@@ -153,7 +153,7 @@ class StockEngine:
                     seed=seed,
                     **(cpu_arguments if cpu else {}),
                 )
-            except Exception as error:  # vLLM raises what its loaders raise, from KeyError to AttributeError
+            except Exception as error:  # vLLM passes on errors of its loaders, from KeyError to AttributeError
                 why = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
                 raise RunError(f"stock vLLM does not start on {target} with the drafter {drafter}: {why}") from error
         self.depth = depth
@@ -163,7 +163,7 @@ class StockEngine:
         self._llm.llm_engine.engine_core.shutdown()
 
     def generate(self, prompts: Sequence[Sequence[int]], *, temperature: float, max_tokens: int) -> StockRun:
-        """One response per prompt of token ids. ConfigError for what vLLM refuses."""
+        """Generate one response per prompt of token ids. ConfigError for prompts that vLLM refuses."""
         from vllm import SamplingParams
 
         before = self._counters()

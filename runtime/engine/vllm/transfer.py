@@ -1,6 +1,6 @@
-"""How engines take new weights: as they are, in buckets of shared memory, or over one of vLLM's own backends.
+"""Weight updates in engines: as tensors, in buckets of shared memory, or over one of vLLM's own backends.
 
-And a trainer's side of the latter: NCCL between devices, CUDA IPC where both are on the same one.
+Also the trainer's side of these backends: NCCL between devices, CUDA IPC where both are on the same one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .capabilities import missing
 
 LOCAL_BACKEND = "tltlab-local"
 FIRST_RANK = 1
-"""Of engines, in a group that they share with the trainer's rank 0."""
+"""First rank of the engines, in a group that they share with the trainer's rank 0."""
 
 DEVICE_BUCKET_BYTES = 256 << 20
-"""Of a bucket beside models on a device; vLLM's own is 1 GiB."""
+"""Bytes of a bucket beside models on a device; vLLM's own default is 1 GiB."""
 
 
 def register_backend() -> None:
@@ -34,12 +34,11 @@ def register_backend() -> None:
 
 
 def local_weight_transfer() -> type:
-    """What takes weights in every engine: `weights` themselves, a `bucket`, or what comes over a `device`.
+    """Return the class that loads weights in every engine: `weights` themselves, a `bucket`, or those over a `device`.
 
-    The latter is for the backend of vLLM's that `init_info` names.
-
-    It reloads layer by layer as vLLM's own backends do: the CPU build empties the checkpoint-layout weights after
-    packing them, so a plain `load_weights` finds nothing to load into.
+    A `device` update uses the backend of vLLM's that `init_info` names. Loading goes layer by layer as in vLLM's own
+    backends: the CPU build empties the checkpoint-layout weights after packing them, so a plain `load_weights` finds
+    nothing to load into.
     """
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer.base import (
@@ -77,7 +76,7 @@ def local_weight_transfer() -> type:
         def init_transfer_engine(self, init_info: LocalInit) -> None:
             if not init_info.backend:
                 return
-            # The one before may wait for a peer that is dead: it is left as it is.
+            # The previous one may wait for a dead peer: it is left as it is.
             self._device = WeightTransferEngineFactory.create_engine(
                 WeightTransferConfig(backend=init_info.backend), self.vllm_config, self.device, self.model
             )
@@ -103,7 +102,8 @@ def local_weight_transfer() -> type:
                 raise ValueError(f"bucket {bucket.number} came where {self._next_bucket} is next")
             self.model.load_weights(self._mapped.tensors(bucket))
             for layer in self.model.modules():
-                # What a layer keeps until it is complete must not lie where the next bucket but one will.
+                # A tensor that a layer keeps until it is complete must not lie in memory that a later bucket
+                # overwrites.
                 for _, call in get_layerwise_info(layer).loaded_weights:
                     for name, value in call.arguments.items():
                         if isinstance(value, torch.Tensor) and self._mapped.holds(value):
@@ -119,13 +119,13 @@ def local_weight_transfer() -> type:
                 if isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod) and (
                     info.can_load() and 0 < info.load_numel < total
                 ):
-                    # vLLM would fill the rest with memory that nobody has written.
+                    # vLLM would fill the rest with uninitialised memory.
                     raise ValueError(f"{name} got {info.load_numel} of its {total} numbers")
             if self._on_device:
                 self._device.finish_weight_update()
             else:
                 finalize_layerwise_reload(self.model, self.model_config)
-            # Else it would keep the memory of a trainer that has ended.
+            # Release the memory of a trainer that has ended.
             self._mapped = Mapped()
 
         def shutdown(self) -> None:
@@ -136,7 +136,7 @@ def local_weight_transfer() -> type:
 
 
 class DeviceSender:
-    """A trainer rank's side of vLLM's backends; the group is formed anew whenever its engines are others."""
+    """A trainer rank's side of vLLM's backends; the group is formed anew whenever the set of engines changes."""
 
     def __init__(self, source: WeightSource, rank: int, way: Way) -> None:
         self.source, self.rank, self.way = source, rank, way
@@ -146,7 +146,7 @@ class DeviceSender:
     def send(self, engines: Engines) -> None:
         members = tuple(worker._actor_id for worker in engines.workers.values())
         if members != self._members:
-            # Left as it is where it is an older group: what ends it waits for its members, who may be dead.
+            # An older group is left as it is: ending it waits for members, which may be dead.
             self._sender = self._join(engines)
             self._members = members
         self._sender.client = engines
@@ -163,10 +163,10 @@ class DeviceSender:
             )
 
         largest = max(tensor.nbytes for tensor in self.source.metadata())
-        # vLLM needs of a `WeightSource` what ours has.
+        # This class has all that vLLM uses of a `WeightSource`.
         source: Any = self.source
         if self.way == "ipc":
-            # What it cannot do without: one tensor never goes in two parts.
+            # A bucket must hold the largest tensor: no tensor is split.
             ipc = IPCTrainerInitInfo(
                 rank=self.rank, packed=True, packed_buffer_size_bytes=max(largest, DEVICE_BUCKET_BYTES)
             )

@@ -45,8 +45,7 @@ NOT_IN_ALL = ("_handle_stopped_request", "set_pause_state")
 """Methods of schedulers that not all versions and classes have."""
 
 LOOK_BACK = 1024
-"""Tokens at the end of a text in which its stop string is looked for: an engine core runs on until its client aborts
-the request, by some iterations."""
+"""Tokens at the end of a text that are searched for its stop string."""
 
 REMEMBERED = 1 << 18
 """Number of most recent prompts whose samples are counted."""
@@ -74,7 +73,7 @@ class Watch:
         self._least_sample = self._num_nameless = 0
         self._in_flight: deque[Scheduled] = deque()
         self._batch: list[str] = []
-        # Tokens that clients have of requests that they abort.
+        # Number of tokens that clients have of requests that they abort.
         self._got: dict[str, int] = {}
         self._cannot_detokenize = False
 
@@ -441,7 +440,7 @@ _chain = cache(Strategy.chain)
 
 
 def _counts(request_ids: Sequence[str], output: Any) -> list[int]:
-    """Number of new tokens of each request, in the order of `request_ids`, most often the runner's too."""
+    """Return the number of new tokens of each request, in the order of `request_ids`, usually the runner's too."""
     sampled = output.sampled_token_ids
     if not sampled:
         return [0] * len(request_ids)
