@@ -66,7 +66,7 @@ def profile(
     started = time.perf_counter()
     engine = start_engine(model, grid, learned, args, seed)
     try:
-        profiled = measure(engine, grid, seed=seed, say=progress)
+        profiled = measure(engine, grid, seed=seed, report=progress)
         settings = engine_settings(engine)
     finally:
         engine.close()

@@ -1,1 +1,1 @@
-"""The learned drafter's training: data buffer, loss, its own process, checkpoints, the feed from rollouts."""
+"""Training of the learned drafter: data buffer, loss, processes, checkpoints, transfer of sequences from rollouts."""

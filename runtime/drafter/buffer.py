@@ -1,5 +1,7 @@
-"""What a worker keeps to train its drafter on: tokens and hidden states on the host, across RL steps, within bytes; and
-the same as a safetensors file in a checkpoint."""
+"""A worker's training data for its drafter: tokens and hidden states on the host, across RL steps, bounded in bytes.
+
+Also the same data as a safetensors file in a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,10 @@ from .sequences import TrainingSequence
 LONGEST = 0.5
 """Share of the sequences of earlier RL steps that count as their longest."""
 SHORTEST_STRETCH = 32
-"""Rows below which a sequence is not cut to fill an update: a stretch without context teaches what never happens."""
+"""Rows below which a sequence is not cut to fill an update: text without context is unlike real drafting."""
 
 PARTIAL = ".partial"
-"""How the name ends of a file that is being written; where its writer dies it stays."""
+"""Suffix of a file that is being written; it remains where its writer died."""
 
 TENSORS = ("token_ids", "hidden", "aux")
 
@@ -36,10 +38,10 @@ TENSORS = ("token_ids", "hidden", "aux")
 class DataBuffer:
     """Sequences of the last RL steps, for one-step-off sampling (TLT, arXiv 2511.16665, section 4.2).
 
-    While a rollout runs only its short responses are there; the long ones come from earlier RL steps. Over `max_bytes`
-    the oldest RL step gives way first, within a step the shortest sequences: long ones are in short supply. One thread
-    may add while another samples. Of a sequence larger than the whole buffer the end is kept; one of which nothing
-    can be learned (no token of the response follows two states) or would fit, or of an RL step that is over, is not.
+    During a rollout only its short responses are there; the long ones come from earlier RL steps. Over `max_bytes` the
+    oldest RL step is dropped first, within a step the shortest sequences, since long ones are rare. One thread may add
+    while another samples. A sequence larger than the whole buffer keeps its end. A sequence is not kept if nothing can
+    be learned from it (no token of the response follows two states) or its RL step is too old.
     """
 
     def __init__(self, config: BufferConfig) -> None:
@@ -61,12 +63,12 @@ class DataBuffer:
         return self._nbytes
 
     def sequences(self) -> list[TrainingSequence]:
-        """What is held, in the order in which it came: added to an empty buffer, that holds the same."""
+        """Sequences in order of arrival: added to an empty buffer, they restore this one."""
         with self._lock:
             return list(self._sequences.values())
 
     def begin(self, rl_step: int) -> None:
-        """RL step `rl_step` begins: what the earlier ones left is carried, what is too old goes."""
+        """Begin RL step `rl_step`: sequences of earlier ones are carried over, those that are too old dropped."""
         with self._lock:
             self._rl_step = rl_step
             self._used.clear()
@@ -74,7 +76,7 @@ class DataBuffer:
                 self._drop_first()
 
     def add(self, sequence: TrainingSequence) -> None:
-        """Keep a sequence; it is copied to the host where it is elsewhere or a view of something larger."""
+        """Add a sequence, copied to the host if it is elsewhere or a view of something larger."""
         with self._lock:
             most = _rows_within(sequence, self.config.max_bytes)
             if most < sequence.num_rows:
@@ -90,12 +92,12 @@ class DataBuffer:
                 self._drop_first()
 
     def sample(self, tokens: int, rng: np.random.Generator) -> list[TrainingSequence]:
-        """Sequences of at most `tokens` rows in all, none twice; fewer rows only where no more are held.
+        """Return sequences of at most `tokens` rows in all, none twice; fewer rows only where no more are held.
 
         `carried_share` of the rows come from the longest half of the sequences of earlier RL steps, the rest from this
-        RL step's; what one side lacks the other gives, and the shorter half only what both lack. Each side is drawn
-        from without replacement until it is used up, then anew. A sequence that does not fit in the rows left is cut
-        to a random stretch, or left for later where they are few.
+        RL step. A shortage on one side is filled from the other, and only a shortage on both from the shorter half.
+        Each side is drawn from without replacement until it is used up, then anew. A sequence that does not fit in the
+        remaining rows is cut to a random stretch, or skipped where they are few.
         """
         with self._lock:
             current = [n for n, s in self._sequences.items() if s.rl_step >= self._rl_step]
@@ -113,7 +115,7 @@ class DataBuffer:
     def _draw(
         self, side: Collection[int], room: int, drawn: dict[int, TrainingSequence], rng: np.random.Generator
     ) -> int:
-        """Add to `drawn` from one side; the rows that it could not fill."""
+        """Add sequences of one side to `drawn`; return the rows left unfilled."""
         shortest = max(2, min(SHORTEST_STRETCH, room))
         for _ in range(2):
             fresh = [n for n in side if n not in self._used]
@@ -141,13 +143,13 @@ class DataBuffer:
 
 
 def _random_start(sequence: TrainingSequence, rows: int, rng: np.random.Generator) -> int:
-    """Where a stretch of `rows` begins: anywhere, but at most half is prompt where the response is long enough."""
+    """Return the start of a stretch of `rows`: random, at most half prompt where the response is long enough."""
     last = sequence.num_rows - rows
     return int(rng.integers(min(max(0, sequence.prompt_tokens - rows // 2), last), last + 1))
 
 
 def _rows_within(sequence: TrainingSequence, max_bytes: int) -> int:
-    """How many of its rows take at most `max_bytes`; below 0 for not even a token."""
+    """Return the number of rows that take at most `max_bytes`; below 0 if not even a token fits."""
     token = sequence.token_ids.element_size()
     row = token + sum(t[:1].numel() * t.element_size() for t in (sequence.hidden, sequence.aux) if t is not None)
     return (max_bytes - token) // row
@@ -155,7 +157,7 @@ def _rows_within(sequence: TrainingSequence, max_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerData:
-    """The sequences in a trainer's buffer, those it is judged by, both oldest first, and its generator's state."""
+    """A trainer's buffer, its held-out sequences, both oldest first, and its generator's state."""
 
     held: Sequence[TrainingSequence]
     heldout: Sequence[TrainingSequence]
@@ -163,12 +165,12 @@ class TrainerData:
 
 
 def data_path(folder: Path, worker: int) -> Path:
-    """Where a checkpoint's folder has the data of the trainer beside worker `worker`."""
+    """Path in a checkpoint's folder for the data of the trainer beside worker `worker`."""
     return folder / f"data-{worker}.safetensors"
 
 
 def write_data(path: Path, data: TrainerData) -> None:
-    """Write it as a whole or not at all; tensors are not copied for it. RunError where the disk refuses."""
+    """Write the data atomically, without copying tensors. RunError where the disk fails."""
     sequences = [*data.held, *data.heldout]
     tensors: dict[str, Tensor] = {}
     for number, sequence in enumerate(sequences):
@@ -187,11 +189,11 @@ def write_data(path: Path, data: TrainerData) -> None:
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
         cause = one_line(error)[:200]
-        raise RunError(f"cannot write what it trains on to {path}, is the disk full? ({cause})") from error
+        raise RunError(f"cannot write training data to {path}, is the disk full? ({cause})") from error
 
 
 def read_data(path: Path) -> TrainerData:
-    """What `write_data` wrote. Raises ConfigError where it is damaged."""
+    """Read the result of `write_data`. ConfigError where the file is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads(file.metadata()["trainer_data"])
@@ -201,7 +203,7 @@ def read_data(path: Path) -> TrainerData:
                     key=(key[0], key[1], key[2], key[3]),
                     first_position=first_position,
                     prompt_tokens=prompt_tokens,
-                    # Of their own: the file's memory would be held as long as any of them.
+                    # Copies, since each view would hold the file's whole memory.
                     **{name: file.get_tensor(f"{n}.{name}").clone() for name in TENSORS if f"{n}.{name}" in names},
                 )
                 for n, (key, first_position, prompt_tokens) in enumerate(header["sequences"])
@@ -210,4 +212,4 @@ def read_data(path: Path) -> TrainerData:
         return TrainerData(held=sequences[:cut], heldout=sequences[cut:], random_state=header["random_state"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         cause = one_line(error)[:200]
-        raise ConfigError(f"{path} does not hold what the drafter's trainer learns from: {cause}") from error
+        raise ConfigError(f"{path} does not hold training data of a drafter: {cause}") from error

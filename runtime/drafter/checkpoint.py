@@ -1,8 +1,8 @@
-"""Checkpoints of what a drafter's trainer trains, written while it goes on training.
+"""Checkpoints of a drafter's training state, written while training continues.
 
-TLT (arXiv 2511.16665, Fig. 17) saves with PyTorch's distributed checkpoint (DCP): only what is trained, staged and
-written beside training, so that a step is held up for the copy alone. The storage is safetensors with checksums: DCP's
-own has a pickle for an index, and who reads one runs what it says.
+TLT (arXiv 2511.16665, Fig. 17) saves with PyTorch's distributed checkpoint (DCP): only trained tensors, staged and
+written in the background, so that a step waits for the copy alone. The storage is safetensors with checksums: DCP's own
+index is a pickle, which executes code when read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tltlab.runtime.trainer.checkpoint import SafetensorsWriter
 
 PARTIAL = ".partial"
 _NAME = re.compile(r"checkpoint-\d{8}")
-# A trainer saves on its own, whatever groups it trains in, and DCP would say so in the thread that writes.
+# A trainer saves on its own, in any group, and DCP would warn of that in the thread that writes.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -37,8 +37,8 @@ class DrafterCheckpoint:
     """Checkpoints `checkpoint-N` in a folder, the `keep` newest; one is written at a time.
 
     A save copies the state into buffers on the host, which stay from save to save, and a thread writes it under a
-    temporary name and renames it when it is complete. A save that fails stops nothing: its sentence goes to `failures`
-    and the checkpoints before it stay.
+    temporary name and renames it when it is complete. A save that fails stops nothing: its error goes to `failures` and
+    the checkpoints before it stay.
 
     >>> saved = DrafterCheckpoint("run/drafter")                                                    # doctest: +SKIP
     >>> saved.save(training.live_state())                                                           # doctest: +SKIP
@@ -53,9 +53,9 @@ class DrafterCheckpoint:
         self._stager: DefaultStager | None = None
 
     def save(self, state: Mapping[str, Tensor]) -> float:
-        """Save tensors by name; returns the seconds for which the caller could not change them.
+        """Save tensors by name; return the seconds for which the caller was blocked.
 
-        A save still under way is waited for.
+        Waits for a save still under way.
         """
         began = time.perf_counter()
         self.finish()
@@ -64,13 +64,13 @@ class DrafterCheckpoint:
         final = self.folder / f"checkpoint-{number:08d}"
         try:
             self._writing = (final, self._start(dict(state), final))
-        # Whatever fails, from the disk to DCP's own checks, must not end training.
+        # A failure, from the disk to DCP's own checks, must not end training.
         except Exception as error:
             self._failed(final, error)
         return time.perf_counter() - began
 
     def finish(self) -> None:
-        """Wait until what was saved is written, or has failed."""
+        """Wait until the last save is written, or has failed."""
         if self._writing is None:
             return
         final, future = self._writing
@@ -86,9 +86,9 @@ class DrafterCheckpoint:
         return next(iter(_numbered(self.folder)), None)
 
     def load(self, state: Mapping[str, Tensor]) -> Path | None:
-        """Read the newest checkpoint that can be read into `state`'s tensors, in place; None where there is none.
+        """Read the newest readable checkpoint into `state`'s tensors, in place; None where there is none.
 
-        One that cannot be read goes to `failures`, and `state` stays as it was.
+        The error of an unreadable one goes to `failures`, and `state` stays as it was.
         """
         self.finish()
         for path in _numbered(self.folder):
@@ -109,7 +109,7 @@ class DrafterCheckpoint:
         return None
 
     def close(self) -> None:
-        """Wait for what is under way and let the buffers go."""
+        """Wait for the save under way and release the buffers."""
         self.finish()
         self._drop_stager()
 
@@ -126,7 +126,7 @@ class DrafterCheckpoint:
                 )
             )
         make_folder(self.folder)
-        # Not when a folder is opened: who only reads would take away what another is writing.
+        # Not when a folder is opened: a reader would remove a file that another process is writing.
         for partial in self.folder.glob(f"checkpoint-*{PARTIAL}"):
             shutil.rmtree(partial, ignore_errors=True)
         # DCP's process-based writer needs a process group; its thread needs none.
@@ -145,7 +145,7 @@ class DrafterCheckpoint:
 
 
 class _Writer(SafetensorsWriter):
-    """Writes a checkpoint under a temporary name; complete, it is renamed, and older ones go."""
+    """Writes a checkpoint under a temporary name, renames it when complete, and removes older ones."""
 
     def __init__(self, final: Path, keep: int) -> None:
         self.final, self.keep = final, keep
@@ -161,7 +161,7 @@ class _Writer(SafetensorsWriter):
 
 
 def _refuse_damage(folder: Path) -> None:
-    """RunError unless a checkpoint's files are what was written, by their sums."""
+    """Raise RunError unless a checkpoint's files match their checksums."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise RunError("it holds no tensors")
@@ -176,7 +176,7 @@ def _numbered(folder: Path) -> list[Path]:
 
 
 def _sentence(error: BaseException) -> str:
-    """The root of an error in one line: DCP wraps it, and torch's own complaint hides what the disk said."""
+    """Return the root cause of an error in one line: DCP wraps it, and torch's error hides the disk's."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]

@@ -1,4 +1,4 @@
-"""What a training run asks of its drafter: `Drafting`, and `NullDrafting` for a run that trains none."""
+"""Interface between a training run and its drafter: `Drafting`, and `NullDrafting` for a run that trains none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rows = dict[str, list[dict[str, Any]]]
 
 
 class Drafting:
-    """The drafter of a run, asked from one thread in the order of an RL step, `start` to `close`; here none."""
+    """The drafter of a run, called from one thread in the order of an RL step, `start` to `close`; here none."""
 
     @property
     def specs(self) -> dict[str, DrafterSpec]:
@@ -22,74 +22,75 @@ class Drafting:
         return {}
 
     def prepare(self) -> None:
-        """Make what engines find when they start."""
+        """Create the files that engines read when they start."""
 
     def feed(self, worker: int) -> str | None:
-        """Where worker `worker`'s engine hands over what its responses can teach; None for nowhere."""
+        """Return the address to which worker `worker`'s engine sends its responses; None for none."""
         return None
 
     def start(self, workers: Sequence[Any], frozen: Callable[[], Any], ask: Callable[..., list[Any]]) -> None:
-        """Start what trains it, once engines and the policy's trainer run; they get the drafter in service, if any.
+        """Start the trainers, once engines and the policy's trainer run; engines get the drafter in service, if any.
 
-        An item of `workers` is replaced when its worker has to be started again; `rejoin` follows. `frozen()` is a
-        reference to a `FrozenTarget`. `ask(method, ...)` calls every worker, and one that dies in it once more.
+        An item of `workers` is replaced when its worker is restarted; `rejoin` follows. `frozen()` is a reference to a
+        `FrozenTarget`. `ask(method, ...)` calls every worker, and repeats the call on one that fails in it.
         """
 
     def rejoin(self, worker: int) -> None:
-        """Worker `worker` was started again: its engine gets the drafter in service."""
+        """Give the engine of the restarted worker `worker` the drafter in service."""
 
     def rollout_starts(self, rl_step: int) -> None:
-        """The rollout of `rl_step` begins: idle workers may train from now on, if it is time to."""
+        """Begin the rollout of `rl_step`: idle workers may train from now on, if the schedule permits it."""
 
     def rollout_ends(self, rl_step: int) -> None:
-        """It is over: on return no trainer trains on a worker's device."""
+        """End the rollout: on return no trainer trains on a worker's device."""
 
     def annotate(self) -> None:
-        """Begin to work out how drafters of several ages do on the rollout that has ended."""
+        """Begin to compute the acceptance of drafters of several ages on the rollout that has ended."""
 
     def publish(self, rl_step: int) -> None:
-        """The policy has moved, and `rl_step` comes next: from then on engines draft with the newest good weights.
+        """Make engines draft with the newest good weights from now on: the policy has moved, and `rl_step` comes next.
 
-        Engines are awake, and have the policy's weights of before.
+        Engines are awake, and still have the policy's previous weights.
         """
 
     def target_moved(self) -> None:
-        """The engines have the policy's new weights."""
+        """Note that the engines have the policy's new weights."""
 
     def went_back(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None:
-        """The run does `rl_step` and what came after it again, with the drafter that it had then.
+        """Restore the drafter of `rl_step`: the run repeats it and later RL steps.
 
-        `state` is what `state_dict` gave then, and `folder` where it put tensors. A run that is back at its start has
-        no folder, and `state` is what it gave before `start`. Engines have taken back what they had learned before.
+        `state` is the result of `state_dict` at that time, and `folder` the folder of its tensors. A run that is back
+        at its start has no folder, and `state` is from before `start`. Engines have restored their learned state
+        already.
         """
 
     def rows(self, rl_step: int, drift_kl: float | None, *, rollout_s: float = 0.0, tokens: int = 0) -> Rows:
-        """Rows for the trace's tables of the RL step that has just ended; of `steps` only some columns.
+        """Return rows for the trace's tables of the RL step that has just ended; of `steps` only some columns.
 
-        Its rollout took `rollout_s` seconds, what it waited for trainers included, for `tokens` tokens.
+        Its rollout took `rollout_s` seconds, its wait for trainers included, for `tokens` tokens.
         """
         return {}
 
     def memory(self) -> list[ProcessMemory]:
-        """What the processes that train it hold."""
+        """Return the memory of the processes that train the drafter."""
         return []
 
     def summary(self) -> dict[str, Any] | None:
-        """What became of it, for the run's summary."""
+        """Return the drafter's part of the run's summary."""
         return None
 
     def save(self) -> None:
         """Write the newest good drafter beside the run's checkpoints."""
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
-        """Between two RL steps, all that a later run needs to go on, as JSON types; tensors go into `folder`.
+        """Return the state to continue from, between two RL steps, as JSON types; tensors go into `folder`.
 
-        Before `start` there are none.
+        Before `start` there are no tensors.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Go on from what `state_dict` gave, before `start`. ConfigError where it is of a run of another kind."""
+        """Continue from the result of `state_dict`, before `start`. ConfigError where it is of another kind of run."""
 
     def close(self) -> None:
         """End the trainers; safe to call at any time."""

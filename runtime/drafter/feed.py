@@ -1,7 +1,7 @@
-"""From an engine to the trainer beside it, one way: whether the engine has requests, and what its responses can teach.
+"""One-way transfer from an engine to the trainer beside it: the engine's status, and its responses.
 
 A rollout never waits for its trainer: a message that would have to wait is dropped and counted, and so is everything
-while no trainer listens. What the engine is doing is said again every `REPEAT_S`, so a trainer that starts anew knows.
+while no trainer listens. The status is repeated every `REPEAT_S`, so that a new trainer receives it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .sequences import TrainingSequence
 
 REPEAT_S = 0.2
 QUIET_MS = 100
-"""For so long nothing must come before nothing more counts as under way; shorter than `REPEAT_S`."""
+"""Milliseconds without a message after which nothing counts as under way; shorter than `REPEAT_S`."""
 MAX_WAITING = 256
-"""Messages that may lie between the two; beyond it they are dropped."""
+"""Most messages in the queue; further ones are dropped."""
 
 
 class _Status(msgspec.Struct, tag=True, frozen=True):
@@ -31,7 +31,7 @@ class _Status(msgspec.Struct, tag=True, frozen=True):
 
 
 class _Sequence(msgspec.Struct, tag=True, frozen=True):
-    """What precedes the frames of a sequence: int32 tokens, then hidden and auxiliary states in `dtype`."""
+    """Header of a sequence's frames: int32 tokens, then hidden and auxiliary states in `dtype`."""
 
     key: tuple[int, str, int, int]
     first_position: int
@@ -47,26 +47,26 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.
 
 
 class Feed(Protocol):
-    """An engine's end of the way to a trainer."""
+    """An engine's end of the connection to a trainer."""
 
     def status(self, rl_step: int, *, busy: bool) -> None:
-        """The engine has requests of `rl_step` from now on, or none any more."""
+        """Set the status: the engine has requests of `rl_step` from now on, or none any more."""
 
 
 class NullFeed:
-    """The end of an engine beside which nothing trains."""
+    """The end of an engine without a trainer."""
 
     def status(self, rl_step: int, *, busy: bool) -> None: ...
 
 
 class SequenceSender:
-    """An end for sequences alone; safe to use from several threads. Pickled, it is another end of the same way."""
+    """An end for sequences alone; safe to use from several threads. Pickled, it is another end of the same address."""
 
     def __init__(self, endpoint: str) -> None:
         self.dropped = 0
         self._endpoint = endpoint
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        # Nothing is kept for a trainer that is not there: hidden states would pile up.
+        # Queue nothing for an absent trainer: hidden states would pile up.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.SNDHWM, MAX_WAITING)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -77,7 +77,7 @@ class SequenceSender:
         return SequenceSender, (self._endpoint,)
 
     def sequence(self, sequence: TrainingSequence) -> None:
-        """Hand over a finished response; one without a state teaches nothing and stays."""
+        """Send a finished response; one without a state teaches nothing and is not sent."""
         if not sequence.num_rows:
             return
         hidden, aux = sequence.hidden.contiguous(), sequence.aux
@@ -98,7 +98,7 @@ class SequenceSender:
             self._socket.close()
 
     def _send(self, frames: list[Any]) -> None:
-        """To be called with the lock held: a status that overtakes a newer one would be believed."""
+        """Call with the lock held: a status that overtakes a newer one would be taken for the newest."""
         try:
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
         except zmq.Again:
@@ -140,7 +140,7 @@ class FeedSender(SequenceSender):
 class FeedReceiver:
     """The trainer's end: calls `on_status(rl_step, busy, rollout_s)` and `on_sequence(sequence)` from its own thread.
 
-    `rollout_s` is how long ago the rollout began. What they raise ends the thread, and is raised by `check`.
+    `rollout_s` is the time since the rollout began. An exception in a callback ends the thread, and `check` raises it.
     """
 
     def __init__(
@@ -162,12 +162,12 @@ class FeedReceiver:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what ended the thread, if anything did."""
+        """Raise the exception that ended the thread, if any."""
         if self._failure is not None:
             raise self._failure
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until all that was sent before this call has been dealt with; whether that came in time."""
+        """Wait until all messages sent before this call are processed; return False on time-out."""
         # The first silence may have begun before the call.
         with self._silence:
             silences = self._silences
@@ -187,7 +187,7 @@ class FeedReceiver:
                 with self._silence:
                     self._silences += 1
                     self._silence.notify_all()
-        except Exception as failure:  # `check` raises whatever it was in the trainer's own loop
+        except Exception as failure:  # raised again by `check`, in the trainer's own loop
             self._failure = failure
 
     def _deliver(self, frames: list[bytes]) -> None:
@@ -204,7 +204,7 @@ class FeedReceiver:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes without a copy; bfloat16 has no NumPy type of its own."""
+    """Return a tensor's bytes without a copy; bfloat16 has no NumPy type of its own."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 

@@ -1,17 +1,17 @@
 """A few idle workers that train one drafter together, for as long as none of them is needed elsewhere.
 
-Built straight on a store and a process group, without torch.distributed's default group: a worker joins and leaves many
+Built directly on a store and a process group, without torch.distributed's default group: a worker joins and leaves many
 groups in its life, and the engine beside the trainer may have a default group of its own. The store is the run's, at a
 `MeetingPoint` on the driver's machine; members may be on any machine that reaches it and each other.
 
-What an update costs in a group of n, with S bytes in its one message (4 per trained parameter), B bytes a second
+The cost of an update in a group of n, with S bytes in its one message (4 per trained parameter), B bytes a second
 between neighbours and a latency of a: a ring sends 2 (n - 1) / n S bytes per member in 2 (n - 1) rounds,
 
     t(n) = t(1) + 2 (n - 1) / n S / B + 2 (n - 1) a
 
-so the bytes of a member stay below 2 S however many join. That updates do not become fewer when one joins, members
-take fewer tokens by as much as the exchange costs (`tokens_of_member`), unless even one's tokens between them took
-longer: over a link that slow updates do become fewer, and larger.
+so the bytes of a member stay below 2 S for any n. To keep the rate of updates when a member joins, members process
+fewer tokens by the cost of the exchange (`tokens_of_member`), unless even their share of one's tokens took longer: over
+such a slow link updates become fewer, and larger.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from tltlab.errors import ConfigError, RunError
 LOOPBACK = "127.0.0.1"
 LEADER = 0
 POLL_S = 0.0002
-"""How often a member looks whether NCCL has done a step's exchange, which takes milliseconds."""
+"""Seconds between checks for the end of NCCL's exchange, which takes milliseconds."""
 
 Backend = Literal["auto", "gloo", "nccl"]
 
 
 class GroupLost(RunError):
-    """A member died, hangs or never came. Nothing of the step under way was applied; the rest may go on without it."""
+    """A member failed, hangs or never came. Nothing of the step under way was applied; the rest may continue."""
 
 
 class MeetingPoint:
-    """Where members of a run's groups find each other: a store at `address`, HOST:PORT, until `close`.
+    """The store where members of a run's groups meet, at `address`, HOST:PORT, until `close`.
 
-    It listens at `host` alone, at a free port unless one is given. RunError where it cannot. What groups leave there,
-    a few hundred bytes each, goes with it.
+    It listens at `host` alone, at a free port unless one is given. RunError where it cannot. The entries of groups, a
+    few hundred bytes each, end with it.
     """
 
     def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
@@ -60,7 +60,7 @@ class MeetingPoint:
             listener.close()
             raise RunError(f"drafter trainers cannot meet at {host}:{port}: {error.strerror}") from error
         port = listener.getsockname()[1]
-        # Left to itself the store would listen at every address of the machine.
+        # By default the store would listen at every address of the machine.
         self._store: TCPStore | None = TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -71,9 +71,9 @@ class MeetingPoint:
 
 
 def meeting(address: str, name: str, timeout_s: float) -> Store:
-    """What the members of group `name` tell each other at a `MeetingPoint`; a key is waited for `timeout_s` at most.
+    """Return the store of group `name` at a `MeetingPoint`; reading a key waits `timeout_s` at most.
 
-    Raises GroupLost where nobody answers there.
+    Raises GroupLost where the address does not answer.
     """
     host, _, port = address.rpartition(":")
     timeout = timedelta(seconds=timeout_s)
@@ -86,12 +86,11 @@ def meeting(address: str, name: str, timeout_s: float) -> Store:
 
 
 def gather(store: Store, worker: int, members: Sequence[int], updates: int, withdrawn: Callable[[], bool]) -> list[int]:
-    """The members in the order of their ranks, once all are here; nobody where `withdrawn()` before that.
+    """Return the members in the order of their ranks, once all are here; empty if `withdrawn()` before that.
 
-    Members first show that they are there: whoever is told to stop while others are still missing just goes. They show
-    how far they are, too: who made most updates is rank 0, whose state all take, so that what a trainer that died had
-    saved is not lost when it comes back into a group. `withdrawn` is asked again and again, and takes its time. Raises
-    GroupLost where the store is out of reach.
+    Members first announce themselves, so one ordered to stop while others are missing just leaves. They also announce
+    their updates: the member with most updates is rank 0, whose state all take, so a restarted trainer's saved progress
+    is not lost. `withdrawn` is called repeatedly, and sets the pace. Raises GroupLost where the store is out of reach.
     """
     try:
         store.set(f"here-{worker}", str(updates))
@@ -121,11 +120,11 @@ class DrafterGroup:
     def join(
         cls, store: Store, rank: int, world: int, timeout_s: float, *, host: str = LOOPBACK, backend: Backend = "auto"
     ) -> DrafterGroup:
-        """Meet the others and wait for them, at most about `timeout_s` seconds; so long may a step's exchange take too.
+        """Join the others, waiting at most about `timeout_s` seconds, also the limit of a step's exchange.
 
         `store` is used for one group: two would mix. Members reach this one at `host`, its machine's address (over
         gloo; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an interface instead). "auto" is nccl where every member
-        has a CUDA device of its own and gloo elsewhere. Raises GroupLost where somebody does not come.
+        has a CUDA device of its own and gloo elsewhere. Raises GroupLost where a member does not come.
         """
         if not 0 <= rank < world:
             raise ConfigError(f"rank {rank} of a group of {world} members: ranks go from 0 to {world - 1}")
@@ -147,7 +146,7 @@ class DrafterGroup:
             ) from error
 
     def sum(self, tensor: Tensor) -> None:
-        """Replace `tensor` by the sum over members, bit by bit the same for all. After a GroupLost it is undefined."""
+        """Replace `tensor` by the sum over members, bitwise the same for all. After a GroupLost it is undefined."""
         self._exchange(tensor, lambda connection, shared: connection.allreduce([shared]))
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -175,12 +174,12 @@ class DrafterGroup:
                 self._await(work)
             work.wait()
         except RuntimeError as error:
-            lost = GroupLost(f"a member of the training group died or hangs: {_first_line(error)}")
+            lost = GroupLost(f"a member of the training group failed or hangs: {_first_line(error)}")
         else:
             if shared is not tensor:
                 tensor.copy_(shared)
             return
-        # The connections close with the group, so that the members still waiting notice now and not at their timeout.
+        # The connections close with the group, so that waiting members notice now and not at their time-out.
         del work
         self._part(lost=True)
         raise lost
@@ -188,12 +187,12 @@ class DrafterGroup:
     def _part(self, *, lost: bool) -> None:
         connection, self._connection = self._connection, None
         if connection is not None and not self._on_host:
-            # A communicator whose members are gone is only ended by force.
+            # A communicator whose members are gone must be aborted.
             with suppress(RuntimeError):
                 connection.abort() if lost else connection.shutdown()
 
     def _await(self, work: Any) -> None:
-        """Wait for NCCL, whose kernels wait for a lost member for ever unless the communicator is aborted."""
+        """Wait for NCCL, whose kernels wait forever for a lost member unless the communicator is aborted."""
         deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():
             if time.monotonic() > deadline:
@@ -202,10 +201,10 @@ class DrafterGroup:
 
 
 def tokens_of_member(tokens: int, members: int, pass_s: float, exchange_s: float) -> int:
-    """The tokens that each of a group's members trains in an update, of the `tokens` that take one alone `pass_s`.
+    """Return the tokens of each group member's update, given that `tokens` take one alone `pass_s`.
 
-    So many that with the exchange an update takes as long as alone; all of them where even their share of `tokens`
-    would be too many for that.
+    Chosen so that with the exchange an update takes as long as alone; all `tokens` where even a member's share of them
+    would take longer.
 
     >>> [tokens_of_member(4096, 4, 0.050, exchange_s) for exchange_s in (0.0, 0.005, 0.030, 0.5)]
     [4096, 3686, 1638, 4096]
@@ -215,14 +214,14 @@ def tokens_of_member(tokens: int, members: int, pass_s: float, exchange_s: float
 
 
 def _device() -> str:
-    """This process's CUDA device by a name that no other has; empty where there is none, or no NCCL."""
+    """Return a unique name of this process's CUDA device; empty where there is none, or no NCCL."""
     if not (torch.cuda.is_available() and is_nccl_available()):
         return ""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def _gloo(store: Store, rank: int, world: int, timeout: timedelta, host: str) -> ProcessGroupGloo:
-    # torch's stubs know neither of both options.
+    # torch's stubs lack both options.
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined, unused-ignore]
     options._timeout = timeout
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -232,10 +231,10 @@ def _gloo(store: Store, rank: int, world: int, timeout: timedelta, host: str) ->
 
 
 def _nccl(store: Store, rank: int, world: int, timeout: timedelta) -> Any:
-    # Else torch's watchdog would end this whole process when a member dies or an abort takes long.
+    # Otherwise torch's watchdog ends this process when a member fails or an abort takes long.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    # For connecting, which does not block then, as an exchange has the time-out of the group.
+    # For connecting, which does not block then; an exchange has the group's time-out.
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, round(timeout.total_seconds()))))
     from torch._C._distributed_c10d import ProcessGroupNCCL
 

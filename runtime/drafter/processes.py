@@ -1,4 +1,4 @@
-"""The drafter's trainers as processes beside the rollout workers: started, watched, killed, started again."""
+"""The drafter's trainers as processes beside the rollout workers: start, watch, kill, restart."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from .service import ServedDrafter
 from .worker import SpotPlace, SpotTrainer
 
 MOST_RESTARTS = 3
-"""Times that a worker's trainer is started again in one run."""
+"""Restarts of a worker's trainer in one run."""
 
 WATCH_S = 0.25
 
 ANSWER_S = 30.0
-"""How long a trainer may take to answer, between rollouts, before it counts as hanging and is killed."""
+"""Most seconds for a trainer's answer, between rollouts, before it counts as hanging and is killed."""
 
 SLOW_DISK = 20e6
-"""Bytes a second that trainers write together at worst."""
+"""Bytes a second that trainers write together in the worst case."""
 
 CLOSE_S = 5.0
-"""How long trainers may take to end by themselves: a checkpoint may be under way."""
+"""Most seconds for trainers to end by themselves: a checkpoint may be under way."""
 
 _DEAD_S = 1.0
 
@@ -47,9 +47,9 @@ _Trainer: Any = ray.remote(SpotTrainer)
 
 @dataclass(slots=True, kw_only=True)
 class _TrainerProcess:
-    """A trainer that starts (`ready` comes true with its process id) or runs (`run` comes true when it has ended).
+    """A trainer that starts (`ready` completes with its process id) or runs (`run` completes when it has ended).
 
-    `arguments` are those of its `start`, and of that of whoever replaces it before it runs.
+    `arguments` are those of its `start`, and of its replacement's if it fails before it runs.
     """
 
     actor: Any
@@ -61,15 +61,14 @@ class _TrainerProcess:
 
 
 class _Died(RunError):
-    """A trainer's process is gone before it has started."""
+    """A trainer's process ended before it started."""
 
 
 class TrainerProcesses:
     """One `SpotTrainer` per place, on the machine and devices of its worker: `machines`, as (node, environment).
 
-    Whoever dies is noticed within `WATCH_S`: `on_death(worker)` is called, then it is started again, `MOST_RESTARTS`
-    times. It begins with `target` and `served`, the drafter in service, as they are then. What it had to learn from has
-    died with it.
+    A failed trainer is noticed within `WATCH_S`: `on_death(worker)` is called, then it is restarted, `MOST_RESTARTS`
+    times, with the current `target` and `served`, the drafter in service. Its training data is lost.
     """
 
     def __init__(
@@ -91,26 +90,26 @@ class TrainerProcesses:
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="tltlab-trainer-watch")
 
     def begin(self, target: Any, data: Path | None = None) -> None:
-        """Start them all, with what a checkpoint's folder has of their data. Raises what one says that cannot start.
+        """Start all trainers, with their data in a checkpoint's folder. Raises the error of one that cannot start.
 
-        What trainers before them have saved in their places is of another future, and goes.
+        Checkpoints of earlier trainers in their folders are removed: they belong to another course of the run.
         """
         self.target = target
         arguments = {"anew": True, "data": data}
         self._processes = {worker: self._new(worker, arguments) for worker in range(len(self._places))}
         for process in self._processes.values():
-            # Who died meanwhile is found by the watcher.
+            # The watcher handles trainers that failed meanwhile.
             with contextlib.suppress(_Died):
                 process.pid, process.run = get(process.ready, died=_Died), process.actor.run.remote()
         self._watcher.start()
 
     def pids(self) -> dict[int, int]:
-        """The processes that run, by worker."""
+        """Return the ids of running processes, by worker."""
         with self._lock:
             return {worker: process.pid for worker, process in self._processes.items() if process.run is not None}
 
     def ask(self, method: str, *args: Any, workers: Sequence[int] | None = None) -> dict[int, Any]:
-        """Call a method of every trainer that runs, or of those of `workers`; the calls under way, for `collect`."""
+        """Call a method of every running trainer, or of those of `workers`; return the calls, for `collect`."""
         with self._lock:
             return {
                 worker: getattr(process.actor, method).remote(*args)
@@ -119,9 +118,9 @@ class TrainerProcesses:
             }
 
     def collect(self, calls: Mapping[int, Any], *, work_s: float = 0.0) -> dict[int, Any]:
-        """What they answer. Those that died, failed or hang are left out; failures are noted, who hangs is killed.
+        """Return the answers. Trainers that failed or hang are left out; errors are noted, hanging ones killed.
 
-        They hang when they have not answered in `ANSWER_S` and the time that their work may take, `work_s`.
+        A trainer hangs when it has not answered in `ANSWER_S` plus the time of its work, `work_s`.
         """
         answers = {}
         timeout_s = ANSWER_S + work_s
@@ -139,19 +138,19 @@ class TrainerProcesses:
         return answers
 
     def answers(self, method: str, *args: Any, workers: Sequence[int] | None = None) -> dict[int, Any]:
-        """`collect` of what is asked."""
+        """Call `ask`, then `collect`."""
         return self.collect(self.ask(method, *args, workers=workers))
 
     def save_data(self, folder: Path) -> None:
-        """Have each write what it learns from into a checkpoint's folder; who dies or cannot leaves nothing there."""
+        """Make each trainer write its data into a checkpoint's folder; one that fails leaves nothing there."""
         work_s = sum(self.answers("data_bytes").values()) / SLOW_DISK
         self.collect(self.ask("save_data", folder.resolve()), work_s=work_s)
-        # By now whoever has not come to its end is dead.
+        # Trainers that have not finished are dead by now.
         for partial in folder.glob(f"*{PARTIAL}"):
             partial.unlink()
 
     def kill(self, worker: int, why: str) -> None:
-        """End a trainer by force; returns when it is dead. It is started again."""
+        """Kill a trainer; return when it is dead. It is restarted."""
         with self._lock:
             process = self._processes.get(worker)
             if process is not None:
@@ -160,9 +159,9 @@ class TrainerProcesses:
             self._end(worker, process)
 
     def close(self) -> None:
-        """End them all, and start none again; may be called again."""
+        """End all trainers for good; may be called again."""
         self._closed.set()
-        # Asked after Ray's end, Ray would start again.
+        # Calls after Ray's end would start Ray again.
         if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
             self._watcher.join(CLOSE_S)
         with self._lock:
@@ -185,7 +184,7 @@ class TrainerProcesses:
         node, env = self._machines[worker]
         actor = _Trainer.options(
             num_cpus=0,
-            # `run` takes one thread for good.
+            # `run` occupies one thread.
             max_concurrency=8,
             runtime_env=runtime_env({**env, "OMP_NUM_THREADS": str(self.config.threads)}),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
@@ -197,7 +196,7 @@ class TrainerProcesses:
         ray.kill(process.actor)
         if not process.pid:
             return
-        # Ray asks a process to end before it makes it: one that is stopped would hold its device for seconds.
+        # Ray asks a process to end before it kills it: a stopped one would hold its device for seconds.
         node = self._machines[worker][0]
         if node == ray.get_runtime_context().get_node_id():
             _kill(process.pid)
@@ -210,8 +209,8 @@ class TrainerProcesses:
             ray.get(kill.remote(process.pid), timeout=timeout_s)
         except (RayError, GetTimeoutError):
             self.events.note(
-                f"the drafter's trainer of worker {worker} was to end, and its machine did not say within "
-                f"{timeout_s:g} s that it has",
+                f"the drafter's trainer of worker {worker} was killed, and its machine did not confirm that within "
+                f"{timeout_s:g} s",
                 worker=worker,
             )
 
@@ -224,7 +223,7 @@ class TrainerProcesses:
                 self._handle(waited[call], call)
 
     def _handle(self, worker: int, call: Any) -> None:
-        """A trainer has started, or ended."""
+        """Handle a trainer that has started, or ended."""
         with self._lock:
             process = self._processes.get(worker)
             if self._closed.is_set() or process is None or call not in (process.ready, process.run):
@@ -243,8 +242,8 @@ class TrainerProcesses:
         self._deaths[worker] += 1
         restarts = self._deaths[worker] <= MOST_RESTARTS
         self.events.note(
-            f"the drafter's trainer of worker {worker} died ({process.killed or why}); "
-            f"it is {'' if restarts else 'not '}started again",
+            f"the drafter's trainer of worker {worker} failed ({process.killed or why}); "
+            f"it is {'' if restarts else 'not '}restarted",
             worker=worker,
         )
         with self._lock:
@@ -253,7 +252,7 @@ class TrainerProcesses:
 
 
 def _kill(pid: int) -> None:
-    """End a process, and wait until it has."""
+    """Kill a process, and wait for its end."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
         end = time.monotonic() + _DEAD_S
@@ -263,7 +262,7 @@ def _kill(pid: int) -> None:
 
 
 def _sentence(error: RayError) -> str:
-    """The cause of Ray's error in a line."""
+    """Return the cause of Ray's error in a line."""
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {one_line(error.cause)[:200]}"
     return one_line(str(error).split("\n")[0])[:200]

@@ -1,7 +1,7 @@
 """The learned drafter of a GRPO run, between the trainers beside the rollout workers and the engines that draft.
 
-Nothing here is needed for the rollout to be right: whatever fails becomes an event of the run, and the drafter in
-service stays the last good one.
+Rollouts are correct without it: a failure becomes an event of the run, and the drafter in service stays the last good
+one.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from .spot import IdleWorkerTraining, coordinator_endpoint, machine_addresses
 from .worker import SpotPlace
 
 MOST_LETTERS = 85
-"""Of a folder that is to hold sockets: their addresses have at most 107."""
+"""Most characters of a folder for sockets, whose addresses have at most 107."""
 
 
 class DrafterRun(Drafting):
     """A `Drafting` by a recipe's `[drafter]`; its heads and checkpoints go below `out`.
 
-    `served` is the drafter in service, `watch` what engines say of it, `training` what trains the next one, `schedule`
-    when. `drafts`: whether the policy that the run begins with ever drafts with it.
+    `served` is the drafter in service, `watch` the canaries' verdicts on it, `training` trains the next one, by the
+    `schedule`. `drafts`: True if the policy that the run begins with ever drafts with it.
     """
 
     def __init__(self, config: DrafterConfig, recipe: Recipe, out: Path, events: RunEvents) -> None:
@@ -68,7 +68,7 @@ class DrafterRun(Drafting):
     def specs(self) -> dict[str, DrafterSpec]:
         config = self.config
         method = config.loss.method
-        # Engines find MTP layers where the target is.
+        # Engines find MTP layers in the target's folder.
         head = "" if method == "mtp" else str(self.head)
         learned = LearnedSpec(method=method, model=head, trained=config.pretrained, fallback=config.fallback)
         return {config.name: learned}
@@ -81,14 +81,12 @@ class DrafterRun(Drafting):
         if checkpoint is None:
             head = new_head(model, self.config.loss.method, self.recipe.seed)
         else:
-            # Engines get the layout that vLLM loads, whatever the checkpoint's.
+            # Engines get the layout that vLLM loads, independent of the checkpoint's.
             head = load_head(checkpoint, target=model)
         head.save(self.head)
         if not self.drafts:
             name = self.config.name
-            self.events.note(
-                f"{self.recipe.rollout.chosen_by} never drafts with {name!r}: it is trained and serves nobody"
-            )
+            self.events.note(f"{self.recipe.rollout.chosen_by} never drafts with {name!r}: it is trained and not used")
 
     def feed(self, worker: int) -> str:
         return f"ipc://{self._sockets}/feed-{worker}"
@@ -133,7 +131,7 @@ class DrafterRun(Drafting):
             self._serve(lambda method, *args: get(getattr(handle, method).remote(*args)))
 
     def _serve(self, ask: Callable[..., Any]) -> None:
-        """Have engines that begin, which `ask` calls, draft with what is in service, under the canary's eye."""
+        """Make new engines, which `ask` calls, draft with the drafter in service, under the canary's watch."""
         ask("guard_drafter", self.config.canary)
         served = self.served
         if served.weights is not None:
@@ -171,10 +169,10 @@ class DrafterRun(Drafting):
             self._swap(rl_step, [worker for worker, updates in counts.items() if updates == most], most)
 
     def _swap(self, rl_step: int, furthest: Sequence[int], updates: int) -> None:
-        """Bring the drafter of the trainers that are `furthest` to the engines, and to all other trainers."""
+        """Load the drafter of the `furthest` trainers into the engines, and into all other trainers."""
         assert self.training is not None
         processes = self.training.processes
-        # They have the same drafter, and one that has just started has nothing to judge it by.
+        # All of these have the same drafter; one that has just started has no held-out data.
         predictions = processes.answers("predicted", workers=furthest)
         if not predictions:
             return
@@ -204,9 +202,9 @@ class DrafterRun(Drafting):
         self.training.publish(self.served)
 
     def _passes_the_gate(self, rl_step: int, worker: int) -> bool:
-        """Whether what came of training in the rollout of `rl_step` is to go into service, by the trainer of `worker`.
+        """Return True if the drafter trained in the rollout of `rl_step` goes into service, by `worker`'s data.
 
-        What was turned down is judged again when it has been trained further.
+        A rejected drafter is judged again when it has been trained further.
         """
         assert self.training is not None
         trained = [row for row in self._rows["spot_training"] if row["updates"]]
@@ -223,7 +221,7 @@ class DrafterRun(Drafting):
         self.schedule.attempted(attempt)
         passes = self.schedule.serves(attempt)
         if attempt.candidate is None or attempt.served is None:
-            reason = "no held-out response of the newest policy tells how good it is"
+            reason = "no held-out response of the newest policy measures its acceptance"
         else:
             reason = f"{attempt.candidate:.3f} tokens per draft on held-out responses, {attempt.served:.3f} before"
         self.events.record(
@@ -242,7 +240,7 @@ class DrafterRun(Drafting):
         self._annotating, self._rows = {}, {}
         # Engines repeat the last RL step that they were in.
         self._ask_engines("went_back", rl_step)
-        # The weights that they have would be news to them, and they would forget how those did.
+        # Reloading the same weights would clear their acceptance record.
         served = self.served
         if served.updates != updates:
             weights = load_head(self.head).serving_weights() if served.weights is None else served.weights
@@ -266,7 +264,7 @@ class DrafterRun(Drafting):
         return {"name": self.config.name, "updates": self.served.updates, "swaps": self.served.swaps, "drift": drift}
 
     def save(self) -> None:
-        """Write it to `drafter/final`, as a head's folder."""
+        """Write the drafter to `drafter/final`, as a head's folder."""
         head = load_head(self.head)
         if self.served.weights is not None:
             head.take_serving_weights(self.served.weights)
@@ -274,11 +272,11 @@ class DrafterRun(Drafting):
             head.save(folder)
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
-        """The drafter in service, and all that trainers train on and from.
+        """Return the drafter in service, and all training state and data.
 
-        That is its weights, AdamW's moments and counters, since when it serves, the training schedule, the canaries'
-        verdicts; and of every trainer that is alive its buffer, held-out sequences and random state, in a file of its
-        own. Not kept are older drafters, whose acceptance the trace shows beside that of the one in service.
+        These are its weights, AdamW's moments and counters, the RL step since which it serves, the training schedule
+        and the canaries' verdicts; and for every live trainer its buffer, held-out sequences and random state, in a
+        file of its own. Older drafters are not kept; the trace has their acceptance.
         """
         if self.training is not None:
             self.training.processes.save_data(folder)
@@ -294,7 +292,7 @@ class DrafterRun(Drafting):
         self._restore(state, folder)
 
     def _restore(self, state: Mapping[str, Any], folder: Path | None) -> None:
-        """Be what `state_dict` told; trainers that start from now on learn from what it kept."""
+        """Restore the result of `state_dict`; trainers started from now on use its data."""
         self.served = ServedDrafter.from_state_dict(state, folder)
         self.watch.load_state_dict(state)
         self.schedule.load_state_dict(state["schedule"])
@@ -309,7 +307,7 @@ class DrafterRun(Drafting):
 
 
 def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> Drafting:
-    """What a recipe says of a drafter to train. Raises ConfigError where that cannot be run."""
+    """Return the drafter that a recipe trains. ConfigError where that cannot be run."""
     config = recipe.drafter
     if config is None:
         return NullDrafting()

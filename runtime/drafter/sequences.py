@@ -1,4 +1,4 @@
-"""What a drafter learns from: a response's text and the target's hidden states along it, and many of them in one row.
+"""Training data of a drafter: a response's text with the target's hidden states, and several packed in one row.
 
 They are packed back to back, without padding: attention goes over each sequence alone (`trainer.attention`) and
 positions are each sequence's own. TLT (arXiv 2511.16665, Fig. 17) reports 2.2 times the samples per second of padding.
@@ -20,9 +20,9 @@ class TrainingSequence:
     """A stretch of one request, prompt and response, with the states of the pass that generated or scored it.
 
     `token_ids` (N + 1) and `hidden` (N, H): row t is the target's last hidden state, after its final norm, at the
-    position of token t; the last token was sampled and never read, so it has none. `aux` (N, A H) are the hidden states
-    that enter A of the target's layers, side by side, for EAGLE-3. `first_position` is the position of token 0 in its
-    request, above 0 where a cached prefix was not computed again; the first `prompt_tokens` tokens are the prompt's.
+    position of token t; the last token was sampled and never read, so it has none. `aux` (N, A H) are the inputs of A
+    of the target's layers, side by side, for EAGLE-3. `first_position` is the position of token 0 in its request, above
+    0 where a cached prefix was not recomputed; the first `prompt_tokens` tokens are the prompt's.
     """
 
     key: Key
@@ -49,17 +49,17 @@ class TrainingSequence:
 
     @property
     def teaches(self) -> bool:
-        """Whether a drafter learns anything from it: two states, and a token of the response after them."""
+        """True if a drafter can learn from it: two states, and a token of the response after them."""
         return self.num_rows >= max(2, self.prompt_tokens)
 
     @property
     def nbytes(self) -> int:
-        """What it takes on the host."""
+        """Bytes on the host."""
         tensors = [self.token_ids, self.hidden] + ([] if self.aux is None else [self.aux])
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def stretch(self, start: int, rows: int) -> TrainingSequence:
-        """`rows` rows from row `start` on: a view."""
+        """Return `rows` rows from row `start` on: a view."""
         stop = start + rows
         return replace(
             self,
@@ -71,7 +71,7 @@ class TrainingSequence:
         )
 
     def on_host(self) -> TrainingSequence:
-        """The same on the host, with no more memory behind it than it shows."""
+        """Return a copy on the host, backed by no more memory than its own."""
         aux = None if self.aux is None else _own(self.aux)
         return replace(self, token_ids=_own(self.token_ids), hidden=_own(self.hidden), aux=aux)
 
@@ -85,11 +85,11 @@ def _own(tensor: Tensor) -> Tensor:
 class PackedBatch:
     """Rows of several sequences, T in all. Row t of a sequence joins token t + 1 with the target's hidden state at t.
 
-    token_ids (T): token t + 1. hidden (T, H): state t. next_hidden (T, H): state t + 1, which a drafter's output stands
-    for and from which the target's distribution of token t + 2 follows. next_token_ids (T): token t + 2. aux (T, A H):
-    what entered A of the target's layers at t, or None. positions (T): of state t in its request. mask (T): whether
-    token t + 2 belongs to the response. `lengths`: rows of each sequence: N states give
-    N - 1 rows; sequences of fewer than two states give none and have no length here.
+    token_ids (T): token t + 1. hidden (T, H): state t. next_hidden (T, H): state t + 1, for which a drafter's output
+    stands and from which the target's distribution of token t + 2 follows. next_token_ids (T): token t + 2. aux (T, A
+    H): inputs of A of the target's layers at t, or None. positions (T): of state t in its request. mask (T): True where
+    token t + 2 belongs to the response. `lengths`: rows of each sequence: N states give N - 1 rows; sequences of fewer
+    than two states give none and have no length here.
     """
 
     token_ids: Tensor

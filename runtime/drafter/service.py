@@ -1,4 +1,4 @@
-"""The drafter that serves: which weights since when, and what the engines' canaries say of it."""
+"""The drafter in service: its weights, their age, and the canaries' verdicts on it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ TRAINING = "drafter_training.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedDrafter:
-    """What engines draft with, since RL step `published`, after `updates` updates and `swaps` swaps of its weights.
+    """The drafter that engines use since RL step `published`, after `updates` updates and `swaps` swaps of weights.
 
-    `weights` are by the names that vLLM loads, and `training` is a reference to the state that trainers go on from,
-    both None for the head that the run began with. `predicted`: the chance of each drafted token.
+    `weights` are by the names that vLLM loads, and `training` is a reference to the state that trainers continue from,
+    both None for the head that the run began with. `predicted`: the acceptance rate by draft position.
     """
 
     updates: int = 0
@@ -40,7 +40,7 @@ class ServedDrafter:
     training: Any = None
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
-        """What is no tensor, as JSON types; tensors go into two files in `folder`, which is made."""
+        """Return all but tensors, as JSON types; tensors go into two files in `folder`, which is made."""
         if self.weights is not None:
             folder.mkdir(exist_ok=True)
             for name, tensors in ((WEIGHTS, self.weights), (TRAINING, get(self.training))):
@@ -55,7 +55,7 @@ class ServedDrafter:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], folder: Path | None) -> ServedDrafter:
-        """The one that gave `state`. Raises ConfigError where its files are not there or damaged."""
+        """Restore the drafter of `state`. ConfigError where its files are missing or damaged."""
         numbers = {name: state[name] for name in ("updates", "swaps", "published", "predicted")}
         if not state["in_service"]:
             return cls(**numbers)
@@ -68,35 +68,35 @@ class ServedDrafter:
 
 
 class CanaryWatch:
-    """What the canaries of a run's engines say of the drafter `name`, each verdict told once, and how its drafts do."""
+    """The canaries of a run's engines for the drafter `name`: each verdict reported once, and its acceptance."""
 
     def __init__(self, name: str, events: RunEvents) -> None:
         self.name, self.events = name, events
         self.accept_length: float | None = None
-        """Tokens per draft in the last rollout, the bonus token included, and those drafts."""
+        """Tokens per draft in the last rollout, the bonus token included, and the number of its drafts."""
         self.drafts = 0
         self._verdicts: dict[int, tuple[Verdict, ...]] = {}
         self._counts: dict[int, tuple[int, int, int]] = {}
 
     def look(self, reports: Sequence[DrafterReport]) -> bool:
-        """Tell what is new in the reports of all workers; whether all of them trust the drafter."""
+        """Report new verdicts in the reports of all workers; return True if all of them trust the drafter."""
         for worker, report in enumerate(reports):
             for verdict in report.verdicts:
                 if verdict not in self._verdicts.get(worker, ()):
-                    tell = self.events.record if verdict.kind == "fine" else self.events.note
-                    tell(f"worker {worker}: {verdict.sentence}", worker=worker, verdict=asdict(verdict))
+                    report_verdict = self.events.record if verdict.kind == "fine" else self.events.note
+                    report_verdict(f"worker {worker}: {verdict.sentence}", worker=worker, verdict=asdict(verdict))
             self._verdicts[worker] = report.verdicts
         return all(report.trusted for report in reports)
 
     def rollout_ended(self, reports: Sequence[DrafterReport]) -> None:
-        """Look, and work out how the drafts of the rollout that has just ended did."""
+        """Process the reports, and compute the acceptance of the rollout that has just ended."""
         self.look(reports)
         drafts = kept = 0
         for worker, report in enumerate(reports):
             positions = report.positions.get(self.name)
             counts = (report.updates, sum(positions.drafted[:1]), sum(positions.kept)) if positions else (0, 0, 0)
             earlier = self._counts.get(worker, (0, 0, 0))
-            # An engine that was started again has counted from 0.
+            # A restarted engine counts from 0.
             base = earlier if earlier[0] == counts[0] and earlier[1] <= counts[1] else (counts[0], 0, 0)
             drafts, kept = drafts + counts[1] - base[1], kept + counts[2] - base[2]
             self._counts[worker] = counts
@@ -109,7 +109,7 @@ class CanaryWatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, after JSON, with no rollout ended yet."""
+        """Continue from the result of `state_dict`, after JSON, with no rollout ended yet."""
         self._counts = {int(worker): (n[0], n[1], n[2]) for worker, n in state["seen"].items()}
         self._verdicts = {int(worker): tuple(map(_verdict, rows)) for worker, rows in state["verdicts"].items()}
         self.accept_length, self.drafts = None, 0

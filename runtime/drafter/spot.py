@@ -1,4 +1,4 @@
-"""Training on idle workers: the trainers' processes, the coordinator that orders them about, and its keys."""
+"""Training on idle workers: the trainers' processes, the coordinator that gives them orders, and its keys."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class IdleWorkerTraining:
     """One coordinator and a trainer per worker, whose machines and devices are `machines`, until `close`.
 
     `driver` is the driver's machine, by Ray's name, and `addresses` are all machines'. `place(worker, coordinator,
-    rendezvous, host, keys)` says where a trainer stands. Coordinator and trainers know RL steps that only
-    grow: a run that goes back begins with another one.
+    rendezvous, host, keys)` returns a trainer's placement. Coordinator and trainers require growing RL steps: a run
+    that goes back begins with a new object.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class IdleWorkerTraining:
     ) -> None:
         self.config, self.events = config, events
         self.num_workers = len(machines)
-        # Also on this machine: whoever may enter the folder of the sockets could speak for a worker otherwise.
+        # Also on this machine: any process with access to the socket folder could otherwise act as a worker.
         self._server_keys, keys = make_keys(self.num_workers)
         self._meeting = MeetingPoint(*_host_and_port(config.rendezvous or f"{addresses[driver]}:0"))
         self._lock = threading.Lock()
@@ -55,33 +55,33 @@ class IdleWorkerTraining:
         self.processes = TrainerProcesses(places, machines, config, events, self._note_death)
 
     def begin(self, target: Any, served: ServedDrafter, data: Path | None) -> None:
-        """Start the trainers, from the drafter in service and with what a checkpoint's folder has of their data."""
+        """Start the trainers, from the drafter in service and with their data in a checkpoint's folder."""
         self.processes.served = served
         self.processes.begin(target, data)
 
     def rollout_starts(self, rl_step: int) -> None:
-        """From now on workers that run out of requests train."""
+        """Let workers that run out of requests train from now on."""
         self._training_step, self._began, self._lost = rl_step, time.perf_counter(), []
-        self._tell(lambda server: server.rollout_started(rl_step))
+        self._notify(lambda server: server.rollout_started(rl_step))
 
     def rollout_ends(self, rl_step: int) -> None:
-        """On return no trainer trains."""
+        """End training: on return no trainer trains."""
         if self._training_step is not None:
             self._training_step = None
-            self._tell(lambda server: server.rollout_ended(rl_step))
+            self._notify(lambda server: server.rollout_ended(rl_step))
 
     def publish(self, served: ServedDrafter) -> None:
-        """All trainers, those that start later too, go on from what serves now."""
+        """Make all trainers, later ones too, continue from the drafter in service."""
         self.processes.served = served
         self.processes.answers("publish", served.training, served.published)
 
     def set_target(self, target: Any) -> None:
-        """The policy has moved: all trainers learn from these embedding and LM head."""
+        """Give all trainers the embedding and LM head of the policy's new weights."""
         self.processes.target = target
         self.processes.answers("set_target", target)
 
     def rows(self, rl_step: int) -> list[dict[str, Any]]:
-        """The rows of `spot_training` of the rollout that has ended, those of trainers that died in it too."""
+        """Return the rows of `spot_training` of the ended rollout, those of trainers that failed in it too."""
         rows = [row for answer in self.processes.answers("take_rows").values() for row in answer]
         rows += [_lost_row(rl_step, *lost) for lost in self._lost]
         self._lost = []
@@ -113,20 +113,20 @@ class IdleWorkerTraining:
     def _note_death(self, worker: int) -> None:
         if self.server is not None and self.server.trains(worker):
             self._note_lost(worker)
-        self._tell(lambda server: server.worker_gone(worker))
+        self._notify(lambda server: server.worker_gone(worker))
 
     def _note_lost(self, worker: int) -> None:
         if self.server is not None:
             self._lost.append((worker, self.server.term, time.perf_counter() - self._began))
 
-    def _tell(self, tell: Callable[[CoordinatorServer], Any]) -> None:
-        """Tell the coordinator something; where its thread has died another one takes over, and is told."""
+    def _notify(self, call: Callable[[CoordinatorServer], Any]) -> None:
+        """Call the coordinator; where its thread has failed another one takes over, and is called."""
         server = self.server
         for _ in range(2):
             if server is None:
                 return
             try:
-                tell(server)
+                call(server)
                 return
             except RunError as error:
                 server = self._take_over(server, error)
@@ -150,13 +150,13 @@ class IdleWorkerTraining:
             return self.server
 
     def _give_up(self, why: str) -> None:
-        """Go on without training: nobody could take the devices back."""
+        """Continue without training: no coordinator could free the devices."""
         self.events.note(f"{why}: the drafter is not trained any more in this run")
         self.processes.close()
 
 
 def _lost_row(rl_step: int, worker: int, term: int, died_s: float) -> dict[str, Any]:
-    """The row of a trainer that died, `died_s` after the RL step began: what it did is not known."""
+    """Return the row of a trainer that failed, `died_s` after the RL step began: its work is unknown."""
     return {
         "rl_step": rl_step,
         "worker": worker,
@@ -170,12 +170,12 @@ def _lost_row(rl_step: int, worker: int, term: int, died_s: float) -> dict[str, 
         "ended": "killed",
         "loss": None,
         "accept": None,
-        "detail": "its process ended: what it did is not known",
+        "detail": "its process ended: its work is unknown",
     }
 
 
 def machine_addresses(nodes: Sequence[str], driver: str, addresses: Mapping[str, str]) -> dict[str, str]:
-    """Where the trainers on machines `nodes` are found, and that of the `driver`: this machine's own where that is all.
+    """Return the addresses of the trainers' machines `nodes` and the `driver`'s; loopback if all is one machine.
 
     All machines by Ray's names; `addresses` are Ray's.
     """
@@ -185,9 +185,9 @@ def machine_addresses(nodes: Sequence[str], driver: str, addresses: Mapping[str,
 
 
 def coordinator_endpoint(config: DrafterConfig, private: str, addresses: Mapping[str, str], driver: str) -> str:
-    """Where the coordinator listens: as the recipe says, at `private` on one machine, else at the `driver`'s address.
+    """Return the coordinator's endpoint: the recipe's, else `private` on one machine, else the `driver`'s address.
 
-    Raises ConfigError where the recipe says what workers on other machines could not reach.
+    ConfigError where workers on other machines could not reach the recipe's.
     """
     if addresses[driver] == LOOPBACK:
         return config.endpoint or private

@@ -23,13 +23,14 @@ from .heads.target import FrozenTarget
 from .sequences import TrainingSequence, pack
 
 KEEP_S = 20.0
-"""Seconds between copies of the state to go back to; a 7B model's head has 3 GB of it."""
+"""Seconds between backup copies of the state; a 7B model's head has 3 GB of it."""
 MAX_BAD = 3
-"""Updates in a row that may fail before training goes back and stops."""
+"""Failed updates in a row after which training restores the backup and stops."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PART_ROWS = {"cpu": 512, "cuda": 4096}
-"""Rows of one pass, by device: after each a member may leave. On a CPU small passes are no slower; a GPU takes as many
-rows of a 7B model's head in an engine's iteration."""
+"""Rows of one pass, by device: after each a member may leave. On a CPU small passes are no slower. A GPU processes that
+many rows of a 7B model's head in an engine's iteration.
+"""
 _WARM_UP_ROWS = 64
 
 
@@ -41,7 +42,7 @@ class UpdateReport:
     counted, and `sequences` are sums. All are 0, and `accept` is empty, where nothing was applied: no member had data,
     or the update was `skipped`, since some loss, gradient or new weight was not finite. `grad_norm` is the gradient's
     before clipping. `leave`: some member wants to leave, so all do now. `pass_s` are this member's seconds for its own
-    part of `seconds`, before the exchange, in which it went over `own_rows` of `own_sequences`.
+    part of `seconds`, before the exchange, over `own_rows` of `own_sequences`.
     """
 
     loss: float = 0.0
@@ -60,7 +61,7 @@ class UpdateReport:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingPeriod:
-    """One training period as it goes on; fields as in the trace's `spot_training`, `unsaved` updates among them."""
+    """One training period; fields as in the trace's `spot_training`, and `unsaved` updates."""
 
     rl_step: int
     term: int
@@ -82,7 +83,7 @@ class TrainingPeriod:
     detail: str | None = None
 
     def learned(self, report: UpdateReport) -> None:
-        """An update was applied."""
+        """Count an applied update."""
         self.updates += 1
         self.unsaved += 1
         self.tokens += report.own_rows
@@ -90,7 +91,7 @@ class TrainingPeriod:
         self.loss, self.accept = report.loss, report.accept
 
     def row(self, worker: int, rl_step_began: float, freed: float) -> dict[str, Any]:
-        """The row of the trace; times are of `time.perf_counter`."""
+        """Return the row of the trace; times are of `time.perf_counter`."""
         row = asdict(self) | {
             "worker": worker,
             "t_start": max(self.began - rl_step_began, 0.0),
@@ -102,8 +103,8 @@ class TrainingPeriod:
 class DrafterTraining:
     """A head and AdamW on it, in float32; on CUDA the passes run in bfloat16.
 
-    The head always holds finite weights that a finite gradient led to, so that what it holds can be served between
-    updates. Members of a group that begin with the same state (`share`) end every update with the same state.
+    The head always holds finite weights that result from finite gradients, so it can be served between updates. Members
+    of a group that begin with the same state (`share`) end every update with the same state.
 
     >>> training = DrafterTraining(head, frozen, LossConfig(), OptimConfig(lr=1e-3), "cpu")         # doctest: +SKIP
     >>> training.update(buffer.sample(4096, rng)).accept                                            # doctest: +SKIP
@@ -145,7 +146,7 @@ class DrafterTraining:
         self._keep()
 
     def set_target(self, frozen: FrozenTarget) -> None:
-        """From now on the target's embedding and LM head are these."""
+        """Use this embedding and LM head of the target from now on."""
         self.frozen = frozen.to(self.device, torch.bfloat16 if self._cuda else torch.float32)
 
     def update(
@@ -155,22 +156,25 @@ class DrafterTraining:
         *,
         leave: Callable[[], bool] = lambda: False,
     ) -> UpdateReport:
-        """Take one optimizer step on the sequences of all members, who weigh by the tokens they predict.
+        """Take one optimizer step on the sequences of all members, weighted by the tokens they predict.
 
-        So members with parts of a batch do as one with all of it, to the letter where one step is taught; unrolled
-        steps have fewer tokens than the first and are weighed by the first's. A member without data has no weight.
-        `leave` says whether this one has to go; it is asked after each pass over `PART_ROWS` rows, behind which it
-        gives what it has, and just before the exchange, so that all leave with the update under way. Where a loss or
-        gradient of any member is not finite, nobody applies anything; where the step makes such weights, all go back to
-        the last state kept, `keep_s` seconds old or a little more. After three such updates in a row all go back and
-        raise RunError. Raises GroupLost where a member is lost: nothing was applied.
+        Members with parts of a batch therefore compute the same as one with all of it: exactly where one step is
+        trained. Unrolled steps have fewer tokens than the first and are weighted by the first's. A member without data
+        has no weight. `leave` returns True if this member has to leave. It is called after each pass over `PART_ROWS`
+        rows, after which the member contributes its result so far, and just before the exchange, so that all leave with
+        the update under way.
+
+        Where a loss or gradient of any member is not finite, no member applies the update. Where the step makes weights
+        that are not finite, all restore the last backup, `keep_s` seconds old or a little more. After three such
+        updates in a row all restore it and raise RunError. Raises GroupLost where a member is lost: nothing was
+        applied.
         """
         began = time.perf_counter()
         message = self._message
         message.clear()
         used = self._fill_message(sequences, leave)
         message.leave.fill_(leave())
-        # By vote, since all have to go back to the same state.
+        # By vote, since all members must restore the same state.
         message.keep.fill_(not self.updates or time.monotonic() - self._backup_at >= self.keep_s)
         message.members.fill_(1.0)
         pass_s = time.perf_counter() - began
@@ -182,7 +186,7 @@ class DrafterTraining:
         if tokens and not bad:
             message.gradient.div_(tokens)
             norm = float(torch.linalg.vector_norm(message.gradient))
-            # Finite gradients may have none: clipped by it they would be zeros.
+            # The norm of finite gradients may overflow: clipping by it would make them zeros.
             bad = not (math.isfinite(norm) and self._apply(norm))
         report = UpdateReport(
             members=members,
@@ -207,7 +211,7 @@ class DrafterTraining:
         )
 
     def warm_up(self) -> None:
-        """Update on made-up states and take it back: the first update of a process waits for libraries and kernels.
+        """Run and undo an update on random states: a process's first update waits for libraries and kernels.
 
         On an H100 it took 2 to 4 s, and the rollout in which it began waited for it (traces/h100-smoke).
         """
@@ -223,9 +227,9 @@ class DrafterTraining:
         self.load_state_dict(before)
 
     def predict(self, sequences: Sequence[TrainingSequence], head: DrafterHead | None = None) -> list[float]:
-        """The chance that the target keeps each drafted token (`DrafterLoss.accept`), by unrolled step; [] if no data.
+        """Return the acceptance rate (`DrafterLoss.accept`) by unrolled step; [] without data.
 
-        Sequences that training has not seen make it an honest prediction. Of the head that is trained, or of `head`.
+        It is unbiased on sequences that were not trained on. It is the trained head's, or that of `head`.
         """
         teaching = [sequence for sequence in sequences if sequence.teaches]
         if not teaching:
@@ -237,10 +241,8 @@ class DrafterTraining:
     def share(self, group: DrafterGroup) -> None:
         """Take the leader's weights, moments and counters; all members call it when a group has formed.
 
-        Afterwards `exchange_s` says how long an update's exchange takes in this group.
-
-        Raises RunError, at all members, where their drafters are not of one shape, and GroupLost where a member is
-        lost; this one's state is then what it was.
+        Sets `exchange_s`, the seconds of an update's exchange in this group. Raises RunError, at all members, where
+        their drafters are not of one shape, and GroupLost, with this member's state unchanged, where a member is lost.
         """
         # Exchanges of different sizes would end processes, not just the group.
         size = self._message.flat.numel()
@@ -259,14 +261,14 @@ class DrafterTraining:
                 value.copy_(part.view_as(value))
         self._set_counters(counters)
         self._keep()
-        # Now that all are here: in an update a member also waits for those that train more.
+        # Timed now that all are here: in an update a member also waits for slower ones.
         began = time.perf_counter()
         self._message.clear()
         group.sum(self._message.flat)
         self.exchange_s = time.perf_counter() - began
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What training goes on from, copied to the host: `live_state`."""
+        """Return a copy of `live_state` on the host."""
         return host_copies(self.live_state())
 
     def held_bytes(self) -> dict[str, int]:
@@ -278,14 +280,14 @@ class DrafterTraining:
         }
 
     def live_state(self) -> dict[str, Tensor]:
-        """What is trained, its moments and the counters, and nothing that is the target's; they move with updates.
+        """Return trained weights, moments and counters, without the target's; the tensors change with updates.
 
         `head.NAME`, `exp_avg.NAME` and `exp_avg_sq.NAME` of each parameter, and `counters`.
         """
         return {name: value.detach() for name, value in self._tensors().items()} | {"counters": self._counters()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state. Raises ConfigError for one of another head."""
+        """Continue from a state. ConfigError for one of another head."""
         check_tensors("not a training state of this drafter", self.live_state(), state)
         self._restore(state)
         self._keep()
@@ -293,9 +295,9 @@ class DrafterTraining:
     def _fill_message(
         self, sequences: Sequence[TrainingSequence], leave: Callable[[], bool]
     ) -> Sequence[TrainingSequence]:
-        """This member's sums go into the message: gradient, losses and acceptance times tokens, or the failure flag.
+        """Write this member's sums to the message: gradient, losses and acceptance times tokens, or the failure flag.
 
-        Returns the sequences that are in it: those that teach, or as many as there was time for.
+        Return the sequences included: those that teach, or as many as there was time for.
         """
         message = self._message
         teaching = [sequence for sequence in sequences if sequence.teaches]
@@ -307,7 +309,7 @@ class DrafterTraining:
                 result = drafter_loss(self.head, self.frozen, pack(part, self.device), self.loss)
             if not result.rows:
                 continue
-            # Gradients gather in the message itself, which is what members exchange.
+            # Gradients accumulate in the message itself, which members exchange.
             (result.loss * result.rows).backward()
             if not bool(result.loss.isfinite()) or not bool(message.gradient.isfinite().all()):
                 message.clear()
@@ -322,7 +324,7 @@ class DrafterTraining:
         return teaching[:done]
 
     def _apply(self, norm: float) -> bool:
-        """Clip and step; False, and the state kept is back, where the step made weights that are not finite."""
+        """Clip and step; where the step makes weights that are not finite restore the backup and return False."""
         if bool(self._message.keep > 0):
             self._keep()
         self._message.gradient.mul_(min(1.0, self.optim.max_grad_norm / (norm + 1e-6)))
@@ -356,7 +358,7 @@ class DrafterTraining:
         self._backup_at = time.monotonic()
 
     def _room_to_keep(self) -> dict[str, Tensor]:
-        """Tensors for a copy of the state: beside it if that leaves as much of the device free, else on the host."""
+        """Return tensors for a backup: on the device if it keeps as much memory free, else on the host."""
         state = self.live_state()
         if self._cuda and torch.cuda.mem_get_info(self.device)[0] < 2 * tensor_bytes(state.values()):
             return {name: torch.empty_like(value, device="cpu", pin_memory=True) for name, value in state.items()}
@@ -389,18 +391,18 @@ class DrafterTraining:
         self._set_counters(state["counters"])
 
     def autocast(self) -> torch.autocast:
-        """What passes run in: bfloat16 on CUDA."""
+        """Return the precision of passes: bfloat16 on CUDA."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._cuda)
 
 
 def _first(sequences: Sequence[TrainingSequence], most_rows: int) -> Sequence[TrainingSequence]:
-    """As many of them, from the first on, as have no more rows than that together; at least one."""
+    """Return the first sequences, as many as have at most `most_rows` rows in all; at least one."""
     ends = accumulate(sequence.num_rows for sequence in sequences)
     return sequences[: max(1, sum(end <= most_rows for end in ends))]
 
 
 class _Message:
-    """What members add up, in one flat tensor of float32: gradients, then a few sums. Its parts are views."""
+    """The sums that members exchange, in one flat tensor of float32: gradients, then a few scalars. Parts are views."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter], num_unrolled: int, device: torch.device) -> None:
         size = sum(value.numel() for value in params)

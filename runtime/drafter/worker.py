@@ -1,7 +1,7 @@
 """The trainer beside one rollout worker: it fills its buffer while the engine generates, and trains while it is idle.
 
-It holds the engine's device only between an order of the coordinator and the next; told to stop, it finishes at most
-the optimizer step under way. Whatever fails here ends the training period, never the rollout.
+It holds the engine's device only between an order of the coordinator and the next; ordered to stop, it finishes at most
+the optimizer step under way. A failure here ends the training period, never the rollout.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from .sequences import TrainingSequence
 from .training import DrafterTraining, TrainingPeriod
 
 POLL_S = 0.02
-"""How often a trainer without data, or without orders, looks again."""
+"""Seconds between checks of a trainer without data or orders."""
 
 MEET_S = 0.002
-"""The same for members that are about to meet: the device is held."""
+"""Seconds between checks of members about to meet: the device is held meanwhile."""
 
 HELD_OUT = 8
-"""One of so many sequences is not trained on, but tells how good the drafter is."""
+"""One in so many sequences is held out of training, to evaluate the drafter."""
 
 MOST_HELD_OUT = 32
 
 SETTLE_S = 2.0
-"""How long what an engine has handed over may take to arrive; what comes later is not in the checkpoint."""
+"""Most seconds for an engine's sequences to arrive; later ones are not in the checkpoint."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotPlace:
-    """Where a trainer stands: its worker, the coordinator's and its engine's addresses, its folder and the head's.
+    """Placement of a trainer: its worker, addresses of coordinator and engine, its folder and the head's.
 
     `rendezvous` is the address of the run's `MeetingPoint`, and members of a group find this one at `host`.
     """
@@ -79,11 +79,11 @@ class SpotPlace:
 class SpotTrainer:
     """Buffer, drafter and coordinator's client of one worker: `start` it, then `run` it until `close`.
 
-    Made to be a Ray actor with several threads: `run` trains in one of them, and the others answer meanwhile.
+    Made to be a Ray actor with several threads: `run` trains in one of them, and the others answer calls meanwhile.
     """
 
     def __init__(self, place: SpotPlace, config: DrafterConfig) -> None:
-        # The engines that still generate come first.
+        # Engines that still generate have priority.
         os.nice(config.nice)
         torch.set_num_threads(config.threads)
         self.place, self.config = place, config
@@ -114,11 +114,11 @@ class SpotTrainer:
         anew: bool = False,
         data: Path | None = None,
     ) -> int:
-        """Load the head and take up the links to engine and coordinator; returns the number of this process.
+        """Load the head and connect to engine and coordinator; return the number of this process.
 
-        From `rl_step` on the engines draft with `state`, None for the head as it is. Training goes on from it, or from
-        the newest checkpoint in the folder, if that is further; those are removed first where a run starts `anew`.
-        `data` is a folder in which `save_data` may have left what there is to learn from.
+        From `rl_step` on the engines draft with `state`, None for the head as it is. Training continues from it, or
+        from the newest checkpoint in the folder if that is further; with `anew` the folder is cleared first. `data` is
+        a folder in which `save_data` may have left training data.
         """
         place, config = self.place, self.config
         if anew:
@@ -134,16 +134,16 @@ class SpotTrainer:
         saved = self.training.state_dict()
         if self.checkpoint.load(saved) is not None and int(saved["counters"][0]) >= self.training.updates:
             self.training.load_state_dict(saved)
-        # Not while a rollout waits.
+        # Before a rollout waits for it.
         self.training.warm_up()
-        # On another machine than the driver's it is not there yet.
+        # The folder may be missing on another machine than the driver's.
         Path(place.feed.removeprefix("ipc://")).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._client = CoordinatorClient(place.coordinator, place.worker, keys=place.keys)
         self._feed = FeedReceiver(place.feed, self._on_status, self._on_sequence)
         return os.getpid()
 
     def run(self) -> None:
-        """Train whenever the coordinator says so, until `close`; then let go of everything."""
+        """Train whenever the coordinator orders it, until `close`; then release everything."""
         try:
             while not self._closed.is_set():
                 self._feed.check()
@@ -156,11 +156,11 @@ class SpotTrainer:
             self.checkpoint.close()
 
     def close(self) -> None:
-        """Have `run` end, after at most the optimizer step under way."""
+        """Make `run` end, after at most the optimizer step under way."""
         self._closed.set()
 
     def publish(self, state: dict[str, Any] | None, rl_step: int) -> None:
-        """From `rl_step` on the engines draft with this state, None for what is already here; train on from it."""
+        """Note that engines draft with this state from `rl_step` on, None for the state here; train on from it."""
         with self._lock:
             if state is not None:
                 self.training.load_state_dict(state)
@@ -170,33 +170,33 @@ class SpotTrainer:
                 self._published.popitem(last=False)
 
     def set_target(self, target: FrozenTarget) -> None:
-        """The target has new weights: its embedding and LM head are these from now on."""
+        """Use the embedding and LM head of the target's new weights."""
         with self._lock:
             self.training.set_target(target)
 
     def num_updates(self) -> int:
-        """Updates of the state here, over the whole run."""
+        """Return the number of updates of the state here, over the whole run."""
         return self.training.updates
 
     def state(self) -> dict[str, Any]:
-        """The last good state of what is trained, on the host."""
+        """Return the last good training state, on the host."""
         with self._lock:
             return self.training.state_dict()
 
     def weights(self) -> dict[str, Tensor]:
-        """The last good weights under the names that vLLM loads."""
+        """Return the last good weights under the names that vLLM loads."""
         with self._lock:
             return self.training.head.serving_weights()
 
     def predicted(self) -> list[float]:
-        """The chance of each drafted token on responses that were not trained on, measured now; empty without any."""
+        """Measure the acceptance rate by position on held-out responses; empty without any."""
         with self._data:
             heldout = [sequence for sequence in self._heldout if bool(sequence.hidden.isfinite().all())]
         with self._lock:
             return self.training.predict(heldout)
 
     def compared(self) -> tuple[list[float], list[float]]:
-        """What `predicted` is on responses of the newest policy alone, and the same of the drafter in service."""
+        """Return `predicted` on responses of the newest policy alone, for this drafter and the one in service."""
         with self._data:
             newest = [s for s in self._heldout if s.rl_step == self._rl_step and bool(s.hidden.isfinite().all())]
         with self._lock:
@@ -204,14 +204,14 @@ class SpotTrainer:
             return self.training.predict(newest), self.training.predict(newest, served)
 
     def data_bytes(self) -> int:
-        """What `save_data` would write, in bytes."""
+        """Return the bytes that `save_data` would write."""
         with self._data:
             return self.buffer.nbytes + _nbytes(self._heldout)
 
     def save_data(self, folder: Path) -> None:
-        """Between two rollouts, write what there is to learn from into a checkpoint's folder; nothing if it is none.
+        """Write the training data into a checkpoint's folder, between two rollouts; nothing if there is none.
 
-        That is the buffer, the held-out sequences and the state of the generator that draws from them.
+        It is the buffer, the held-out sequences and the state of the generator that draws from them.
         """
         self._feed.settle(SETTLE_S)
         with self._data:
@@ -222,7 +222,7 @@ class SpotTrainer:
             write_data(data_path(folder, self.place.worker), data)
 
     def memory(self) -> ProcessMemory:
-        """What this process holds."""
+        """Return the memory of this process."""
         with self._lock, self._data:
             published = [value for _, head in self._published.values() for value in head.parameters()]
             parts = self.training.held_bytes() | {
@@ -233,19 +233,19 @@ class SpotTrainer:
             return ProcessMemory.now("drafter trainer", self.place.worker, parts)
 
     def take_rows(self) -> list[Row]:
-        """The rows of `spot_training` since the last call."""
+        """Return and clear the rows of `spot_training`."""
         with self._data:
             rows, self._rows = self._rows, []
         return rows
 
     def complaints(self) -> list[str]:
-        """What went wrong with checkpoints since the last call."""
+        """Return and clear the errors of checkpoints."""
         failures = list(self.checkpoint.failures)
         del self.checkpoint.failures[: len(failures)]
         return failures
 
     def annotate(self) -> list[Row]:
-        """Rows of `acceptance` of some of this RL step's responses, for the drafter in service and for older ones."""
+        """Return rows of `acceptance` of a sample of this RL step's responses, for this drafter and older ones."""
         rows = []
         with self._data:
             sample = list(self._sample)
@@ -281,7 +281,7 @@ class SpotTrainer:
         with self._data:
             whole = self._with_prompt(sequence)
             if whole.key in self._keys:
-                # Its worker died in the rollout and has done it again: the later one is the response.
+                # Its worker failed in the rollout and repeated it: the later one is the response.
                 self._sample = [whole if sampled.key == whole.key else sampled for sampled in self._sample]
                 return
             self._keys.add(whole.key)
@@ -301,7 +301,7 @@ class SpotTrainer:
             self._heldout.popleft()
 
     def _restore_data(self, data: TrainerData) -> None:
-        """Have, before anything comes, what another process had."""
+        """Restore another process's data, before any arrives."""
         for sequence in data.held:
             self.buffer.add(sequence)
         for sequence in data.heldout:
@@ -309,11 +309,11 @@ class SpotTrainer:
         self.rng.bit_generator.state = dict(data.random_state)
 
     def _with_prompt(self, sequence: TrainingSequence) -> TrainingSequence:
-        """The sequence with the states of the cached start of its prompt, which a sibling was the one to compute."""
+        """Prepend the states of the cached start of its prompt, computed by another sample, to a sequence."""
         prompt = sequence.key[:2]
         if sequence.first_position == 0:
             if prompt not in self._prompts:
-                # Its states on their own: the response's are the buffer's to bound.
+                # A copy of its states: the buffer bounds the memory of the response's.
                 rows = min(sequence.prompt_tokens, sequence.num_rows)
                 self._prompts[prompt] = sequence.stretch(0, rows).on_host()
                 self._prompt_bytes += self._prompts[prompt].nbytes
@@ -333,7 +333,7 @@ class SpotTrainer:
         )
 
     def _period(self, order: Train) -> None:
-        """Be in the group of `order` and in those that follow it under its term, then free the device."""
+        """Take part in the group of `order` and in those that follow under its term, then free the device."""
         if not self._client.trainer(order.term):
             return
         period = TrainingPeriod(rl_step=order.rl_step, term=order.term, began=time.perf_counter())
@@ -341,14 +341,14 @@ class SpotTrainer:
             next_order: Train | None = order
             while next_order is not None:
                 next_order = self._in_group(next_order, period)
-        except Exception as error:  # whatever training dies of, the rollout goes on with the drafter it has
+        except Exception as error:  # the rollout continues with the drafter it has
             period.ended, period.detail = "failed", f"{type(error).__name__}: {one_line(error)[:200]}"
         if period.unsaved:
             self._save(period)
         freed = time.perf_counter()
         order_s = self._client.order_since
         period.yield_s = freed - order_s if period.ended == "stopped" and order_s > period.began else None
-        # Before the device is free: whoever waited for it asks for the rows next.
+        # Before the device is free: its next user reads the rows.
         with self._data:
             self._rows.append(period.row(self.place.worker, self._began, freed))
         if period.ended == "failed":
@@ -357,7 +357,7 @@ class SpotTrainer:
             self._client.trainer(None)
 
     def _in_group(self, order: Train, period: TrainingPeriod) -> Train | None:
-        """Train in one composition of the group; the order for the next one, None when the period is over."""
+        """Train in one composition of the group; return the order for the next one, None at the end of the period."""
         begin = time.perf_counter()
         period.members = max(period.members, len(order.members))
         try:
@@ -379,7 +379,7 @@ class SpotTrainer:
         return self._next_order(order)
 
     def _train(self, order: Train, group: DrafterGroup | None, period: TrainingPeriod) -> None:
-        """One update after the other until this member, or another one, has to leave."""
+        """Update until this member, or another one, has to leave."""
 
         def has_to_leave() -> bool:
             return self._client.order != order or self._enough() or self._closed.is_set()
@@ -405,7 +405,7 @@ class SpotTrainer:
                 if order.leader == self.place.worker and period.unsaved >= self.config.checkpoint_every:
                     self._save(period)
             elif group is not None and not report.leave:
-                # Nobody has data: do not spin.
+                # No member has data: do not spin.
                 self._closed.wait(POLL_S)
             if report.leave:
                 return
@@ -418,7 +418,7 @@ class SpotTrainer:
 
     @contextmanager
     def _meet(self, order: Train) -> Iterator[DrafterGroup | None]:
-        """The group of an order, None for a member alone. Raises Withdrawn where the order is gone before all came."""
+        """Form the group of an order, None for a member alone. Withdrawn if the order is withdrawn before."""
         if len(order.members) == 1:
             yield None
             return
@@ -440,11 +440,11 @@ class SpotTrainer:
             yield group
 
     def _next_order(self, order: Train) -> Train | None:
-        """What comes after an order whose group has parted: the next one of its term, or None to free the device."""
+        """Return the next order of the same term after a group has parted, or None to free the device."""
         deadline = time.perf_counter() + self.config.coordinator.yield_timeout_s
         while self._client.order == order and not self._closed.wait(MEET_S):
             if time.perf_counter() > deadline:
-                raise RunError("its training group parted and the coordinator said nothing")
+                raise RunError("its training group parted and the coordinator sent no order")
         next_order = self._client.order
         if self._closed.is_set() or not isinstance(next_order, Train) or next_order.term != order.term:
             return None
@@ -455,14 +455,14 @@ class SpotTrainer:
         return most is not None and self.training.updates - self._updates_before >= most
 
     def _save(self, period: TrainingPeriod) -> None:
-        """Save in the background; what went wrong with the save before is told, and training goes on."""
+        """Save in the background; an error of the previous save is recorded, and training continues."""
         period.blocked_s += self.checkpoint.save(self.training.live_state())
         period.checkpoints += 1
         period.unsaved = 0
 
 
 class Withdrawn(Exception):
-    """The order to train in a group was taken back before the group met."""
+    """The order to train in a group was withdrawn before the group met."""
 
 
 def _nbytes(sequences: Iterable[TrainingSequence]) -> int:

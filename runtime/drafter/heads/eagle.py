@@ -1,21 +1,21 @@
-"""EAGLE and EAGLE-3 heads in torch: one Llama decoder layer each. `layouts` reads others' checkpoints.
+"""EAGLE and EAGLE-3 heads in torch: one Llama decoder layer each. `layouts` reads other checkpoints.
 
 EAGLE (arXiv 2401.15077), which HASS trains too, as vLLM runs it (`EagleLlamaForCausalLM`, method "eagle"). Input t
-joins the embedding of token t + 1 with the target's hidden state at t (after its final norm); output t stands for the
-hidden state at t + 1, so the target's LM head on it predicts token t + 2. A checkpoint of ours is a folder with
+joins the embedding of token t + 1 with the target's hidden state at t (after its final norm). Output t stands for the
+hidden state at t + 1, so the target's LM head on it predicts token t + 2. A checkpoint here is a folder with
 `config.json` (a Llama config of one layer) and `model.safetensors`: `fc.weight` (H, 2 H), `layers.0.`
 `self_attn.{q,k,v,o}_proj.{weight,bias}`, `mlp.{gate,up,down}_proj.weight`, `post_attention_layernorm.weight`. There is
 no input norm; embedding and LM head are the target's.
 
-EAGLE-3 (arXiv 2503.01840) as vLLM runs it (`Eagle3LlamaForCausalLM`, method "eagle3"). `fc` makes the first state of
-the inputs of three of the target's layers; from the second drafted token on the state is what the layer gave before.
-Attention reads the normed embedding of token t + 1 beside the normed state at t, and what the layer gives goes through
-a norm of its own to the LM head. A checkpoint of ours is a folder in the format of `speculators` 0.9: `config.json` and
+EAGLE-3 (arXiv 2503.01840) as vLLM runs it (`Eagle3LlamaForCausalLM`, method "eagle3"). `fc` maps the inputs of three of
+the target's layers to the first state; from the second drafted token on the state is the layer's previous output.
+Attention reads the normed embedding of token t + 1 beside the normed state at t, and the layer's output passes a norm
+of its own to the LM head. A checkpoint here is a folder in the format of `speculators` 0.9: `config.json` and
 `model.safetensors` with `fc.weight` (H, A H), `norm.weight`, `layers.0.` `self_attn.{q,k,v}_proj.weight` (.., 2 H),
-`self_attn.o_proj.weight`, their biases where `attention_bias` says so, `mlp.{gate,up,down}_proj.weight`,
-`{hidden_norm,input_layernorm,post_attention_layernorm}.weight`. A fresh head shares the target's LM head; another may
-have its own, `lm_head.weight`, of V rows, or of D for a head that drafts D tokens only. That has `d2t` (D), what to add
-to a draft's id for the token's, and `t2d` (V), which tokens it can draft.
+`self_attn.o_proj.weight`, their biases with `attention_bias`, `mlp.{gate,up,down}_proj.weight`,
+`{hidden_norm,input_layernorm,post_attention_layernorm}.weight`. A fresh head shares the target's LM head. Another may
+have its own, `lm_head.weight`, of V rows, or of D for a head that drafts D tokens only. Such a head has `d2t` (D), the
+difference between a token's id and its draft id, and `t2d` (V), True for tokens it can draft.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .target import FrozenTarget
 
 Norm = Literal["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]
 NORMS: tuple[Norm, ...] = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""What an EAGLE-3 head may do unlike the first ones, by the names that configs and vLLM have."""
+"""Differences of an EAGLE-3 head from the first ones, by their names in configs and vLLM."""
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 class EagleHead(DrafterHead):
-    """The head; its parameters carry the checkpoint's names."""
+    """An EAGLE head; its parameters have the checkpoint's names."""
 
     method: ClassVar[Literal["eagle", "eagle3"]] = "eagle"
 
@@ -70,14 +70,14 @@ class NormedLayer(Layer):
 
 
 class Eagle3Head(DrafterHead):
-    """The head; its parameters carry the checkpoint's names.
+    """An EAGLE-3 head; its parameters have the checkpoint's names.
 
-    `aux_layers`: the target's layers whose inputs it reads, rising; the number of layers itself means what the last one
-    gives. `draft_vocabulary`: the token ids that it drafts, None for all; it has an LM head of its own for them, and
-    with `own_lm_head` for all too. `verifier`: the target's name or folder, for who serves the checkpoint by its folder
-    alone, as are `verifier_architectures` and the `depth` to draft. `qk_norm`: its layer is a Qwen3's. `norms`: what it
-    does unlike the first EAGLE-3 heads. The residual may be the normed state, `fc` may read normed states, together or
-    layer by layer, and it may go on from what the LM head reads (EAGLE-3.1).
+    `aux_layers`: the target's layers whose inputs it reads, rising; the number of layers itself means the output of the
+    last one. `draft_vocabulary`: the token ids that it drafts, None for all; it has an LM head of its own for them, and
+    with `own_lm_head` for all too. `verifier`: the target's name or folder, for serving the checkpoint by its folder
+    alone, as are `verifier_architectures` and the `depth` to draft. `qk_norm`: its layer is a Qwen3's. `norms`: its
+    differences from the first EAGLE-3 heads: the residual may be the normed state, `fc` may read normed states,
+    together or layer by layer, and its next state may be the LM head's input (EAGLE-3.1).
     """
 
     method: ClassVar[Literal["eagle", "eagle3"]] = "eagle3"
@@ -94,7 +94,7 @@ class Eagle3Head(DrafterHead):
         qk_norm: bool = False,
     ) -> None:
         super().__init__(config, NormedLayer(config, qk_norm=qk_norm))
-        # vLLM hands over the states in rising order whatever the config's.
+        # vLLM hands over the states in rising order, independent of the config's.
         assert list(aux_layers) == sorted(set(aux_layers))
         self.aux_layers, self.verifier, self.norms, self.qk_norm = tuple(aux_layers), verifier, norms, qk_norm
         self.verifier_architectures: tuple[str, ...] = ()
@@ -182,8 +182,9 @@ class Eagle3Head(DrafterHead):
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """Those that vLLM and TLT take, 2, L / 2 and L - 3, for a target of L layers, or the last three inputs and outputs
-    of a target too shallow to tell those apart.
+    """Return vLLM's and TLT's default layers, 2, L / 2 and L - 3, for a target of L layers.
+
+    A target too shallow for three distinct ones has its last three inputs and outputs.
 
     >>> default_aux_layers(32), default_aux_layers(4), default_aux_layers(2)
     ((2, 16, 29), (2, 3, 4), (0, 1, 2))

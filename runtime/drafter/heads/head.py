@@ -1,4 +1,4 @@
-"""What EAGLE and EAGLE-3 heads have in common: one Llama decoder layer that drafts from the target's states.
+"""Common part of EAGLE and EAGLE-3 heads: one Llama decoder layer that drafts from the target's states.
 
 Input t joins the embedding of token t + 1 with a state at t; output t is the state at t + 1, from which token t + 2
 follows. On the first step states are the target's, on later ones the head's own outputs.
@@ -42,7 +42,7 @@ class Attention(nn.Module):
         self.k_norm = LlamaRMSNorm(size, eps=config.rms_norm_eps) if qk_norm else nn.Identity()
 
     def project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Of x (B, T, width): queries (B, heads, T, D), keys and values (B, KV heads, T, D)."""
+        """Project x (B, T, width) to queries (B, heads, T, D), keys and values (B, KV heads, T, D)."""
         q, k, v = (
             p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -60,14 +60,14 @@ class Layer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention: of the residual (B, T, H) and attended values (B, heads, T, D), states (B, T, H)."""
+        """Return states (B, T, H) from the residual (B, T, H) and attended values (B, heads, T, D)."""
         x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         states: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return states
 
 
 class DrafterHead(nn.Module, ABC):
-    """A head; its parameters carry the checkpoint's names, and neither embedding nor LM head of the target is one.
+    """A drafter head; its parameters have the checkpoint's names, without the target's embedding and LM head.
 
     `method` is vLLM's name for its kind. `aux_layers` are the target's layers whose inputs it reads, none where it
     reads the last hidden state. `draft_ids` (D) are the tokens it can draft, None for all.
@@ -94,21 +94,21 @@ class DrafterHead(nn.Module, ABC):
 
     @abstractmethod
     def first_states(self, hidden: Tensor, aux: Tensor | None) -> Tensor:
-        """The states (..., H) of the first step, of the target's hidden states (..., H) or of its `aux` (..., A H)."""
+        """Return the states (..., H) of the first step, from the target's hidden states or its `aux` (..., A H)."""
 
     @abstractmethod
     def inputs(self, embeddings: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Of embeddings of tokens t + 1 and states at t, both (..., H): attention's inputs, and the residual.
+        """Return attention's inputs and the residual, from embeddings of tokens t + 1 and states at t, both (..., H).
 
         `positions` (...) are the states'.
         """
 
     @abstractmethod
     def features(self, states: Tensor) -> Tensor:
-        """What the LM head reads of states that the head has made, (..., H)."""
+        """Return the LM head's input for states of the head, (..., H)."""
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention: of the residual (B, T, H) and attended values (B, heads, T, D), states (B, T, H)."""
+        """Return states (B, T, H) from the residual (B, T, H) and attended values (B, heads, T, D)."""
         return self.layer.finish(residual, attended)
 
     def output_weight(self, frozen: FrozenTarget) -> Tensor:
@@ -116,21 +116,21 @@ class DrafterHead(nn.Module, ABC):
         return frozen.lm_head
 
     def logits(self, states: Tensor, frozen: FrozenTarget) -> Tensor:
-        """Of states that the head has made (..., H): logits (..., V), or (..., D) for a head with `draft_ids`."""
+        """Return logits of states of the head (..., H): (..., V), or (..., D) for a head with `draft_ids`."""
         return self.features(states) @ self.output_weight(frozen).T
 
     def greedy(self, states: Tensor, frozen: FrozenTarget) -> Tensor:
-        """The likeliest token after each state (..., H) that the head has made: token ids (...)."""
+        """Return the likeliest token after each state (..., H) of the head: token ids (...)."""
         best = self.logits(states, frozen).argmax(-1)
         return best if self.draft_ids is None else self.draft_ids[best]
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B, T, D) of positions (B, T)."""
+        """Return cosines and sines (B, T, D) of positions (B, T)."""
         cos, sin = self.rotary(self.layer.self_attn.o_proj.weight, positions)
         return cos, sin
 
     def forward(self, embeddings: Tensor, states: Tensor, positions: Tensor | None = None) -> Tensor:
-        """One causal pass over embeddings and states (B, T, H); the states drafted, (B, T, H).
+        """Run one causal pass over embeddings and states (B, T, H); return the drafted states, (B, T, H).
 
         `positions` (B, T) are counted from 0 where not given.
         """
@@ -142,19 +142,19 @@ class DrafterHead(nn.Module, ABC):
         return self.finish(residual, causal_attention(q, k, v, [length]))
 
     def serving_weights(self) -> dict[str, Tensor]:
-        """Copies of the weights on the host, by the names that vLLM loads and the checkpoint has."""
+        """Return copies of the weights on the host, by the names that vLLM loads and the checkpoint has."""
         return host_copies(self.state_dict())
 
     def take_serving_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Have what `serving_weights` of a head of this shape gave."""
+        """Load the result of `serving_weights` of a head of this shape."""
         self.load_state_dict(weights)
 
     @abstractmethod
     def config_dict(self) -> dict[str, Any]:
-        """What `config.json` says, without the dtype."""
+        """Return the contents of `config.json`, without the dtype."""
 
     def take_weights(self, name: str | Path, weights: Mapping[str, Tensor]) -> None:
-        """Have the weights of checkpoint `name`. ConfigError where one is missing, unknown or of another shape."""
+        """Load the weights of checkpoint `name`. ConfigError where one is missing, unknown or of another shape."""
         expected = {key: value for key, value in self.state_dict().items() if key not in ("d2t", "t2d")}
         check_tensors(f"{name}: not an {self.method} head of one layer", expected, weights)
         self.load_state_dict(weights, strict=False)
@@ -170,7 +170,7 @@ class DrafterHead(nn.Module, ABC):
 
 
 def check_tensors(refusal: str, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError, with the words of `refusal`, where tensors have not the names and shapes of those expected."""
+    """Raise ConfigError, beginning with `refusal`, where tensors differ in name or shape from those expected."""
     faulty = sorted(expected.keys() ^ tensors.keys()) or [
         n for n in sorted(expected) if expected[n].shape != tensors[n].shape
     ]

@@ -1,8 +1,8 @@
-"""Drafter heads by the kind a checkpoint folder holds, fresh ones, and a head start for those: `fit_inputs`.
+"""Drafter heads by the kind in a checkpoint folder, fresh ones, and their initial fit: `fit_inputs`.
 
-What a fresh EAGLE head must learn first is nearly linear: the target's next state given its last one and the token
-between. Least squares finds that in one pass over a few sequences, before any update. EAGLE-3 heads start from random
-weights and the target's own final norm.
+The first task of a fresh EAGLE head is nearly linear: the target's next state given its last one and the token between.
+Least squares solves it in one pass over a few sequences, before any update. EAGLE-3 heads start from random weights and
+the target's own final norm.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .mtp import brought_along, read_mtp
 from .target import FINAL_NORM, FrozenTarget, is_mimo, read_config, read_weights
 
 GAIN = 0.5
-"""Random weights have this standard deviation times 1 / sqrt(inputs)."""
+"""Standard deviation of random weights, times 1 / sqrt(inputs)."""
 RIDGE = 1e-2
-"""Relative to the inputs' mean square."""
+"""Ridge penalty relative to the inputs' mean square."""
 
 
 def new_head(target_folder: str | Path, method: Method, seed: int) -> DrafterHead:
-    """A head to train for the target in a folder; the same seed makes the same head. For "mtp" it is the target's own.
+    """Return a head to train for the target in a folder, determined by the seed; for "mtp" the target's own.
 
-    ConfigError for a folder without a model, or a model without what a head needs.
+    ConfigError for a folder without a model, or a model without the parts that a head needs.
     """
     if method == "mtp":
         return brought_along(target_folder)
@@ -39,7 +39,7 @@ def new_head(target_folder: str | Path, method: Method, seed: int) -> DrafterHea
     if method == "eagle" and is_mimo(target):
         raise ConfigError(
             f"{target_folder} is a MiMo, whose states come before its final norm, and an EAGLE head reads those after "
-            'it: take loss.kind = "eagle3", or "mtp" for the layer that it brings along'
+            'it: take loss.kind = "eagle3", or "mtp" for its own MTP layer'
         )
     config, layers = layer_config(target), default_aux_layers(target.num_hidden_layers)
     head: DrafterHead = (
@@ -59,11 +59,10 @@ def new_head(target_folder: str | Path, method: Method, seed: int) -> DrafterHea
 
 @torch.no_grad()
 def fit_inputs(head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch) -> None:
-    """Set a fresh EAGLE head's `fc` to what predicts the target's next states best, and its layer to add little.
+    """Set a fresh EAGLE head's `fc` to the best linear predictor of the target's next states, and damp its layer.
 
-    Ridge regression of next states (T, H) on embeddings and states (T, 2 H). For heads that have learned nothing yet:
-    what the layer's output projections had learned shrinks to a tenth. An EAGLE-3 head, whose `fc` sees no embedding,
-    stays as it is.
+    Ridge regression of next states (T, H) on embeddings and states (T, 2 H). For untrained heads only: it shrinks the
+    layer's output projections to a tenth. An EAGLE-3 head, whose `fc` reads no embedding, is left unchanged.
     """
     if not isinstance(head, EagleHead) or not batch.num_rows:
         return
@@ -91,9 +90,9 @@ def check_fit(head: DrafterHead, folder: str | Path, target_folder: str | Path) 
 
 
 def load_head(name: str | Path, *, target: str | Path | None = None) -> DrafterHead:
-    """The head in a checkpoint folder or of the Hugging Face Hub, of whichever kind, in float32; `layouts` reads them.
+    """Read the head in a checkpoint folder or of the Hugging Face Hub, of any kind, in float32.
 
-    With `target`, its folder or id, what the checkpoint has of it is shared with it again. ConfigError where there is
-    none that we can read.
+    With `target`, its folder or id, the checkpoint's copies of the target's weights are shared again. ConfigError where
+    there is no readable head.
     """
     return read_mtp(Path(name)) or read_head(name, target)

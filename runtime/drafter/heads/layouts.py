@@ -1,12 +1,13 @@
-"""Checkpoints of EAGLE and EAGLE-3 heads in the layouts that people have, read into our heads.
+"""Checkpoints of EAGLE and EAGLE-3 heads in published layouts, read into tltlab's heads.
 
 - EAGLE's releases (SafeAILab/EAGLE `cnets1.py`, `cnets.py`) and SpecForge's (`LlamaForCausalLMEagle3`): `config.json`
   is the layer's own. An EAGLE-3 head's layer is called `midlayer`. EAGLE heads may have biases of `fc` and of q, k, v.
 - speculators (type `eagle3`): the layer's config is nested, the layer is called `layers.0`, a Llama's or a Qwen3's.
 
-Weights are in safetensors, one file or several, or in `pytorch_model.bin`. Biases are brought to Llama's: attention has
-them at q, k, v and o or nowhere. The bias b of an EAGLE head's `fc` goes into them, as W b into those of q, k, v and b
-into that of o: nothing else reads what `fc` gives, and vLLM's class (`llama_eagle.py`) has no such bias.
+Weights are in safetensors, one file or several, or in `pytorch_model.bin`. Biases are converted to Llama's form:
+attention has them at q, k, v and o or nowhere. The bias b of an EAGLE head's `fc` is merged into them, as W b into
+those of q, k, v and b into that of o: nothing else reads the output of `fc`, and vLLM's class (`llama_eagle.py`) has no
+such bias.
 """
 
 from __future__ import annotations
@@ -38,21 +39,20 @@ LAYER_FIELDS = (
 
 
 def read_head(name: str | Path, target: str | Path | None = None) -> DrafterHead:
-    """The EAGLE or EAGLE-3 head in a folder or of the Hugging Face Hub, in float32.
+    """Read the EAGLE or EAGLE-3 head in a folder or of the Hugging Face Hub, in float32.
 
-    What it has of its `target`'s embedding and LM head is left out, and the LM head stays where it differs from the
-    target's or the target is not told. The head's context is as long as the target's, and an EAGLE-3 head that does not
-    say which of its layers it reads reads the default ones. Raises ConfigError for a checkpoint that is missing, broken
-    or of another kind.
+    Its copies of the `target`'s embedding and LM head are dropped; the LM head stays where it differs from the target's
+    or no target is given. The head's context is as long as the target's. An EAGLE-3 head without a list of the target's
+    layers reads the default ones. ConfigError for a checkpoint that is missing, broken or of another kind.
     """
     folder = local_folder(name)
     config = _read_json(folder)
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
-        raise ConfigError(f"{name}: a drafter of kind {kind!r} is not one we can read; eagle and eagle3 are")
+        raise ConfigError(f"{name}: a drafter of kind {kind!r} cannot be read; eagle and eagle3 can")
     layer = _layer_config(name, config if kind is None else config.get("transformer_layer_config"))
     if target is not None:
-        # Released configs say 2,048, where vLLM would stop drafting; where positions scale with it, it has to stay.
+        # Released configs have 2,048, where vLLM would stop drafting; it must stay where positions scale with it.
         positions = int(read_config(target).max_position_embeddings)
         if layer.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope"):
             layer.max_position_embeddings = max(layer.max_position_embeddings, positions)
@@ -70,13 +70,13 @@ def read_head(name: str | Path, target: str | Path | None = None) -> DrafterHead
         aux_layers = _aux_layers(name, config)
         qk_norm = f"{ATTENTION}q_norm.weight" in weights
         if qk_norm and layer.attention_bias:
-            raise ConfigError(f"{name}: a Qwen3 layer with biases is not one that vLLM drafts with")
+            raise ConfigError(f"{name}: vLLM does not draft with a Qwen3 layer with biases")
         verifier = verifier_of(folder) if target is None else str(target)
         if aux_layers is None:
             if verifier is None:
-                raise ConfigError(f"{name} does not say which layers of its target it reads: name the target")
+                raise ConfigError(f"{name} does not list the layers of its target that it reads: name the target")
             aux_layers = default_aux_layers(read_config(verifier).num_hidden_layers)
-        # As vLLM has it where the config is silent.
+        # vLLM's defaults for a config without these fields.
         flags = {"norm_before_residual": kind is not None} | config
         head = Eagle3Head(
             layer,
@@ -92,7 +92,7 @@ def read_head(name: str | Path, target: str | Path | None = None) -> DrafterHead
 
 
 def is_head(folder: str | Path) -> bool:
-    """Whether a checkpoint folder holds an EAGLE or EAGLE-3 head rather than a language model."""
+    """Return True if a checkpoint folder holds an EAGLE or EAGLE-3 head rather than a language model."""
     path = Path(folder)
     try:
         if not (path / WEIGHTS_FILE).is_file() and (path / BIN_FILE).is_file():
@@ -104,7 +104,7 @@ def is_head(folder: str | Path) -> bool:
 
 
 def verifier_of(folder: str | Path) -> str | None:
-    """The target that a head's config names, if it does."""
+    """Return the target that a head's config names, if any."""
     config = _read_json(Path(folder))
     try:
         verifier = config["speculators_config"]["verifier"]["name_or_path"]
@@ -114,10 +114,10 @@ def verifier_of(folder: str | Path) -> str | None:
 
 
 def eagle_layout(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """An EAGLE-3 head in speculators' format as EAGLE's and SpecForge's: config and weights, both for `save`.
+    """Convert an EAGLE-3 head from speculators' format to EAGLE's and SpecForge's: config and weights, for `save`.
 
-    The embedding is the target's. SGLang and EAGLE's own code read what vLLM does but for the aux layers and norms that
-    the first EAGLE-3 heads did not have.
+    The embedding is the target's. SGLang and EAGLE's own code support the same as vLLM, except for the aux layers and
+    norms that the first EAGLE-3 heads did not have.
     """
     layer: dict[str, Any] = dict(config["transformer_layer_config"])
     rope: dict[str, Any] = layer.pop("rope_parameters", None) or {}
@@ -149,23 +149,23 @@ def _read_json(folder: Path) -> dict[str, Any]:
 
 
 def _layer_config(name: str | Path, fields: Any) -> LlamaConfig:
-    """The config of a head's one layer, without what is no Llama's."""
+    """Return the config of a head's one layer, only with a Llama's fields."""
     try:
         settings = {key: fields[key] for key in LAYER_FIELDS if fields.get(key) is not None}
         config = LlamaConfig(architectures=["LlamaForCausalLM"], tie_word_embeddings=False, **settings)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{name}: no readable config.json of an EAGLE head: {error}") from error
     if config.num_hidden_layers != 1:
-        raise ConfigError(f"{name}: an EAGLE head here has one layer, its config says {config.num_hidden_layers}")
+        raise ConfigError(f"{name}: an EAGLE head here has one layer, its config has {config.num_hidden_layers}")
     if fields.get("target_hidden_size") not in (None, config.hidden_size):
-        raise ConfigError(f"{name}: its target's states are of another width than its own, which we cannot train")
+        raise ConfigError(f"{name}: training needs target states of the head's own width")
     if "sliding_attention" in (fields.get("layer_types") or ()):
-        raise ConfigError(f"{name}: its layer attends to a sliding window, which we cannot train")
+        raise ConfigError(f"{name}: its layer attends to a sliding window, which cannot be trained")
     return config
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """All weights by canonical name, without buffers that follow from others."""
+    """Read all weights by canonical name, without buffers that follow from others."""
     pickled = (folder / BIN_FILE).is_file() and not any(folder.glob(f"{WEIGHTS_FILE}*"))
     try:
         if pickled:
@@ -181,7 +181,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _even_out_biases(weights: dict[str, Tensor]) -> bool:
-    """Bring biases to Llama's, in place; whether attention has any."""
+    """Convert biases to Llama's form, in place; return True if attention has any."""
     biases = {part: f"{ATTENTION}{part}_proj.bias" for part in "qkvo"}
     of_fc = weights.pop("fc.bias", None)
     if of_fc is not None and bool(of_fc.any()):
@@ -200,7 +200,7 @@ def _even_out_biases(weights: dict[str, Tensor]) -> bool:
 
 
 def _draft_vocabulary(name: str | Path, weights: dict[str, Tensor], config: LlamaConfig) -> Tensor | None:
-    """The tokens that the head drafts, None for all; `d2t` is taken out of the weights."""
+    """Return the tokens that the head drafts, None for all; `d2t` is taken out of the weights."""
     d2t = weights.pop("d2t", None)
     if d2t is None:
         return None
@@ -214,7 +214,7 @@ def _aux_layers(name: str | Path, config: Mapping[str, Any]) -> tuple[int, ...] 
     nested = config.get("eagle_config") or {}
     layers = config.get(AUX_LAYERS) or nested.get(AUX_LAYERS)
     if nested.get("use_aux_hidden_state") is False:
-        raise ConfigError(f"{name}: an EAGLE-3 head that reads no states of inner layers is not one we can train")
+        raise ConfigError(f"{name}: an EAGLE-3 head that reads no states of inner layers cannot be trained")
     if layers is None:
         return None
     if not isinstance(layers, list) or layers != sorted(set(layers)):
@@ -230,7 +230,7 @@ def _check_embedding(name: str | Path, embedding: Tensor | None, target: str | P
     if of_target is not None and (
         embedding.shape != of_target.shape or not torch.allclose(embedding.float(), of_target.float(), 1e-2, 1e-3)
     ):
-        raise ConfigError(f"{name} has an embedding of its own and not that of {target}, with which we could train it")
+        raise ConfigError(f"{name} has an embedding of its own; training needs that of {target}")
 
 
 def _is_targets_lm_head(weights: Mapping[str, Tensor], target: str | Path) -> bool:

@@ -1,10 +1,10 @@
-"""What a drafter is taught by: `drafter_loss`, over one step or several unrolled ones, on packed sequences.
+"""Training objectives of a drafter: `drafter_loss`, over one step or several unrolled ones, on packed sequences.
 
-Step 0 drafts token t + 2 from the target's state at t, for every row. From row s on step i goes on as at inference: it
-reads the text's next token and the state that step i - 1 made, and attends to the keys of the target's states up to s
-and its own since. EAGLE (arXiv 2401.15077) teaches step 0 alone; HASS (arXiv 2408.15766) and EAGLE-3's training-time
-test (arXiv 2503.01840) teach the later ones too. The target's distributions follow from its captured states and LM
-head, so no pass of the target is needed.
+Step 0 drafts token t + 2 from the target's state at t, for every row. From row s on step i continues as at inference:
+it reads the text's next token and the state of step i - 1, and attends to the keys of the target's states up to s and
+its own since. EAGLE (arXiv 2401.15077) trains step 0 alone; HASS (arXiv 2408.15766) and EAGLE-3's training-time test
+(arXiv 2503.01840) train the later ones too. The target's distributions follow from its captured states and LM head, so
+no pass of the target is needed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .head import DrafterHead
 from .target import FrozenTarget
 
 MAX_LOGITS = 1 << 26
-"""Logits held at a time, of drafter and target each; what is beyond is computed twice instead of kept."""
+"""Logits held at a time, of drafter and target each; those beyond are recomputed instead of kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterLoss:
-    """Scalars of one batch: `loss` to go backward from, and what would be accepted.
+    """Scalars of one batch: `loss` to go backward from, and the acceptance.
 
-    `accept[i]`: mean target probability of the greedy token of step i, over the rows from which the drafter's tokens
-    of steps before were the text's: the share of them that rejection sampling keeps. `reached[i]` are
-    those rows; where there is none `accept[i]` is 0. `rows` are those that counted on step 0, whose token is the
-    response's; with none the loss is 0.
+    `accept[i]`: mean target probability of the greedy token of step i, over the rows whose earlier drafted tokens were
+    the text's; this is the share that rejection sampling accepts. `reached[i]` is the number of those rows; where it is
+    0 `accept[i]` is 0. `rows` is the number of rows that counted on step 0, whose token is the response's; with none
+    the loss is 0.
     """
 
     loss: Tensor
@@ -51,10 +51,10 @@ def drafter_loss(
     *,
     temperature: float = 1.0,
 ) -> DrafterLoss:
-    """The loss of one packed batch: a mean over rows whose token is the response's, then over steps by their weights.
+    """The loss of one packed batch: a mean over rows whose token is the response's, then over weighted steps.
 
     "eagle" and "hass" weigh steps alike, and a step is hidden_weight * SmoothL1(drafted state, target's next state) +
-    token_weight * CE(target's distribution, drafter's); "eagle3" and "mtp" are CE alone, step i weighing decay ** i. A
+    token_weight * CE(target's distribution, drafter's). "eagle3" and "mtp" are CE alone, step i weighing decay ** i. A
     drafter of a part of the vocabulary learns the target's distribution within that part. `temperature`, of the
     sampling, only counts in `accept`.
     """
@@ -102,11 +102,11 @@ class Chains:
         self.values: list[Tensor] = []
 
     def step(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Go one step on. Returns what step i of the chain from each row s (T) made.
+        """Run one step of the chain from each row s (T); return states, rows and a mask.
 
-        The states (T, H), which stand for the row after s + i; the rows s + i themselves (T), cut at the sequence's
-        last; and whether s + i is within the sequence (T). Beyond its end a chain repeats the last row's token, and
-        what it makes means nothing.
+        The states (T, H), of step i, stand for the row after s + i; the rows s + i themselves (T) are cut at the
+        sequence's last; the mask (T) is True where s + i is within the sequence. Beyond its end a chain repeats the
+        last row's token, and its states are meaningless.
         """
         batch, layer = self.batch, self.head.layer
         at = torch.minimum(self.rows + self.num_steps, self.last)
@@ -131,8 +131,10 @@ class Chains:
 def _token_loss(
     head: DrafterHead, frozen: FrozenTarget, drafted: Tensor, target: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of states drafted and the target's (N, H): mean cross-entropy, then for each row the target's probability, at a
-    temperature, of the drafter's greedy token (N), and that token's id (N)."""
+    """Return mean cross-entropy, and by row the target's probability of the drafter's greedy token, and its id.
+
+    Inputs are states drafted and the target's (N, H). The probability (N) is at a temperature; ids are (N).
+    """
 
     def part(drafted: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.no_grad():

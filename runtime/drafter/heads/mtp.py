@@ -1,11 +1,11 @@
-"""The MTP layer that a model brings along, in torch: MiMo's, which the run may train as it trains other heads.
+"""The MTP layer of a model's own, in torch: MiMo's, which the run may train as it trains other heads.
 
 Input t joins the target's hidden state at t, before its final norm, with the embedding of token t + 1, both normed; the
 embedding at position 0 counts as 0. A Qwen2 layer and a norm of its own follow, and the target's LM head on that gives
-token t + 2. From the second drafted token on the state is what the norm gave before. This is MiMo's MTP (arXiv
+token t + 2. From the second drafted token on the state is the norm's previous output. This is MiMo's MTP (arXiv
 2505.07608) as vLLM runs it (`MiMoMTP`, method "mtp"), which drafts any number of tokens with the one layer.
 
-In the model's checkpoint and in ours its weights are `model.mtp_layers.0.` `{token,hidden,final}_layernorm.weight`,
+In the model's checkpoint and in tltlab's its weights are `model.mtp_layers.0.` `{token,hidden,final}_layernorm.weight`,
 `input_proj.weight` (H, 2 H), and a layer's: `self_attn.{q,k,v}_proj.{weight,bias}`, `self_attn.o_proj.weight`,
 `mlp.{gate,up,down}_proj.weight`, `{input,post_attention}_layernorm.weight`.
 """
@@ -84,7 +84,7 @@ class MtpHead(DrafterHead):
         return {**self.config.to_dict(), "architectures": [ARCHITECTURE]}
 
     def take_checkpoint(self, name: str | Path, weights: Mapping[str, Tensor]) -> None:
-        """Have the weights of a checkpoint, by its names. ConfigError where one is missing or of another shape."""
+        """Load the weights of a checkpoint, by its names. ConfigError where one is missing or of another shape."""
         self.take_weights(name, self._by_own_names(weights))
 
     def _by_own_names(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,11 +93,11 @@ class MtpHead(DrafterHead):
 
 
 def brought_along(target_folder: str | Path) -> MtpHead:
-    """The MTP layer of the model in a folder. ConfigError for one that has none, or another than MiMo's."""
+    """Read the MTP layer of the model in a folder. ConfigError for one that has none, or another than MiMo's."""
     target = read_config(target_folder)
     if not is_mimo(target):
         raise ConfigError(
-            f"{target_folder} is no MiMo with an MTP layer, the one kind that is trained here; those of other models "
+            f"{target_folder} is no MiMo with an MTP layer, the only kind trained here; MTP layers of other models "
             'draft as they are: rollout.drafters.mtp = {kind = "learned", method = "mtp"}'
         )
     head = MtpHead(layer_config(target))
@@ -106,13 +106,13 @@ def brought_along(target_folder: str | Path) -> MtpHead:
 
 
 def mtp_weights(target_folder: str | Path) -> dict[str, Tensor]:
-    """The weights of the MTP layer that the model in a folder or of the Hub brings along, none where it has none."""
+    """Read the weights of the MTP layer of the model in a folder or of the Hub; empty where it has none."""
     folder = local_folder(target_folder)
     return read_weights(folder, MtpHead(layer_config(read_config(folder))).serving_weights())
 
 
 def fresh_mtp(target: PretrainedConfig, seed: int) -> MtpHead:
-    """An MTP layer of random weights for a target of this shape; its branches add nothing yet."""
+    """Return an MTP layer of random weights for a target of this shape; its branches add nothing yet."""
     head = MtpHead(layer_config(target))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def fresh_mtp(target: PretrainedConfig, seed: int) -> MtpHead:
 
 
 def read_mtp(folder: Path) -> MtpHead | None:
-    """The MTP layer that a run has saved in a folder; None where it holds something else. ConfigError if damaged."""
+    """Read the MTP layer that a run has saved in a folder; None for anything else, ConfigError if damaged."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
@@ -141,7 +141,7 @@ def read_mtp(folder: Path) -> MtpHead | None:
 
 
 def save_with_mtp(model: Any, folder: str | Path, weights: Mapping[str, Tensor], layer: Mapping[str, Tensor]) -> None:
-    """Write a transformers model as the MiMo it is: its `weights`, and those of the MTP `layer` that it lacks."""
+    """Write a transformers model as a MiMo: its `weights`, and those of the MTP `layer` that it lacks."""
     model.save_pretrained(folder, state_dict={**weights, **layer}, max_shard_size="5GB")
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text()) | {"architectures": [MIMO], "num_nextn_predict_layers": 1}

@@ -1,4 +1,4 @@
-"""What a drafter shares with its target, frozen: embedding and LM head; and the target's hidden states along a text."""
+"""The frozen parts of the target that a drafter shares, embedding and LM head, and the target's hidden states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 from tltlab.errors import ConfigError, one_line
 
 MIMO = "MiMoForCausalLM"
-"""The architecture whose hidden states vLLM hands on before its final norm, as its MTP layer reads them."""
+"""The architecture whose hidden states vLLM hands over before its final norm, as its MTP layer reads them."""
 
 WEIGHTS_FILE = "model.safetensors"
 EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -28,7 +28,7 @@ EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", 
 class FrozenTarget:
     """The target's embedding (V, H) and LM head (V, H); one tensor where the target ties them. No gradient reaches it.
 
-    Of a target whose states come before its final RMSNorm it has that too: weight `norm` (H) and epsilon.
+    A target whose states come before its final RMSNorm also has weight `norm` (H) and epsilon.
 
     >>> FrozenTarget.from_folder("my-target").lm_head.shape                                         # doctest: +SKIP
     torch.Size([24, 64])
@@ -56,7 +56,7 @@ class FrozenTarget:
 
     @classmethod
     def of(cls, model: Any) -> FrozenTarget:
-        """From a Hugging Face model, whose own tensors these are."""
+        """Take the tensors of a Hugging Face model."""
         embedding, lm_head, norm = (
             part.weight.detach()
             for part in (model.get_input_embeddings(), model.get_output_embeddings(), model.base_model.norm)
@@ -64,13 +64,13 @@ class FrozenTarget:
         return cls(embedding=embedding, lm_head=lm_head, **_norm(norm, model.config))
 
     def logits(self, states: Tensor) -> Tensor:
-        """What the target makes of its hidden states (..., H) as they were captured: logits (..., V)."""
+        """Return logits (..., V) of the target's captured hidden states (..., H)."""
         if self.norm is not None:
             states = functional.rms_norm(states, states.shape[-1:], self.norm, self.eps)
         return states @ self.lm_head.T
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> FrozenTarget:
-        """The same on a device, in another dtype if one is given; what is tied stays tied."""
+        """Return a copy on a device, in another dtype if one is given; tied tensors stay tied."""
         embedding = self.embedding.to(device, dtype)
         tied = self.lm_head is self.embedding
         return replace(
@@ -82,7 +82,7 @@ class FrozenTarget:
 
 
 def is_mimo(config: Any) -> bool:
-    """Whether a target's states are those before its final norm."""
+    """Return True if a target's states are those before its final norm."""
     return bool(getattr(config, "architectures", None) == [MIMO])
 
 
@@ -91,7 +91,7 @@ def _norm(weight: Tensor, config: Any) -> dict[str, Any]:
 
 
 def local_folder(name: str | Path) -> Path:
-    """A model's folder: `name` itself, or what the Hugging Face Hub's cache has of that model, fetched where it may be.
+    """Return a model's folder: `name` itself, or that in the Hugging Face Hub's cache, downloaded if possible.
 
     ConfigError where there is none.
     """
@@ -103,7 +103,9 @@ def local_folder(name: str | Path) -> Path:
         raise ConfigError(f"{name}: no such folder") from error
     except OSError as error:
         cause = one_line(error)[:200]
-        raise ConfigError(f"{name}: no such folder, and the Hugging Face Hub's is not to be had: {cause}") from error
+        raise ConfigError(
+            f"{name}: no such folder, and it cannot be downloaded from the Hugging Face Hub: {cause}"
+        ) from error
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
@@ -115,7 +117,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
 
 
 def read_weights(folder: str | Path, names: Collection[str]) -> dict[str, Tensor]:
-    """Those of the named weights that a checkpoint folder holds, and no others. ConfigError where it is unreadable."""
+    """Read those of the named weights that a checkpoint folder holds. ConfigError where it is unreadable."""
     folder = local_folder(folder)
     try:
         return read_safetensors(folder, names)
@@ -124,9 +126,9 @@ def read_weights(folder: str | Path, names: Collection[str]) -> dict[str, Tensor
 
 
 def read_safetensors(folder: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """The tensors of a folder's file or files, all or those of `names` that are there.
+    """Read the tensors of a folder's file or files, all or those of `names` that are there.
 
-    Raises OSError, SafetensorError, ValueError and KeyError for what cannot be read.
+    Raises OSError, SafetensorError, ValueError and KeyError for unreadable files.
     """
     index, files = folder / f"{WEIGHTS_FILE}.index.json", [WEIGHTS_FILE]
     if index.is_file():
@@ -142,11 +144,11 @@ def read_safetensors(folder: Path, names: Collection[str] | None = None) -> dict
 
 @torch.no_grad()
 def hidden_states_of(model: Any, token_ids: Tensor, aux_layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """The hidden states of a Hugging Face model along `token_ids` (N), by one pass.
+    """Return the hidden states of a Hugging Face model along `token_ids` (N), by one pass.
 
-    Returns the last ones, after the final norm (before it, where `is_mimo`), (N, H), and those that enter the layers
-    `aux_layers`, side by side in that order, (N, A H), or None for no layers. The number of layers itself means what
-    the last layer gives, before the final norm, as in vLLM.
+    The first result are the last states, after the final norm (before it, where `is_mimo`), (N, H). The second are the
+    inputs of the layers `aux_layers`, side by side in that order, (N, A H), or None for no layers. The number of layers
+    itself means the output of the last layer, before the final norm, as in vLLM.
     """
     base = model.base_model
     entering: dict[int, Tensor] = {}

@@ -1,1 +1,1 @@
-"""Drafters trained, evaluated and exported apart from an RL run."""
+"""Training, evaluation and export of drafters apart from an RL run."""

@@ -1,12 +1,12 @@
-"""What learned drafters would have had accepted along recorded text, teacher-forced in torch.
+"""Acceptance of learned drafters along recorded text, teacher-forced in torch.
 
-Only leading matches count, so a chain is followed only while it repeats the recorded text. A draft model then sees
-nothing but recorded tokens: one pass over the text tells its greedy token everywhere, and the accepted length at a
-position is the run of hits from there, cut at the depth. EAGLE heads, which feed on their own states, are followed by
+Only leading matches count, so a chain is followed only while it repeats the recorded text. A draft model then reads
+recorded tokens only: one pass over the text gives its greedy token everywhere, and the accepted length at a position is
+the run of hits from there, cut at the depth. EAGLE heads, which read their own states, are followed by
 `chains.kept_along`, from the states of one pass of the target.
 
-Drafts are greedy, as vLLM's are by default. Text is taken to be sampled by the target that is given; for an RL step of
-other weights the target's hidden states, and with them an EAGLE head's drafts, are not those of the run.
+Drafts are greedy, as vLLM's are by default. The given target counts as the one that sampled the text. For an RL step of
+other weights the target's hidden states, and with them an EAGLE head's drafts, differ from those of the run.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from .data import along, load_target
 
 
 def learned_annotator(method: str, model: str, target: str | None) -> TeacherForced:
-    """The annotator of a checkpoint folder; `method` is "draft_model", "eagle", "eagle3", or "learned": what it holds.
+    """Return the annotator of a checkpoint folder of a `method`; "learned" detects the method.
 
-    A head needs `target`, the folder of the model that it drafts for. Raises ConfigError.
+    Methods are "draft_model", "eagle" and "eagle3". A head needs `target`, the folder of the model that it drafts for.
+    Raises ConfigError.
     """
     if not model or not Path(model).is_dir():
         raise ConfigError(
@@ -59,7 +60,7 @@ def learned_annotator(method: str, model: str, target: str | None) -> TeacherFor
 
 
 class TeacherForced(ABC):
-    """Annotates responses one by one; subclasses say what is kept along one text."""
+    """Annotates responses one by one; subclasses define `kept` along one text."""
 
     vocabulary: int
 
@@ -80,11 +81,11 @@ class TeacherForced(ABC):
 
     @abstractmethod
     def kept(self, text: Tensor, start: int, max_depth: int) -> Tensor:
-        """Of text (T), the tokens kept of a draft at each position from `start` on: (T - start) integers."""
+        """Return the accepted tokens of a draft at each position of text (T) from `start` on: (T - start) integers."""
 
 
 class DraftModel(TeacherForced):
-    """A language model of the target's vocabulary."""
+    """A language model with the target's vocabulary as drafter."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -95,12 +96,12 @@ class DraftModel(TeacherForced):
             return torch.zeros(len(text) - start)
         text = text.to(self.model.device)
         hidden = self.model.base_model(input_ids=text[None, :-1], use_cache=False).last_hidden_state[0]
-        # Nothing can be drafted before a text's first token.
+        # There is no draft before a text's first token.
         first = max(start, 1)
         lm_head = self.model.get_output_embeddings()
         greedy = torch.cat([lm_head(part).argmax(-1) for part in hidden[first - 1 :].split(CHUNK)])
         hits, number = greedy == text[first:], torch.arange(len(greedy), device=text.device)
-        # Where the next miss is, from each position on: hits [1, 1, 0, 1] have runs of [2, 1, 0, 1].
+        # Position of the next miss, from each position on: hits [1, 1, 0, 1] have runs of [2, 1, 0, 1].
         misses = torch.where(hits, len(hits), number).flip(0).cummin(0).values.flip(0)
         return functional.pad((misses - number).clamp(max=max_depth), (first - start, 0)).cpu()
 

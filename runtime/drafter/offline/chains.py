@@ -1,11 +1,11 @@
-"""What a drafter would have had accepted along a text, from captured states: `kept_along`, and what follows from it.
+"""Acceptance of a drafter along a text, from captured states: `kept_along`, and figures derived from it.
 
-Only leading matches count, so a chain is followed only while it repeats the text. An EAGLE head feeds on its own states
-instead of the target's from the second drafted token on: depth d takes a d-th pass, over the positions that are still
-matching. Drafts are greedy, as vLLM's are by default. No pass of the target is needed.
+Only leading matches count, so a chain is followed only while it repeats the text. An EAGLE head reads its own states
+instead of the target's from the second drafted token on: depth d takes a d-th pass, over the positions that still
+match. Drafts are greedy, as vLLM's are by default. No pass of the target is needed.
 
-A rejected draft is never the text's token, so along a text that an engine generated the passes that it made (`walk`)
-follow exactly, at any temperature: only the rounding of two programs differs.
+A rejected draft is never the text's token, so along a text that an engine generated its passes (`walk`) follow exactly,
+at any temperature, up to rounding differences of two programs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ CHUNK = 256
 
 @torch.inference_mode()
 def kept_along(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence, max_depth: int) -> Tensor:
-    """Accepted-if-drafted at each position of the response in a sequence: uint8 (response tokens).
+    """Return the accepted tokens at each position of the response in a sequence: uint8 (response tokens).
 
-    Position p's draft begins with the token there, so it is what vLLM verifies when p - 1 is the newest token known.
-    Positions with fewer than two tokens of the sequence before them have no draft, and 0. The head and `frozen` are on
-    one device and of one dtype, to which the sequence's states are brought.
+    Position p's draft begins with the token there, so vLLM verifies it when p - 1 is the newest token known. Positions
+    with fewer than two tokens of the sequence before them have no draft, and 0. The head and `frozen` are on one device
+    and of one dtype, to which the sequence's states are converted.
 
     >>> kept_along(head, frozen, sequence, max_depth=8)                                             # doctest: +SKIP
     tensor([2, 1, 0, 8, 7], dtype=torch.uint8)
@@ -43,7 +43,7 @@ def kept_along(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequen
     kept = torch.zeros(len(text) - start, dtype=torch.uint8, device=device)
     if len(text) < 3 or start == len(text):
         return kept.cpu()
-    # The state of the last token that has one is for a draft beyond the text.
+    # The last state is for a draft beyond the text.
     hidden = sequence.hidden[: len(text) - 2].to(device, dtype)
     aux = None if sequence.aux is None else sequence.aux[: len(text) - 2].to(device, dtype)
     embedded = functional.embedding(text, frozen.embedding)
@@ -74,10 +74,10 @@ class _Run:
     values: Tensor
 
     def follow(self, at: Tensor, residual: Tensor, q: Tensor, max_depth: int) -> Tensor:
-        """Tokens kept of the chains whose first draft is that of the inputs `at` (A): uint8 (A).
+        """Return the accepted tokens of the chains whose first draft is that of the inputs `at` (A): uint8 (A).
 
-        `residual` (A, H) and `q` (A, heads, D) are those of these inputs. A chain sees the keys up to its own input,
-        and its own later ones.
+        `residual` (A, H) and `q` (A, heads, D) are those of these inputs. A chain attends to the keys up to its own
+        input, and its own later ones.
         """
         layer, text = self.head.layer, self.text
         mask = torch.arange(self.keys.shape[1], device=at.device) <= at[:, None]
@@ -104,8 +104,11 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainAcceptance:
-    """`accept_length`: 1 + mean accepted tokens of a draft. `positions[i]`: the share of drafts of which token i was
-    kept among those of which all before it were, None where there was none; `drafts`: how many drafts that is from."""
+    """Acceptance of a head's drafts.
+
+    `accept_length`: 1 + mean accepted tokens of a draft. `positions[i]`: the acceptance rate of token i given that all
+    tokens before it were accepted, None where there was no such draft. `drafts`: the number of drafts.
+    """
 
     accept_length: float
     positions: list[float | None]
@@ -115,15 +118,15 @@ class ChainAcceptance:
 def acceptance_along(
     head: DrafterHead, frozen: FrozenTarget, sequences: Iterable[TrainingSequence], max_depth: int
 ) -> ChainAcceptance:
-    """Of drafts of `max_depth` tokens at every position of the responses in `sequences`.
+    """Return the acceptance of drafts of `max_depth` tokens at every position of the responses in `sequences`.
 
-    Where the text ends in mid-draft only the tokens up to there count.
+    A draft at the end of the text counts up to there.
     """
     reached, kept_at = torch.zeros(max_depth), torch.zeros(max_depth)
     drafts = total = 0
     depths = torch.arange(max_depth)
     for sequence in sequences:
-        # At the positions that can have a draft, with the tokens of the text from there on.
+        # Positions that can have a draft, with the tokens of the text from there on.
         first = max(0, 2 - sequence.prompt_tokens)
         kept = kept_along(head, frozen, sequence, max_depth).long()[first:]
         room = torch.arange(len(kept), 0, -1)
@@ -135,9 +138,9 @@ def acceptance_along(
 
 
 def walk(kept: Sequence[int]) -> list[int]:
-    """Positions of a response at which an engine verifies a draft, of the tokens kept of a draft at each position.
+    """Return the positions of a response at which an engine verifies a draft, given accepted tokens by position.
 
-    The first token comes with the prompt's pass; each later pass gives what it keeps and one token more.
+    The first token comes with the prompt's pass; each later pass gives its accepted tokens and one more.
 
     >>> walk([0, 2, 9, 9, 0, 1, 9])
     [1, 4, 5]
@@ -150,7 +153,7 @@ def walk(kept: Sequence[int]) -> list[int]:
 
 
 def chances(drafts: int, kept: Sequence[int]) -> list[float | None]:
-    """The share of drafts of which token i was kept, of those of which all before it were; None where none was.
+    """Return acceptance rates of token i given all tokens before it; None where there was no such draft.
 
     >>> chances(4, [3, 1])
     [0.75, 0.3333333333333333]

@@ -1,9 +1,9 @@
-"""A drafter's head as a checkpoint that stock vLLM serves, checked there before it is handed out.
+"""Export of a drafter's head as a checkpoint for stock vLLM, with a check of its acceptance there.
 
-A head of ours shares the target's embedding and LM head. The exported checkpoint brings its own: `embed_tokens.weight`
-and, for an EAGLE-3 head, `lm_head.weight`. vLLM's EAGLE class has no LM head of its own and refuses a checkpoint with
-one, so an EAGLE head goes on using the target's. vLLM compares both with the target's and shares those that are equal.
-EAGLE-3 heads are written in the format of speculators, or in EAGLE's and SpecForge's, without the embedding.
+A head here shares the target's embedding and LM head. The exported checkpoint has its own: `embed_tokens.weight` and,
+for an EAGLE-3 head, `lm_head.weight`. vLLM's EAGLE class has no LM head of its own and refuses a checkpoint with one,
+so an EAGLE head uses the target's. vLLM compares both with the target's and shares equal ones. EAGLE-3 heads are
+written in the format of speculators, or in EAGLE's and SpecForge's, without the embedding.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ from .warm_up import MARKER as TRAINED
 
 MARKER = "export.json"
 ROUNDING = 0.05
-"""Share of the expected accept length that two programs' rounding may cost; chance has no part in the comparison."""
+"""Tolerated relative loss of accept length from rounding; the comparison has no sampling error."""
 
 
 class ExportConfig(FrozenModel):
-    """How an exported drafter is checked: `prompts` prompts, responses of at most `max_response_tokens`, greedily and
-    at `temperature`, with drafts of `depth` tokens. `layout` is that of an EAGLE-3 head's checkpoint."""
+    """Check of an exported drafter: `prompts` prompts, responses of at most `max_response_tokens`.
+
+    Responses are greedy and at `temperature`, with drafts of `depth` tokens. `layout` is that of an EAGLE-3 head's
+    checkpoint.
+    """
 
     prompts: Annotated[int, Field(ge=1)] = 10
     max_response_tokens: Annotated[int, Field(ge=2)] = 128
@@ -56,9 +59,9 @@ class ExportConfig(FrozenModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSource:
-    """What is exported: a head's folder, its target's, and prompts to check it on, in a column of a file or in a trace.
+    """Source of an export: a head's folder, its target's, and prompts for the check, in a file's column or in a trace.
 
-    With `chat` they go through the target's chat template.
+    With `chat` prompts go through the target's chat template.
     """
 
     head: Path
@@ -70,12 +73,11 @@ class ExportSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportCheck:
-    """Stock vLLM's acceptance of a drafter beside what its head should have had on the same responses.
+    """Stock vLLM's acceptance of a drafter beside the expected one of its head on the same responses.
 
     Accept lengths are response tokens per pass that verified a draft, the first token of each response left out.
-    `positions[i]`: the share of drafts of which token i was kept, given those before it. `first_kept`, the share of
-    drafts of which any token was; `commonest` is the share of the responses' commonest token, which always drafting
-    that one would have had.
+    `positions[i]`: the acceptance rate of token i, given those before it. `first_kept`: the share of drafts with an
+    accepted token. `commonest`: the share of the responses' commonest token, which a constant draft of it would have.
     """
 
     temperature: float
@@ -89,7 +91,7 @@ class ExportCheck:
 
     @property
     def fault(self) -> str:
-        """Why the checkpoint is not good enough to hand out, in a sentence; empty where it is."""
+        """Why the checkpoint is not exported, in a sentence; empty where it is."""
         at = f"at temperature {self.temperature:g}"
         expected, measured = self.expected_accept_length, self.measured_accept_length
         if measured < (1 - ROUNDING) * expected:
@@ -114,10 +116,10 @@ class ExportCheck:
 def export_drafter(
     source: ExportSource, out: str | Path, config: ExportConfig, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Write a head with its embedding and LM head to `out`, in one move, once stock vLLM accepts what it should.
+    """Write a head with its embedding and LM head to `out`, atomically, once stock vLLM accepts its drafts.
 
-    Returns what `export.json` beside it says. InputError for wrong input; RunError, and no folder left, where stock
-    vLLM does not load the checkpoint or its acceptance falls short.
+    Return the contents of `export.json`. InputError for wrong input; RunError, and no folder left, where stock vLLM
+    does not load the checkpoint or its acceptance falls short.
     """
     out = Path(out)
     began = time.perf_counter()
@@ -175,9 +177,9 @@ def find_source(
     prompt_column: str | None = None,
     chat: bool | None = None,
 ) -> ExportSource:
-    """The head, target and prompts of a run's folder or a head's; what is given wins over what these say.
+    """Return the head, target and prompts of a run's folder or a head's; arguments override the folder's.
 
-    ConfigError where one of them is not to be found.
+    ConfigError where one of them cannot be found.
     """
     path = Path(path)
     paths: dict[str, Any] = {}
@@ -204,7 +206,7 @@ def find_source(
         if value is not None
     }
     if model is None and "model" not in paths:
-        raise ConfigError(f"{path} does not say which model it drafts for: give --model")
+        raise ConfigError(f"{path} has no record of the model that it drafts for: give --model")
     target = Path(model or paths["model"])
     if not target.is_dir():
         raise ConfigError(f"{target}: no such folder; the target's weights must be in a folder here, give --model")
@@ -222,10 +224,10 @@ def find_source(
 
 
 def _resolved(path: str | Path, source: Path, from_folders: Sequence[str]) -> Path:
-    """Where a path lies that a run or a head names, from wherever it is asked: as it was when that was made.
+    """Resolve a path in a run's or a head's file, from any current folder.
 
-    Then it was relative to a folder above the source, as a rule, or to one that a run names; failing these, it is
-    relative to the current one.
+    It was relative to a folder above the source, as a rule, or to one that a run names; failing these, it is relative
+    to the current one.
     """
     folders = [*source.resolve().parents, *map(Path, from_folders)]
     return next((folder / path for folder in folders if (folder / path).exists()), Path(path))
@@ -239,10 +241,10 @@ def write_checkpoint(
     layout: Literal["speculators", "eagle"] = "speculators",
     depth: int = 5,
 ) -> None:
-    """Write the head, in the target's dtype, with what it shared.
+    """Write the head, in the target's dtype, with the parts that it shared.
 
     In speculators' layout an EAGLE-3 head's config names its verifier and drafts of `depth` tokens, so that the
-    checkpoint can be served by its folder alone (`vllm serve FOLDER`); vLLM knows no such config of an EAGLE head.
+    checkpoint can be served by its folder alone (`vllm serve FOLDER`); vLLM supports no such config of an EAGLE head.
     """
     if isinstance(head, Eagle3Head):
         head.verifier, head.depth = str(target.resolve()), depth
@@ -260,17 +262,17 @@ def write_checkpoint(
 def compare(
     folder: Path, head: DrafterHead, target: Path, prompts: Sequence[Sequence[int]], config: ExportConfig
 ) -> list[ExportCheck]:
-    """Have stock vLLM answer the prompts with the checkpoint in `folder`, greedily and at the temperature.
+    """Run the prompts in stock vLLM with the checkpoint in `folder`, greedily and at the temperature.
 
-    What is expected is what `head` has on the responses that came back.
+    The expected acceptance is that of `head` on the same responses.
     """
     positions = read_config(target).max_position_embeddings
-    # vLLM drafts no more where a draft after the one that it verifies would reach beyond its context.
+    # vLLM stops drafting where the draft after the current one would exceed its context.
     beside = max(map(len, prompts)) + 2 * config.depth
     most = min(config.max_response_tokens, positions - beside)
     if most < 2:
         raise ConfigError(f"the prompts leave no room in the model's context of {positions} tokens")
-    # vLLM wants KV memory for its whole context, which for many models is more than there is.
+    # vLLM needs KV memory for its whole context, which many models do not leave.
     engine = StockEngine(
         target, folder, method=head.method, depth=config.depth, max_model_len=beside + most, seed=config.seed
     )
@@ -290,7 +292,7 @@ def compare(
 
 
 def _check(temperature: float, run: StockRun, kept: Sequence[Sequence[int]], depth: int) -> ExportCheck:
-    """`kept`: the tokens that a draft of the head would have had at each position of each response."""
+    """Compare a run with `kept`, the head's accepted tokens at each position of each response."""
     if not run.num_drafts:
         raise RunError("the model's responses are too short for a single draft: give other --prompts")
     kept_at, passes, tokens = np.zeros(depth, np.int64), 0, 0

@@ -1,4 +1,4 @@
-"""Figures of a learned drafter from a run's trace: what was kept of its drafts, and what its training took and gave."""
+"""Figures of a learned drafter from a run's trace: acceptance of its drafts, costs and results of its training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .chains import chances, walk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Drafts of one RL step. `kept[i]`: how many had their first i + 1 tokens kept."""
+    """Drafts of one RL step. `kept[i]`: the number of drafts with at least i + 1 accepted tokens."""
 
     rl_step: int
     drafts: int
@@ -30,10 +30,10 @@ class Kept:
 
 
 def live_drafts(trace: Trace, drafter: str) -> list[Kept]:
-    """What the engines kept of the drafts of one drafter, by RL step; those in which it drafted nothing are left out.
+    """Return the accepted drafts of one drafter, by RL step; RL steps without drafts of it are left out.
 
-    Iterations in which some request was drafted fewer tokens than the others, near its end, are not counted: rows do
-    not say which one.
+    Iterations in which some request had fewer drafted tokens than the others, near its end, are not counted: rows do
+    not identify the request.
     """
     rows = trace.iterations
     if rows is None:
@@ -51,10 +51,10 @@ def live_drafts(trace: Trace, drafter: str) -> list[Kept]:
 
 
 def annotated_drafts(trace: Trace) -> list[tuple[Kept, Kept]]:
-    """The drafter that the run began with and the one in service, on the same responses, by RL step.
+    """Return drafts of the initial drafter and of the one in service, on the same responses, by RL step.
 
-    From the rows of `acceptance`: the fewest and the most updates annotated of a response; RL steps in which the first
-    one was not annotated are left out. Drafts are those that an engine would verify one after the other.
+    From the rows of `acceptance`: the fewest and the most updates annotated of a response; RL steps in which the
+    initial one was not annotated are left out. Drafts are those that an engine would verify one after the other.
     """
     rows = trace.acceptance
     if rows is None:
@@ -85,7 +85,7 @@ def _drafts_of(rl_step: int, accepted: Sequence[int], depth: int) -> Kept:
 
 
 def by_position(steps: Sequence[Kept]) -> list[float | None]:
-    """`chances` of the drafts of some RL steps."""
+    """Return `chances` of the drafts of some RL steps."""
     depth = max((len(step.kept) for step in steps), default=0)
     kept = [sum(step.kept[i] for step in steps if i < len(step.kept)) for i in range(depth)]
     return chances(sum(step.drafts for step in steps), kept)
@@ -102,9 +102,12 @@ def last_third(steps: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleTime:
-    """One RL step's rollout, in seconds summed over workers: `idle` after a worker's last token, of which trainers
-    `held` the device, in which `train_s` were updates. `wait_s`: from the last token of all to the rollout's end;
-    `yield_s`: from the order to stop to the free device, of each trainer that was told to."""
+    """One RL step's rollout, in seconds summed over workers.
+
+    `idle_s` after a worker's last token, of which trainers `held_s` the device, in which `train_s` were updates.
+    `wait_s`: from the last token of all to the rollout's end. `yield_s`: from the order to stop to the free device, for
+    each trainer that received one.
+    """
 
     rl_step: int
     rollout_s: float
@@ -117,10 +120,10 @@ class IdleTime:
 
 
 def idle_times(trace: Trace) -> list[IdleTime]:
-    """How the workers' idle time was used, by RL step, from `steps`, `iterations` and `spot_training`.
+    """Return the use of the workers' idle time, by RL step, from `steps`, `iterations` and `spot_training`.
 
-    Idle time ends with the last token of the rollout: what comes after it is waiting. A trainer's period counts as far
-    as it lies in its worker's idle time, and its updates in proportion.
+    Idle time ends with the last token of the rollout: later time is waiting. A trainer's period counts as far as it
+    lies in its worker's idle time, and its updates in proportion.
     """
     steps, iterations, training = trace.steps, trace.iterations, trace.spot_training
     if steps is None or iterations is None:
@@ -151,5 +154,5 @@ def idle_times(trace: Trace) -> list[IdleTime]:
 
 
 def _overlap_s(row: dict[Any, Any], idle_from: float, idle_until: float) -> float:
-    """Seconds of a training period between two times."""
+    """Return the seconds of a training period between two times."""
     return max(float(min(row["t_start"] + row["duration"], idle_until) - max(row["t_start"], idle_from)), 0.0)

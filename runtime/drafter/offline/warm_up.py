@@ -43,16 +43,16 @@ from .data import (
 
 MARKER = "training.json"
 FIT_TOKENS = 8192
-"""Tokens that a fresh EAGLE head's first layer is fitted to before its updates."""
+"""Tokens for the initial fit of a fresh EAGLE head's first layer."""
 
 
 class WarmUpConfig(FrozenModel):
-    """How `train_drafter` trains.
+    """Settings of `train_drafter`.
 
-    At most `updates` updates of `tokens_per_update` tokens; every `check_every` the acceptance of drafts of `depth`
-    tokens is measured on held-out responses, `heldout` of the prompts, and training stops where their accept length
-    reaches `until_accept_length`. `head` is a checkpoint to go on from. Of the target's hidden states at most
-    `max_bytes` stay on the host; what is beyond is computed again.
+    At most `updates` updates of `tokens_per_update` tokens. Every `check_every` updates the acceptance of drafts of
+    `depth` tokens is measured on held-out responses, `heldout` of the prompts, and training stops where their accept
+    length reaches `until_accept_length`. `head` is a checkpoint to continue from. At most `max_bytes` of the target's
+    hidden states stay on the host; others are recomputed.
     """
 
     loss: LossConfig = LossConfig()
@@ -72,13 +72,13 @@ class WarmUpConfig(FrozenModel):
 def train_drafter(
     model: str | Path, data: str | Path, out: str | Path, config: WarmUpConfig, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Train a drafter for the model in a folder on texts of `data`; write its checkpoint to `out` in one move.
+    """Train a drafter for the model in a folder on texts of `data`; write its checkpoint to `out` atomically.
 
-    Returns what `training.json` beside it says: settings, data, and held-out acceptance and loss `before` and `after`.
-    An earlier checkpoint there is replaced; anything else is an InputError, as is wrong input. The same arguments give
-    the same weights on the same machine, but for text that an engine generates.
+    Return the contents of `training.json`: settings, data, and held-out acceptance and loss `before` and `after`. An
+    earlier checkpoint there is replaced; anything else is an InputError, as is wrong input. The same arguments give the
+    same weights on the same machine, except for text that an engine generates.
 
-    >>> train_drafter("models/tiny", "models/tiny/train.jsonl", "heads/tiny", WarmUpConfig(), print)  # doctest: +SKIP
+    >>> train_drafter("tiny", "tiny/train.jsonl", "heads/tiny", WarmUpConfig(), print)  # doctest: +SKIP
     """
     out = Path(out)
     began = time.perf_counter()
@@ -138,7 +138,7 @@ def train_drafter(
 
 
 def _head(model: Path, config: WarmUpConfig) -> DrafterHead:
-    """The head to train. ConfigError where the one to go on from does not fit the loss or the model."""
+    """Return the head to train. ConfigError where the given one does not fit the loss or the model."""
     if not model.is_dir():
         raise ConfigError(f"{model}: no such folder; the target is a Hugging Face model in a folder")
     if config.head is None:
@@ -155,7 +155,7 @@ def _head(model: Path, config: WarmUpConfig) -> DrafterHead:
 def _texts(
     model: str, data: str | Path, config: WarmUpConfig, progress: Callable[[str], None]
 ) -> tuple[list[PromptedText], list[PromptedText]]:
-    """Texts to train on and held-out ones, their responses generated where the data has none."""
+    """Return texts to train on and held-out ones, their responses generated where the data has none."""
     shape = read_config(model)
     texts = read_texts(data, config.texts, load_tokenizer(model), np.random.default_rng([config.seed, 0]))
     if not any(text.token_ids for text in texts):
@@ -174,7 +174,7 @@ def _texts(
 def _measured(
     head: DrafterHead, frozen: FrozenTarget, heldout: Sequence[PromptedText], states: TargetStates, config: WarmUpConfig
 ) -> dict[str, Any]:
-    """Acceptance and mean loss of a row on held-out texts. RunError where that loss is not finite."""
+    """Return acceptance and mean loss of a row on held-out texts. RunError where that loss is not finite."""
     total, rows = 0.0, 0
 
     def each() -> Iterator[TrainingSequence]:

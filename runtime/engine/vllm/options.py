@@ -143,10 +143,10 @@ def vllm_options(
     and `vllm serve` in a file for `--config`, as flags, none of them false. OpenRLHF and TRL take no arguments for
     their engines: for them the result is environment variables (`Variables`).
 
-        >>> sorted(vllm_options("beg-mab"))
-        ['additional_config', 'async_scheduling', 'scheduler_cls', 'speculative_config']
-        >>> vllm_options("beg-mab", for_="verl")["no-async-scheduling"], vllm_options("beg-mab", for_="trl")
-        (True, {'TLTLAB_POLICY': 'beg-mab'})
+    >>> sorted(vllm_options("beg-mab"))
+    ['additional_config', 'async_scheduling', 'scheduler_cls', 'speculative_config']
+    >>> vllm_options("beg-mab", for_="verl")["no-async-scheduling"], vllm_options("beg-mab", for_="trl")
+    (True, {'TLTLAB_POLICY': 'beg-mab'})
     """
     if policy is None and record is None:
         raise ConfigError("nothing to do for the engine: give a policy, a folder to record to, or both")
