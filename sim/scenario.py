@@ -248,7 +248,7 @@ class Scenario(SimulationConfig):
         speculates = any(s.speculates for s in strategies)
         beyond = [*evidence.beyond(s.draft_depth for s in strategies), *outside]
         return {
-            "distance": "never measured" if beyond else evidence.distance,
+            "distance": evidence.distance_of(speculates=speculates, beyond=beyond),
             "says": evidence.says(speculates=speculates, beyond=beyond),
             "error": evidence.error(speculates=speculates, extrapolated=bool(beyond)),
             "speedup_error": evidence.speedup_error(extrapolated=bool(beyond)) if speculates else None,

@@ -85,11 +85,11 @@ def accuracy(
 
     Example: tltlab bench accuracy --data measurements
     """
-    from .presets.accuracy import TEXT, rows, summary
+    from .presets.accuracy import TEXT, coverage, rows, summary
 
-    table = rows(data, left_out=left_out)
-    text = shown({"rows": (table if every else summary(table)).to_dict("records")}, TEXT)
-    emit({"rows": table.to_dict("records")}, as_json=as_json, text=text)
+    table, covered = rows(data, left_out=left_out), coverage(data, left_out=left_out).to_dict("records")
+    text = shown({"rows": (table if every else summary(table)).to_dict("records"), "coverage": covered}, TEXT)
+    emit({"rows": table.to_dict("records"), "coverage": covered}, as_json=as_json, text=text)
 
 
 @app.command()

@@ -24,6 +24,8 @@ from .residuals import worker_sums
 Data = TypeVar("Data")
 Asked = TypeVar("Asked", contravariant=True)
 MOST_FOLDS = 8
+_LEAST = 0.01
+"""Predictions of less than this share of what was measured are as far off as this one."""
 
 
 class Estimator(Protocol[Asked]):
@@ -116,15 +118,17 @@ def nine_in_ten(spread: Floats) -> float:
 
 
 def most_errors(errors: pd.Series[float] | Floats) -> tuple[float, float]:
-    """Median of absolute relative errors, and what the next one does not exceed with a probability of 90 %.
+    """Median of relative errors' sizes, and what the next one does not exceed with a probability of 90 %.
 
-    Of nine errors or more it is the order statistic of conformal prediction (Vovk et al. 2005), of fewer Student's
-    bound from their root mean square: the largest of few is exceeded too often.
+    An error's size is a factor less 1, as in `Evidence`: predicting half is as far off as predicting twice. Of nine
+    errors or more it is the order statistic of conformal prediction (Vovk et al. 2005), of fewer Student's bound from
+    their root mean square: the largest of few is exceeded too often.
 
     >>> most_errors(np.array([0.01] * 18 + [0.02]))
     (0.01, 0.01)
     """
-    size = np.sort(np.abs(np.asarray(errors, np.float64)))
+    relative = np.maximum(np.asarray(errors, np.float64), _LEAST - 1.0)
+    size = np.sort(np.expm1(np.abs(np.log1p(relative))))
     rank = math.ceil((len(size) + 1) * LEVEL)
     if rank <= len(size):
         most = size[rank - 1]

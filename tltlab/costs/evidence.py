@@ -15,8 +15,8 @@ Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 SPECULATING = ", speculating"
 """Ends the name of a fold whose errors are those of speed-ups, not of times."""
 LEVEL = 0.9
-_MOST_OVER = 0.75
-"""Errors are those of predictions relative to what was measured: nothing is believed to take more than 4 times."""
+FURTHER = "each further gap"
+"""What of `Evidence.left_out` counts for all that was not measured but the first."""
 _TOGETHER = "together"
 
 
@@ -24,16 +24,18 @@ class Evidence(FrozenModel):
     """What costs were measured with, and how far off they are where they were not.
 
     `engine` names the measurements. `unmeasured` is what of GPU, model and weights' type they lack, or "together" where
-    each was measured but not with the others; `speculation` is whether there was any. Errors are absolute and relative,
-    each as (median, what nine in ten do not exceed): `left_out` by what was left out of a fit ("model", "gpu", "engine"
-    or parts of the data), `fitted` of the very measurements that are asked for. `parameter` is what nine in ten do not
-    exceed for what the measurements leave open of the fit's parameters, by their posterior (Laplace): few may be met by
-    luck. Names are "all" in the latter two; those that end in ", speculating" are of speed-ups. `draft_depth` is the
-    span of the nearest measurements.
+    each was measured but not with the others; `drafting_unmeasured` is the same of speed-ups (None: as `unmeasured`),
+    `speculation` whether there was any. Errors are factors less 1, each as (median, what nine in ten do not exceed): a
+    prediction that is off by 0.25 is 1.25 times what was measured, or that is 1.25 times the prediction. `left_out` has
+    them by what was left out of a fit ("model", "gpu" or parts of the data), `fitted` those of measurements with the
+    same GPU, model and type. `parameter` is what nine in ten do not exceed for what the measurements leave open of the
+    fit's parameters, by their posterior (Laplace). Names are "all" in the latter two; those that end in
+    ", speculating" are of speed-ups. `draft_depth` is the span of the nearest measurements.
     """
 
     engine: str
     unmeasured: tuple[str, ...] = ()
+    drafting_unmeasured: tuple[str, ...] | None = None
     speculation: bool = True
     left_out: dict[str, tuple[Error, Error]] = Field(default_factory=dict)
     fitted: dict[str, tuple[Error, Error]] = Field(default_factory=dict)
@@ -42,16 +44,23 @@ class Evidence(FrozenModel):
 
     @property
     def distance(self) -> Distance:
-        if not self.unmeasured:
-            return "measured together"
-        return "interpolated" if self.unmeasured == (_TOGETHER,) else "never measured"
+        """The distance of plain decoding to the nearest measurement."""
+        return _distance(self.unmeasured)
+
+    def distance_of(self, *, speculates: bool = False, beyond: Iterable[str] = ()) -> Distance:
+        """The distance of a use, of which `beyond` lies outside the measurements: the farther one of its parts."""
+        if list(beyond):
+            return "never measured"
+        named = [name for name in self._lacking(speculates=speculates) if name != _TOGETHER]
+        return _distance(named or self._lacking(speculates=speculates))
 
     def error(self, *, speculates: bool = False, extrapolated: bool = False) -> float | None:
-        """The relative error of an iteration's or a rollout's time that nine in ten predictions do not exceed.
+        """The error of an iteration's or a rollout's time that nine in ten predictions do not exceed.
 
-        Of what was measured together it is the error of those measurements; of what was not, or where batches or drafts
-        are `extrapolated` beyond them, that of leaving out what is missing; several such, and what is open of the
-        parameters, are added up as independent ones. None where no error is known.
+        Of what was measured together it is the error of those measurements. Of what was not, or where batches or drafts
+        are `extrapolated` beyond them, it is that of leaving out what is missing; where all was measured, but apart, it
+        is the geometric mean of both. Several errors, and what is open of the parameters, are added up as independent
+        ones. None where no error is known.
         """
         plain = self._with_parameters("", extrapolated)
         if not speculates or plain is None:
@@ -59,7 +68,7 @@ class Evidence(FrozenModel):
         speedup = self.speedup_error(extrapolated=extrapolated)
         if speedup is None:
             return plain if self.speculation else None
-        return math.hypot(plain, speedup)
+        return _added(plain, speedup)
 
     def speedup_error(self, *, extrapolated: bool = False) -> float | None:
         """The same of a speed-up: what the plain and the speculative time have in common cancels."""
@@ -71,7 +80,7 @@ class Evidence(FrozenModel):
         """Where the measured time lies with a probability of 90 %, were it measured; None where no error is known.
 
         >>> Evidence(engine="mine", left_out={"RL steps": (0.1, 0.25)}).interval(10.0)
-        (8.0, 13.333333333333334)
+        (8.0, 12.5)
         """
         return interval(seconds, self.error(speculates=speculates, extrapolated=extrapolated))
 
@@ -87,13 +96,19 @@ class Evidence(FrozenModel):
 
     def says(self, *, speculates: bool = False, beyond: Iterable[str] = ()) -> str:
         """In one line: the distance and the error to expect."""
-        missing = [name for name in self.unmeasured if name != _TOGETHER]
-        missing += [name.replace("_", " ") for name in beyond if name not in missing]
-        distance = "never measured" if missing else self.distance
-        gaps = f" ({', '.join(missing)})" if missing else ""
-        error = self.error(speculates=speculates, extrapolated=bool(missing))
+        beyond = list(beyond)
+        gaps = [name for name in self.unmeasured if name != _TOGETHER]
+        gaps += [name.replace("_", " ") for name in beyond if name not in gaps]
+        lacking = [name for name in self._lacking(speculates=speculates) if name != _TOGETHER and name not in gaps]
+        if lacking and self.speculation:
+            gaps.append(f"speculation with this {', '.join(lacking)}")
+        error = self.error(speculates=speculates, extrapolated=bool(beyond))
         expect = "how far off is not known" if error is None else f"nine in ten are off by less than {error:.0%}"
-        return f"{distance} with {self.engine}{gaps}; {expect}"
+        distance, named = (
+            self.distance_of(speculates=speculates, beyond=beyond),
+            f" ({', '.join(gaps)})" if gaps else "",
+        )
+        return f"{distance} with {self.engine}{named}; {expect}"
 
     def to_json(self) -> dict[str, Any]:
         """The keys of `evidence` in the commands' JSON."""
@@ -111,35 +126,56 @@ class Evidence(FrozenModel):
         tail = f"; median error on what was left out of its fit, by {', '.join(errors)}" if errors else ""
         return self.says() + ("" if self.speculation else "; speculation was not measured with it") + tail
 
+    def _lacking(self, *, speculates: bool) -> tuple[str, ...]:
+        """What the measurements lack for a use."""
+        drafting = self.unmeasured if self.drafting_unmeasured is None else self.drafting_unmeasured
+        return tuple(dict.fromkeys((*self.unmeasured, *(drafting if speculates else ()))))
+
     def _with_parameters(self, kind: str, extrapolated: bool) -> float | None:
         """What nine in ten errors of times, or with SPECULATING of speed-ups, do not exceed."""
         most = self._most(kind, extrapolated)
-        return None if most is None else round(math.hypot(most, self.parameter.get(f"all{kind}", 0.0)), 6)
+        return None if most is None else _added(most, self.parameter.get(f"all{kind}", 0.0))
 
     def _most(self, kind: str, extrapolated: bool) -> float | None:
         """The same of the errors that were met, in the fit or without what was left out of it."""
+        if kind and not self.speculation and self.drafting_unmeasured is None:
+            return None
         fitted = self.fitted.get(f"all{kind}")
-        unmeasured = self.unmeasured or ((_TOGETHER,) if extrapolated else ())
-        if fitted is not None and not unmeasured:
-            return fitted[1]
+        unmeasured = self.drafting_unmeasured if kind and self.drafting_unmeasured is not None else self.unmeasured
         errors = {
             name.removesuffix(SPECULATING): most
             for name, (_, most) in self.left_out.items()
             if name.endswith(SPECULATING) == bool(kind)
         }
-        engine = errors.pop("engine", None)
-        if kind and not self.speculation:
-            # Only other engines speak for it.
-            return engine
+        further = errors.pop(FURTHER, None)
+        missing = [name for name in unmeasured if name != _TOGETHER]
         if not errors:
-            return None
-        if not unmeasured:
-            parts = [most for name, most in errors.items() if name not in ("model", "gpu")]
+            return None if fitted is None or unmeasured or extrapolated else fitted[1]
+        worst = max(errors.values())
+        if missing or extrapolated:
+            # What was left out by no fit of its own has the worst of the others.
+            rest = worst if further is None else further
+            return _added(*(errors.get(name, rest if at else worst) for at, name in enumerate(missing or [_TOGETHER])))
+        if fitted is None:
+            parts = [most for name, most in errors.items() if unmeasured or name not in ("model", "gpu")]
             return max(parts or errors.values())
-        # The type of weights, and combinations, were left out by no fit of their own: the worst stands for them.
-        return math.hypot(*(errors.get(name, max(errors.values())) for name in unmeasured))
+        if unmeasured:
+            return round(math.expm1(math.sqrt(math.log1p(fitted[1]) * math.log1p(worst))), 6)
+        return fitted[1]
 
 
 def interval(value: float, error: float | None) -> tuple[float, float] | None:
-    """Where a value lies that a prediction `value` misses by at most the relative `error`; None without one."""
-    return None if error is None else (value / (1.0 + error), value / (1.0 - min(error, _MOST_OVER)))
+    """Where a value lies that a prediction `value` misses by at most the factor 1 + `error`; None without one."""
+    return None if error is None else (value / (1.0 + error), value * (1.0 + error))
+
+
+def _added(*errors: float) -> float:
+    """Independent errors, as one: their logarithms add up in squares."""
+    return round(math.expm1(math.hypot(*map(math.log1p, errors))), 6)
+
+
+def _distance(unmeasured: Iterable[str]) -> Distance:
+    unmeasured = list(unmeasured)
+    if not unmeasured:
+        return "measured together"
+    return "interpolated" if unmeasured == [_TOGETHER] else "never measured"

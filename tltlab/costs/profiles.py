@@ -6,6 +6,7 @@ and terms of each engine. `ENGINE:GPUS:MODEL[:WEIGHTS[:KV]]` names costs by them
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -20,16 +21,22 @@ from tltlab.files import read_json
 from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, gpu, kv_capacity_tokens, model
 
 from .base import CalibratedRange, Seconds, Span
-from .evidence import SPECULATING, Error, Evidence
+from .evidence import FURTHER, SPECULATING, Error, Evidence
 from .model_config import shape_of_config
 from .roofline import Constants, RooflineCosts
 
 Factor = Annotated[float, Field(gt=0, le=10)]
+Bound = tuple[Error, Error]
+MEASURED = "a third of its measurements"
+LEFT_OUT = "model, GPU, engine or weights"
+"""What is left out of a fit that its errors are of, as `Profiles.errors` and `Evidence.left_out` name it."""
 MOST_EFFICIENT = 1.0
 """Share of a data sheet's rates: no kernel reads or computes faster."""
 MOST_OF_EXPERTS = 1.2
 """Efficiency of reading experts beside that of other weights: more would be fewer experts than are touched."""
 _SHARPNESS = 12.0
+_SHORT_OF_INTERPOLATED = 0.45
+"""Interpolated is 0.5 of the way, in logarithms of logarithms."""
 _Numbers = TypeVar("_Numbers", float, Floats)
 _Record = TypeVar("_Record", Gpu, ModelShape)
 
@@ -68,10 +75,10 @@ class Quantised(FrozenModel):
 
 
 class MeasurementSet(FrozenModel):
-    """One set of measurements of the fit: what was run, the spans covered, and errors inside the fit.
+    """One set of measurements of the fit: what was run, the spans covered, and errors with a third of it left out.
 
     `batch` counts requests, `context_tokens` are per request, `draft_depth` is None where nothing was drafted. `fitted`
-    and `parameter` as in `Evidence`.
+    as in `Evidence`.
     """
 
     gpu: str
@@ -82,8 +89,7 @@ class MeasurementSet(FrozenModel):
     context_tokens: Span
     draft_depth: Span | None = None
     source: str
-    fitted: tuple[Error, Error]
-    parameter: Annotated[float, Field(ge=0)] = 0.0
+    fitted: Bound
 
     def of(self, gpu: str, model: str, weights: str) -> bool:
         """Whether it is of these."""
@@ -96,8 +102,7 @@ class EngineProfile(FrozenModel):
     Per layer: `layer_s`, `qk_norm_layer_s` where queries and keys are normalised, `quantised_layer_s` where weights
     have fewer bits than 16 (inputs are quantised too), `quantised_kv_layer_s` where keys and values have,
     `expert_layer_s` where there are experts (routing, dispatch).
-    Drafting terms are those of a drafter with weights. `left_out` holds `Evidence.left_out` of dense models and of ones
-    with experts: errors with the model, the GPU or the engine left out, each with all its measurements.
+    Drafting terms are those of a drafter with weights.
     """
 
     engine: str
@@ -121,20 +126,22 @@ class EngineProfile(FrozenModel):
     verify_token_s: Seconds
     draft_vocab: Annotated[int, Field(gt=0)] | None = None
     measured: tuple[MeasurementSet, ...]
-    left_out: dict[Literal["dense", "experts"], dict[str, tuple[Error, Error]]] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def unmeasured(self, gpu: str, model: str, weights: Dtype) -> tuple[str, ...]:
+    def unmeasured(self, gpu: str, model: str, weights: Dtype, *, drafting: bool = False) -> tuple[str, ...]:
         """What this engine was never measured with; "together" where everything was, but apart."""
         query = {"gpu": gpu, "model": model, "weights": str(weights)}
-        missing = tuple(name for name, value in query.items() if all(getattr(m, name) != value for m in self.measured))
-        return missing or (() if any(m.of(**query) for m in self.measured) else ("together",))
+        sets = [m for m in self.measured if m.draft_depth or not drafting]
+        missing = tuple(name for name, value in query.items() if all(getattr(m, name) != value for m in sets))
+        return missing or (() if any(m.of(**query) for m in sets) else ("together",))
 
 
 class Profiles(FrozenModel):
     """One joint fit: `typical` efficiencies stand for GPUs that were not measured.
 
-    `quantised` is for weights of 8 bits and fp4, `int4` for weights that are unpacked to 16 bits.
+    `quantised` is for weights of 8 bits and fp4, `int4` for weights that are unpacked to 16 bits. `errors` of dense
+    models and of ones with experts are those of all engines, as in `Evidence`: with a third of each set of measurements
+    left out (`MEASURED`), and with its model, GPU, engine or type of weights (`LEFT_OUT`).
     """
 
     knee: Annotated[float, Field(ge=1, le=20)]
@@ -143,22 +150,31 @@ class Profiles(FrozenModel):
     typical: Efficiencies
     gpus: dict[str, Efficiencies]
     engines: dict[str, EngineProfile]
+    errors: dict[Literal["dense", "experts"], dict[str, Bound]] = Field(default_factory=dict)
     provenance: tuple[str, ...]
 
     def evidence(self, engine: str, gpu: str, model: ModelShape, weights: Dtype) -> Evidence:
         """What speaks for this engine's costs of a model on one kind of GPU."""
-        profile = self.engines[engine]
+        profile, errors = self.engines[engine], self.errors.get("experts" if model.experts else "dense", {})
         nearest = [m for m in profile.measured if m.of(gpu, model.name, weights)]
-        by_kind = [("all" + (SPECULATING if m.draft_depth else ""), m) for m in nearest]
         drafted = [m for m in profile.measured if m.draft_depth]
         depths = [m.draft_depth for m in ([m for m in nearest if m.draft_depth] or drafted) if m.draft_depth]
+        kinds = {"": LEFT_OUT, SPECULATING: LEFT_OUT + SPECULATING}
+        fitted = {f"all{kind}": errors[MEASURED + kind] for kind in kinds if MEASURED + kind in errors}
+        # What experts add is the engine's, whatever else is missing; the rest is as open as it is of dense models.
+        dense = self.errors.get("dense", {}) if model.experts else {}
+        further = {FURTHER + kind: dense[name] for kind, name in kinds.items() if name in dense}
+        for measured in nearest:
+            kind = SPECULATING if measured.draft_depth else ""
+            if f"all{kind}" in fitted:
+                fitted[f"all{kind}"] = _own(measured.fitted, fitted[f"all{kind}"], errors[LEFT_OUT + kind])
         return Evidence(
             engine=engine,
             unmeasured=profile.unmeasured(gpu, model.name, weights),
+            drafting_unmeasured=profile.unmeasured(gpu, model.name, weights, drafting=True),
             speculation=bool(drafted),
-            left_out=profile.left_out.get("experts" if model.experts else "dense", {}),
-            fitted={kind: m.fitted for kind, m in by_kind},
-            parameter={kind: m.parameter for kind, m in by_kind},
+            left_out={name: errors[name] for name in kinds.values() if name in errors} | further,
+            fitted=fitted,
             draft_depth=(min(d[0] for d in depths), max(d[1] for d in depths)) if depths else None,
         )
 
@@ -196,6 +212,13 @@ class Profiles(FrozenModel):
             tree_s=e.tree_s,
             verify_token_s=e.verify_token_s,
         )
+
+
+def _own(own: Bound, every: Bound, left_out: Bound) -> Bound:
+    """The error of one set of measurements: no less than that of `every` set, and short of what is interpolated."""
+    near, far = math.log1p(every[1]), math.log1p(left_out[1])
+    most = math.expm1(near * (far / near) ** _SHORT_OF_INTERPOLATED)
+    return own[0], round(min(max(own[1], every[1]), most), 6)
 
 
 @cache

@@ -24,6 +24,12 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     return errors.astype(object).where(errors.notna(), None)
 
 
+def coverage(data: Path, *, left_out: bool = True) -> pd.DataFrame:
+    """`profiles.coverage`; empty where nothing was left out."""
+    found = profiles.coverage(data) if left_out else pd.DataFrame()
+    return found.astype(object).where(found.notna(), None)
+
+
 def summary(errors: pd.DataFrame) -> pd.DataFrame:
     """One screen: each engine profile by what was left out of its fit, and the rows of the other models."""
     return errors[~errors["pooled"].eq(False)]
@@ -36,5 +42,12 @@ TEXT: Text = (
         "mean: {mean_abs_error:.1%}; worst: {max_abs_error:.1%}; in 90 % interval: {inside:.0%}; "
         "right side of 1: {sign:.0%}",
         left=3,
+    ),
+    Table(
+        "coverage",
+        "models: {kind}; predicted: {asked}; distance: {distance}; left out: {left_out}; sets: {sets}; "
+        "points: {n_points}; median error: {median:.1%}; stated 90 % error: {width:.0%}; "
+        "in 90 % interval: {inside:.0%}; right side of 1: {sign:.0%}",
+        left=4,
     ),
 )

@@ -81,7 +81,7 @@ _TYPICAL_ERROR, _TYPICAL_ERROR_REPEATED = 0.05, 0.025
 _STEP = 1e-5
 _KERNELS = 1.4
 """Weight of sums of kernels beside measurements of engines."""
-_ENOUGH = 25
+ENOUGH = 25
 """A set of measurements counts as at most so many: it is one model on one server, however often that was asked."""
 _MOST_ROWS = 60
 """Of each set, evenly spaced, that the fit looks at."""
@@ -183,7 +183,7 @@ class Design:
             params=params,
             index=index,
             sets=sets,
-            weight=np.sqrt(np.minimum(size, _ENOUGH) / size)
+            weight=np.sqrt(np.minimum(size, ENOUGH) / size)
             / np.where((kinds == "speedup") & (table["source"] == REPEATED), _TYPICAL_ERROR_REPEATED, _TYPICAL_ERROR)
             * np.where(kernel, _KERNELS, 1.0),
             kernel=kernel,
@@ -354,25 +354,6 @@ def _residual_slopes(design: Design, x: Floats) -> Floats:
     of_error = np.where(large, np.abs(error) / (_SOFT * root * np.sqrt(2 * np.where(large, root - 1, 1.0))), 1.0)
     by_row = (design.weight * of_error)[:, None] * design.slopes(x * design.spread) * design.spread
     return np.asarray(by_row, np.float64)
-
-
-def uncertainty(table: pd.DataFrame, values: Mapping[Param, float], queries: pd.DataFrame) -> Floats:
-    """Standard deviation of the logarithm of each prediction of `queries`, as far as the parameters leave it open.
-
-    By Laplace: the posterior of a fit to `table` that found `values`, to second order around them. A GPU, family or
-    version that is not in `table` has the spread of its prior.
-    """
-    design = Design.of(_thinned(table))
-    slopes = _residual_slopes(design, np.array([values[param] for param in design.params]) / design.spread)
-    covariance = np.linalg.inv(slopes.T @ slopes + np.eye(len(design.params)))
-    new = Design.of(queries)
-    x = np.array([values.get(param, 0.0) for param in new.params])
-    by_row = new.slopes(x) * new.spread
-    place = {param: at for at, param in enumerate(design.params)}
-    fitted = np.array([param in place for param in new.params])
-    at = [place[param] for param in new.params if param in place]
-    variance = np.einsum("ij,jk,ik->i", by_row[:, fitted], covariance[np.ix_(at, at)], by_row[:, fitted])
-    return np.asarray(np.sqrt(variance + (by_row[:, ~fitted] ** 2).sum(axis=1)), np.float64)
 
 
 def predict(table: pd.DataFrame, values: Mapping[Param, float]) -> Floats:

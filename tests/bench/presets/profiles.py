@@ -1,129 +1,117 @@
 """Engine profiles against measurements: errors inside the joint fit and on models, GPUs and engines left out of it.
 
-`shipped` makes `tltlab/costs/profiles.json` anew, `set_errors` the errors of each set that these are pooled from,
-`profile_errors.json`. The measurements are other people's tables, which are not part of the
+`shipped` makes `tltlab/costs/profiles.json` anew. The measurements are other people's tables, which are not part of the
 package (`bench.presets.profile_data`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
-from pydantic import Field, TypeAdapter
 
 from bench.presets.profile_data import EAGLE3_VOCAB, KERNEL_GPUS, VLLM, measurements
-from bench.presets.profile_fit import DRAFTING, PRIORS, Param, fit, predict, set_names, uncertainty
+from bench.presets.profile_fit import DRAFTING, ENOUGH, PRIORS, Param, fit, predict, set_names
 from tltlab.arrays import Floats
-from tltlab.calibration.cross_validation import nine_in_ten
-from tltlab.config import FrozenModel
-from tltlab.costs.evidence import LEVEL, SPECULATING
-from tltlab.costs.profiles import Efficiencies, EngineProfile, MeasurementSet, Profiles, Quantised
+from tltlab.costs.evidence import LEVEL, SPECULATING, Distance
+from tltlab.costs.profiles import (
+    LEFT_OUT,
+    MEASURED,
+    Bound,
+    Efficiencies,
+    EngineProfile,
+    MeasurementSet,
+    Profiles,
+    Quantised,
+)
 from tltlab.costs.roofline import Numbers
 from tltlab.hardware import model
 
-ENOUGH_SETS = 5
-"""Sets of measurements from which on an engine has left-out errors of its own."""
-FOLDS = {"model": "model", "gpu": "gpu", "engine": "family", "weights": "weights"}
+PART, SET = "third", "set"
+APART = ("model", "gpu", "engine", "weights")
+FOLDS = {"model": "model", "gpu": "gpu", "engine": "family", "weights": "weights", PART: PART, SET: "cell"}
 """What is left out, and by which column; kernel tables are no engine and stay, and so do weights in bf16."""
 COLUMNS = (
     "source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note", "pooled", "left_out",
     "bias", "median_abs_error", "inside", "sign",
 )  # fmt: skip
+KINDS: dict[Literal["dense", "experts"], bool] = {"dense": False, "experts": True}
 NO_DIFFERENCE = 0.03
 """Measured speed-ups that are nearer to 1 have no sign: repeats of one cell differ by as much."""
 
 
-class LeftOut(FrozenModel):
-    """Relative errors of predictions: `bias` the median of the signed ones, `most` what nine in ten do not exceed."""
+@dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """Errors on what was left out of a fit: `rows` has a cell's `set`, `fold`, `experts`, `drafting`, `off`, `weight`.
 
-    num_points: Annotated[int, Field(gt=0)]
-    bias: float
-    median: Annotated[float, Field(ge=0)]
-    most: Annotated[float, Field(ge=0)]
-    worst: Annotated[float, Field(ge=0)]
-
-    @property
-    def spread(self) -> tuple[float, float, float]:
-        return self.median, self.most, self.worst
-
-
-class SetErrors(FrozenModel):
-    """Errors of one set of measurements inside the fit, and by what was left out of it."""
-
-    fitted: LeftOut
-    left_out: dict[str, LeftOut] = Field(default_factory=dict)
-
-
-ByEngine = Mapping[str, list[tuple[MeasurementSet, SetErrors]]]
-"""The sets of each engine, with their errors."""
-
-
-def shipped_errors() -> dict[str, list[SetErrors]]:
-    """The errors of each set behind the profiles that ship, by engine and in the order of its `measured`."""
-    text = Path(__file__).with_name("profile_errors.json").read_text()
-    return TypeAdapter(dict[str, list[SetErrors]]).validate_json(text)
-
-
-def pooled_by_fold(sets: ByEngine, engine: str, experts: bool) -> dict[str, tuple[float, float]]:
-    """By fold, plain and speculating apart, of models with or without experts: (median, nine in ten) of the errors.
-
-    An engine with fewer than `ENOUGH_SETS` sets in a fold has the errors of all engines.
+    `off` is the absolute logarithm of predicted over measured, `right` 1 where a speed-up is predicted on the right
+    side of 1 (NaN: none was asked for or measured). A set counts as at most `ENOUGH` cells, as in the fit.
     """
-    of_all: dict[str, list[LeftOut]] = {}
-    of_engine: dict[str, list[LeftOut]] = {}
-    for name, pairs in sets.items():
-        for measured, errors in pairs:
-            if bool(model(measured.model).experts) == experts:
-                for fold, error in errors.left_out.items():
-                    key = fold + (SPECULATING if measured.draft_depth else "")
-                    of_all.setdefault(key, []).append(error)
-                    if name == engine:
-                        of_engine.setdefault(key, []).append(error)
-    enough = of_all | {fold: errors for fold, errors in of_engine.items() if len(errors) >= ENOUGH_SETS}
-    # A further set is none of these: the fewer they are the larger a share of them it takes (conformal prediction).
-    return {
-        fold: (
-            pooled([error.spread for error in errors], 0.5),
-            pooled([error.spread for error in errors], min(LEVEL * (1 + 1 / len(errors)), 1.0)),
+
+    rows: pd.DataFrame
+
+    @classmethod
+    def of(cls, table: pd.DataFrame) -> Residuals:
+        folds = [fold for fold in ("", *FOLDS) if _column(fold) in table]
+        shared = table[["set"]].assign(
+            experts=[model(name).experts > 0 for name in table["model"]], drafting=table["draft_depth"] > 0
         )
-        for fold, errors in enough.items()
-    }
+        parts = [
+            shared.assign(fold=fold, cell=table.index, off=_off(table[_column(fold)]), right=_right(table, fold))
+            for fold in folds
+        ]
+        rows = pd.concat(parts, ignore_index=True).dropna(subset="off")
+        size = rows.groupby(["set", "fold"])["off"].transform("size")
+        return cls(rows=rows.assign(weight=size.clip(upper=ENOUGH) / size, apart=rows["fold"].isin(APART)))
 
+    def where(self, chosen: pd.Series[bool]) -> Residuals:
+        return Residuals(rows=self.rows[chosen])
 
-def pooled(errors: Iterable[tuple[float, float, float]], level: float = LEVEL) -> float:
-    """The error that the share `level` of measurements does not exceed, sets of them counting alike.
+    def distance(self, name: str) -> Residuals:
+        """Those of `MEASURED` or `LEFT_OUT`."""
+        return self.where(self.rows["apart"] if name == LEFT_OUT else self.rows["fold"] == PART)
 
-    Each set is (median, what nine in ten do not exceed, worst), its distribution linear between those.
+    def kind(self, *, experts: bool, drafting: bool) -> Residuals:
+        """Those of models with or without experts, of speed-ups or plain; where one set alone has them, of all models.
 
-    >>> pooled([(0.1, 0.2, 0.3)]), pooled([(0.1, 0.2, 0.3), (0.0, 0.0, 0.0)], 0.75)
-    (0.2, 0.1)
-    """
-    sets = [sorted(quantiles) for quantiles in errors]
-    low, high = 0.0, max(quantiles[-1] for quantiles in sets)
-    for _ in range(50):
-        middle = (low + high) / 2
-        if sum(_share_within(quantiles, middle) for quantiles in sets) / len(sets) < level:
-            low = middle
-        else:
-            high = middle
-    return round(high, 6)
+        A single set says nothing of the next one; the wider of both is taken by `most`.
+        """
+        asked = self.where(self.rows["drafting"] == drafting)
+        own = asked.where(asked.rows["experts"] == experts)
+        return own if own.rows["set"].nunique() > 1 else asked
 
+    def most(self) -> float:
+        """The logarithm that nine in ten cells of a further set do not exceed.
 
-def _share_within(errors: list[float], bound: float) -> float:
-    """Share of a set's errors that do not exceed `bound`."""
-    knots = zip([0.0, *errors], [0.0, 0.5, LEVEL, 1.0], strict=True)
-    (at, share), *later = knots
-    for error, below in later:
-        if bound < error:
-            return share + (below - share) * (bound - at) / (error - at)
-        at, share = error, below
-    return 1.0
+        The further set is one of n + 1: of the n known the tail is n/(n + 1) as large.
+        """
+        rows = self.rows.sort_values("off", kind="stable")
+        num = rows["set"].nunique()
+        reached = rows["weight"].cumsum() / rows["weight"].sum() >= 1 - (1 - LEVEL) * num / (num + 1) - 1e-9
+        return float(rows["off"][reached].iloc[0])
+
+    def bound(self, *, experts: bool, drafting: bool) -> tuple[float, float]:
+        """(median, what nine in ten do not exceed) of these, as factors less 1."""
+        asked = self.where((self.rows["experts"] == experts) & (self.rows["drafting"] == drafting))
+        most = max(asked.most(), self.kind(experts=experts, drafting=drafting).most())
+        return _round(np.expm1(asked.rows["off"].median())), _round(np.expm1(most))
+
+    def held(self) -> pd.Series[float]:
+        """Whether each cell lies in the interval that the other sets give for its distance and kind."""
+        held = pd.Series(np.nan, self.rows.index)
+        for name in (MEASURED, LEFT_OUT):
+            near = self.distance(name)
+            for (experts, drafting), asked in near.rows.groupby(["experts", "drafting"]):
+                kind = near.kind(experts=bool(experts), drafting=bool(drafting))
+                for of, cells in asked.groupby("set"):
+                    if (others := kind.where(kind.rows["set"] != of)).rows.size:
+                        held[cells.index] = (cells["off"] <= others.most()).astype(float)
+        return held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,10 +141,7 @@ TREE_CONTEXT = "TLT gives no context for its speed-ups: {:.0f} tokens per reques
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileFit:
-    """`table` has a row per measurement: its `set`, `error` inside the fit and, once validated, one by fold; relative.
-
-    `open` is the standard deviation that the fit's parameters leave to its prediction.
-    """
+    """`table` has a row per measurement: `set`, relative `error` inside the fit and, once validated, one by fold."""
 
     values: dict[Param, float]
     table: pd.DataFrame
@@ -173,31 +158,37 @@ def fitted(data: Path) -> ProfileFit:
     """All measurements in one fit; ConfigError where a file is missing."""
     table = measurements(data)
     values = fit(table)
-    errors = table.assign(set=set_names(table), error=_errors(table, values), open=uncertainty(table, values, table))
-    return ProfileFit(values=values, table=errors)
+    return ProfileFit(values=values, table=table.assign(set=set_names(table), error=_errors(table, values)))
 
 
 @cache
 def validated(data: Path) -> ProfileFit:
     """The fit, with each model, GPU, family of engines and type of weights left out of another fit in turn.
 
-    That fit predicts what was left out of it, but for rows that lack something else in it as well: measurements of
-    their weights' type, or any speculation of their engine's version.
+    So are thirds of every set by length of context or else by batch, and all sets of one GPU, model and type with an
+    engine. Each fit predicts what was left out of it, but for rows that lack something else in it as well: measurements
+    of their weights' type, or any speculation of their engine's version; of a set each of GPU, model and type.
     """
     fitting = fitted(data)
     table = fitting.table
     engine, drafting = table["family"] != "kernels", table["draft_depth"] > 0
-    server = table["family"] + table["version"]
+    server = table["family"] + "|" + table["version"]
+    together = server + "|" + table["gpu"] + "|" + table["model"] + "|" + table["weights"]
+    thirds = pd.concat([_thirds(part) for _, part in table[engine].groupby("set")])
+    table = table.assign(cell=together, third=thirds.reindex(table.index))
     for fold, column in FOLDS.items():
         errors = pd.Series(np.nan, table.index)
-        for value in set(table.loc[engine, column]) - {"bf16"}:
+        for value in set(table.loc[engine, column].dropna()) - {"bf16"}:
             fold_rows = engine & (table[column] == value)
-            rest = table[~fold_rows]
-            lacking = ~table["weights"].isin(rest["weights"]) & (fold != "weights")
-            lacking |= drafting & ~server.isin(server[drafting & ~fold_rows]) & (fold != "engine")
+            rest = ~fold_rows
+            lacking = ~table["weights"].isin(table["weights"][rest]) & (fold != "weights")
+            lacking |= drafting & ~server.isin(server[drafting & rest]) & (fold != "engine")
+            for asked in ("gpu", "model", "weights") if fold == SET else ():
+                known = server + table[asked] + np.where(drafting, SPECULATING, "")
+                lacking |= ~known.isin(known[rest])
             if (predicted := fold_rows & ~lacking).any():
-                errors[predicted] = _errors(table[predicted], fit(rest, fitting.values, tolerance=1e-4))
-        table = table.assign(**{f"{fold}_error": errors})
+                errors[predicted] = _errors(table[predicted], fit(table[rest], fitting.values, tolerance=1e-4))
+        table = table.assign(**{_column(fold): errors})
     return ProfileFit(values=fitting.values, table=table)
 
 
@@ -205,14 +196,14 @@ def shipped(fitting: ProfileFit) -> Profiles:
     """The profiles of a fit, four digits each; left-out errors where the fit has been validated."""
     table = fitting.table[fitting.table["family"] != "kernels"]
     gpus = sorted(table["gpu"].unique())
-    sets = set_errors(fitting)
     return Profiles(
         knee=_round(fitting.term("knee")),
         quantised=_quantised(fitting, "quantised"),
         int4=_quantised(fitting, "int4"),
         typical=_efficiencies(fitting, ""),
         gpus={name: _efficiencies(fitting, name) for name in gpus},
-        engines={name: _engine(fitting, name, of, sets) for name, of in ENGINES.items()},
+        engines={name: _engine(fitting, name, of) for name, of in ENGINES.items()},
+        errors=_class_errors(table) if _column(PART) in table else {},
         provenance=(
             f"Fitted jointly to {len(table)} published measurements of engines "
             f"(AIConfigurator, SpecBundle, EfficientRollout, LLMServingSim, SpecDecoding-Study-vLLM-SGLang, TLT arXiv "
@@ -223,10 +214,47 @@ def shipped(fitting: ProfileFit) -> Profiles:
     )
 
 
-def set_errors(fitting: ProfileFit) -> ByEngine:
-    """Each engine's sets of measurements, with their errors; left-out ones where the fit has been validated."""
-    parts = {name: _rows_of(fitting.table, of).groupby("set", sort=False) for name, of in ENGINES.items()}
-    return {name: [_measured(part) for _, part in grouped] for name, grouped in parts.items()}
+def _class_errors(table: pd.DataFrame) -> dict[Literal["dense", "experts"], dict[str, Bound]]:
+    """`Profiles.errors`."""
+    residuals = _of_engines(table)
+    return {
+        kind: {
+            name + (SPECULATING if drafting else ""): residuals.distance(name).bound(experts=experts, drafting=drafting)
+            for name in (MEASURED, LEFT_OUT)
+            for drafting in (False, True)
+        }
+        for kind, experts in KINDS.items()
+    }
+
+
+def coverage(data: Path) -> pd.DataFrame:
+    """How many cells lie in 90 % intervals, by distance and by what was left out; `left_out` "" pools a distance's.
+
+    The interval of a cell is what the other sets of measurements give; of `interpolated` cells, which are few, what
+    ships. `width` is the stated error, `median` the one met; both are factors less 1.
+    """
+    fitting = validated(data)
+    residuals, errors = _of_engines(fitting.table), shipped(fitting).errors
+    rows = residuals.rows.assign(held=residuals.held())
+    found: list[dict[str, object]] = []
+    for (kind, experts), drafting in product(KINDS.items(), (False, True)):
+        near, far = (errors[kind][name + (SPECULATING if drafting else "")][1] for name in (MEASURED, LEFT_OUT))
+        between = float(np.expm1(np.sqrt(np.log1p(near) * np.log1p(far))))
+        asked = rows[(rows["experts"] == experts) & (rows["drafting"] == drafting)]
+        asked.loc[asked["fold"] == SET, "held"] = (asked["off"] <= np.log1p(between)).astype(float)
+        for distance, width, folds in zip(
+            get_args(Distance), (near, between, far), ((PART,), (SET,), APART), strict=True
+        ):
+            for fold in folds if len(folds) == 1 else ("", *folds):
+                cells = asked[asked["fold"].isin(folds) if not fold else asked["fold"] == fold]
+                if len(cells):
+                    found.append(
+                        {"kind": kind, "asked": "speed-up" if drafting else "plain", "distance": distance,
+                         "left_out": fold, "sets": cells["set"].nunique(), "n_points": len(cells),
+                         "median": float(np.expm1(cells["off"].median())), "width": width,
+                         "inside": float(cells["held"].mean()), "sign": float(cells["right"].mean())}
+                    )  # fmt: skip
+    return pd.DataFrame(found)
 
 
 def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
@@ -244,7 +272,7 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
         asked=np.where(table["draft_depth"] > 0, "speed-up", "plain"),
         **{f"{fold}_inside": np.nan for fold in ("", *FOLDS)},
     )
-    _mark_inside(table, shipped(fitting), set_errors(fitting))
+    _mark_inside(table, shipped(fitting))
     table_rows: list[tuple[object, ...]] = []
     for column in ("set", "engine"):
         for _, part in table.groupby([column, "asked"], sort=False):
@@ -260,27 +288,24 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     return pd.DataFrame(table_rows, columns=list(COLUMNS))
 
 
-def _mark_inside(table: pd.DataFrame, ships: Profiles, sets: ByEngine) -> None:
-    """Which errors lie in the interval that the measurements' own profile gives, or what it has left without them."""
-    for name, pairs in sets.items():
-        parts = _rows_of(table, ENGINES[name]).groupby("set", sort=False)
-        for (measured, _), (_, part) in zip(pairs, parts, strict=True):
-            without = {**sets, name: [pair for pair in pairs if pair[0] is not measured]}
-            shape, kind = model(measured.model), SPECULATING if measured.draft_depth else ""
-            bounds = {fold: most for fold, (_, most) in pooled_by_fold(without, name, shape.experts > 0).items()}
-            evidence = ships.evidence(name, measured.gpu, shape, measured.weights)
-            bounds[kind] = (evidence.speedup_error() if kind else evidence.error()) or 0.0
-            for fold in ("", *FOLDS):
-                if bound := bounds.get(fold + kind):
-                    size = part[_column(fold)].abs()
-                    table.loc[part.index, f"{fold}_inside"] = (size <= bound).astype(float)
+def _mark_inside(table: pd.DataFrame, ships: Profiles) -> None:
+    """Which errors lie in the interval that the measurements' own profile gives, or what the other sets give."""
+    residuals = _of_engines(table)
+    for fold, cells in residuals.rows.assign(held=residuals.held()).groupby("fold"):
+        table.loc[cells["cell"], f"{fold}_inside"] = cells["held"].to_numpy()
+    for name, of in ENGINES.items():
+        for _, part in _rows_of(table, of).groupby("set", sort=False):
+            first = part.iloc[0]
+            evidence = ships.evidence(name, first["gpu"], model(first["model"]), first["weights"])
+            bound = evidence.speedup_error() if first["draft_depth"] > 0 else evidence.error()
+            if bound is not None:
+                table.loc[part.index, "_inside"] = (_off(part["error"]) <= np.log1p(bound)).astype(float)
 
 
 def _row(source: str, what: str, part: pd.DataFrame, fold: str, *, pooled: bool) -> tuple[object, ...]:
     error = part[_column(fold)]
     size, bias, inside = error.abs(), float(error.median()), float(part[f"{fold}_inside"].mean())
-    differs = (part["draft_depth"] > 0) & ((part["measured"] - 1).abs() > NO_DIFFERENCE)
-    sign = float((((part["measured"] * (1 + error)) > 1) == (part["measured"] > 1))[differs].mean())
+    sign = float(_right(part, fold).mean())
     note = f"bias {bias:+.1%}, median {size.median():.1%}"
     how = f"{fold} left out" if fold else "fitted"
     errors = float(size.mean()), float(size.max()), note, pooled, fold, bias, float(size.median()), inside, sign
@@ -303,7 +328,7 @@ def _quantised(fitting: ProfileFit, kind: str) -> Quantised:
     return Quantised(**{rate: _round(fitting.term(f"{kind}_{rate}")) for rate in Quantised.model_fields})
 
 
-def _engine(fitting: ProfileFit, name: str, of: Shipped, sets: ByEngine) -> EngineProfile:
+def _engine(fitting: ProfileFit, name: str, of: Shipped) -> EngineProfile:
     table = fitting.table
     measurements = _rows_of(table, of)
     at = {"family": of.family, "version": of.version}
@@ -323,8 +348,7 @@ def _engine(fitting: ProfileFit, name: str, of: Shipped, sets: ByEngine) -> Engi
         prefill_efficiency=_round(fitting.term("prefill", **at)),
         expert_efficiency=_round(fitting.term("expert_efficiency", **at)),
         draft_vocab=of.draft_vocab,
-        measured=tuple(measured for measured, _ in sets[name]),
-        left_out={"dense": pooled_by_fold(sets, name, False), "experts": pooled_by_fold(sets, name, True)},
+        measured=tuple(_measured(part) for _, part in measurements.groupby("set", sort=False)),
         notes=tuple(notes),
         **{term: _round(fitting.term(term, **at)) for term in seconds},
     )
@@ -334,15 +358,14 @@ def _rows_of(table: pd.DataFrame, of: Shipped) -> pd.DataFrame:
     return table[(table["family"] == of.family) & (table["version"] == of.version)]
 
 
-def _measured(part: pd.DataFrame) -> tuple[MeasurementSet, SetErrors]:
+def _measured(part: pd.DataFrame) -> MeasurementSet:
     first = part.iloc[0]
     served = part["input_tokens"].notna()
     context = part["context_tokens"].where(~served, part["input_tokens"] + part["output_tokens"] / 2).dropna()
     drafted = part["draft_depth"][part["draft_depth"] > 0]
-    fitted = _fold_errors(part["error"])
-    validated_folds = [fold for fold in FOLDS if f"{fold}_error" in part and part[f"{fold}_error"].notna().all()]
-    left_out = {fold: _fold_errors(part[f"{fold}_error"]) for fold in validated_folds}
-    measured = MeasurementSet(
+    left_out = PART if _column(PART) in part and part[_column(PART)].notna().any() else ""
+    off = _off(part[_column(left_out)])
+    return MeasurementSet(
         gpu=first["gpu"],
         model=first["model"],
         weights=first["weights"],
@@ -351,21 +374,41 @@ def _measured(part: pd.DataFrame) -> tuple[MeasurementSet, SetErrors]:
         context_tokens=_span(context) if len(context) else (0.0, 0.0),
         draft_depth=_span(drafted) if len(drafted) else None,
         source=first["source"],
-        fitted=(fitted.median, fitted.most),
-        parameter=nine_in_ten(part["open"].to_numpy(np.float64)),
+        fitted=(_round(np.expm1(off.median())), _round(np.expm1(off.quantile(LEVEL)))),
     )
-    return measured, SetErrors(fitted=fitted, left_out=left_out)
+
+
+def _thirds(part: pd.DataFrame) -> pd.Series[float]:
+    """1 to 3: the place of each measurement of a set by context, by batch where contexts are alike; NaN for too few."""
+    if len(part) < 3:
+        return pd.Series(np.nan, part.index)
+    context = part["context_tokens"].fillna(part["input_tokens"] + part["output_tokens"] / 2)
+    place = (context if context.nunique() > 2 else part["batch"]).rank(method="dense")
+    if place.max() < 3:
+        place = pd.Series(range(1, len(part) + 1), part.index, dtype=float)
+    return pd.Series(np.ceil(place / place.max() * 3), part.index)
+
+
+def _of_engines(table: pd.DataFrame) -> Residuals:
+    """Those of engines that have a profile."""
+    families = {of.family for of in ENGINES.values()}
+    return Residuals.of(table[table["family"].isin(families)])
+
+
+def _right(table: pd.DataFrame, fold: str) -> pd.Series[float]:
+    """1 where a speed-up that differs from 1 is predicted on the right side of it, else 0; NaN for what has no side."""
+    measured = table["measured"]
+    right = (measured * (1 + table[_column(fold)]) > 1) == (measured > 1)
+    return right.astype(float).where((table["draft_depth"] > 0) & ((measured - 1).abs() > NO_DIFFERENCE))
+
+
+def _off(error: pd.Series[float]) -> pd.Series[float]:
+    """By the logarithm of which factor predictions of this relative error are off."""
+    return pd.Series(np.abs(np.log1p(error)), error.index)
 
 
 def _span(values: pd.Series[float]) -> tuple[float, float]:
     return _round(float(values.min())), _round(float(values.max()))
-
-
-def _fold_errors(error: pd.Series[float]) -> LeftOut:
-    size = error.abs()
-    numbers = (error.median(), size.median(), size.quantile(0.9), size.max())
-    bias, median, most, worst = (round(float(number), 4) for number in numbers)
-    return LeftOut(num_points=len(error), bias=bias, median=median, most=most, worst=worst)
 
 
 def _round(value: Numbers) -> float:

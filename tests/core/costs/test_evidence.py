@@ -1,15 +1,16 @@
 """What speaks for a prediction: distances, errors to expect, and whether intervals hold as often as they say."""
 
 import json
-from math import hypot
+from math import expm1, hypot, log1p, sqrt
 
 import numpy as np
 import pytest
 
 from tltlab.calibration.cross_validation import most_errors
-from tltlab.costs.evidence import LEVEL, Evidence, interval
+from tltlab.costs.evidence import LEVEL, SPECULATING, Evidence, interval
 from tltlab.costs.load import load_costs, presets
-from tltlab.costs.profiles import profiles
+from tltlab.costs.profiles import MEASURED, profiles
+from tltlab.hardware import model as shape
 
 LEFT_OUT = {
     "model": (0.05, 0.1), "gpu": (0.1, 0.2), "engine": (0.2, 0.4),
@@ -21,58 +22,84 @@ def evidence(*unmeasured: str, **change) -> Evidence:
     return Evidence(engine="mine", unmeasured=unmeasured, left_out=LEFT_OUT, draft_depth=(2, 5), **change)
 
 
+def added(*errors: float) -> float:
+    """Independent errors as one: factors' logarithms add up in squares."""
+    return pytest.approx(expm1(hypot(*map(log1p, errors))), abs=1e-6)
+
+
 def test_errors_grow_with_what_was_not_measured():
-    assert evidence("model").error() == 0.1
-    assert evidence("together").error() == 0.2
-    assert evidence("gpu", "model").error() == pytest.approx(hypot(0.1, 0.2))
-    assert evidence("gpu", "model", "weights").error() == pytest.approx(hypot(0.1, 0.2, 0.2))
-    assert evidence("model").error(speculates=True) == pytest.approx(hypot(0.1, 0.05))
-    assert evidence("model", speculation=False).speedup_error() == 0.6
+    assert evidence("model").error() == pytest.approx(0.1)
+    assert evidence("gpu", "model").error() == added(0.1, 0.2)
+    assert evidence("gpu", "model", "weights").error() == added(0.1, 0.2, 0.4)
+    assert evidence("model").error(speculates=True) == added(0.1, 0.05)
+    assert evidence("model", drafting_unmeasured=("gpu",)).speedup_error() == pytest.approx(0.3)
+    assert evidence("model", speculation=False).speedup_error() is None
 
 
 def test_what_is_open_of_the_parameters_widens_every_error():
     one = evidence("model", parameter={"all": 0.24, "all, speculating": 0.12})
-    assert one.error() == pytest.approx(0.26)
-    assert one.speedup_error() == pytest.approx(0.13)
-    assert one.model_copy(update={"unmeasured": (), "fitted": {"all": (0.01, 0.07)}}).error() == pytest.approx(0.25)
+    assert one.error() == added(0.1, 0.24)
+    assert one.speedup_error() == added(0.05, 0.12)
 
 
-def test_measured_together_has_the_error_measured():
-    near = evidence(fitted={"all": (0.01, 0.03), "all, speculating": (0.02, 0.04)})
-    assert near.error() == 0.03
-    assert near.error(speculates=True) == pytest.approx(0.05)
-    assert near.error(extrapolated=True) == 0.2
-    assert near.beyond([0, 2, 5]) == []
-    assert near.beyond([3, 8]) == ["draft depth"]
-    assert all(fact in near.says() for fact in ("measured together", "mine", "3%"))
-    assert all(fact in near.says(beyond=["draft depth"]) for fact in ("never measured", "draft depth", "20%"))
+def test_interpolated_lies_between_measured_together_and_never_measured():
+    fitted = {"all": (0.01, 0.03), "all, speculating": (0.02, 0.04)}
+    together, apart, never = (evidence(*gaps, fitted=fitted) for gaps in ((), ("together",), ("engine",)))
+    assert (together.error(), never.error()) == (0.03, pytest.approx(0.4))
+    assert log1p(apart.error()) == pytest.approx(sqrt(log1p(0.03) * log1p(0.4)), rel=1e-4)
+    assert together.error(extrapolated=True) == pytest.approx(0.4)
+    assert together.error(speculates=True) == added(0.03, 0.04)
+    assert together.beyond([0, 2, 5]) == []
+    assert together.beyond([3, 8]) == ["draft depth"]
     assert evidence(speculation=False).beyond([3]) == ["speculation"]
 
 
-def test_a_measurement_met_by_chance_is_not_exact():
-    (one,) = [m for m in profiles().engines["sglang-0.4"].measured if m.of("H100", "Qwen2.5-7B", "bf16")]
-    _, most = one.fitted
-    assert most < 0.01 < one.parameter
-    assert load_costs("sglang-0.4:H100:Qwen2.5-7B").evidence.error() == pytest.approx(
-        hypot(most, one.parameter), rel=0.01
-    )
-    # Files from before it was written.
-    old = one.model_validate(one.model_dump(exclude={"parameter"}))
-    assert old.parameter == 0.0
+def test_the_distance_of_speculation_is_that_of_its_farther_part():
+    one = evidence(drafting_unmeasured=("model",), fitted={"all": (0.01, 0.03)})
+    assert one.distance_of() == "measured together"
+    assert one.distance_of(beyond=["batch"]) == one.distance_of(speculates=True) == "never measured"
+    assert all(fact in one.says() for fact in ("measured together", "mine", "3%"))
+    assert all(fact in one.says(speculates=True) for fact in ("never measured", "speculation", "model"))
+    assert all(fact in one.says(beyond=["draft depth"]) for fact in ("never measured", "draft depth", "40%"))
 
 
-def test_an_interval_follows_from_the_error():
-    assert interval(10.0, 0.25) == (8.0, pytest.approx(40 / 3))
+@pytest.mark.parametrize("model", ["Llama-3.1-8B", "Qwen3-30B-A3B"])
+def test_errors_of_profiles_widen_with_distance(model: str):
+    names = [f"sglang:H200:{model}", f"sglang:H100:{model}", f"sglang:A100:{model}", f"sglang:A100:{model}:int4"]
+    found = [load_costs(name).evidence for name in names]
+    assert [one.distance for one in found] == ["measured together", "interpolated", "never measured", "never measured"]
+    for error in ([one.error() for one in found], [one.speedup_error() for one in found]):
+        assert error == sorted(error)
+    assert len({one.error() for one in found}) == 4
+
+
+def test_no_measured_set_is_less_sure_than_what_is_interpolated():
+    for name, engine in profiles().engines.items():
+        for one in engine.measured:
+            at = profiles().evidence(name, one.gpu, shape(one.model), one.weights)
+            kind = SPECULATING if one.draft_depth else ""
+            own = at.speedup_error() if kind else at.error()
+            apart = at.model_copy(update={
+                "unmeasured": ("together",), "drafting_unmeasured": ("together",),
+                "fitted": {f"all{part}": profiles().errors["experts" if shape(one.model).experts else "dense"][
+                    MEASURED + part] for part in ("", SPECULATING)},
+            })  # fmt: skip
+            assert own < (apart.speedup_error() if kind else apart.error())
+
+
+def test_an_interval_is_a_factor_either_way():
+    assert interval(10.0, 0.25) == (8.0, 12.5)
     assert interval(10.0, 3.0) == (2.5, 40.0)
     assert interval(10.0, None) is None
     assert Evidence(engine="mine").interval(10.0) is None
+    assert most_errors(np.array([-0.5])) == most_errors(np.array([1.0]))
 
 
 def test_most_errors_are_exceeded_as_often_as_said():
     rng = np.random.default_rng(0)
     for num in (3, 12, 40):
         sample = rng.normal(0.0, 0.1, (2000, num + 1))
-        held = np.mean([abs(row[-1]) <= most_errors(row[:-1])[1] for row in sample])
+        held = np.mean([abs(row[-1]) <= log1p(most_errors(np.expm1(row[:-1]))[1]) for row in sample])
         assert held == pytest.approx(LEVEL, abs=0.035)
 
 

@@ -7,19 +7,9 @@ import pandas as pd
 import pytest
 
 from bench.presets.measurements import COLUMNS
-from bench.presets.profile_fit import PRIORS, Design, Param, fit, predict, uncertainty
-from bench.presets.profiles import (
-    ENGINES,
-    SetErrors,
-    fitted,
-    pooled,
-    pooled_by_fold,
-    set_errors,
-    shipped,
-    shipped_errors,
-)
-from tltlab.costs.profiles import MeasurementSet, profiles
-from tltlab.hardware import model
+from bench.presets.profile_fit import PRIORS, Param, fit, predict
+from bench.presets.profiles import ENGINES, Residuals, coverage, rows, shipped, validated
+from tltlab.costs.profiles import profiles
 
 
 def servers() -> pd.DataFrame:
@@ -78,19 +68,6 @@ def test_an_engine_that_was_not_seen_is_predicted_by_what_the_others_share(made:
     assert unseen.median() < untouched.median()
 
 
-def test_what_a_fit_leaves_open_shrinks_with_its_rows_and_is_the_prior_s_where_there_are_none(made: pd.DataFrame):
-    one = made.iloc[:1]
-    design = Design.of(one)
-    # Of a single row it has a closed form: prior and measurement, each with its precision.
-    prior = ((design.slopes(np.zeros(len(design.params))) * design.spread) ** 2).sum()
-    exact = one.assign(measured=predict(one, {}))
-    alone = uncertainty(exact, dict.fromkeys(design.params, 0.0), one)
-    assert alone == pytest.approx([np.sqrt(prior / (1 + prior / 0.05**2))], rel=1e-3)
-    values = fit(made)
-    assert uncertainty(made, values, one)[0] < alone[0]
-    assert uncertainty(made, values, one.assign(family="new"))[0] > 2 * uncertainty(made, values, one)[0]
-
-
 def test_a_row_alone_moves_terms_little(made: pd.DataFrame):
     """A single row 5 % off is no reason for a term to leave its typical value by much."""
     alone = made.iloc[:1].assign(measured=predict(made.iloc[:1], {}) * 1.05)
@@ -99,72 +76,67 @@ def test_a_row_alone_moves_terms_little(made: pd.DataFrame):
 
 
 def test_the_profiles_that_ship_are_those_of_the_fit(shared_data: Path):
-    found, ships, sets = shipped(fitted(shared_data)), profiles(), set_errors(fitted(shared_data))
+    found, ships = shipped(validated(shared_data)), profiles()
     assert sorted(found.engines) == sorted(ships.engines) == sorted(ENGINES)
     for name, engine in found.engines.items():
-        for term, value in engine.model_dump(exclude={"measured", "left_out"}).items():
+        for term, value in engine.model_dump(exclude={"measured"}).items():
             expected = getattr(ships.engines[name], term)
             assert expected == (pytest.approx(value, rel=0.05) if isinstance(value, float) else value)
-        assert [e.fitted.num_points for _, e in sets[name]] == [e.fitted.num_points for e in shipped_errors()[name]]
+        assert [one.source for one in engine.measured] == [one.source for one in ships.engines[name].measured]
     for name, rates in found.gpus.items():
         assert ships.gpus[name].model_dump() == pytest.approx(rates.model_dump(), rel=0.02)
+    for kind, errors in found.errors.items():
+        assert {name: most for name, (_, most) in ships.errors[kind].items()} == pytest.approx(
+            {name: most for name, (_, most) in errors.items()}, rel=0.05
+        )
 
 
-def test_inside_the_fit_every_dense_model_is_within_5_percent(shared_data: Path):
-    for sets in set_errors(fitted(shared_data)).values():
-        for one, errors in sets:
-            if errors.fitted.num_points > 1 and "A3B" not in one.model and "A22B" not in one.model:
-                assert abs(errors.fitted.bias) < 0.05, one
-                assert errors.fitted.median < 0.07, one
+def test_every_set_is_predicted_as_well_as_promised(shared_data: Path):
+    errors = rows(shared_data)
+    sets = errors[errors["pooled"].eq(False) & (errors["source"] != "gpu time")].set_index("what")
+    inside = sets[(sets["left_out"] == "") & ~sets.index.str.contains("A3B|A22B") & (sets["n_points"] > 1)]
+    assert (inside["bias"].abs() < 0.05).all()
+    assert (inside["median_abs_error"] < 0.07).all()
+    unseen = sets[sets["left_out"] == "model"]
+    assert len(unseen[unseen["sign"].notna()]) == 4
+    assert (unseen.loc[unseen["sign"].notna(), "median_abs_error"] < 0.14).all()
+    biases = unseen["bias"].abs()
+    assert biases[biases.index.str.startswith("plain, Llama-3.1-70B")].lt(0.15).all()
+    assert biases[biases.index.str.startswith("plain, Llama-3.1-8B bf16 on H100")].lt(0.06).all()
 
 
-def shipped_sets() -> dict[str, list[tuple[MeasurementSet, SetErrors]]]:
-    errors = shipped_errors()
-    return {name: list(zip(engine.measured, errors[name], strict=True)) for name, engine in profiles().engines.items()}
+def test_intervals_hold_as_many_cells_as_they_say(shared_data: Path):
+    """Nine in ten of each kind and distance, each set of measurements against the interval that the others give."""
+    found = coverage(shared_data)
+    # One set of mixtures of experts says nothing of the next; 31 cells were measured apart and left out.
+    classes = found[(found["left_out"].isin(["", "third"])) & (found["sets"] > 1)]
+    assert len(classes) == 6
+    assert classes["inside"].between(0.85, 0.95).all()
+    folds = found[(found["asked"] == "plain") & (found["distance"] == "never measured")]
+    assert len(folds) == 10
+    assert folds["inside"].between(0.85, 0.96).all()
+    for _, kind in found.groupby(["kind", "asked"]):
+        widths = kind["width"].unique()
+        assert list(widths) == sorted(widths)
+        assert len(widths) == kind["distance"].nunique()
 
 
-def test_the_errors_that_ship_are_pooled_from_those_of_the_sets():
-    sets = shipped_sets()
-    for name, engine in profiles().engines.items():
-        for kind, experts in (("dense", False), ("experts", True)):
-            assert engine.left_out[kind] == pooled_by_fold(sets, name, experts)
-        for one, errors in sets[name]:
-            assert one.fitted == (errors.fitted.median, errors.fitted.most)
+def residuals(**offs: list[float]) -> Residuals:
+    table = pd.DataFrame([(name, off) for name, of in offs.items() for off in of], columns=["set", "off"])
+    return Residuals(rows=table.assign(experts=False, drafting=False, weight=1.0, apart=True, fold="model"))
 
 
-def test_left_out_errors_that_ship_are_within_what_is_promised():
-    found = {
-        (engine, one.model, one.gpu, one.draft_depth is None): errors.left_out["model"]
-        for engine, sets in shipped_sets().items()
-        for one, errors in sets
-        if "model" in errors.left_out
-    }
-    speculating = {tuple(names): errors for (*names, plain), errors in found.items() if not plain}
-    assert len(speculating) == 4
-    assert all(errors.median < 0.14 for (engine, *_), errors in speculating.items() if engine == "sglang")
-    assert abs(found["vllm", "Llama-3.1-70B", "H100", True].bias) < 0.15
-    assert abs(found["tensorrt-llm", "Llama-3.1-8B", "H100", True].bias) < 0.06
+def test_the_tail_of_few_sets_is_smaller():
+    """Of one set in 100 cells 95 are within the bound, of many sets nearly 90."""
+    hundred = [at / 100 for at in range(1, 101)]
+    assert residuals(one=hundred).most() == pytest.approx(0.95)
+    many = {f"set{at}": [value] for at, value in enumerate(hundred)}
+    assert residuals(**many).most() == pytest.approx(0.91)
 
 
-def share_within(errors: tuple[float, float, float], bound: float) -> float:
-    return float(np.interp(bound, [0.0, *errors], [0.0, 0.5, 0.9, 1.0]))
-
-
-def test_pooled_errors_are_a_quantile_of_all_sets():
-    sets = [(0.1, 0.2, 0.3), (0.02, 0.05, 0.4)]
-    bound = pooled(sets, 0.8)
-    assert np.mean([share_within(one, bound) for one in sets]) == pytest.approx(0.8, abs=1e-4)
-
-
-@pytest.mark.parametrize("fold", ["model", "gpu", "engine"])
-def test_intervals_of_dense_models_hold_for_sets_that_they_were_not_made_of(fold: str):
-    """Each set of measurements against the interval that the others give."""
-    every, held = shipped_sets(), []
-    for name, sets in every.items():
-        for out, errors in sets:
-            if out.draft_depth or model(out.model).experts or fold not in errors.left_out:
-                continue
-            without = every | {name: [pair for pair in sets if pair[0] is not out]}
-            held.append(share_within(errors.left_out[fold].spread, pooled_by_fold(without, name, False)[fold][1]))
-    assert len(held) == 15
-    assert 0.9 <= np.mean(held) <= 0.95
+def test_a_single_set_has_the_wider_of_both_kinds():
+    own, other = residuals(one=[0.1] * 10), residuals(two=[0.5] * 10, three=[0.5] * 10)
+    both = Residuals(rows=pd.concat([own.rows.assign(experts=True), other.rows], ignore_index=True))
+    assert both.bound(experts=True, drafting=False)[1] == pytest.approx(np.expm1(0.5), rel=1e-3)
+    assert both.bound(experts=False, drafting=False)[1] == pytest.approx(np.expm1(0.5), rel=1e-3)
+    assert both.held().tolist() == [1.0] * 30
