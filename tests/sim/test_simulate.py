@@ -392,7 +392,7 @@ def test_makespans_have_the_error_of_their_costs():
     evidence = load_costs("sglang:H200:Qwen3-32B").evidence
     error = evidence.error()
     assert (plain["evidence"]["distance"], plain["evidence"]["error"]) == ("interpolated", error)
-    expected = plain["makespan_s"] / (1 + error), plain["makespan_s"] / (1 - error)
+    expected = plain["makespan_s"] / (1 + error), plain["makespan_s"] * (1 + error)
     assert plain["makespan_interval_s"] == pytest.approx(expected)
     assert drafted["evidence"]["error"] > error
     assert drafted["acceptance"] == "geometric:0.6"
