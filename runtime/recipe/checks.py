@@ -1,4 +1,4 @@
-"""What can be said against a run before anything starts: `check`. It imports no torch, but to look at a checkpoint."""
+"""Checks of a recipe before anything starts: `check`. Imports no torch, except to read a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from .shape import engine_context, shape_of
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 MOST_PARAMS_BY_DEFAULT = 100e6
-"""Of a model that is trained at the default learning rate."""
+"""Parameters of a model that may be trained at the default learning rate."""
 IMPORTS_S = 60.0
-"""What a reward may import when it is called first, beyond its own time limit."""
+"""Seconds for a reward's imports in its first call, beyond its own time limit."""
 
 
 def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None, tries: bool = False) -> None:
-    """Raise ConfigError with all that keeps a run of `recipe` in the folder `out` from being done.
+    """Raise ConfigError with all faults that prevent a run of `recipe` in the folder `out`.
 
-    Rewards and a policy's class are imported, the policy has to fit the engines, files and folders that are this
-    machine's have to be there, and GPUs to add up. With `resume` the newest whole checkpoint of that run must be one
-    that the recipe goes on with; `replay` must be a trace with decisions. First rows of files must have the columns;
-    with `tries` the reward is called once on the first. Models and datasets of the Hugging Face Hub are not looked for.
+    Rewards and a policy's class are imported. The policy has to fit the engines, local files and folders must exist,
+    and GPUs add up. With `resume` the recipe must be able to continue that run's newest whole checkpoint; `replay` must
+    be a trace with decisions. First rows of files must have the columns; with `tries` the reward is called once on the
+    first. Models and datasets of the Hugging Face Hub are not checked.
     """
-    # Standard output is for results, and what a user's module prints is none.
+    # Standard output is for results only, not for output of a user's module.
     with redirect_stdout(sys.stderr):
         complaints = [complaint for rule in RULES for complaint in _all_of(rule, recipe)]
     complaints += writable_folder(out)
@@ -56,7 +56,7 @@ def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
 
 
 def _all_of(rule: Callable[..., Iterable[str]], *arguments: object) -> Iterator[str]:
-    """A rule's complaints, and what a part of tltlab raises that it asks, which ends the rule."""
+    """Yield a rule's complaints, or the InputError that ends the rule."""
     try:
         yield from rule(*arguments)
     except InputError as error:
@@ -64,7 +64,7 @@ def _all_of(rule: Callable[..., Iterable[str]], *arguments: object) -> Iterator[
 
 
 def _raising(part: Callable[..., object]) -> Callable[..., Iterable[str]]:
-    """The rule of a part of tltlab that raises what it has to say."""
+    """Return the rule of a function that raises its complaint."""
 
     def rule(*arguments: object) -> Iterable[str]:
         part(*arguments)
@@ -78,7 +78,7 @@ def policy(recipe: Recipe) -> Iterable[str]:
 
 
 def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
-    """The recipe's engines lack what `policy` may choose: a drafter, or a draft that deep."""
+    """Yield what the recipe's engines lack for `policy`: a drafter, or a draft that deep."""
     specs, config = drafters_of(recipe, policy), recipe.drafter
     for name, spec in specs.items():
         if isinstance(spec, LearnedSpec) and (config is None or name != config.name or not spec.model):
@@ -103,7 +103,7 @@ def model(recipe: Recipe) -> Iterable[str]:
 
 
 def model_folder(name: str, field: str, weights: Sequence[str] = (".safetensors",)) -> Iterator[str]:
-    """A folder of this machine that holds no model with weights."""
+    """Complain about a local folder that holds no model with weights."""
     folder = Path(name)
     if not name:
         yield f"{field} is empty: name a folder, or a model of the Hugging Face Hub"
@@ -122,7 +122,7 @@ def sequence_parallel(recipe: Recipe) -> Iterator[str]:
         try:
             shape = shape_of(recipe.model)
         except ConfigError:
-            # A model that is not here or no dense one is looked at when the trainer loads it.
+            # A model that is not here, or not dense, is checked when the trainer loads it.
             return
         yield from undivided_heads(size, recipe.model, shape.heads, shape.kv_heads)
 
@@ -138,14 +138,14 @@ def data(recipe: Recipe) -> Iterator[str]:
 
 
 def first_rows(recipe: Recipe) -> Iterator[str]:
-    """Columns that the first row of a file lacks."""
+    """Complain about columns that the first row of a file lacks."""
     for source in (recipe.data.train, recipe.data.heldout):
         if source is not None:
             yield from _all_of(_raising(first_row), source, recipe.data)
 
 
 def enough_prompts(recipe: Recipe) -> Iterator[str]:
-    """A file of fewer prompts than an RL step takes."""
+    """Complain about a file of fewer prompts than an RL step takes."""
     per_step = recipe.rollout.prompts_per_step
     rows = num_rows(recipe.data.train) if recipe.data.train else None
     if rows and rows < per_step:
@@ -156,7 +156,7 @@ def enough_prompts(recipe: Recipe) -> Iterator[str]:
 
 
 def context(recipe: Recipe) -> Iterator[str]:
-    """A context that cannot hold a response of the longest allowed; one that just does is cut by its prompt."""
+    """Complain about a context shorter than the longest response allowed; its prompt may still shorten a response."""
     longest, room, vllm = recipe.rollout.max_response_tokens, engine_context(recipe), recipe.rollout.vllm
     if room is not None and longest > room:
         where = "rollout.vllm.max_model_len" if vllm.get("max_model_len") else f"the context of {recipe.model}"
@@ -167,7 +167,7 @@ def context(recipe: Recipe) -> Iterator[str]:
 
 
 def cpu_engine(recipe: Recipe) -> Iterator[str]:
-    """Heads of a size that vLLM's attention on the CPU does not have: it would say so in its first batch."""
+    """Complain about a head size that vLLM's attention on the CPU lacks: vLLM would fail in its first batch."""
     if bundles_of(recipe).all or not (Path(recipe.model) / "config.json").is_file():
         return
     from tltlab.runtime.engine.vllm.capabilities import cpu_head_sizes
@@ -185,7 +185,7 @@ def cpu_engine(recipe: Recipe) -> Iterator[str]:
 
 
 def engine_dtype(recipe: Recipe) -> Iterator[str]:
-    """A type that vLLM does not know."""
+    """Complain about a dtype unknown to vLLM."""
     dtype = recipe.rollout.vllm.get("dtype")
     if dtype is None:
         return
@@ -200,12 +200,12 @@ def engine_dtype(recipe: Recipe) -> Iterator[str]:
 def enough_gpus(recipe: Recipe) -> None:
     """Raise ConfigError where a run would start Ray on this machine, which has fewer GPUs than its actors take.
 
-    GPUs are those that Ray would find. Not one of the rules of `check`: a dry run is made on any machine.
+    GPUs are those that Ray would find. Not one of the rules of `check`: a dry run works on any machine.
     """
     asked = bundles_of(recipe).num_gpus
     if not asked or recipe.cluster.num_nodes > 1 or os.environ.get("RAY_ADDRESS", "local") != "local":
         return
-    # Imported here: a recipe without GPUs, or a dry run, does without.
+    # Imported here: not needed by a recipe without GPUs, or by a dry run.
     import ray
     from ray._private.accelerators import get_accelerator_manager_for_resource
 
@@ -221,7 +221,7 @@ def enough_gpus(recipe: Recipe) -> None:
 
 
 def learning_rate(recipe: Recipe) -> Iterator[str]:
-    """A default that is right for our own small models and ruins large ones."""
+    """Complain about a missing learning rate: the default is for tltlab's small models and ruins large ones."""
     if "lr" in recipe.train.model_fields_set:
         return
     try:
@@ -236,14 +236,14 @@ def learning_rate(recipe: Recipe) -> Iterator[str]:
 
 
 def prompt_notes(recipe: Recipe) -> tuple[str, ...]:
-    """Return a run's notes on its prompts, all of which are read; none where they or the tokenizer are not here.
+    """Return a run's notes on its prompts, all of which are read; none where prompts or tokenizer are not here.
 
     ConfigError where a prompt cannot be read, or leaves an engine no room to respond.
     """
     sources = [source for source in (recipe.data.train, recipe.data.heldout) if source is not None]
     if not all(map(os.path.exists, sources)) or not any((Path(recipe.model) / name).is_file() for name in _TOKENIZERS):
         return ()
-    # Imported here: they bring torch.
+    # Imported here: they import torch.
     from tltlab.runtime.drafter.offline.data import load_tokenizer
     from tltlab.runtime.run.data import RunData
 
@@ -251,7 +251,7 @@ def prompt_notes(recipe: Recipe) -> tuple[str, ...]:
 
 
 def tried_reward(recipe: Recipe) -> Iterator[str]:
-    """What the reward raises, or gives that is no number, for the first prompt with its own answer as the response."""
+    """Complain about a reward that raises, or returns no number, for the first prompt's own answer as response."""
     row = first_row(recipe.data.train, recipe.data)
     if row is None:
         return
@@ -263,10 +263,10 @@ def tried_reward(recipe: Recipe) -> Iterator[str]:
         try:
             with redirect_stdout(sys.stderr), found_in(recipe.code):
                 reward(prompt, answer, answer)
-        except (Exception, SystemExit) as error:  # whatever a user's function raises
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             raised.append(error)
 
-    # It may never return, and nobody can end a thread: this one dies with the process.
+    # It may never return, and a thread cannot be killed: this one dies with the process.
     limit_s = recipe.reward_pool.timeout_s + IMPORTS_S
     calling = Thread(target=call, daemon=True)
     calling.start()
@@ -282,7 +282,7 @@ RULES = (
     _raising(RewardPool), policy, _raising(Recipe.read_placement), model, sequence_parallel, data, first_rows,
     enough_prompts, context, cpu_engine, engine_dtype, learning_rate, _raising(bundles_of), _raising(engines_of),
 )  # fmt: skip
-"""Of a recipe on this machine."""
+"""Rules for a recipe on this machine."""
 
 
 def writable_folder(out: Path) -> Iterator[str]:
@@ -294,8 +294,8 @@ def writable_folder(out: Path) -> Iterator[str]:
 
 
 def same_run(recipe: Recipe, out: Path) -> Iterable[str]:
-    """The newest whole checkpoint is of a run that the recipe does not go on with."""
-    # Imported here: it brings torch, which takes long, and most runs do not need it.
+    """Complain about a newest whole checkpoint of a run that the recipe cannot continue."""
+    # Imported here: it imports torch, which is slow, and most runs do not need it.
     from tltlab.runtime.run.state import read_state
 
     newest = newest_whole(out / "checkpoints")
@@ -311,5 +311,5 @@ def recorded_decisions(recipe: Recipe, replay: Path) -> Iterator[str]:
 
 
 def _is_a_path(name: str) -> bool:
-    """Whether it cannot be an id of the Hugging Face Hub, which is a name or owner/name."""
+    """Return True if it cannot be an id of the Hugging Face Hub, which is a name or owner/name."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1

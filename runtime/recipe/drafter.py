@@ -1,4 +1,4 @@
-"""What drafter training is told: the `[drafter]` section of a recipe, and the settings of `tltlab train-drafter`."""
+"""Settings of drafter training: the `[drafter]` section of a recipe, and those of `tltlab train-drafter`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Method = Literal["eagle", "eagle3", "mtp"]
 
 
 class LossConfig(FrozenModel):
-    """How a drafter is taught: `kind`.
+    """Training objective of a drafter: `kind`.
 
     "eagle" (arXiv 2401.15077): `hidden_weight` * SmoothL1 on the next hidden state + `token_weight` * cross-entropy
     against the target's distribution, one step, on the target's states. "hass" (arXiv 2408.15766): the same over
-    `unroll` steps, each reading the states that the step before it made. "eagle3" (arXiv 2503.01840): cross-entropy
-    alone over `unroll` steps of training-time test, step i weighing `decay` ** i. None: 1, 3 and 7 steps, as in TLT.
-    "mtp": the same loss, over 3 steps, for the MTP layer that the model brings along.
+    `unroll` steps, each reading the states of the step before. "eagle3" (arXiv 2503.01840): cross-entropy alone over
+    `unroll` steps of training-time test, step i weighing `decay` ** i. None: 1, 3 and 7 steps, as in TLT. "mtp": the
+    same loss, over 3 steps, for the model's own MTP layer.
     """
 
     kind: Literal["eagle", "hass", "eagle3", "mtp"] = "eagle"
@@ -40,13 +40,15 @@ class LossConfig(FrozenModel):
 
     @property
     def method(self) -> Method:
-        """The kind of head that is trained, by vLLM's name."""
+        """vLLM's name for the kind of head that is trained."""
         return "eagle" if self.kind == "hass" else self.kind
 
 
 class OptimConfig(FrozenModel):
-    """AdamW: `warmup` updates raise the rate to `lr`. `betas`, `weight_decay` and the norm `max_grad_norm` at which
-    gradients are clipped are those of TLT's released trainer."""
+    """AdamW: the rate rises to `lr` over `warmup` updates.
+
+    `betas`, `weight_decay` and `max_grad_norm`, at which gradients are clipped, are those of TLT's released trainer.
+    """
 
     lr: Positive = 1e-3
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -56,10 +58,10 @@ class OptimConfig(FrozenModel):
 
 
 class BufferConfig(FrozenModel):
-    """What a worker keeps to train on: sequences of the last `rl_steps` RL steps, at most `max_bytes`.
+    """A worker's training data: sequences of the last `rl_steps` RL steps, at most `max_bytes`.
 
     One-step-off sampling (TLT section 4.2): `carried_share` of an update's tokens come from the longest sequences of
-    earlier RL steps, the rest from those that this one has finished; what one side lacks the other gives.
+    earlier RL steps, the rest from finished ones of this step; a shortage on one side is filled from the other.
     """
 
     max_bytes: Annotated[int, Field(gt=0)] = 1 << 30
@@ -68,7 +70,7 @@ class BufferConfig(FrozenModel):
 
     @property
     def beside_bytes(self) -> int:
-        """What held-out sequences, and prompts kept for siblings, take at most, each."""
+        """Most bytes of held-out sequences, and of prompts kept for other samples, each."""
         return self.max_bytes // 8
 
 
@@ -76,19 +78,19 @@ class DrafterConfig(FrozenModel):
     """A recipe's `[drafter]`: the learned drafter named `name`, trained on rollout workers while others still generate.
 
     `checkpoint` is a head's folder, or its name on the Hugging Face Hub, in a layout that `drafter.heads.layouts`
-    reads; without one it starts from random weights and `fallback` serves until it was trained, but for an MTP layer,
-    which the model brings along. An update trains `tokens_per_update` tokens per member, and a rollout has up to
-    `max_updates` (None: no limit). Every `checkpoint_every` updates, and when it stops, a trainer saves what it trains.
-    `annotate` responses per worker and RL step are annotated with the drafter in service and with those of the last
-    `ages` trainings, for the trace.
+    reads. Without one the head starts from random weights and `fallback` serves until it was trained; an MTP layer
+    starts from the model's own weights. An update trains `tokens_per_update` tokens per member, and a rollout has up to
+    `max_updates` (None: no limit). A trainer saves its state every `checkpoint_every` updates, and when it stops.
+    `annotate` responses per worker and RL step are annotated for the trace with the drafter in service and with those
+    of the last `ages` trainings.
 
     Engines keep the hidden states of running responses in `capture_bytes` of host memory each; by default those of a
-    machine share a quarter of what is free there. When that is full, responses likely to be in the tail stay.
+    machine share a quarter of its free memory. Beyond that, responses likely to be in the tail are kept.
 
     A trainer runs on `threads` CPU threads at priority `nice`. Members of a group train over `backend`; "auto" is nccl
     where each has a CUDA device of its own and gloo elsewhere. `endpoint` (tcp://HOST:PORT, with keys made for the run)
-    and `rendezvous` (HOST:PORT) say where the coordinator is found and where members meet, on the driver's machine. By
-    default only this machine's processes find them, and with workers on other machines those do, at Ray's address of
+    is the coordinator's address, `rendezvous` (HOST:PORT) that of the meeting point, both on the driver's machine. By
+    default only this machine's processes can connect; with workers on other machines the default is Ray's address of
     the driver's machine and free ports.
     """
 
@@ -115,5 +117,5 @@ class DrafterConfig(FrozenModel):
 
     @property
     def pretrained(self) -> bool:
-        """Whether it serves before the run has trained it: it comes from a checkpoint, or with the model."""
+        """True if it serves before the run has trained it: from a checkpoint, or as the model's own."""
         return self.checkpoint is not None or self.loss.method == "mtp"

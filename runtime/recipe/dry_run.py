@@ -1,4 +1,4 @@
-"""What a recipe would do: its actors, their GPUs, the memory they need and which options leave the policy."""
+"""Plan of a recipe: its actors, their GPUs, the memory they need, and the options that are off-policy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Place = tuple[int, tuple[int, ...]]
 class Actor:
     """One process of a run: number `number` of its kind, on `node`, with `share` of each of the GPUs `gpus`.
 
-    Ray numbers nodes as it likes; here they only say what lies together.
+    Ray may number nodes differently; here numbers only identify nodes.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Actor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a GPU, a host or, without GPUs, one process holds at the fullest moment of a phase."""
+    """Memory of a GPU, a host or, without GPUs, one process, at its peak in a phase."""
 
     where: str
     device: Device
@@ -65,7 +65,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A setting that decides whether what is trained on follows the policy that is trained."""
+    """A setting that decides if training data follow the policy that is trained."""
 
     name: str
     on_policy: bool
@@ -74,8 +74,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """A recipe's plan. `fits` is None where no GPU is named that memory could be held against; `system` is None, or the
-    settings that execute the recipe's system."""
+    """A recipe's plan.
+
+    `fits` is None where no GPU is named to compare memory with; `system` is None, or the settings that execute the
+    recipe's system.
+    """
 
     model: str
     num_params: int
@@ -94,14 +97,14 @@ class RunPlan:
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as JSON types, each phase's memory with its total."""
+        """Return the plan as JSON types, each phase's memory with its total."""
         plan = asdict(self)
         for plain, memory in zip(plan["memory"], self.memory, strict=True):
             plain["total_bytes"] = memory.total_bytes
         return plan
 
     def text(self) -> str:
-        """The plan for people."""
+        """Return the plan as text."""
         gpus = f" x {self.gpus_per_node} {self.gpu or 'GPUs'}" if self.gpus_per_node else ""
         run = [
             ("model", f"{self.model}, {self.num_params / 1e9:.3g} B parameters"),
@@ -123,10 +126,10 @@ class RunPlan:
 
 
 def plan_of(recipe: Recipe) -> RunPlan:
-    """Work a recipe's plan out; needs neither GPUs nor Ray nor the model's weights.
+    """Return a recipe's plan; needs neither GPUs nor Ray nor the model's weights.
 
     ConfigError where its GPUs do not add up, tensor parallelism does not divide the model, or the model's shape or the
-    GPU is not known. A plan that does not fit is no error: its `fits` says so.
+    GPU is unknown. A plan that does not fit is no error: see `fits`.
     """
     sizes = Sizes(recipe)
     shape, bundles, gpu, build = sizes.shape, sizes.bundles, sizes.gpu, sizes.build
@@ -195,7 +198,7 @@ def _actors(recipe: Recipe, bundles: Bundles) -> tuple[Actor, ...]:
 
 
 def _memory(table: MemoryTable, bundles: Bundles, actors: tuple[Actor, ...]) -> tuple[Memory, ...]:
-    """By place and phase: a GPU of each kind, or a process of each kind without GPUs, then the fullest host."""
+    """Return memory by place and phase: a GPU or process of each kind, then the fullest host."""
     if bundles.colocated:
         places = {"a GPU": [WORKER, RANK, SPOT]}
     elif bundles.all:
@@ -208,7 +211,7 @@ def _memory(table: MemoryTable, bundles: Bundles, actors: tuple[Actor, ...]) -> 
         for phase in PHASES
         if (parts := [part for process in processes for part in table.of(process, table.device, phase)])
     ]
-    # The driver's, which is the first: ranks and workers fill nodes in order.
+    # The driver's node is the first: ranks and workers fill nodes in order.
     counts = Counter(actor.kind for actor in actors if actor.node == 0) + Counter([DRIVER, STORE, RAY])
     for phase in PHASES:
         on_host = (
@@ -222,14 +225,14 @@ def _memory(table: MemoryTable, bundles: Bundles, actors: tuple[Actor, ...]) -> 
 
 
 def _times(part: Part, count: int) -> Part:
-    """The same of so many processes."""
+    """Return the same part for several processes."""
     if count == 1:
         return part
     return replace(part, num_bytes=count * part.num_bytes, formula=f"{count} x ({part.formula})")
 
 
 def _memory_tables(memory: Sequence[Memory], gpu_bytes: float | None) -> Iterator[str]:
-    """A table for each place: a row for each part, a column for each phase."""
+    """Yield a table for each place: a row for each part, a column for each phase."""
     for place, group in groupby(memory, key=lambda entry: entry.where):
         phases = list(group)
         parts = {(part.process, part.name): part for entry in phases for part in entry.parts}
@@ -244,7 +247,7 @@ def _memory_tables(memory: Sequence[Memory], gpu_bytes: float | None) -> Iterato
 
 
 def _fits(bundles: Bundles, memory: tuple[Memory, ...], gpu: Gpu) -> bool:
-    """Whether each phase fits; actors that share a GPU must fit into it together."""
+    """Return True if each phase fits; actors that share a GPU must fit into it together."""
     share_of = {
         "a rollout worker's GPU": min(bundles.workers[0] or 1, 1.0),
         "a trainer rank's GPU": min((*bundles.ranks, 1.0)[0] or 1, 1.0),
@@ -266,11 +269,11 @@ def _options(recipe: Recipe) -> tuple[Option, ...]:
         why = "the prefix is verified, its end drawn anew from the residual" if exact else "prefixes are of older ones"
         options.append(("rollout.reuse", exact, why))
     if rollout.one_step_off:
-        options.append(("rollout.one_step_off", False, "responses are of the weights one update before"))
+        options.append(("rollout.one_step_off", False, "responses are of the weights before the last update"))
     if rollout.staleness:
-        options.append((f"rollout.staleness = {rollout.staleness}", False, "tokens are up to so many updates old"))
+        options.append((f"rollout.staleness = {rollout.staleness}", False, "tokens are up to that many updates old"))
     if train.accept_biased_sampling and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
-        options.append(("top_p, top_k, min_p", False, "tokens are cut off that have a chance"))
+        options.append(("top_p, top_k, min_p", False, "tokens of nonzero probability are cut off"))
     if train.minibatches > 1:
         why = "after the first of them the policy has moved: the clipped ratio accounts for it"
         options.append((f"train.minibatches = {train.minibatches}", False, why))
@@ -278,7 +281,7 @@ def _options(recipe: Recipe) -> tuple[Option, ...]:
 
 
 def _actor_rows(actors: tuple[Actor, ...]) -> Iterator[tuple[str, str, str, str]]:
-    """One row for all actors of a kind on a node."""
+    """Yield one row for all actors of a kind on a node."""
     for (kind, node), group in groupby(actors, key=lambda actor: (actor.kind, actor.node)):
         same_kind = list(group)
         gpus, share = sorted({gpu for actor in same_kind for gpu in actor.gpus}), same_kind[0].share

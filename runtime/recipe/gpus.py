@@ -1,4 +1,4 @@
-"""Which GPUs a recipe asks for: one bundle per rollout worker, one per trainer rank, or shared ones."""
+"""GPUs of a recipe: one bundle per rollout worker, one per trainer rank, or shared ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .recipe import Recipe
 class Bundles:
     """GPUs, or shares of one, that stay on one node: `workers[n]` of rollout worker n, `ranks[r]` of trainer rank r.
 
-    Colocated ranks live on the workers' GPUs, rank r on the r-th of them, and have no bundles: `ranks` is then empty.
+    Colocated rank r uses the r-th GPU of the workers' and has no bundle: `ranks` is then empty.
     """
 
     workers: tuple[float, ...]
@@ -34,7 +34,7 @@ class Bundles:
         return sum(self.all)
 
     def worker_of_rank(self, rank: int) -> tuple[int, int]:
-        """The worker whose GPU a colocated rank shares, and which of that worker's GPUs.
+        """Return the worker whose GPU a colocated rank shares, and the index of that GPU in the worker.
 
         >>> Bundles(workers=(2.0, 2.0), ranks=(), colocated=True).worker_of_rank(3)
         (1, 1)
@@ -44,17 +44,17 @@ class Bundles:
 
 
 def bundles_of(recipe: Recipe) -> Bundles:
-    """What a recipe asks for. ConfigError where its counts do not add up.
+    """Return the bundles of a recipe. ConfigError where its counts do not add up.
 
     A worker takes tensor_parallel_size GPUs, or `gpus_per_worker`; a rank takes 1 or `train.gpus`. On nodes without
-    GPUs, which is what a recipe without `cluster.gpus_per_node` has, nobody takes any unless these two say so.
-    Colocated trainers are as many as GPUs, each on one.
+    GPUs, the default without `cluster.gpus_per_node`, actors take none unless these two fields are set. Colocated
+    trainers are as many as GPUs, each on one.
     """
     rollout, train, cluster = recipe.rollout, recipe.train, recipe.cluster
     default = float(cluster.gpus_per_node > 0)
     per_worker = default * rollout.tensor_parallel_size if rollout.gpus_per_worker is None else rollout.gpus_per_worker
     per_rank = default if train.gpus is None else train.gpus
-    # Sums say something only once each actor's GPUs are what it can use.
+    # Sums are meaningful only once each actor's GPUs are valid.
     refuse(_of_an_actor(recipe, per_worker, per_rank))
     colocated = cluster.placement == "colocated" and per_worker > 0
     workers = (per_worker,) * rollout.num_workers
@@ -64,7 +64,7 @@ def bundles_of(recipe: Recipe) -> Bundles:
 
 
 def weights_way(recipe: Recipe) -> Literal["host", "nccl", "ipc"]:
-    """How the policy's weights come to the engines: as `cluster.weights` says, "auto" the way of the devices if any.
+    """Return the transport of the policy's weights to engines: `cluster.weights`; "auto" is over devices if possible.
 
     "ipc" where trainers and engines share each device, "nccl" where each has whole ones of its own, else "host".
     """
@@ -140,15 +140,16 @@ def _of_the_cluster(recipe: Recipe, bundles: Bundles) -> Iterator[str]:
         )
     elif max((node for node, _ in places_of(bundles, cluster.gpus_per_node)), default=0) >= cluster.num_nodes:
         yield (
-            f"rollout workers of {tp} GPUs, each on one node, and what else asks for GPUs do not fit onto {size}: take "
+            f"rollout workers of {tp} GPUs, each on one node, and the other actors do not fit onto {size}: take "
             "fewer, or a tensor_parallel_size that divides gpus_per_node"
         )
 
 
 def places_of(bundles: Bundles, gpus_per_node: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Node and GPUs of each bundle in `bundles.all`: the largest first, each onto the first node with room.
+    """Return node and GPUs of each bundle in `bundles.all`: the largest first, each onto the first node with room.
 
-    As Ray packs them, but nodes go by number here. With 0 GPUs per node their size is not known: all lie on one.
+    This is Ray's packing, but with nodes in numeric order. With 0 GPUs per node their size is unknown: all bundles are
+    on one.
 
     >>> places_of(Bundles(workers=(4.0, 4.0), ranks=(0.5, 0.5), colocated=False), 8)
     [(0, (0, 1, 2, 3)), (0, (4, 5, 6, 7)), (1, (0,)), (1, (0,))]

@@ -1,4 +1,4 @@
-"""What a recipe's engines are built for: the drafters and depths of its policy, and the CUDA graphs planned for it."""
+"""Build of a recipe's engines: drafters and depths of its policy, and the CUDA graphs planned for it."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from .recipe import Recipe
 from .shape import requests_per_engine, shape_of, vllm_batch
 
 _HOPPER = ("H100", "H200")
-"""GPUs on which vLLM takes FlashAttention 3."""
+"""GPUs on which vLLM uses FlashAttention 3."""
 
 _COARSE = 1.5
 """Least ratio of neighbouring batch sizes where memory cannot be predicted."""
 
 _OWN_SETTINGS = ("speculative_config", "compilation_config")
-"""Arguments of vLLM in `rollout.vllm` that leave nothing to plan."""
+"""Arguments of vLLM in `rollout.vllm` that rule out planned graphs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBuild:
-    """What an engine is built for. Without `graphs` vLLM captures what it does by default, where it captures any.
+    """Build of an engine. Without `graphs` vLLM captures its default graphs, if any.
 
-    `graph_bytes` is what they are predicted to take on each GPU, None where that cannot be said.
+    `graph_bytes` is their predicted memory on each GPU, None where unknown.
     """
 
     drafters: dict[str, DrafterSpec]
@@ -50,7 +50,7 @@ class EngineBuild:
     graph_bytes: float | None = None
 
     def sentences(self, captured: CapturedGraphs) -> Iterator[str]:
-        """What an engine has captured, in sentences, and whether that is what was planned."""
+        """Yield sentences on the graphs that an engine has captured, and on differences from the plan."""
         if captured.mode == "NONE":
             return
         memory = "" if captured.num_bytes is None else f" in {captured.num_bytes / GIB:.2f} GiB"
@@ -65,7 +65,7 @@ class EngineBuild:
             )
 
     def as_json(self, captured: Iterable[CapturedGraphs]) -> dict[str, Any]:
-        """What a run's graphs.json says: the plan, None where there is none, and what each engine has captured."""
+        """Return the contents of a run's graphs.json: the plan, if any, and each engine's captured graphs."""
         planned = None
         if (plan := self.graphs) is not None:
             planned = {
@@ -80,7 +80,7 @@ class EngineBuild:
 
 
 def drafters_of(recipe: Recipe, policy: Policy) -> dict[str, DrafterSpec]:
-    """All drafters of a recipe by name, the one that it trains included."""
+    """Return all drafters of a recipe by name, the one that it trains included."""
     specs: dict[str, DrafterSpec] = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters
     if (trained := recipe.drafter) is not None:
         head = "" if trained.loss.method == "mtp" else trained.checkpoint or "its own"
@@ -89,30 +89,31 @@ def drafters_of(recipe: Recipe, policy: Policy) -> dict[str, DrafterSpec]:
 
 
 def engines_of(recipe: Recipe) -> EngineBuild:
-    """What a recipe's engines are built for, its policy loaded for that; see `engine_build`."""
+    """Return the build of a recipe's engines after loading its policy; see `engine_build`."""
     policy = recipe.read_policy()
     return engine_build(recipe, policy, drafters_of(recipe, policy))
 
 
 def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterSpec]) -> EngineBuild:
-    """What the engines of a recipe with GPUs are built for; `drafters` are all that there are, by name.
+    """Return the build of the engines of a recipe with GPUs; `drafters` are all drafters, by name.
 
-    `rollout.graphs` = "planned" builds them for the depths of `policy` and for the drafters that it may end up with:
-    with a learned one alone vLLM takes its V2 runner, which has full graphs of every depth. A depth that no policy asks
-    for is what V1's full graphs would else be for. What `rollout.vllm` says of speculation and compilation is left as
-    it is. ConfigError where the graphs take more than `rollout.graph_gib`; not asked of a model of unknown shape.
+    `rollout.graphs` = "planned" builds engines for the depths of `policy` and for the drafters that it may use. With a
+    learned drafter alone vLLM takes its V2 runner, which has full graphs of every depth. Depths that the policy never
+    chooses are left out, since V1's full graphs are for the deepest one. Settings of speculation and compilation in
+    `rollout.vllm` are left unchanged. ConfigError where the graphs take more than `rollout.graph_gib`; not checked for
+    a model of unknown shape.
     """
     rollout = recipe.rollout
     stock = EngineBuild(drafters=dict(drafters), max_draft_depth=rollout.max_draft_depth)
     preset = any(name in rollout.vllm for name in _OWN_SETTINGS) or rollout.vllm.get("enforce_eager")
-    # A policy that does not say what it may choose could choose anything.
+    # A policy without a list of strategies could choose anything.
     if rollout.graphs == "stock" or not bundles_of(recipe).all or preset or not policy.strategies:
         return stock
     names = DrafterPool(drafters, rollout.max_draft_depth).needed(policy.strategies)
     needed = {name: spec for name, spec in drafters.items() if name in names}
     learned = [spec for spec in needed.values() if isinstance(spec, LearnedSpec)]
     depth = max((s.draft_depth for s in policy.strategies), default=0)
-    # Kept where the policy never drafts with it: it is trained all the same.
+    # Kept where the policy never drafts with it: it is trained in any case.
     depth = max(depth, 1) if learned else depth
     gpu = None if recipe.cluster.gpu is None else gpu_by_name(recipe.cluster.gpu)
     largest = int(rollout.vllm.get("max_num_seqs") or vllm_batch(gpu))
@@ -138,7 +139,7 @@ def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterS
     try:
         plan = fitting_plan(make, pool, rollout.graph_gib * GIB)
     except ConfigError as error:
-        raise ConfigError(f"rollout.graphs = planned: {error}; rollout.graph_gib is what they may take") from error
+        raise ConfigError(f"rollout.graphs = planned: {error}; rollout.graph_gib is their limit") from error
     return EngineBuild(drafters=needed, max_draft_depth=depth, graphs=plan, graph_bytes=memory_bytes(pool, plan))
 
 

@@ -1,6 +1,6 @@
-"""What a recipe's processes hold on GPUs and hosts: one table of parts, each with its phases and its formula.
+"""Memory of a recipe's processes on GPUs and hosts: one table of parts, each with its phases and its formula.
 
-A run tells what it held by the same names (`tltlab.runtime.run.memory`), which a test holds against this.
+A run reports its memory by the same names (`tltlab.runtime.run.memory`); a test compares the two.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from .recipe import Recipe
 from .shape import context_tokens, requests_per_engine, shape_of, vllm_batch
 
 GRAPH_BYTES = 2 << 30
-"""For CUDA graphs that are not planned, flat."""
+"""For CUDA graphs that are not planned: a constant."""
 LOGITS = 1 << 26
-"""That lie in memory at once, as in `token_logprobs` and `drafter_loss`."""
+"""Most logits in memory at once, as in `token_logprobs` and `drafter_loss`."""
 CONTEXT_BYTES, TRAINER_BYTES = 1e9, 2e9
-"""Of a process on a GPU that computes nothing: CUDA context, and a trainer's NCCL and cuBLAS buffers."""
+"""Bytes of an idle process on a GPU: CUDA context, and a trainer's NCCL and cuBLAS buffers."""
 BUCKET_BYTES, DEVICE_BUCKET_BYTES = 32 << 20, 256 << 20
-"""Of new weights on their way, by the host and between devices (`engine.weights`, `vllm.transfer`)."""
+"""Bytes of weight transfers, by the host and between devices (`engine.weights`, `vllm.transfer`)."""
 
 Phase = Literal["rollout", "idle training", "training", "sync"]
-"""Of an RL step: engines generate; those that are done lend their devices to drafter trainers; trainers have the
-samples; new weights go to the engines."""
+"""Phases of an RL step.
+
+Engines generate; idle ones lend their devices to drafter trainers; trainers have the samples; new weights are sent to
+the engines.
+"""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 GENERATING, TRAINING, SYNC = PHASES[:2], PHASES[2:3], PHASES[3:]
 Device = Literal["GPU", "host"]
@@ -47,19 +50,19 @@ STORE, REWARDS, RAY = "Ray's object store", "reward process", "Ray"
 PROCESSES = (WORKER, RANK, SPOT, DRIVER, STORE, RAY, REWARDS)
 
 RUNTIME_BYTES = {WORKER: 0.85e9, RANK: 0.75e9, SPOT: 0.65e9, DRIVER: 0.75e9, REWARDS: 0.35e9, RAY: 0.6e9}
-"""Resident bytes of a process before it holds anything: Python, torch, vLLM, and what glibc keeps of freed tensors."""
+"""Resident bytes of an idle process: Python, torch, vLLM, and memory that glibc keeps of freed tensors."""
 
 _VLLM_UTILIZATION, _CPU_KV_BYTES = 0.92, 256 << 20
-"""vLLM's own, where the recipe has none: a share of a GPU, bytes on a CPU."""
+"""vLLM's defaults: a share of a GPU, bytes on a CPU."""
 _TREE_BYTES = {"suffix": TREE_BYTES_PER_TOKEN, "ngram": 500}
-"""Of a running response's token, by kind of drafter."""
+"""Bytes per token of a running response, by kind of drafter."""
 _TEXT_BYTES = 160
-"""What vLLM and the ledger keep of a generated token: ids and log-probs in several lists of Python's."""
+"""Bytes that vLLM and the ledger keep per generated token: ids and log-probs in several Python lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Something that takes memory, the process whose it is, and how its size was reckoned."""
+    """A part of a process's memory, and the formula of its size."""
 
     name: str
     num_bytes: float
@@ -68,7 +71,7 @@ class Part:
 
 
 class MemoryTable:
-    """Parts by device and phase; of each process on a host, on each of its GPUs.
+    """Parts by device and phase: of each process on a host, on each of its GPUs.
 
     `at_once` responses of full length fit into an engine's KV cache.
     """
@@ -87,20 +90,20 @@ class MemoryTable:
         phases: Iterable[Phase] = PHASES,
         device: Device | None = None,
     ) -> None:
-        """Add a row, by default where the process computes; none for a part that takes nothing."""
+        """Add a row, by default on the device where the process computes; none for a part of size 0."""
         if num_bytes > 0:
             part = Part(name=name, num_bytes=float(num_bytes), formula=formula, process=process)
             self._rows.append((part, device or self.device, tuple(phases)))
 
     def of(self, process: str, device: Device, phase: Phase) -> list[Part]:
-        """What a process holds there and then."""
+        """Return the parts of a process on a device in a phase."""
         return [p for p, where, phases in self._rows if p.process == process and where == device and phase in phases]
 
 
 class Sizes:
-    """What parts are reckoned from: a recipe's counts, its model and GPU, and what its engines are built for.
+    """Sizes that parts depend on: a recipe's counts, its model and GPU, and the build of its engines.
 
-    ConfigError where its GPUs do not add up, or the model's shape or the GPU is not known.
+    ConfigError where its GPUs do not add up, or the model's shape or the GPU is unknown.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -117,7 +120,7 @@ class Sizes:
         self.drafters = [spec for name, spec in build.drafters.items() if name in in_use]
         # Most tokens that an iteration verifies.
         self.drafted_rows = requests_per_engine(recipe) * (1 + build.max_draft_depth)
-        with suppress(ConfigError):  # of a policy that does not say what it may choose at which batch
+        with suppress(ConfigError):  # a policy without a list of strategies by batch
             may_run = plan_graphs(policy, requests_per_engine(recipe), drafters=build.drafters).may_run
             self.drafted_rows = max(batch * (depth + 1) for batch, depth in may_run)
         self.learned = drafter is not None or any(isinstance(spec, LearnedSpec) for spec in self.drafters)
@@ -125,28 +128,28 @@ class Sizes:
         self.engine_value = _value_bytes(rollout.vllm.get("dtype"), on_gpu=self.on_gpu)
         self.trainer_value = _value_bytes(recipe.train.dtype, on_gpu=self.on_gpu)
         self.drafter_value = _value_bytes(None, on_gpu=self.on_gpu)
-        # Of the longest prompt and response; of one rollout; at a time in an engine.
+        # Tokens of the longest prompt and response; responses of one rollout; running ones in an engine.
         self.tokens = context_tokens(recipe)
         self.responses = rollout.prompts_per_step * rollout.group_size
         self.max_num_seqs = int(rollout.vllm.get("max_num_seqs", vllm_batch(self.gpu)))
         self.running = min(requests_per_engine(recipe), self.max_num_seqs)
-        # Of embedding and LM head.
+        # Parameters of embedding and LM head.
         self.shared_params = shape.stored_params - shape.layers * shape.layer_params
-        # Of an EAGLE head, or the recipe's: a decoder layer and what joins its inputs, norms included. An EAGLE-3
-        # head's attention reads inputs twice as wide, and three of the target's states come in.
+        # Parameters of an EAGLE head, or the recipe's: a decoder layer and the projection of its inputs, with norms. An
+        # EAGLE-3 head's attention reads inputs twice as wide, and its projection three of the target's states.
         eagle3 = drafter is not None and drafter.loss.method == "eagle3"
         wider = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.hidden + shape.hidden**2 + 3 * shape.hidden
         self.head_params = shape.layer_params + 2 * shape.hidden**2 + shape.hidden + eagle3 * wider
-        # Hidden states of one token, as they are captured.
+        # Captured hidden states of one token.
         self.state_bytes = self.engine_value * shape.hidden * (4 if eagle3 else 1)
-        # Most that model-free drafters remember of finished responses; no more than all of them take.
+        # Bound on the history of model-free drafters; no more than all responses take.
         bounds = [s.arguments()["history_mib"] for s in self.drafters if isinstance(s, NgramSpec | SuffixSpec)]
         most = float(recipe.train.steps * self.responses * self.tokens * (TREE_BYTES_PER_TOKEN + 4))
         self.history_bytes = sum(most if bound is None else min(bound * 2**20, most) for bound in bounds)
 
 
 def memory_table(sizes: Sizes) -> MemoryTable:
-    """All parts. ConfigError where tensor parallelism does not divide the heads, or no response of full length fits."""
+    """Return all parts. ConfigError where tensor parallelism does not divide the heads, or no full response fits."""
     table = MemoryTable("GPU" if sizes.on_gpu else "host")
     for rows_of in (_engine, _trainer, _drafter, _driver):
         rows_of(sizes, table)
@@ -154,9 +157,9 @@ def memory_table(sizes: Sizes) -> MemoryTable:
 
 
 def _engine(sizes: Sizes, table: MemoryTable) -> None:
-    """A rollout worker's. With a known GPU vLLM's KV cache is the rest of its share.
+    """Add a rollout worker's parts. With a known GPU vLLM's KV cache is the rest of its share.
 
-    Asleep (level 1) an engine keeps its weights on the host, pinned: torch keeps that memory for good once it was used.
+    Asleep (level 1) an engine keeps its weights on the host, pinned: torch never frees that memory.
     """
     recipe, shape, value, tokens, running = sizes.recipe, sizes.shape, sizes.engine_value, sizes.tokens, sizes.running
     rollout, tp, drafter = recipe.rollout, recipe.rollout.tensor_parallel_size, recipe.drafter
@@ -166,10 +169,10 @@ def _engine(sizes: Sizes, table: MemoryTable) -> None:
     except ConfigError as error:
         raise ConfigError(f"rollout.tensor_parallel_size: {error}") from error
     loaded = tuple(phase for phase in PHASES if not (sizes.colocated and phase in TRAINING))
-    # Colocated, weights within a device come before the caches do.
+    # Colocated, weights within a device are transferred before the caches are allocated.
     generating = GENERATING if sizes.colocated and sizes.way == "ipc" else loaded
 
-    # vLLM pads the vocabulary to a multiple of 64; the CPU build has embedding and LM head a second time.
+    # vLLM pads the vocabulary to a multiple of 64; the CPU build stores embedding and LM head twice.
     padding = -shape.vocab % 64 * shape.hidden * (1 if shape.tied_embeddings else 2)
     weights = (shape.stored_params + padding + (0 if sizes.on_gpu else sizes.shared_params + padding)) * value / tp
     packed = "" if sizes.on_gpu else "; the CPU build has embedding and LM head packed too"
@@ -181,7 +184,7 @@ def _engine(sizes: Sizes, table: MemoryTable) -> None:
         add("engine runtime", CONTEXT_BYTES, "flat: context, communication")
         batched, rows = rollout.batched_tokens, max(sizes.max_num_seqs, sizes.drafted_rows)
         layer = value * batched * (3 * shape.intermediate / tp + 4 * shape.hidden)
-        # Sampling has logits as bfloat16 and float32, their log-softmax and their softmax.
+        # Sampling holds logits as bfloat16 and float32, their log-softmax and their softmax.
         formula = f"the larger of a layer ({batched} tokens) and 14 bytes x {rows} rows x vocabulary"
         add("engine activations", max(layer, 14 * rows * shape.vocab), formula, generating)
         if not rollout.vllm.get("enforce_eager", False):
@@ -198,7 +201,7 @@ def _engine(sizes: Sizes, table: MemoryTable) -> None:
     else:
         share = rollout.vllm.get("gpu_memory_utilization", _VLLM_UTILIZATION)
         kv = sizes.gpu.memory_bytes * share - sum(part.num_bytes for part in table.of(WORKER, "GPU", "rollout"))
-        formula = f"what gpu_memory_utilization = {share:g} leaves"
+        formula = f"the rest of gpu_memory_utilization = {share:g}"
     if kv < full_length:
         raise ConfigError(
             f"an engine's KV cache has room for {max(0.0, kv) / 1e9:.2f} GB per GPU, one response of full length "
@@ -230,12 +233,12 @@ def _engine(sizes: Sizes, table: MemoryTable) -> None:
 
 
 def _trainer(sizes: Sizes, table: MemoryTable) -> None:
-    """A rank's: what it keeps between updates, and what an update and a sync add.
+    """Add a rank's parts: those it keeps between updates, and those of an update and a sync.
 
     Float32 master weights, gradients and Adam's two moments are the 16 bytes per parameter of ZeRO (arXiv 1910.02054,
     section 3.1), shared by all ranks (its stage 3, which is FSDP2). Activations are counted as in arXiv 2205.05198,
-    section 4.1, for a gated MLP, RMSNorm in float32 and attention that keeps no scores; with checkpointing each layer
-    keeps its input, and one at a time all of it. Ranks that share sequences have that share of their tokens.
+    section 4.1, for a gated MLP, RMSNorm in float32 and attention that keeps no scores. With checkpointing each layer
+    keeps its input, and one layer at a time all of it. Ranks that share sequences have that share of their tokens.
     """
     shape, train = sizes.shape, sizes.recipe.train
     value, share = sizes.trainer_value, shape.stored_params / train.ranks
@@ -262,7 +265,7 @@ def _trainer(sizes: Sizes, table: MemoryTable) -> None:
 
     tokens = ceil(max(train.tokens_per_microbatch, sizes.tokens) / train.sequence_parallel)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # On a CPU attention goes sequence by sequence, and what it gave is joined.
+    # On a CPU attention runs sequence by sequence, and its outputs are joined.
     attended = 2 if sizes.on_gpu else 3
     layer = value * (4 * shape.hidden + attended * queries + 2 * keys + 4 * shape.intermediate) + 8 * shape.hidden
     activations = tokens * shape.layers * layer
@@ -271,7 +274,7 @@ def _trainer(sizes: Sizes, table: MemoryTable) -> None:
         activations = tokens * (shape.layers * shape.hidden * value + layer)
         formula = "tokens x (layers x hidden + one layer's activations)"
     add("activations", activations, f"{formula}, {tokens} tokens", TRAINING)
-    # The logits and one copy in float32, beside them the same in bfloat16 where that is what is computed in.
+    # Logits and one copy in float32, and a bfloat16 copy where that is the compute dtype.
     each = 8 if value == 4 else 10
     logits = each * min(tokens * shape.vocab, LOGITS) + 4 * shape.head_params
     add("logits", logits, f"{each} bytes x a chunk's, and the LM head's gradient", TRAINING)
@@ -284,10 +287,10 @@ def _trainer(sizes: Sizes, table: MemoryTable) -> None:
 
 
 def _sent(sizes: Sizes, table: MemoryTable, process: str) -> None:
-    """New weights on their way (`engine.weights`): a process's buckets, and on a trainer's GPU what is gathered.
+    """Add parts of weight transfers (`engine.weights`): a process's buckets, and a trainer's gathered tensor.
 
-    By the host the buckets are memory that processes of a machine share, mapped for good; between devices they are
-    there for a sync alone.
+    By the host the buckets are shared memory of a machine, mapped permanently; between devices they exist during a
+    sync.
     """
     value, shape = sizes.trainer_value, sizes.shape
     largest = max(shape.head_params, shape.hidden * shape.intermediate)
@@ -301,10 +304,10 @@ def _sent(sizes: Sizes, table: MemoryTable, process: str) -> None:
 
 
 def _drafter(sizes: Sizes, table: MemoryTable) -> None:
-    """Of what trains the drafter beside each engine, whoever has its GPU; nothing without [drafter].
+    """Add the parts of the drafter trainer beside each engine; none without [drafter].
 
-    Weights, gradients and moments stay on the device between periods; so do the heads that served before, for
-    annotations, and embedding and LM head of the target. The state to go back to and the checkpoint's are copies.
+    Weights, gradients and moments stay on the device between periods, and so do earlier heads, for annotations, and
+    embedding and LM head of the target. The backup state and the checkpoint's are copies.
     """
     config, shape, head = sizes.recipe.drafter, sizes.shape, sizes.head_params
     if config is None:
@@ -317,11 +320,11 @@ def _drafter(sizes: Sizes, table: MemoryTable) -> None:
     add("drafter's target", value * sizes.shared_params, f"{value} bytes x embedding and LM head")
     rows, steps = config.tokens_per_update, config.loss.num_unrolled
     layer = value * (8 * shape.hidden + 4 * shape.heads * shape.head_dim + 4 * shape.intermediate) + 8 * shape.hidden
-    # States that come in, in float32; beyond a chunk logits are computed twice instead of kept.
+    # Input states in float32; beyond a chunk logits are recomputed instead of kept.
     states = 4 * rows * (2 * shape.hidden + sizes.state_bytes / sizes.engine_value)
     logits = rows * shape.vocab
     kept_logits = 8 * steps * logits + 16 * logits if logits <= LOGITS else 24 * LOGITS
-    # Unrolled steps keep the weights of their attention, which goes 256 queries at a time.
+    # Unrolled steps keep their attention weights, computed 256 queries at a time.
     attended = 6 * (steps - 1) * shape.heads * rows * (min(rows, sizes.tokens) / 2 + 128)
     formula = f"{rows} tokens x {steps} steps: a layer's, logits' and unrolled attention's"
     add("drafter activations", rows * steps * layer + states + kept_logits + attended, formula, ("idle training",))
@@ -338,7 +341,7 @@ def _drafter(sizes: Sizes, table: MemoryTable) -> None:
 
 
 def _driver(sizes: Sizes, table: MemoryTable) -> None:
-    """The driver's, Ray's object store's, Ray's and a reward process's: all on hosts."""
+    """Add the parts of the driver, Ray's object store, Ray and a reward process: all on hosts."""
     recipe, head, texts = sizes.recipe, sizes.head_params, sizes.responses * sizes.tokens
     trains, value = recipe.drafter is not None, sizes.trainer_value
     driver, store = partial(table.add, DRIVER, device="host"), partial(table.add, STORE, device="host")
@@ -356,7 +359,7 @@ def _driver(sizes: Sizes, table: MemoryTable) -> None:
 
 
 def _value_bytes(dtype: str | None, *, on_gpu: bool) -> int:
-    """Bytes of a number in a dtype; None and "auto" are bfloat16 on a GPU, else float32."""
+    """Return the bytes of a number in a dtype; None and "auto" are bfloat16 on a GPU, else float32."""
     if dtype in (None, "auto"):
         return 2 if on_gpu else 4
     return 4 if dtype == "float32" else 2

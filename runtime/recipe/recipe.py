@@ -1,4 +1,4 @@
-"""What a training run is told: people write it as TOML, `key=value` overrides a field by its dotted name."""
+"""Settings of a training run: written as TOML, overridden by `key=value` with dotted names."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ from .system import engine_run_of, give_way, sections_of_system
 from .user_code import CODE, code_of, refuse_code
 
 FOLDER = Path(__file__).parent / "recipes"
-"""Of the recipes that come with tltlab."""
+"""Folder of the recipes that come with tltlab."""
 MOST_TOML_BYTES = 1 << 20
-"""Of a recipe."""
+"""Largest size of a recipe."""
 
 
 class Recipe(Sections):
-    """A whole run. `model` is a Hugging Face folder or id; `reward` is `package.module:function` or a list of terms,
-    called as reward(prompt, response, answer) -> float. Without `drafter` none is trained. All randomness is of `seed`.
+    """A whole run.
 
-    Modules of rewards, and of a policy that is a class, are looked up as usual and last in the folders `code`: by
-    default that of the recipe's file and the current one. A run keeps copies of what it found there
+    `model` is a Hugging Face folder or id. `reward` is `package.module:function` or a list of terms, called as
+    reward(prompt, response, answer) -> float. Without `drafter` none is trained. All randomness follows from `seed`.
+
+    Modules of rewards, and of a policy that is a class, are imported as usual and, last, from the folders `code`: by
+    default that of the recipe's file and the current one. A run keeps copies of the modules it found there
     (`user_code.keep_code`).
     """
 
     def read_policy(self) -> Policy:
-        """The rollouts' policy; its module and those of drafters are looked up in `code` too.
+        """Load the rollouts' policy; its module and those of drafters are searched in `code` too.
 
         ConfigError as `load_policy`, and for a drafter of the user's own that breaks its contract.
         """
@@ -55,7 +57,7 @@ class Recipe(Sections):
             return load_policy(self.rollout.policy)
 
     def read_placement(self) -> Placement:
-        """The rollouts' placement, its module looked up in `code` too. ConfigError as `load_placement`."""
+        """Load the rollouts' placement, its module searched in `code` too. ConfigError as `load_placement`."""
         with found_in(self.code):
             return load_placement(self.rollout.placement)
 
@@ -70,7 +72,7 @@ class Recipe(Sections):
         try:
             sections = Sections.model_validate(fields)
         except ValidationError:
-            # The validation that follows says what is wrong with the fields.
+            # The validation that follows reports the faults of the fields.
             return fields
         if sections.rollout.system is None or not isinstance(fields, dict):
             return fields
@@ -81,12 +83,12 @@ class Recipe(Sections):
 
 
 def builtin_recipes() -> dict[str, Path]:
-    """The files by name."""
+    """Return the files by name."""
     return {file.name.removesuffix(".toml"): file for file in sorted(FOLDER.glob("*.toml"))}
 
 
 def find_recipe(name_or_path: str | Path) -> Path:
-    """The path itself where there is a file, else the recipe of that name; ConfigError names those that there are."""
+    """Return the path itself where it is a file, else the recipe of that name; ConfigError lists all names."""
     path, recipes = Path(name_or_path), builtin_recipes()
     if path.is_file():
         return path
@@ -99,17 +101,17 @@ def find_recipe(name_or_path: str | Path) -> Path:
 
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a TOML recipe, a file or one of those that come with tltlab, and apply `section.key=value` overrides.
+    """Read a TOML recipe, a file or one that comes with tltlab, and apply `section.key=value` overrides.
 
-    Where `rollout.system` is an override, the fields that it decides are not taken from the file.
-    ConfigError lists every fault with its path.
+    Where `rollout.system` is an override, the fields that it decides are not read from the file. ConfigError lists
+    every fault with its path.
     """
     path = find_recipe(recipe)
     try:
         fields = tomllib.loads(read_text(path, MOST_TOML_BYTES))
     except OSError as error:
         raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
-    except ValueError as error:  # nor UTF-8, which TOML is
+    except ValueError as error:  # or not UTF-8, as TOML must be
         raise ConfigError(f"recipe {path} is not TOML: {error}") from error
     folders = [] if path.parent == FOLDER else [str(path.parent.resolve())]
     fields.setdefault("code", list(dict.fromkeys([*folders, os.getcwd()])))
@@ -117,12 +119,12 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequence[str] = ()) -> Recipe:
-    """The recipe of a run that is to go on, from its `run.json`, with overrides; ConfigError as in `load_recipe`.
+    """Return the recipe of a run to resume, from its `run.json`, with overrides; ConfigError as in `load_recipe`.
 
-    Its modules are looked up in the run's own copies first. A policy file that is no more is the run's `policy.json`,
-    and so is the policy of a system, whatever its row says now.
-    ConfigError too for a module, or an argument of vLLM that imports code, which is neither in `allow_code` nor
-    allowed by `tltlab.own.code_allowed`: a run's folder does not choose what is imported.
+    Its modules are searched in the run's own copies first. A policy file that no longer exists is replaced by the run's
+    `policy.json`, as is the policy of a system, even if the system has changed since. ConfigError too for a module, or
+    an argument of vLLM that imports code, which is neither in `allow_code` nor allowed by `tltlab.own.code_allowed`: a
+    run's folder does not choose what is imported.
     """
     path = Path(run) / "run.json"
     description = read_json(path)
@@ -138,13 +140,13 @@ def resumed_recipe(run: Path, overrides: Sequence[str] = (), allow_code: Sequenc
     with code_allowed(allow_code):
         names = list(code_of(recipe))
         refuse_code(run, names)
-        # Without a module that is allowed nothing there is imported, by no other module either.
+        # Without an allowed module nothing there is imported, not even by other modules.
         code = [copies, *(recipe.code or (os.getcwd(),))] if allowed_modules() else []
     return recipe.model_copy(update={"code": tuple(dict.fromkeys(code))})
 
 
 def located(recipe: Recipe) -> Recipe:
-    """The recipe with the whole paths of files and folders that lie in the current one: good from anywhere."""
+    """Return the recipe with absolute paths of files and folders in the current one."""
 
     def absolute(name: str | None) -> str | None:
         return os.path.abspath(name) if name and os.path.exists(name) else name
@@ -185,7 +187,7 @@ def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Re
                 raise ConfigError(f"override {override!r}: {parent} is not a section of the recipe")
         section[leaf] = json_or_text(text)
     for name, value in leaves(fields):
-        # JSON may have it, TOML not; neither files nor tokenizers take it.
+        # JSON permits it, TOML does not; neither files nor tokenizers accept it.
         if isinstance(value, str) and whole_text(value) != value:
             raise ConfigError(f"{source}: {name} has half a surrogate pair, which is no Unicode text")
     try:
@@ -195,7 +197,7 @@ def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Re
 
 
 def _fault(fault: ErrorDetails) -> str:
-    """One fault of a recipe in words: where it is, if it is in one place, and what it is."""
+    """Describe one fault of a recipe: its place, if any, and its message."""
     place = ".".join(map(str, fault["loc"]))
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
@@ -210,11 +212,11 @@ def _fault(fault: ErrorDetails) -> str:
 
 
 def fields_at(place: Sequence[int | str]) -> dict[str, FieldInfo]:
-    """The fields of a section of recipes, the whole one's where `place` is empty; none where it is no section."""
+    """Return the fields of a section of recipes, all sections where `place` is empty; none for no section."""
     section: type[BaseModel] = Recipe
     for name in place:
         field = section.model_fields.get(str(name))
-        # A section may be optional: one of its types then is the section's.
+        # A section may be optional: one of the annotation's types is then the section's.
         kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
         models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
         if not models:
@@ -224,7 +226,7 @@ def fields_at(place: Sequence[int | str]) -> dict[str, FieldInfo]:
 
 
 def settings_named(name: str, place: tuple[str, ...] = ()) -> list[str]:
-    """The settings of recipes below `place` that have this name, or this dotted one, with their whole names.
+    """Return the full names of settings of recipes below `place` with this name, or this dotted one.
 
     >>> settings_named("steps")
     ['train.steps']

@@ -1,7 +1,7 @@
-"""Rules for a whole recipe: one a function, all their complaints at once.
+"""Rules for a whole recipe: one function each; all complaints are collected.
 
-A rule yields sentences that name the field and what to do. What needs this machine's files is in `checks`, what needs
-GPUs counted in `gpus`.
+A rule yields sentences that name the field and the remedy. Rules that need this machine's files are in `checks`, those
+that count GPUs in `gpus`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def biased_sampling(recipe: Sections) -> Iterator[str]:
     biased = [f"{name} = {getattr(rollout, name)}" for name in neutral if getattr(rollout, name) != neutral[name]]
     if biased:
         yield (
-            f"rollout.{', rollout.'.join(biased)} cuts tokens off that the trainer still gives a chance, so "
+            f"rollout.{', rollout.'.join(biased)} cuts tokens off that have nonzero probability in the trainer, so "
             "importance weights are biased: leave it out, or set train.accept_biased_sampling = true"
         )
 
@@ -69,7 +69,7 @@ def environments(recipe: Sections) -> Iterator[str]:
 
 
 def off_policy(recipe: Sections) -> Iterator[str]:
-    """Rollouts beside training."""
+    """Rollouts in parallel with training."""
     rollout = recipe.rollout
     if not (rollout.one_step_off or rollout.staleness):
         return
@@ -98,7 +98,7 @@ def off_policy(recipe: Sections) -> Iterator[str]:
 
 
 def placement(recipe: Sections) -> Iterator[str]:
-    """Whole rollouts are placed; whoever begins requests as others end has none to place."""
+    """Only whole rollouts can be placed, not requests that begin as others end."""
     rollout = recipe.rollout
     if rollout.placement == "contiguous":
         return
@@ -108,7 +108,7 @@ def placement(recipe: Sections) -> Iterator[str]:
 
 
 def uneven_minibatches(recipe: Sections) -> Iterator[str]:
-    """Worth a warning, no complaint: optimizer steps of one RL step that average over different numbers of responses.
+    """Warn of optimizer steps of one RL step that average over different numbers of responses.
 
     >>> sections = {"model": "m", "reward": "r:f", "data": {"train": "t"}, "rollout": {"prompts_per_step": 16}}
     >>> list(uneven_minibatches(Sections.model_validate(sections | {"train": {"minibatches": 4}})))
@@ -132,7 +132,7 @@ def sampling_rounds(recipe: Sections) -> Iterator[str]:
 
 
 def exact_replay(recipe: Sections) -> Iterator[str]:
-    """Only of a run that follows recorded decisions."""
+    """Only for a run that follows recorded decisions."""
     environment = recipe.rollout.environment
     if environment is not None and environment.processes:
         yield "decisions are replayed exactly only where tools answer at once: set rollout.environment.processes = 0"
@@ -153,7 +153,7 @@ def sequence_parallel(recipe: Sections) -> Iterator[str]:
 
 
 def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterator[str]:
-    """Of `train.sequence_parallel` = `size`: ranks that share a sequence share heads out, each as many."""
+    """Complain where `train.sequence_parallel` = `size` does not divide the heads, which ranks share evenly."""
     if heads % size or kv_heads % size:
         yield (
             f"train.sequence_parallel = {size} does not divide the {heads} heads and {kv_heads} KV heads of {model}: "
@@ -165,4 +165,4 @@ RULES = (
     biased_sampling, drafting, overlong_responses, partial_rollouts, environments, off_policy, placement,
     sampling_rounds, sequence_parallel,
 )  # fmt: skip
-"""Of a whole recipe, whose fields are right each by itself."""
+"""Rules for a whole recipe, whose fields are each valid by themselves."""

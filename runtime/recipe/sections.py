@@ -1,4 +1,4 @@
-"""Sections of recipes, each checked by itself."""
+"""Sections of recipes, each validated by itself."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .drafter import Beta, DrafterConfig
 
 _SECRET = re.compile(r"(^|[_-])(hf_token|api_key|password|secret|access_token|auth_token)$", re.IGNORECASE)
 SYSTEMS_POLICY = "system"
-"""`rollout.policy` of a recipe whose `rollout.system` brings the policy."""
+"""`rollout.policy` of a recipe whose `rollout.system` defines the policy."""
 _VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
 
 
 class DataConfig(FiniteModel):
-    """Prompts and answers: `train`, and `heldout` for evaluations (None: none), each a JSONL or Parquet file or a
-    Hugging Face dataset: a folder or id, of its `subset` the `split` and the `heldout_split`.
+    """Prompts and answers: `train`, and `heldout` for evaluations (None: none).
 
-    `prompt_column` and `answer_column` may be dotted paths into structs ("reward_model.ground_truth"). A prompt is
-    text, or a list of messages {role, content}. With `chat` the model's chat template is applied, `system` before a
-    prompt that is text. Prompts of more than `max_prompt_tokens` are left out, and the run says how many; None takes
-    all. One that fills the engine's context is refused, with its place, before anything starts.
+    Each is a JSONL or Parquet file or a Hugging Face dataset: a folder or id, of its `subset` the `split` and the
+    `heldout_split`. `prompt_column` and `answer_column` may be dotted paths into structs ("reward_model.ground_truth").
+    A prompt is text, or a list of messages {role, content}. With `chat` the model's chat template is applied, `system`
+    before a prompt that is text. Prompts of more than `max_prompt_tokens` are left out, and the run reports their
+    number; None takes all. A prompt that fills the engine's context is refused, with its place, before anything starts.
     """
 
     train: str
@@ -55,8 +55,8 @@ class RewardTerm(FiniteModel):
 class RewardPoolConfig(FiniteModel):
     """Rewards are computed in `processes` processes; one that takes longer than `timeout_s` is killed.
 
-    Its response then gets `on_failure`, as does one whose reward function raises. With 0 processes they are computed
-    in the driver, without a time limit. A process may map `memory_bytes` of memory, None: as much as there is.
+    Its response then gets `on_failure`, as does one whose reward function raises. With 0 processes rewards are computed
+    in the driver, without a time limit. A process may map `memory_bytes` of memory, None: no limit.
     """
 
     processes: int = Field(default=1, ge=0)
@@ -68,8 +68,9 @@ class RewardPoolConfig(FiniteModel):
 class PartialConfig(FiniteModel):
     """Partial rollout with fixed concurrency (CoPRIS, arXiv 2511.05589); off-policy.
 
-    `concurrency` requests run at any time, over all workers, until prompts_per_step groups are complete; what runs then
-    is cut and goes on first in the next RL step. What is older than `max_age` RL steps is dropped; None never.
+    `concurrency` requests run at any time, over all workers, until prompts_per_step groups are complete. Requests still
+    running are then cut and continue first in the next RL step. Groups older than `max_age` RL steps are dropped; None
+    never.
     """
 
     concurrency: int = Field(ge=1)
@@ -79,9 +80,9 @@ class PartialConfig(FiniteModel):
 class ReuseConfig(FiniteModel):
     """Reuse of the previous epoch's response to the same prompt and sample as a prefix (SPEC-RL, arXiv 2509.23232).
 
-    A token stays with probability min(1, `leniency` * pi_now / pi_then), the first that does not ends the prefix. With
+    A token is kept with probability min(1, `leniency` * pi_now / pi_then); the first rejected one ends the prefix. With
     `residual` "exact" the token there is drawn from norm(max(0, pi_now - pi_then)), which makes leniency 1 on-policy;
-    it keeps the distribution at every token, so it is for small vocabularies. "none" is the paper's: off-policy.
+    it stores the distribution at every token, so it is for small vocabularies. "none" is the paper's: off-policy.
     """
 
     leniency: float = Field(default=1.0, gt=0)
@@ -91,10 +92,11 @@ class ReuseConfig(FiniteModel):
 class EnvironmentConfig(FiniteModel):
     """Tools that responses call: `path` is `package.module:Class` or a built-in, `calculator`.
 
-    A turn ends at a string of `stop` (empty: the class's own), each one token of the model. What the environment says
-    is put behind it, between `before` and `after`, and generation goes on, up to `max_turns` turns and the cap, which
-    counts what was said. Every worker asks in `processes` processes, a call that takes longer than `timeout_s` is
-    killed; with 0 it asks at once, without a limit, and the rollout can be repeated bit by bit.
+    A turn ends at a string of `stop` (empty: the class's own), each one token of the model. The environment's
+    observation is appended, between `before` and `after`, and generation continues, up to `max_turns` turns and the
+    cap, which includes observations. Every worker calls the environment in `processes` processes, and a call that takes
+    longer than `timeout_s` is killed. With 0 processes calls are synchronous and unlimited, and the rollout can be
+    repeated bit by bit.
     """
 
     path: str
@@ -112,29 +114,30 @@ class EnvironmentConfig(FiniteModel):
 
 
 class RolloutConfig(FiniteModel):
-    """`num_workers` engines share each step's `prompts_per_step` x `group_size` responses, split as `placement` says.
+    """`num_workers` engines share each step's `prompts_per_step` x `group_size` responses, split by `placement`.
 
-    `placement` is contiguous (in order), round_robin, least_loaded or a class, `package.module:Class`, which gets the
-    lengths of earlier RL steps (`tltlab.planning.placement`); the simulator's clairvoyant ones cannot run here.
+    `placement` is contiguous (in order), round_robin, least_loaded or a class, `package.module:Class`, which receives
+    the lengths of earlier RL steps (`tltlab.planning.placement`); the simulator's clairvoyant ones cannot run here.
 
     Tokens are drawn at `temperature` from the `top_k` likeliest (0: from all), the least set of them that has `top_p`
     of the mass, and those of at least `min_p` times the likeliest one's; responses end at `max_response_tokens`.
     `policy` is a policy's name, drafts such as ngram:4, or a file; engines make room for drafts of up to
     `max_draft_depth` tokens. `drafters` add to those of the policy, or replace them by name. Every `repeat_every`-th
-    rollout runs a second time, to no other end than to see how far the machine's time varies on the very same work
-    (`repeats.json`); 0 is never. A policy's file may name a class of the modules `allow_code`. Each engine spans
-    `tensor_parallel_size` GPUs, of which a worker without tensor parallelism may take a share (`gpus_per_worker`, None:
-    1 where there are GPUs). vLLM's own arguments go into `vllm`.
+    rollout runs a second time, only to measure the variation of the machine's time on the same work (`repeats.json`); 0
+    is never. A policy's file may name a class of the modules `allow_code`. Each engine spans `tensor_parallel_size`
+    GPUs; a worker without tensor parallelism may take a share of one (`gpus_per_worker`, None: 1 where there are GPUs).
+    vLLM's own arguments go into `vllm`.
 
-    With `one_step_off` engines roll out the next RL step, under the weights that they have, while the trainer learns
-    from this one: off-policy by one update, weighed by `train.correction`. Not across a checkpoint, so that a run goes
-    on from there as if it had not stopped. With `staleness` = N above 0 training is asynchronous: engines go on, new
-    weights reach them between two iterations, and a response begins only if what is trained on will be at most N
-    updates old (AReaL, arXiv 2505.24298); `stale` = "hold" waits for those that come of age, "drop" drops them.
+    With `one_step_off` engines roll out the next RL step, under their current weights, while the trainer learns from
+    this one: off-policy by one update, weighted by `train.correction`. Rollouts do not overlap a checkpoint, so that a
+    resumed run equals an unbroken one. With `staleness` = N above 0 training is asynchronous: engines continue, new
+    weights reach them between two iterations, and a response begins only if it will be at most N updates old when
+    trained on (AReaL, arXiv 2505.24298); `stale` = "hold" waits for responses about to exceed that age, "drop" drops
+    them.
 
     On GPUs engines capture the CUDA `graphs` that are planned for the policy, of as many batch sizes as `graph_gib` GiB
-    on each GPU allow ("planned"), or what vLLM captures by default ("stock"). Planned, engines run this policy and no
-    deeper drafts or other drafters.
+    on each GPU allow ("planned"), or vLLM's default graphs ("stock"). Planned, engines run this policy and no deeper
+    drafts or other drafters.
 
     `system` is a row of `tltlab.planning.systems`, such as copris: its parts decide `policy`, `max_draft_depth`,
     `partial`, `reuse`, `one_step_off`, `staleness` and `drafter.schedule.kind`.
@@ -175,18 +178,18 @@ class RolloutConfig(FiniteModel):
 
     @property
     def chosen_by(self) -> str:
-        """The setting that says who chooses what is drafted, with its value."""
+        """The setting that determines the policy, with its value."""
         name = "system" if self.policy == SYSTEMS_POLICY else "policy"
         return f"rollout.{name} = {getattr(self, name)}"
 
     @property
     def batched_tokens(self) -> int:
-        """Of an iteration; by default vLLM's least for an engine in a program of one's own (`get_batch_defaults`)."""
+        """Tokens of an iteration; by default vLLM's least for offline engines (`get_batch_defaults`)."""
         return int(self.vllm.get("max_num_batched_tokens") or 8192)
 
 
 class TrainConfig(FiniteModel):
-    """GRPO and its relatives; `algorithm` sets what is not set here (`algorithms.ALGORITHMS`).
+    """GRPO and its relatives; `algorithm` sets fields that are not set here (`algorithms.ALGORITHMS`).
 
     `lr` has a default for models of a few million parameters: above 100 M it has to be set (1e-6 is usual).
 
@@ -195,23 +198,23 @@ class TrainConfig(FiniteModel):
 
     Loss. `minibatches` optimizer steps per RL step; ratios are clipped to [1 - `clip_low`, 1 + `clip_high`]. `kl_coef`
     weighs the divergence from the initial model (0: none). `advantage_scale`: rewards less their group's mean are
-    divided by the standard deviation of the group, of the batch, or by none. `aggregation`: every
-    token weighs the same ("token"), every response ("sequence"), or a token weighs 1 / max_response_tokens
-    ("constant"). `overlong`: truncated responses are kept, filtered out of the loss, penalised softly over the last
-    `overlong_buffer` tokens before the cap (0: a fifth of the cap), or get no reward ("zero"). Up to `sampling_rounds`
-    rollouts an RL step replace groups whose rewards are all equal (1: none are replaced). `correction` of the mismatch
-    between engine and trainer: weights min(pi_trainer / pi_engine, `correction_cap`) per token ("truncated"), the ratio
-    taken to the behaviour's log-probs itself ("behaviour"), or "none". top_p, top_k and min_p change what the engine
-    samples from, so with a correction they need `accept_biased_sampling`.
+    divided by the standard deviation of the group, of the batch, or by none. `aggregation`: every token weighs the same
+    ("token"), every response ("sequence"), or a token weighs 1 / max_response_tokens ("constant"). `overlong`:
+    truncated responses are kept, filtered out of the loss, penalised softly over the last `overlong_buffer` tokens
+    before the cap (0: a fifth of the cap), or get no reward ("zero"). Up to `sampling_rounds` rollouts an RL step
+    replace groups whose rewards are all equal (1: none are replaced). `correction` of the mismatch between engine and
+    trainer: weights min(pi_trainer / pi_engine, `correction_cap`) per token ("truncated"), the ratio taken to the
+    behaviour's log-probs itself ("behaviour"), or "none". top_p, top_k and min_p change the engine's sampling
+    distribution, so with a correction they need `accept_biased_sampling`.
 
     Machine. `ranks` trainers of `threads` CPU threads share the work through FSDP2 over `backend`; with
-    `activation_checkpointing` they compute activations again in place of keeping them. `dtype` "auto" is bfloat16 on
-    CUDA, with float32 master weights, and float32 on CPU. A micro-batch has up to `tokens_per_microbatch` tokens. Of
-    long responses `sequence_parallel` neighbouring ranks compute each micro-batch together and hold that share of its
+    `activation_checkpointing` they recompute activations instead of keeping them. `dtype` "auto" is bfloat16 on CUDA,
+    with float32 master weights, and float32 on CPU. A micro-batch has up to `tokens_per_microbatch` tokens. For long
+    responses `sequence_parallel` neighbouring ranks compute each micro-batch together and hold that share of its
     activations (1: each rank has its own); it divides the ranks and the model's heads and KV heads. `offload` moves the
     trainer's tensors to the host while engines generate. A rank takes `gpus` (None: 1 where there are GPUs).
-    `deterministic` has torch compute the same bits each time, on GPUs at a price (`bench gpu update`): a resumed run
-    equals the unbroken one bit by bit there only with it.
+    `deterministic` makes torch compute the same bits each time, which is slower on GPUs (`bench gpu update`): only then
+    does a resumed run equal the unbroken one bit by bit there.
     """
 
     steps: int = Field(default=12, ge=1)
@@ -252,7 +255,7 @@ class TrainConfig(FiniteModel):
 
     @property
     def data_ranks(self) -> int:
-        """How many sets of `sequence_parallel` ranks there are, each with samples of its own."""
+        """Number of sets of `sequence_parallel` ranks, each with samples of its own."""
         return self.ranks // self.sequence_parallel
 
 
@@ -267,13 +270,15 @@ class EvalConfig(FiniteModel):
 
 
 class ClusterConfig(FiniteModel):
-    """Where actors go. `placement` "separate": engines and trainers on GPUs of their own; "colocated": on the same
-    GPUs, and engines sleep while trainers train. There are `num_nodes` machines with `gpus_per_node` GPUs. Ray listens
-    on `host` alone unless it is told otherwise.
+    """Machines, and placement of actors.
 
-    `weights` is the way of new ones to engines: "host" by memory that processes of a machine share, "nccl" between
-    GPUs, "ipc" within each; "auto" is the shortest that there is.
-    `gpu` is the kind of GPU (`tltlab.hardware`) that a dry run checks the memory of.
+    `placement` "separate": engines and trainers on GPUs of their own; "colocated": on the same GPUs, and engines sleep
+    while trainers train. There are `num_nodes` machines with `gpus_per_node` GPUs. Ray listens on `host` alone by
+    default.
+
+    `weights` is the transport of new weights to engines: "host" by shared memory of a machine, "nccl" between GPUs,
+    "ipc" within each; "auto" is the shortest possible. `gpu` is the kind of GPU (`tltlab.hardware`) whose memory a dry
+    run checks.
     """
 
     placement: Literal["separate", "colocated"] = "separate"
@@ -285,15 +290,18 @@ class ClusterConfig(FiniteModel):
 
 
 class CheckpointConfig(FiniteModel):
-    """A checkpoint after every `every` RL steps (0: only at the end and at Ctrl-C), of which the newest `keep` stay."""
+    """A checkpoint after every `every` RL steps (0: only at the end and at Ctrl-C); the newest `keep` stay."""
 
     every: int = Field(default=10, ge=0)
     keep: int = Field(default=2, ge=1)
 
 
 class LogConfig(FiniteModel):
-    """Where metrics go besides the trace: with `tensorboard` to event files in the run's folder, to the project `wandb`
-    of Weights & Biases, to the experiment `mlflow` of MLflow."""
+    """Destinations of metrics beside the trace.
+
+    With `tensorboard` event files in the run's folder; the project `wandb` of Weights & Biases; the experiment `mlflow`
+    of MLflow.
+    """
 
     tensorboard: bool = True
     wandb: str | None = None
@@ -301,12 +309,12 @@ class LogConfig(FiniteModel):
 
 
 class FaultConfig(FiniteModel):
-    """What is done about actors that die or hang: one is started again up to `max_restarts` times, then the run ends.
+    """Handling of actors that fail or hang: each is restarted up to `max_restarts` times, then the run ends.
 
     A start may take `start_timeout_s`. A trainer rank that waits `collective_timeout_s` for another in one exchange of
-    tensors gives up: longer than the slowest rank may work or write alone, as dead ranks are noticed without it. An
-    engine or trainer rank that somebody has stopped (SIGSTOP) for `stopped_timeout_s` is killed, and started again; so
-    is one that does not answer a call within `call_timeout_s` and 20 times what the longest such call took so far.
+    tensors gives up; set it longer than the slowest rank may work or write alone, as dead ranks are noticed without it.
+    An engine or trainer rank that is stopped (SIGSTOP) for `stopped_timeout_s` is killed and restarted, as is one that
+    does not answer a call within `call_timeout_s` and 20 times the longest such call so far.
     """
 
     max_restarts: int = Field(default=3, ge=0)
@@ -316,12 +324,12 @@ class FaultConfig(FiniteModel):
     call_timeout_s: float = Field(default=36_000.0, gt=0)
 
     def patience_s(self, longest_s: float) -> float:
-        """How long a call may take of which the longest so far took `longest_s`."""
+        """Return the time limit of a call, given the longest such call so far."""
         return self.call_timeout_s + 20 * longest_s
 
 
 class Sections(FiniteModel):
-    """A recipe whose sections are right each by itself."""
+    """A recipe whose sections are each valid by themselves."""
 
     model: str
     reward: str | tuple[RewardTerm, ...]
@@ -349,14 +357,14 @@ class Sections(FiniteModel):
 
     @property
     def reward_terms(self) -> tuple[tuple[str, float], ...]:
-        """Import paths and weights."""
+        """Import paths and weights of the reward's terms."""
         if isinstance(self.reward, str):
             return ((self.reward, 1.0),)
         return tuple((term.path, term.weight) for term in self.reward)
 
 
 def vllm_arguments(vllm: Mapping[str, Any]) -> Iterator[str]:
-    """Of `rollout.vllm`: vLLM says much later, and in a traceback, what is wrong with its arguments."""
+    """Check `rollout.vllm`: vLLM reports faults of its arguments much later, and in a traceback."""
     for name, value in leaves(vllm):
         if isinstance(value, str) and _SECRET.search(name):
             yield f"{name} would be written into the run's folder: give it by an environment variable"
@@ -372,7 +380,7 @@ def vllm_arguments(vllm: Mapping[str, Any]) -> Iterator[str]:
 
 
 def leaves(fields: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value in nested tables and lists, with the name it goes by."""
+    """Yield every value in nested tables and lists, with its name."""
     if isinstance(fields, Mapping):
         for key, value in fields.items():
             yield from leaves(value, str(key))

@@ -14,7 +14,7 @@ from tltlab.hardware import Gpu, ModelShape
 from .recipe import Recipe
 
 PROMPT_TOKENS = 1024
-"""Of a prompt, where `data.max_prompt_tokens` does not limit them."""
+"""Tokens of a prompt, where `data.max_prompt_tokens` does not limit them."""
 
 
 def shape_of(model: str) -> ModelShape:
@@ -22,27 +22,27 @@ def shape_of(model: str) -> ModelShape:
     try:
         shape = find_model(model)
     except (ConfigError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"cannot tell the shape of model {model!r}: {error}; download it first") from error
+        raise ConfigError(f"unknown shape of model {model!r}: {error}; download it first") from error
     if shape.experts:
         raise ConfigError(f"{model} is a mixture of experts, and estimates are for dense models")
     return shape
 
 
 def context_tokens(recipe: Recipe) -> int:
-    """Tokens of the longest prompt and response."""
+    """Return the tokens of the longest prompt and response."""
     tokens = (recipe.data.max_prompt_tokens or PROMPT_TOKENS) + recipe.rollout.max_response_tokens
     return min(tokens, int(recipe.rollout.vllm.get("max_model_len") or tokens))
 
 
 def engine_context(recipe: Recipe) -> int | None:
-    """Tokens that an engine holds of a prompt and its response, or a bound above; None where that is not known."""
+    """Return an engine's limit of tokens in a prompt and its response, or a bound above; None where unknown."""
     return int(recipe.rollout.vllm.get("max_model_len") or 0) or model_context(recipe.model)
 
 
 def model_context(model: str) -> int | None:
-    """Tokens of the longest context, as vLLM finds it in the model's files; None where it is not known.
+    """Return the tokens of the longest context, as vLLM reads it from the model's files; None where unknown.
 
-    Releases of vLLM differ in scaled rotary embeddings: the longest context that one of them makes is taken.
+    Releases of vLLM differ in scaled rotary embeddings: the result is the longest context of any of them.
     """
     config = config_of(model)
     config |= config.get("text_config") or {}
@@ -55,10 +55,10 @@ def model_context(model: str) -> int | None:
 
 
 def config_of(model: str, name: str = "config.json") -> dict[str, Any]:
-    """A JSON object of a model's folder, or of a model in the Hugging Face cache; empty where there is none."""
+    """Read a JSON object of a model's folder, or of a model in the Hugging Face cache; empty where there is none."""
     if Path(model).is_dir():
         return read_object(Path(model) / name)
-    # Imported here: it takes long, and most models are folders.
+    # Imported here: slow, and most models are folders.
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -70,12 +70,12 @@ def config_of(model: str, name: str = "config.json") -> dict[str, Any]:
 
 
 def vllm_batch(gpu: Gpu | None) -> int:
-    """vLLM 0.32's own max_num_seqs (`arg_utils`): more on GPUs of 70 GiB and up, the A100 excepted."""
+    """Return vLLM 0.32's default max_num_seqs (`arg_utils`): more on GPUs of 70 GiB and up, the A100 excepted."""
     return 1024 if gpu is not None and gpu.memory_bytes >= 70 * 2**30 and gpu.name != "A100" else 256
 
 
 def requests_per_engine(recipe: Recipe) -> int:
-    """Responses of one rollout that an engine has to generate."""
+    """Return the number of responses of one rollout that an engine has to generate."""
     rollout = recipe.rollout
     total = rollout.prompts_per_step * rollout.group_size if rollout.partial is None else rollout.partial.concurrency
     return ceil(total / rollout.num_workers)

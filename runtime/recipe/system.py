@@ -1,4 +1,4 @@
-"""A recipe that names a system: the sections that execute the system's row, and what in the recipe contradicts it."""
+"""A recipe that names a system: sections that execute the system's row, and contradictions in the recipe."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ DECIDED = ("policy", "max_draft_depth", "partial", "reuse", "one_step_off", "sta
 
 
 def sections_of_system(recipe: Sections) -> dict[str, Any]:
-    """Return `[rollout]` and `[drafter]` as the recipe's system has them.
+    """Return `[rollout]` and `[drafter]` of the recipe's system.
 
-    ConfigError for an unknown system, and with the part that no engine here has, that the recipe lacks or contradicts.
+    ConfigError for an unknown system, and for parts of it that engines or the recipe lack, or that the recipe
+    contradicts.
     """
     run, rollout, drafter = engine_run_of(recipe), recipe.rollout, recipe.drafter
     depth = max(strategy.draft_depth for strategy in run.policy.strategies)
@@ -41,7 +42,7 @@ def sections_of_system(recipe: Sections) -> dict[str, Any]:
     }
     given = {name: getattr(rollout, name) for name in DECIDED if name in rollout.model_fields_set}
     if given.get("max_draft_depth", 0) >= depth:
-        # An engine that is built for deeper drafts serves as well.
+        # An engine built for deeper drafts serves as well.
         decided |= {name: value for name, value in given.items() if name == "max_draft_depth"}
     kind = "always" if run.trains_drafter else "never"
     refuse([*_lacking(recipe, run), *_contradictions(recipe, run, given, decided, kind)])
@@ -59,7 +60,9 @@ def engine_run_of(recipe: Sections) -> EngineRun:
         costs = load_costs("cpu-small")
     elif system.budget is not None:
         if cluster.gpu is None:
-            raise ConfigError(f"{system.name} shares drafts out by what a pass costs on a GPU: name it, cluster.gpu")
+            raise ConfigError(
+                f"{system.name} shares drafts out by the cost of a pass on a GPU: name the GPU, cluster.gpu"
+            )
         model = find_model(recipe.model)
         engine = nearest_engine(cluster.gpu, model.name, model.weights)
         costs = profile_costs(engine, cluster.gpu, model, recipe.rollout.tensor_parallel_size)
@@ -81,7 +84,7 @@ def system_settings(recipe: Sections) -> tuple[dict[str, Any] | None, list[str]]
 
 
 def give_way(fields: Mapping[str, Any]) -> None:
-    """Remove from a recipe's fields what a system decides that is named over them."""
+    """Remove the fields that an overriding system decides from a recipe's fields."""
     rollout, drafter = fields.get("rollout"), fields.get("drafter")
     schedule = drafter.get("schedule") if isinstance(drafter, dict) else None
     for section, names in ((rollout, DECIDED), (schedule, ("kind",))):
@@ -91,7 +94,7 @@ def give_way(fields: Mapping[str, Any]) -> None:
 
 
 def _head(recipe: Sections) -> str | None:
-    """The name of the recipe's drafter with a network, the one that it trains first."""
+    """Return the name of the recipe's drafter with a network, first the one that it trains."""
     if recipe.drafter is not None:
         return recipe.drafter.name
     return next((name for name, spec in recipe.rollout.drafters.items() if isinstance(spec, LearnedSpec)), None)
@@ -104,7 +107,7 @@ def _lacking(recipe: Sections, run: EngineRun) -> Iterator[str]:
     elif run.drafts_by_network and _head(recipe) is None:
         yield f"{name} drafts with a trained head: add a [drafter] with its drafter.checkpoint"
     elif run.drafts_by_network and not run.trains_drafter and drafter is not None and not drafter.pretrained:
-        yield f"{name} drafts with a head that nobody trains in the run: give drafter.checkpoint"
+        yield f"{name} drafts with a head that the run does not train: give drafter.checkpoint"
     if run.own_gpus and not (recipe.cluster.gpus_per_node and recipe.cluster.placement == "separate"):
         yield (
             f"{name} differs from verl by GPUs of the trainers' own: set cluster.gpus_per_node, and cluster.placement "
@@ -115,7 +118,7 @@ def _lacking(recipe: Sections, run: EngineRun) -> Iterator[str]:
 def _contradictions(
     recipe: Sections, run: EngineRun, given: dict[str, Any], decided: dict[str, Any], kind: str
 ) -> Iterator[str]:
-    """Settings beside a system that are not what it decides."""
+    """Yield settings that contradict the recipe's system."""
     found = {f"rollout.{name}": (value, decided[name]) for name, value in given.items()}
     if recipe.drafter is not None and "kind" in recipe.drafter.schedule.model_fields_set:
         found["drafter.schedule.kind"] = recipe.drafter.schedule.kind, kind

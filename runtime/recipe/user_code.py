@@ -1,4 +1,4 @@
-"""Code that is not tltlab's and that a recipe has imported: copies in a run's folder, and what needs permission."""
+"""User code that a recipe imports: copies in a run's folder, and imports that need permission."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tltlab.own import OwnPart, allowed_modules, paths_in
 from .sections import RolloutConfig, Sections, leaves
 
 CODE = "code"
-"""In a run's folder: copies of the user's own modules."""
+"""Folder of a run with copies of the user's own modules."""
 _IMPORTS = re.compile(
     "trust_remote_code|logits_processors|tokenizer_mode|hf_overrides|model_class_overrides|model_loader_extra_config"
     r"|log_config_file|\w+_(?:cls|plugin|module_path)"
 )
-"""Arguments by which vLLM imports what they name."""
+"""Arguments by which vLLM imports the modules they name."""
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.:]*[.:][A-Za-z_]\w*")
-"""Of a class or function; drafts in short, such as ngram:4, are none."""
+"""Path of a class or function; drafts such as ngram:4 do not match."""
 
 
 def keep_code(code: Sequence[str], modules: Iterable[str], run: Path) -> None:
-    """Copy modules that lie in the folders `code`, and what they import there, to RUN/code.
+    """Copy modules in the folders `code`, and their imports from there, to RUN/code.
 
     A resumed run keeps the copies that it has. Imports are found in the source, of modules and of packages with an
     __init__.py; files that the code reads are not copied.
@@ -46,7 +46,7 @@ def keep_code(code: Sequence[str], modules: Iterable[str], run: Path) -> None:
             file = Path(getattr(module, "__file__", None) or "")
             loaded = getattr(sys.modules.get(name), "__file__", None)
             target = copies / file.relative_to(folder) if file.is_relative_to(folder) else None
-            # Python finds what is installed first, whatever has its name there.
+            # Python prefers an installed module of the same name.
             elsewhere = loaded is not None and Path(loaded).resolve() != file
             if target is not None and not elsewhere and not (resumed and target.exists()):
                 write_file(target, file.read_bytes())

@@ -1,4 +1,4 @@
-"""An RL step's responses: what a way to get them is given, what it hands over for training, and what all ways share."""
+"""An RL step's responses: arguments and results of all ways to collect them, and their common parts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Shares = list[list[GenerationRequest]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A response to a prompt as far as it has come, whatever RL steps its tokens are from; `epoch` is the data's.
+    """A response to a prompt so far, its tokens from one or more RL steps; `epoch` is the data's.
 
     Per token its id, its behaviour log-prob and the policy version that drew it, 4 bytes each ("i", "f", "i").
-    `finish_reason` is "stop" or "length" once it is whole. Where tools said something, `told` is 1 for each of its
-    tokens, whose log-probs are 0, and 0 for those that a policy drew; else it is empty.
+    `finish_reason` is "stop" or "length" once it is whole. Where tools answered, `told` is 1 for each of their tokens,
+    whose log-probs are 0, and 0 for tokens that a policy drew; else it is empty.
     """
 
     prompt: Prompt
@@ -50,17 +50,17 @@ class Trajectory:
         return rl_step, self.prompt.prompt_id, self.sample, 0
 
     def request(self, rl_step: int, max_response_tokens: int) -> GenerationRequest:
-        """For what is missing, behind prompt and prefix."""
+        """Return the request for the missing tokens, after prompt and prefix."""
         return GenerationRequest(
             key=self.key(rl_step),
-            # One list for a group that has just begun: it travels once.
+            # One list for a new group: it is serialised once.
             prompt_token_ids=[*self.prompt.token_ids, *self.token_ids] if self.token_ids else self.prompt.token_ids,
             max_response_tokens=max_response_tokens - len(self.token_ids),
             prompt_text=self.prompt.text,
         )
 
     def extended(self, response: GenerationResponse, version: int, max_response_tokens: int) -> Trajectory:
-        """With what `response` adds, drawn by policy `version` where it does not say by which."""
+        """Return the trajectory with the tokens of `response`, drawn by `version` where the response has none."""
         token_ids = _after(self.token_ids, response.token_ids)
         reason: str | None = response.finish_reason
         if reason == "abort":
@@ -78,7 +78,7 @@ class Trajectory:
         )
 
     def observed(self, token_ids: Sequence[int], version: int) -> Trajectory:
-        """With what a tool said behind it."""
+        """Return the trajectory with a tool's answer appended."""
         told = self.told or array("b", bytes(len(self.token_ids)))
         return replace(
             self,
@@ -91,14 +91,13 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutTools:
-    """What the rollout of RL step `rl_step`, under policy version `policy_version`, may ask of engines and trainer.
+    """Calls to engines and trainer that the rollout of `rl_step`, under version `policy_version`, may make.
 
-    `generate(shares, round, quotas)` has every worker generate its share and returns one Rollout each, with a response
-    to each request; with quotas worker n stops once that many of its prompts have all their requests answered, and the
-    rest come back as "abort". `share(requests)` splits requests over workers as `rollout.placement` says. `rewards`
-    gives one number per whole response. `score(pairs, distributions=False)` gives for pairs (prompt ids, response ids
-    of N tokens) the policy's natural log-probs [N] at the sampling temperature, or with `distributions` all of them
-    [N, V].
+    `generate(shares, round, quotas)` generates each worker's share and returns one Rollout each, with a response to
+    each request. With quotas worker n stops once all requests of that many prompts are answered, and the rest return as
+    "abort". `share(requests)` splits requests over workers by `rollout.placement`. `rewards` gives one number per whole
+    response. `score(pairs, distributions=False)` gives for pairs (prompt ids, response ids of N tokens) the policy's
+    natural log-probs [N] at the sampling temperature, or with `distributions` all of them [N, V].
     """
 
     generate: Callable[[Shares, int, Sequence[int] | None], list[Rollout]]
@@ -111,14 +110,14 @@ class RolloutTools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """One RL step's rollout: what is trained on, and what the engines did to get it.
+    """One RL step's rollout: the training data, and the engines' work for it.
 
-    `trajectories` are whole groups with their rewards; `groups[i]` numbers the prompt of trajectory i. `requests[w][i]`
-    is what `parts[w].responses[i]` answers on worker w; all rounds are merged, times are since the first began and
-    iteration numbers go on. By key of the request: `epochs`, the `rewards` of responses that are whole (a cut one has
-    none), and where it is not 0 the time when a request was handed to its engine, `submitted_s`. `rollout_s` runs from
-    the first round to the end of the last, rewards between them included; `reward_s` is what came after and `score_s`
-    the trainer's scoring; the three add up. `figures` are for the RL step's metrics, by name.
+    `trajectories` are whole groups with their rewards; `groups[i]` numbers the prompt of trajectory i.
+    `parts[w].responses[i]` answers `requests[w][i]` on worker w. All rounds are merged: times are since the first began
+    and iterations are numbered through. By key of the request: `epochs`, the `rewards` of whole responses (a cut one
+    has none), and, where it is not 0, `submitted_s`, the time when the request went to its engine. `rollout_s` runs
+    from the first round to the end of the last, rewards between them included; `reward_s` is the time of later rewards
+    and `score_s` that of the trainer's scoring; the three add up. `figures` are for the RL step's metrics, by name.
     """
 
     trajectories: list[Trajectory]
@@ -136,7 +135,7 @@ class Collected:
 
 
 class Rounds:
-    """The generation rounds of one RL step: `generate` runs one more, `parts` is all of them by worker."""
+    """The generation rounds of one RL step: `generate` runs one more, `parts` are all of them by worker."""
 
     def __init__(self, tools: RolloutTools) -> None:
         self.requests: Shares = []
@@ -149,7 +148,7 @@ class Rounds:
         self._start = time.perf_counter()
 
     def generate(self, shares: Shares, quotas: Sequence[int] | None = None) -> dict[Key, GenerationResponse]:
-        """Run a round; its responses by key. Requests that were cut before their first token leave no trace."""
+        """Run a round; return its responses by key. Requests cut before their first token are dropped."""
         start_s = time.perf_counter() - self._start if self.num_rounds else 0.0
         rollouts = self._tools.generate(shares, self.num_rounds, quotas)
         self.rollout_s = time.perf_counter() - self._start
@@ -171,10 +170,10 @@ class Rounds:
 
 
 class Rollouts(ABC):
-    """A way to get an RL step's responses. `carries` is the key of `state_dict` for what it takes to later RL steps."""
+    """A way to collect an RL step's responses. `carries` is its key in `state_dict` for state of later RL steps."""
 
     on_policy: bool
-    """Whether every response is distributed as the policy that is about to be trained draws it."""
+    """True if every response follows the distribution of the policy that is about to be trained."""
     carries = ""
 
     def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder) -> None:
@@ -189,17 +188,17 @@ class Rollouts(ABC):
 
     @property
     def under_way(self) -> Collection[int]:
-        """Numbers of the prompts whose responses go on in the next RL step."""
+        """Numbers of the prompts whose responses continue in the next RL step."""
         return ()
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
-        """What later RL steps depend on, as JSON types; arrays go to files in `folder`."""
+        """Return the state that later RL steps depend on, as JSON types; arrays go to files in `folder`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Go back to what `state_dict` gave; the next RL step notes what another way to roll out left in it.
+        """Restore the result of `state_dict`; the next RL step notes dropped state of another way to roll out.
 
-        ConfigError where the run cannot go on with it.
+        ConfigError where the run cannot continue with it.
         """
         self._drop_notes = [
             sentence(state[key]) for key, sentence in _DROP_NOTES.items() if key != self.carries and state.get(key)
@@ -207,17 +206,17 @@ class Rollouts(ABC):
         self._load(state.get(self.carries), folder)
 
     def _load(self, carried: list[Any] | None, folder: Path) -> None:  # noqa: B027
-        """Take what `state_dict` has under `carries`, None where it was of another way to roll out."""
+        """Restore the state under `carries`, None where it is of another way to roll out."""
 
     def _blank(self, number: int, epoch: int) -> list[Trajectory]:
-        """A group of responses to prompt `number`, of which nothing has come yet."""
+        """Return a group of responses to prompt `number`, all still empty."""
         samples = range(self.recipe.rollout.group_size)
         return [Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample) for sample in samples]
 
     def _extended(
         self, trajectories: Sequence[Trajectory], responses: Mapping[Key, GenerationResponse], tools: RolloutTools
     ) -> list[Trajectory]:
-        """Each with its response, where it has one."""
+        """Return each trajectory with its response, where it has one."""
         cap = self.recipe.rollout.max_response_tokens
         extended = []
         for t in trajectories:
@@ -229,7 +228,7 @@ class Rollouts(ABC):
         return extended
 
     def _take_drop_notes(self) -> list[str]:
-        """Sentences to be said once."""
+        """Return and clear notes on dropped state."""
         sentences, self._drop_notes = self._drop_notes, []
         return sentences
 
@@ -237,13 +236,13 @@ class Rollouts(ABC):
 def _pending_dropped(groups: Sequence[Mapping[str, Any]]) -> str:
     ended = sum(sample["finish_reason"] is not None for group in groups for sample in group["samples"])
     return (
-        f"{len(groups)} groups that were under way in the checkpoint are dropped, {ended} whole responses with them: "
-        "the run goes on without rollout.partial"
+        f"{len(groups)} groups under way in the checkpoint are dropped, {ended} whole responses with them: "
+        "the run continues without rollout.partial"
     )
 
 
 def _earlier_dropped(responses: Sequence[Any]) -> str:
-    return f"{len(responses)} responses of the checkpoint are not used again: the run goes on without rollout.reuse"
+    return f"{len(responses)} responses of the checkpoint are not used again: the run continues without rollout.reuse"
 
 
 _DROP_NOTES: dict[str, Callable[[Sequence[Any]], str]] = {"pending": _pending_dropped, "earlier": _earlier_dropped}
@@ -253,31 +252,31 @@ Number = TypeVar("Number", int, float)
 
 
 def _after(before: array[Number], new: Sequence[Number]) -> array[Number]:
-    """Both in one array; what began with `new` shares it, for nobody changes either."""
+    """Concatenate two arrays; an empty first one shares the second, since neither is changed later."""
     after = new if isinstance(new, array) else array(before.typecode, new)
     return before + after if before else after
 
 
 def all_requests(shares: Shares, parts: Sequence[Rollout]) -> Shares:
-    """Each worker's requests with those of later turns, in the order of its responses."""
+    """Return each worker's requests with those of later turns, in the order of its responses."""
     return [[*share, *part.follow_ups] for share, part in zip(shares, parts, strict=True)]
 
 
 def turns_of(key: Key, responses: Mapping[Key, GenerationResponse]) -> Iterator[GenerationResponse]:
-    """The response of this key and those of the turns after it."""
+    """Yield the response of this key and those of the turns after it."""
     while key in responses:
         yield responses[key]
         key = (*key[:3], key[3] + 1)
 
 
 def requests_of(prompt: Prompt, rl_step: int, group_size: int, max_response_tokens: int) -> list[GenerationRequest]:
-    """A whole group: `group_size` responses to a prompt."""
+    """Return the requests of a group: `group_size` responses to a prompt."""
     group = [Trajectory(prompt=prompt, epoch=0, sample=sample) for sample in range(group_size)]
     return [trajectory.request(rl_step, max_response_tokens) for trajectory in group]
 
 
 def rewarded(trajectories: Sequence[Trajectory], tools: RolloutTools) -> list[Trajectory]:
-    """The same with their rewards."""
+    """Return the trajectories with their rewards."""
     rewards = tools.rewards(list(trajectories))
     return [replace(t, reward=reward) for t, reward in zip(trajectories, rewards, strict=True)]
 
@@ -287,7 +286,7 @@ def rewards_by_key(trajectories: Iterable[Trajectory], rl_step: int) -> dict[Key
 
 
 def ages(trajectories: Sequence[Trajectory], rl_step: int) -> dict[str, float]:
-    """By how many updates the policies that drew the tokens trained on are behind the one that learns from them."""
+    """Return statistics of the age, in updates, of the policies that drew the training tokens."""
     versions = [np.array(sample.token_versions, np.int64) for sample in trajectories]
     staleness = rl_step - np.concatenate([np.empty(0, np.int64), *versions])
     if not len(staleness):
@@ -301,7 +300,7 @@ def ages(trajectories: Sequence[Trajectory], rl_step: int) -> dict[str, float]:
 
 
 def delayed(rollout: Rollout, seconds: float) -> Rollout:
-    """The same rollout with its clock set back: all happened `seconds` later."""
+    """Return the rollout with all times `seconds` later."""
     return replace(
         rollout,
         responses=[
@@ -321,7 +320,7 @@ def delayed(rollout: Rollout, seconds: float) -> Rollout:
 
 
 def _joined(part: Rollout, new: Rollout, start_s: float) -> Rollout:
-    """A worker's rollout so far, and a round more that began `begun` seconds after the first."""
+    """Return a worker's rollout so far, joined with a round that began `start_s` seconds after the first."""
     first = 1 + int(ColumnRows.of("iterations", part.iterations).column("iteration").max(initial=-1))
     new = delayed(new, start_s)
 
@@ -341,7 +340,7 @@ def _joined(part: Rollout, new: Rollout, start_s: float) -> Rollout:
 
 
 def save_ragged(path: Path, **columns: Sequence[np.ndarray]) -> None:
-    """Write a safetensors file of columns, each whole, and the lengths to cut them by.
+    """Write a safetensors file of columns, each concatenated, and the lengths to split them by.
 
     The columns have equally many arrays; array i of every column has the same length N_i, [N_i] or [N_i, V].
     """
@@ -353,7 +352,7 @@ def save_ragged(path: Path, **columns: Sequence[np.ndarray]) -> None:
 
 
 def load_ragged(path: Path) -> dict[str, list[np.ndarray]]:
-    """What `save_ragged` wrote, by column."""
+    """Read the result of `save_ragged`, by column."""
     flat = safetensors.numpy.load_file(path)
     cuts = np.cumsum(flat.pop("lengths"))
     return {name: np.split(array, cuts[:-1]) if len(cuts) else [] for name, array in flat.items()}

@@ -1,7 +1,7 @@
-"""Tools that responses call: `Environment`, the processes that ask one, and the turns of a rollout on an engine.
+"""Tools that responses call: `Environment`, the processes that run one, and the turns of a rollout on an engine.
 
-A turn ends at a stop string. The environment reads the conversation so far and answers, or ends it; its tokens are put
-behind the turn's, where training does not count them, and the model goes on.
+A turn ends at a stop string. The environment reads the conversation so far and answers, or ends it. Its tokens are
+appended to the turn, excluded from the loss, and the model continues.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Message = dict[str, str]
 
 
 class Environment(Protocol):
-    """What answers tool calls. One is made, without arguments, in every process; what it must know is in messages.
+    """Answers tool calls. One is made, without arguments, in every process; all its input is in messages.
 
     A class may have `stop`, the strings that end a turn, for recipes that name none.
     """
 
     def step(self, messages: list[Message]) -> str | None:
-        """The observation that follows the last message, the assistant's; None where the conversation is over."""
+        """Return the observation that follows the assistant's last message; None to end the conversation."""
 
 
 class Calculator:
-    """Works out the last `ask 3 + 4 =` of a turn, sums and differences of whole numbers; anything else ends it.
+    """Computes the last `ask 3 + 4 =` of a turn, sums and differences of whole numbers; anything else ends it.
 
     >>> Calculator().step([{"role": "assistant", "content": "ask 3 + 4 - 2 ="}])
     '5'
@@ -65,9 +65,9 @@ BUILT_IN = {"calculator": "tltlab.runtime.rollout.environments:Calculator"}
 
 
 def load_environment(path: str, code: Sequence[str] = ()) -> Environment:
-    """A new environment of `package.module:Class` or a built-in name, looked up last in the folders `code`.
+    """Create an environment of `package.module:Class` or a built-in name, searched last in the folders `code`.
 
-    ConfigError says what did not import or has no `step(messages)`.
+    ConfigError for a failed import or a class without `step(messages)`.
     """
     module, colon, name = BUILT_IN.get(path, path).partition(":")
     if not (module and colon and name):
@@ -76,7 +76,7 @@ def load_environment(path: str, code: Sequence[str] = ()) -> Environment:
         cls = load_name(BUILT_IN.get(path, path), f"environment {path!r}")
         try:
             environment: Environment = cls()
-        except (Exception, SystemExit) as error:  # whatever a user's class raises
+        except (Exception, SystemExit) as error:  # a user's class may raise anything
             raise ConfigError(f"environment {path!r} cannot be made: {type(error).__name__}: {error}") from error
     try:
         inspect.signature(environment.step).bind([])
@@ -86,7 +86,7 @@ def load_environment(path: str, code: Sequence[str] = ()) -> Environment:
 
 
 def stop_token_ids(config: EnvironmentConfig, code: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a turn. ConfigError where there are none, and for a stop string of several tokens."""
+    """Return the tokens that end a turn. ConfigError where there are none, and for a stop string of several tokens."""
     strings = config.stop or getattr(load_environment(config.path, code), "stop", ())
     strings = (strings,) if isinstance(strings, str) and strings else strings
     if not strings or not isinstance(strings, Sequence):
@@ -104,14 +104,14 @@ def stop_token_ids(config: EnvironmentConfig, code: Sequence[str], tokenizer: An
 
 
 Answer = tuple[str | None, str]
-"""What the environment says, None for the end; and how it failed, empty where it did not."""
+"""The environment's observation, None for the end; and an error, empty on success."""
 
 
 class EnvironmentPool(UserProcesses):
-    """Asks the environment in `config.processes` processes with a time limit, or here and at once where that is 0.
+    """Calls the environment in `config.processes` processes with a time limit, or synchronously where that is 0.
 
-    A call that takes longer, raises or ends its process ends its response; `take_failures` counts them. Processes start
-    with the first call.
+    A call that takes longer, raises or ends its process ends its response; `take_failures` counts such calls. Processes
+    start with the first call.
     """
 
     def __init__(self, config: EnvironmentConfig, code: Sequence[str]) -> None:
@@ -121,7 +121,7 @@ class EnvironmentPool(UserProcesses):
         self._failures: Counter[str] = Counter()
 
     def ask(self, messages: list[Message]) -> Future[Answer]:
-        """The answer, once it is there. RunError where processes cannot start."""
+        """Return a future of the answer. RunError where processes cannot start."""
         if self._local is not None:
             future: Future[Answer] = Future()
             future.set_result(_observation(self._local, messages))
@@ -131,11 +131,11 @@ class EnvironmentPool(UserProcesses):
             try:
                 task: Future[Answer] = pool.schedule(_step, (messages,), timeout=self._config.timeout_s)
             except RuntimeError:
-                continue  # It broke since it was looked at.
+                continue  # the pool broke after the check
             return task
 
     def answer(self, task: Future[Answer]) -> str | None:
-        """What a call that is done said; None, and counted, where it failed."""
+        """Return the observation of a finished call; None, and counted, where it failed."""
         try:
             observation, failure = task.result()
         except TimeoutError:
@@ -151,7 +151,7 @@ class EnvironmentPool(UserProcesses):
         return None
 
     def take_failures(self) -> list[str]:
-        """A sentence for each way in which calls failed since the last time."""
+        """Return and clear a sentence for each kind of failure."""
         sentences = [f"{count} tool calls {why}: their responses end there" for why, count in self._failures.items()]
         self._failures.clear()
         return sentences
@@ -160,14 +160,14 @@ class EnvironmentPool(UserProcesses):
         self.close()
         self._starts += 1
         if self._starts > _MAX_STARTS:
-            raise RunError(f"the processes of environment {self._config.path!r} died {_MAX_STARTS} times")
+            raise RunError(f"the processes of environment {self._config.path!r} failed {_MAX_STARTS} times")
         setting = "rollout.environment.processes"
         return self._begin(self._config.processes, setting, load_environment, self._config.path, self._code)
 
 
 _MAX_STARTS = 8
 _MOST_LETTERS = 256
-"""Bound on the letters of a token, above those of known vocabularies."""
+"""Bound on the characters of a token, above those of known vocabularies."""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,11 +179,10 @@ class _Call:
 
 
 class Conversations:
-    """The turns of one rollout on an engine (`FollowUps`): who ended at a stop token is answered and goes on.
+    """The turns of one rollout on an engine (`FollowUps`): a response that ends at a stop token is continued.
 
-    A response has `max_turns` turns at most, and `room` tokens at most with its prompt. What the environment says
-    counts towards its cap: what does not fit beside a token to come ends the response, and `cut` has the key of its
-    last turn.
+    A response has at most `max_turns` turns, and with its prompt at most `room` tokens. Observations count towards its
+    cap: one that leaves no room for another token ends the response, and `cut` has the key of its last turn.
     """
 
     def __init__(
@@ -211,7 +210,7 @@ class Conversations:
         if wait_for_one and self._calls:
             wait([call.task for call in self._calls], return_when=FIRST_COMPLETED)
         done = [call for call in self._calls if call.task.done()]
-        # By what was found: one more may be done by now.
+        # Only those found above: one more may be done by now.
         self._calls = [call for call in self._calls if call not in done]
         follow_ups = (self._next(call, now_s()) for call in done)
         return [follow_up for follow_up in follow_ups if follow_up is not None]
@@ -223,7 +222,7 @@ class Conversations:
         request, config = call.request, self._config
         room = min(request.max_response_tokens - len(call.token_ids), self._room)
         if len(answer) > room * _MOST_LETTERS:
-            # It would take long to count, and the engine would wait.
+            # Tokenizing it would take long, and the engine would wait.
             self.cut.add(request.key)
             return None
         observed = self._tokenizer.encode(f"{config.before}{answer}{config.after}", add_special_tokens=False)
@@ -248,7 +247,7 @@ def _observation(
 ) -> Answer:
     try:
         observation = environment.step(messages)
-    except caught as error:  # whatever a user's environment raises
+    except caught as error:  # a user's environment may raise anything
         return None, error_place(error)
     if observation is None:
         return None, ""
@@ -258,6 +257,6 @@ def _observation(
 
 
 def _step(messages: list[Message]) -> Answer:
-    """In a process of its own."""
-    # Panics of Rust are no `Exception`, and nobody interrupts this process from a keyboard.
+    """Run in a separate process."""
+    # Panics of Rust are no `Exception`, and no keyboard interrupts reach this process.
     return _observation(process_object("an environment's process"), messages, (BaseException,))

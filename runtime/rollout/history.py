@@ -1,7 +1,7 @@
-"""What a run's drafters remember of earlier rollouts: whole responses by prompt, each once per node, within a bound.
+"""History of a run's drafters: whole responses by prompt, each once per node, bounded in size.
 
-Workers hold nothing between rollouts: with its requests a worker is told the earlier responses to their prompts. So one
-that is started again drafts as the old one did, and what is learned is saved once, whatever the number of workers.
+Workers hold nothing between rollouts: with its requests a worker receives the earlier responses to their prompts. A
+restarted worker therefore drafts like the old one, and history is saved once, for any number of workers.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from .collected import load_ragged, save_ragged
 
 ComesAgain = Callable[[Sequence[str]], Sequence[int | None]]
-"""How many prompts come before each of these, named by prompt_id, comes again; None for never."""
+"""For each of these prompt ids, the number of prompts before it occurs again; None for never."""
 
 TEXTS_FILE = "responses.safetensors"
 LOW = 15 / 16
-"""How full the bound is once something had to leave: the order of leaving is worked out now and then only."""
+"""Fill level after entries were dropped: the order of dropping is recomputed only now and then."""
 
 
 def anytime(prompt_ids: Sequence[str]) -> list[int | None]:
-    """Where nothing is known of the order of prompts: any may be the next."""
+    """Return 0 for each prompt: with unknown order any may be the next."""
     return [0] * len(prompt_ids)
 
 
@@ -48,17 +48,17 @@ class _Visit:
 
 
 _OF_OWN: dict[str, Any] = {"scopes": ("problem",), "window": None, "history_mib": 256.0}
-"""Settings for drafter classes of a user's own: earlier responses to prompts that come again are held."""
+"""Settings for drafter classes of a user's own: earlier responses to recurring prompts are kept."""
 
 
 class RunHistory:
-    """The whole responses of a run that drafters in use can draft from, an object in Ray's store per prompt and step.
+    """The whole responses of a run that its drafters can draft from, an object in Ray's store per prompt and step.
 
-    `serve` says for which policy. Drafters that look at the same problem need the responses to the prompts at hand,
-    those that look at all text need everything, others nothing (`of`). Kept are per prompt the newest visits that fill
-    the drafters' window, in all `max_bytes` of tokens, the largest `history_mib` of the drafters in use. Prompts that
-    do not come again in the run go at once; over the bound go those that come last. For drafters that look at all text
-    the oldest visits go.
+    `serve` sets the policy. Drafters with scope "problem" need the responses to the prompts at hand, those with scope
+    "global" need all responses, others none (`of`). For each prompt the newest visits that fill the drafters' window
+    are kept, in all `max_bytes` of tokens, the largest `history_mib` of the drafters in use. Prompts that do not occur
+    again in the run are dropped at once; over the bound the prompts that occur last are dropped. For drafters with
+    scope "global" the oldest visits are dropped.
     """
 
     def __init__(self, specs: Mapping[str, DrafterSpec]) -> None:
@@ -70,7 +70,7 @@ class RunHistory:
         self.everything = False
 
     def serve(self, policy: Policy) -> None:
-        """Hold from now on what the drafters that `policy` may use can draft from."""
+        """Keep from now on the responses that the drafters of `policy` can draft from."""
         names = self._drafters.model_free(policy.strategies)
         specs = [spec for spec in (self._drafters.specs[name] for name in names) if getattr(spec, "remembers", False)]
         memories = [spec.arguments() if isinstance(spec, SuffixSpec) else _OF_OWN for spec in specs]
@@ -83,7 +83,7 @@ class RunHistory:
         return sum(visit.num_bytes for visits in self._visits.values() for visit in visits)
 
     def of(self, requests: Sequence[GenerationRequest]) -> list[Any]:
-        """References to what drafters can use for these requests, oldest first: lists of (key, prompt, response)."""
+        """Return references to the history for these requests, oldest first: lists of (key, prompt, response)."""
         if not self.window:
             return []
         if self.everything:
@@ -92,7 +92,7 @@ class RunHistory:
         return [visit.responses for prompt_id in prompts for visit in self._visits.get(prompt_id, ())]
 
     def add(self, shares: Sequence[Sequence[GenerationRequest]], parts: Sequence[Rollout], due: ComesAgain) -> None:
-        """Take the whole responses of an RL step. O(tokens)."""
+        """Add the whole responses of an RL step. O(tokens)."""
         if not self.window:
             return
         prompts = {request.key: request.prompt_token_ids for share in shares for request in share}
@@ -114,7 +114,7 @@ class RunHistory:
         self._keep_bound(due)
 
     def state_dict(self, folder: Path) -> list[Any]:
-        """Whose responses there are, as JSON types; the texts go to a file in `folder`, which is made."""
+        """Return the keys of the responses, as JSON types; the texts go to a file in `folder`, which is made."""
         folder.mkdir()
         tokens: list[Tokens] = []
         rows = []
@@ -130,7 +130,7 @@ class RunHistory:
         return rows
 
     def load_state_dict(self, rows: Sequence[Any] | None, folder: Path) -> None:
-        """Go back to what `state_dict` gave; None, of a checkpoint without it, is nothing."""
+        """Restore the result of `state_dict`; None, of a checkpoint without it, is an empty history."""
         self._visits = {}
         tokens = iter(load_ragged(folder / TEXTS_FILE)["tokens"] if rows else ())
         prompt: Tokens = np.empty(0, np.int32)
@@ -147,7 +147,7 @@ class RunHistory:
         num_tokens = 0
         for key, prompt, response in responses:
             if last is None or (last[0] is not prompt and list(last[0]) != list(prompt)):
-                # Held once for all samples, also after its way through Ray.
+                # One array for all samples, also after its way through Ray.
                 last = prompt, np.array(prompt, np.int32)
                 num_tokens += len(prompt)
             packed.append((key, last[1], np.array(response, np.int32)))
@@ -175,6 +175,6 @@ class RunHistory:
             surplus -= sum(visit.num_bytes for visit in self._visits.pop(name))
 
     def _in_order(self) -> list[_Visit]:
-        """All visits, the oldest first."""
+        """Return all visits, the oldest first."""
         visits = [visit for of_prompt in self._visits.values() for visit in of_prompt]
         return sorted(visits, key=lambda visit: visit.number)

@@ -1,4 +1,4 @@
-"""A rollout worker whose engine takes new weights while it generates, for training that is asynchronous."""
+"""A rollout worker whose engine loads new weights while it generates, for asynchronous training."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .worker import EngineWorker
 
 @ray.remote(concurrency_groups={"aside": 1})
 class FreeRolloutWorker(EngineWorker):
-    """One engine, which takes new weights while it generates: between two iterations, its requests go on.
+    """One engine that loads new weights while it generates, between two iterations; its requests continue.
 
-    They go on with the keys and values that they have, which older weights made. A rollout begins the requests that
-    may begin only under later weights once those are there.
+    Requests continue with their keys and values, computed under older weights. Requests that may begin only under later
+    weights begin once those are loaded.
     """
 
     def __init__(self, recipe: Recipe, number: int, build: EngineBuild, feed: str | None) -> None:
@@ -82,7 +82,7 @@ class FreeRolloutWorker(EngineWorker):
         return requests, self.queue
 
     def _take_weights(self) -> float:
-        """Do what the sender of weights asks for until they are whole; how many seconds that took."""
+        """Serve the calls of the sender of weights until they are complete; return the seconds spent."""
         weights = self.engine.weights
         seconds = self.calls.serve(lambda: bool(weights.unusable) and weights.refused is None)
         self.engine.check_alive()
@@ -90,7 +90,7 @@ class FreeRolloutWorker(EngineWorker):
 
 
 class DeferredCalls:
-    """Calls of another thread that have to wait for a moment in which this one can do them."""
+    """Calls of another thread that wait for a moment in which this thread can serve them."""
 
     def __init__(self) -> None:
         self._lock, self._busy = Lock(), False
@@ -101,7 +101,7 @@ class DeferredCalls:
         return not self._calls.empty()
 
     def call(self, do: Callable[[], Any]) -> Any:
-        """What `do` returns: at once where nobody is `busy`, else when it is served."""
+        """Return the result of `do`: at once where not `busy`, else when it is served."""
         with self._lock:
             if not self._busy:
                 return do()
@@ -111,7 +111,7 @@ class DeferredCalls:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Within, calls wait for `serve`; what still waits at the end is done then."""
+        """Defer calls to `serve` within the block; calls still waiting at the end are done then."""
         with self._lock:
             self._busy = True
         try:
@@ -122,19 +122,19 @@ class DeferredCalls:
                 self.serve(lambda: False)
 
     def serve(self, unfinished: Callable[[], bool]) -> float:
-        """Do what was asked for, and wait for more while something is `unfinished`; how many seconds that took."""
+        """Do waiting calls, and wait for more while `unfinished`; return the seconds spent."""
         start = time.perf_counter()
         while self.waiting or unfinished():
             do, task = self._calls.get()
             try:
                 task.set_result(do())
-            except BaseException as error:  # raised where it was asked for
+            except BaseException as error:  # raised in the caller's thread
                 task.set_exception(error)
         return time.perf_counter() - start
 
 
 class QueuedRequests:
-    """The requests of a rollout, of which some wait for weights of later versions (`FollowUps`)."""
+    """The requests of a rollout, some of which wait for weights of later versions (`FollowUps`)."""
 
     def __init__(self, requests: Sequence[GenerationRequest], version: Callable[[], int]) -> None:
         self._requests, self._version = requests, version
@@ -142,7 +142,7 @@ class QueuedRequests:
         self._began: dict[Key, int] = {}
 
     def take(self) -> list[GenerationRequest]:
-        """Those that may begin now, once each."""
+        """Return the requests that may begin now, once each."""
         version = self._version()
         ready = [request for request in self._waiting if request.from_version <= version]
         self._waiting = [request for request in self._waiting if request.from_version > version]
@@ -155,15 +155,15 @@ class QueuedRequests:
         return sum(request.from_version <= version for request in self._waiting)
 
     def ended(self, request: GenerationRequest, token_ids: Sequence[int], now_s: float) -> None:
-        """Nothing follows."""
+        """Do nothing: nothing follows."""
 
     def ready(self, now_s: Callable[[], float], *, wait_for_one: bool) -> list[FollowUp]:
         return [FollowUp(request=request, observed=[], submit_s=now_s(), tool_s=0.0) for request in self.take()]
 
     def whole(self, rollout: Rollout, swaps: Sequence[tuple[int, Mapping[Key, int]]]) -> Rollout:
-        """The rollout with a response to every request, in their order; those that never began are cut and empty.
+        """Return the rollout with a response to every request, in their order; those that never began are empty aborts.
 
-        `swaps` are the weights that ruled, in order: (version, tokens at their end by key of what ran on).
+        `swaps` are the weights in force, in order: (version, tokens at their end by key of running requests).
         """
         responses = {
             request.key: GenerationResponse(
@@ -180,7 +180,7 @@ class QueuedRequests:
 def version_spans(
     swaps: Sequence[tuple[int, Mapping[Key, int]]], key: Key, num_tokens: int
 ) -> tuple[tuple[int, int], ...]:
-    """(version, tokens) of a response's spans; what is not in a swap had ended before it.
+    """Return (version, tokens) of a response's spans; a response absent from a swap had ended before it.
 
     >>> key = (0, "p", 0, 0)
     >>> version_spans([(3, {key: 5}), (4, {key: 5}), (5, {})], key, 9)

@@ -1,5 +1,8 @@
-"""Partial rollouts: what still runs is cut and goes on later, at a fixed concurrency (CoPRIS, arXiv 2511.05589) or
-beside training, under a bound on staleness (AReaL, arXiv 2505.24298)."""
+"""Partial rollouts: running responses are cut and continue later.
+
+At a fixed concurrency (CoPRIS, arXiv 2511.05589) or in parallel with training, with bounded staleness (AReaL, arXiv
+2505.24298).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ _PER_TOKEN = {"token_ids": np.int32, "logprobs": np.float64, "token_versions": n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialGroup:
-    """The `group_size` responses to a prompt, which is number `number` of the data, as far as they have come."""
+    """The `group_size` responses so far to a prompt, which is number `number` of the data."""
 
     number: int
     samples: list[Trajectory]
@@ -63,7 +66,7 @@ class PartialGroup:
 
 
 class TrainedLengths:
-    """Tokens of the responses that were trained on so far, and of those that were dropped: how biased training is."""
+    """Lengths of responses trained on, and of dropped ones, so far: the length bias of training."""
 
     def __init__(self) -> None:
         self._trained: Counter[int] = Counter()
@@ -78,10 +81,10 @@ class TrainedLengths:
         self.num_dropped += len(groups)
 
     def figures(self) -> dict[str, float]:
-        """Mean and percentiles of lengths trained on and generated, and `trained/length_bias`, the means' ratio.
+        """Return mean and percentiles of lengths trained on and generated, and `trained/length_bias`, the means' ratio.
 
-        Generated is what was trained on or dropped; a dropped response counts as far as it came, so the bias of a run
-        that drops is this far below 1 at least. What is still under way is neither yet.
+        Generated responses are those trained on or dropped; a dropped one counts with its tokens so far, so the bias of
+        a run that drops is at least this far below 1. Responses under way count as neither.
         """
         if not self._trained:
             return {}
@@ -108,14 +111,14 @@ class TrainedLengths:
 class PartialRollouts(Rollouts):
     """Runs `concurrency` requests at any time until prompts_per_step groups are whole, and cuts the rest.
 
-    Every worker's engine runs its share of `concurrency` at most and stops at its share of the groups. Cut responses go
-    on first, in the order in which their groups were first asked for, on whatever worker, from prompt and prefix; then
-    come what never started and new prompts. A worker is given as many groups as keep its engine full to the end
-    however uneven they are: with G groups to complete and C requests at a time G - 1 + C, for G - 1 groups may be whole
-    and each of the others down to one request. A response that spans RL steps has the log-probs and versions of the
-    policies that drew its tokens, so it is off-policy. A group with a token of a policy more than `max_age` versions
-    old is dropped. In the trace each RL step's part of a response is a row of its own, "abort" where it was cut; what
-    was cut before its first token has none.
+    Every worker's engine runs at most its share of `concurrency` and stops at its share of the groups. Cut responses
+    continue first, in the order in which their groups were first requested, on any worker, from prompt and prefix; then
+    follow unstarted ones and new prompts. A worker receives as many groups as keep its engine full to the end in the
+    worst case: with G groups to complete and C requests at a time G - 1 + C, since G - 1 groups may be whole and each
+    of the others down to one request. A response that spans RL steps has the log-probs and versions of the policies
+    that drew its tokens, so it is off-policy. A group with a token of a policy more than `max_age` versions old is
+    dropped. In the trace each RL step's part of a response is a row of its own, "abort" where it was cut; a response
+    cut before its first token has none.
     """
 
     on_policy = False
@@ -128,7 +131,7 @@ class PartialRollouts(Rollouts):
         self._lengths = TrainedLengths()
 
     def collect(self, tools: RolloutTools) -> Collected:
-        """Roll out one RL step, of whose whole groups `_trainable` says which are trained."""
+        """Roll out one RL step; `_trainable` selects the groups to train on."""
         # RL step k trains policy version k.
         current = [group for group in self._pending if not self._too_old(group, tools.rl_step)]
         dropped = [group for group in self._pending if self._too_old(group, tools.rl_step)]
@@ -176,35 +179,35 @@ class PartialRollouts(Rollouts):
         return oldest is not None and limit is not None and rl_step - oldest > limit
 
     def _trainable(self, whole: list[PartialGroup]) -> list[PartialGroup]:
-        """Of the groups that are whole those that this RL step learns from: all."""
+        """Return the whole groups that this RL step trains on: all."""
         return whole
 
     def _new_groups(self, pending: Sequence[PartialGroup], rl_step: int) -> list[PartialGroup]:
-        """As many as keep every engine full until its last group is whole."""
+        """Return as many new groups as keep every engine full until its last group is whole."""
         rollout = self.recipe.rollout
         per_engine = -(-self.config.concurrency // rollout.num_workers)
         return self._draw_groups(rollout.prompts_per_step + rollout.num_workers * (per_engine - 1), pending)
 
     def _draw_groups(self, total: int, pending: Sequence[PartialGroup]) -> list[PartialGroup]:
-        """New groups that make `pending` so many."""
+        """Return new groups that fill `pending` up to `total`."""
         batch = self.order.take(max(total - len(pending), 0), exclude=[group.number for group in pending])
         return [PartialGroup(number=number, samples=self._blank(number, epoch)) for epoch, number in batch]
 
     def _requests(self, groups: Sequence[PartialGroup], rl_step: int) -> list[GenerationRequest]:
-        """What is left of `groups`: those with a prefix first."""
+        """Return requests for the rest of `groups`: those with a prefix first."""
         unfinished = [t for group in groups for t in group.samples if t.finish_reason is None]
         unfinished.sort(key=lambda t: not t.token_ids)
         return [t.request(rl_step, self.recipe.rollout.max_response_tokens) for t in unfinished]
 
     def _notes(self, resumed: Sequence[PartialGroup], num_dropped: int, num_aborted: int) -> list[str]:
-        went_on, cut = (sum(group.num_cut for group in groups) for groups in (resumed, self._pending))
-        note = f"{went_on} cut responses went on, {cut} are cut now, {num_aborted - cut} were not begun"
+        continued, cut = (sum(group.num_cut for group in groups) for groups in (resumed, self._pending))
+        note = f"{continued} cut responses continued, {cut} are cut now, {num_aborted - cut} were not begun"
         if num_dropped:
             note += f"; {num_dropped} groups older than {self.config.max_age} RL steps dropped"
         return [note]
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
-        """The groups that are not whole; their tokens go to `PENDING_FILE` in `folder`."""
+        """Return the groups that are not whole; their tokens go to `PENDING_FILE` in `folder`."""
         samples = [sample for group in self._pending for sample in group.samples]
         save_ragged(
             folder / PENDING_FILE,
@@ -224,11 +227,11 @@ class PartialRollouts(Rollouts):
         }
 
     def _load(self, carried: list[Any] | None, folder: Path) -> None:
-        """ConfigError where the data is not what it was, or the cap is lower than a response that is to go on."""
+        """Raise ConfigError where the data has changed, or the cap is below a response that is to continue."""
         self._pending, self._lengths = [], TrainedLengths()
         if carried is None:
             return
-        if (folder / LENGTHS_FILE).exists():  # Earlier versions wrote none.
+        if (folder / LENGTHS_FILE).exists():  # earlier versions wrote none
             self._lengths.load_state_dict(read_json(folder / LENGTHS_FILE))
         cap = self.recipe.rollout.max_response_tokens
         columns = load_ragged(folder / PENDING_FILE)
@@ -238,7 +241,7 @@ class PartialRollouts(Rollouts):
             number = group["number"]
             if number >= len(self.prompts) or self.prompts[number].prompt_id != group["prompt_id"]:
                 raise ConfigError(
-                    f"the checkpoint goes on with prompt {group['prompt_id']!r} as number {number} of the data, which "
+                    f"the checkpoint continues prompt {group['prompt_id']!r} as number {number} of the data, which "
                     "it no longer is: resume with the data that the run began with"
                 )
             samples = []
@@ -258,7 +261,7 @@ class PartialRollouts(Rollouts):
             longest = max((len(s.token_ids) for s in samples if s.finish_reason is None), default=0)
             if longest >= cap:
                 raise ConfigError(
-                    f"the checkpoint goes on with a response of {longest} tokens, and rollout.max_response_tokens is "
+                    f"the checkpoint continues a response of {longest} tokens, and rollout.max_response_tokens is "
                     f"{cap}: resume with more"
                 )
             pending.append(PartialGroup(number=number, samples=samples))
@@ -268,18 +271,18 @@ class PartialRollouts(Rollouts):
 class AsynchronousRollouts(PartialRollouts):
     """Collects RL step after RL step of prompts_per_step groups each, ahead of the trainer by `staleness` at most.
 
-    AReaL's rule says what may begin (`tltlab.planning.dispatch.may_start`): with N = `staleness`, P groups a step and
-    k P of them trained, group number i of those in flight, from 0, begins once engines have version
-    ceil((k P + i + 1) / P) - N - 1. Engines get what later versions allow in advance, and begin it when those come.
+    A group begins by AReaL's rule (`tltlab.planning.dispatch.may_start`): with N = `staleness`, P groups a step and k P
+    of them trained, group number i of those in flight, from 0, begins once engines have version ceil((k P + i + 1) / P)
+    - N - 1. Engines receive groups of later versions in advance, and begin them with those versions.
 
-    That bounds what is in flight by (N + 1) P groups, and not yet the age of one that others overtake. With `stale` =
-    "hold" an RL step waits for as many of the oldest groups as later RL steps, of P groups each, could not train in
-    time: for all that began by version k - N in RL step k. No token is trained on that is more than N versions old
-    then, and every response is trained on. With "drop" nobody waits: groups that grow older are dropped, which starves
-    long responses.
+    This bounds the groups in flight by (N + 1) P, but not the age of one that others overtake. With `stale` = "hold" an
+    RL step waits for as many of the oldest groups as later RL steps, of P groups each, could not train in time: in RL
+    step k for all that began by version k - N. Then no token trained on is more than N versions old, and every response
+    is trained on. With "drop" no RL step waits: groups that grow older are dropped, which biases training against long
+    responses.
 
-    What runs at the end of a collection is cut and goes on in the next at once, from the engine's prefix cache where
-    that has room; new weights come between two iterations and cut nothing.
+    Requests running at the end of a collection are cut and continue in the next at once, from the engine's prefix cache
+    where it has room; new weights come between two iterations and cut nothing.
     """
 
     def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder, staleness: int) -> None:
@@ -292,12 +295,12 @@ class AsynchronousRollouts(PartialRollouts):
         self._version = 0
 
     def collect(self, tools: RolloutTools) -> Collected:
-        """Roll out one RL step while the one before it may still be trained on."""
+        """Roll out one RL step while the previous one may still be trained on."""
         self._version = tools.policy_version
         return super().collect(tools)
 
     def _new_groups(self, pending: Sequence[PartialGroup], rl_step: int) -> list[PartialGroup]:
-        """All that may begin before the trainer needs this RL step, at version `rl_step` at the latest."""
+        """Return all groups that may begin before the trainer needs this RL step, at version `rl_step`."""
         per_step = self.recipe.rollout.prompts_per_step
         new = self._draw_groups((self._staleness + 1) * per_step, pending)
         self._from_version, begins = {}, []
@@ -308,8 +311,8 @@ class AsynchronousRollouts(PartialRollouts):
             begins.append((max(first, self._version) if oldest is None else oldest, n, group.number))
         self._due = set()
         for n, (version, *_) in enumerate(begins := sorted(begins)):
-            # So many of these and older ones have to be trained now, for later RL steps take per_step each; of the
-            # youngest any will do.
+            # At least `now` of these and older groups must be trained now, since later RL steps take per_step each; any
+            # of the youngest will do.
             now = n + 1 - (version + self._staleness - rl_step) * per_step
             if self._holds and version < begins[-1][0]:
                 self._due.update(number for *_, number in begins[: max(now, 0)])
@@ -325,13 +328,13 @@ class AsynchronousRollouts(PartialRollouts):
         return requests
 
     def _trainable(self, whole: list[PartialGroup]) -> list[PartialGroup]:
-        """prompts_per_step of them, the oldest."""
+        """Return the prompts_per_step oldest groups."""
         oldest = sorted(whole, key=lambda group: group.oldest_version or 0)
         return oldest[: self.recipe.rollout.prompts_per_step]
 
 
 def first_version(number: int, rl_step: int, per_step: int, staleness: int) -> int:
-    """The version from which on group `number` of those in flight may begin, RL step `rl_step` being trained next.
+    """Return the version at which group `number` in flight may begin, RL step `rl_step` being trained next.
 
     >>> [first_version(n, rl_step=5, per_step=2, staleness=1) for n in range(4)]
     [4, 4, 5, 5]

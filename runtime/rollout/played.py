@@ -1,12 +1,12 @@
-"""One engine plays a rollout of given lengths under each policy, with a model's shape and no weights.
+"""Rollouts of given lengths on one engine under each policy, with a model's shape and random weights.
 
     python -m tltlab.runtime.rollout.played OUT WORKER stock|ours [DEADLINE]
 
-plays what `OUT/rehearsal.json` plans and is not in OUT yet: a process of its own gives all of a device's memory back.
-Text is of no account: responses run to their lengths, vLLM keeps drafts at given rates (`synthetic_rejection`), a
-model-free drafter drafts as deep as it is asked to at no cost, a learned one is an untrained EAGLE head. A line of JSON
-is on disk once its rollout is over. Responses and iterations, which grow with their number, are in a file for each
-rollout, and those of one rollout are read at a time.
+plays the rollouts of `OUT/rehearsal.json` that are not in OUT yet, in a process of its own, which releases all of a
+device's memory. Text does not matter: responses run to their lengths, vLLM accepts drafts at given rates
+(`synthetic_rejection`), a model-free drafter drafts as deep as asked at no cost, a learned one is an untrained EAGLE
+head. A line of JSON is on disk once its rollout is over. Responses and iterations are in a file per rollout, so that
+readers hold one rollout's at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 PLAN, STOCK = "rehearsal.json", "stock"
-"""The plan's file, and what vLLM with its own scheduler and no speculation is called beside policies."""
+"""The plan's file, and the name of vLLM with its own scheduler and no speculation beside policies."""
 _SETTLING_TOKENS, _PLAIN_TOKENS = 16, 96
 _KV_BLOCK, _LEAST_KV_BYTES = 128, 64 << 20
 
@@ -48,12 +48,12 @@ class Visit(FrozenModel):
 
 
 class Play(FrozenModel):
-    """The plan of all engines. `lengths` are tokens by worker and response, `about` says where they are from.
+    """The plan of all engines. `lengths` are tokens by worker and response, `about` describes their source.
 
-    `rates[i]` of a policy is the chance that its drafts are kept up to token i, counted from 0, () where it never
-    drafts; `granted` has what that was read from, by drafter. `learned` drafters are heads, `forced` ones draft at no
+    `rates[i]` of a policy is the acceptance probability of its drafts up to token i, counted from 0, () where it never
+    drafts; `granted` is the source of the rates, by drafter. `learned` drafters are heads, `forced` ones draft at no
     cost. `modules` hold classes that policies name. Plain steps are timed at `plain_batches`. `config` is the model's
-    config.json, `kv_token_bytes` what a token keeps in bf16.
+    config.json, `kv_token_bytes` the KV cache of a token in bf16.
     """
 
     model: str
@@ -76,7 +76,7 @@ class Play(FrozenModel):
 
     @property
     def visits(self) -> list[Visit]:
-        """Every rollout, round by round in an order of its own; the number of each is its RL step in the trace."""
+        """Every rollout, round by round, each in a random order; its number is its RL step in the trace."""
         names = list(self.policies)
         return [
             Visit(rl_step=number * len(names) + place, round=number, policy=names[at])
@@ -86,15 +86,15 @@ class Play(FrozenModel):
 
     @property
     def specs(self) -> dict[str, DrafterSpec]:
-        """The drafters that the policies bring along."""
+        """The drafters that the policies define."""
         return {name: spec for policy in self.policies.values() for name, spec in policy.drafters.items()}
 
     def of_engine(self, stock: bool) -> list[str]:
-        """The policies that stock vLLM, or ours, plays."""
+        """Return the policies that stock vLLM, or tltlab's engine, plays."""
         return [name for name in self.policies if (name == STOCK) == stock]
 
     def kv_bytes(self, worker: int) -> int:
-        """Bytes of keys and values, in fp32, that the largest batch of a worker takes, in whole blocks and one more."""
+        """Return the bytes of keys and values, in fp32, of a worker's largest batch, in whole blocks and one more."""
         plain = [_PLAIN_TOKENS] * max(self.plain_batches, default=0)
         batches = [np.array(tokens) + self.prompt_tokens for tokens in (self.lengths[worker], plain)]
         blocks = max(int((-(-(tokens + _SETTLING_TOKENS) // _KV_BLOCK)).sum()) for tokens in batches)
@@ -102,24 +102,24 @@ class Play(FrozenModel):
 
 
 def read_plan(out: Path) -> Play:
-    """The plan in a folder; the modules of classes that it names were allowed when it was made."""
+    """Read the plan in a folder; the modules of its classes were allowed when it was made."""
     value = read_json(out / PLAN)
     with code_allowed(value["modules"]):
         return Play.model_validate(value)
 
 
 def played(out: Path, engine: str = "engine-*") -> list[dict[str, Any]]:
-    """The rows on disk, of one engine or all; the last one of each may be torn."""
+    """Return the rows on disk, of one engine or all; the last one of each may be torn."""
     return [row for path in sorted(out.glob(f"{engine}.jsonl")) for row in json_lines(path)]
 
 
 def engine_file(worker: int, stock: bool) -> str:
-    """The name of an engine's files, without what they end in."""
+    """Return the name of an engine's files, without suffix."""
     return f"engine-{STOCK if stock else 'ours'}-{worker}"
 
 
 def details_of(out: Path, visit: Visit, worker: int) -> dict[str, Any]:
-    """Responses, iterations and decisions of a rollout."""
+    """Return responses, iterations and decisions of a rollout."""
     details: dict[str, Any] = parse_json(_details_file(out, visit.rl_step, worker).read_bytes())
     return details
 
@@ -129,14 +129,14 @@ def _details_file(out: Path, rl_step: int, worker: int) -> Path:
 
 
 def to_play(plan: Play, out: Path, worker: int, stock: bool) -> list[Visit]:
-    """Rollouts that an engine has not played yet."""
+    """Return the rollouts that an engine has not played yet."""
     rows = played(out, engine_file(worker, stock))
     done = {row["rl_step"] for row in rows if row["row"] == "rollout"}
     return [v for v in plan.visits if v.policy in plan.of_engine(stock) and v.rl_step not in done]
 
 
 def requests_of(plan: Play, worker: int, visit: Visit, lengths: list[int]) -> list[GenerationRequest]:
-    """One request per length, in an order and with prompts of token ids that hang on seed, worker and round alone."""
+    """Return one request per length; order and random prompts depend on seed, worker and round alone."""
     rng = np.random.default_rng([plan.seed, worker, visit.round])
     prompts = rng.integers(3, plan.config["vocab_size"], (len(lengths), plan.prompt_tokens)).tolist()
     return [
@@ -151,10 +151,10 @@ def requests_of(plan: Play, worker: int, visit: Visit, lengths: list[int]) -> li
 
 
 def play(plan: Play, out: Path, worker: int, *, stock: bool, deadline: float | None = None) -> Iterator[dict[str, Any]]:
-    """Start the engine and yield a row for the start, per plain batch and per rollout. Raises what the engine raises.
+    """Start the engine; yield a row for the start, per plain batch and per rollout. Engine errors are raised.
 
-    No rollout begins after `deadline`, in seconds of `time.time`, or where the last one under its policy would not have
-    ended by then.
+    No rollout begins after `deadline`, in seconds of `time.time`, or where it would end later by the duration of the
+    previous rollout of its policy.
     """
     from tltlab.runtime.engine.vllm.llm import keep_drafts_at
 
@@ -171,7 +171,7 @@ def play(plan: Play, out: Path, worker: int, *, stock: bool, deadline: float | N
         settling = Visit(rl_step=-1, round=0, policy="")
         if not stock:
             engine.warm_up(1.0)
-        # Compiling, and whatever else happens only once, is over then.
+        # Compilation and other one-time work is done then.
         for name in plan.of_engine(stock):
             if not stock:
                 engine.set_policy(plan.policies[name])
@@ -198,7 +198,7 @@ def play(plan: Play, out: Path, worker: int, *, stock: bool, deadline: float | N
 
 
 def _told(rollout: Rollout, stock: bool) -> dict[str, Any]:
-    """A rollout as JSON; stock vLLM tells no more of its iterations than how long they took."""
+    """Return a rollout as JSON; stock vLLM reports only the times of its iterations."""
     fields = ("key", "finish_reason", "t_first_token", "t_finish")
     return {
         "seconds": rollout.duration_s,
@@ -214,13 +214,13 @@ def _told(rollout: Rollout, stock: bool) -> dict[str, Any]:
 
 
 def _strategies(plan: Play) -> list[Strategy]:
-    """Everything that a policy may choose, the deepest last."""
+    """Return all strategies that a policy may choose, the deepest last."""
     chosen = {strategy for policy in plan.policies.values() for strategy in policy.strategies}
     return sorted({NO_SPECULATION, *chosen}, key=lambda strategy: (strategy.draft_depth, strategy.drafter))
 
 
 def _engine(plan: Play, out: Path, worker: int, stock: bool) -> Any:
-    """Stock vLLM, or ours with graphs for whatever the policies may choose; the same arguments otherwise."""
+    """Return stock vLLM, or tltlab's engine with graphs for all strategies; the same arguments otherwise."""
     import torch
 
     from tltlab.runtime.drafter.heads.kinds import new_head
@@ -268,7 +268,7 @@ def _engine(plan: Play, out: Path, worker: int, stock: bool) -> Any:
 def main(out: Path, worker: int, stock: bool, deadline: float | None) -> None:
     """Play and append a line for each row."""
     with (out / f"{engine_file(worker, stock)}.jsonl").open("a", encoding="utf-8") as file:
-        # A line that was torn ends here.
+        # Ends a torn line.
         file.write("\n" if file.tell() else "")
         for row in play(read_plan(out), out, worker, stock=stock, deadline=deadline):
             if row["row"] == "rollout":

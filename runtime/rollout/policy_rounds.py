@@ -1,7 +1,7 @@
-"""Rollouts of several policies on real engines, interleaved: the same prompts, random state and drafter memory for all.
+"""Rollouts of several policies on real engines, interleaved: the same prompts, random state and drafter history.
 
-The model does not move. Every rollout is a rehearsal: the engines go back to where they were before it, so each policy
-of a round meets what the others met, and a rollout can be done twice. What ran is recorded as a trace with one RL step
+The model does not change. Every rollout is a rehearsal: the engines' state is restored afterwards, so each policy of a
+round starts from the same state, and a rollout can be repeated. The rollouts are recorded as a trace with one RL step
 per rollout, beside it `policies.json` and `repeats.json` as a training run writes them.
 """
 
@@ -46,12 +46,12 @@ from .pool import WorkerPool
 
 HOLD_ITERATIONS = 10
 NUM_REPEATED = 2
-"""Rollouts of each round that are done a second time."""
+"""Rollouts of each round that are repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunToVerify:
-    """What a RUN rolled out: its recipe with the model that it ended with, and its learned drafters, by name."""
+    """A RUN to roll out again: its recipe with its final model, and its learned drafters, by name."""
 
     recipe: Recipe
     drafters: dict[str, DrafterSpec]
@@ -60,7 +60,7 @@ class RunToVerify:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRollout:
-    """One recorded rollout: its RL step in the trace, its round, whose it is, and its seconds."""
+    """One recorded rollout: its RL step in the trace, its round, its policy, and its seconds."""
 
     rl_step: int
     round: int
@@ -69,7 +69,7 @@ class RoundRollout:
 
 
 def run_to_verify(run: Path) -> RunToVerify:
-    """Read a RUN's recipe, with its final checkpoint as the model where there is one. ConfigError names what is wrong.
+    """Read a RUN's recipe, with its final checkpoint as the model where there is one. ConfigError names the fault.
 
     A drafter that the run trained is taken from `drafter/final`, fully trained. Tools, and arguments of vLLM that
     import code, must be allowed by name (`tltlab.own.code_allowed`).
@@ -95,7 +95,7 @@ def run_to_verify(run: Path) -> RunToVerify:
 
 
 def all_drafters(run: RunToVerify, policies: Mapping[str, Policy]) -> dict[str, DrafterSpec]:
-    """What the engines need. ConfigError where two policies mean different drafters by one name, or one cannot run."""
+    """Return the engines' drafters. ConfigError for different drafters of one name, or one that cannot run."""
     needed: dict[str, DrafterSpec] = {}
     for name, policy in policies.items():
         available = DEFAULT_DRAFTERS | policy.drafters | run.recipe.rollout.drafters | run.drafters
@@ -123,13 +123,13 @@ def all_drafters(run: RunToVerify, policies: Mapping[str, Policy]) -> dict[str, 
 
 
 def deepest(run: RunToVerify, policies: Mapping[str, Policy]) -> int:
-    """Draft depth to build engines for: the run's, or what a policy asks for."""
+    """Return the draft depth to build engines for: the largest of the run's and the policies'."""
     depths = [s.draft_depth for policy in policies.values() for s in policy.strategies]
     return max([run.recipe.rollout.max_draft_depth, *depths])
 
 
 def explore_all(policies: Mapping[str, Policy]) -> Policy:
-    """The policy that tries everything that any of these may choose: what is learned from it favours none of them."""
+    """Return the policy that tries all strategies of these policies, so that learned state favours none of them."""
     strategies = dict.fromkeys([NO_SPECULATION, *(s for policy in policies.values() for s in policy.strategies)])
     return Policy(selector=ExploreSpec(strategies=tuple(strategies), hold_iterations=HOLD_ITERATIONS))
 
@@ -141,21 +141,21 @@ def roll_out(
     *,
     rounds: int,
     seed: int = 0,
-    say: Callable[[str], None] = lambda message: None,
+    report: Callable[[str], None] = lambda message: None,
 ) -> None:
     """Roll out each policy once a round on real engines, with RUN's model and data.
 
-    `out` becomes a RUN with one RL step per rollout; RUN itself stays as it is. Raises ConfigError for what the engines
+    `out` becomes a RUN with one RL step per rollout; RUN itself is unchanged. ConfigError for policies that the engines
     cannot run, RunError where an engine fails.
     """
     session = PolicyRounds(run_to_verify(run), policies, out, seed=seed)
-    session.events.watch = say
-    say(f"starting {session.recipe.rollout.num_workers} engines on {session.recipe.model}")
+    session.events.watch = report
+    report(f"starting {session.recipe.rollout.num_workers} engines on {session.recipe.model}")
     with session:
         session.settle()
         for number in range(rounds):
             done = session.round(number, num_repeated=NUM_REPEATED)
-            say(f"round {number + 1} of {rounds}: " + ", ".join(f"{r.policy} {r.rollout_s:.2f} s" for r in done))
+            report(f"round {number + 1} of {rounds}: " + ", ".join(f"{r.policy} {r.rollout_s:.2f} s" for r in done))
 
 
 class PolicyRounds:
@@ -206,14 +206,14 @@ class PolicyRounds:
             self._stack.close()
 
     def settle(self) -> None:
-        """A rollout that nobody counts: what an engine does only at first is over then."""
+        """Run an uncounted rollout, so that one-time work of engines is done."""
         self._pool.set_policy(explore_all(self.policies), 0)
         self._pool.rehearse(self._pool.share(self._requests(0, 0)[0]), 0)
 
     def round(self, number: int, *, num_repeated: int) -> list[RoundRollout]:
-        """One rollout per policy and an exploring one, in random order, on the prompts of round `number`.
+        """Roll out each policy once and an exploring one, in random order, on the prompts of round `number`.
 
-        The first `num_repeated` of that order are done twice.
+        The first `num_repeated` of that order run twice.
         """
         rng = np.random.default_rng([self.seed, number])
         names = [EXPLORE, *self.policies]
@@ -233,7 +233,7 @@ class PolicyRounds:
         shares = self._pool.share(requests)
         t_start = time.perf_counter() - self._started
         parts = self._pool.rehearse(shares, rl_step)
-        # The engines are as before then: what is done again is the same.
+        # The engines' state is restored, so the repeated rollout is the same.
         repeated = self._pool.repeat(shares, rl_step) if again else []
         rollout_s = max(part.duration_s for part in parts)
         epoch_of = dict(zip((request.key for request in requests), epochs, strict=True))
@@ -248,7 +248,7 @@ class PolicyRounds:
         return RoundRollout(rl_step=rl_step, round=number, policy=name, rollout_s=rollout_s)
 
     def _requests(self, number: int, rl_step: int) -> tuple[list[GenerationRequest], list[int]]:
-        """The prompts that come after the run's own, round by round, and the epoch of each response."""
+        """Return the prompts that follow the run's own, round by round, and the epoch of each response."""
         rollout, run = self.recipe.rollout, self.run
         batch = prompt_batch(len(self.prompts), run.num_rl_steps + number, rollout.prompts_per_step, run.recipe.seed)
         groups = [
@@ -258,7 +258,7 @@ class PolicyRounds:
 
 
 def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:
-    """A recipe for its engines with whole GPUs and no trainer beside them, which roll out every response whole."""
+    """Return a recipe for its engines alone, with whole GPUs, which roll out every response whole."""
     rollout = {"max_draft_depth": max_draft_depth, "repeat_every": 0, "partial": None, "reuse": None}
     return recipe.model_copy(
         update={
@@ -266,7 +266,7 @@ def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:
             "train": recipe.train.model_copy(update={"gpus": 0.0}),
             "cluster": recipe.cluster.model_copy(update={"placement": "separate"}),
             "seed": seed,
-            # Of policies that are named here; a run does not choose what code is imported.
+            # For policies that are named here; a run does not choose what code is imported.
             "code": (os.getcwd(),),
         }
     )

@@ -1,12 +1,12 @@
-"""The rollout workers of a run: a failed worker is restarted and its requests are reissued while the others go on.
+"""The rollout workers of a run: a failed worker is restarted and its requests are reissued while the others continue.
 
 Order of one rollout in which worker 1 fails:
 
     start      both workers: actor, engine, in parallel
     generate   both: snapshot of the policy's memory, then their shares; worker 1 fails (WorkerLost)
-               worker 0 goes on        worker 1: _note_failure     record it, the snapshot becomes its memory
-                                                 _start_worker     in the same place: actor, engine, weights, memory
-                                                 generate again    all requests reissued, same random state
+               worker 0 continues  worker 1: _note_failure   record it, the snapshot becomes its memory
+                                             _start_worker   in the same place: actor, engine, weights, memory
+                                             generate again  all requests reissued, same random state
                ends when both have answered; times count from the first call
     remember   responses go to `history`, their lengths to the budgets of the other workers
 """
@@ -66,7 +66,7 @@ class WorkerLost(RunError):
     """A worker's process or engine failed, with the reason and the last lines of the process's log."""
 
     def __init__(self, why: str, last_words: str = "") -> None:
-        super().__init__(f"{why}; it said last: {last_words}" if last_words else why)
+        super().__init__(f"{why}; last lines of its log: {last_words}" if last_words else why)
         self.why = why
 
 
@@ -144,7 +144,7 @@ class WorkerPool:
         reasons = {re.sub(r"\d+", "", lost.why) for lost in losses}
         systematic = len(losses) > 1 or (losses and isinstance(losses[0].__cause__, RayTaskError))
         if systematic and len(losses) == len(self.handles) and len(reasons) == 1:
-            raise RunError(f"no engine can start: each dies of this at its start: {losses[0]}") from losses[0]
+            raise RunError(f"no engine can start: each fails at its start with {losses[0]}") from losses[0]
         self._ask_all(None)
         self._running = True
 
@@ -465,12 +465,12 @@ class WorkerPool:
             worker.snapshot = None
         ray.kill(self.handles[n])
         when = f"in RL step {self.events.rl_step}" if self._running else "at its start"
-        again = f"; started again{lost_work}" if self._running else ""
+        again = f"; restarted{lost_work}" if self._running else ""
         if worker.failures > limit:
             raise RunError(
-                f"rollout worker {n} died {worker.failures} times, and faults.max_restarts is {limit}; at last: {lost}"
+                f"rollout worker {n} failed {worker.failures} times; faults.max_restarts is {limit}; at last: {lost}"
             ) from lost
-        self.events.note(f"rollout worker {n} died {when} ({lost}){again}", worker=n)
+        self.events.note(f"rollout worker {n} failed {when} ({lost}){again}", worker=n)
 
     async def _answer(self, n: int, call: Any) -> Any:
         """Await a call to worker n; WorkerLost where the worker fails or does not answer, else our own error."""

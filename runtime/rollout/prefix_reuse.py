@@ -1,4 +1,4 @@
-"""Responses of the epoch before as prefixes (SPEC-RL, arXiv 2509.23232): verified under the policy, cut, carried on."""
+"""Responses of the previous epoch as prefixes (SPEC-RL, arXiv 2509.23232): verified, cut, continued."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .collected import (
 )
 
 MAX_ROWS_BYTES = 2 << 30
-"""What the distributions of all kept responses may take on the host."""
+"""Most bytes of the distributions of all kept responses on the host."""
 EARLIER_FILE = "earlier-responses.safetensors"
 
 _NO_ROWS: np.ndarray = np.empty((0, 0), np.float32)
@@ -54,10 +54,10 @@ class Earlier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """What goes on of a response, with log-probs under the policy in force.
+    """The kept part of a response, with log-probs under the policy in force.
 
-    The first `num_kept` tokens are those of the response `earlier`, whose log-probs now are `now`, as the trainer
-    scores them; a last one more may be drawn from the residual. A `finish_reason` says that it has ended.
+    The first `num_kept` tokens are those of the response `earlier`, whose log-probs are now `now`, as the trainer
+    scores them; one more may be drawn from the residual. With a `finish_reason` it has ended.
     """
 
     response: Trajectory
@@ -67,23 +67,23 @@ class Prefix:
 
 
 def keep_chances(now: np.ndarray, then: np.ndarray, leniency: float) -> np.ndarray:
-    """min(1, leniency * pi_now / pi_then) of each token, from natural log-probs [N] and [N]."""
+    """Return min(1, leniency * pi_now / pi_then) of each token, from natural log-probs [N] and [N]."""
     with np.errstate(over="ignore", invalid="ignore"):
         ratio: np.ndarray = np.exp(np.subtract(now, then, dtype=np.float64))
     return np.minimum(1.0, leniency * ratio)
 
 
 def kept_prefix(now: np.ndarray, then: np.ndarray, leniency: float, draws: np.ndarray) -> int:
-    """How many tokens are kept: up to the first whose uniform draw in [0, 1) is not below its chance."""
+    """Return the number of kept tokens: up to the first whose uniform draw is not below its keep probability."""
     rejected = ~(draws < keep_chances(now, then, leniency))
     return int(rejected.argmax()) if rejected.any() else len(rejected)
 
 
 def residual(now: np.ndarray, then: np.ndarray) -> np.ndarray:
-    """norm(max(0, pi_now - pi_then)), [V] probabilities from natural log-probs [V] and [V].
+    """Return norm(max(0, pi_now - pi_then)), [V] probabilities from natural log-probs [V] and [V].
 
-    With leniency 1 a rejected token drawn anew from it makes the outcome distributed as pi_now (Leviathan et al.,
-    arXiv 2211.17192, theorem 1). pi_now itself where the two do not differ.
+    With leniency 1, a rejected token redrawn from this distribution makes the outcome distributed as pi_now (Leviathan
+    et al., arXiv 2211.17192, theorem 1). pi_now itself where the two do not differ.
     """
     p, q = np.exp(now, dtype=np.float64), np.exp(then, dtype=np.float64)
     more: np.ndarray = np.maximum(p - q, 0.0)
@@ -92,15 +92,15 @@ def residual(now: np.ndarray, then: np.ndarray) -> np.ndarray:
 
 
 class ReusingRollouts(Rollouts):
-    """Every RL step draws prompts_per_step groups; what was answered in an epoch before is carried on, not redrawn.
+    """Every RL step draws prompts_per_step groups; responses of an earlier epoch are continued, not redrawn.
 
-    The trainer scores the last response to the same prompt and sample under the policy in force, each token is kept
-    by `keep_chances`, and an engine goes on behind the last one kept. With residual "exact" the token at the cut is
-    drawn from `residual`, which makes leniency 1 on-policy. Without it, or with any other leniency, responses lean to
-    what the policy before preferred. Draws depend on seed, RL step, prompt and sample.
+    The trainer scores the last response to the same prompt and sample under the policy in force, each token is kept by
+    `keep_chances`, and an engine continues after the last kept one. With residual "exact" the token at the cut is drawn
+    from `residual`, which makes leniency 1 on-policy. Without it, or with any other leniency, responses are biased
+    towards the previous policy. Draws depend on seed, RL step, prompt and sample.
 
-    Kept tokens have the log-probs and the version of the policy in force. The trace holds what engines did: the new
-    tokens, behind prompt and prefix as `prompt_token_ids`. A response that is kept whole, its end included, has no row.
+    Kept tokens have the log-probs and the version of the policy in force. The trace holds the engines' work: the new
+    tokens, with prompt and prefix as `prompt_token_ids`. A response that is kept whole, its end included, has no row.
     """
 
     carries = "earlier"
@@ -109,7 +109,7 @@ class ReusingRollouts(Rollouts):
         super().__init__(recipe, prompts, order)
         self.config = config
         self.exact = config.residual == "exact"
-        # With leniency 1 the residual makes up for all that is cut.
+        # With leniency 1 the residual corrects for every cut.
         self.on_policy = self.exact and config.leniency == 1.0
         self._earlier: dict[tuple[str, int], Earlier] = {}
         if self.exact:
@@ -158,13 +158,13 @@ class ReusingRollouts(Rollouts):
         )
 
     def _scored(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tools: RolloutTools) -> list[np.ndarray]:
-        """Log-probs of responses under the policy in force: [N] each, with "exact" whole distributions [N, V]."""
+        """Score responses under the policy in force: [N] each, with "exact" whole distributions [N, V]."""
         return tools.score(pairs, distributions=self.exact) if pairs else []
 
     def _prefix(
         self, slot: tuple[int, int], blank: Trajectory, earlier: Earlier, scored: np.ndarray, tools: RolloutTools
     ) -> Prefix:
-        """What of `earlier` the policy in force keeps, given its log-probs `scored` of it."""
+        """Return the part of `earlier` that the policy in force keeps, given its log-probs `scored`."""
         tokens = earlier.token_ids.tolist()
         rng = np.random.default_rng([self.recipe.seed, tools.rl_step, *slot])
         then = _of_tokens(earlier.rows, tokens) if self.exact else earlier.logprobs
@@ -176,7 +176,7 @@ class ReusingRollouts(Rollouts):
         elif self.exact:
             drawn = int(rng.choice(scored.shape[1], p=residual(scored[num], earlier.rows[num])))
             token_ids, logprobs = [*token_ids, drawn], [*logprobs, float(scored[num, drawn])]
-            # A response that ended at its cap, or where the engine's context did, leaves no room behind its last token.
+            # A response that ended at its cap, or at the engine's context, has no room after its last token.
             full = num + 1 == self.recipe.rollout.max_response_tokens or (earlier.truncated and num + 1 == len(tokens))
             reason = "stop" if drawn in self._ends else "length" if full else None
         response = replace(
@@ -189,11 +189,11 @@ class ReusingRollouts(Rollouts):
         return Prefix(response=response, num_kept=num, earlier=earlier, now=scored)
 
     def _remember(self, trajectories: Sequence[Trajectory], prefixes: Sequence[Prefix], tools: RolloutTools) -> None:
-        """Keep the responses for the next visit; "exact" scores the new ones while their policy is in force."""
+        """Store the responses for the next epoch; "exact" scores new ones while their policy is in force."""
         rows = [_NO_ROWS] * len(trajectories)
         if self.exact:
             rows = [prefix.now for prefix in prefixes]
-            # One that is whole may have been kept but for its last token, which was drawn anew.
+            # A whole response may have all but its last token kept and the last one redrawn.
             new = [n for n, t in enumerate(trajectories) if prefixes[n].num_kept < len(t.token_ids)]
             pairs = [(trajectories[n].prompt.token_ids, trajectories[n].token_ids) for n in new]
             for n, scored in zip(new, self._scored(pairs, tools), strict=True):
@@ -211,8 +211,8 @@ class ReusingRollouts(Rollouts):
         biased = (rollout.top_p, rollout.top_k, rollout.min_p) != (1.0, 0, 0.0)
         if biased:
             raise ConfigError(
-                "rollout.reuse.residual = 'exact' knows the policy's whole distribution and not what top_p, top_k or "
-                "min_p leave of it: leave them out, or set it to 'none'"
+                "rollout.reuse.residual = 'exact' uses the policy's whole distribution, without top_p, top_k or "
+                "min_p: leave them out, or set it to 'none'"
             )
         num_words = int(read_config(self.recipe.model).get_text_config().vocab_size)
         num_rows = len(self.prompts) * rollout.group_size * rollout.max_response_tokens
@@ -224,7 +224,7 @@ class ReusingRollouts(Rollouts):
             )
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
-        """Whose responses are known; they, with "exact" their distributions too, go to `EARLIER_FILE` in `folder`."""
+        """Return the keys of known responses; token arrays, and distributions of "exact", go to a file in `folder`."""
         earlier = list(self._earlier.values())
         columns = {"token_ids": [e.token_ids for e in earlier], "logprobs": [e.logprobs for e in earlier]}
         if self.exact:
@@ -233,7 +233,7 @@ class ReusingRollouts(Rollouts):
         return {"earlier": [[*name, earlier.truncated] for name, earlier in self._earlier.items()]}
 
     def _load(self, carried: list[Any] | None, folder: Path) -> None:
-        """ConfigError where it was made without the distributions "exact" needs, or with responses beyond the cap."""
+        """Raise ConfigError for a state without the distributions of "exact", or with responses beyond the cap."""
         self._earlier = {}
         if carried is None:
             return
@@ -246,7 +246,7 @@ class ReusingRollouts(Rollouts):
         if longest > cap:
             raise ConfigError(
                 f"the checkpoint has a response of {longest} tokens to use again, and rollout.max_response_tokens is "
-                f"{cap}: resume with as many"
+                f"{cap}: resume with at least as many"
             )
         rows = columns["rows"] if self.exact else [_NO_ROWS] * len(carried)
         self._earlier = {
@@ -258,7 +258,7 @@ class ReusingRollouts(Rollouts):
 
 
 def end_tokens(model: str) -> frozenset[int]:
-    """The tokens that end a response as vLLM ends it: the tokenizer's, and the generation configuration's."""
+    """Return the tokens that end a response in vLLM: the tokenizer's, and the generation configuration's."""
     try:
         generation = GenerationConfig.from_pretrained(model)
     except OSError:

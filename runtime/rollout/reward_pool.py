@@ -1,7 +1,7 @@
-"""Rewards computed in processes of their own, each with a time limit: `RewardPool`.
+"""Rewards computed in separate processes, each with a time limit: `RewardPool`.
 
-Reward functions run over whatever a model writes: they hang, raise and crash. Here that costs one response its reward
-and the run a process, which pebble starts again.
+Reward functions read arbitrary model output: they hang, raise and crash. Here that costs one response its reward and
+the run a process, which pebble restarts.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from tltlab.runtime.recipe.recipe import Recipe
 
 Item = tuple[str, str | Sequence[int], str]
-# A reward, or why there is none.
+# A reward, or the reason for its absence.
 Outcome = float | str
 
-# How often in a row processes may die without having begun a reward: then they cannot start here at all.
+# Deaths in a row of processes that began no reward, after which they cannot start here at all.
 _MAX_BREAKS = 3
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The text of token ids as `tokenizer.decode(ids, skip_special_tokens=True)` of a Hugging Face tokenizer gives it.
+    """Decodes like `tokenizer.decode(ids, skip_special_tokens=True)` of a Hugging Face tokenizer.
 
     It loads without transformers, so that a reward process can have one.
     """
@@ -55,7 +55,7 @@ class Decoder:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Decoder | None:
-        """None where the tokenizer does more to decode than its `tokenizers.Tokenizer`."""
+        """Return None where the tokenizer's decoding does more than its `tokenizers.Tokenizer`."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or type(tokenizer)._decode.__module__ != "transformers.tokenization_utils_tokenizers":
             return None
@@ -68,12 +68,12 @@ class Decoder:
 
 
 class UserProcesses:
-    """Processes that run a user's code with a time limit for each call, and end whatever it does."""
+    """Processes that run user code with a time limit for each call."""
 
     _pool: ProcessPool | None = None
 
     def _begin(self, processes: int, setting: str, make: Callable[..., Any], *args: Any) -> ProcessPool:
-        """A new pool, whose processes begin with `make(*args)`; RunError, which names the setting, for none."""
+        """Start a new pool, whose processes begin with `make(*args)`; RunError, which names the setting, on failure."""
         self._pool = ProcessPool(
             max_workers=processes,
             initializer=_start_process,
@@ -84,13 +84,13 @@ class UserProcesses:
             if not self._pool.active:  # asking starts it
                 raise RunError(f"{processes} processes cannot be started: set {setting} lower")
         except BaseException:
-            self.close()  # this process's end would wait for those that have started
+            self.close()  # exiting would wait for those that have started
             raise
         leaves_memory()
         return self._pool
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes."""
         if self._pool is not None:
             self._pool.stop()  # type: ignore[no-untyped-call]
             self._pool.join()
@@ -100,9 +100,9 @@ class UserProcesses:
 class RewardPool(UserProcesses):
     """Computes rewards in `reward_pool.processes` processes, or in this one where that is 0; a context manager.
 
-    Reward functions are imported here first: ConfigError for those that cannot be. Processes start on entering, which
-    does not wait for them. One call of `rewards` at a time. With a `tokenizer` responses may be given as token ids,
-    which are decoded where the reward is computed if it allows that (`Decoder.of`).
+    Reward functions are imported here first: ConfigError for those that cannot be. Processes start on entering, without
+    a wait. One call of `rewards` at a time. With a `tokenizer` responses may be token ids, decoded in the reward's
+    process if the tokenizer allows that (`Decoder.of`).
     """
 
     def __init__(self, recipe: Recipe, tokenizer: Any = None) -> None:
@@ -124,7 +124,7 @@ class RewardPool(UserProcesses):
         self.close()
 
     def rewards(self, items: Sequence[Item]) -> list[float]:
-        """The reward of each (prompt, response, answer), in order; `on_failure` where there is none.
+        """Return the reward of each (prompt, response, answer), in order; `on_failure` where there is none.
 
         RunError where the processes cannot start.
         """
@@ -139,7 +139,7 @@ class RewardPool(UserProcesses):
         return [self._config.on_failure if isinstance(outcome, str) else outcome for outcome in outcomes]
 
     def take_failures(self) -> list[str]:
-        """A sentence for each way in which rewards failed since the last call, with how many; none of their text."""
+        """Return and clear a sentence for each kind of failure, with its count and none of the response's text."""
         sentences = [
             f"{count} of {self._num_rewards} rewards {reason}: {self._config.on_failure:g} instead"
             for reason, count in self._failures.most_common()
@@ -154,7 +154,7 @@ class RewardPool(UserProcesses):
             return [_outcome(self._reward, item, self._decoder) for item in items]
 
     def _start(self) -> ProcessPool:
-        """A new pool; its processes start to import the reward functions."""
+        """Start a new pool; its processes import the reward functions."""
         args = (self._terms, self._code, self._decoder, self._config.memory_bytes)
         return self._begin(self._config.processes, "reward_pool.processes", _own_reward, *args)
 
@@ -162,7 +162,7 @@ class RewardPool(UserProcesses):
         try:
             return self._computed(items)
         except BaseException:
-            self.close()  # tasks may still run, and the next call must not meet them
+            self.close()  # tasks may still run, and must not interfere with the next call
             raise
 
     def _computed(self, items: Sequence[Item]) -> list[Outcome]:
@@ -175,12 +175,12 @@ class RewardPool(UserProcesses):
         tasks: dict[Future[Outcome], int] = {}
         breaks = 0
         while len(outcomes) < len(items):
-            # A task for each process, and one that waits for it: what is in flight where the pool breaks is lost.
+            # Two tasks per process: tasks in flight when the pool breaks are lost.
             while waiting and len(tasks) < 2 * self._config.processes:
                 try:
                     task = pool.schedule(_compute, (items[waiting[0]],), timeout=limit)
                 except RuntimeError:
-                    break  # as below: the pool is not active any more
+                    break  # as below: the pool is no longer active
                 tasks[task] = waiting.popleft()
             deadline = time.monotonic() + patience + limit
             done: set[Future[Outcome]] = set()
@@ -199,7 +199,7 @@ class RewardPool(UserProcesses):
                 except ProcessExpired as death:
                     outcomes[number] = f"ended their process ({exit_reason(death.exitcode)})"
                 except BrokenProcessPool:
-                    waiting.appendleft(number)  # a process died between rewards, and the pool is not active any more
+                    waiting.appendleft(number)  # a process failed between rewards, and the pool is no longer active
             if not pool.active:
                 waiting.extendleft(tasks.values())
                 tasks.clear()
@@ -231,18 +231,18 @@ def _outcome(
         return reward(prompt, response, answer)
     except NotANumberError as error:
         return str(error)
-    except caught as error:  # whatever a user's function raises
+    except caught as error:  # a user's function may raise anything
         return error_place(error)
 
 
 def error_place(error: BaseException) -> str:
-    """What a user's code raised and where: its message may quote the response, or a key."""
+    """Return type and place of a user's exception, without its message, which may quote the response or a key."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised {type(error).__name__} ({Path(frame.filename).name}, line {frame.lineno})"[:80]
 
 
 def exit_reason(exitcode: int | None) -> str:
-    """How a process ended, in words."""
+    """Describe the end of a process."""
     if exitcode is not None and exitcode < 0:
         return f"signal {-exitcode}"
     return f"exit code {exitcode}"
@@ -252,40 +252,40 @@ def exit_reason(exitcode: int | None) -> str:
 
 
 class _ProcessState:
-    """What it keeps between tasks: what it was told to make, or why it could not."""
+    """State of a process between tasks: the object made at its start, or the error."""
 
     value: Any = None
     fault: Exception | None = None
 
 
 def process_object(name: str) -> Any:
-    """What this process was told to make. RunError, which begins with `what`, where it could not."""
+    """Return the object made at this process's start. RunError, which begins with `name`, where that failed."""
     if _ProcessState.fault is not None:
         raise RunError(f"{name} cannot start: {_ProcessState.fault}")
     return _ProcessState.value
 
 
 def _start_process(driver: int, make: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Die with process `driver`, be ended by a signal whatever runs, and leave standard output to results."""
+    """Initialise a process: end with process `driver`, end on SIGTERM, keep standard output for results."""
     if sys.platform == "linux":
-        # A driver that is killed cannot end a reward that hangs.
+        # A killed driver cannot end a hanging reward.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != driver:
             os._exit(1)
-    # Pebble's handler runs in the interpreter, which code in C may not return to for long.
+    # Pebble's handler runs in the interpreter, which C code may not return to for long.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # standard output is for results, and a reward may print
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         _ProcessState.value = make(*args)
-    except Exception as error:  # raised where the driver sees it
+    except Exception as error:  # raised in the driver
         _ProcessState.fault = error
 
 
 def _own_reward(
     terms: Sequence[tuple[str, float]], code: Sequence[str], decoder: Decoder | None, memory_bytes: int | None
 ) -> tuple[WeightedReward, Decoder | None]:
-    # For good: what a reward imports while it is computed is found there too.
+    # Permanently: imports of a reward at run time are found there too.
     sys.path += code
     reward = load_rewards(terms)
     if memory_bytes is not None:
@@ -296,9 +296,9 @@ def _own_reward(
 def _compute(item: Item) -> Outcome:
     reward, decoder = process_object("a reward process")
     pid = os.getpid()
-    # Panics of Rust are no `Exception`, and nobody interrupts this process from a keyboard.
+    # Panics of Rust are no `Exception`, and no keyboard interrupts reach this process.
     outcome = _outcome(reward, item, decoder, (BaseException,))
     if os.getpid() != pid:
-        # A fork that the reward made must not answer in its place.
+        # A fork made by the reward must not answer in its place.
         os._exit(0)
     return outcome

@@ -1,7 +1,7 @@
-"""Reward functions: how they are loaded and summed, and the ones for math answers and formats.
+"""Reward functions: loading and summing, and rewards for math answers and formats.
 
-A reward function is called as reward(prompt, response, answer) -> float. Those here are for recipes to name, as in
-`reward = "tltlab.runtime.rollout.rewards:math"`. How long a response is does not count here: see `train.overlong`.
+A reward function is called as reward(prompt, response, answer) -> float. Recipes name those here as in `reward =
+"tltlab.runtime.rollout.rewards:math"`. Response length does not count here: see `train.overlong`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tltlab.own import load_name
 Reward = Callable[[str, str, str], float]
 
 LARGEST_REWARD = 3.4028234663852886e38
-"""What float32 holds: advantages are computed from rewards in it."""
+"""Largest float32: advantages are computed from rewards in it."""
 
 _NUMBER = re.compile(r"(?:(?<!\d)-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 _THOUGHT = re.compile(r"\s*<think>(.*)</think>(.*)", re.DOTALL)
@@ -33,12 +33,12 @@ _BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
 
 
 class NotANumberError(Exception):
-    """A reward function returned no number, or none that is finite as float32; the message says what, not its value."""
+    """A reward function returned no number, or none that is finite as float32; the message omits the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedReward:
-    """A weighted sum of reward functions, itself one. It raises what they raise, and NotANumberError."""
+    """A weighted sum of reward functions, itself one. It raises their exceptions, and NotANumberError."""
 
     terms: tuple[tuple[Reward, float], ...]
 
@@ -62,9 +62,9 @@ def _number(value: Any) -> float:
 
 
 def load_rewards(terms: Sequence[tuple[str, float]], code: Sequence[str] = ()) -> WeightedReward:
-    """Import functions by (path, weight), last from the folders `code`.
+    """Import functions by (path, weight), searched last in the folders `code`.
 
-    ConfigError says which does not import or cannot be called.
+    ConfigError for one that cannot be imported or called.
     """
     if not terms:
         raise ConfigError("reward names no function: give package.module:function, or terms with path and weight")
@@ -76,7 +76,7 @@ def load_rewards(terms: Sequence[tuple[str, float]], code: Sequence[str] = ()) -
 
 
 def load_reward(path: str) -> Reward:
-    """Import `package.module:function`; ConfigError says what did not import."""
+    """Import `package.module:function`; ConfigError for a failed import."""
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise ConfigError(f"reward {path!r} is not package.module:function")
@@ -86,30 +86,31 @@ def load_reward(path: str) -> Reward:
     if not callable(function):
         raise ConfigError(f"reward {path!r} is not a function")
     if function is math and find_spec("math_verify") is None:
-        # Said before a run begins: within one, a reward that raises costs a response its reward and no more.
+        # Reported before a run begins: within a run, an exception only costs a response its reward.
         raise ModuleNotFoundError("No module named 'math_verify'", name="math_verify")
     try:
         inspect.signature(function).bind("", "", "")
     except TypeError as error:
         raise ConfigError(f"reward {path!r} cannot be called as reward(prompt, response, answer): {error}") from error
     except ValueError:
-        pass  # a function written in C that does not tell its parameters
+        pass  # a function written in C without a signature
     return function  # type: ignore[no-any-return]
 
 
 def math(prompt: str, response: str, answer: str) -> float:
     r"""1.0 where the response's answer equals `answer` in value, by math-verify.
 
-    The response's answer is its last \boxed{}, else what math-verify finds, the last expression at most. `answer` is
-    plain or LaTeX; of a GSM8K solution it is what follows "####". What does not parse is 0.0. It has no time limit.
+    The response's answer is its last \boxed{}, else the last expression that math-verify finds. `answer` is plain or
+    LaTeX, or a GSM8K solution whose answer follows "####". An answer that does not parse is 0.0. No time limit applies
+    here.
 
     >>> math("", r"thus \boxed{\frac{1}{2}}", "0.5")
     1.0
     """
-    # Imported here: SymPy takes long to import, and most runs do not need it.
+    # Imported here: SymPy is slow to import, and most runs do not need it.
     import math_verify
 
-    # It warns of having no time limit: its own needs signals, and the pool of reward processes has one.
+    # It warns that it has no time limit: its own needs signals, and the pool of reward processes has one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = answer.rpartition("####")[2].strip()
     boxes = boxed(response)
@@ -129,7 +130,7 @@ def gsm8k(prompt: str, response: str, answer: str) -> float:
 
 
 def boxed_format(prompt: str, response: str, answer: str) -> float:
-    r"""1.0 where the response has exactly one \boxed{}, and something in it."""
+    r"""1.0 where the response has exactly one \boxed{}, which is not empty."""
     boxes = boxed(response)
     return float(len(boxes) == 1 == response.count(_BOXED) and bool(boxes[0].strip()))
 
@@ -147,7 +148,7 @@ def think_format(prompt: str, response: str, answer: str) -> float:
 
 
 def boxed(text: str) -> list[str]:
-    r"""The contents of every \boxed{} whose braces match, in order; of nested ones the outer.
+    r"""Return the contents of every \boxed{} whose braces match, in order; of nested ones the outer.
 
     >>> boxed(r"\boxed{1} and \boxed{\frac{1}{2}}")
     ['1', '\\frac{1}{2}']

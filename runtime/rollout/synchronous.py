@@ -1,4 +1,4 @@
-"""How an RL step gets its responses: the synchronous way, whole groups under one policy, and a recipe's choice."""
+"""The synchronous collection of an RL step's responses, whole groups under one policy, and a recipe's choice."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .prefix_reuse import ReusingRollouts
 class SynchronousRollouts(Rollouts):
     """Every RL step draws prompts_per_step groups anew, and ends with the last response.
 
-    With `train.sampling_rounds` above 1 groups whose rewards are all equal, which teach nothing, are replaced by as
+    With `train.sampling_rounds` above 1 groups whose rewards are all equal, which have no gradient, are replaced by as
     many new prompts in another round (dynamic sampling of DAPO, arXiv 2503.14476, section 3.2). A truncated response
-    counts with what `train.overlong` = "zero" leaves of its reward; the soft penalty for length makes no difference, as
-    in DAPO's scripts, which compare accuracies. Every response of every round is in the trace; trained are the groups
-    with a difference, and where the rounds do not bring enough, those that there are.
+    counts with its reward after `train.overlong` = "zero"; the soft penalty for length is ignored, as in DAPO's
+    scripts, which compare accuracies. The trace has every response of every round. Training uses the groups with a
+    difference, or fewer than prompts_per_step where the rounds do not yield enough.
     """
 
     on_policy = True
 
     def collect(self, tools: RolloutTools) -> Collected:
-        """Roll out one RL step; every round asks for exactly the groups that are missing."""
+        """Roll out one RL step; every round requests exactly the missing groups."""
         rollout, max_rounds = self.recipe.rollout, self.recipe.train.sampling_rounds
         rounds = Rounds(tools)
         numbers: list[int] = []
@@ -77,7 +77,7 @@ class SynchronousRollouts(Rollouts):
 
 
 def rollouts_of(recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder) -> Rollouts:
-    """The recipe's way of rolling out; ConfigError for what does not fit together."""
+    """Return the recipe's way of rolling out; ConfigError for contradictory settings."""
     if recipe.rollout.staleness:
         return AsynchronousRollouts(recipe, prompts, order, recipe.rollout.staleness)
     if recipe.rollout.partial is not None:

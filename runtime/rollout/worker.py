@@ -56,7 +56,7 @@ class EngineWorker:
         return os.getpid()
 
     def start(self) -> None:
-        """Build the engine and run it warm. Ray would not hand on a constructor's errors as such."""
+        """Build the engine and warm it up. Not in the constructor, whose errors Ray would not pass on."""
         torch.set_num_threads(1)
         self.engine = Engine(
             self.recipe.model,
@@ -70,7 +70,7 @@ class EngineWorker:
         try:
             self.engine.warm_up(self.temperature)
         except EngineDied as error:
-            # What it lost is of no interest yet.
+            # The lost responses do not matter here.
             cause = error.__cause__
             why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:500]}" if cause is not None else str(error)
             raise EngineDied(f"the engine's first batch failed: {why}") from cause
@@ -86,7 +86,7 @@ class EngineWorker:
         return self.engine.captured_graphs()
 
     def place(self) -> tuple[str, dict[str, str]]:
-        """The node, and what makes another process see the same devices."""
+        """Return the node, and the environment in which another process sees the same devices."""
         devices = os.environ.get("CUDA_VISIBLE_DEVICES")
         return ray.get_runtime_context().get_node_id(), {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 
@@ -94,20 +94,20 @@ class EngineWorker:
         self.engine.set_policy(policy, seed=[self.recipe.seed, self.number, rl_step])
 
     def replay(self, rows: list[dict[str, Any]]) -> None:
-        """Follow the decisions of a trace's rows for as long as there are any."""
+        """Follow the decisions of a trace's rows until they are used up."""
         self.engine.replay(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """What policy and budget have learned and how drafters did, as JSON types; what they remember is recalled."""
+        """Return learned state of policy and budget, and the drafters' acceptance, as JSON types; without history."""
         return self.engine.state_dict(history=False)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.engine.load_state_dict(state)
 
     def weights(self, call: str, info: Any, data: npt.NDArray[np.uint8] | None = None) -> bool:
-        """One of the calls that bring new weights (`weights.Engines`).
+        """Execute one call of a weight update (`weights.Engines`).
 
-        What `start` returns: whether a bucket's memory is of this machine. If not, buckets come with their `data`.
+        `start` returns True if a bucket's memory is on this machine. If not, buckets come with their `data`.
         """
         weights = self.engine.weights
         if call == "init":
@@ -133,13 +133,13 @@ class EngineWorker:
         return True
 
     def has_weights(self, version: int) -> None:
-        """RunError where vLLM refused the weights of `version`, EngineDied where they did not come whole."""
+        """Raise RunError where vLLM refused the weights of `version`, EngineDied where they are incomplete."""
         weights = self.engine.weights
         if weights.refused is not None:
             raise weights.refused
         self.engine.check_alive()
         if weights.version != str(version):
-            raise EngineDied(f"its new weights never came: it has version {weights.version or 0}, not {version}")
+            raise EngineDied(f"its new weights did not arrive: it has version {weights.version or 0}, not {version}")
 
     def update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: Sequence[float], updates: int) -> None:
         self.engine.update_draft_weights(weights.items(), predicted, updates)
@@ -151,11 +151,11 @@ class EngineWorker:
         return self.engine.drafter_report()
 
     def memory(self) -> ProcessMemory:
-        """What this process holds."""
+        """Return the memory of this process."""
         return ProcessMemory.now("rollout worker", self.number, self.engine.held_bytes())
 
     def went_back(self, rl_step: int) -> None:
-        """Let who trains from here on hear of no RL step after the one before `rl_step`."""
+        """Reset the status of the feed to the RL step before `rl_step`, for trainers that start from here on."""
         self.feed.status(rl_step - 1, busy=False)
 
     def generate(
@@ -170,8 +170,8 @@ class EngineWorker:
     ) -> Rollout:
         """Roll out from random state `seed`; `repeatable` keeps the state before, so that `repeat` can follow.
 
-        Drafters remember `history` alone, references to lists of (key, prompt, response) (`RunHistory.of`). With
-        `quota` it ends once that many prompts have all their requests answered; the rest come back cut.
+        Drafters have the history `history` alone, references to lists of (key, prompt, response) (`RunHistory.of`).
+        With `quota` the rollout ends once all requests of that many prompts are answered; the rest return cut.
         """
         self._recall(history)
         self.before = self.engine.snapshot() if repeatable else None
@@ -182,14 +182,14 @@ class EngineWorker:
             self.feed.status(rl_step, busy=False)
 
     def repeat(self, requests: list[GenerationRequest], rl_step: int, seed: list[int]) -> Rollout | None:
-        """Do the last, repeatable, rollout again from the state it started in, and leave no trace of it.
+        """Repeat the last, repeatable, rollout from its initial state, and restore all state.
 
-        None from a worker that has not done it, being new: it does not know that state.
+        None from a restarted worker, which does not have that state.
         """
         return None if self.before is None else self._from(self.before, requests, rl_step, seed)
 
     def rehearse(self, requests: list[GenerationRequest], rl_step: int, seed: list[int], history: list[Any]) -> Rollout:
-        """Do a rollout that is still to come, and leave no trace of it."""
+        """Run a rollout ahead of time, and restore all state."""
         self._recall(history)
         self.before = self.engine.snapshot()
         return self._from(self.before, requests, rl_step, seed)
@@ -207,11 +207,11 @@ class EngineWorker:
         self.engine.recall([response for visit in ray.get(history) for response in visit])
 
     def learn_lengths(self, lengths: list[list[tuple[Key, int]]], excluded: int | None) -> None:
-        """Let the budget learn the lengths of responses of every worker but number `excluded`."""
+        """Deliver the lengths of responses of every worker but number `excluded` to the budget."""
         self.engine.learn_lengths([length for n, part in enumerate(lengths) if n != excluded for length in part])
 
     def evaluate(self, requests: list[GenerationRequest], seed: list[int]) -> Rollout:
-        """Generate without speculation, sampling as rollouts do."""
+        """Generate without speculation, with the rollouts' sampling settings."""
         rollout = self.recipe.rollout
         requests = [replace(r, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p) for r in requests]
         self.engine.reseed(seed)
@@ -251,14 +251,14 @@ class EngineWorker:
         notes, cut = self.environment[0].take_failures(), conversations.cut
         if cut:
             notes.append(
-                f"{len(cut)} responses end at a tool that said more than the context or rollout.max_response_tokens "
-                "has room for: they count as truncated"
+                f"{len(cut)} responses end at a tool's answer longer than the context or rollout.max_response_tokens "
+                "permit: they count as truncated"
             )
         responses = [replace(r, finish_reason="length") if r.key in cut else r for r in rollout.responses]
         return replace(rollout, responses=responses, notes=notes)
 
     def _conversations(self, requests: list[GenerationRequest]) -> tuple[list[GenerationRequest], FollowUps | None]:
-        """The requests as they stop at tool calls, and what answers those; as they are without an environment."""
+        """Return the requests with stops at tool calls, and their follow-ups; unchanged without an environment."""
         if self.environment is None:
             return requests, None
         pool, config, tokenizer, stops = self.environment
@@ -268,11 +268,11 @@ class EngineWorker:
 
 @ray.remote
 class RolloutWorker(EngineWorker):
-    """One engine, which does one thing after the other."""
+    """One engine, which runs one call at a time."""
 
 
 def packed(rollout: Rollout) -> Rollout:
-    """The same as it goes to the driver: 8 bytes a token and rows by column, no object per token or iteration."""
+    """Return the rollout in the form sent to the driver: 8 bytes a token and rows by column."""
     return replace(
         rollout,
         responses=[
@@ -284,7 +284,7 @@ def packed(rollout: Rollout) -> Rollout:
 
 
 def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
-    """vLLM's arguments for one engine of a recipe; what `rollout.vllm` says wins, but over the fixed concurrency.
+    """Return vLLM's arguments for one engine of a recipe; `rollout.vllm` overrides all but the fixed concurrency.
 
     >>> recipe = Recipe(model="m", reward="r:f", data={"train": "t"}, rollout={"partial": {"concurrency": 9}})
     >>> engine_args(recipe, cuda=False)["max_num_seqs"]
@@ -301,7 +301,7 @@ def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
 
 
 def capture_bytes(recipe: Recipe) -> int:
-    """Bytes that one engine's running responses may hold of hidden states: the recipe's, or a share of what is free.
+    """Return the bytes of hidden states of one engine's running responses: the recipe's, or a share of free memory.
 
     The engines that a machine may have share alike.
     """
@@ -313,10 +313,9 @@ def capture_bytes(recipe: Recipe) -> int:
 
 
 def enough(requests: Sequence[GenerationRequest], quota: int) -> Callable[[Sequence[Key]], bool]:
-    """Says, given the keys of the responses that have ended, whether `quota` prompts have all their requests answered,
-    and every request that is due is.
+    """Return a stop test: `quota` prompts, and all `due` requests, are answered by the ended responses.
 
-    Made for one rollout: it is given a list that grows.
+    The test is for one rollout: its argument is a list of keys that grows.
     """
     num_left = Counter(request.key[:2] for request in requests)
     due = {request.key for request in requests if request.due}

@@ -104,7 +104,7 @@ def verify(
 
     with code_allowed(allow_code or ()):
         chosen_policies = of_policies.named_policies(policies)
-        session = partial(roll_out, run, chosen_policies, rounds=repeats or ROUNDS, seed=seed, say=progress)
+        session = partial(roll_out, run, chosen_policies, rounds=repeats or ROUNDS, seed=seed, report=progress)
         rollouts = of_policies.verify_policies(
             chosen_policies, session, samples=samples or of_policies.SAMPLES, seed=seed, out=out, jobs=jobs
         )

@@ -208,7 +208,7 @@ FIRES: list[tuple[str, Any, dict[str, Any]]] = [
     ("engine-died", happened("the engine lost 3 of 8 responses, the first with key []: EngineDeadError"), {}),
     (
         "drafter-not-in-service",
-        happened("policy none never drafts with 'learned': it is trained and serves nobody"),
+        happened("policy none never drafts with 'learned': it is trained and not used"),
         {},
     ),
     ("drafter-not-in-service", happened("the drafter of worker 1 does not go into service: 1.2 is no chance"), {}),

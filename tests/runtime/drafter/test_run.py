@@ -401,9 +401,9 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint(story: Story):
     story.teach(2)
     until(lambda: story.updates(2) > again)
     story.ends()
-    assert story.heard("died", "worker 2")
+    assert story.heard("failed", "worker 2")
     assert story.run.served.updates > again
-    assert [(e["rl_step"], e["worker"]) for e in story.logged() if "died" in e["event"]][-1] == (story.rl_step, 2)
+    assert [(e["rl_step"], e["worker"]) for e in story.logged() if "failed" in e["event"]][-1] == (story.rl_step, 2)
 
 
 def test_a_member_killed_in_mid_exchange_stops_nobody(story: Story):

@@ -127,6 +127,6 @@ def test_another_way_says_what_it_leaves(
     first.collect(engines.tools(0, by_sample))
     second = resumed(first, ways(sizes | after, 40), tmp_path)
     notes = [second.collect(engines.tools(rl_step, by_sample)).notes for rl_step in (1, 2)]
-    found = [[note for note in of_step if "the run goes on without" in note] for of_step in notes]
+    found = [[note for note in of_step if "the run continues without" in note] for of_step in notes]
     assert [len(of_step) for of_step in found] == [bool(facts), 0]
     assert all(fact in note for note in found[0] for fact in facts)

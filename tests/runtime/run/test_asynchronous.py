@@ -135,6 +135,6 @@ def test_a_dying_engine_costs_time_only(recipe_file: Path, tmp_path: Path):
     check(trace, reports)
     told = events(tmp_path / "run")
     for worker in range(WORKERS):
-        assert sum(event.startswith(f"rollout worker {worker} died in RL step") for event in told) == 1, told
+        assert sum(event.startswith(f"rollout worker {worker} failed in RL step") for event in told) == 1, told
     assert list(trace.steps["policy_version"]) == sorted(trace.steps["policy_version"])
     assert run.state.policy_version == STEPS
