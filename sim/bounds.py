@@ -162,7 +162,7 @@ def _decoding_s(
         size = Counter(key[:2] for key in requests.keys)
         siblings = np.array([size[key[:2]] - 1.0 for key in keys])
         levels = acceptance.levels(regime.strategy.drafter, keys, seed)
-        return acceptance.most_tokens(regime.strategy, RequestArrays(levels, lengths, siblings))
+        return acceptance.most_tokens(regime.strategy, RequestArrays(levels, lengths, siblings, prompts))
 
     gains = [most(regime) for regime in regimes]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import WHOLE_TOKENS, Selector
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
-from tltlab.sim.engine.by_request import REFRESH_ITERATIONS, Rates
+from tltlab.sim.engine.by_request import Rates
 from tltlab.sim.engine.drawn import Drawn, Replayed
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, changed, requests_by_step
@@ -125,6 +126,11 @@ class Scenario(SimulationConfig):
         }
         return cls(**values)
 
+    @cached_property
+    def longest_context_tokens(self) -> int:
+        """Most tokens of prompt and response that a request has."""
+        return max((int((step.prompts + step.lengths).max(initial=0)) for step in self.steps), default=0)
+
     def granted(self, strategies: Iterable[Strategy]) -> dict[str, Any]:
         """The `drafters` of these strategies and the `acceptance` of each in words, for a row of a table."""
         drafters = sorted({s.drafter for s in strategies if s.speculates})
@@ -186,7 +192,9 @@ class Scenario(SimulationConfig):
         for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
             state = state if drafter is None else drafter[at]
             simulator.drafters = {n: state if registry[n].has_network else DrafterState() for n in drafters}
-            model = None if self.acceptance is None else self.acceptance.in_state(simulator.drafters)
+            model = self.acceptance
+            if model is not None:
+                model = model.in_state(simulator.drafters).within(self.longest_context_tokens)
             if not at or model is not model_before:
                 batches = _batches(model if drafters else None, self, budgets, registry)
                 simulator.prepare(Regimes(policy.strategies, self.costs, model, registry), batches)
@@ -262,7 +270,9 @@ class Scenario(SimulationConfig):
         The bound is for iterations that take what the costs say: with `noise` a lucky rollout may undercut it. Where
         acceptance depends on the drafter's age and training, it is that of the freshest and best trained one.
         """
-        model = None if self.acceptance is None else self.acceptance.at_best([s.drafter for s in strategies])
+        model = self.acceptance
+        if model is not None:
+            model = model.at_best([s.drafter for s in strategies]).within(self.longest_context_tokens)
         regimes = Regimes(strategies, self.costs, model, self.registry if drafters is None else drafters)
         floors = Floors.of(regimes, max(map(len, self.steps), default=1))
         # All gain alike in every iteration: then sharing a worker has an exact price.
@@ -368,7 +378,7 @@ def _batches(
             seed=scenario.seed,
             sampled=scenario.mode == "sampled",
             budgets=budgets,
-            refresh=max(REFRESH_ITERATIONS, scenario.decision_block),
+            refresh=max(model.refresh_iterations, scenario.decision_block),
             drafters=drafters,
         )
     if model.varies_by == "position":

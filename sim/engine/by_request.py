@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tltlab.acceptance.base import Acceptance, RequestArrays
+from tltlab.acceptance.base import REFRESH_ITERATIONS, Acceptance, RequestArrays
 from tltlab.arrays import Array, Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, refuse_trees, shares_of
@@ -30,8 +30,6 @@ from .batch import Ahead, Batch, Gains, columns_ahead, steady_iterations, until_
 from .random_numbers import num_reached, uniforms
 from .regime import Regime
 from .requests import Requests
-
-REFRESH_ITERATIONS = 32
 
 
 class Groups:
@@ -66,6 +64,7 @@ class Chances(Gains):
         self._rates = rates
         self._model = rates.model
         self._groups = groups
+        self._prompts = requests.prompts.astype(np.float64)
         self._budget = budget
         self._regimes: dict[tuple[Strategy, int, float], Regime] = {}
         self._seeds = requests.seeds(rates.seed) if rates.sampled else None
@@ -141,7 +140,7 @@ class Chances(Gains):
         residents = batch.residents
         full = strategy if drafted is None else Strategy.chain(strategy.drafter, strategy.draft_depth)
         levels, siblings = self._levels(strategy.drafter)[residents], self._groups.siblings(residents)
-        requests = RequestArrays(levels, batch.made[residents] + ahead, siblings)
+        requests = RequestArrays(levels, batch.made[residents] + ahead, siblings, self._prompts[residents])
         survival = self._model.at(len(batch)).survival(full, requests)
         if drafted is None:
             return survival

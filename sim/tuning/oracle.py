@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tltlab.acceptance.base import Acceptance
 from tltlab.costs.base import IterationCost
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
@@ -20,26 +21,43 @@ from tltlab.sim.simulate import accept_length
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+BUCKET_TOKENS = 512
+"""Contexts of a request this far apart are told from each other."""
+
 
 class ExpectedIteration:
     """Seconds and tokens that an iteration of a strategy is expected to take and to bring, at a batch and a context.
 
-    Where acceptance differs between requests or is replayed, tokens are the mean of a simulation under that strategy
-    alone; a learned drafter is taken as fresh as it is at first.
+    Acceptance by context is that at the batch's mean context. Where acceptance differs between requests otherwise or is
+    replayed, tokens are the mean of a simulation under that strategy alone; a learned drafter is taken as fresh as it
+    is at first.
     """
 
     def __init__(self, scenario: Scenario, strategies: Sequence[Strategy]) -> None:
         self.strategies = tuple(dict.fromkeys((NO_SPECULATION, *strategies)))
         model = None if scenario.acceptance is None else scenario.acceptance.in_state({})
-        self._regimes = Regimes(self.strategies, scenario.costs, model, scenario.registry)
+        self._model = None if model is None else model.within(scenario.longest_context_tokens)
+        self._regimes = Regimes(self.strategies, scenario.costs, self._model, scenario.registry)
         self._means: dict[Strategy, float] = {}
-        if model is None or model.varies_by != "nothing":
+        self._at_context: dict[int, Acceptance] = {}
+        self.is_by_context = False
+        """True where tokens depend on the context."""
+        if self._model is None or self._model.at_context(0.0).varies_by != "nothing":
             self._means = {s: _mean_tokens(scenario, s) for s in self.strategies if s.speculates}
+        else:
+            self.is_by_context = self._model.varies_by != "nothing"
 
-    def tokens(self, strategy: Strategy, batch: int) -> float:
-        """Tokens of one request in one iteration, the bonus token included."""
-        mean = self._means.get(strategy)
-        return self._regimes.at(strategy, batch).tokens if mean is None else mean
+    def tokens(self, strategy: Strategy, batch: int, context_tokens: float) -> float:
+        """Tokens of one request in one iteration, the bonus token included; `context_tokens` sums over the batch."""
+        if (mean := self._means.get(strategy)) is not None:
+            return mean
+        if not self.is_by_context or not strategy.speculates:
+            return self._regimes.at(strategy, batch).tokens
+        assert self._model is not None
+        at = round(context_tokens / batch / BUCKET_TOKENS)
+        if at not in self._at_context:
+            self._at_context[at] = self._model.at_context(float(at * BUCKET_TOKENS))
+        return self._at_context[at].at(batch).tokens_per_iteration(strategy)
 
     def cost(self, strategy: Strategy, batch: int) -> IterationCost:
         """What an iteration costs."""
@@ -47,7 +65,8 @@ class ExpectedIteration:
 
     def seconds_per_token(self, strategy: Strategy, batch: int, context_tokens: float) -> float:
         """Seconds of an iteration for each token that a request gains in it; `context_tokens` sums over the batch."""
-        return self.cost(strategy, batch).seconds(batch, context_tokens) / self.tokens(strategy, batch)
+        tokens = self.tokens(strategy, batch, context_tokens)
+        return self.cost(strategy, batch).seconds(batch, context_tokens) / tokens
 
 
 class Oracle(Selector):
@@ -56,17 +75,18 @@ class Oracle(Selector):
     def __init__(self, expected: ExpectedIteration) -> None:
         self.strategies = expected.strategies
         self._expected = expected
-        self._lines: dict[int, list[tuple[float, float, Strategy]]] = {}
+        self._lines: dict[tuple[int, int], list[tuple[float, float, Strategy]]] = {}
 
     def choose(self, state: StepState) -> Strategy:
-        batch = state.batch
-        if batch not in self._lines:
-            self._lines[batch] = _least_somewhere([self._line(s, batch) for s in self.strategies])
-        context = state.context_tokens
-        return min(self._lines[batch], key=lambda line: line[0] + line[1] * context)[2]
+        batch, context = state.batch, state.context_tokens
+        near = round(context / batch / BUCKET_TOKENS) if self._expected.is_by_context else 0
+        if (batch, near) not in self._lines:
+            lines = [self._line(s, batch, near * BUCKET_TOKENS * batch) for s in self.strategies]
+            self._lines[batch, near] = _least_somewhere(lines)
+        return min(self._lines[batch, near], key=lambda line: line[0] + line[1] * context)[2]
 
-    def _line(self, strategy: Strategy, batch: int) -> tuple[float, float, Strategy]:
-        cost, tokens = self._expected.cost(strategy, batch), self._expected.tokens(strategy, batch)
+    def _line(self, strategy: Strategy, batch: int, context_tokens: float) -> tuple[float, float, Strategy]:
+        cost, tokens = self._expected.cost(strategy, batch), self._expected.tokens(strategy, batch, context_tokens)
         return cost.without_context_s(batch) / tokens, cost.context_slope_s(batch) / tokens, strategy
 
 

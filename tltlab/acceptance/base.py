@@ -29,6 +29,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Variation = Literal["nothing", "request", "position"]
 
+REFRESH_ITERATIONS = 32
+"""Iterations for which chances are held that may change fast, such as with the samples of a group that finish."""
 UNKNOWN = (
     "no acceptance is known: the trace has neither acceptance.parquet nor acceptance.json nor iterations that "
     "speculated. Record with TLTLAB_POLICY=explore, or replay its text with 'tltlab trace annotate'; or give "
@@ -39,11 +41,20 @@ UNKNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class RequestArrays:
-    """Requests that a model answers for, one entry each: level, tokens generated, finished samples of its group."""
+    """Requests that a model answers for, one entry each: level, tokens generated, finished samples of its group.
+
+    `prompt_tokens` is one number where all prompts are of one length.
+    """
 
     levels: Floats
     generated_tokens: Floats
     num_siblings: Floats
+    prompt_tokens: Floats | float = 0.0
+
+    @property
+    def context_tokens(self) -> Floats:
+        """Tokens of prompt and response before the draft."""
+        return self.generated_tokens + self.prompt_tokens
 
     @classmethod
     def zeros(cls, num_requests: int) -> RequestArrays:
@@ -108,6 +119,14 @@ class Acceptance(ABC):
         """The models that hold for a drafter at different batch sizes, each once."""
         return (self,)
 
+    def at_context(self, context_tokens: float) -> Acceptance:
+        """The model of requests that all have so many tokens of prompt and response; for prices."""
+        return self
+
+    def within(self, context_tokens: float) -> Acceptance:
+        """The model of requests that never have more tokens of prompt and response: a simpler one where that does."""
+        return self
+
     @abstractmethod
     def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         """P(accepted >= i) for i = 1..reach, shape (requests, reach); one row for all where requests are alike.
@@ -119,6 +138,11 @@ class Acceptance(ABC):
     def steady(self) -> bool:
         """True where the chances of a request are the same throughout its response."""
         return self.varies_by == "nothing"
+
+    @property
+    def refresh_iterations(self) -> int:
+        """Iterations for which a simulation may hold the chances of a request that is not `steady`."""
+        return REFRESH_ITERATIONS
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
         """One level per request, known or drawn from (seed, key) alone, independent of the other requests."""
@@ -169,7 +193,7 @@ class Acceptance(ABC):
         if all(model.varies_by == "nothing" for model in models):
             return np.full(len(requests), max(model.tokens_per_iteration(strategy) for model in models))
         corners = [
-            model.survival(strategy, RequestArrays(requests.levels, generated, siblings)).sum(axis=1)
+            model.survival(strategy, replace(requests, generated_tokens=generated, num_siblings=siblings)).sum(axis=1)
             for model in models
             for generated in (none, requests.generated_tokens)
             for siblings in (none, requests.num_siblings)
@@ -247,9 +271,19 @@ class Wrapped(Acceptance):
     def by_batch(self, drafter: str) -> tuple[Acceptance, ...]:
         return tuple(self._around([model], self._known) for model in self.base.by_batch(drafter))
 
+    def at_context(self, context_tokens: float) -> Acceptance:
+        return self._around([part.at_context(context_tokens) for part in self.parts])
+
+    def within(self, context_tokens: float) -> Acceptance:
+        return self._around([part.within(context_tokens) for part in self.parts], self._known)
+
     @property
     def steady(self) -> bool:
         return all(part.steady for part in self.parts)
+
+    @property
+    def refresh_iterations(self) -> int:
+        return min((part.refresh_iterations for part in self.parts if not part.steady), default=REFRESH_ITERATIONS)
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
         return self.of(drafter).levels(drafter, keys, seed)
@@ -283,7 +317,7 @@ class Wrapped(Acceptance):
 
 @dataclass(frozen=True)
 class Scaled(Wrapped):
-    """A model in which each token of some drafters has its chance multiplied by `ratio`, at most 1."""
+    """A model whose tokens of the drafters `names`, () for all, have chances `ratio` times as large, at most 1."""
 
     base: Acceptance
     names: tuple[str, ...]
@@ -294,7 +328,7 @@ class Scaled(Wrapped):
 
     def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         survival = self.base.survival(strategy, requests)
-        return scaled(survival, self.ratio) if strategy.drafter in self.names else survival
+        return survival if self.names and strategy.drafter not in self.names else scaled(survival, self.ratio)
 
 
 class ConstantAcceptance(Distribution):
@@ -365,10 +399,10 @@ def from_survival(survival: Floats) -> Floats:
     return p
 
 
-def scaled(survival: Floats, ratio: float) -> Floats:
+def scaled(survival: Floats, ratio: Floats | float) -> Floats:
     """The survival when each drafted token's chance, given those before it, is `ratio` times as large, at most 1.
 
-    The last axis runs over the draft's tokens.
+    The last axis runs over the draft's tokens. Of several ratios each holds for a row: shape (rows, 1).
     """
     rescaled: Floats = np.cumprod(np.minimum(1.0, chances(survival) * ratio), axis=-1)
     return rescaled

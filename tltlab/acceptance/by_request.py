@@ -258,8 +258,8 @@ def spread_over_requests(model: Acceptance, spread: float) -> Acceptance:
         return model
     if isinstance(model, PerDrafter):
         return model.changed(lambda part: spread_over_requests(part, spread), f", spread {spread:g}")
-    if isinstance(model, Wrapped) and model.trained_drafter is not None:
-        # Freshness holds around it.
+    if isinstance(model, Wrapped) and not isinstance(model, SpreadAcceptance):
+        # Freshness and context hold around it.
         return model.around([spread_over_requests(part, spread) for part in model.parts])
     if isinstance(model, AcceptanceModel) and model.varies_by == "nothing":
         return SpreadAcceptance(base=model, spread=spread)

@@ -17,8 +17,9 @@ from tltlab.strategy import Strategy
 
 from .base import Acceptance, AcceptanceModel, Positive, RequestArrays, Scaled, Share, Wrapped
 from .by_request import Alike, CurveAcceptance, SiblingAcceptance, SpreadAcceptance
+from .context import ContextAcceptance
 
-Base = Alike | CurveAcceptance | SiblingAcceptance | SpreadAcceptance
+Base = Alike | CurveAcceptance | SiblingAcceptance | SpreadAcceptance | ContextAcceptance
 
 
 class Freshness(FiniteModel):

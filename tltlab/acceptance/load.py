@@ -3,7 +3,8 @@
 Six kinds, all under the contract `Acceptance`: constant; chains by one chance or a chance per token (base.py); measured
 distributions, as `calibrate` writes them (measured.py); trees (trees.py); by request, with curves, by siblings or with
 a spread (by_request.py); replayed per position (replay.py). `FreshAcceptance` makes any of them depend on the drafter's
-age and training, `PerDrafter` gives each drafter its own, `Scaled` multiplies the chances of some drafters.
+age and training, `ContextAcceptance` on context beyond the length at which the drafter was trained, `PerDrafter` gives
+each drafter its own, `Scaled` multiplies the chances of some drafters.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tltlab.own import OwnPart, is_own, split
 
 from .base import Acceptance, AcceptanceModel, ChainAcceptance, ConstantAcceptance, GeometricAcceptance
 from .by_request import SiblingAcceptance, SpreadAcceptance
+from .context import TRAINED_TOKENS, ContextAcceptance, split_trained, trained_at, trained_text
 from .freshness import Base, FreshAcceptance
 from .per_drafter import EVERY, PerDrafter
 from .trees import TreeAcceptance
@@ -74,6 +76,7 @@ def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, An
 
     A number is a geometric model's ALPHA, `0.8/0.6/0.5` the chances that a chain is kept up to each of its tokens. By
     drafter: `learned=MODEL,ngram=MODEL`, a dict of models by drafter, `all=MODEL`, or "default" for `DEFAULTS`.
+    `MODEL@2k` is a drafter trained at 2,048 tokens, `MODEL@short` one of `context.TRAINED_TOKENS`.
     `module:Class(key=value,...)` is a user's own class, as is the class itself or an instance: it must pass
     `tltlab.testing.check_acceptance`.
 
@@ -86,6 +89,8 @@ def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, An
         by_drafter = source and "kind" not in source and all(map(_is_source, source.values()))
         return _by_drafter(source) if by_drafter else _validated(source, "acceptance")
     text = str(source) if isinstance(source, str | Path) else ""
+    if text and split_by_drafter(text) is None and not Path(text).exists() and (trained := split_trained(text)):
+        return trained_at(load_acceptance(trained[0]), trained[1], text)
     name, colon, number = text.partition(":")
     if colon and name in _SHORT:
         return _validated({"kind": name, _SHORT[name]: number}, text)
@@ -110,7 +115,8 @@ def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, An
         raise ConfigError(
             f"no acceptance model {text!r}: give constant:A, geometric:ALPHA, 'trace', '{DEFAULT}', "
             f"{', '.join(SHIPPED)} (-fresh: with an assumed effect of the drafter's age and training), a fitted "
-            "model's file, module:Class, or one for each drafter as learned=geometric:ALPHA,ngram=geometric:ALPHA"
+            "model's file, module:Class, or one for each drafter as learned=geometric:ALPHA,ngram=geometric:ALPHA; "
+            f"behind it @TOKENS or {', '.join(f'@{name}' for name in TRAINED_TOKENS)}, where the drafter was trained"
         )
     return _validated(read_json(Path(source)), text)
 
@@ -151,6 +157,8 @@ def acceptance_text(model: Acceptance | None) -> str:
             return "/".join(f"{chance:g}" for chance in model.kept)
         case SpreadAcceptance():
             return f"{acceptance_text(model.base)}, spread {model.spread:g}"
+        case ContextAcceptance():
+            return f"{acceptance_text(model.base)}@{trained_text(model.trained_tokens)}"
         case FreshAcceptance():
             return f"{acceptance_text(model.base)}, by age and training"
         case PerDrafter():
@@ -176,6 +184,8 @@ def _named(model: Acceptance, drafter: str) -> Acceptance:
     """The model as one of this drafter, where it does not say which one it describes."""
     if isinstance(model, FreshAcceptance):
         return model.model_copy(update={"base": _named(model.base, drafter), "drafter": drafter})
+    if isinstance(model, ContextAcceptance):
+        return model.around([_named(model.base, drafter)])
     if isinstance(model, SiblingAcceptance | TreeAcceptance) and model.drafter is None:
         return model.model_copy(update={"drafter": drafter})
     return model

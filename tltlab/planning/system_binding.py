@@ -12,6 +12,7 @@ import numpy as np
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.acceptance.by_request import SiblingAcceptance
+from tltlab.acceptance.context import ContextAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.per_drafter import PerDrafter
@@ -206,13 +207,20 @@ def _adapted(model: Acceptance, history: int) -> tuple[Acceptance, list[str]]:
     remembering = _changed(model, lambda part: _with_history(part, history))
     if remembering is not model:
         notes.append(f"{history} responses of an earlier epoch to retrieve from, as good as finished siblings")
-    fresh = _changed(remembering, lambda part: FreshAcceptance(base=part) if isinstance(part, TreeAcceptance) else part)
+    fresh = _changed(remembering, _with_freshness)
     if fresh is not remembering:
         notes.append(
             "acceptance is taken as the fresh and fully trained drafter's, and changes with age and training by the "
             "default values of Freshness"
         )
     return fresh, notes
+
+
+def _with_freshness(model: Acceptance) -> Acceptance:
+    """Return trees as those of a drafter that ages and is trained, and any other model as it is."""
+    if isinstance(model, ContextAcceptance):
+        return FreshAcceptance(base=model) if isinstance(model.base, TreeAcceptance) else model
+    return FreshAcceptance(base=model) if isinstance(model, TreeAcceptance) else model
 
 
 def _changed(model: Acceptance, change: Callable[[Acceptance], Acceptance]) -> Acceptance:
@@ -225,6 +233,9 @@ def _changed(model: Acceptance, change: Callable[[Acceptance], Acceptance]) -> A
 
 def _with_history(model: Acceptance, responses: int) -> Acceptance:
     """Return a model of siblings with so many earlier responses beside them, and any other one as it is."""
+    if isinstance(model, ContextAcceptance):
+        base = _with_history(model.base, responses)
+        return model if base is model.base else model.around([base])
     if not responses or not isinstance(model, SiblingAcceptance):
         return model
     alpha = float(model.alpha(np.array([float(responses)]), np.zeros(1))[0])

@@ -38,6 +38,7 @@ CHAINS = (Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
 CURVE = RequestCurve(keep_logits=(0.2, 0.6, 0.9), drift=0.3, spread=0.7)
 CURVES = CurveAcceptance(curves={"ngram": CURVE})
 SIBLINGS = SiblingAcceptance(alone=0.3, most=0.8, exponent=0.6, own_tokens=300)
+BY_CONTEXT = load_acceptance("0.8@1k")
 
 
 def nominal(chain: Strategy, costs: LinearCosts = COSTS) -> Regimes:
@@ -68,7 +69,8 @@ class Walker:
         else:
             mine = self.requests.keys[request][1]
             beside = sum(self.requests.keys[other][1] == mine for other in self.done)
-            one = (np.array([x], float) for x in (self.levels[request], generated, beside))
+            prompt = self.requests.prompt_tokens[request]
+            one = (np.array([x], float) for x in (self.levels[request], generated, beside, prompt))
             kept = self.model.survival(regime.strategy, RequestArrays(*one))[0]
             if self.sampled:
                 u = uniforms(self.seeds[[request]], np.array([num_speculative]), 1)[0, 0]
@@ -101,7 +103,7 @@ def slowly(requests: Requests, rates: Rates, chain: Strategy, *, most: int = 99)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=10),
     st.sampled_from(CHAINS),
-    st.sampled_from([CURVES, SIBLINGS, GeometricAcceptance(alpha=0.6)]),
+    st.sampled_from([CURVES, SIBLINGS, GeometricAcceptance(alpha=0.6), load_acceptance("0.8@12")]),
     st.booleans(),
     st.integers(0, 12),
     st.none() | st.integers(90, 220),
@@ -115,11 +117,11 @@ def test_asked_at_every_iteration_it_takes_their_time(lengths, chain, model, sam
         assert fast.finish_s[request] == pytest.approx(finish, rel=1e-9)
 
 
-@pytest.mark.parametrize("model", [CURVES, SIBLINGS], ids=["curves", "siblings"])
+@pytest.mark.parametrize("model", [CURVES, SIBLINGS, BY_CONTEXT], ids=["curves", "siblings", "context"])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_chances_held_for_many_iterations_stay_close(model: Acceptance, sampled: bool):
     requests = requests_of(drawn_lengths(1, 6.3, 0.8, 4000), group=4)
-    rates = Rates(model=model, costs=COSTS, seed=3, sampled=sampled)
+    rates = Rates(model=model, costs=COSTS, seed=3, sampled=sampled, refresh=model.refresh_iterations)
     fast, slow = run(requests, rates, CHAINS[0]), slowly(requests, rates, CHAINS[0])
     error = np.array([fast.finish_s[r] / t - 1 for r, t in slow.items()])
     assert abs(fast.makespan_s / max(slow.values()) - 1) < 0.005
@@ -132,8 +134,14 @@ def drawn_lengths(seed: int, mu: float, sigma: float, cap: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("model", "budget"),
-    [(CURVES, None), (SIBLINGS, None), (CURVES, AcceptanceBudget()), (GeometricAcceptance(alpha=0.7), UniformBudget())],
-    ids=["curves", "siblings", "curves with a budget", "alike with a budget"],
+    [
+        (CURVES, None),
+        (SIBLINGS, None),
+        (BY_CONTEXT, None),
+        (CURVES, AcceptanceBudget()),
+        (GeometricAcceptance(alpha=0.7), UniformBudget()),
+    ],
+    ids=["curves", "siblings", "context", "curves with a budget", "alike with a budget"],
 )
 def test_fluid_is_the_mean_of_sampled_runs(model: Acceptance, budget: DraftBudget | None):
     requests = requests_of(drawn_lengths(2, 7.0, 0.7, 8000), group=4)

@@ -1,0 +1,140 @@
+"""Acceptance by context: the published head, presets, texts and files, and what holds around it."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.refused import refused
+from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
+from tltlab.acceptance.by_request import SpreadAcceptance, spread_over_requests
+from tltlab.acceptance.context import TRAINED_TOKENS, ContextAcceptance
+from tltlab.acceptance.freshness import FreshAcceptance
+from tltlab.acceptance.load import acceptance_text, granted, load_acceptance
+from tltlab.acceptance.per_drafter import PerDrafter
+from tltlab.errors import ConfigError
+from tltlab.state import DrafterState
+from tltlab.strategy import Strategy
+from tltlab.testing import check_acceptance
+
+CHAIN = Strategy.chain("learned", 3)
+SHORT = ContextAcceptance(base=GeometricAcceptance(alpha=0.64), trained_tokens=2048)
+
+
+def tokens(model: Acceptance, context: float, prompt: float = 0.0, strategy: Strategy = CHAIN) -> float:
+    """Tokens of an iteration at a context, `prompt` of them in the prompt."""
+    zero = np.zeros(1)
+    kept = model.survival(strategy, RequestArrays(zero, zero + context - prompt, zero, zero + prompt))
+    return 1.0 + float(kept.sum())
+
+
+def test_the_published_head_is_met_within_5_percent(shared_data: Path):
+    with (shared_data / "accept_length_by_context.csv").open() as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    for row in rows:
+        assert tokens(SHORT, row["context_k"] * 1024) == pytest.approx(row["eagle3"], rel=0.05)
+    window = load_acceptance("0.37@window")
+    for row in rows:
+        assert tokens(window, row["context_k"] * 1024) == pytest.approx(row["eagle3_sliding_window"], rel=0.05)
+
+
+@pytest.mark.parametrize(("times", "share"), [(0, 1.0), (1, 1.0), (3, 0.75), (5, 0.5), (9, 0.0), (20, 0.0)])
+def test_a_chance_falls_on_a_line_beyond_the_trained_length(times: float, share: float):
+    for trained in (512, 2048.0, 32_768):
+        model = ContextAcceptance(base=GeometricAcceptance(alpha=0.8), trained_tokens=trained)
+        one = Strategy.chain("learned", 1)
+        assert tokens(model, times * trained, strategy=one) == pytest.approx(1.0 + 0.8 * share)
+
+
+def test_prompt_and_response_count_alike():
+    assert tokens(SHORT, 8192) == tokens(SHORT, 8192, prompt=5000) < tokens(SHORT, 3192)
+
+
+def test_every_token_of_a_draft_loses_the_same_share():
+    model = load_acceptance("0.8/0.6/0.3@1k")
+    zero = np.zeros(1)
+    kept = model.survival(CHAIN, RequestArrays(zero, zero + 5 * 1024, zero))[0]
+    assert kept == pytest.approx([0.4, 0.4 * 0.375, 0.4 * 0.375 * 0.25])
+
+
+@pytest.mark.parametrize("name", sorted(TRAINED_TOKENS))
+def test_presets_are_written_by_name(name: str):
+    model = load_acceptance(f"geometric:0.7@{name}")
+    assert isinstance(model, ContextAcceptance)
+    assert model.trained_tokens == TRAINED_TOKENS[name]
+    assert load_acceptance(acceptance_text(model)) == model
+    check_acceptance(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "trained"), [("0.7@2k", 2048), ("geometric:0.7@1.5K", 1536), ("constant:3@700", 700), ("0.8/0.6@4k", 4096)]
+)
+def test_texts_and_files_come_back_as_they_were(text: str, trained: float, tmp_path: Path):
+    model = load_acceptance(text)
+    assert isinstance(model, ContextAcceptance)
+    assert model.trained_tokens == trained
+    path = tmp_path / "acceptance@2k.json"
+    path.write_text(model.model_dump_json())
+    assert load_acceptance(path) == load_acceptance(acceptance_text(model)) == model
+
+
+def test_a_file_may_have_a_trained_length_behind_it(tmp_path: Path):
+    path = tmp_path / "acceptance.json"
+    path.write_text(GeometricAcceptance(alpha=0.64).model_dump_json())
+    assert load_acceptance(f"{path}@short") == SHORT
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("0.7@far", "far"), ("0.7@0", "@0"), ("0.7@2k@4k", "2k"), ("default@short", "learned="), ("0.7@2m", "2m")],
+)
+def test_what_is_no_trained_length_is_refused(text: str, named: str):
+    with refused(ConfigError, naming=(named,)):
+        load_acceptance(text)
+
+
+def test_each_drafter_has_its_own_trained_length():
+    model = load_acceptance("learned=geometric:0.64@2k,ngram=geometric:0.64")
+    copied = Strategy.chain("ngram", 3)
+    assert tokens(model, 8192) == tokens(SHORT, 8192)
+    assert tokens(model, 8192, strategy=copied) == tokens(SHORT, 0)
+    assert granted(model, None, ["learned"]) == {"learned": "geometric:0.64@2k"}
+    only = SHORT.model_copy(update={"names": ("learned",)})
+    assert tokens(only, 8192, strategy=copied) == tokens(SHORT, 0)
+
+
+def test_freshness_and_a_spread_hold_beside_it():
+    fresh = load_acceptance("tlt-qwen2.5-32b-fresh@short")
+    assert isinstance(fresh, FreshAcceptance)
+    plain = load_acceptance("tlt-qwen2.5-32b-fresh")
+    trained, new = (model.in_state({"learned": DrafterState(updates=100)}) for model in (fresh, plain))
+    assert tokens(trained, 2000) == tokens(new, 2000) == tokens(new, 9000) > tokens(trained, 9000)
+    spread = spread_over_requests(SHORT, 0.5)
+    assert isinstance(spread, ContextAcceptance)
+    assert isinstance(spread.base, SpreadAcceptance)
+    assert load_acceptance(spread.model_dump(mode="json")) == spread
+
+
+def test_within_the_trained_length_it_is_the_base():
+    model = load_acceptance("learned=geometric:0.64@2k,ngram=0.5")
+    assert SHORT.within(2048) is SHORT.base
+    assert SHORT.within(2049) is SHORT
+    assert isinstance(inside := model.within(2048), PerDrafter)
+    assert inside.varies_by == "nothing"
+    assert model.within(9000) is model
+    assert load_acceptance("0.7@window").varies_by == "nothing"
+
+
+def test_at_one_context_requests_are_alike():
+    for model in (SHORT, load_acceptance("learned=geometric:0.64@2k,ngram=0.5")):
+        at = model.at_context(8192)
+        assert at.varies_by == "nothing"
+        assert at.tokens_per_iteration(CHAIN) == pytest.approx(tokens(SHORT, 8192))
+
+
+@pytest.mark.parametrize("text", ["0.7@300", "constant:2.5@200", "seer-siblings@400", "tlt-qwen2.5-32b@100"])
+def test_it_keeps_the_contract_of_acceptance(text: str):
+    check_acceptance(load_acceptance(text))  # type: ignore[arg-type]
