@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from tltlab.importers.step_metrics import SEVERAL_TURNS
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import TableSpec
-from tltlab.sim.tuning.drafter_training import DrafterTraining, interval_ends, times_text
+from tltlab.sim.tuning.drafter_training import DrafterTraining
 from tltlab.stats import Interval
 from tltlab.traces.trace import Trace
+
+from .band import Band, Times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +27,7 @@ LEAST, MOST = 0.5, 0.85
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedUp:
-    """Times as fast as without speculation, at one acceptance (None: the recorded one), with 95 % intervals.
+    """Speed-up over plain decoding at one acceptance (None: the recorded one); intervals are 95 %, of draws only.
 
     `rl_step` is None where the other stages' costs are unknown.
     """
@@ -34,6 +35,7 @@ class SpeedUp:
     accept: float | None
     rollout: Interval
     rl_step: Interval | None
+    times: Times
     policy: Policy
 
 
@@ -45,8 +47,8 @@ class WhatIf:
     source's, `ignored` are its others. `drafters` are those of the verdict's table, `acceptance` has in words
     what was granted to each, `recorded` tells that the trace says it.
     `plain_s` is a rollout's mean seconds without speculation, `rollout_share` its share of the RL step;
-    `crowded_share` the share of worker time with more requests than the policy drafts for. Nine in ten
-    speed-ups are off by less than `speedup_error`, as far as costs are at fault (None: not known). `training` is what
+    `crowded_share` the share of worker time with more requests than the policy drafts for. `band` is the range of the
+    rollout's speed-up, `rl_step_band` that of the RL step's, None as in `SpeedUp`. `training` is what
     training the drafter would bring, None where the trace does not know. `num_rl_steps` were simulated, `is_sampled`
     if nobody chose them.
     """
@@ -64,7 +66,8 @@ class WhatIf:
     plain_s: float
     rollout_share: float | None
     crowded_share: float
-    speedup_error: float | None
+    band: Band
+    rl_step_band: Band | None
     training: DrafterTraining | None
     systems: pd.DataFrame
     drafters: tuple[str, ...]
@@ -89,15 +92,12 @@ class WhatIf:
         else:
             condition = f"with drafts of {names} accepted as in {' and '.join(self.acceptance.values())}"
         if chosen.rollout.estimate < 1.005:
-            head = f"Speculation would not make the rollout faster {condition}"
+            head = f"Speculation would not make the rollout faster {condition}: {self.band}"
         else:
-            step = "" if chosen.rl_step is None else f", the RL step {times_text(chosen.rl_step)}"
-            head = f"Speculation would make the rollout {times_text(chosen.rollout)} as fast{step}, {condition}"
+            step = "" if self.rl_step_band is None else f", the RL step {self.rl_step_band}"
+            head = f"Speculation would make the rollout {self.band} as fast{step}, {condition}"
         beside = ", ".join(f"at {100 * (s.accept or 0):.0f} % {s.rollout.estimate:.2f}x" for s in speed_ups)
-        sure = ""
-        if self.speedup_error is not None and self.drafting and any(row.strategy.speculates for row in self.drafting):
-            most = f"{100 * self.speedup_error:.0f} %"
-            sure = f" Nine in ten such speed-ups are off by less than {most}, as far as costs are at fault."
+        sure = " A slowdown is within that range." if self.band.loses and self.drafts else ""
         turns = next((note.removeprefix(SEVERAL_TURNS) for note in self.notes if note.startswith(SEVERAL_TURNS)), "")
         bound = f"An upper bound: {turns}. " if turns else ""
         return f"{bound}{head}{f'; {beside}' if beside else ''}.{sure} {self.limited_by}"
@@ -108,7 +108,7 @@ class WhatIf:
         rows = self.drafting
         drafts_to = max((row.min_batch for row in rows[1:]), default=1) - 1
         limits = []
-        if not any(row.strategy.speculates for row in rows):
+        if not self.drafts:
             limits.append("drafting costs more than it saves at every batch size")
         elif self.crowded_share > 0.05 and not rows[-1].strategy.speculates:
             limits.append(
@@ -131,13 +131,18 @@ class WhatIf:
         selector = self.chosen.policy.selector
         return selector.rows if isinstance(selector, TableSpec) else ()
 
+    @property
+    def drafts(self) -> bool:
+        """True if the policy that was found drafts at any batch size."""
+        return any(row.strategy.speculates for row in self.drafting)
+
     def to_frame(self) -> pd.DataFrame:
         """The systems, one row each, with `speed_up` beside `ratio`."""
         return self.systems.assign(speed_up=1.0 / self.systems["ratio"])
 
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab what-if --json`, without the systems' rows; `policy` is what a policy file holds."""
-        rollout, rl_step = self.chosen.rollout, self.chosen.rl_step
+        bands = {"rollout": self.band, "rl_step": self.rl_step_band}
         return {
             "verdict": self.verdict,
             "num_rl_steps": self.num_rl_steps,
@@ -151,15 +156,15 @@ class WhatIf:
             "accept": self.chosen.accept,
             "drafters": list(self.drafters),
             "acceptance": dict(self.acceptance),
-            "speedup": {"rollout": interval_ends(rollout), "rl_step": interval_ends(rl_step)},
+            "speedup": {name: band and band.estimate for name, band in bands.items()},
+            "band": {name: band and band.json() for name, band in bands.items()},
             "by_accept": [
-                {"accept": s.accept, "rollout": interval_ends(s.rollout), "rl_step": interval_ends(s.rl_step)}
+                {"accept": s.accept, "rollout": s.rollout.estimate, "rl_step": s.rl_step and s.rl_step.estimate}
                 for s in self.speed_ups
             ],
             "makespan_s": self.plain_s,
             "rollout_share": self.rollout_share,
             "crowded_share": self.crowded_share,
-            "speedup_error": self.speedup_error,
             "drafter_training": None if self.training is None else self.training.json(),
             "policy": self.chosen.policy.model_dump(mode="json"),
             "drafting": [{"min_batch": row.min_batch, "strategy": str(row.strategy)} for row in self.drafting],
@@ -170,39 +175,46 @@ class WhatIf:
         }
 
     def plot(self) -> Figure:
-        """Times as fast by acceptance, where it is not known; and the systems' rollouts."""
+        """The verdict with its range; speed-ups by acceptance, where it is not known; and the systems' rollouts."""
         from matplotlib.figure import Figure
 
         from tltlab.charts import bars
 
         points = [s for s in self.speed_ups if s.accept is not None]
-        figure = Figure(figsize=(7.2, 5.4 if points else 2.4), layout="constrained")
-        heights = (3, 2) if points else (1,)
-        *curves, below = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-        for above in curves:
-            self._plot_speed_ups(above, points)
+        figure = Figure(figsize=(7.2, 6.6 if points else 3.8), layout="constrained")
+        heights = (1.2, 3, 2) if points else (1.2, 2)
+        top, *curves, below = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+        known = {"rollout": self.band, "RL step": self.rl_step_band}
+        drawn = {name: band for name, band in known.items() if band is not None}
+        bars(list(drawn), [b.estimate for b in drawn.values()], [b.low for b in drawn.values()],
+             [b.high for b in drawn.values()], xlabel="speed-up, with its 90 % range", reference=1.0, axes=top,
+             title=f"With speculation: {self.setting} (simulated)")  # fmt: skip
+        for axes in curves:
+            self._plot_speed_ups(axes, points)
         frame = self.to_frame()
-        title = f"Systems on {self.setting} (simulated)" if not points else "Systems (simulated)"
         bars(frame["title"].tolist(), frame["speed_up"].tolist(), (1 / frame["ratio_high"]).tolist(),
-             (1 / frame["ratio_low"]).tolist(), xlabel="rollout, times as fast as VeRL's", title=title,
-             reference=1.0, axes=below)  # fmt: skip
+             (1 / frame["ratio_low"]).tolist(), xlabel="speed-up of the rollout over VeRL's (intervals: draws only)",
+             title="Systems (simulated)", reference=1.0, axes=below)  # fmt: skip
         return figure
 
     def _plot_speed_ups(self, above: Axes, speed_ups: Sequence[SpeedUp]) -> None:
+        """Speed-ups over acceptance, and the range at the acceptance of the verdict."""
         from tltlab.charts import COLORS, DASHES, finish
 
-        for i, name in enumerate(("rollout", "rl_step")):
+        for i, (name, band) in enumerate((("rollout", self.band), ("rl_step", self.rl_step_band))):
             points = [(s.accept, interval) for s in speed_ups if (interval := getattr(s, name)) is not None]
-            if points:
+            if points and band is not None:
                 x, y = zip(*((accept, interval.estimate) for accept, interval in points), strict=True)
                 label = name.replace("rl_step", "RL step")
                 above.plot(x, y, color=COLORS[i], linestyle=DASHES[i], marker="o", markersize=4, label=label)
-                ends = [(interval.low, interval.high) for _, interval in points]
-                above.fill_between(x, *np.transpose(ends), color=COLORS[i], alpha=0.18, linewidth=0)
+                away = [[band.estimate - band.low], [band.high - band.estimate]]
+                # Two ranges at one acceptance stand side by side.
+                at = (self.chosen.accept or 0.0) + 0.004 * (2 * i - 1)
+                above.errorbar([at], [band.estimate], yerr=away, color=COLORS[i], capsize=3, fmt="none")
         above.axhline(1.0, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
         above.legend(fontsize=8, frameon=False)
-        finish(above, title=f"With speculation: {self.setting} (simulated)", xlabel="drafted tokens accepted, each",
-               ylabel="times as fast", grid="both")  # fmt: skip
+        finish(above, title="By acceptance; the 90 % range where the verdict is", grid="both",
+               xlabel="drafted tokens accepted, each", ylabel="speed-up")  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<WhatIf: {self.verdict}>"

@@ -14,7 +14,6 @@ import pandas as pd
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance
 from tltlab.acceptance.load import DEFAULT, load_acceptance, with_drafter
 from tltlab.acceptance.per_drafter import PerDrafter
-from tltlab.arrays import Floats
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.costs.base import CostModel
 from tltlab.costs.deployment import GPUS
@@ -39,6 +38,7 @@ from tltlab.sim.tuning.drafter_training import best_table, covered_chains, draft
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Manifest, Trace
 
+from .band import Band, InputErrors, Times, bands
 from .jobs import side_by_side
 from .sample import Scenarios, small
 from .systems import SystemComparison, ratios_are_small
@@ -139,17 +139,18 @@ def what_if(
     )  # fmt: skip
     found = scenarios.answer(ask.answer, ask.is_enough)
     scenario, plain, best, base = found.scenario, found.plain, found.chosen, found.base
-    costs_ = scenario.costs
+    evidence = scenario.evidence(best.policy.strategies)
+    is_known = scenario.costs.evidence is not None
     return WhatIf(
         trace=trace, used=source.used, ignored=source.ignored, workers=scenario.workers, chosen=best,
         setting=machine.name if machine else f"costs {scenario.costs_name}", costs_name=scenario.costs_name,
-        distance=costs_.evidence.distance if costs_.evidence is not None else _measured_here(scenario, plain),
-        evidence=str(costs_.evidence) if costs_.evidence is not None else f"costs {scenario.costs_name}",
+        distance=evidence["distance"] if is_known else _measured_here(scenario, plain),
+        evidence=evidence["says"] if is_known else f"costs {scenario.costs_name}",
         speed_ups=found.speed_ups, plain_s=plain.makespan_s, systems=found.systems, decision_block=ask.block,
         notes=(*source.notes, *_measured(trace, plain.makespan_s), f"acceptance: {scenario.acceptance_name}"),
-        rollout_share=float(base[0].sum() / base[1].sum()) if base[1] is not None else None,
+        rollout_share=float(base.rollout_s.sum() / base.step_s.sum()) if base.step_s is not None else None,
         crowded_share=_crowded_share(plain, best.policy),
-        speedup_error=found.speedup_error,
+        band=found.bands[0], rl_step_band=found.bands[1],
         training=drafter_training(trace, scenario), drafters=tuple(drafters), recorded=recorded,
         acceptance=scenario.granted(strategies)["acceptance"], num_rl_steps=len(scenario.steps),
         is_sampled=scenarios.is_sampled, wall_s=time.perf_counter() - started,
@@ -189,9 +190,10 @@ class _Found:
 
     scenario: Scenario
     plain: SimResult
-    base: tuple[Floats, Floats | None]
+    base: Times
     speed_ups: tuple[SpeedUp, ...]
     chosen: SpeedUp
+    bands: tuple[Band, Band | None]
     systems: pd.DataFrame
 
     @property
@@ -219,7 +221,7 @@ class _Question:
         """Simulate these RL steps without speculation, at each acceptance and under each system."""
         scenarios, scenario, accept = self.scenarios, self.scenarios.of(rl_steps), self.accept
         chances: list[float | None] = [None] if accept is None else [*sorted({*_CURVE, LEAST, MOST, accept})]
-        total = 3 + len(chances)
+        total = 4 + len(chances)
         responses = sum(len(step.chains) for step in scenario.steps)
         self.say(f"{responses} responses of {len(scenario.steps)} RL steps", total)
         plain = simulated(scenario, load_policy("none"), "none", scenarios.trace.manifest)
@@ -235,13 +237,27 @@ class _Question:
             what = "" if chance is None else f" {chance:.2f}"
             self.say(f"{'recorded ' * self.recorded}acceptance{what}", total)
         chosen = next(s for s in speed_ups if s.accept == accept)
+        ranges = self._bands(scenario, chosen, base)
+        self.say("90 % range", total)
         systems = SystemComparison(
             scenarios=scenarios.deciding_every(self.block), systems=self.compared,
             beside=[(THE_VERDICT, chosen.policy)], stages=stages, jobs=self.jobs, ranges=False,
         ).table(rl_steps)  # fmt: skip
         self.say(f"systems {', '.join(systems['system'])}", total)
         return _Found(scenario=scenario, plain=plain, base=base, speed_ups=tuple(speed_ups), chosen=chosen,
-                      systems=systems)  # fmt: skip
+                      bands=ranges, systems=systems)  # fmt: skip
+
+    def _bands(self, scenario: Scenario, chosen: SpeedUp, base: Times) -> tuple[Band, Band | None]:
+        """The ranges of the verdict; a table that drafts nothing has those of the best ones at the inputs' ends."""
+        strategies = [s for s in chosen.policy.strategies if s.speculates]
+        errors = InputErrors.of(
+            scenario, strategies or self.strategies, self.scenarios.trace, recorded=self.recorded
+        )
+
+        def policy(end: Scenario) -> Policy:
+            return chosen.policy if strategies else best_table(end, self.strategies)
+
+        return bands(scenario, policy, base, chosen.times, errors, jobs=self.jobs)
 
     def is_enough(self, found: _Found) -> bool:
         """True if RL steps more would not make the speed-ups much surer, as their costs are off."""
@@ -257,14 +273,14 @@ class _Question:
         return self.scenarios.of(rl_steps, acceptance=model)
 
 
-def _seconds(result: SimResult, stages: StageCosts | None) -> tuple[Floats, Floats | None]:
+def _seconds(result: SimResult, stages: StageCosts | None) -> Times:
     """Seconds of the rollout and of the RL step, by RL step."""
     rollouts = np.array([rollout.makespan_s for rollout in result.rollouts])
     if stages is None:
-        return rollouts, None
+        return Times(rollout_s=rollouts)
     placed = Colocated(gpus_per_worker=result.scenario.costs.tensor_parallel)
     whole = run_steps(result, stages, topology=placed)
-    return rollouts, whole.steps["step_s"].to_numpy(np.float64)
+    return Times(rollout_s=rollouts, step_s=whole.steps["step_s"].to_numpy(np.float64))
 
 
 def _speed_up(
@@ -272,18 +288,17 @@ def _speed_up(
     strategies: Sequence[Strategy],
     stages: StageCosts | None,
     accept: float | None,
-    base: tuple[Floats, Floats | None],
+    base: Times,
 ) -> SpeedUp:
     """Times as fast as without speculation the best table is."""
     policy = best_table(scenario, strategies)
     manifest = Manifest(kind="simulated", num_workers=scenario.workers)
-    rollout_s, step_s = _seconds(simulated(scenario, policy, "table", manifest), stages)
-    return SpeedUp(
-        accept=accept,
-        rollout=times_as_fast(base[0], rollout_s, scenario.seed),
-        rl_step=None if base[1] is None or step_s is None else times_as_fast(base[1], step_s, scenario.seed),
-        policy=policy,
-    )
+    times = _seconds(simulated(scenario, policy, "table", manifest), stages)
+    rl_step = None
+    if base.step_s is not None and times.step_s is not None:
+        rl_step = times_as_fast(base.step_s, times.step_s, scenario.seed)
+    rollout = times_as_fast(base.rollout_s, times.rollout_s, scenario.seed)
+    return SpeedUp(accept=accept, rollout=rollout, rl_step=rl_step, times=times, policy=policy)
 
 
 def _crowded_share(plain: SimResult, policy: Policy) -> float:

@@ -1,0 +1,393 @@
+"""The 90 % range of a speed-up: what costs, acceptance and lengths may be wrong by, together and each by itself.
+
+Each input is moved to the ends of its own 90 % range while the policy stays the same, and the speed-up is simulated
+again. Logarithms of the effects add up as independent errors do, the lower and the upper ones apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from tltlab.acceptance.base import Acceptance, Scaled, scaled
+from tltlab.acceptance.load import DEFAULT
+from tltlab.arrays import Floats, Ints
+from tltlab.costs.evidence import interval
+from tltlab.costs.profiles import profiles
+from tltlab.costs.scaled import ScaledCosts
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.sim.engine.requests import Requests, Turns
+from tltlab.sim.placement import History, find_placement, place
+from tltlab.sim.scenario import Scenario
+from tltlab.stats import paired_ratio, student_margin
+from tltlab.strategy import Strategy
+from tltlab.traces.trace import Trace
+
+from .jobs import side_by_side
+
+LEVEL = 0.9
+Source = Literal["costs", "acceptance", "lengths"]
+WORDS: dict[Source, str] = {"costs": "cost-model error", "acceptance": "acceptance", "lengths": "response lengths"}
+UNMEASURED = 0.6
+"""Relative error of a speed-up, and of seconds, where the costs do not say what they were fitted to."""
+STAGES = 0.3
+"""Relative error of the other stages' seconds, which are an assumed share of peak FLOPs."""
+LEARNED, TEXT = (0.64, 1.5), (0.7, 1.3)
+"""Range of the tokens per iteration of a drafter with a network, and of one that copies text, over those assumed.
+
+LEARNED holds nine in ten of 28 pairs of an EAGLE-3 or MTP head and a workload, against `geometric:0.7` at the same
+depth. TEXT holds the n-grams of gsm8k (.80) and ShareGPT (1.25) against `geometric:0.42`.
+"""
+_REFERENCE_DEPTH = 5
+"""Draft depth at which a range of tokens per iteration is turned into one of chances."""
+_FEW_STEPS, _DRAWS, _FEW_GROUPS = 5, 8, 4
+"""RL steps below which prompt groups are drawn, how often, and groups below which responses are drawn instead."""
+
+Effect = tuple[float, float]
+"""Logarithm of the speed-up at the ends of an input's range over that of the estimate: (0 or below, 0 or above)."""
+Ends = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Effect of one input alone on the logarithm of the speed-up, and its share of the variance of all."""
+
+    name: Source
+    low: float
+    high: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """A speed-up and the ends of its 90 % range. The shares of `parts` add up to 1, or are 0 where nothing is open."""
+
+    estimate: float
+    low: float
+    high: float
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, estimate: float, effects: Mapping[Source, Effect]) -> Band:
+        """The range of independent effects.
+
+        >>> band = Band.of(2.0, {"costs": (-0.3, 0.4), "lengths": (-0.4, 0.3)})
+        >>> round(band.low, 2), round(band.high, 2), [part.share for part in band.parts]
+        (1.21, 3.3, [0.5, 0.5])
+        """
+        variances = {name: ((high - low) / 2) ** 2 for name, (low, high) in effects.items()}
+        total = sum(variances.values())
+        return cls(
+            estimate=estimate,
+            low=estimate * math.exp(-math.hypot(*(low for low, _ in effects.values()))),
+            high=estimate * math.exp(math.hypot(*(high for _, high in effects.values()))),
+            parts=tuple(
+                Part(name=name, low=low, high=high, share=variances[name] / total if total else 0.0)
+                for name, (low, high) in effects.items()
+            ),
+        )
+
+    @property
+    def loses(self) -> bool:
+        """True if a slowdown is within the range."""
+        return self.low < 1.0
+
+    def ends(self, part: Part) -> Ends:
+        """The speed-up at the ends of one input's range."""
+        return self.estimate * math.exp(part.low), self.estimate * math.exp(part.high)
+
+    def json(self) -> dict[str, Any]:
+        """The range and, by input, the speed-up at the ends of that one's range and its share of the variance."""
+        parts = [
+            {"name": part.name, "low": low, "high": high, "share": part.share}
+            for part in self.parts
+            for low, high in [self.ends(part)]
+        ]
+        return {"low": self.low, "high": self.high, "level": LEVEL, "parts": parts}
+
+    def __str__(self) -> str:
+        """
+        >>> str(Band.of(1.33, {"costs": (-0.4, 0.45), "acceptance": (-0.2, 0.1)}))
+        '1.33x (90 % range 0.9x to 2.1x, mostly cost-model error)'
+        """
+        digits = 2 if self.high - self.low < 1 else 1
+        first, *others = sorted(self.parts, key=lambda part: -part.share)
+        named = [part for part in (first, *others) if part.share >= 0.25]
+        why = f", mostly {WORDS[first.name]}" if first.share >= 0.6 else ""
+        if not why and named:
+            why = f", from {' and '.join(WORDS[part.name] for part in named)}"
+        return f"{self.estimate:.2f}x (90 % range {self.low:.{digits}f}x to {self.high:.{digits}f}x{why})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputErrors:
+    """The 90 % ranges of a simulation's inputs.
+
+    `speed_up` and `seconds` are relative errors of the costs, `tokens` the least and the most tokens per iteration of
+    each drafter, over those simulated.
+    """
+
+    speed_up: float
+    seconds: float
+    tokens: Mapping[str, Ends]
+
+    @classmethod
+    def of(cls, scenario: Scenario, strategies: Iterable[Strategy], trace: Trace, *, recorded: bool) -> InputErrors:
+        """The errors where these strategies run; `recorded` if the trace has the acceptance.
+
+        Acceptance that a user gives is taken as it is. Costs that were never measured are at least as far off as the
+        worst ones that were.
+        """
+        strategies = list(strategies)
+        evidence = scenario.evidence(strategies)
+        speed_up, seconds = evidence["speedup_error"], scenario.evidence([])["error"]
+        if speed_up is None:
+            # Both times of a ratio come from one fit, and each is off by its error at most.
+            speed_up = UNMEASURED if seconds is None else math.hypot(seconds, seconds)
+        if evidence["distance"] != "measured together":
+            speed_up = max(speed_up, profiles().worst_measured(speculating=True))
+        drafters = sorted({s.drafter for s in strategies if s.speculates})
+        granted = scenario.granted(strategies)["acceptance"]
+        tokens = {}
+        for name in drafters:
+            usual = LEARNED if scenario.registry[name].has_network else TEXT
+            if f"({DEFAULT})" in granted[name]:
+                tokens[name] = usual
+            elif recorded:
+                tokens[name] = recorded_tokens(trace, name) or usual
+        return cls(speed_up=speed_up, seconds=UNMEASURED if seconds is None else seconds, tokens=tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of each RL step's rollout, and of the whole RL step where that is known."""
+
+    rollout_s: Floats
+    step_s: Floats | None = None
+
+    def others_s(self) -> Floats:
+        """Seconds of an RL step beside its rollout."""
+        assert self.step_s is not None
+        return np.maximum(self.step_s - self.rollout_s, 0.0)
+
+
+def bands(
+    scenario: Scenario,
+    policy: Callable[[Scenario], Policy],
+    plain: Times,
+    drafting: Times,
+    errors: InputErrors,
+    *,
+    baseline: Policy | None = None,
+    jobs: int | None = 1,
+) -> tuple[Band, Band | None]:
+    """The ranges of the speed-ups of rollouts and of RL steps, from `plain` and `drafting`, which were simulated.
+
+    `policy` returns the policy of a scenario whose inputs are off: the one that was simulated, or the best there where
+    that one drafts nothing. `baseline` is what `plain` are the times of, by default plain decoding. Other stages take
+    what they take in `plain` and `drafting`, in proportion to the tokens. `jobs` as in `side_by_side`.
+    """
+    model = scenario.acceptance
+    moved: dict[Source, list[Scenario]] = {"costs": [_with_costs(scenario, f) for f in _costs_ends(errors.speed_up)]}
+    replayed = model is not None and model.varies_by == "position"
+    tokens = {name: ends for name, ends in errors.tokens.items() if ends != (1.0, 1.0)}
+    moved["acceptance"] = []
+    if model is not None and tokens and not replayed:
+        moved["acceptance"] = [
+            _with_tokens(scenario, model, {name: ends[end] for name, ends in tokens.items()}) for end in (0, 1)
+        ]
+    drawn = [] if len(scenario.steps) >= _FEW_STEPS else _draws(scenario)
+    used, none = policy(scenario), load_policy("none")
+    ends = [end for ends in moved.values() for end in ends]
+    runs = [(end, policy(end)) for end in ends] + [(draw, used) for draw in drawn]
+    # The ends of costs and acceptance are those of speculation: plain decoding takes what it took.
+    runs += [(end, baseline) for end in ends if baseline is not None] + [(draw, baseline or none) for draw in drawn]
+    found = list(side_by_side([partial(_makespans, *run) for run in runs], jobs=jobs))
+    drafting_s, plain_s = found[: len(ends) + len(drawn)], found[len(ends) + len(drawn) :]
+    plain_s = plain_s if baseline is not None else [plain.rollout_s] * len(ends) + plain_s
+    pairs = list(zip(plain_s, drafting_s, strict=True))
+    tokens_of = [_tokens(draw) / np.maximum(_tokens(scenario), 1.0) for draw in drawn]
+
+    def of(whole: bool) -> Band:
+        def ratio(pair: tuple[Floats, Floats], scale: Floats | float = 1.0) -> float:
+            a, b = pair
+            if whole:
+                a, b = a + scale * plain.others_s(), b + scale * drafting.others_s()
+            return float(a.sum() / b.sum()) if b.any() else 1.0
+
+        nominal = plain.rollout_s, drafting.rollout_s
+        estimate = ratio(nominal)
+        effects: dict[Source, Effect] = {}
+        at = 0
+        for name, ends in moved.items():
+            effects[name] = _effect(estimate, [ratio(pair) for pair in pairs[at : at + len(ends)]])
+            at += len(ends)
+        if replayed and tokens:
+            # A rollout gains at most in proportion to the tokens per iteration.
+            lows, highs = zip(*tokens.values(), strict=True)
+            effects["acceptance"] = min(0.0, math.log(min(lows))), max(0.0, math.log(max(highs)))
+        if whole:
+            factors = _costs_ends(math.hypot(errors.seconds, STAGES))
+            effects["costs"] = _both(effects["costs"], _effect(estimate, [ratio(nominal, 1 / f) for f in factors]))
+        if drawn:
+            logs = [math.log(ratio(pair, scale)) for pair, scale in zip(pairs[at:], tokens_of, strict=True)]
+            margin = student_margin(float(np.std(logs, ddof=1)), len(logs) - 1, LEVEL)
+            effects["lengths"] = -margin, margin
+        else:
+            rows = [times.step_s if whole else times.rollout_s for times in (plain, drafting)]
+            effects["lengths"] = _of_steps(*rows, seed=scenario.seed)
+        return Band.of(estimate, effects)
+
+    return of(False), None if plain.step_s is None or drafting.step_s is None else of(True)
+
+
+def recorded_tokens(trace: Trace, drafter: str) -> Ends | None:
+    """The 90 % range of a recorded drafter's mean tokens per iteration, over that mean; None for too few records.
+
+    Records are positions of acceptance.parquet, by prompt group, else iterations, by RL step and worker.
+    """
+    pairs: dict[tuple[int, Any], list[float]] = {}
+    table, rows = trace.acceptance, trace.arrow("iterations")
+    if table is not None and len(table):
+        part = table[table["drafter"] == drafter]
+        keys = zip(part["rl_step"], part["prompt_id"], strict=True)
+        for key, listed in zip(keys, part["accept_if_drafted"], strict=True):
+            pair = pairs.setdefault(key, [0.0, 0.0])
+            pair[0] += float(np.sum(listed)) + len(listed)
+            pair[1] += len(listed)
+    elif rows is not None:
+        names = ["rl_step", "worker", "drafter", "draft_depth", "batch", "num_accepted"]
+        frame = rows.select(names).to_pandas()
+        frame = frame[(frame["draft_depth"] > 0) & (frame["drafter"] == drafter)]
+        for (step, worker), part in frame.groupby(["rl_step", "worker"]):
+            drafts = float(part["batch"].sum())
+            pairs[int(step), worker] = [drafts + float(part["num_accepted"].sum()), drafts]
+    kept = np.array([pair for pair in pairs.values() if pair[1] > 0]).reshape(-1, 2)
+    if len(kept) < 2:
+        return None
+    ratio = paired_ratio(kept[:, 0], kept[:, 1], level=LEVEL, rng=np.random.default_rng(0))
+    return max(ratio.low, 1.0) / ratio.estimate, ratio.high / ratio.estimate
+
+
+def resampled(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """The scenario with as many prompt groups per RL step, drawn with replacement; responses where groups are few."""
+    history, rule = History(), find_placement(scenario.placement or "contiguous")
+    steps, queues = [], []
+    for step in scenario.steps:
+        drawn = _drawn(step, rng)
+        queues.append(place(drawn, scenario.workers, rule, scenario.costs, history))
+        history.add(drawn)
+        steps.append(drawn)
+    return replace(scenario, steps=tuple(steps), queues=tuple(queues))
+
+
+def _draws(scenario: Scenario) -> list[Scenario]:
+    rng = np.random.default_rng(scenario.seed)
+    return [resampled(scenario, rng) for _ in range(_DRAWS)]
+
+
+def _drawn(step: Requests, rng: np.random.Generator) -> Requests:
+    """An RL step of groups that are drawn, in the order of the step."""
+    chains = step.chains
+    group_of = step.groups[[chain[0] for chain in chains]] if chains else np.zeros(0, np.int64)
+    if len(np.unique(group_of)) < _FEW_GROUPS:
+        group_of = np.arange(len(chains))
+    members: dict[int, list[list[int]]] = {}
+    for group, chain in zip(group_of.tolist(), chains, strict=True):
+        members.setdefault(group, []).append(chain)
+    names = list(members)
+    picks = np.sort(rng.integers(len(names), size=len(names))) if names else []
+    chosen = [chain for pick in picks for chain in members[names[pick]]]
+    at: Ints = np.array([request for chain in chosen for request in chain], np.int64)
+    turns = None
+    if step.turns is not None:
+        starts = np.concatenate([[0], np.cumsum([len(chain) for chain in chosen])]).tolist()
+        after = [i + 1 if i + 1 < end else -1 for start, end in pairwise(starts) for i in range(start, end)]
+        tool_s, cached = ([values[i] for i in at] for values in (step.turns.tool_s, step.turns.cached_tokens))
+        turns = Turns(after=after, tool_s=tool_s, cached_tokens=cached, first=starts[:-1])
+    return replace(
+        step, prompts=step.prompts[at], caps=step.caps[at], lengths=step.lengths[at], turns=turns,
+        recorded_worker=step.recorded_worker[at], kept=None if step.kept is None else step.kept[at],
+        make_keys=lambda: [step.keys[i] for i in at], make_rows=lambda: step.rows.iloc[at],
+    )  # fmt: skip
+
+
+def _makespans(scenario: Scenario, policy: Policy) -> Floats:
+    return np.array([rollout.makespan_s for rollout in scenario.each_rollout(policy)])
+
+
+def _tokens(scenario: Scenario) -> Floats:
+    return np.array([float(step.trained_tokens.sum()) for step in scenario.steps])
+
+
+def _costs_ends(error: float) -> Ends:
+    """Factors of seconds at the ends of a relative error."""
+    ends = interval(1.0, error)
+    assert ends is not None
+    return 1.0 / ends[1], 1.0 / ends[0]
+
+
+def _with_costs(scenario: Scenario, factor: float) -> Scenario:
+    """The scenario whose speculative iterations take `factor` times as long."""
+    return replace(scenario, costs=ScaledCosts.around(scenario.costs, speculative=factor))
+
+
+def _with_tokens(scenario: Scenario, model: Acceptance, factors: Mapping[str, float]) -> Scenario:
+    """The scenario in which drafters have `factors` times as many tokens per iteration."""
+    for name, factor in factors.items():
+        model = Scaled(model, (name,), chance_ratio(model, name, factor))
+    return replace(scenario, acceptance=model)
+
+
+def chance_ratio(model: Acceptance, drafter: str, factor: float) -> float:
+    """Ratio of every token's chance for which a draft brings `factor` times the tokens, as far as a draft can.
+
+    >>> from tltlab.acceptance.base import GeometricAcceptance
+    >>> round(0.7 * chance_ratio(GeometricAcceptance(alpha=0.7), "learned", 0.64), 2)
+    0.48
+    """
+    curve = _curve(model, drafter)
+    if not curve.any():
+        return 1.0
+    target = factor * (1.0 + curve.sum())
+    low, high = 0.0, 16.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if 1.0 + scaled(curve, middle).sum() < target else (low, middle)
+    return high
+
+
+def _curve(model: Acceptance, drafter: str) -> Floats:
+    """P(accepted >= i) of the deepest chain up to `_REFERENCE_DEPTH` that the model covers."""
+    (first, *_) = model.in_state({}).by_batch(drafter)
+    for depth in range(_REFERENCE_DEPTH, 0, -1):
+        try:
+            return first.curve(Strategy.chain(drafter, depth))
+        except ConfigError:
+            continue
+    return np.zeros(0)
+
+
+def _effect(estimate: float, ends: Sequence[float]) -> Effect:
+    logs = [math.log(end / estimate) for end in ends]
+    return min([0.0, *logs]), max([0.0, *logs])
+
+
+def _both(a: Effect, b: Effect) -> Effect:
+    return -math.hypot(a[0], b[0]), math.hypot(a[1], b[1])
+
+
+def _of_steps(plain: Floats | None, drafting: Floats | None, *, seed: int) -> Effect:
+    """Effect of the draw of RL steps."""
+    assert plain is not None
+    assert drafting is not None
+    ratio = paired_ratio(drafting, plain, level=LEVEL, rng=np.random.default_rng(seed))
+    low, high = math.log(ratio.estimate / ratio.high), math.log(ratio.estimate / max(ratio.low, ratio.estimate / 10))
+    return min(0.0, low), max(0.0, high)
