@@ -127,7 +127,7 @@ def sweep(
         )
         for row in rows
     ]
-    header = [*names, "drafters", "rollout s", *(["RL step s"] if whole else []), "speed-up", "95 % interval"]
+    header = [*names, "drafters", "rollout s", *(["RL step s"] if whole else []), "speed-up", "draws only"]
     assumed = dict.fromkeys(f"{row[axes.compared]}: {row['assumed']}" for row in rows if row.get("assumed"))
     one = [] if "acceptance" in axes.names else [granted_text(rows, axes.compared, "granted")]
     nums = [row["num_rl_steps"] for row in rows]

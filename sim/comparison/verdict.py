@@ -91,11 +91,12 @@ class WhatIf:
             condition = f"with as many tokens drafted by {names} accepted as were recorded"
         else:
             condition = f"with drafts of {names} accepted as in {' and '.join(self.acceptance.values())}"
+        whole = self.rl_step_band
+        step = "" if whole is None else f", the RL step {whole.estimate:.2f}x ({whole.range_text})"
         if chosen.rollout.estimate < 1.005:
             head = f"Speculation would not make the rollout faster {condition}: {self.band}"
         else:
-            step = "" if self.rl_step_band is None else f", the RL step {self.rl_step_band}"
-            head = f"Speculation would make the rollout {self.band} as fast{step}, {condition}"
+            head = f"Speculation would speed up the rollout {self.band}{step}, {condition}"
         beside = ", ".join(f"at {100 * (s.accept or 0):.0f} % {s.rollout.estimate:.2f}x" for s in speed_ups)
         sure = " A slowdown is within that range." if self.band.loses and self.drafts else ""
         turns = next((note.removeprefix(SEVERAL_TURNS) for note in self.notes if note.startswith(SEVERAL_TURNS)), "")
@@ -156,10 +157,14 @@ class WhatIf:
             "accept": self.chosen.accept,
             "drafters": list(self.drafters),
             "acceptance": dict(self.acceptance),
-            "speedup": {name: band and band.estimate for name, band in bands.items()},
+            "speedup": {name: band and band.ends_json() for name, band in bands.items()},
             "band": {name: band and band.json() for name, band in bands.items()},
             "by_accept": [
-                {"accept": s.accept, "rollout": s.rollout.estimate, "rl_step": s.rl_step and s.rl_step.estimate}
+                {"accept": s.accept}
+                | {
+                    name: each and {"mean": each.estimate}
+                    for name, each in (("rollout", s.rollout), ("rl_step", s.rl_step))
+                }
                 for s in self.speed_ups
             ],
             "makespan_s": self.plain_s,

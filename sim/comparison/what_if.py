@@ -250,9 +250,7 @@ class _Question:
     def _bands(self, scenario: Scenario, chosen: SpeedUp, base: Times) -> tuple[Band, Band | None]:
         """The ranges of the verdict; a table that drafts nothing has those of the best ones at the inputs' ends."""
         strategies = [s for s in chosen.policy.strategies if s.speculates]
-        errors = InputErrors.of(
-            scenario, strategies or self.strategies, self.scenarios.trace, recorded=self.recorded
-        )
+        errors = InputErrors.of(scenario, strategies or self.strategies, self.scenarios.trace, recorded=self.recorded)
 
         def policy(end: Scenario) -> Policy:
             return chosen.policy if strategies else best_table(end, self.strategies)

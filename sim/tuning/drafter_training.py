@@ -56,7 +56,7 @@ class DrafterTraining:
     def __str__(self) -> str:
         held = "" if self.delay_s is None else f"; recorded trainings held a rollout up by {self.delay_s:.2g} s"
         return (
-            f"Training the drafter {self.drafter} would make the rollout {times_text(self.speed_up)} as fast, "
+            f"Training the drafter {self.drafter} would speed up the rollout {times_text(self.speed_up)}, "
             f"{self.saved_s:.2g} s less; untrained, a token of it is accepted {self.level:.2f} times as often "
             f"({self.source}){held}."
         )
@@ -139,12 +139,12 @@ def times_as_fast(plain: Floats, seconds: Floats, seed: int) -> Interval:
 def times_text(interval: Interval) -> str:
     """
     >>> times_text(Interval(estimate=1.5, low=1.2, high=float("inf"), level=0.95, method="t"))
-    '1.50x [1.20, no upper end]'
+    '1.50x (95 % interval of draws only: 1.20x, no upper end)'
     """
     if interval.low != interval.low:
-        return f"{interval.estimate:.2f}x (one RL step, no interval)"
-    most = f"{interval.high:.2f}" if math.isfinite(interval.high) else "no upper end"
-    return f"{interval.estimate:.2f}x [{interval.low:.2f}, {most}]"
+        return f"{interval.estimate:.2f}x"
+    most = f" to {interval.high:.2f}x" if math.isfinite(interval.high) else ", no upper end"
+    return f"{interval.estimate:.2f}x (95 % interval of draws only: {interval.low:.2f}x{most})"
 
 
 def interval_ends(interval: Interval | None) -> dict[str, float | None] | None:

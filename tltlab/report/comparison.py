@@ -16,16 +16,16 @@ from .page import Block, Code, Facts, Items, Page, Paragraph, Part, Picture, Sec
 from .verify import from_result
 
 SIMULATED = "Simulated: a prediction, not a measurement."
+DRAWS_ONLY = "Draws only: 95 % intervals over RL steps, without what costs and acceptance may be wrong by."
 _ROWS = ("systems", "candidates", "policies", "steps", "rows")
 _COLUMNS = {
     "system": ("system", ""), "policy": ("policy", ""), "name": ("candidate", ""), "drafters": ("drafters", ""),
     "acceptance": ("acceptance", ""), "makespan_s": ("rollout s", ".4g"),
-    "speed_up": ("speed-up", ".2f"), "ratio": ("ratio", ".3f"), "ratio_interval": ("95 % interval", ""),
+    "speed_up": ("speed-up", ".2f"), "speed_up_interval": ("draws only", ""),
     "regret": ("regret", ".1%"),
     "regret_to_bound": ("to the bound", ".1%"), "mean_accept_length": ("accept length", ".2f"),
     "bubble_fraction": ("bubble", ".1%"), "step_s": ("RL step s", ".4g"),
-    "step_speed_up": ("speed-up", ".2f"), "step_ratio": ("ratio", ".3f"),
-    "step_ratio_interval": ("95 % interval", ""), "lossless": ("lossless", ""),
+    "step_speed_up": ("speed-up", ".2f"), "step_speed_up_interval": ("draws only", ""), "lossless": ("lossless", ""),
 }  # fmt: skip
 
 
@@ -72,15 +72,14 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     best = min(rows, key=lambda row: row["step_s" if whole else "makespan_s"])
     verdict = result.get("verdict") or _verdict(best, str(best[key]), baseline, whole=whole)
     blocks: list[Block] = [Paragraph(text=SIMULATED)]
-    for ratio, subject, heading in (("ratio", "rollout", "Rollouts"), ("step_ratio", "RL step", "Whole RL steps")):
-        if ratio == "ratio" or any(row.get(ratio) is not None for row in rows):
-            blocks.append(_ratio_picture(rows, labels, ratio, f"{subject} time over that of {baseline}", heading))
     shown = [_with_words(row) for row in rows]
+    for name, heading in (("speed_up", "Rollouts"), ("step_speed_up", "Whole RL steps")):
+        if name == "speed_up" or any(row.get(name) is not None for row in shown):
+            blocks.append(_speed_up_picture(shown, labels, name, f"speed-up over {baseline}", heading))
     columns = {key: _COLUMNS[key]} | {k: v for k, v in _COLUMNS.items() if k not in ("system", "policy", "name")}
     caption = (
-        f"Ratios to {baseline}, below 1 faster (speed-up: 1 / ratio), with paired 95 % intervals over RL steps on the "
-        "same responses and the same luck. Regret: to the best that any policy could do"
-        + (" (the per-iteration oracle)." if tuned else ".")
+        f"Speed-ups over {baseline} on the same responses with common random numbers. {DRAWS_ONLY} Regret: to the best "
+        "that any policy could do" + (" (the per-iteration oracle)." if tuned else ".")
     )
     blocks.append(records(shown, columns, caption=caption))
     parts: list[Part] = [Section(title="Result", blocks=tuple(blocks)), *_about_systems(result, rows)]
@@ -88,10 +87,10 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     if isinstance(notes, list) and notes:
         parts.append(Section(title="Notes", blocks=tuple(Paragraph(text=str(note)) for note in notes)))
     above = {"systems", "policies", "candidates", "verdict", "notes", "left_out", "ranges", "by_accept", "speedup",
-             "drafter_training"}  # fmt: skip
+             "band", "drafter_training"}  # fmt: skip
     parts.append(_origin(result, above))
-    fastest = best.get("step_ratio" if whole else "ratio")
-    keys = [("fastest", str(best[key])), ("its ratio", number(fastest, ".3f"))]
+    fastest = _with_words(best).get("step_speed_up" if whole else "speed_up")
+    keys = [("fastest", str(best[key])), ("its speed-up", f"{number(fastest, '.2f')}x")]
     if tuned:
         keys = [("chosen", str(result.get("name", best[key]))), ("worth it", "yes" if result.get("worth_it") else "no")]
     steps = result.get("num_rl_steps")
@@ -101,43 +100,71 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
 
 
 def _what_if(result: Mapping[str, Any], path: Path) -> Page:
-    """The answer of `tltlab what-if`: how many times as fast, and by acceptance where that is not known."""
+    """The answer of `tltlab what-if`: the speed-up with its range, and by acceptance where that is not known."""
     page = _ratios(result, result["systems"], "system", "What speculation would bring", path)
+    names = {"rollout": "rollout", "rl_step": "RL step"}
+    speedups = {names[key]: times for key, times in result["speedup"].items() if times is not None}
+    bands = {names[key]: band for key, band in result["band"].items() if band is not None}
+    parts: tuple[Part, ...] = (_band_section(speedups, bands),)
+    if (training := result.get("drafter_training")) is not None:
+        parts = (*parts, Section(title="Training the drafter", blocks=(Paragraph(text=training["says"]),)))
     series: dict[str, tuple[list[float], list[float]]] = {}
-    bands: dict[str, tuple[list[float | None], list[float | None]]] = {}
-    for key, name in (("rollout", "rollout"), ("rl_step", "RL step")):
+    for key, name in names.items():
         if rows := [row for row in result["by_accept"] if row["accept"] is not None and row[key] is not None]:
             series[name] = [row["accept"] for row in rows], [row[key]["mean"] for row in rows]
-            bands[name] = [row[key]["low"] for row in rows], [row[key]["high"] for row in rows]
-    parts = page.parts
     if series:
-        figure = lines(series, bands=bands, xlabel="drafted tokens accepted, each", ylabel="times as fast",
+        figure = lines(series, xlabel="drafted tokens accepted, each", ylabel="speed-up",
                        title="By acceptance (simulated)")  # fmt: skip
         points_text = "; ".join(
             f"{name}: " + ", ".join(f"{y:.2f}x at {x:.0%}" for x, y in zip(*points, strict=True))
             for name, points in series.items()
         )
-        caption = "Over decoding without speculation, each with the best table for that acceptance. Bands: 95 %."
-        picture = Picture.of(figure, alt=f"Times as fast by acceptance. {points_text}.", caption=caption)
-        parts = (Section(title="By acceptance", blocks=(picture,)), *parts)
-    if (training := result.get("drafter_training")) is not None:
-        parts = (Section(title="Training the drafter", blocks=(Paragraph(text=training["says"]),)), *parts)
-    speedups = {"rollout": result["speedup"]["rollout"], "RL step": result["speedup"]["rl_step"]}
-    keys = [(name, f"{times['mean']:.2f}x") for name, times in speedups.items() if times is not None]
+        caption = "Over decoding without speculation, each with the best table for that acceptance."
+        picture = Picture.of(figure, alt=f"Speed-up by acceptance. {points_text}.", caption=caption)
+        parts = (*parts, Section(title="By acceptance", blocks=(picture,)))
+    keys = [(name, f"{times['mean']:.2f}x") for name, times in speedups.items()]
     accept = result["accept"]
     keys += [("drafted tokens accepted", "as recorded" if accept is None else f"{accept:.0%}")]
     keys += [("responses", f"{result['num_responses']:,}"), ("RL steps", str(result["num_rl_steps"]))]
     subtitle = f"{page.subtitle} · {result['setting']}"
-    return replace(page, subtitle=subtitle, key_figures=tuple(keys), parts=parts)
+    return replace(page, subtitle=subtitle, key_figures=tuple(keys), parts=(*parts, *page.parts))
+
+
+def _band_section(speedups: Mapping[str, Mapping[str, float]], bands: Mapping[str, Mapping[str, Any]]) -> Section:
+    """The speed-ups with their 90 % ranges, and what each input may be wrong by."""
+    ends = list(speedups.values())
+    text = ", ".join(f"{name} {t['mean']:.2f}x ({t['low']:.2f}x to {t['high']:.2f}x)" for name, t in speedups.items())
+    picture = Picture.of(
+        bars(list(speedups), [t["mean"] for t in ends], [t["low"] for t in ends], [t["high"] for t in ends],
+             xlabel="speed-up over plain decoding", title="With its 90 % range (simulated)", reference=1.0),
+        alt=f"Speed-up with its 90 % range: {text}.",
+        caption="Lines on the bars: what costs, acceptance and lengths may be wrong by, together.",
+    )  # fmt: skip
+    rows = [
+        {
+            "of": name,
+            "input": part["name"],
+            "alone": f"{part['low']:.2f}x to {part['high']:.2f}x",
+            "share": part["share"],
+        }
+        for name, band in bands.items()
+        for part in band["parts"]
+    ]
+    columns = {"of": ("speed-up of", ""), "input": ("input", ""), "alone": ("its range alone", ""),
+               "share": ("share of variance", ".0%")}  # fmt: skip
+    table = records(rows, columns, caption="Each input at the ends of its 90 % range.", text=("of", "input", "alone"))
+    return Section(title="Speed-up", blocks=(picture, table))
 
 
 def _with_words(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with its intervals and yes or no in words."""
     words = dict(row)
-    for name in ("ratio", "step_ratio"):
-        if name in row:
-            words[name.replace("ratio", "speed_up")] = 1 / row[name] if row[name] else None
-            words[f"{name}_interval"] = _interval(row, f"{name}_low", f"{name}_high")
+    for ratio in ("ratio", "step_ratio"):
+        if ratio in row:
+            name = ratio.replace("ratio", "speed_up")
+            ends = {"": row[ratio], "_low": row.get(f"{ratio}_high"), "_high": row.get(f"{ratio}_low")}
+            words |= {name + end: 1 / value if value else None for end, value in ends.items()}
+            words[f"{name}_interval"] = _interval(words, f"{name}_low", f"{name}_high")
     if isinstance(row.get("drafters"), list) and isinstance(granted := row.get("acceptance"), dict):
         words |= {
             "drafters": ", ".join(row["drafters"]) or "none",
@@ -151,33 +178,33 @@ def _with_words(row: Mapping[str, Any]) -> dict[str, Any]:
 def _interval(row: Mapping[str, Any], low: str, high: str) -> str | None:
     if row.get(low) is None or row.get(high) is None:
         return None
-    return f"{row[low]:.3f} to {row[high]:.3f}"
+    return f"{row[low]:.2f} to {row[high]:.2f}"
 
 
-def _ratio_picture(
+def _speed_up_picture(
     rows: Sequence[Mapping[str, Any]], labels: list[str], key: str, xlabel: str, title: str
 ) -> Picture:  # fmt: skip
-    ratios = ", ".join(f"{n} {number(row.get(key), '.3f')}" for n, row in zip(labels, rows, strict=True))
+    values = ", ".join(f"{n} {number(row.get(key), '.2f')}x" for n, row in zip(labels, rows, strict=True))
     return Picture.of(
         bars(labels, [row.get(key) for row in rows], [row.get(f"{key}_low") for row in rows],
              [row.get(f"{key}_high") for row in rows], xlabel=xlabel, title=f"{title} (simulated)", reference=1.0),
-        alt=f"{title}: {ratios}.",
-        caption="Bars left of the dashed line are faster than the baseline. Lines on the bars: 95 % intervals; a "
-        "row without one has a single RL step, or never differs.",
+        alt=f"{title}: {values}.",
+        caption=f"Bars right of the dashed line are faster than the baseline. {DRAWS_ONLY} A row without one has "
+        "one RL step, or never differs.",
     )  # fmt: skip
 
 
 def _verdict(best: Mapping[str, Any], name: str, baseline: str, *, whole: bool) -> str:
     """`whole`: of RL steps, where they are known; else of rollouts."""
-    ratio, time = ("step_ratio", "RL step time") if whole else ("ratio", "rollout time")
-    low, high = best.get(f"{ratio}_low"), best.get(f"{ratio}_high")
+    key, subject = ("step_speed_up", "the RL step") if whole else ("speed_up", "the rollout")
     if name == baseline:
         return f"Nothing is faster than {baseline}."
-    sentence = f"{name} is fastest: {number(best.get(ratio), '.3f')} times the {time} of {baseline}"
-    if low is None or high is None:
+    row = _with_words(best)
+    sentence = f"{name} is fastest: {subject} {number(row.get(key), '.2f')}x as fast as {baseline}'s"
+    if (ends := row.get(f"{key}_interval")) is None:
         return f"{sentence}; on a single RL step, so without an interval."
-    sure = "" if high < 1 else ", which may be chance"
-    return f"{sentence}, 95 % interval {low:.3f} to {high:.3f}{sure}."
+    sure = "" if row[f"{key}_low"] > 1 else ", which may be chance"
+    return f"{sentence}, 95 % interval {ends} of draws only{sure}."
 
 
 def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Part]:
@@ -206,6 +233,8 @@ def _rows_page(result: Mapping[str, Any], key: str, path: Path, *, title: str) -
     """What was measured, or found by an experiment: the verdict, the picture beside the file, and the rows."""
     rows = [_with_words(row) for row in result[key]]
     keys = list(dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, dict)))
+    ends = {f"{name.removesuffix('_interval')}{end}" for name in keys for end in ("_low", "_high")}
+    keys = [name for name in keys if name not in ends]
     text = tuple(name for name in keys if any(isinstance(row.get(name), str) for row in rows))
     columns = {name: (name.replace("_", " "), "" if name in text else ".4g") for name in keys}
     tau, median, worst = (

@@ -147,9 +147,9 @@ def test_every_chart_says_what_is_under_the_pointer(looked):
                 stops[min(2, len(stops) - 1) - 1]
             ]
     bars = looked["compared", WIDE, False][1][0]
-    assert bars["seen"][1][0] == "verl\nrollout time over that of verl: 1 (1 to 1)"
-    assert bars["texts"][0].endswith("0.8 (0.7 to 0.9)")
-    assert bars["texts"][2].endswith("verl: 5")
+    assert bars["seen"][1][0] == "verl\nspeed-up over verl: 1 (1 to 1)"
+    assert bars["texts"][0].endswith("1.25 (1.111 to 1.429)")
+    assert bars["texts"][2].endswith("verl: 0.2")
 
 
 def test_tables_sort_sliders_slide_series_hide_and_charts_grow(looked):

@@ -284,7 +284,8 @@ def test_a_comparison_is_recognised_by_its_keys(tmp_path):
     assert ("met", "false") in made.sections[-1].blocks[0].rows
     write_json(tmp_path / "result.json", told["Policies compared"])
     text = render(report(tmp_path / "result.json"))
-    assert "table is fastest: 0.800 times the rollout time of none, 95 % interval 0.700 to 0.900." in text
+    verdict = report(tmp_path / "result.json").verdict
+    assert all(fact in verdict for fact in ("table", "1.25x", "none", "1.11 to 1.43", "draws only"))
     assert "a prediction, not a measurement" in text
 
 
@@ -295,8 +296,8 @@ def test_whole_rl_steps_decide_which_system_is_fastest(tmp_path):
     better = base | step | {"step_s": 2.7, "step_ratio": 0.9, "step_ratio_low": 0.8, "step_ratio_high": 0.95}
     rows = [base | step | {"system": "verl"}, rollouts_only | {"system": "split"}, better | {"system": "tlt"}]
     write_json(tmp_path / "c.json", {"systems": rows, "baseline": "verl"})
-    text = render(report(tmp_path / "c.json"))
-    assert "tlt is fastest: 0.900 times the RL step time of verl, 95 % interval 0.800 to 0.950." in text
+    verdict = report(tmp_path / "c.json").verdict
+    assert all(fact in verdict for fact in ("tlt", "RL step", "1.11x", "verl", "1.05 to 1.25", "draws only"))
 
 
 def test_an_experiments_folder_is_shown_with_its_picture(tmp_path, command):

@@ -77,13 +77,15 @@ def test_the_answer_is_what_simulating_its_policy_gives(tmp_path: Path):
     assert 1.0 < found.chosen.rl_step.estimate < found.chosen.rollout.estimate
     by_accept = [s.rollout.estimate for s in found.speed_ups]
     assert by_accept == sorted(by_accept)
-    assert found.speedup_error == pytest.approx(machine.costs.evidence.speedup_error())
+    assert found.band.estimate == found.chosen.rollout.estimate
+    assert found.rl_step_band.estimate == pytest.approx(found.chosen.rl_step.estimate, rel=1e-12)
     speed_up, share = found.chosen.rollout.estimate, found.rollout_share
     figures = (
         f"{speed_up:.2f}x",
         f"{100 * share:.0f} %",
         f"{1 / (1 - share):.1f}x",
-        f"{100 * found.speedup_error:.0f} %",
+        found.band.range_text,
+        found.rl_step_band.range_text,
     )
     assert all(figure in found.verdict for figure in figures)
 
@@ -269,11 +271,19 @@ def test_the_command_answers_in_json_and_as_a_page(lengths: Path, tmp_path: Path
     assert "<td>geometric:0.7 (default)</td>" in page
     assert result["acceptance"] == {"learned": "geometric:0.7 (default)"}
     assert f"<dt>RL step</dt><dd>{result['speedup']['rl_step']['mean']:.2f}x</dd>" in page
-    assert f"drafted tokens accepted, each: 0.5\\nrollout: {result['by_accept'][0]['rollout']['mean']:.4g} (" in page
-    assert set(result["speedup"]["rollout"]) == {"mean", "low", "high"}
+    assert f"drafted tokens accepted, each: 0.5\\nrollout: {result['by_accept'][0]['rollout']['mean']:.4g}\\n" in page
+    for name, times in result["speedup"].items():
+        band = result["band"][name]
+        assert (times["low"], times["high"]) == (band["low"], band["high"])
+        assert [part["name"] for part in band["parts"]] == ["costs", "acceptance", "lengths"]
+        assert sum(part["share"] for part in band["parts"]) == pytest.approx(1)
+        assert all(
+            band["low"] <= part["low"] <= times["mean"] <= part["high"] <= band["high"] for part in band["parts"]
+        )
+        assert f"{times['low']:.2f}x to {times['high']:.2f}x" in page
     assert (result["num_rl_steps"], result["num_responses"]) == (3, 96)
     assert result["columns"]["ignored"] == ["note"]
-    assert result["distance"] == "measured together"
+    assert result["distance"] == "never measured", "plain decoding was, speculation was not"
     assert {row["system"] for row in result["systems"]} == {"verdict-table", "vllm-dynamic", "verl"}
     assert typed(capsys, "what-if", lengths, "--systems", "verl", "--out", tmp_path / "p.svg")[0] == 0
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
@@ -328,7 +338,7 @@ def test_a_result_in_a_notebook():
     found = what_if(LENGTHS, **FAST)
     assert "<table" in found._repr_html_()
     assert found.to_frame()["speed_up"].tolist() == (1 / found.systems["ratio"]).tolist()
-    assert len(found.plot().axes) == 2
-    assert len(what_if("traces/tiny", systems="verl,tlt-base").plot().axes) == 1, "acceptance is known"
+    assert len(found.plot().axes) == 3
+    assert len(what_if("traces/tiny", systems="verl,tlt-base").plot().axes) == 2, "acceptance is known"
     with refused(ConfigError, naming=("70",)):
         what_if(LENGTHS, accept=70)

@@ -1,0 +1,200 @@
+"""The 90 % range of a verdict: which inputs make it wide, and that it is never narrower for knowing less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import tltlab
+from tests.core.conftest import shared_data  # noqa: F401
+from tltlab.acceptance.base import GeometricAcceptance, Scaled
+from tltlab.acceptance.load import DEFAULTS, load_acceptance
+from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.evidence import Evidence
+from tltlab.costs.profiles import profiles
+from tltlab.policies.policy import load_policy
+from tltlab.sim.comparison import band as bands_of
+from tltlab.sim.comparison import what_if as questions
+from tltlab.sim.comparison.band import (
+    FITTED,
+    LEARNED,
+    UNMEASURED,
+    Band,
+    InputErrors,
+    Times,
+    bands,
+    chance_ratio,
+    recorded_tokens,
+    resampled,
+)
+from tltlab.sim.comparison.what_if import what_if
+from tltlab.sim.scenario import Scenario
+from tltlab.strategy import Strategy
+
+RNG = np.random.default_rng(0)
+LENGTHS = np.minimum(RNG.lognormal(5.5, 1, (12, 32)).astype(int) + 1, 2000)
+LINEAR = LinearCosts(base_s=8e-3, per_request_s=1e-5, per_token_s=1e-5, per_context_s=1e-9, sd_base_s=1e-3, sd_idle_s=0,
+                     draft_level_s=5e-4, draft_level_per_request_s=0, prefill_per_token_s=0)  # fmt: skip
+ERRORS = {"RL steps": (0.005, 0.01), "RL steps, speculating": (0.01, 0.02)}
+MEASURED = LINEAR.model_copy(update={"evidence": Evidence(engine="mine", left_out=ERRORS)})
+FAST = {"systems": "verl", "workers": 2}
+
+
+@pytest.fixture(autouse=True)
+def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "_CURVE", ())
+
+
+def part(band: Band, name: str):
+    return next(each for each in band.parts if each.name == name)
+
+
+def width(band: Band) -> float:
+    return float(np.log(band.high / band.low))
+
+
+def test_never_measured_is_wider_than_measured():
+    known, unknown = (what_if(LENGTHS, costs=costs, **FAST).band for costs in (MEASURED, LINEAR))
+    assert known.estimate == unknown.estimate
+    assert unknown.low < known.low < known.high < unknown.high
+    assert part(unknown, "costs").share > part(known, "costs").share
+
+
+def test_no_profile_is_surer_of_what_was_never_measured():
+    """Whatever the engine, GPU and model: the worst that was measured bounds those below that were not."""
+    trace = tltlab.read(LENGTHS[:1])
+    worst = profiles().worst_measured(speculating=True)
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for engine in profiles().engines:
+        for gpu in ("A100", "H100", "B200"):
+            for model in ("Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-30B-A3B"):
+                costs = f"{engine}:{gpu}:{model}"
+                scenario = Scenario.of(trace, costs=costs, workers=1, acceptance="default")
+                strategies = [Strategy.chain("learned", 3)]
+                error = InputErrors.of(scenario, strategies, trace, recorded=False).speed_up
+                found[scenario.evidence(strategies)["distance"] == "measured together"].append(error)
+    assert found[True]
+    assert found[False]
+    assert max(found[True]) <= worst <= min(found[False])
+    assert min(found[False]) >= FITTED
+    bare = Scenario.of(trace, costs=LINEAR, workers=1, acceptance="default")
+    assert InputErrors.of(bare, strategies, trace, recorded=False).speed_up == UNMEASURED
+
+
+def test_everything_measured_leaves_a_narrow_range():
+    """Recorded acceptance, measured costs, twelve RL steps: a few per cent each way."""
+    trace = tltlab.simulate(LENGTHS, "ngram:4", costs=LINEAR, workers=2, acceptance="ngram=geometric:0.6",
+                            record_iterations=True, mode="sampled").trace  # fmt: skip
+    recorded = what_if(trace, costs=MEASURED, systems="verl", workers=2)
+    assert recorded.recorded
+    assert 0.95 < recorded.band.low / recorded.band.estimate < recorded.band.high / recorded.band.estimate < 1.05
+    assert 0 < part(recorded.band, "acceptance").share < 1
+    assumed = what_if(LENGTHS, costs=MEASURED, drafter="ngram", **FAST)
+    assert width(assumed.band) > 3 * width(recorded.band)
+    assert max(assumed.band.parts, key=lambda each: each.share).name == "acceptance"
+
+
+def test_what_a_user_gives_is_taken_as_given():
+    given = what_if(LENGTHS, costs=MEASURED, accept=0.7, **FAST).band
+    assert (part(given, "acceptance").low, part(given, "acceptance").high) == (0.0, 0.0)
+    assert width(given) < width(what_if(LENGTHS, costs=MEASURED, **FAST).band)
+
+
+def test_costs_at_their_ends_are_a_scenario_of_their_own():
+    scenario = Scenario.of(LENGTHS, costs=LINEAR, workers=2, acceptance="learned=0.7")
+    policy = load_policy("learned:4")
+    plain, drafting = (
+        Times(rollout_s=np.array([r.makespan_s for r in scenario.rollouts(load_policy(name))]))
+        for name in ("none", "learned:4")
+    )
+    errors = InputErrors(speed_up=0.25, seconds=0.1, tokens={})
+    band, whole = bands(scenario, lambda end: policy, plain, drafting, errors)
+    assert whole is None
+    low, high = band.ends(part(band, "costs"))
+    # Every iteration drafts, and prompts take no time here: the speed-up is off as its iterations are.
+    assert low == pytest.approx(band.estimate / 1.25, rel=1e-6)
+    assert high == pytest.approx(band.estimate / 0.75, rel=1e-6)
+    assert part(band, "lengths").high > 0
+
+
+def test_a_table_that_drafts_nothing_may_be_wrong_about_it():
+    dear = LINEAR.model_copy(update={"sd_base_s": 1.8e-2})
+    found = what_if(LENGTHS, costs=dear, **FAST)
+    assert not found.drafts
+    assert found.band.estimate == 1.0 < found.band.high
+    assert found.band.low == pytest.approx(1.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("drafter", ["learned", "ngram"])
+def test_a_ratio_of_chances_brings_the_tokens(drafter: str):
+    model = load_acceptance("default")
+    for factor in (0.64, 0.9, 1.0, 1.2):
+        ratio = chance_ratio(model, drafter, factor)
+        before, after = (
+            m.tokens_per_iteration(Strategy.chain(drafter, 5)) for m in (model, Scaled(model, (drafter,), ratio))
+        )
+        assert after == pytest.approx(factor * before, rel=1e-6)
+
+
+def test_draws_of_groups_keep_groups_whole():
+    rows = [(f"g{i // 4}", 10 + i, int(n)) for i, n in enumerate(LENGTHS[0])]
+    frame = pd.DataFrame(rows, columns=["group", "prompt_len", "response_length"])
+    scenario = Scenario.of(frame, costs=LINEAR, workers=2, acceptance="default")
+    drawn = resampled(scenario, np.random.default_rng(1))
+    (step,) = drawn.steps
+    names, counts = np.unique([key[1] for key in step.keys], return_counts=True)
+    assert len(step) == 32
+    assert len(names) < 8
+    assert set(counts % 4) == {0}
+    assert sorted(request for queue in drawn.queues[0] for request in queue) == list(range(32))
+    pairs = set(zip(scenario.steps[0].prompt_tokens, scenario.steps[0].response_tokens, strict=True))
+    assert set(zip(step.prompt_tokens, step.response_tokens, strict=True)) <= pairs
+
+
+def test_draws_keep_the_turns_of_a_response():
+    rows = [(0, f"p{i}", 0, turn, 20 + 30 * turn, 5 + i) for i in range(6) for turn in range(3)]
+    columns = ["rl_step", "prompt_id", "sample", "turn", "prompt_tokens", "response_tokens"]
+    frame = pd.DataFrame(rows, columns=columns)
+    trace = tltlab.read(LENGTHS[:1, :6])
+    made = trace.replace(
+        workload=frame.drop(columns="response_tokens").assign(epoch=0, max_response_tokens=100, policy_version=0),
+        outcomes=frame.drop(columns="prompt_tokens").assign(finish_reason="stop", tool_s=1.0),
+    )
+    scenario = Scenario.of(made, costs=LINEAR, workers=1, acceptance="default", tool_s=1.0)
+    (step,) = resampled(scenario, np.random.default_rng(3)).steps
+    assert step.turns is not None
+    assert [len(chain) for chain in step.chains] == [3] * 6
+    for chain in step.chains:
+        assert len({step.keys[i][1] for i in chain}) == 1
+        assert [step.keys[i][3] for i in chain] == [0, 1, 2]
+
+
+def test_recorded_tokens_are_surer_the_more_there_are():
+    trace = tltlab.read("traces/tiny")
+    all_of, some = recorded_tokens(trace, "ngram"), recorded_tokens(trace.select(trace.rl_steps[:1]), "ngram")
+    assert all_of is not None
+    assert some is not None
+    assert some[0] < all_of[0] < 1 < all_of[1] < some[1]
+    assert recorded_tokens(trace, "learned") is None
+
+
+def test_measured_heads_are_within_the_range_of_the_assumption(shared_data: Path):  # noqa: F811
+    """Nine in ten pairs of a head and a workload, against the default at the same depth."""
+    table = pd.read_csv(shared_data / "eagle3_sglang_h200.csv").query("topk == 1")
+    usual = GeometricAcceptance(alpha=float(DEFAULTS["learned"].partition(":")[2]))
+    expected = [usual.tokens_per_iteration(Strategy.chain("learned", int(depth))) for depth in table["steps"]]
+    ratio = (table["accept"] / expected).groupby([table["drafter"], table["bench"]]).mean()
+    inside = ratio.between(*LEARNED).mean()
+    assert 0.85 <= inside <= 0.97
+
+
+def test_the_range_is_the_same_in_processes():
+    one, two = (what_if(LENGTHS[:2], costs=MEASURED, jobs=jobs, **FAST).band for jobs in (1, 2))
+    assert one == two
+    assert isinstance(replace(one, low=0.5), Band)
+    assert issubclass(LinearCosts, CostModel)
+    assert set(bands_of.WORDS) == {each.name for each in one.parts}
