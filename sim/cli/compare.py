@@ -266,8 +266,8 @@ def policy_table(comparison: pd.DataFrame, sampled: bool) -> str:
     columns = ["policy", "drafters", "makespan s", "speed-up", "draws only", "regret"]
     lines = [table(columns, rows, left=2), *filter(None, [granted_text(records, "policy")])]
     few = comparison.attrs["num_rl_steps"] < comparison.attrs["num_rl_steps_of"]
-    over = _steps(comparison, sampled) if few else "RL steps"
-    lines.append(f"speed-up: over {comparison.attrs['baseline']}, of {over}; {DRAWS_ONLY}; {REGRET}")
+    simulated = f"; simulated on {_steps(comparison, sampled)}" if few else ""
+    lines.append(f"speed-up: over {comparison.attrs['baseline']}{simulated}; {DRAWS_ONLY}; {REGRET}")
     return "\n".join(lines)
 
 
