@@ -19,7 +19,6 @@ from tltlab.acceptance.base import Acceptance, Scaled, scaled
 from tltlab.acceptance.load import DEFAULT
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.evidence import interval
-from tltlab.costs.profiles import profiles
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
@@ -36,11 +35,11 @@ LEVEL = 0.9
 Source = Literal["costs", "acceptance", "lengths"]
 WORDS: dict[Source, str] = {"costs": "cost-model error", "acceptance": "acceptance", "lengths": "response lengths"}
 UNMEASURED, FITTED = 0.7, 0.3
-"""Relative error of a speed-up, and of seconds, where the costs state none: of costs without data behind them, and of
-fitted ones (`cpu-small`: .31 on RL steps left out). Costs that were never measured are not taken for better than that.
+"""Errors of speed-ups and of seconds, as factors less 1, where the costs state none: without data behind them, and of
+a fit (`cpu-small`: .32 on RL steps left out).
 """
 STAGES = 0.3
-"""Relative error of the other stages' seconds, which are an assumed share of peak FLOPs."""
+"""Error of the other stages' seconds, which are an assumed share of peak FLOPs."""
 LEARNED, TEXT = (0.62, 1.52), (0.7, 1.3)
 """Range of the tokens per iteration of a drafter with a network, and of one that copies text, over those assumed.
 
@@ -142,8 +141,8 @@ class Band:
 class InputErrors:
     """The 90 % ranges of a simulation's inputs.
 
-    `speed_up` and `seconds` are relative errors of the costs, `tokens` the least and the most tokens per iteration of
-    each drafter, over those simulated.
+    `speed_up` and `seconds` are errors of the costs, as factors less 1, `tokens` the least and the most tokens per
+    iteration of each drafter, over those simulated.
     """
 
     speed_up: float
@@ -154,18 +153,14 @@ class InputErrors:
     def of(cls, scenario: Scenario, strategies: Iterable[Strategy], trace: Trace, *, recorded: bool) -> InputErrors:
         """The errors where these strategies run; `recorded` if the trace has the acceptance.
 
-        Acceptance that a user gives is taken as it is. Costs that were never measured are at least as far off as the
-        worst ones of a profile that were.
+        Acceptance that a user gives is taken as it is.
         """
         strategies = list(strategies)
-        evidence = scenario.evidence(strategies)
-        speed_up, seconds = evidence["speedup_error"], scenario.evidence([])["error"]
+        speed_up, seconds = scenario.evidence(strategies)["speedup_error"], scenario.evidence([])["error"]
         unstated = UNMEASURED if scenario.costs.calibrated is None else FITTED
         if speed_up is None:
             # Both times of a ratio come from one fit, and each is off by its error at most.
-            speed_up = unstated if seconds is None else math.hypot(seconds, seconds)
-        if evidence["distance"] not in ("measured together", "unknown"):
-            speed_up = max(speed_up, FITTED, profiles().worst_measured(speculating=True))
+            speed_up = unstated if seconds is None else _added(seconds, seconds)
         drafters = sorted({s.drafter for s in strategies if s.speculates})
         granted = scenario.granted(strategies)["acceptance"]
         tokens = {}
@@ -247,7 +242,7 @@ def bands(
             lows, highs = zip(*tokens.values(), strict=True)
             effects["acceptance"] = min(0.0, math.log(min(lows))), max(0.0, math.log(max(highs)))
         if whole:
-            factors = _costs_ends(math.hypot(errors.seconds, STAGES))
+            factors = _costs_ends(_added(errors.seconds, STAGES))
             effects["costs"] = _both(effects["costs"], _effect(estimate, [ratio(nominal, 1 / f) for f in factors]))
         if drawn:
             logs = [math.log(ratio(pair, scale)) for pair, scale in zip(pairs[at:], tokens_of, strict=True)]
@@ -341,10 +336,15 @@ def _tokens(scenario: Scenario) -> Floats:
 
 
 def _costs_ends(error: float) -> Ends:
-    """Factors of seconds at the ends of a relative error."""
+    """Factors of seconds at the ends of an error."""
     ends = interval(1.0, error)
     assert ends is not None
     return 1.0 / ends[1], 1.0 / ends[0]
+
+
+def _added(*errors: float) -> float:
+    """Independent errors, as factors less 1, in one."""
+    return math.expm1(math.hypot(*map(math.log1p, errors)))
 
 
 def _with_costs(scenario: Scenario, factor: float) -> Scenario:

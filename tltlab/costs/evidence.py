@@ -85,11 +85,11 @@ class Evidence(FrozenModel):
         return interval(seconds, self.error(speculates=speculates, extrapolated=extrapolated))
 
     def beyond(self, depths: Iterable[int]) -> list[str]:
-        """Names of what a use has beyond the nearest measurements: speculation at all, or its depth."""
+        """What of a use lies beyond the nearest measurements: speculation at all, or its depth."""
         drafting = [depth for depth in depths if depth]
         if not drafting:
             return []
-        if not self.speculation or (self.fitted and f"all{SPECULATING}" not in self.fitted):
+        if not self.speculation:
             return ["speculation"]
         span = self.draft_depth
         return ["draft depth"] if span and not all(span[0] <= depth <= span[1] for depth in drafting) else []

@@ -178,14 +178,6 @@ class Profiles(FrozenModel):
             draft_depth=(min(d[0] for d in depths), max(d[1] for d in depths)) if depths else None,
         )
 
-    def worst_measured(self, *, speculating: bool) -> float:
-        """The largest error, which nine in ten do not exceed, of what was measured itself: of speed-ups or of times."""
-        measured = (m for engine in self.engines.values() for m in engine.measured)
-        return max(
-            (math.hypot(m.fitted[1], m.parameter) for m in measured if (m.draft_depth is not None) == speculating),
-            default=0.0,
-        )
-
     def constants(self, engine: str, gpu: str, model: ModelShape, weights: Dtype, kv: Dtype = "bf16") -> Constants:
         """The roofline's constants of this engine for one model on one kind of GPU."""
         e, on = self.engines[engine], self.gpus.get(gpu, self.typical)

@@ -20,7 +20,6 @@ from tltlab.policies.policy import load_policy
 from tltlab.sim.comparison import band as bands_of
 from tltlab.sim.comparison import what_if as questions
 from tltlab.sim.comparison.band import (
-    FITTED,
     LEARNED,
     UNMEASURED,
     Band,
@@ -66,23 +65,18 @@ def test_never_measured_is_wider_than_measured():
 
 def test_no_profile_is_surer_of_what_was_never_measured():
     """Whatever the engine, GPU and model: the worst that was measured bounds those below that were not."""
-    trace = tltlab.read(LENGTHS[:1])
-    worst = profiles().worst_measured(speculating=True)
+    trace, strategies = tltlab.read(LENGTHS[:1]), [Strategy.chain("learned", 3)]
     found: dict[bool, list[float]] = {True: [], False: []}
     for engine in profiles().engines:
-        for gpu in ("A100", "H100", "B200"):
+        for gpu in ("A100", "H100", "H200", "B200"):
             for model in ("Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-30B-A3B"):
-                costs = f"{engine}:{gpu}:{model}"
-                scenario = Scenario.of(trace, costs=costs, workers=1, acceptance="default")
-                strategies = [Strategy.chain("learned", 3)]
+                scenario = Scenario.of(trace, costs=f"{engine}:{gpu}:{model}", workers=1, acceptance="default")
                 error = InputErrors.of(scenario, strategies, trace, recorded=False).speed_up
                 found[scenario.evidence(strategies)["distance"] == "measured together"].append(error)
-    assert found[True]
-    assert found[False]
-    assert max(found[True]) <= worst <= min(found[False])
-    assert min(found[False]) >= FITTED
     bare = Scenario.of(trace, costs=LINEAR, workers=1, acceptance="default")
-    assert InputErrors.of(bare, strategies, trace, recorded=False).speed_up == UNMEASURED
+    unmeasured = InputErrors.of(bare, strategies, trace, recorded=False).speed_up
+    assert max(found[True]) < min(found[False])
+    assert max(found[False]) < unmeasured == UNMEASURED
 
 
 def test_everything_measured_leaves_a_narrow_range():
@@ -117,7 +111,7 @@ def test_costs_at_their_ends_are_a_scenario_of_their_own():
     low, high = band.ends(part(band, "costs"))
     # Every iteration drafts, and prompts take no time here: the speed-up is off as its iterations are.
     assert low == pytest.approx(band.estimate / 1.25, rel=1e-6)
-    assert high == pytest.approx(band.estimate / 0.75, rel=1e-6)
+    assert high == pytest.approx(band.estimate * 1.25, rel=1e-6)
     assert part(band, "lengths").high > 0
 
 
