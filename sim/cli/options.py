@@ -48,7 +48,12 @@ DefaultDecisionBlock = Annotated[
     typer.Option(help="Iterations between decisions. [default: 1; systems on long or many responses: cap / 256]"),
 ]
 PrefixCaching = Annotated[
-    bool, typer.Option("--prefix-caching", help="A group's prompt is prefilled, and held, once on each worker.")
+    bool,
+    typer.Option(
+        "--prefix-caching",
+        help="A group's prompt is prefilled, and held, once on each worker, and a preempted request goes on from what "
+        "is left of it in the KV cache: engines' own default.",
+    ),
 ]
 GpusPerWorker = Annotated[
     int | None,

@@ -250,14 +250,14 @@ class Requests:
         """Tokens of each prompt that another sample of its group has in the cache: whole blocks, never the last token.
 
         The shortest prompt of a group is what its samples have in common: a response that goes on has its own text
-        behind it. Zeros without prefix caching.
+        behind it. Zeros without prefix caching, and for a sample that is alone.
         """
         if not self.prefix_caching or not len(self):
             return np.zeros(len(self), np.int64)
         shortest = np.full(int(self.groups.max()) + 1, np.iinfo(np.int64).max)
         np.minimum.at(shortest, self.groups, self.prompts)
         common: Ints = np.maximum(shortest - 1, 0) // BLOCK_TOKENS * BLOCK_TOKENS
-        return common[self.groups]
+        return np.where(np.bincount(self.groups)[self.groups] > 1, common[self.groups], 0)
 
 
 def check_fits(requests: Requests, capacity: int | None) -> None:

@@ -2,14 +2,16 @@
 
 A round: preempt the newest while the next iteration does not fit, otherwise admit waiting requests in order while they
 fit. An iteration fits while the contexts plus one token per resident fit into the KV cache (drafted tokens are not
-counted). A preempted request goes to the head of the queue and has its prompt and generated tokens prefilled again.
+counted). A preempted request goes to the head of the queue and has its prompt and generated tokens prefilled again:
+all of them, or with prefix caching those whose room others have taken since.
 
 Where the cost model limits the tokens of an iteration (`max_num_batched_tokens`), prompts are prefilled in chunks: the
 running requests come first, what they leave goes to the admitted prompts in order, and a request decodes from the
 iteration after its prompt is done. Its KV space is taken at admission.
 
 With prefix caching (`Requests.prefix_caching`) what a group's samples share of their prompt is prefilled by the first
-of them on a worker, and held once while any of them is there. It is taken to stay in the cache from then on.
+of them on a worker, and held once while any of them is there. It is taken to stay in the cache from then on. What a
+preempted request had computed stays while nothing else needs the room, and is taken from its end first.
 """
 
 from __future__ import annotations
@@ -106,9 +108,15 @@ class Scheduler:
         while len(self.batch) and len(self.batch) + len(self.prefilling) > 1 and not self.can_fit(self.room_tokens):
             if self.prefilling:
                 newest = self.prefilling.pop()
-                self.waiting.appendleft((newest.request, newest.tokens - self._prompt_tokens[newest.request]))
+                request, generated = newest.request, newest.tokens - self._prompt_tokens[newest.request]
+                computed = newest.tokens - newest.left_tokens
             else:
-                self.waiting.appendleft(self.batch.preempt())
+                request, generated = self.batch.preempt()
+                # The last token that it was given has not been computed yet.
+                computed = self._prompt_tokens[request] + generated - 1
+            self.waiting.appendleft((request, generated))
+            if self._prefix_caching:
+                self.cached_tokens[request] = computed
             preempted = True
         return preempted
 
@@ -133,13 +141,19 @@ class Scheduler:
             if self._prefix_caching:
                 groups.add(int(requests.groups[request]))
         if self.cached_tokens:
-            self.evict(self.batch.context_tokens)
+            self.evict(self.room_tokens)
 
-    def evict(self, context_tokens: float) -> None:
-        """Forget what was kept longest until the rest fits beside running requests of this context."""
-        free_tokens = self.kv_capacity_tokens - context_tokens - sum(prefill.tokens for prefill in self.prefilling)
-        while self.cached_tokens and sum(self.cached_tokens.values()) > free_tokens:
-            del self.cached_tokens[next(iter(self.cached_tokens))]
+    def evict(self, room_tokens: float) -> None:
+        """Forget ends of what was kept longest until the rest fits into the room that contexts leave."""
+        excess = sum(self.cached_tokens.values()) - max(0.0, room_tokens)
+        while excess > 0:
+            oldest = next(iter(self.cached_tokens))
+            kept = self.cached_tokens[oldest] - excess
+            excess = -kept
+            if kept > 0:
+                self.cached_tokens[oldest] = kept
+            else:
+                del self.cached_tokens[oldest]
 
     def _reused(self, request: int) -> int:
         """Tokens of its prompt that need no prefill; from now on those of its group have them too."""

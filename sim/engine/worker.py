@@ -374,7 +374,10 @@ class Worker:
         limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, most) if scheduler.prefilling else (most, 0.0)
         if self.shares_out:
             self.batch.state = replace(self._state(batch, waiting), requests=())
-        macro = self.batch.advance(regime, limit, scheduler.room_tokens)
+        room_tokens = scheduler.room_tokens
+        macro = self.batch.advance(regime, limit, room_tokens)
+        if scheduler.cached_tokens:
+            scheduler.evict(room_tokens - macro.tokens)
         noise = None if self.noise is None else self._add_noise(self.noise, macro)
         beside = min(chunk * macro.num_iterations, scheduler.prefill_left_tokens) if chunk else 0.0
         beside_s = self._beside_s(macro, beside) if beside else 0.0
@@ -426,7 +429,6 @@ class Worker:
         for request in macro.finished:
             self.rollout.finish_s[request] = now
         if self.tools is not None:
-            scheduler.evict(macro.context_tokens + macro.tokens)
             self._call_tools(self.tools, macro.finished, now)
         if self.feed is not None:
             room_tokens = 0.0 if scheduler.num_waiting else scheduler.room_tokens

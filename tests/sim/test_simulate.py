@@ -77,6 +77,15 @@ def fixed(strategy: Strategy = CHAIN, threshold: int | None = None) -> Policy:
             [0.2 + 8, 0.2 + 8 + 0.15 + 3],
             id="an overflowing cache puts the newest back",
         ),
+        # The same, but its 14 computed tokens stay where the first's growth to 18 leaves room for 11: 4 are left to do.
+        pytest.param(
+            (8, 8),
+            {"kv_capacity_tokens": 30, "prefill_per_token_s": 0.01},
+            {"prefix_caching": True},
+            [1.2, 1.2],
+            [0.2 + 8, 0.2 + 8 + 0.04 + 3],
+            id="what others did not need of it is not prefilled again",
+        ),
         # 7 tokens at 2.5 an iteration: 2.5, 5, 7.5.
         pytest.param((7,), {}, {"policy": fixed(), "acceptance": "constant:2.5"}, [1], [3], id="surplus is dropped"),
         # 3 + 1 plain iterations, then 2 tokens at a time: the third request needs 6 more.

@@ -8,7 +8,7 @@ import pandas as pd
 
 from bench.harness import Table, Text
 
-from . import profiles, roofline
+from . import profiles, roofline, server
 
 COLUMNS = ["model", *profiles.COLUMNS]
 
@@ -18,7 +18,11 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
 
     `left_out` fits engine profiles again without each model, GPU and engine. ConfigError where a file is missing.
     """
-    parts = {"roofline": roofline.rows(data), "profile": profiles.rows(data, left_out=left_out)}
+    parts = {
+        "roofline": roofline.rows(data),
+        "simulator": server.rows(data),
+        "profile": profiles.rows(data, left_out=left_out),
+    }
     errors = pd.concat([part.assign(model=name) for name, part in parts.items()], ignore_index=True)[COLUMNS]
     # What only profiles have is null elsewhere, in JSON too.
     return errors.astype(object).where(errors.notna(), None)

@@ -103,8 +103,9 @@ def finish_times(
     if requests.prefix_caching:
         for r in waiting:
             alike = [n for n, key in zip(requests.prompt_tokens, requests.keys, strict=True) if key[1] == r.group]
-            r.shared = max(0, min(alike) - 1) // 16 * 16
+            r.shared = max(0, min(alike) - 1) // 16 * 16 if len(alike) > 1 else 0
     cached: set[str] = set()
+    kept: dict[int, float] = {}
     prefilling: list[_Request] = []
     running: list[_Request] = []
     finished: dict[int, float] = {}
@@ -115,14 +116,20 @@ def finish_times(
     while waiting or prefilling or running:
         preempted, begin_s, prefilled = False, now, 0.0
         while not _fits([*running, *prefilling], costs) and running and len(running) + len(prefilling) > 1:
-            waiting.insert(0, prefilling.pop() if prefilling else running.pop())
+            newest = prefilling.pop() if prefilling else running.pop()
+            waiting.insert(0, newest)
+            if requests.prefix_caching:
+                kept[newest.request] = newest.context_tokens - (newest.to_prefill or 1.0)
             preempted = something_happened = True
         while waiting and not preempted and _admissible([*running, *prefilling, waiting[0]], costs):
             new = waiting.pop(0)
-            new.to_prefill = new.context_tokens - (new.shared if new.group in cached else 0)
+            reused = max(new.shared if new.group in cached else 0, kept.pop(new.request, 0.0))
+            new.to_prefill = new.context_tokens - reused
             cached.add(new.group)
             prefilling.append(new)
             something_happened = True
+        if not preempted:
+            _evict(kept, [*running, *prefilling], costs)
         if not running or costs.max_num_batched_tokens is None:
             budget = costs.max_num_batched_tokens or float("inf")
             while prefilling and (not running or costs.max_num_batched_tokens is None):
@@ -155,6 +162,8 @@ def finish_times(
         for r, gained in zip(running, gains, strict=True):
             r.generated += gained
             r.num_speculative += strategy.speculates
+        _evict(kept, [*running, *beside, *prefilling], costs)
+        for r in running:
             if r.generated >= r.length - 1e-6:
                 finished[r.request] = now
                 something_happened = True
@@ -177,13 +186,28 @@ def _prefill(prefilling: list[_Request], done: list[_Request], tokens: float) ->
     return spent
 
 
-def _fits(held: list[_Request], costs: CostModel) -> bool:
-    """Whether the contexts and one more token each fit; the rounding of expected tokens is forgiven."""
+def _evict(kept: dict[int, float], held: list[_Request], costs: CostModel) -> None:
+    """Token by token from the end of what was kept longest, until the rest fits."""
+    if costs.kv_capacity_tokens is None:
+        return
+    room = max(0.0, costs.kv_capacity_tokens - _needed(held))
+    for request in list(kept):
+        if (excess := sum(kept.values()) - room) > 0:
+            kept[request] -= min(kept[request], excess)
+
+
+def _needed(held: list[_Request]) -> float:
+    """Tokens of the contexts and one more each, what a group shares once."""
     needed = sum(r.context_tokens + 1 for r in held)
     for group in {r.group for r in held}:
         members = [r for r in held if r.group == group]
         needed -= (len(members) - 1) * members[0].shared
-    return costs.kv_capacity_tokens is None or needed <= costs.kv_capacity_tokens + 1e-6
+    return needed
+
+
+def _fits(held: list[_Request], costs: CostModel) -> bool:
+    """Whether the contexts and one more token each fit; the rounding of expected tokens is forgiven."""
+    return costs.kv_capacity_tokens is None or _needed(held) <= costs.kv_capacity_tokens + 1e-6
 
 
 def _admissible(held: list[_Request], costs: CostModel) -> bool:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from bench.harness import shown
+from bench.presets import server
 from bench.presets.accuracy import COLUMNS, TEXT, rows, summary
 
 
@@ -20,3 +21,11 @@ def test_every_row_is_shown_whole(shared_data: Path):
     assert set(engines.index) < set(summary(found).index)
     assert len(summary(found)) < 40
     assert engines["n_points"].sum() == found[found["pooled"].eq(False)]["n_points"].sum()
+
+
+def test_prefixes_in_the_cache_bring_a_crowded_server_nearer(shared_data: Path):
+    again, kept = server.rows(shared_data).itertuples()
+    tokens = [int(row.note.split()[-3]) for row in (again, kept)]
+    assert 257_239 < tokens[1] < tokens[0] - 50_000
+    assert kept.max_abs_error < again.max_abs_error - 0.03
+    assert kept.max_abs_error < 0.12
