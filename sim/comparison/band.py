@@ -172,6 +172,11 @@ class InputErrors:
                 tokens[name] = recorded_tokens(trace, name) or usual
         return cls(speed_up=speed_up, seconds=unstated if seconds is None else seconds, tokens=tokens)
 
+    def of_tokens(self) -> Effect:
+        """The effect of acceptance at most: a rollout gains no more than in proportion to tokens per iteration."""
+        logs = [math.log(end) for ends in self.tokens.values() for end in ends]
+        return min([0.0, *logs]), max([0.0, *logs])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
@@ -186,6 +191,21 @@ class Times:
         return np.maximum(self.step_s - self.rollout_s, 0.0)
 
 
+def at_ends(scenario: Scenario, errors: InputErrors) -> dict[Source, list[Scenario]]:
+    """Scenarios with costs, and with acceptance, at the lower and at the upper end of its range.
+
+    There are none of acceptance where no error of it is open, and where it is replayed and cannot be moved.
+    """
+    model, tokens = scenario.acceptance, errors.tokens
+    ends: dict[Source, list[Scenario]] = {"costs": [_with_costs(scenario, f) for f in _costs_ends(errors.speed_up)]}
+    ends["acceptance"] = []
+    if model is not None and tokens and model.varies_by != "position":
+        ends["acceptance"] = [
+            _with_tokens(scenario, model, {name: pair[end] for name, pair in tokens.items()}) for end in (0, 1)
+        ]
+    return ends
+
+
 def bands(
     scenario: Scenario,
     policy: Callable[[Scenario], Policy],
@@ -193,33 +213,24 @@ def bands(
     drafting: Times,
     errors: InputErrors,
     *,
-    baseline: Policy | None = None,
     jobs: int | None = 1,
 ) -> tuple[Band, Band | None]:
     """The ranges of the speed-ups of rollouts and of RL steps, from `plain` and `drafting`, which were simulated.
 
     `policy` returns the policy of a scenario whose inputs are off: the one that was simulated, or the best there where
-    that one drafts nothing. `baseline` is what `plain` are the times of, by default plain decoding. Other stages take
-    what they take in `plain` and `drafting`, in proportion to the tokens. `jobs` as in `side_by_side`.
+    that one drafts nothing. Other stages take what they take in `plain` and `drafting`, in proportion to the tokens.
+    `jobs` as in `side_by_side`.
     """
-    model = scenario.acceptance
-    moved: dict[Source, list[Scenario]] = {"costs": [_with_costs(scenario, f) for f in _costs_ends(errors.speed_up)]}
-    replayed = model is not None and model.varies_by == "position"
-    tokens = {name: ends for name, ends in errors.tokens.items() if ends != (1.0, 1.0)}
-    moved["acceptance"] = []
-    if model is not None and tokens and not replayed:
-        moved["acceptance"] = [
-            _with_tokens(scenario, model, {name: ends[end] for name, ends in tokens.items()}) for end in (0, 1)
-        ]
+    moved = at_ends(scenario, errors)
     drawn = [] if len(scenario.steps) >= _FEW_STEPS else _draws(scenario)
     used, none = policy(scenario), load_policy("none")
     ends = [end for ends in moved.values() for end in ends]
     runs = [(end, policy(end)) for end in ends] + [(draw, used) for draw in drawn]
-    # The ends of costs and acceptance are those of speculation: plain decoding takes what it took.
-    runs += [(end, baseline) for end in ends if baseline is not None] + [(draw, baseline or none) for draw in drawn]
+    runs += [(draw, none) for draw in drawn]
     found = list(side_by_side([partial(_makespans, *run) for run in runs], jobs=jobs))
     drafting_s, plain_s = found[: len(ends) + len(drawn)], found[len(ends) + len(drawn) :]
-    plain_s = plain_s if baseline is not None else [plain.rollout_s] * len(ends) + plain_s
+    # The ends of costs and acceptance are those of speculation: plain decoding takes what it took.
+    plain_s = [plain.rollout_s] * len(ends) + plain_s
     pairs = list(zip(plain_s, drafting_s, strict=True))
     tokens_of = [_tokens(draw) / np.maximum(_tokens(scenario), 1.0) for draw in drawn]
 
@@ -235,22 +246,20 @@ def bands(
         effects: dict[Source, Effect] = {}
         at = 0
         for name, ends in moved.items():
-            effects[name] = _effect(estimate, [ratio(pair) for pair in pairs[at : at + len(ends)]])
+            effects[name] = effect(estimate, [ratio(pair) for pair in pairs[at : at + len(ends)]])
             at += len(ends)
-        if replayed and tokens:
-            # A rollout gains at most in proportion to the tokens per iteration.
-            lows, highs = zip(*tokens.values(), strict=True)
-            effects["acceptance"] = min(0.0, math.log(min(lows))), max(0.0, math.log(max(highs)))
+        if not moved["acceptance"]:
+            effects["acceptance"] = errors.of_tokens()
         if whole:
             factors = _costs_ends(_added(errors.seconds, STAGES))
-            effects["costs"] = _both(effects["costs"], _effect(estimate, [ratio(nominal, 1 / f) for f in factors]))
+            effects["costs"] = _both(effects["costs"], effect(estimate, [ratio(nominal, 1 / f) for f in factors]))
         if drawn:
             logs = [math.log(ratio(pair, scale)) for pair, scale in zip(pairs[at:], tokens_of, strict=True)]
             margin = student_margin(float(np.std(logs, ddof=1)), len(logs) - 1, LEVEL)
             effects["lengths"] = -margin, margin
         else:
             rows = [times.step_s if whole else times.rollout_s for times in (plain, drafting)]
-            effects["lengths"] = _of_steps(*rows, seed=scenario.seed)
+            effects["lengths"] = of_steps(*rows, seed=scenario.seed)
         return Band.of(estimate, effects)
 
     return of(False), None if plain.step_s is None or drafting.step_s is None else of(True)
@@ -388,7 +397,8 @@ def _curve(model: Acceptance, drafter: str) -> Floats:
     return np.zeros(0)
 
 
-def _effect(estimate: float, ends: Sequence[float]) -> Effect:
+def effect(estimate: float, ends: Sequence[float]) -> Effect:
+    """Effect of an input that makes an estimate one of these speed-ups at the ends of its range."""
     logs = [math.log(end / estimate) for end in ends]
     return min([0.0, *logs]), max([0.0, *logs])
 
@@ -397,8 +407,8 @@ def _both(a: Effect, b: Effect) -> Effect:
     return -math.hypot(a[0], b[0]), math.hypot(a[1], b[1])
 
 
-def _of_steps(plain: Floats | None, drafting: Floats | None, *, seed: int) -> Effect:
-    """Effect of the draw of RL steps."""
+def of_steps(plain: Floats | None, drafting: Floats | None, *, seed: int) -> Effect:
+    """Effect of the draw of RL steps, from the seconds of each."""
     assert plain is not None
     assert drafting is not None
     ratio = paired_ratio(drafting, plain, level=LEVEL, rng=np.random.default_rng(seed))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from tltlab.arrays import Floats
 from tltlab.policies.policy import Policy
+from tltlab.sim.comparison.band import Band, Effect, InputErrors, Source, at_ends, effect, of_steps
 from tltlab.stats import finite, paired_interval
 from tltlab.strategy import Strategy
 
-from .cases import ORACLE, TuningCases
+from .cases import ORACLE, TuningCase, TuningCases
 
 ORDER = ("none", "fixed", "elastic", "table", "bandit", "own")
 """From simple to complicated: of policies that are equally good the first is taken."""
@@ -58,7 +61,8 @@ class JudgedPolicy:
 class Judged:
     """The finalists on held-out RL steps as `candidates`, the fastest first, and the `name` of the one to take.
 
-    The `champion` is the best of what is tuned, by its score on the tuning steps.
+    The `champion` is the best of what is tuned, by its score on the tuning steps. `bands` are the 90 % ranges of its
+    speed-up over the `best_fixed` strategy and over plain decoding, "none"; {} of one RL step, or without a champion.
     """
 
     name: str
@@ -66,6 +70,7 @@ class Judged:
     verdict: str
     best_fixed: str
     champion: str
+    bands: Mapping[str, Band]
     candidates: tuple[JudgedPolicy, ...]
     oracle_s: float
     bound_s: float
@@ -77,14 +82,17 @@ def judge(
     scores: Mapping[str, float],
     strategies: Sequence[Strategy],
     *,
+    errors_of: Callable[[TuningCase, Sequence[Strategy]], InputErrors],
     seeds: Sequence[int],
     seed: int,
 ) -> Judged:
     """Compare the finalists in sampled mode; `scores` are theirs on the tuning steps, which name the champion.
 
-    Tuning is worth it where the champion's interval over the best fixed strategy lies below 1. The policy to take is
-    the simplest that a bootstrap of the RL steps does not tell from the best one: of all where it is worth it, else of
-    those not tuned. From few RL steps a bootstrap tells apart too readily, which here only favours the faster policy.
+    Tuning is worth it where the champion's interval over the best fixed strategy lies below 1, and the range of its
+    speed-up above 1, with what costs and acceptance may be wrong by (`errors_of` a case and strategies). The policy to
+    take is the simplest that a bootstrap of the RL steps does not tell from the best one: of all where it is worth it,
+    else of those not tuned. From few RL steps a bootstrap tells apart too readily, which here only favours the faster
+    policy.
     """
     makespans = cases.makespans(finalists.policies, mode="sampled", seeds=seeds, oracle=strategies)
     oracle_s, bound_s = cases.mean_s(makespans.pop(ORACLE)), cases.bound_s(strategies)
@@ -111,7 +119,11 @@ def judge(
     tuned = [name for name in eligible if finalists.kind_of[name] in TUNED]
     champion = min(tuned, key=lambda n: scores[n]) if tuned else fixed
     high = by_name[champion].ratio_high
-    worth_it = champion != fixed and high is not None and high < 1.0
+    bands = {}
+    if champion != fixed and high is not None:
+        used = {name: finalists.policies[name] for name in dict.fromkeys((champion, fixed, "none"))}
+        bands = _bands(cases, used, makespans, errors_of, seeds=seeds, seed=seed)
+    worth_it = bool(bands) and high is not None and high < 1.0 and not bands[fixed].loses
     if not worth_it:
         eligible = [name for name in eligible if finalists.kind_of[name] not in TUNED]
     best = champion if worth_it else min(eligible, key=lambda n: scores[n])
@@ -120,9 +132,10 @@ def judge(
     return Judged(
         name=name,
         worth_it=worth_it,
-        verdict=_verdict(by_name, champion, fixed, name, worth_it, "worst case" if cases.robust else "time"),
+        verdict=_verdict(by_name[champion], bands, fixed, name, worth_it, robust=cases.robust),
         best_fixed=fixed,
         champion=champion,
+        bands=bands,
         candidates=tuple(sorted(rows, key=lambda row: row.makespan_s)),
         oracle_s=oracle_s,
         bound_s=bound_s,
@@ -137,21 +150,69 @@ def _reaches(
     return (interval.estimate if math.isnan(interval.low) else interval.low) <= 1.0
 
 
+def _bands(
+    cases: TuningCases,
+    policies: Mapping[str, Policy],
+    makespans: Mapping[str, Sequence[Floats]],
+    errors_of: Callable[[TuningCase, Sequence[Strategy]], InputErrors],
+    *,
+    seeds: Sequence[int],
+    seed: int,
+) -> dict[str, Band]:
+    """Ranges of the speed-up of the first of these policies over each of the others, over the nominal cases."""
+    champion, *others = policies
+    nominal = replace(cases, cases=cases.nominal, robust=False)
+    strategies = [s for policy in policies.values() for s in policy.strategies]
+    errors = [errors_of(case, strategies) for case in nominal.cases]
+    ends = [at_ends(case.scenario, error) for case, error in zip(nominal.cases, errors, strict=True)]
+
+    def seconds(source: Source, end: int) -> dict[str, list[Floats]]:
+        """Simulate every case at one end of an input's range, under one seed."""
+        moved = [
+            replace(case, scenario=found[source][end]) if found[source] else case
+            for case, found in zip(nominal.cases, ends, strict=True)
+        ]
+        return replace(nominal, cases=tuple(moved)).makespans(policies, mode="sampled", seeds=seeds[:1])
+
+    def ratio(found: Mapping[str, Sequence[Floats]], other: str) -> float:
+        return float(np.concatenate(found[other]).sum() / np.concatenate(found[champion]).sum())
+
+    same_seed = nominal.makespans(policies, mode="sampled", seeds=seeds[:1])
+    at = {source: [seconds(source, end) for end in (0, 1)] for source in ends[0] if any(each[source] for each in ends)}
+    judged = {
+        name: [row for case, row in zip(cases.cases, makespans[name], strict=True) if case in nominal.cases]
+        for name in policies
+    }
+    bands = {}
+    for other in others:
+        effects: dict[Source, Effect] = {
+            source: effect(ratio(same_seed, other), [ratio(found, other) for found in both])
+            for source, both in at.items()
+        }
+        if "acceptance" not in at:
+            # What is replayed is replayed for both: only plain decoding does not depend on it.
+            drafts = any(s.speculates for s in policies[other].strategies)
+            effects["acceptance"] = (0.0, 0.0) if drafts else errors[0].of_tokens()
+        rows = (np.concatenate(judged[name]) for name in (other, champion))
+        effects["lengths"] = of_steps(*rows, seed=seed)
+        bands[other] = Band.of(ratio(judged, other), effects)
+    return bands
+
+
 def _verdict(
-    rows: Mapping[str, JudgedPolicy], champion: str, fixed: str, choice: str, worth_it: bool, measure: str
+    row: JudgedPolicy, bands: Mapping[str, Band], fixed: str, choice: str, worth_it: bool, *, robust: bool
 ) -> str:
-    row = rows[champion]
-    if champion == fixed:
+    if row.name == fixed:
         return f"there was nothing to tune; take {choice}"
     if row.ratio_low is None or row.ratio_high is None:
         return (
-            f"one RL step to judge on gives no interval, so tuning is not shown to be worth it: the {measure} of "
-            f"{champion} is {row.ratio:.3f} times that of {fixed} (simulated); take {choice}"
+            f"one RL step to judge on gives no interval, so tuning is not shown to be worth it: {row.name} is "
+            f"{1 / row.ratio:.2f}x as fast as {fixed} (simulated); take {choice}"
         )
-    comparison = (
-        f"on held-out RL steps the {measure} of {champion} is {row.ratio:.3f} [{row.ratio_low:.3f}, "
-        f"{row.ratio_high:.3f}] times that of {fixed} (simulated)"
-    )
+    over_plain = "" if fixed == "none" else f" and {bands['none']} as fast as plain decoding"
+    comparison = f"on held-out RL steps {row.name} is {bands[fixed]} as fast as {fixed}{over_plain} (simulated)"
+    if robust:
+        comparison += f", in the worst case {1 / row.ratio:.2f}x"
     if not worth_it:
         return f"not worth it: {comparison}; take {choice}"
-    return f"worth it: {comparison}" + ("" if choice == champion else f"; {choice} is simpler and within noise of it")
+    return f"worth it: {comparison}" + ("" if choice == row.name else f"; {choice} is simpler and within noise of it")

@@ -27,6 +27,7 @@ from tltlab.importers.sources import TraceSource, read
 from tltlab.own import split
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.specs import FixedSpec
+from tltlab.sim.comparison.band import InputErrors
 from tltlab.sim.comparison.sample import ALL_OF, FIRST, small, spread
 from tltlab.sim.config import SimulationConfig, at_least, decisions_apart
 from tltlab.sim.engine.regime import Regimes
@@ -80,12 +81,14 @@ class TuneResult(Judged):
         return pd.DataFrame([asdict(row) for row in self.candidates])
 
     def plot(self) -> Figure:
-        """The candidates' ratios to the best fixed strategy, with their intervals."""
+        """The candidates' speed-ups over the best fixed strategy, with intervals of draws only."""
         from tltlab.charts import bars
 
         rows = self.candidates
-        return bars([row.name for row in rows], [row.ratio for row in rows], [row.ratio_low for row in rows],
-                    [row.ratio_high for row in rows], xlabel=f"time over that of {self.best_fixed}", reference=1.0,
+        low = [row.ratio_high and 1 / row.ratio_high for row in rows]
+        high = [row.ratio_low and 1 / row.ratio_low for row in rows]
+        return bars([row.name for row in rows], [1 / row.ratio for row in rows], low, high, reference=1.0,
+                    xlabel=f"speed-up over {self.best_fixed} (intervals: draws only)",
                     title="Held-out RL steps (simulated)")  # fmt: skip
 
     def history(self) -> Figure:
@@ -105,6 +108,7 @@ class TuneResult(Judged):
             "name": self.name,
             "worth_it": self.worth_it,
             "verdict": self.verdict,
+            "band": {name: band.ends_json() | band.json() for name, band in self.bands.items()},
             "candidates": [asdict(row) for row in self.candidates],
             "oracle_s": self.oracle_s,
             "bound_s": self.bound_s,
@@ -227,6 +231,11 @@ def tune(
         pairs = enumerate(zip(sources, parts, strict=True))
         return [_case(trace, i, part[side], config, brought) for i, (trace, part) in pairs]
 
+    def errors_of(case: TuningCase, used: Sequence[Strategy]) -> InputErrors:
+        recorded = config.acceptance in (None, "trace")
+        errors = InputErrors.of(case.scenario, used, sources[case.trace], recorded=recorded)
+        return errors if config.cost_error is None else replace(errors, speed_up=config.cost_error, tokens={})
+
     tune_on, judge_on = cases_of(0), cases_of(1)
     if config.graphs is not None:
         config = replace(config, graphs=replace(config.graphs, drafters=tune_on[0].scenario.registry))
@@ -308,7 +317,10 @@ def tune(
     scores, num = finalists.scores(tuning, seeds=config.seeds(_SELECTION), seed=config.seed), FIRST
     while True:
         judging = _with_errors(judge_on, strategies, config, processes)
-        judged = judge(judging, finalists, scores, strategies, seeds=config.seeds(_JUDGEMENT), seed=config.seed)
+        judged = judge(
+            judging, finalists, scores, strategies, errors_of=errors_of, seeds=config.seeds(_JUDGEMENT),
+            seed=config.seed,
+        )  # fmt: skip
         num *= 3
         more = [(tune_steps, spread(rest, num) if sampled else rest) for tune_steps, rest, sampled in splits]
         if more == parts or _is_clear(judged, judge_on, finalists):
@@ -476,6 +488,7 @@ def _provenance(
         "makespan_s": row.makespan_s,
         "interval": [row.ratio_low, row.ratio_high],
         "compared_with": judged.best_fixed,
+        "band": {name: [band.low, band.high] for name, band in judged.bands.items()},
         "regret": row.regret,
         "regret_to_bound": row.regret_to_bound,
         "oracle_s": judged.oracle_s,
