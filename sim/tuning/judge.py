@@ -206,13 +206,13 @@ def _verdict(
         return f"there was nothing to tune; take {choice}"
     if row.ratio_low is None or row.ratio_high is None:
         return (
-            f"one RL step to judge on gives no interval, so tuning is not shown to be worth it: {row.name} is "
-            f"{1 / row.ratio:.2f}x as fast as {fixed} (simulated); take {choice}"
+            f"one RL step to judge on gives no interval, so tuning is not shown to be worth it: the speed-up of "
+            f"{row.name} over {fixed} is {1 / row.ratio:.2f}x (simulated); take {choice}"
         )
-    over_plain = "" if fixed == "none" else f" and {bands['none']} as fast as plain decoding"
-    comparison = f"on held-out RL steps {row.name} is {bands[fixed]} as fast as {fixed}{over_plain} (simulated)"
-    if robust:
-        comparison += f", in the worst case {1 / row.ratio:.2f}x"
+    comparison = f"on held-out RL steps the speed-up of {row.name} over {fixed} is {bands[fixed]}"
+    comparison += f", in the worst case {1 / row.ratio:.2f}x" if robust else ""
+    comparison += "" if fixed == "none" else f", over plain decoding {bands['none']}"
+    comparison += " (simulated)"
     if not worth_it:
         return f"not worth it: {comparison}; take {choice}"
     return f"worth it: {comparison}" + ("" if choice == row.name else f"; {choice} is simpler and within noise of it")

@@ -16,6 +16,7 @@ from bench.simulator import COSTS
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance, Scaled
 from tltlab.acceptance.load import load_acceptance
+from tltlab.costs.evidence import Evidence
 from tltlab.costs.load import load_costs
 from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError
@@ -126,10 +127,26 @@ def test_where_nothing_is_gained_the_simplest_policy_wins(kind: str, options: di
 
 def test_where_the_batch_decides_tuning_is_worth_it():
     one = log_normal(prompts=8, group_size=4, rl_steps=12, median=80, cap=600, workers=1)
-    found = tune(one, **WITHOUT_LUCK | {"acceptance": "geometric:0.8", "costs": CROWDED})
+    known = Evidence(engine="mine", left_out={"a": (0.01, 0.02), "a, speculating": (0.005, 0.01)})
+    sure = CROWDED.model_copy(update={"evidence": known})
+    found = tune(one, **WITHOUT_LUCK | {"acceptance": "geometric:0.8", "costs": sure})
     assert found.worth_it
+    assert found.bands[found.best_fixed].low > 1.0
     assert found.policy.provenance["interval"][1] < 1.0
     assert found.policy.selector.kind == "table" or found.policy.activation is not None
+
+
+def test_a_gain_that_the_costs_may_be_wrong_about_is_not_praised():
+    """The same RL steps agree on the gain; costs without evidence do not."""
+    one = log_normal(prompts=8, group_size=4, rl_steps=12, median=80, cap=600, workers=1)
+    found = tune(one, **WITHOUT_LUCK | {"acceptance": "geometric:0.8", "costs": CROWDED})
+    row = next(row for row in found.candidates if row.name == found.champion)
+    assert row.ratio_high < 1.0, "of draws alone it is clear"
+    band = found.json()["band"][found.best_fixed]
+    assert band["low"] < 1.0 < band["mean"] < band["high"]
+    assert max(band["parts"], key=lambda part: part["share"])["name"] == "costs"
+    assert sum(part["share"] for part in band["parts"]) == pytest.approx(1.0)
+    assert not found.worth_it
 
 
 def test_a_gain_by_luck_is_not_praised():
