@@ -1,1 +1,1 @@
-"""Is speculative decoding lossless? Sampled and exact comparisons of an engine with and without it."""
+"""Tests for lossless speculative decoding: sampled and exact comparisons of an engine with and without it."""

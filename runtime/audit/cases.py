@@ -1,4 +1,4 @@
-"""What an audit tries: a covering design over drafter, depth, temperature, filter and what the batch is made of."""
+"""Cases of an audit: a covering design over drafter, depth, temperature, filter and composition of the batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPOSITIONS: dict[Composition, str] = {
     "alone": "one request at a time",
     "mixed": "one batch of different prompts, temperatures, filters and lengths",
     "queue": "four times as many requests as the engine runs at once",
-    "budgets": "fewer drafts than requests, shared out anew in every iteration",
+    "budgets": "fewer drafts than requests, shared out again in every iteration",
     "switching": "another drafter or depth, or none, in every iteration",
     "updates": "the target's weights change between rollouts",
     "updates while running": "the target's weights change while requests run, which keep their keys and values",
@@ -38,7 +38,7 @@ FILTERS = ((1.0, 0), (0.9, 0), (1.0, 3), (0.9, 4))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditCase:
-    """One setting to audit. `depth` 0 leaves it to the policy."""
+    """One setting to audit. With `depth` 0 the policy chooses it."""
 
     drafter: str
     depth: int
@@ -54,7 +54,7 @@ class AuditCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditedDrafter:
-    """A drafter under audit: the engine it needs, by its drafters and vLLM's method of drawing drafts, and its name."""
+    """A drafter under audit: the engine it needs, by its drafters and vLLM's draft sampling method, and its name."""
 
     name: str
     engine: str
@@ -62,7 +62,7 @@ class AuditedDrafter:
     probabilistic: bool = False
 
     def specs(self, models: TinyModels) -> dict[str, DrafterSpec]:
-        """The drafters of that engine."""
+        """Return the drafters of that engine."""
         specs: dict[str, DrafterSpec] = dict(DEFAULT_DRAFTERS)
         if self.method:
             specs["learned"] = LearnedSpec(method=self.method, model=str(getattr(models, self.method)))
@@ -82,13 +82,13 @@ DRAFTERS: dict[str, AuditedDrafter] = {
         name="learned", engine="draft_model-sampled", method="draft_model", probabilistic=True
     ),
 }
-"""By what the audit calls them. The last one samples its drafts, which verification must know the probabilities of."""
+"""Drafters by their names in the audit. The last one samples its drafts; verification needs their probabilities."""
 
 
 def cases(drafters: Sequence[str], *, fast: bool) -> list[AuditCase]:
-    """The default audit: every pair of two factors' values occurs in some case; `fast`, every value does.
+    """Return the default audit: every pair of two factors' values occurs in some case; `fast`, every value does.
 
-    Cases of one engine stand together.
+    Cases of one engine are adjacent.
     """
     sampled = _cases(drafters, DEPTHS, 1 if fast else 2)
     likeliest = [greedy(drafter, depth) for drafter, depth in product(drafters, (1, 8) if fast else DEPTHS)]
@@ -96,7 +96,7 @@ def cases(drafters: Sequence[str], *, fast: bool) -> list[AuditCase]:
 
 
 def given_cases(drafter: str, depth: int | None) -> list[AuditCase]:
-    """Cases for drafting that is given, each other value once; a policy, for which depth is None, varies it itself."""
+    """Return cases for given drafting, each other value once; a policy, for which depth is None, varies it itself."""
     by_the_policy = ("budgets", "switching") if depth is None else ()
     sampled = [case for case in _cases([drafter], [depth or 0], 1) if case.composition not in by_the_policy]
     return [*sampled, greedy(drafter, depth or 0)]
@@ -114,7 +114,7 @@ def greedy(drafter: str, depth: int) -> AuditCase:
 
 
 def covering(factors: Sequence[Sequence[Any]], strength: int) -> list[tuple[Any, ...]]:
-    """Few combinations of one value per factor such that every `strength` values of different factors meet in one.
+    """Return few combinations of one value per factor that cover every `strength` values of different factors.
 
     >>> covering(["ab", "xyz"], 1)
     [('a', 'x'), ('b', 'y'), ('a', 'z')]
@@ -125,7 +125,7 @@ def covering(factors: Sequence[Sequence[Any]], strength: int) -> list[tuple[Any,
     used = [[0] * len(values) for values in factors]
     chosen = []
     while missing:
-        # Most new meetings first; among equals the one whose values have been used least, so that none is neglected.
+        # Most newly covered first; among equals the one with the least used values, so that all values are used.
         best = max(rows, key=lambda row: (len(pairs[row] & missing), -sum(used[f][v] for f, v in enumerate(row))))
         chosen.append(tuple(values[v] for values, v in zip(factors, best, strict=True)))
         missing -= pairs[best]
@@ -135,7 +135,7 @@ def covering(factors: Sequence[Sequence[Any]], strength: int) -> list[tuple[Any,
 
 
 def policy_of(case: AuditCase, drafting: AuditedDrafter, batch: int) -> Policy:
-    """What makes an engine with the drafters of `drafting` draft as `case` says, `batch` requests running at most."""
+    """Return the policy of `case` on an engine with the drafters of `drafting`, at most `batch` requests running."""
     strategy = Strategy.chain(drafting.name, case.depth)
     if case.composition == "budgets":
         budget = AcceptanceBudgetSpec(min_tokens=0, max_draft_tokens=batch * 3 // 4)
@@ -149,7 +149,7 @@ def policy_of(case: AuditCase, drafting: AuditedDrafter, batch: int) -> Policy:
 
 
 def tiny_drafters(policy: Policy, models: TinyModels) -> Mapping[str, DrafterSpec]:
-    """The drafters that `policy` names, the learned one replaced by the audit's own of the same method."""
+    """Return the drafters that `policy` names, the learned one replaced by the audit's own of the same method."""
     specs: dict[str, DrafterSpec] = DEFAULT_DRAFTERS | policy.drafters
     for strategy in policy.strategies:
         if policy.registry.network_levels(strategy):

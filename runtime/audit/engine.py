@@ -1,4 +1,4 @@
-"""The engine under audit: tltlab's on the tiny target, answering requests that may differ in their sampling."""
+"""The engine under audit: tltlab's on the tiny target, with requests that may differ in their sampling."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ RESPONSE_TOKENS = 12
 _UPDATE_AFTER = 3
 """Iterations after which a weight update arrives in a running batch: prompts are through, few responses have ended."""
 
-# Every pair of letters occurs, so whatever token comes first, n-grams know how it may go on.
+# Every pair of letters occurs, so n-grams have a continuation for any first token.
 _ALL_PAIRS = [0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3]
 PROMPTS = tuple(tuple(_ALL_PAIRS[i:] + _ALL_PAIRS[: i + 1]) for i in (0, 7))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRequest:
-    """A request of the audit; `updated` says which weights are to answer it."""
+    """A request of the audit; `updated` says that the updated weights answer it."""
 
     prompt: int
     sampling: Sampling
@@ -38,7 +38,7 @@ class AuditRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the engine sampled; the first `num_before` tokens by the old weights where they changed meanwhile."""
+    """Tokens that the engine sampled; the first `num_before` by the old weights where they changed meanwhile."""
 
     request: AuditRequest
     tokens: tuple[int, ...]
@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """A round's answers, and how many drafted tokens were verified and kept on the way."""
+    """A round's answers, and the numbers of verified and accepted draft tokens."""
 
     answers: list[Answer]
     num_drafted: int
@@ -56,7 +56,7 @@ class Answers:
 
 
 def settings(vllm_args: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM arguments of a small engine in full precision, as the reference is; `vllm_args` win."""
+    """Return vLLM arguments of a small engine in full precision, like the reference; `vllm_args` override."""
     memory = {"kv_cache_memory_bytes": 64 << 20} if on_cpu() else {"gpu_memory_utilization": 0.1}
     return {"dtype": "float32", "max_model_len": MAX_POSITIONS, "max_num_seqs": 128, **memory, **vllm_args}
 
@@ -70,19 +70,19 @@ class AuditedEngine:
         self._round = 0
 
     def prepare(self, policy: Policy) -> None:
-        """Draft by `policy` from now on, with nothing remembered."""
+        """Draft by `policy` from now on, with an empty history."""
         self.engine.set_policy(policy, (self._round,))
         self.engine.forget()
 
     def remember(self, prompt: int, responses: Sequence[Sequence[int]]) -> None:
-        """Show the drafters earlier responses to a prompt, by its number."""
+        """Add earlier responses to a prompt, by its number, to the drafters."""
         self._round += 1
         self.engine.remember(
             [((self._round, f"p{prompt}", n, 0), PROMPTS[prompt], response) for n, response in enumerate(responses)]
         )
 
     def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Sample by these weights from now on."""
+        """Sample from these weights from now on."""
         self._round += 1
         self.engine.update_weights(weights.items(), self._round)
 

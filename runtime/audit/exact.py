@@ -1,4 +1,4 @@
-"""The exact distribution that a lossless engine samples from, by Hugging Face forward passes of the same checkpoint."""
+"""The exact distribution of a lossless engine, by Hugging Face forward passes of the same checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CUT_MARGIN = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """A request's sampling settings; `top_p` 1 and `top_k` 0 leave everything in."""
+    """A request's sampling settings; `top_p` 1 and `top_k` 0 filter nothing."""
 
     temperature: float
     top_p: float = 1.0
@@ -26,10 +26,10 @@ class Sampling:
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> tuple[Floats, Flags]:
-    """Next-token probabilities [..., V] of `logits` as vLLM processes them: temperature, then top-k, then top-p.
+    """Return next-token probabilities [..., V] of `logits` as vLLM processes them: temperature, top-k, then top-p.
 
-    Top-p keeps the likeliest tokens until their sum reaches it. Also whether that cut is sure [...]: False where
-    rounding could move it.
+    Top-p keeps the likeliest tokens until their sum reaches it. The second result [...] is False where rounding could
+    move that cut.
     """
     p = torch.softmax(logits.double() / sampling.temperature, -1)
     ordered, order = p.sort(-1, descending=True)
@@ -54,7 +54,7 @@ class ExactModel:
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Logits [N, T, V] before each token of responses [N, T] to `prompt`; shorter ones are padded behind."""
+        """Return logits [N, T, V] before each token of responses [N, T] to `prompt`, shorter ones padded."""
         longest = max(map(len, responses))
         rows = torch.tensor([[*prompt, *r, *[0] * (longest - len(r))] for r in responses])
         logits: torch.Tensor = self.model(rows).logits
@@ -64,10 +64,10 @@ class ExactModel:
     def logits_after_update(
         self, before: ExactModel, prompt: Sequence[int], response: Sequence[int], num_before: int
     ) -> torch.Tensor:
-        """Logits [T - n, V] before the tokens of `response` from number n = `num_before` on.
+        """Return logits [T - n, V] before the tokens of `response` from number n = `num_before` on.
 
-        The first n tokens were sampled by `before` and an engine kept its keys and values: those of everything but the
-        last of the n, which runs first through the new weights.
+        The first n tokens were sampled by `before` and an engine kept its keys and values, except those of the last of
+        the n, which runs first through the new weights.
         """
         old = [*prompt, *response[: num_before - 1]]
         cache = before.model(torch.tensor([old]), use_cache=True).past_key_values
@@ -76,12 +76,12 @@ class ExactModel:
         return logits[0, :-1]
 
     def joint(self, prompt: Sequence[int], sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
-        """P of every response to `prompt` of `length` tokens, or fewer where it ends with the end token."""
+        """Return P of every response to `prompt` of `length` tokens, or fewer where it ends with the end token."""
         finished: dict[tuple[int, ...], float] = {}
         going: dict[tuple[int, ...], float] = {(): 1.0}
         for _ in range(length):
             prefixes = list(going)
-            # The pad stands where the next token would: only the logits before it are read.
+            # The pad takes the place of the next token: only the logits before it are read.
             logits = self.logits(prompt, [(*prefix, 0) for prefix in prefixes])[:, -1]
             p, _ = probabilities(logits, sampling)
             grown = {
@@ -96,7 +96,7 @@ class ExactModel:
     def sample(
         self, prompt: Sequence[int], sampling: Sampling, num: int, length: int, rng: np.random.Generator
     ) -> list[list[int]]:
-        """`num` responses of `length` tokens, or fewer where they end; drawn one token at a time."""
+        """Draw `num` responses of `length` tokens, or fewer where they end, one token at a time."""
         responses: list[list[int]] = [[] for _ in range(num)]
         for _ in range(length):
             going = [r for r in responses if not r or r[-1] != self.eos]

@@ -1,7 +1,7 @@
-"""Models small enough that their exact distribution can be written down: a target of five tokens and drafters for it.
+"""Models small enough for an exact distribution: a target of five tokens and drafters for it.
 
 Weights are random, not trained. The target's next token is far from uniform (1.1 nats of 1.6) and depends on the whole
-text; the drafters know the last token's embedding, so verification both keeps and rejects what they draft.
+text. The drafters use the last token's embedding, so verification both accepts and rejects their drafts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORDS = ("a", "b", "c", "d", "<eos>")
 EOS = 4
 MAX_POSITIONS = 256
 _HIDDEN, _MLP, _HEADS, _HEAD_SIZE, _LAYERS = 64, 128, 2, 32, 4
-# What EAGLE-3 reads: the layers vLLM takes by default collide in a target of four.
+# Inputs of EAGLE-3: vLLM's default layers collide in a target of four.
 _AUX_LAYERS = [1, 2, 3]
 
 Weights = dict[str, torch.Tensor]
@@ -40,7 +40,7 @@ class TinyModels:
 
 
 def make_tiny_models(folder: Path) -> TinyModels:
-    """Write them below `folder`, always with the same weights; torch's random state is left as it was."""
+    """Write the models below `folder`, always with the same weights; torch's random state is restored."""
     disable_progress_bar()
     models = TinyModels(**{name: folder / name for name in ("target", "updated", "draft_model", "eagle", "eagle3")})
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -81,14 +81,14 @@ def _target() -> LlamaForCausalLM:
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
             weight.normal_(0.0, 1.0 if "embed" in name else weight.shape[1] ** -0.5)
-    # A wrong temperature shows where logits are wide; a rare end leaves responses long enough for deep drafts.
+    # Wide logits reveal a wrong temperature; a rare end token leaves responses long enough for deep drafts.
     model.lm_head.weight.mul_(1.5)
     model.lm_head.weight[EOS].mul_(0.5)
     return model
 
 
 def _eagle() -> Weights:
-    """An EAGLE head that hands the last token's embedding on to the target's LM head, nearly unchanged.
+    """An EAGLE head that passes the last token's embedding to the target's LM head, nearly unchanged.
 
     vLLM's layout: `fc` [H, 2H] takes (embedding, target's hidden state), one decoder layer without input norm follows.
     """
@@ -97,9 +97,9 @@ def _eagle() -> Weights:
 
 
 def _eagle3(target: LlamaForCausalLM) -> Weights:
-    """An EAGLE-3 head whose attention looks for the last token's like and hands on its embedding.
+    """An EAGLE-3 head whose attention finds tokens like the last one and passes on its embedding.
 
-    vLLM's layout: `fc` [H, 3H] takes three of the target's hidden states, the layer sees (embedding, hidden) [2H].
+    vLLM's layout: `fc` [H, 3H] takes three of the target's hidden states, the layer reads (embedding, hidden) [2H].
     """
     embedding_only = torch.cat([torch.eye(_HIDDEN), torch.zeros(_HIDDEN, _HIDDEN)], 1)
     norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")

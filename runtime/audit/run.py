@@ -1,4 +1,4 @@
-"""An audit from beginning to end: models made, engines opened one after the other, every case judged, a report."""
+"""An audit from start to end: models are made, engines started one by one, every case judged, a report written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .models import TinyModels, make_tiny_models
 from .samples import Auditor, unsampled_row
 
 MAX_DEPTH = 8
-"""The deepest draft of the default cases, and what their engines are built for."""
+"""The deepest draft of the default cases, for which their engines are built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +50,17 @@ def run_audit(
     seed: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Audit and return the report; ConfigError for what cannot be audited.
+    """Run the audit and return the report; ConfigError for engines that cannot be audited.
 
     `drafters` restricts the default cases to some of them; a `policy`, or a speculative_config among `vllm_args`,
     replaces them.
     """
     started = time.perf_counter()
     if without_fix and not on_cpu():
-        raise ConfigError("--without-fix: on CUDA tltlab mends nothing in vLLM's sampler, so there is nothing to undo")
-    # Policies speculate on small batches; 32 is where the shipped ones begin to.
+        raise ConfigError(
+            "--without-fix: on CUDA tltlab repairs nothing in vLLM's sampler, so there is nothing to undo"
+        )
+    # Policies speculate on small batches; the shipped ones begin at 32.
     args = settings(vllm_args if policy is None else {"max_num_seqs": 32, **vllm_args})
     with tempfile.TemporaryDirectory() as folder:
         models = make_tiny_models(Path(folder))
@@ -103,20 +105,20 @@ def run_audit(
 
 
 def run_plan(plan: EnginePlan, auditor: Auditor, engine: AuditedEngine) -> Iterator[dict[str, Any]]:
-    """Rows of the plan's cases. A case that the engine does not survive has failed, those after it are not tested."""
+    """Yield rows of the plan's cases. A case in which the engine fails has failed; later ones are not tested."""
     died = None
     for case, policy in plan.cases:
         try:
             yield auditor.run(case, engine, policy) if died is None else unsampled_row(case, "not tested", died)
         except RunError as error:
-            died = f"the engine died in {case}"
-            yield unsampled_row(case, "failed", f"the engine died: {error}")
+            died = f"the engine failed in {case}"
+            yield unsampled_row(case, "failed", f"the engine failed: {error}")
 
 
 def default_plans(
     drafters: Sequence[str], models: TinyModels, args: Mapping[str, Any], *, fast: bool
 ) -> list[EnginePlan]:
-    """A plan for each engine that the default cases need."""
+    """Return a plan for each engine that the default cases need."""
     unknown = [name for name in drafters if name not in DRAFTERS]
     if unknown:
         raise ConfigError(f"no drafter named {unknown[0]!r} to audit; there are: {', '.join(DRAFTERS)}")
@@ -137,7 +139,7 @@ def default_plans(
 
 
 def policy_plan(source: str, models: TinyModels, args: Mapping[str, Any]) -> EnginePlan:
-    """The engine under a policy, which says itself what drafts and how deep."""
+    """Return the plan of an engine under a policy, which chooses drafter and depth itself."""
     policy = load_policy(source)
     depth = max((strategy.draft_depth for strategy in policy.strategies), default=0) or MAX_DEPTH
     pairs = [(case, policy) for case in given_cases(Path(source).stem, None)]
@@ -145,7 +147,7 @@ def policy_plan(source: str, models: TinyModels, args: Mapping[str, Any]) -> Eng
 
 
 def vllm_plan(args: Mapping[str, Any], models: TinyModels) -> EnginePlan:
-    """The engine with a speculative_config of the user's own: its method drafts, where case and scheduler say."""
+    """Return the plan of an engine with a speculative_config of the user's own, whose method drafts in each case."""
     method, depth = (args["speculative_config"][name] for name in ("method", "num_speculative_tokens"))
     drafting = AuditedDrafter(name="learned", engine="vllm", method="draft_model")
     pairs = [(case, policy_of(case, drafting, args["max_num_seqs"])) for case in given_cases(f"vllm {method}", depth)]
@@ -153,7 +155,7 @@ def vllm_plan(args: Mapping[str, Any], models: TinyModels) -> EnginePlan:
 
 
 def with_model(config: Mapping[str, Any], models: TinyModels) -> dict[str, Any]:
-    """A speculative_config whose method has a model that drafts for the audit's target, where it needs one."""
+    """Return a speculative_config with a model that drafts for the audit's target, where its method needs one."""
     method, depth = config.get("method"), config.get("num_speculative_tokens")
     if not isinstance(method, str) or type(depth) is not int or depth < 1:
         raise ConfigError(f"--vllm speculative_config needs method and num_speculative_tokens, got {dict(config)}")
@@ -168,7 +170,7 @@ def with_model(config: Mapping[str, Any], models: TinyModels) -> dict[str, Any]:
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The report as a table."""
+    """Return the report as a table."""
     rows = report["cases"]
     lines = [
         table(
@@ -190,9 +192,7 @@ def text(report: Mapping[str, Any]) -> str:
     ]
     bad = [row for row in rows if not row["passed"]]
     lines += [f"{row['verdict'].upper()}: {row['case']}: {row['reason']}" for row in bad]
-    verdict = (
-        "lossless as far as this can tell" if report["passed"] else f"{len(bad)} of {len(rows)} cases did not pass"
-    )
+    verdict = "no loss detected" if report["passed"] else f"{len(bad)} of {len(rows)} cases did not pass"
     lines.append(
         f"{verdict}; a sound engine fails with probability {report['false_alarm_rate']:g}; {report['seconds']:.0f} s"
     )

@@ -1,4 +1,4 @@
-"""Is an engine's speculative decoding lossless? Sample it, and hold the samples against the exact distribution."""
+"""Judgement of an engine's speculative decoding: samples are compared with the exact distribution."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .statistics import ChiSquare, cells_check, combined, ranks_check
 
 JOINT_TOKENS = 4
 LEAST_DRAFTS = 30
-"""A case with fewer drafted tokens accepted, or fewer not accepted, has tested nothing."""
+"""A case with fewer accepted draft tokens, or fewer rejected ones, has tested nothing."""
 LOGPROB_TOLERANCE = 5e-5
 
 
 class Auditor:
     """Audits engines of one set of models: `num_samples` responses a case, an eighth of them where that is slow.
 
-    A sound engine fails any of `num_checks` checks with a probability of `false_alarm_rate` (Bonferroni).
+    A correct engine fails any of `num_checks` checks with a probability of `false_alarm_rate` (Bonferroni).
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Auditor:
         self.history = [self.before.sample(prompt, everything, 32, RESPONSE_TOKENS, rng) for prompt in PROMPTS]
 
     def run(self, case: AuditCase, engine: AuditedEngine, policy: Policy) -> dict[str, Any]:
-        """Sample `case` and judge it: one row of the report."""
+        """Sample `case` and judge it; return one row of the report."""
         engine.prepare(policy)
         for prompt, responses in enumerate(self.history):
             engine.remember(prompt, responses)
@@ -71,7 +71,7 @@ class Auditor:
     def _judged(self, case: AuditCase, sampled: Answers) -> dict[str, Any]:
         ranks, logprob_error = self.ranks(sampled.answers)
         figures, reasons = {"ranks": self._figures(ranks)}, []
-        # A token's probability there depends on when the weights changed: no joint distribution is known.
+        # A token's probability there depends on the time of the weight change: no joint distribution is known.
         if case.composition != "updates while running":
             figures = {"cells": self._figures(self.cells(sampled.answers)), **figures}
         for name, subject in (("cells", f"the first {JOINT_TOKENS} tokens"), ("ranks", "the tokens' ranks")):
@@ -86,7 +86,7 @@ class Auditor:
 
     def _figures(self, check: ChiSquare) -> dict[str, Any]:
         return {
-            # JSON knows no infinity: null is an outcome that has probability 0.
+            # JSON has no infinity: null is an outcome of probability 0.
             "statistic": finite(check.statistic),
             "dof": check.dof,
             "threshold": check.threshold(self.level),
@@ -97,7 +97,7 @@ class Auditor:
         }
 
     def cells(self, answers: Sequence[Answer]) -> ChiSquare:
-        """Whether the first tokens of the responses are jointly distributed as they should be."""
+        """Test the joint distribution of the responses' first tokens."""
         checks = []
         for request, stratum in strata(answers).items():
             joint = self._model(request).joint(PROMPTS[request.prompt], request.sampling, JOINT_TOKENS)
@@ -109,7 +109,7 @@ class Auditor:
         return combined(checks)
 
     def ranks(self, answers: Sequence[Answer]) -> tuple[ChiSquare, float]:
-        """Whether tokens are as often the likeliest, the second, ... as they should be; worst error of a log-prob."""
+        """Test the frequencies of the tokens' ranks by likelihood; also return the worst error of a log-prob."""
         parts = [self._conditionals(request, stratum) for request, stratum in strata(answers).items()]
         p, tokens, logprobs, positions, sure = (np.concatenate(part) for part in zip(*parts, strict=True))
         exact = p[np.arange(len(p)), tokens]
@@ -121,7 +121,7 @@ class Auditor:
         return check, float(error)
 
     def _conditionals(self, request: AuditRequest, answers: Sequence[Answer]) -> tuple[Array, ...]:
-        """Per token of the answers: its distribution [N, V], itself, its log-prob, its position, whether it is sure."""
+        """Return per token of the answers: distribution [N, V], id, log-prob, position, True for a certain cut."""
         prompt, model = PROMPTS[request.prompt], self._model(request)
         tokens = []
         for row, answer in zip(model.logits(prompt, [answer.tokens for answer in answers]), answers, strict=True):
@@ -137,7 +137,7 @@ class Auditor:
         return self.after if request.updated else self.before
 
     def _greedy(self, case: AuditCase, engine: AuditedEngine) -> dict[str, Any]:
-        """Whether every token is the exact model's likeliest, as plain decoding's are."""
+        """Test that every token is the exact model's likeliest, as plain decoding's are."""
         requests = [AuditRequest(prompt=n % 2, sampling=case.sampling, max_tokens=40 + n) for n in range(8)]
         answers = engine.ask(requests, ignore_eos=True)
         wrong = 0
@@ -150,7 +150,7 @@ class Auditor:
 
 
 def strata(answers: Sequence[Answer]) -> dict[AuditRequest, list[Answer]]:
-    """Answers to the same prompt with the same sampling by the same weights, however long they may be."""
+    """Group answers to the same prompt with the same sampling by the same weights, of any length."""
     groups: dict[AuditRequest, list[Answer]] = {}
     for answer in answers:
         groups.setdefault(replace(answer.request, max_tokens=RESPONSE_TOKENS), []).append(answer)
@@ -158,19 +158,19 @@ def strata(answers: Sequence[Answer]) -> dict[AuditRequest, list[Answer]]:
 
 
 def sampled_row(case: AuditCase, sampled: Answers, reasons: Sequence[str]) -> dict[str, Any]:
-    """The row of a case that was sampled. What drafted too little is not tested, which is no pass."""
+    """Return the row of a sampled case. A case with too few drafts is not tested, which is no pass."""
     drafted, accepted = sampled.num_drafted, sampled.num_accepted
     tested = accepted > 0 if case.composition == "greedy" else min(accepted, drafted - accepted) >= LEAST_DRAFTS
     if reasons or tested:
         verdict, reason = ("failed" if reasons else "passed"), "; ".join(reasons) or None
     else:
         verdict = "not tested"
-        reason = f"{drafted} tokens drafted and {accepted} accepted: too few to tell anything"
+        reason = f"{drafted} tokens drafted and {accepted} accepted: too few for a test"
     return unsampled_row(case, verdict, reason) | {"num_drafted": drafted, "num_accepted": accepted}
 
 
 def unsampled_row(case: AuditCase, verdict: str, reason: str | None) -> dict[str, Any]:
-    """The row of a case that nothing was measured of."""
+    """Return the row of a case without samples."""
     return {
         "case": str(case),
         "drafter": case.drafter,
@@ -190,7 +190,7 @@ def unsampled_row(case: AuditCase, verdict: str, reason: str | None) -> dict[str
 
 
 def rounds(case: AuditCase, batch: int, num_samples: int) -> list[list[AuditRequest]]:
-    """The requests of `case`, round by round; `batch` is what the engine runs at once."""
+    """Return the requests of `case`, round by round; `batch` is the engine's largest batch."""
     sampling = case.sampling
     if case.composition == "alone":
         return [[AuditRequest(prompt=n % 2, sampling=sampling)] for n in range(max(num_samples // 8, 256))]

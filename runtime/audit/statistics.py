@@ -1,4 +1,4 @@
-"""Do samples follow a distribution that is known exactly? Two chi-square tests, and what they would have detected."""
+"""Tests of samples against an exact distribution: two chi-square tests, and the deviation they can detect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scipy.stats import chi2, ncx2
 from tltlab.arrays import Floats, Ints
 
 LEAST_EXPECTED = 5.0
-"""Cells that expect fewer samples are pooled: below about five the chi-square distribution is a poor stand-in."""
+"""Cells that expect fewer samples are pooled: below about five the chi-square approximation is poor."""
 POWER = 0.9
 
 _CRESSIE_READ = 2 / 3
@@ -22,9 +22,7 @@ _CRESSIE_READ = 2 / 3
 class ChiSquare:
     """A statistic that is chi-square with `dof` where the samples follow their distribution.
 
-    It is infinite where something happened that cannot.
-
-    `num_samples` is what frequencies are a share of.
+    It is infinite where an impossible outcome occurred. `num_samples` is the denominator of frequencies.
     """
 
     statistic: float
@@ -36,11 +34,11 @@ class ChiSquare:
         return float(chi2.sf(self.statistic, self.dof)) if self.dof else float(np.isfinite(self.statistic))
 
     def threshold(self, false_alarm_rate: float) -> float:
-        """The statistic that a sound engine exceeds at this rate."""
+        """Return the statistic that a correct engine exceeds at this rate."""
         return float(chi2.isf(false_alarm_rate, self.dof)) if self.dof else 0.0
 
     def detectable_tv(self, false_alarm_rate: float) -> float:
-        """The least total-variation distance that the test detects with power 0.9, whatever form it takes.
+        """Return the least total-variation distance that the test detects with power 0.9, in any form.
 
         The noncentrality is n * sum (q - p)^2 / p, and at a distance d = sum |q - p| / 2 it is at least 4 n d^2 (the
         worst case moves d from one half of the probability to the other). The distance is that of the pooled cells.
@@ -53,7 +51,7 @@ class ChiSquare:
 
 
 def combined(checks: Sequence[ChiSquare]) -> ChiSquare:
-    """One check of independent parts."""
+    """Combine checks of independent parts."""
     return ChiSquare(
         statistic=sum(check.statistic for check in checks),
         dof=sum(check.dof for check in checks),
@@ -62,10 +60,10 @@ def combined(checks: Sequence[ChiSquare]) -> ChiSquare:
 
 
 def cells_check(observed: Mapping[tuple[int, ...], int], joint: Mapping[tuple[int, ...], float]) -> ChiSquare:
-    """Whether counts of whole outcomes follow `joint`, their exact probabilities, which sum to 1.
+    """Test counts of whole outcomes against `joint`, their exact probabilities, which sum to 1.
 
-    The statistic is Cressie and Read's (1984) with lambda 2/3: at 1e-5 it is exceeded about as often as chi-square
-    says, where Pearson's is two to three times too often.
+    The statistic is Cressie and Read's (1984) with lambda 2/3: at 1e-5 its tail agrees with chi-square, while Pearson's
+    is exceeded two to three times too often.
 
     >>> cells_check({(0,): 60, (1,): 40}, {(0,): 0.5, (1,): 0.5}).dof
     1
@@ -84,7 +82,7 @@ def cells_check(observed: Mapping[tuple[int, ...], int], joint: Mapping[tuple[in
 
 
 def pooled(expected: Floats) -> Ints:
-    """The group of each cell [K]: cells expecting fewer than 5 are one group, with the next rarest if need be.
+    """Return the group of each cell [K]: cells expecting fewer than 5 are one group, with the next rarest if needed.
 
     >>> pooled(np.array([50.0, 3.0, 2.0, 1.0]))
     array([1, 0, 0, 0])
@@ -100,13 +98,13 @@ def pooled(expected: Floats) -> Ints:
 
 
 def ranks_check(ranks: Ints, probabilities: Floats, positions: Ints) -> ChiSquare:
-    """Whether the tokens' ranks are as frequent as the exact conditionals say, position by position.
+    """Test the frequencies of the tokens' ranks against the exact conditionals, position by position.
 
     For each token: its rank in its own conditional distribution (0 the likeliest) [N], that distribution from the
-    likeliest down [N, V], and its position in the response [N]. At a position the excess of each rank over what was
-    expected is a sum of martingale differences, so Rao's score statistic r' C^-1 r, with C the sum of the conditionals'
-    covariances, is chi-square. A wrong temperature, a draft accepted too easily or a logit row of the wrong token all
-    make ranks too frequent or too rare, however deep in a draft.
+    likeliest down [N, V], and its position in the response [N]. At a position the excess of each rank over its
+    expectation is a sum of martingale differences, so Rao's score statistic r' C^-1 r, with C the sum of the
+    conditionals' covariances, is chi-square. A wrong temperature, a draft accepted too easily or a logit row of the
+    wrong token all make ranks too frequent or too rare, at any depth in a draft.
     """
     tokens, num_ranks = probabilities.shape
     if (probabilities[np.arange(tokens), ranks] <= 0.0).any():

@@ -1,4 +1,4 @@
-"""`tltlab audit`: is this engine's speculative decoding lossless?"""
+"""`tltlab audit`: tests an engine's speculative decoding for losslessness."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def audit(
     ] = None,
     samples: Annotated[int, typer.Option(min=512, help="Responses per case; more find smaller faults.")] = 4096,
     false_alarm_rate: Annotated[
-        float, typer.Option(min=1e-9, max=0.5, help="How often a sound engine may fail the whole audit.")
+        float, typer.Option(min=1e-9, max=0.5, help="Probability that a correct engine fails the whole audit.")
     ] = 1e-3,
     without_fix: Annotated[
         bool,
         typer.Option(
             "--without-fix",
-            help="Verify drafts with the CPU sampler as vLLM ships it, which reads memory that nobody wrote, to see "
-            "the audit fail. What that memory holds is left to chance.",
+            help="Verify drafts with the CPU sampler as vLLM ships it, which reads uninitialised memory, to see "
+            "the audit fail. The contents of that memory are random.",
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the engine's and the policy's random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the engine's and the policy's random numbers.")] = 0,
     json: Json = False,
 ) -> None:
-    """Sample a real engine and hold the samples against the exact distribution of its model, case by case.
+    """Sample a real engine and compare the samples with the exact distribution of its model, case by case.
 
     The model is a random one of five tokens, made on the fly: only then can every outcome's probability be computed. A
-    case is a drafter, a depth, a temperature, top-p and top-k, and what the batch is made of. Exit code 1 where a case
+    case is a drafter, a depth, a temperature, top-p and top-k, and a composition of the batch. Exit code 1 where a case
     fails, or drafts too little to be tested.
 
     Example: tltlab audit --fast --vllm max_num_seqs=64
     """
-    # vLLM takes seconds to import: --help should not wait for it.
+    # vLLM takes seconds to import: --help must not wait for it.
     from tltlab.runtime.audit.run import run_audit, text
 
     report = run_audit(
@@ -68,7 +68,7 @@ def audit(
 
 
 def vllm_settings(texts: list[str]) -> dict[str, Any]:
-    """Settings given as KEY=VALUE, a value being JSON where it parses as JSON and text where it does not."""
+    """Parse settings given as KEY=VALUE, a value as JSON where it parses as JSON and else as text."""
     settings: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")

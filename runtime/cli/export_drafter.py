@@ -25,16 +25,16 @@ def export_drafter(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the checkpoint.")],
     model: Annotated[
-        Path | None, typer.Option(help="The target's folder; default: what the run or the head's training says.")
+        Path | None, typer.Option(help="The target's folder; default: from the run or the head's training.")
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSONL, Parquet or trace; default: the run's held-out prompts, or the model's own."),
     ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts on which acceptance is compared.")] = 10,
-    max_response_tokens: Annotated[int, typer.Option(min=2, help="A response's tokens there, at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Compared at, beside greedily.")] = 1.0,
-    depth: Annotated[int, typer.Option(min=1, help="Tokens of a draft there.")] = 5,
+    max_response_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of a response.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Temperature of the comparison, beside greedy.")] = 1.0,
+    depth: Annotated[int, typer.Option(min=1, help="Tokens of a draft.")] = 5,
     prompt_column: Annotated[
         str | None, typer.Option(help="Column of the prompts, text or token ids; default: the run's, or 'prompt'.")
     ] = None,
@@ -47,7 +47,7 @@ def export_drafter(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     json: Json = False,
 ) -> None:
-    """Write a drafter as a checkpoint that stock vLLM serves, once stock vLLM has kept as many drafts as it should.
+    """Write a drafter as a checkpoint that stock vLLM serves, after a check of its acceptance in stock vLLM.
 
     Example: tltlab export-drafter runs/first --out drafters/first
     """

@@ -22,13 +22,13 @@ def export_policy(
     fill: Annotated[
         bool, typer.Option("--fill", help="Capture more sizes, until every batch and depth has a full graph.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Where the settings go: JSON, the arguments of vllm.LLM.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the settings: JSON, the arguments of vllm.LLM.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Draft depths by batch size and CUDA graphs for them, as settings that vLLM 0.32 takes.
+    """Draft depths by batch size and CUDA graphs for them, as settings for vLLM 0.32.
 
-    What it does not is refused: trees, several drafters, suffix decoding of several depths, depths that are chosen at
-    run time.
+    Refused where vLLM has no such setting: trees, several drafters, suffix decoding of several depths, depths that are
+    chosen at run time.
 
     Example: tltlab export-policy policy.json --max-batch 64 --out vllm.json
     """
@@ -38,7 +38,7 @@ def export_policy(
     chosen = load_policy(policy)
     plan = plan_graphs(chosen, max_batch, fill=fill)
     if plan.method == VLLM_SUFFIX:
-        # Which vLLM's V2 runner does not have.
+        # vLLM's V2 runner does not have it.
         plan = plan_graphs(chosen, max_batch, runner="V1")
     if (refused := plan.refused()) is not None:
         raise ConfigError(f"policy {policy} has no settings of plain vLLM: {refused}")

@@ -21,7 +21,7 @@ def make_model(
     task: Annotated[
         str,
         typer.Option(
-            help="subset-sum (length is mostly luck within a prompt's group), gcd (the prompt decides most of it), "
+            help="subset-sum (length is mostly random within a prompt's group), gcd (the prompt decides most of it), "
             "or calculator (sums, with a tool that the model calls)."
         ),
     ] = "subset-sum",
@@ -35,13 +35,13 @@ def make_model(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights on the same machine.")] = 0,
     json: Json = False,
 ) -> None:
-    """Train a small reasoning model of our own from scratch, with prompts, a checkable answer and a long tail.
+    """Train a small reasoning model from scratch, with prompts, a checkable answer and a long tail.
 
     The folder is a Hugging Face model that vLLM loads, with train.jsonl, heldout.jsonl and report.json beside it.
 
     Example: tltlab make-model --size tiny --task gcd --out models/gcd
     """
-    # torch and transformers take seconds to import: --help should not wait for them.
+    # torch and transformers take seconds to import: --help must not wait for them.
     from tltlab.runtime.models.make import make_model as make
 
     out = out or Path("models") / f"{task}-{size}{'-mtp' if mtp else ''}"

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".csv", ".parquet")
 _QUIET = 0.1
-"""Two visits to a cell are further apart than this, in the median, where something else takes the machine's time."""
+"""Median relative difference of two visits to a cell above which other load on the machine is likely."""
 
 
 def profile(
     model: Annotated[str, typer.Argument(help="A Hugging Face model folder.")],
-    out: Annotated[Path, typer.Option(help="Table to write, .csv or .parquet; TABLE.json beside it says of what.")],
+    out: Annotated[
+        Path, typer.Option(help="Table to write, .csv or .parquet; TABLE.json beside it describes the measurement.")
+    ],
     batches: Annotated[str, typer.Option(help="Requests in a batch, with commas between them.")] = "1,2,4,8,16,32",
     depths: Annotated[str, typer.Option(help="Tokens drafted per request; 0 is plain decoding.")] = "0,1,3,7",
     contexts: Annotated[str, typer.Option(help="Tokens of prompt per request; two or more show attention.")] = "64,512",
@@ -39,7 +41,7 @@ def profile(
     ] = None,
     vllm: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An argument of vllm.LLM.")] = None,
     iterations: Annotated[int, typer.Option(min=2, help="Iterations timed per cell, over two visits.")] = 30,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, weights that are made up, and the order.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts, dummy weights and the order.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Time a real engine over batch x draft depth x context, for `tltlab calibrate TABLE`.
@@ -55,9 +57,9 @@ def profile(
     args = dict(_setting(text) for text in vllm or [])
     options = {"--batches": batches, "--depths": depths, "--contexts": contexts}
     numbers = {option[2:]: tuple(whole_numbers(option, text)) for option, text in options.items()}
-    # As the workers of a run have it: an engine with two threads stalls where the machine is busy.
+    # As for the workers of a run: an engine with two threads stalls where the machine is busy.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # vLLM and torch take seconds to import: wrong options should not wait for them.
+    # vLLM and torch take seconds to import: wrong options must not wait for them.
     from tltlab.runtime.engine.environment import hardware, versions
     from tltlab.runtime.engine.profile import ProfileGrid, engine_settings, start_engine
     from tltlab.runtime.engine.profile import profile as measure
@@ -95,12 +97,12 @@ def profile(
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Write a `.csv` or `.parquet` file in one move; InputError where the folder does not take it."""
+    """Write a `.csv` or `.parquet` file atomically; InputError where the folder cannot be written to."""
     write_file(path, table.to_parquet(index=False) if path.suffix == ".parquet" else table.to_csv(index=False))
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """KEY=VALUE, the value as JSON where it is JSON (numbers, lists, true), else the text itself."""
+    """Parse KEY=VALUE, the value as JSON where it is JSON (numbers, lists, true), else the text itself."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"--vllm is {text!r}: give KEY=VALUE, such as load_format=dummy")
@@ -120,7 +122,7 @@ def _learned(text: str) -> tuple[str, LearnedSpec]:
 
 def _text(out: Path, about: dict[str, Any]) -> str:
     def share(value: float | None) -> str:
-        return "not known" if value is None else f"{value:.1%}"
+        return "unknown" if value is None else f"{value:.1%}"
 
     lines = [
         f"{out}: {about['num_cells']} cells and {about['num_prefill_rows']} prefills of {about['model']} on "

@@ -28,29 +28,31 @@ def train_drafter(
     out: Annotated[Path, typer.Option(help="Folder for the drafter's checkpoint.")],
     method: Annotated[
         Kind,
-        typer.Option(help="eagle (one step), hass (three, a like head) or eagle3 (seven, a head of its own kind)."),
+        typer.Option(help="eagle (one step), hass (three steps, the same head) or eagle3 (seven steps, another head)."),
     ] = Kind.eagle,
-    head: Annotated[Path | None, typer.Option("--from", help="A head to go on from: a folder or a hub id.")] = None,
-    updates: Annotated[int, typer.Option(min=0, help="Optimizer steps, at most.")] = 500,
-    tokens_per_update: Annotated[int, typer.Option(min=2, help="Tokens of one of them.")] = 4096,
+    head: Annotated[Path | None, typer.Option("--from", help="A head to continue from: a folder or a hub id.")] = None,
+    updates: Annotated[int, typer.Option(min=0, help="Most optimizer steps.")] = 500,
+    tokens_per_update: Annotated[int, typer.Option(min=2, help="Tokens per step.")] = 4096,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW, after 20 updates of warm-up.")] = 1e-3,
     until_accept_length: Annotated[
         float | None, typer.Option(help="Stop when the held-out accept length reaches this.")
     ] = None,
-    check_every: Annotated[int, typer.Option(min=1, help="Updates between looks at the held-out responses.")] = 50,
+    check_every: Annotated[int, typer.Option(min=1, help="Updates between evaluations on held-out responses.")] = 50,
     heldout: Annotated[float, typer.Option(help="Share of the prompts whose responses are held out.")] = 0.1,
     depth: Annotated[int, typer.Option(min=1, max=255, help="Tokens of a draft, where acceptance is measured.")] = 8,
-    responses: Annotated[int, typer.Option(min=1, help="Responses used, at most; drawn at random.")] = 512,
-    max_response_tokens: Annotated[int, typer.Option(min=1, help="A response's tokens, at most.")] = 1024,
-    temperature: Annotated[float, typer.Option(min=0, help="At which the model answers prompts alone.")] = 1.0,
+    responses: Annotated[int, typer.Option(min=1, help="Most responses, drawn at random.")] = 512,
+    max_response_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 1024,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Temperature of the model's responses to prompts alone.")
+    ] = 1.0,
     prompt_column: Annotated[str, typer.Option(help="Column of the prompts, text or token ids.")] = "prompt",
     response_column: Annotated[str, typer.Option(help="Column of the responses, text or token ids.")] = "response",
     chat: Annotated[bool, typer.Option("--chat", help="Prompts go through the model's chat template.")] = False,
-    memory_gb: Annotated[float, typer.Option(help="GB of hidden states kept; what is beyond is computed again.")] = 1.0,
+    memory_gb: Annotated[float, typer.Option(help="GB of hidden states kept; others are recomputed.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     json: Json = False,
 ) -> None:
-    """Warm up a drafter for a model, offline, on responses of that model; reports held-out acceptance.
+    """Warm up a drafter for a model, offline, on responses of that model; report held-out acceptance.
 
     Prompts alone are answered by the model in a vLLM engine first. The checkpoint shares the model's embedding and LM
     head; `export-drafter` makes one that stock vLLM serves by itself.
@@ -99,11 +101,11 @@ def _text(report: dict[str, Any]) -> str:
             f"held out ({report['heldout_responses']} of {report['responses']} responses), before -> after:",
             f"  accept length  {before['accept_length']:.2f} -> {after['accept_length']:.2f}",
             f"  loss           {before['loss']:.3f} -> {after['loss']:.3f}",
-            f"  kept, by draft position: {chances(before['positions'])} -> {chances(after['positions'])}",
+            f"  accepted, by draft position: {chances(before['positions'])} -> {chances(after['positions'])}",
         ]
     )
 
 
 def chances(positions: list[float | None]) -> str:
-    """How likely a draft's first token is kept, its second, ...; "-" where that is not known."""
+    """Format acceptance rates by draft position; "-" where unknown."""
     return " ".join("-" if chance is None else f"{chance:.2f}" for chance in positions)

@@ -17,10 +17,10 @@ from .wire import decode_command, encode
 
 
 class CoordinatorClient(SocketThread):
-    """For the process that trains on worker `worker`: keeps reporting, and knows its order, while the caller trains.
+    """For the process that trains on worker `worker`: reports and receives orders while the caller trains.
 
-    A coordinator that is not there yet, or not any more, is waited for: until then the order is to hold. Reconnects by
-    itself. All methods may be called from any thread; they raise RunError where the link has failed or was closed.
+    Without a coordinator, at the start or later, it waits: until then the order is to hold. Reconnects by itself. All
+    methods may be called from any thread; they raise RunError where the link has failed or was closed.
 
     A trainer's loop::
 
@@ -28,7 +28,7 @@ class CoordinatorClient(SocketThread):
         if isinstance(order, Train) and client.trainer(order.term):
             while client.order == order:
                 ...  # one optimizer step
-            client.trainer(None)  # or join the changed group, where only `group` is another
+            client.trainer(None)  # or join the changed group, if only `group` differs
     """
 
     def __init__(self, endpoint: str, worker: int, keys: ClientKeys | None = None, *, heartbeat_s: float = 1.0) -> None:
@@ -38,18 +38,18 @@ class CoordinatorClient(SocketThread):
         self._agent = WorkerAgent(worker=worker, first_seq=time.time_ns() // 1_000_000, heartbeat_s=heartbeat_s)
         self._outbox: deque[WorkerReport] = deque()
         self.order_since = time.perf_counter()
-        """When the order last came in."""
+        """Time of the newest order's arrival."""
         self._start()
 
     @property
     def order(self) -> Order:
-        """What the trainer shall do now: `Hold` or `Train`."""
+        """The trainer's present order: `Hold` or `Train`."""
         with self._changed:
             self._check()
             return self._agent.order
 
     def wait_for_order(self, timeout_s: float) -> Order:
-        """The order, as soon as it is not to hold, or after `timeout_s`."""
+        """Return the order, as soon as it is not to hold, or after `timeout_s`."""
 
         def ready() -> bool:
             return self._agent.order != Hold() or self._failure is not None or self._closing
@@ -60,25 +60,25 @@ class CoordinatorClient(SocketThread):
             return self._agent.order
 
     def requests(self, rl_step: int, busy: bool) -> None:
-        """Whether this worker's engine has requests of RL step `rl_step` left; one that has does not train."""
+        """Report if this worker's engine has requests of RL step `rl_step` left; a busy worker does not train."""
         with self._changed:
-            self._say(self._agent.requests(rl_step, busy, time.perf_counter()))
+            self._report(self._agent.requests(rl_step, busy, time.perf_counter()))
 
     def trainer(self, term: int | None) -> bool:
-        """Take the device for `term`, or give it back; whether that is how it is now.
+        """Take the device for `term`, or release it; return True on success.
 
-        False where the order has changed in the meantime: the device is not to be touched.
+        False where the order has changed in the meantime: the device must not be used.
         """
         with self._changed:
-            self._say(self._agent.trainer(term, time.perf_counter()))
+            self._report(self._agent.trainer(term, time.perf_counter()))
             return self._agent.held == term
 
     def failed(self) -> None:
-        """The trainer broke or cannot follow its order; its device is free. See `WorkerAgent.failed`."""
+        """Report that the trainer broke or cannot follow its order; its device is free. See `WorkerAgent.failed`."""
         with self._changed:
-            self._say(self._agent.failed(time.perf_counter()))
+            self._report(self._agent.failed(time.perf_counter()))
 
-    def _say(self, reports: Sequence[WorkerReport]) -> None:
+    def _report(self, reports: Sequence[WorkerReport]) -> None:
         self._check()
         self._outbox.extend(reports)
         self._changed.notify_all()
@@ -88,7 +88,7 @@ class CoordinatorClient(SocketThread):
         socket = context.socket(zmq.DEALER)
         prepare(socket)
         socket.setsockopt(zmq.IDENTITY, identity(self.worker))
-        # What an absent coordinator has not heard is soon old.
+        # Reports to an absent coordinator are soon outdated.
         socket.setsockopt(zmq.SNDHWM, 8)
         if self._keys is not None:
             socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
@@ -107,7 +107,7 @@ class CoordinatorClient(SocketThread):
             self._send(encode(report))
         return due_s - now
 
-    def _hear(self, frames: Sequence[zmq.Frame]) -> None:
+    def _process(self, frames: Sequence[zmq.Frame]) -> None:
         command = decode_command(frames[0].bytes) if len(frames) == 1 else None
         if command is None or command.worker != self.worker:
             return

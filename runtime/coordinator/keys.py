@@ -1,4 +1,4 @@
-"""Where the coordinator may be reached, and the CURVE keys without which it stays on its machine."""
+"""Endpoints of the coordinator, and the CURVE keys that connections from other machines need."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ClientKeys:
 
 
 def make_keys(num_workers: int) -> tuple[ServerKeys, tuple[ClientKeys, ...]]:
-    """New keys for a coordinator and for each of its workers; a worker's key lets it speak for itself only."""
+    """Return new keys for a coordinator and each of its workers; a worker's key authenticates that worker only."""
     public, secret = zmq.curve_keypair()
     pairs = [zmq.curve_keypair() for _ in range(num_workers)]
     clients = tuple(ClientKeys(public=key, secret=hidden, server=public) for key, hidden in pairs)
@@ -54,8 +54,8 @@ def check_endpoint(endpoint: str, keys: ServerKeys | ClientKeys | None) -> None:
 
 
 def private_endpoint() -> str:
-    """A new ipc:// address in a folder that only this user can enter, and that goes with this process."""
-    # Not gone with the server: one that takes over has the same address.
+    """Return a new ipc:// address in a folder that only this user can enter, removed with this process."""
+    # Not removed with the server: a server that takes over has the same address.
     return f"ipc://{scratch_folder('c')}/coordinator"
 
 

@@ -1,4 +1,4 @@
-"""The worker coordinator at work.
+"""The worker coordinator as a server.
 
 It is `tltlab.coordination.machine` behind a ZeroMQ ROUTER, in a thread of the driver.
 """
@@ -40,24 +40,23 @@ from .thread import SocketThread, identity, prepare
 from .wire import decode_report, encode
 
 _LATE_S = 30.0
-"""How late a thread that is alive may be before the driver gives it up."""
+"""Seconds that a live thread may be late before the driver gives it up."""
 
 log = logging.getLogger(__name__)
 
 
 class CoordinatorServer(SocketThread):
-    """Decides which idle ones of workers 0 to `num_workers` - 1 train, and has them yield when the rollout ends.
+    """Decides which idle ones of workers 0 to `num_workers` - 1 train, and stops them when the rollout ends.
 
-    `endpoint`: where workers find it, `.endpoint` then; None for an address that only this user can reach; see
-    `keys.check_endpoint`. `on_kill(worker)` ends the process of that worker's trainer by force and returns
-    when it is dead; it runs in this thread and holds everything else up. `take_over`: an earlier coordinator died, and
-    nobody knows who trains: all are stopped first, and those that do not answer in time are killed; give it the
-    `.endpoint` of the dead one.
+    `endpoint`: the address for workers, afterwards `.endpoint`; None for an address that only this user can reach; see
+    `keys.check_endpoint`. `on_kill(worker)` kills the process of that worker's trainer and returns when it is dead; it
+    runs in this thread and blocks it. `take_over`: an earlier coordinator failed, and the trainers' states are unknown:
+    all are stopped first, and those that do not answer in time are killed; give it the `.endpoint` of the failed one.
 
     The rollout never waits for a trainer: `rollout_ended` returns at most `yield_timeout_s` after the call, plus the
-    time of `on_kill`, whatever messages were lost.
+    time of `on_kill`, for any lost messages.
 
-    Raises ConfigError on an address that is not allowed, RunError where it cannot be bound.
+    ConfigError on an address that is not allowed, RunError where it cannot be bound.
     """
 
     def __init__(
@@ -89,14 +88,14 @@ class CoordinatorServer(SocketThread):
         self._start()
 
     def rollout_started(self, rl_step: int) -> None:
-        """RL step `rl_step` generates; every worker counts as busy until it says otherwise."""
+        """Note that RL step `rl_step` generates; every worker counts as busy until it reports otherwise."""
         self._tell(RolloutStarted(rl_step=rl_step))
 
     def rollout_ended(self, rl_step: int) -> float:
-        """Take all devices back; returns the seconds waited until no trainer holds one any more.
+        """Take all devices back; return the seconds waited until no trainer holds one any more.
 
-        Raises RunError where the coordinator's thread has failed, before or meanwhile: start another with `take_over`,
-        and ask it.
+        RunError where the coordinator's thread has failed, before or meanwhile: start another with `take_over`, and
+        call that.
         """
         started = time.perf_counter()
         with self._changed:
@@ -113,7 +112,7 @@ class CoordinatorServer(SocketThread):
         return time.perf_counter() - started
 
     def worker_gone(self, worker: int) -> None:
-        """The process of this worker's trainer has ended. Tell it before another one starts in its place."""
+        """Note that the process of this worker's trainer has ended. Call it before another one starts in its place."""
         self._tell(WorkerGone(worker=worker))
 
     @property
@@ -122,7 +121,7 @@ class CoordinatorServer(SocketThread):
         return self._state.term
 
     def trains(self, worker: int) -> bool:
-        """Whether this worker's trainer has been told to train, and has not yielded since."""
+        """Return True if this worker's trainer was ordered to train, and has not yielded since."""
         return self._state.workers[worker].phase in (Phase.TRAINING, Phase.STOPPING)
 
     def _tell(self, event: Event) -> None:
@@ -160,7 +159,7 @@ class CoordinatorServer(SocketThread):
             self._advance(Tick())
         return due_s - time.perf_counter()
 
-    def _hear(self, frames: Sequence[zmq.Frame]) -> None:
+    def _process(self, frames: Sequence[zmq.Frame]) -> None:
         report = decode_report(frames[1].bytes) if len(frames) == 2 else None
         if report is None or report.worker >= self.num_workers or frames[0].bytes != identity(report.worker):
             return

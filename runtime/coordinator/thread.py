@@ -1,4 +1,4 @@
-"""A thread that owns a ZeroMQ socket: the shell around the coordinator, and around each worker's agent."""
+"""A thread that owns a ZeroMQ socket, for the coordinator and for each worker's agent."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tltlab.errors import RunError
 from .wire import MAX_BYTES
 
 _AT_ONCE = 256
-"""Messages taken before timers are looked at again."""
+"""Messages processed before timers are checked again."""
 
 _LINGER_MS = 200
 
 _CLOSE_S = 10.0
-"""How long a thread may take to end."""
+"""Most seconds for a thread to end."""
 
 
 class SocketThread(ABC):
-    """Runs `_open`, then `_turn` and `_hear` as they are due, in a daemon thread, until `close`.
+    """Runs `_open`, then `_turn` and `_process` as they are due, in a daemon thread, until `close`.
 
-    What a subclass shares with its callers it guards with `_changed`. An exception in the thread ends it, and is raised
-    as RunError by `_check`.
+    Subclasses guard state shared with callers by `_changed`. An exception in the thread ends it, and `_check` raises it
+    as RunError.
     """
 
     def __init__(self, name: str) -> None:
@@ -44,18 +44,18 @@ class SocketThread(ABC):
 
     @abstractmethod
     def _open(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-        """The socket, bound or connected; what else it opens goes to `_cleanup`."""
+        """Return the socket, bound or connected; further resources go to `_cleanup`."""
 
     @abstractmethod
     def _turn(self) -> float:
-        """Do what is due; returns the seconds until something is due again."""
+        """Do all work that is due; return the seconds until more is due."""
 
     @abstractmethod
-    def _hear(self, frames: Sequence[zmq.Frame]) -> None:
-        """Take a message; what is none is dropped."""
+    def _process(self, frames: Sequence[zmq.Frame]) -> None:
+        """Process a message; an invalid one is dropped."""
 
     def close(self) -> None:
-        """End the thread and free the address. May be called again. A thread that hangs is left behind."""
+        """End the thread and free the address. May be called again. A thread that hangs is abandoned."""
         self._closing = True
         self._wake()
         self._thread.join(_CLOSE_S)
@@ -81,7 +81,7 @@ class SocketThread(ABC):
                 os.write(self._bell, b"!")
 
     def _send(self, *frames: bytes) -> None:
-        """Send, or lose what cannot be sent at once: every message is repeated until it is answered."""
+        """Send, or drop a message that cannot be sent at once: every message is repeated until it is answered."""
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
@@ -117,11 +117,11 @@ class SocketThread(ABC):
                     frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
-                self._hear(frames)
+                self._process(frames)
 
 
 def prepare(socket: zmq.Socket[bytes]) -> None:
-    """Options of both ends: bounded messages, and connections that are seen to break within seconds."""
+    """Set options of both ends: bounded messages, and broken connections detected within seconds."""
     socket.setsockopt(zmq.MAXMSGSIZE, 4 * MAX_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)

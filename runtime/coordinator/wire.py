@@ -1,6 +1,6 @@
 """The coordinator's messages as bytes: msgpack of tagged records, with a version.
 
-What does not decode is nobody's message and is dropped: `tltlab.coordination` repeats what was lost.
+Data that do not decode are dropped: `tltlab.coordination` repeats lost messages.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MAX_BYTES = 1 << 16
 
 _VERSION = 1
 
-# Far above any clock in milliseconds, and far enough below 2 ** 64 that counting on from it still encodes.
+# Far above any clock in milliseconds, and far enough below 2 ** 64 that increments still encode.
 Number = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
 def _struct(tag: str, message: type, **types: Any) -> Any:
-    """The message's fields as they travel: numbers unless `types` says otherwise."""
+    """Return the message's fields as sent: numbers unless `types` has another type."""
     names = [field.name for field in dataclasses.fields(message)]
     fields = [("version", Literal[1]), *((name, types.get(name, Number)) for name in names)]
     return msgspec.defstruct(tag, fields, tag=tag, frozen=True, kw_only=True, forbid_unknown_fields=True)
@@ -42,7 +42,7 @@ _commands = msgspec.msgpack.Decoder(_STRUCTS[Train] | _STRUCTS[StopTraining])
 
 
 def encode(message: WorkerReport | Train | StopTraining) -> bytes:
-    """The message as bytes, under this program's version.
+    """Return the message as bytes, under this program's version.
 
     >>> decode_command(encode(StopTraining(worker=3, seq=17, term=2)))
     StopTraining(worker=3, seq=17, term=2)
@@ -54,12 +54,12 @@ def encode(message: WorkerReport | Train | StopTraining) -> bytes:
 
 
 def decode_report(data: bytes) -> WorkerReport | None:
-    """The report, or None where this is none: garbled, too long, of another kind or version."""
+    """Return the report, or None for anything else: garbled, too long, of another kind or version."""
     return cast(WorkerReport | None, _decode(_reports, data))
 
 
 def decode_command(data: bytes) -> Train | StopTraining | None:
-    """The command, or None where this is none."""
+    """Return the command, or None for anything else."""
     return cast(Train | StopTraining | None, _decode(_commands, data))
 
 

@@ -1,1 +1,1 @@
-"""Prompts of a run: where they come from and in which order they are rolled out."""
+"""Prompts of a run: their sources and the order in which they are rolled out."""

@@ -1,4 +1,4 @@
-"""In which order prompts are taken: seeded epochs, cut into the batches of RL steps, that go on where they stopped."""
+"""Order of prompts: seeded epochs, cut into the batches of RL steps, resumable at any position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tltlab.errors import ConfigError
 class DataOrder:
     """Takes prompts by number, epoch by epoch; each epoch is a seeded permutation of all `num_prompts`.
 
-    With a constant batch and nothing excluded it takes what `prompt_batch` says.
+    With a constant batch and nothing excluded it takes the prompts of `prompt_batch`.
     """
 
     def __init__(self, num_prompts: int, seed: int) -> None:
@@ -31,7 +31,7 @@ class DataOrder:
     def take(self, n: int, exclude: Collection[int] = ()) -> list[tuple[int, int]]:
         """Return (epoch, prompt number) of the next `n` prompts, none of them in `exclude` and none twice.
 
-        An excluded prompt keeps its turn: it comes as soon as it is excluded no more. What is left of an epoch and does
+        An excluded prompt keeps its turn: it comes as soon as it is no longer excluded. The rest of an epoch that does
         not fill the batch waits for another epoch. Fewer than `n` come only where there are no more prompts.
 
         >>> order = DataOrder(4, seed=0)
@@ -57,7 +57,7 @@ class DataOrder:
         return [(self.epoch, number) for number in batch]
 
     def turns(self) -> Ints:
-        """How many prompts come before each one comes next, if none is excluded, [num_prompts].
+        """Return the number of prompts before each one's next turn, if none is excluded, [num_prompts].
 
         >>> order = DataOrder(4, seed=0)
         >>> order.take(2)
@@ -72,7 +72,7 @@ class DataOrder:
         return turns
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, in JSON types."""
+        """Return its position, in JSON types."""
         return {
             "num_prompts": self.num_prompts,
             "seed": self.seed,
@@ -82,11 +82,11 @@ class DataOrder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; ConfigError where that was another order, of other data or of another seed."""
-        for name, ours, same in (("num_prompts", self.num_prompts, "data"), ("seed", self.seed, "seed")):
-            if state[name] != ours:
+        """Continue from a position; ConfigError where it is of another order, of other data or another seed."""
+        for name, own, same in (("num_prompts", self.num_prompts, "data"), ("seed", self.seed, "seed")):
+            if state[name] != own:
                 raise ConfigError(
-                    f"the checkpoint's data order has {name} {state[name]} and this run's has {ours}: resume with the "
+                    f"the checkpoint's data order has {name} {state[name]} and this run's has {own}: resume with the "
                     f"same {same}, or start a new run"
                 )
         self._begin(state["epoch"])
@@ -96,8 +96,8 @@ class DataOrder:
 def prompt_batch(num_prompts: int, rl_step: int, size: int, seed: int) -> list[tuple[int, int]]:
     """Return (epoch, prompt number) of each prompt of an RL step: a function of its arguments alone.
 
-    An epoch is a seeded permutation cut into batches of `size`; what does not fill a batch waits for another epoch.
-    With fewer prompts than `size` each epoch is one smaller batch.
+    An epoch is a seeded permutation cut into batches of `size`; prompts that do not fill a batch wait for another
+    epoch. With fewer prompts than `size` each epoch is one smaller batch.
     """
     epoch, slot = divmod(rl_step, max(num_prompts // size, 1))
     return [(epoch, number) for number in _epoch_order(num_prompts, epoch, seed)[slot * size : (slot + 1) * size]]

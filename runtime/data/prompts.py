@@ -20,13 +20,13 @@ from tltlab.files import MOST_JSON_BYTES, open_input, parse_json
 from tltlab.runtime.recipe.sections import DataConfig
 from tltlab.traces.storage import check_parquet
 
-# The loader for a file, by its first suffix: what follows it may say how it is compressed.
+# The loader for a file, by its first suffix; a second one may name the compression.
 _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One problem. `token_ids` is what the model reads, `text` what the reward function reads.
+    """One problem. `token_ids` is the model's input, `text` the reward function's.
 
     The text of a prompt of several messages is that of the user's last one.
     """
@@ -39,14 +39,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """Prompts in the order of their source, and how many were left out because they are too long."""
+    """Prompts in the order of their source, and the number of those left out as too long."""
 
     prompts: list[Prompt]
     num_dropped: int
 
 
 def load_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str | None = None) -> list[Prompt]:
-    """The prompts of `read_prompts`."""
+    """Return the prompts of `read_prompts`."""
     return read_prompts(source, config, tokenizer, split=split).prompts
 
 
@@ -56,8 +56,8 @@ def read_prompts(
     """Read `source`: a .jsonl or .parquet file, or else the `split` of a dataset (None: config.split).
 
     A row without `prompt_id` gets its number. An answer that is not text becomes text: a number as Python writes it, a
-    list or a struct as JSON. ConfigError for what cannot be read names the place and, where a column is
-    missing, those there are; so does that for prompts that fill an engine's context of `room` tokens (None: unknown).
+    list or a struct as JSON. ConfigError for unreadable data names the place and, for a missing column, the existing
+    ones; also for prompts that fill an engine's context of `room` tokens (None: unknown).
     """
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
@@ -90,7 +90,7 @@ def read_prompts(
 
 
 def _prompts(source: str, config: DataConfig, tokenizer: Any, split: str) -> Iterator[tuple[str, Prompt]]:
-    """Each prompt with its place in the source."""
+    """Yield each prompt with its place in the source."""
     _check_chat(config, tokenizer)
     for number, (place, row) in enumerate(_rows(source, config, split)):
         origin = f"{source}: {place}"
@@ -102,9 +102,9 @@ def _prompts(source: str, config: DataConfig, tokenizer: Any, split: str) -> Ite
 
 
 def first_row(source: str, config: DataConfig) -> tuple[str, str] | None:
-    """The first problem of a .jsonl or .parquet file as the reward sees it, prompt and answer; None for other sources.
+    """Return the first prompt and answer of a .jsonl or .parquet file, as for the reward; None for other sources.
 
-    ConfigError where a column is missing or empty; no tokenizer is asked.
+    ConfigError where a column is missing or empty; no tokenizer is used.
     """
     if not _is_file(source):
         return None
@@ -117,7 +117,7 @@ def first_row(source: str, config: DataConfig) -> tuple[str, str] | None:
 
 
 def num_rows(source: str) -> int | None:
-    """How many rows a .jsonl or .parquet file has; None for other sources and what cannot be read. O(bytes)."""
+    """Return the number of rows of a .jsonl or .parquet file; None for other or unreadable sources. O(bytes)."""
     if not _is_file(source):
         return None
     try:
@@ -141,7 +141,7 @@ def _check_chat(config: DataConfig, tokenizer: Any) -> None:
 
 
 def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each row with its place in the source."""
+    """Yield each row with its place in the source."""
     path = Path(source)
     if path.suffix in (".jsonl", ".parquet") and not path.is_dir():
         yield from rows_of_file(path)
@@ -151,7 +151,7 @@ def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Ma
 
 
 def rows_of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each row of a .jsonl or .parquet file with its place in it. ConfigError names the line that is no row."""
+    """Yield each row of a .jsonl or .parquet file with its place. ConfigError names the line that is no row."""
     if path.suffix == ".parquet":
         yield from ((f"row {number}", row) for number, row in enumerate(_parquet_rows(path)))
         return
@@ -174,7 +174,7 @@ def rows_of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _lines(file: TextIO) -> Iterator[str]:
-    """The lines of a text file; OSError for one that is too long to be a record."""
+    """Yield the lines of a text file; OSError for one that is too long to be a record."""
     while line := file.readline(MOST_JSON_BYTES + 1):
         if len(line) > MOST_JSON_BYTES:
             raise OSError(errno.EFBIG, f"a line has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
@@ -192,10 +192,10 @@ def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _dataset_rows(source: str, *, subset: str | None, split: str) -> Iterator[Mapping[str, Any]]:
-    """The rows of one split of a dataset: an id, a folder written by `save_to_disk`, a folder of files, or a file.
+    """Yield the rows of one split of a dataset: an id, a folder of `save_to_disk`, a folder of files, or a file.
 
     A file has no splits, nor has a folder written from a single one; elsewhere `split` may be a slice ("train[:100]").
-    ConfigError where there is no such dataset, subset or split, in one line.
+    ConfigError, in one line, where there is no such dataset, subset or split.
     """
     if not source:
         raise ConfigError("data.train or data.heldout is empty: name a file, a folder or a dataset")
@@ -239,20 +239,20 @@ def _unreachable(source: str) -> str:
 
 
 def _column(row: Mapping[str, Any], name: str, origin: str) -> Any:
-    """The value of a column, of a struct's field where the name is a dotted path; never None."""
+    """Return the value of a column, or of a struct's field where the name is a dotted path; never None."""
     value: Any = row
     for part in [name] if name in row else name.split("."):
         if not isinstance(value, Mapping) or part not in value:
             raise ConfigError(f"{origin} has no column {name!r}; it has {', '.join(dict(leaves(row))) or 'none'}")
         value = value[part]
-    # A column that lacks a value here and there comes out of pandas as numbers, with NaN for it.
+    # A column with missing values comes out of pandas as numbers, with NaN for them.
     if value is None or (isinstance(value, float) and value != value):
         raise ConfigError(f"{origin} has nothing in column {name!r}; fill it in, or leave the row out")
     return value
 
 
 def _check_unicode(text: str, column: str, origin: str) -> None:
-    """Half a surrogate pair is a Python string, and neither a tokenizer nor a trace takes it."""
+    """Raise ConfigError for half a surrogate pair: a Python string, but accepted by neither tokenizer nor trace."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -268,13 +268,13 @@ def _answer(value: Any, column: str, origin: str) -> str:
 
 
 def _encoded(prompt: Any, config: DataConfig, tokenizer: Any, origin: str) -> tuple[str, list[int]]:
-    """A prompt's text for the reward, and its tokens for the model."""
+    """Return a prompt's text for the reward, and its tokens for the model."""
     text, messages = _messages(prompt, config, origin)
     _check_unicode(json.dumps(messages, ensure_ascii=False, default=str), config.prompt_column, origin)
     if config.chat:
         try:
             encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        except Exception as error:  # whatever a template does, or what it makes does to the tokenizer
+        except Exception as error:  # a template, or its output in the tokenizer, may raise anything
             raise ConfigError(f"{origin}: the model's chat template refuses the prompt: {one_line(error)}") from error
     else:
         encoded = tokenizer(text)

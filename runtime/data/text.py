@@ -1,11 +1,11 @@
-"""Text of users' files and code as a tokenizer takes it."""
+"""Text of users' files and code in the form that tokenizers accept."""
 
 from __future__ import annotations
 
 
 def whole_text(text: str) -> str:
-    """The text with "?" for halves of surrogate pairs, which output that was cut, or was no UTF-8, has.
+    """Return the text with "?" for halves of surrogate pairs, which truncated or non-UTF-8 output contains.
 
-    A tokenizer takes no such half.
+    Tokenizers reject such halves.
     """
     return str.encode(text, errors="replace").decode()

@@ -1,1 +1,1 @@
-"""Small models made here: tasks, pretraining, how good they are."""
+"""Small models for tests and demos: tasks, pretraining, evaluation."""

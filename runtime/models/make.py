@@ -1,4 +1,4 @@
-"""A small reasoning model of our own, trained from scratch on two CPU cores, and the folder it is handed on in."""
+"""A small reasoning model trained from scratch on two CPU cores, and its folder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _HEAD_SIZE = 32
 _IGNORED = -100
 _POOL_ROWS = 1024
 _WARMUP_STEPS = 20
-# Threads that share a training step: of Python, as torch's own spin where another process has their core.
+# Threads that share a training step: Python's, since torch's own spin where another process has their core.
 _HALVES = 2
 _LOSS_WINDOW_STEPS = 50
 _EMBEDDING_STD = 0.3
@@ -59,7 +59,7 @@ Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A model's shape and how long it is trained and measured: steps, not seconds, so a seed fixes the weights."""
+    """A model's shape, and its training and evaluation in steps, not seconds, so that a seed fixes the weights."""
 
     hidden: int
     layers: int
@@ -75,7 +75,7 @@ class Size:
 SIZES = {
     "tiny": Size(hidden=128, layers=2, mlp=256, steps=560, measured_prompts=32),
     "small": Size(hidden=128, layers=4, mlp=256, steps=1200),
-    # One pass of these twelve thin layers costs many of the one layer's, which can so be its draft model.
+    # One pass of these twelve thin layers costs many of the one-layer model, its draft model.
     "deep": Size(hidden=96, layers=12, mlp=192, steps=1800),
     "draft": Size(hidden=64, layers=1, mlp=256, steps=3000),
 }
@@ -84,13 +84,13 @@ SIZES = {
 def make_model(
     out: Path, *, size: str | Size, task: str, seed: int, progress: Callable[[str], None], mtp: bool = False
 ) -> dict[str, Any]:
-    """Train a model on `task`, write its folder to `out` in one move, and return the report.
+    """Train a model on `task`, write its folder to `out` atomically, and return the report.
 
     `out` is an ordinary Hugging Face model (Llama architecture, float32, a tokenizer of one token a word) with
     train.jsonl and heldout.jsonl (prompt_id, prompt, answer; no prompt in both) and report.json beside it. With `mtp`
-    it is a MiMo (a Qwen2 to transformers) with an MTP layer, trained for half as many steps after it. An earlier
-    model there is replaced; anything else is a ConfigError, as is an unknown size or task. Training takes two threads
-    of one core each whatever torch is set to, so that the weights depend on the seed and the machine alone.
+    it is a MiMo (a Qwen2 to transformers) with an MTP layer, trained for half as many steps after it. An earlier model
+    there is replaced; anything else is a ConfigError, as is an unknown size or task. Training always takes two threads
+    of one core each, so that the weights depend on the seed and the machine alone.
     """
     out = Path(out)
     shape = SIZES.get(size) if isinstance(size, str) else size
@@ -163,7 +163,7 @@ def draw_problems(task: Task, seed: int) -> tuple[list[TaskProblem], list[TaskPr
 
 
 def make_tokenizer(task: Task) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that knows the task's words, one token each, and puts <bos> before a text."""
+    """Return a tokenizer with the task's words, one token each, that puts <bos> before a text."""
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     words = [*special, *task.words]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
@@ -181,7 +181,7 @@ def make_tokenizer(task: Task) -> PreTrainedTokenizerFast:
 
 
 def _new_model(size: Size, tokenizer: PreTrainedTokenizerFast, mtp: bool) -> SmallModel:
-    """A Llama, or a Qwen2, which has biases of queries, keys and values, for a model with an MTP layer."""
+    """Return a Llama, or, for an MTP layer, a Qwen2, which has biases of queries, keys and values."""
     heads = size.hidden // _HEAD_SIZE
     shape: dict[str, Any] = {
         "vocab_size": math.ceil(len(tokenizer) / 64) * 64,
@@ -202,8 +202,8 @@ def _new_model(size: Size, tokenizer: PreTrainedTokenizerFast, mtp: bool) -> Sma
 def pretrain(model: SmallModel, batches: Batches, size: Size, progress: Callable[[str], None]) -> float:
     """Train `model` in place; return the mean loss of the last steps, nats per token.
 
-    Only response tokens count. Block matrices are moved by Muon, the rest by AdamW; learning rates rise over the first
-    steps, stay, and fall to 0 over the last 60 %. Nothing depends on the clock.
+    Only response tokens count. Muon updates block matrices, AdamW the rest; learning rates rise over the first steps,
+    stay, and fall to 0 over the last 60 %. Nothing depends on the clock.
     """
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     of_blocks = {id(p) for p in matrices}
@@ -219,9 +219,9 @@ def pretrain(model: SmallModel, batches: Batches, size: Size, progress: Callable
     model.train()
 
     def gradients(ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Loss, summed over tokens, and its gradients of `params`."""
+        """Return the loss, summed over tokens, and its gradients of `params`."""
         scored = labels != _IGNORED
-        # Padding is on the right, where a causal model cannot see it, so no attention mask is needed.
+        # Padding is on the right, where a causal model does not attend to it, so no attention mask is needed.
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         loss = cross_entropy(model.lm_head(hidden[scored]), labels[scored], reduction="sum")
         return loss.detach(), torch.autograd.grad(loss, params)
@@ -250,7 +250,7 @@ def _schedule(step: int, num_steps: int) -> float:
 
 
 def teach_mtp(model: SmallModel, batches: Batches, size: Size, seed: int, progress: Callable[[str], None]) -> MtpHead:
-    """An MTP layer for a model that stays as it is: it learns the model's distributions."""
+    """Train an MTP layer on a frozen model's distributions."""
     training = DrafterTraining(
         fresh_mtp(model.config, seed),
         FrozenTarget.of(model),
@@ -261,13 +261,13 @@ def teach_mtp(model: SmallModel, batches: Batches, size: Size, seed: int, progre
     for _ in range(max(size.steps // 2, 1)):
         ids, labels = next(batches)
         accept = training.update(list(_sequences(model, ids, labels))).accept
-    progress(f"its MTP layer: {', '.join(f'{share:.2f}' for share in accept)} of its drafted tokens would be kept")
+    progress(f"its MTP layer: {', '.join(f'{share:.2f}' for share in accept)} of its drafted tokens would be accepted")
     assert isinstance(training.head, MtpHead)
     return training.head
 
 
 def _sequences(model: SmallModel, ids: torch.Tensor, labels: torch.Tensor) -> Iterator[TrainingSequence]:
-    """The rows of a batch with the model's states."""
+    """Yield the rows of a batch with the model's states."""
     for number, (row, targets) in enumerate(zip(ids, labels, strict=True)):
         scored = (targets != _IGNORED).nonzero()[:, 0]
         num_rows = int(scored[-1]) + 1
@@ -281,7 +281,7 @@ def _sequences(model: SmallModel, ids: torch.Tensor, labels: torch.Tensor) -> It
 
 @torch.no_grad()
 def initialise(model: SmallModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Start `model` where it learns fastest: blocks that add nothing yet, and numbers that lie in order.
+    """Initialise `model` for fast learning: blocks that add nothing yet, and ordered embeddings of numbers.
 
     Embeddings are wide (standard deviation .3) and the last matrix of each block branch is 0, so depth costs no steps
     early on. The rows of number words, in the embedding and the output, get sines and cosines of their value with
@@ -341,7 +341,7 @@ def _write_problems(path: Path, split: str, problems: list[TaskProblem]) -> None
 
 @contextmanager
 def _one_thread(seed: int) -> Iterator[None]:
-    """Seed torch and hold it to one thread, and put both back after."""
+    """Seed torch and limit it to one thread; restore both after."""
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -355,12 +355,12 @@ def _one_thread(seed: int) -> Iterator[None]:
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): momentum with orthogonalised matrix steps.
 
-    For the matrices inside transformer blocks; embeddings, heads and norms want AdamW. Each step moves a matrix by
-    lr * sqrt(max(1, rows / columns)) along the nearest semi-orthogonal matrix to its Nesterov momentum, so every
-    direction of the update has the same length.
+    For the matrices inside transformer blocks; embeddings, heads and norms need AdamW. Each step moves a matrix by lr *
+    sqrt(max(1, rows / columns)) along the nearest semi-orthogonal matrix to its Nesterov momentum, so every direction
+    of the update has the same length.
 
     `torch.optim.Muon` has the same rule, but orthogonalises in bfloat16: its steps are 1 to 2 % off, so a seed would
-    make another model, and on a CPU they take some 15 times as long.
+    give another model, and on a CPU they take some 15 times as long.
     """
 
     def __init__(self, params: Iterable[torch.Tensor], *, lr: float = 0.02, momentum: float = 0.95) -> None:

@@ -1,4 +1,4 @@
-"""What a model does when it is sampled: reward, lengths, how random it is, how much it repeats itself."""
+"""Sampled behaviour of a model: reward, lengths, entropy, repetition."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def measure(
     Lengths are in tokens, eos included. `length_share_prompt` is the share of the variance of log length that the
     prompt explains (`prompt_share`), `length_share_within` the rest. `entropy_nats` is the mean over all tokens of the
     entropy of the distribution sampled from. `repeated_4gram_share` is the share of 4-grams that occurred earlier in
-    the same response, pooled over responses: what a prompt-lookup drafter could have copied.
+    the same response, pooled over responses: an upper bound for a prompt-lookup drafter.
     """
     started = time.perf_counter()
     check = load_reward(reward)
@@ -135,7 +135,7 @@ def prompt_share(values: np.ndarray) -> float:
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> int:
-    """Return how many of the len(tokens) - n + 1 n-grams occurred before in `tokens`.
+    """Return the number of the len(tokens) - n + 1 n-grams that occurred before in `tokens`.
 
     >>> repeated_ngrams([1, 2, 3, 1, 2, 3], n=3)
     1

@@ -1,4 +1,4 @@
-"""GRPO runs on models of our own: how large they are, their prompts and recipes, and the drafter they begin with."""
+"""GRPO runs on small models: sizes, prompts and recipes, and the initial drafter."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ CHECK_EVERY = 10
 
 Progress = Callable[[str], None]
 Kind = Literal["never", "always", "every", "acceptance-drops", "gated"]
-"""When idle workers train the drafter, as a schedule says it."""
+"""Schedule by which idle workers train the drafter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How large runs on a model of our own are.
+    """Sizes of runs on a small model.
 
     `model` is a size of `tltlab make-model`. `warm_up_length` is the accept length, bonus included, at which a
-    drafter's warm-up ends, after `warm_up_updates` at the latest. `tokens_per_update` is of a trainer beside a rollout,
-    which finishes the update under way before it yields.
+    drafter's warm-up ends, after `warm_up_updates` at the latest. `tokens_per_update` is for a trainer beside a
+    rollout, which finishes the update under way before it yields.
     """
 
     model: str = "small"
@@ -60,18 +60,18 @@ class Sizes:
 
 
 def prompts_of(model: Path, split: str, count: int) -> list[Prompt]:
-    """The first prompts of `train` or `heldout` in a folder of `tltlab make-model`.
+    """Return the first prompts of `train` or `heldout` in a folder of `tltlab make-model`.
 
     ConfigError where there are none.
     """
     source = model / f"{split}.jsonl"
     if not source.is_file():
-        raise ConfigError(f"{source} is missing: the benchmark takes a folder that `tltlab make-model` wrote")
+        raise ConfigError(f"{source} is missing: the benchmark needs a folder of `tltlab make-model`")
     return load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))[:count]
 
 
 def sample_texts(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, seed: int) -> list[PromptedText]:
-    """One response to each prompt, sampled from a Hugging Face model at temperature 1; those of one token are left out.
+    """Sample one response to each prompt from a Hugging Face model at temperature 1; omit those of one token.
 
     The same seed and weights give the same texts.
     """
@@ -86,13 +86,13 @@ def sample_texts(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, see
 
 
 def write_texts(path: Path, texts: Sequence[PromptedText]) -> None:
-    """Texts as a JSONL file of token ids, as `tltlab train-drafter` reads it."""
+    """Write texts as a JSONL file of token ids, as `tltlab train-drafter` reads it."""
     rows = [json.dumps({"prompt": text.prompt_token_ids, "response": text.token_ids}) for text in texts]
     write_file(path, "\n".join(rows) + "\n")
 
 
 def warmed_up(model: Path, out: Path, sizes: Sizes, progress: Progress) -> Path:
-    """The folder `out` with a head that knows the model as it is, trained first where it is not there."""
+    """Return the folder `out` with a head trained for the model as it is; train it first where it is missing."""
     if (out / "config.json").is_file():
         return out
     prompts = prompts_of(model, "train", sizes.warm_up_texts)
@@ -114,9 +114,9 @@ def warmed_up(model: Path, out: Path, sizes: Sizes, progress: Progress) -> Path:
 
 
 def trained_beside(head: Path, sizes: Sizes, kind: Kind = "always") -> DrafterConfig:
-    """A drafter that starts as the head in a folder; idle workers train it, by default in every rollout.
+    """Return a drafter that starts as the head in a folder; idle workers train it, by default in every rollout.
 
-    Every drafter that served is annotated, so that the first one can be compared with any later one.
+    Every drafter that served is annotated, for comparisons of the first one with any later one.
     """
     return DrafterConfig(
         name=DRAFTER,
@@ -141,7 +141,7 @@ def recipe_of(
     repeat_every: int = 0,
     system: str | None = None,
 ) -> Recipe:
-    """A run on a folder of `tltlab make-model`; `train` takes the place of its prompts.
+    """Return a recipe of a run on a folder of `tltlab make-model`; `train` replaces its prompts.
 
     A `system` decides on drafts itself. Without it and without a policy there is no speculation.
     """
@@ -170,13 +170,13 @@ def recipe_of(
 
 
 def fixed_depth(path: Path, depth: int) -> Path:
-    """A policy file: the learned drafter at one depth throughout."""
+    """Write a policy file: the learned drafter at one depth throughout."""
     Policy(selector=FixedSpec(strategy=Strategy.chain(DRAFTER, depth))).write(path)
     return path
 
 
 def adaptive_policy(path: Path, depth: int) -> Path:
-    """A policy file: BEG-MAB among the learned drafter, suffix drafts and no speculation."""
+    """Write a policy file: BEG-MAB among the learned drafter, suffix drafts and no speculation."""
     arms = (Strategy.chain(DRAFTER, depth), Strategy.chain("suffix", depth), NO_SPECULATION)
     buckets = tuple(Bucket(min_batch=least, strategies=arms) for least in (1, 17))
     Policy(selector=BegMabSpec(buckets=buckets)).write(path)

@@ -1,7 +1,7 @@
-"""Reasoning tasks of our own, in words a small model can learn from scratch: problems, traces to imitate, rewards.
+"""Reasoning tasks in words that a small model can learn from scratch: problems, traces to imitate, rewards.
 
-Every task has an answer that can be checked and traces whose length comes from the reasoning itself. Traces have
-flaws (giving up, trusting a wrong sum, skipping the check) so that reinforcement learning has something to mend.
+Every task has a checkable answer and traces whose length comes from the reasoning itself. Traces have flaws (giving up,
+trusting a wrong sum, skipping the check) for reinforcement learning to remove.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskProblem:
-    """What the model reads and what a checker needs. Words are separated by single spaces."""
+    """The model's prompt and the checker's answer. Words are separated by single spaces."""
 
     prompt: str
     answer: str
@@ -32,21 +32,21 @@ class Task:
     reward: str
 
 
-# ---- subset-sum: the length is mostly luck -------------------------------------------------------------------------
+# ---- subset-sum: the length is mostly random ------------------------------------------------------------------------
 
 SUBSET_SUM_MAX_GOAL = 30
 _SUBSET_SUM_END = re.compile(r"(?:^| )try (\d+)((?: \+ \d+ = \d+)*) yes$")
 _PICK = re.compile(r"\+ (\d+) =")
 _MIN_TRY_SUCCESS = 0.02
-# Chance to keep a problem by the whole part of -log2 of a try's chance; 1 beyond.
+# Probability of keeping a problem by the whole part of -log2 of a try's success probability; 1 beyond.
 _KEEP_BY_HALVINGS = (0.05, 0.1, 0.3)
 
 
 def try_success(numbers: list[int], goal: int) -> float:
-    """Return the chance that numbers drawn one by one without replacement hit `goal` before passing it.
+    """Return the probability that numbers drawn one by one without replacement hit `goal` before passing it.
 
-    A set S of k numbers that sums to the goal is the first k draws of n with chance 1 / C(n, k); these events exclude
-    each other, so the chances of all such sets add up.
+    A set S of k numbers that sums to the goal is the first k draws of n with probability 1 / C(n, k); these events
+    exclude each other, so the probabilities of all such sets add up.
 
     >>> try_success([1, 2, 3], 3)
     0.6666666666666666
@@ -65,10 +65,10 @@ def try_success(numbers: list[int], goal: int) -> float:
 
 
 def subset_sum_problem(rng: np.random.Generator) -> TaskProblem:
-    """Draw different numbers and a goal that some of them sum to; one random try succeeds with chance .4 down to .02.
+    """Draw different numbers and a goal that some of them sum to; a random try succeeds with probability .4 to .02.
 
-    Half are dense, of small numbers; half are multiples of 3 among which one or two numbers that the goal needs.
-    Problems that most tries solve are thinned out, so that the chance is spread over its logarithm.
+    Half are dense, of small numbers; half are multiples of 3 with one or two numbers that the goal needs. Problems that
+    most tries solve are thinned out, so that the probability is spread over its logarithm.
     """
     while True:
         if rng.random() < 0.5:
@@ -150,12 +150,12 @@ SUBSET_SUM = Task(
 # ---- gcd: the length is mostly decided by the problem ----------------------------------------------------------------
 
 GCD_MAX_NUMBER = 99
-# Chance to keep a problem by the whole part of log2 of its number of subtractions.
+# Probability of keeping a problem by the whole part of log2 of its number of subtractions.
 _KEEP_BY_DOUBLINGS = (1.0, 1.0, 1.0, 0.25, 0.25, 1.0, 1.0)
 
 
 def gcd_problem(rng: np.random.Generator) -> TaskProblem:
-    """Draw two or three different numbers below 100 whose greatest common divisor is 1 to 6 with about equal chances.
+    """Draw two or three different numbers below 100 whose greatest common divisor is 1 to 6, about equally likely.
 
     The numbers are uniform in their logarithm: a small one among large ones takes many subtractions. Problems of
     middling length are thinned out, so that the number of subtractions is spread over its logarithm.
@@ -175,8 +175,8 @@ def gcd_problem(rng: np.random.Generator) -> TaskProblem:
 def gcd_trace(problem: TaskProblem, rng: np.random.Generator) -> str:
     """Subtract until one number is left: `, 12 6 6 , 12 6 check 6 + 6 = 12 ok , 6 6 , 6 ans 6` for `gcd 12 18 6 go`.
 
-    Each step picks two numbers at random and writes what is there after it. Flaws: one difference in 50 is off by 1 or
-    by 10, and half of the writers seldom check; a check finds such a slip, says `no`, and the step is written again.
+    Each step picks two numbers at random and writes the remaining numbers. Flaws: one difference in 50 is off by 1 or
+    by 10, and half of the writers seldom check; a check finds such a slip, writes `no`, and the step is repeated.
     """
     numbers = [int(word) for word in problem.prompt.split()[1:-1]]
     words = _subtract(numbers, rng, check=0.3 if rng.random() < 0.5 else 0.05, slip=0.02)
@@ -248,8 +248,8 @@ def calculator_problem(rng: np.random.Generator) -> TaskProblem:
 def calculator_trace(problem: TaskProblem, rng: np.random.Generator) -> str:
     """Ask the tool for one sum after another: `ask 17 + 25 = 42 ask 42 - 9 = 33 ans 33` for `calc 17 + 25 - 9 go`.
 
-    What follows each `=` is the tool's. Flaws: half of the writers are impatient, and may name a total on the way as
-    the answer; one asked number in 25 is miscopied.
+    The word after each `=` is the tool's. Flaws: half of the writers are impatient, and may give an intermediate total
+    as the answer; one asked number in 25 is miscopied.
     """
     first, *terms = problem.prompt.split()[1:-1]
     stop = 0.25 if rng.random() < 0.5 else 0.0

@@ -1,1 +1,1 @@
-"""Starting Ray, calls to its actors and their environment."""
+"""Start of Ray, and its actors' calls and environment."""

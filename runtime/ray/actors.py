@@ -1,4 +1,4 @@
-"""A run's actors: the environment that they start in, and calls whose errors are sentences."""
+"""A run's actors: the environment that they start in, and calls with readable errors."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .scratch import scratch_folder
 from .start import ENV, LOOPBACK, fork_command
 
 LAST_BYTES = 16384
-"""Of a log, for its last lines."""
+"""Bytes at the end of a log in which its last lines are searched."""
 Done = TypeVar("Done")
 _OF_RAY = re.compile(r"\[[\d\- :,]+ [EWIC] |@ |\*\*\* |:(job_id|actor_name|task_name):")
 """Marks and stack frames that Ray writes into a worker's log."""
-# Else vLLM and process groups take the machine's outward address for their own sockets.
+# Otherwise vLLM and process groups take the machine's outward address for their own sockets.
 _ON_LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def actor_env(extra: Mapping[str, str], host: str = LOOPBACK[0]) -> dict[str, str]:
-    """The environment variables of an actor, `extra` winning. `host` is `cluster.host`: on loopback, all stay on it.
+    """Return the environment variables of an actor; `extra` overrides. `host` is `cluster.host`; loopback stays local.
 
     Modules that this process finds outside its installation import in the actor too, such as a user's policy.
     """
@@ -43,14 +43,15 @@ def actor_env(extra: Mapping[str, str], host: str = LOOPBACK[0]) -> dict[str, st
     env = ENV | {"PYTHONPATH": os.pathsep.join(user_paths)}
     if host in LOOPBACK:
         env |= _ON_LOOPBACK
-        # vLLM's sockets are where a killed engine's go with the run; their addresses have at most 107 letters.
+        # vLLM's sockets go into the scratch folder, which is removed after a kill; addresses have at most 107
+        # characters.
         if len(str(folder := scratch_folder())) + len("/12345678-1234-1234-1234-123456789012") < 108:
             env["VLLM_RPC_BASE_PATH"] = str(folder)
     return env | dict(extra)
 
 
 def runtime_env(env: Mapping[str, str]) -> dict[str, Any]:
-    """Ray's `runtime_env` for an actor with these environment variables."""
+    """Return Ray's `runtime_env` for an actor with these environment variables."""
     command = fork_command()
     return {"env_vars": dict(env)} | ({} if command is None else {"py_executable": command})
 
@@ -58,7 +59,7 @@ def runtime_env(env: Mapping[str, str]) -> dict[str, Any]:
 def get(refs: Any, *, died: type[RunError] = RunError) -> Any:
     """`ray.get`; a TltlabError raised in an actor is raised here as itself, another one as a RunError that names it.
 
-    Where an actor died, or one whose result the call was given, `died` is raised.
+    Where an actor failed, or one whose result was an argument of the call, `died` is raised.
     """
     try:
         return ray.get(refs)
@@ -69,19 +70,21 @@ def get(refs: Any, *, died: type[RunError] = RunError) -> Any:
 
 
 class Waiting:
-    """Runs coroutines that wait for actors, in whatever thread, each in an event loop of its own: `asyncio.run`.
+    """Runs coroutines that wait for actors, in any thread, each in an event loop of its own: `asyncio.run`.
 
-    SIGTERM ends what waits in the main thread, `close` what waits in any. What a handler of SIGTERM raises is raised
-    when the loop has ended: raised in the loop's own code it loses what was to wake a task, and the loop's end waits
-    for that task for ever.
+    SIGTERM ends waiting in the main thread, `close` in any. An exception of a SIGTERM handler is raised after the loop
+    has ended: raised in the loop's own code it could lose a task's wake-up, and the loop's end would wait for that task
+    forever.
     """
 
     def __init__(self) -> None:
         self._loops: set[_Loop[Any]] = set()
 
     def run(self, work: Coroutine[Any, Any, Done]) -> Done:
-        """What the coroutine returns; also where a loop runs already in this thread, as it does under a notebook's
-        cells. RunError where `close` ended it."""
+        """Return the coroutine's result, also where a loop already runs in this thread, as in a notebook.
+
+        RunError where `close` ended it.
+        """
         loop = _Loop(work)
         self._loops.add(loop)
         try:
@@ -99,13 +102,13 @@ class Waiting:
             self._loops.discard(loop)
 
     def close(self) -> None:
-        """End all that waits now."""
+        """End all current waiting."""
         for loop in tuple(self._loops):
             loop.end()
 
 
 class _Loop(Generic[Done]):
-    """One coroutine in its event loop, which ends early once `end` is called, from whatever thread."""
+    """One coroutine in its event loop, which ends early once `end` is called, from any thread."""
 
     def __init__(self, work: Coroutine[Any, Any, Done]) -> None:
         self._work = work
@@ -130,7 +133,7 @@ class _Loop(Generic[Done]):
         if self._raised:
             raise self._raised[0]
         if self._ended:
-            raise RunError("nobody waits for the actors any more: the run was closed")
+            raise RunError("waiting for the actors ended: the run was closed")
         return self._results[0]
 
     def end(self) -> None:
@@ -144,12 +147,12 @@ class _Loop(Generic[Done]):
         if self._ended:
             self._work.close()
             return
-        # Not returned: `asyncio.run` spells out its task, all that it returned included, when it gives back SIGINT.
+        # Not returned: `asyncio.run` formats its task with the result when it restores SIGINT.
         self._results.append(await self._work)
 
 
 def last_lines(pid: int) -> str:
-    """The last lines that an actor's process wrote to standard error, joined; "" where its log is not on this machine.
+    """Return the last lines that an actor's process wrote to standard error, joined; "" if its log is elsewhere.
 
     Its log is one of the Ray session that this process is part of.
     """
@@ -158,7 +161,7 @@ def last_lines(pid: int) -> str:
         return ""
     for path in Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"):
         with path.open("rb") as log_file:
-            # Ray's own reports of a crash are long, and what was said before them counts.
+            # Ray's own reports of a crash are long, and earlier lines matter.
             log_file.seek(max(0, path.stat().st_size - LAST_BYTES))
             text = log_file.read().decode(errors="replace")
         lines = [one_line(line) for line in text.splitlines() if line.strip()]
@@ -167,7 +170,7 @@ def last_lines(pid: int) -> str:
 
 
 def succeeded(call: Any) -> bool:
-    """Whether a call has ended well."""
+    """Return True if a call has succeeded."""
     done, _ = ray.wait([call], timeout=0)
     try:
         return bool(done) and ray.get(call) is not None
@@ -181,24 +184,24 @@ def why_lost(error: RayError, handle: Any) -> str:
         cause = error.cause
         return str(cause) if isinstance(cause, EngineDied) else ""
     if isinstance(error, RayActorError):
-        # A call can also fail because an actor is gone whose result it was given.
+        # A call can also fail because an actor is gone whose result was its argument.
         return last_line(error) if error.actor_id in (None, handle._actor_id.hex()) else ""
     return last_line(error) if isinstance(error, NodeDiedError | OutOfMemoryError | WorkerCrashedError) else ""
 
 
 def last_line(error: BaseException) -> str:
-    """An error in one line; of what Ray says of a dead actor the reason, which comes last, without its guesses."""
+    """Return an error in one line; for Ray's on a failed actor the reason, which comes last, without its guesses."""
     lines = [one_line(line) for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__).partition(" Some common causes")[0][:300]
 
 
 def error_of(error: Exception, *, died: type[RunError] = RunError) -> TltlabError:
-    """What to raise for an error of Ray's."""
+    """Return the exception to raise for an error of Ray's."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, TltlabError):
         return cause
     if isinstance(cause, RayActorError):
-        return died(f"an actor died: {_first_line(cause)}")
+        return died(f"an actor failed: {_first_line(cause)}")
     return RunError(f"an actor failed: {type(cause).__name__}: {_first_line(cause)}")
 
 

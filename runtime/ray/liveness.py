@@ -1,6 +1,6 @@
-"""Processes that Ray takes for alive: those that somebody stopped (SIGSTOP), and servers of its own that have ended.
+"""Processes that Ray takes for alive: stopped ones (SIGSTOP), and its own servers that have ended.
 
-Whoever asks them would wait on.
+Calls to them would wait forever.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 LOOK_S = 1.0
-"""How often is looked, seconds."""
+"""Seconds between checks."""
 
 
 class StoppedProcesses:
-    """Kills what has been stopped for `patience_s`, and says so: what is killed is started again as the dead are.
+    """Kills processes that have been stopped for `patience_s`, with a message; they are restarted like failed ones.
 
-    `watched` gives processes of this machine by what they are called; a context manager. Looking costs a read of
-    /proc/PID/stat each. Who is only traced, as by a debugger, is left alone.
+    `watched` gives processes of this machine by name; a context manager. A check costs a read of /proc/PID/stat each.
+    Processes that are only traced, as by a debugger, are left alone.
     """
 
     def __init__(
-        self, watched: Callable[[], Mapping[str, int]], tell: Callable[[str], None], patience_s: float
+        self, watched: Callable[[], Mapping[str, int]], notify: Callable[[str], None], patience_s: float
     ) -> None:
-        self._watched, self._tell, self._patience_s = watched, tell, patience_s
+        self._watched, self._notify, self._patience_s = watched, notify, patience_s
         self._since: dict[tuple[str, int], float] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch for stopped processes", daemon=True)
@@ -42,12 +42,12 @@ class StoppedProcesses:
         self._thread.join(10 * LOOK_S)
 
     def look(self, now: float) -> None:
-        """Look once, at a time on a clock of the caller's that only grows, in seconds."""
+        """Check once, at a time of the caller's monotonic clock, in seconds."""
         stopped = {(name, pid) for name, pid in self._watched().items() if pid and is_stopped(pid)}
         self._since = {process: self._since.get(process, now) for process in stopped}
         for (name, pid), since in self._since.items():
             if now - since >= self._patience_s:
-                self._tell(f"the {name} (process {pid}) was stopped for {now - since:.0f} s, and is killed")
+                self._notify(f"the {name} (process {pid}) was stopped for {now - since:.0f} s, and is killed")
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -59,8 +59,8 @@ class StoppedProcesses:
 class EndedServers:
     """Interrupts the main thread once one of Ray's servers, `servers` by name, has ended; a context manager.
 
-    Ray's next call that needs it ends this process, with a dump in place of a reason. `ended` says which it was, "" for
-    none. Nothing is watched where the kernel has no pidfd.
+    Ray's next call that needs the server ends this process, with a dump instead of a reason. `ended` names the server,
+    "" for none. Nothing is watched where the kernel has no pidfd.
     """
 
     def __init__(self, servers: Mapping[str, int]) -> None:
@@ -96,7 +96,7 @@ class EndedServers:
                 ready.register(place, select.POLLIN)
             ended = [names[place] for place, _ in ready.poll() if place in names]
         main = threading.main_thread().ident
-        # What waits for actors ends well by SIGTERM (`Waiting`), where it does not end the process.
+        # SIGTERM cleanly ends waiting for actors (`Waiting`), where it does not end the process.
         number = next((n for n in (signal.SIGTERM, signal.SIGINT) if callable(signal.getsignal(n))), None)
         if ended and main is not None and number is not None:
             self.ended = ended[0]
@@ -104,7 +104,7 @@ class EndedServers:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of this machine was stopped by a signal; False where there is none."""
+    """Return True if a process of this machine was stopped by a signal; False where there is none."""
     try:
         # The name in parentheses may hold anything.
         return (Path("/proc") / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"

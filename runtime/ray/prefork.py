@@ -1,11 +1,11 @@
-"""Ray's workers forked from a process that has imported what they need: torch and vLLM take each of them 8 s else.
+"""Ray workers forked from a process with its imports done: otherwise torch and vLLM take each of them 8 s.
 
-`Prefork` starts the process that imports; Ray starts each worker by `command`, which is this file run as a script: it
-asks that process for a fork, which becomes the worker, and stands for it, so that Ray may signal or kill either. The
+`Prefork` starts the process that imports. Ray starts each worker by `command`, which is this file run as a script: it
+asks that process for a fork, which becomes the worker, and stands in for it, so that Ray may signal or kill either. The
 fork has the script's arguments, environment, folder and standard streams.
 
-What a module does when it is imported is done once, under the environment of the process that imports. CUDA does not
-survive a fork, and some modules touch it when they are imported, so this is for machines without GPUs.
+Side effects of imports happen once, under the environment of the importing process. CUDA does not survive a fork, and
+some modules touch it when imported, so this is for machines without GPUs.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from pathlib import Path
 from typing import NoReturn
 
 _MOST_BYTES = 1 << 20
-"""Of a worker's command line and environment."""
+"""Bytes of a worker's command line and environment."""
 _STREAMS = (0, 1, 2)
 
 
 class Prefork:
-    """A process that imports `modules` under the environment `env` and forks when asked; a context manager.
+    """A process that imports `modules` under the environment `env` and forks on request; a context manager.
 
-    It ends, and its folder goes, when this process ends or leaves the context; its forks stay. What does not import is
-    left for the forks to complain of. A fork costs some 20 ms and the memory that it writes to.
+    It ends, and its folder is removed, when this process ends or leaves the context; its forks stay. Modules that fail
+    to import are left to the forks. A fork costs some 20 ms and the memory that it writes to.
     """
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
         self._folder = tempfile.mkdtemp(prefix="tltlab-fork-")
         address = str(Path(self._folder) / "socket")
         self.command = f"{sys.executable} -I -S {Path(__file__).resolve()} {address}"
-        """What takes the place of `python` in a worker's command line."""
-        # The process notices by this pipe that this one has ended.
+        """Replaces `python` in a worker's command line."""
+        # By this pipe the process notices the end of this one.
         lifeline, self._lifeline = os.pipe()
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(address)
@@ -65,22 +65,22 @@ class Prefork:
 
     def __exit__(self, *exception: object) -> None:
         os.close(self._lifeline)
-        # It may be importing still.
+        # It may still be importing.
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _serve(folder: str, listening: int, lifeline: int, modules: Sequence[str]) -> NoReturn:
-    """Import, then fork for whoever connects, until nobody holds the other end of the pipe `lifeline`."""
-    # A Ray that was imported before the fork cannot connect after it. What vLLM can do without it need not know.
+    """Import, then fork for each connection, until the other end of the pipe `lifeline` is closed."""
+    # A Ray that was imported before the fork cannot connect after it, so vLLM must not find it.
     sys.modules["ray"] = None  # type: ignore[assignment]
     gc.disable()
     for module in modules:
         with contextlib.suppress(ImportError):
             import_module(module)
     del sys.modules["ray"]
-    # What is there stays: no fork looks through it, or writes to its pages.
+    # Freeze objects: forks neither scan them nor write to their pages.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -96,7 +96,7 @@ def _serve(folder: str, listening: int, lifeline: int, modules: Sequence[str]) -
             places = {key.fd for key, _ in ready.select()}
             if lifeline in places:
                 shutil.rmtree(folder, ignore_errors=True)
-                # Not by the way of an interpreter's end, where some libraries write of leaks.
+                # Without the interpreter's shutdown, in which some libraries report leaks.
                 os._exit(0)
             if ended in places:
                 os.read(ended, 4096)
@@ -112,7 +112,7 @@ def _serve(folder: str, listening: int, lifeline: int, modules: Sequence[str]) -
 
 
 def _reap(forks: dict[int, socket.socket]) -> None:
-    """Tell the askers of forks that have ended how."""
+    """Send the exit codes of ended forks to their askers."""
     for fork in list(forks):
         done, status = os.waitpid(fork, os.WNOHANG)
         if done:
@@ -121,7 +121,7 @@ def _reap(forks: dict[int, socket.socket]) -> None:
 
 
 def _become_worker(asker: socket.socket) -> NoReturn:
-    """What a fork does: be the worker that `asker` stands for, and end with it."""
+    """Become the worker that `asker` stands for, and end with it, in a fork."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -159,14 +159,14 @@ def _become_worker(asker: socket.socket) -> NoReturn:
 
 
 def _end_with(asker: socket.socket) -> None:
-    """Pass on the signals that `asker` gets; it has been killed where nothing more comes."""
+    """Pass on the signals that `asker` receives; a closed connection means it was killed."""
     while number := asker.recv(1):
         os.kill(os.getpid(), number[0])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _ask(address: str, argv: Sequence[str]) -> NoReturn:
-    """What Ray starts: have a worker forked, stand for it, and end as it does. Where nobody forks, be the worker."""
+    """Have a worker forked, stand in for it, and end as it does; without a server, be the worker."""
     with socket.socket(socket.AF_UNIX) as server:
         try:
             server.connect(address)
@@ -176,7 +176,7 @@ def _ask(address: str, argv: Sequence[str]) -> NoReturn:
         request = {"argv": argv, "env": dict(os.environ), "folder": os.getcwd()}
         message = json.dumps(request).encode() + b"\n"
         sent = socket.send_fds(server, [message], _STREAMS)
-        if unsent := message[sent:]:  # of nothing too, `sendall` fails where a short worker has ended already
+        if unsent := message[sent:]:  # `sendall` fails even on nothing where a short worker has ended already
             server.sendall(unsent)
         code = int(server.recv(16) or b"1")
     if code < 0:

@@ -1,4 +1,4 @@
-"""Scratch folders of processes, and what runs leave elsewhere: removed by the next process where one was killed."""
+"""Scratch folders of processes, and leftovers of runs elsewhere: the next process removes those of killed ones."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ _numbers = count()
 
 
 def scratch_folder(name: str = "") -> Path:
-    """A folder for sockets and the like that only this user enters; it goes with this process.
+    """Return a private folder for sockets and the like; it is removed with this process.
 
-    With a `name` a new one in it, else the one that all of this process share. What processes left that were killed
-    goes when the next one asks (`sweep`).
+    With a `name` a new subfolder of it. The first call also removes leftovers of killed processes (`sweep`).
     """
     pid = os.getpid()
     if pid not in _scratch:
         sweep()
-        # Under its name only when it is held: else another process might sweep it.
+        # Renamed only once it is locked: otherwise another process might sweep it.
         new = Path(tempfile.mkdtemp(prefix=f".tltlab-{pid}-"))
         lock_file = lock(new)
         _scratch[pid] = new.rename(new.with_name(new.name[1:])), lock_file
@@ -41,15 +40,15 @@ def scratch_folder(name: str = "") -> Path:
 
 
 def leaves(*paths: Path) -> None:
-    """This process's run leaves something at `paths` that is not in its scratch folder: swept once it has ended."""
+    """Register `paths` outside the scratch folder that this process's run leaves: swept once it has ended."""
     folder = scratch_folder()
     write_json(folder / ELSEWHERE, sorted(map(str, {*paths, *elsewhere(folder)})))
 
 
 def leaves_memory() -> None:
-    """As `leaves`, for the shared memory and semaphores that this process and those it started have now.
+    """As `leaves`, for the shared memory and semaphores that this process and its children have now.
 
-    Whoever made them removes them at its end, and Python's resource tracker where that was killed, if it was not.
+    Their makers remove them at their end, or Python's resource tracker after a kill, if it was not killed too.
     """
     family = [str(os.getpid())]
     with suppress(OSError):
@@ -58,13 +57,13 @@ def leaves_memory() -> None:
                 family += (thread / "children").read_text().split()
     inodes = set().union(*(_mapped_memory(Path("/proc") / pid) for pid in family))
     with suppress(OSError, InputError):
-        # Who has nothing there needs no folder that tells of it.
+        # A process without leftovers needs no folder to list them.
         if paths := [path for path in filter(is_leftover, SHARED.iterdir()) if path.lstat().st_ino in inodes]:
             leaves(*paths)
 
 
 def _mapped_memory(process: Path) -> set[int]:
-    """Inodes of the shared memory that a process has mapped: semaphores are mapped under another name than theirs."""
+    """Return inodes of the shared memory that a process has mapped: semaphores are mapped under other names."""
     try:
         lines = (process / "maps").read_text(errors="replace").splitlines()
     except OSError:
@@ -74,14 +73,14 @@ def _mapped_memory(process: Path) -> set[int]:
 
 
 def sweep() -> list[Path]:
-    """Remove `leftovers`, but what a process still uses; what was removed. Agents of a Ray session there end."""
+    """Remove `leftovers` that no process uses; return them. Agents of a Ray session there end."""
     removed = []
     for path in leftovers():
         if path.parent.name == "ray":
             _end_agents(path)
-        # A scratch folder is not forgotten as long as something is left that it knows of.
-        knows = SCRATCH.fullmatch(path.name)
-        if not (any(map(is_leftover, elsewhere(path))) if knows else _in_use(path)):
+        # A scratch folder stays as long as a leftover that it lists exists.
+        is_scratch = SCRATCH.fullmatch(path.name)
+        if not (any(map(is_leftover, elsewhere(path))) if is_scratch else _in_use(path)):
             _remove(path)
             removed.append(path)
     return removed
@@ -96,9 +95,9 @@ def _remove(path: Path) -> None:
 
 
 def _end_agents(session: Path) -> None:
-    """Kill the processes of a Ray session whose driver was killed: its agents call on its servers for a minute more.
+    """Kill the processes of a Ray session whose driver was killed: its agents retry its servers for a minute.
 
-    They go by titles of Ray's, and log into the session.
+    They are found by Ray's process titles and logs in the session.
     """
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -108,7 +107,7 @@ def _end_agents(session: Path) -> None:
 
 
 def _in_use(path: Path) -> bool:
-    """Whether a process was started with this path, or maps it."""
+    """Return True if a process was started with this path, or maps it."""
     with suppress(OSError):
         inode = path.lstat().st_ino if path.parent == SHARED else None
         for process in Path("/proc").glob("[0-9]*"):

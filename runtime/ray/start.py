@@ -1,4 +1,4 @@
-"""How Ray is started: joined where there is a cluster, else on this machine, listening on loopback."""
+"""Start of Ray: joined where there is a cluster, else on this machine, listening on loopback."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENV = {
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _NICENESS = "RAY_worker_niceness"
 MOST_STARTS = 3
-"""How often Ray is started before that has failed: on a busy machine its servers may answer too late."""
+"""Attempts to start Ray: on a busy machine its servers may answer too late."""
 
 
 MODULES = (
@@ -47,14 +47,14 @@ MODULES = (
     "vllm.entrypoints.llm",
     "vllm.v1.worker.cpu_worker",
 )
-"""What takes actors longest to import; nothing of it needs Ray."""
+"""Modules that are slowest to import in actors; none of them needs Ray."""
 
 _prefork: list[Prefork] = []
 
 
 @contextmanager
 def preforking(cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
-    """Within, actors on this machine start as forks (see `Prefork`), of one process however many runs there are.
+    """Within the block, actors on this machine start as forks (see `Prefork`), of one process for all runs.
 
     Not where they run on other machines, or have GPUs.
     """
@@ -71,15 +71,15 @@ def preforking(cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
 
 
 def fork_command() -> str | None:
-    """What Ray is to start workers by in place of `python`, None for `python`."""
+    """Return Ray's command for workers instead of `python`, None for `python`."""
     return _prefork[0].command if _prefork else None
 
 
 @contextmanager
 def ray_running(cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
-    """Within, Ray runs: see `start_ray`; one that was started here ends, and its actors are forks.
+    """Within the block, Ray runs: see `start_ray`; one that was started here ends, and its actors are forks.
 
-    RunError where a server of that one has ended meanwhile: the main thread is interrupted then.
+    RunError where one of its servers has ended meanwhile; the main thread is interrupted then.
     """
     with preforking(cluster):
         if not start_ray(cluster):
@@ -98,18 +98,20 @@ def ray_running(cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
             finally:
                 ray.shutdown()
                 if watch.ended:
-                    # In place of what came of it, an interrupt at least.
+                    # Replaces the interrupt, or its consequences.
                     raise RunError(
-                        f"Ray's {watch.ended} has ended: somebody killed it, or the machine is short of memory; its "
-                        f"last words are in {node.get_logs_dir_path()} until the next run starts"
+                        f"Ray's {watch.ended} has ended: it was killed, or the machine is short of memory; its "
+                        f"logs are in {node.get_logs_dir_path()} until the next run starts"
                     )
-            # Not after an error: Ray's logs may say why.
+            # Not after an error: Ray's logs may have the cause.
             shutil.rmtree(session, ignore_errors=True)
 
 
 def _one_line_each() -> AbstractContextManager[None]:
-    """Within, what Ray's servers tell this process comes as a line each on standard error: standard output is for
-    results, and Ray would print the last lines of its logs there."""
+    """Within the block, output of Ray's servers goes to standard error, one line each.
+
+    Standard output is for results, and Ray would print the last lines of its logs there.
+    """
 
     def print_line(data: dict[str, Any], ignore_prefix: bool) -> None:
         for text in data["lines"]:
@@ -119,17 +121,16 @@ def _one_line_each() -> AbstractContextManager[None]:
 
 
 def start_ray(cluster: ClusterConfig = ClusterConfig()) -> bool:
-    """Join the Ray cluster that RAY_ADDRESS names, else start one on this machine; whether it was started here.
+    """Join the Ray cluster that RAY_ADDRESS names, else start one on this machine; return True if started here.
 
-    One that is started here listens on loopback alone, unless `cluster.host` is another address of this machine: then
-    Ray listens on all of its interfaces, as it always does. Actors of a run take no logical CPUs, so those that Ray
-    counts suffice for any number of actors. ConfigError where `cluster` has several nodes and RAY_ADDRESS is not set,
-    where there is none to join, or where `cluster.host` is no address of this machine; RunError where Ray does not
-    start.
+    A Ray started here listens on loopback alone, unless `cluster.host` is another address of this machine: then it
+    listens on all interfaces, Ray's default. Actors of a run take no logical CPUs, so any number of actors fits.
+    ConfigError where `cluster` has several nodes and RAY_ADDRESS is not set, where there is none to join, or where
+    `cluster.host` is no address of this machine; RunError where Ray does not start.
     """
     if ray.is_initialized():
         return False
-    # Ray takes "local" there for a cluster that it is to start.
+    # For Ray, "local" means a cluster that it is to start.
     address = os.environ.get("RAY_ADDRESS") or "local"
     if address == "local" and cluster.num_nodes > 1:
         raise ConfigError(
@@ -142,11 +143,11 @@ def start_ray(cluster: ClusterConfig = ClusterConfig()) -> bool:
         try:
             with sigterm_does():
                 ray.init(address=address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:  # not there, of another version, no address
+        except (ConnectionError, RuntimeError, ValueError) as error:  # unreachable, of another version, or no address
             raise ConfigError(f"cannot join a Ray cluster at RAY_ADDRESS={address}: {one_line(error)[:200]}") from error
         return False
     _check_host(cluster.host)
-    # Ray's own handler of SIGTERM ends the actors before anybody can close them.
+    # Ray's own handler of SIGTERM ends the actors before they can be closed.
     with _on_loopback(cluster.host in LOOPBACK), _workers_as_nice_as_others(), sigterm_does():
         for starts_left in reversed(range(MOST_STARTS)):
             try:
@@ -154,9 +155,9 @@ def start_ray(cluster: ClusterConfig = ClusterConfig()) -> bool:
                     address="local",
                     _node_ip_address=cluster.host,
                     include_dashboard=False,
-                    # Models that need GPUs travel through it: Ray's own choice is a third of the host's memory.
+                    # Models on GPUs are sent through it; Ray's own default is a third of the host's memory.
                     object_store_memory=None if cluster.gpus_per_node else 512 << 20,
-                    # A busy machine is not a dead one. What every call did nobody asks, and Ray would keep 100,000. No
+                    # A busy machine is not a failed one. Records of calls are not used, and Ray would keep 100,000. No
                     # actor takes one of the workers that start ahead.
                     _system_config={
                         "health_check_failure_threshold": 60,
@@ -166,22 +167,22 @@ def start_ray(cluster: ClusterConfig = ClusterConfig()) -> bool:
                     **quiet,
                 )
                 break
-            except Exception as error:  # Ray's own are of no common kind
+            except Exception as error:  # Ray's exceptions have no common base
                 _end(error)
                 if not starts_left:
                     raise RunError(
                         f"Ray did not start on this machine, {MOST_STARTS} times; at last: {one_line(error)[:200]}; "
                         "is it too busy, or short of memory?"
                     ) from error
-                progress(f"Ray did not start ({one_line(error)[:200]}); once more")
+                progress(f"Ray did not start ({one_line(error)[:200]}); trying again")
     return True
 
 
 def _guard_token() -> None:
-    """Have a token of Ray's, with which anybody could run code as this user, readable for this user alone.
+    """Make Ray's token readable for this user alone: with it anybody could run code as this user.
 
-    Ray makes it when it first starts on a machine, for whoever may read the user's files, and asks for it from then on.
-    ConfigError where another user's token is to be taken that others may read.
+    Ray creates it at its first start on a machine, readable for others by the umask, and requires it from then on.
+    ConfigError where another user's token is readable by others.
     """
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" and not os.environ.get("RAY_AUTH_TOKEN"):
@@ -194,11 +195,11 @@ def _guard_token() -> None:
                 f"{path}, Ray's token, can be read by others (its mode is {mode:o}): chmod 600 {path}"
             ) from error
         except OSError:
-            return  # Ray says what it misses
+            return  # Ray reports a missing token
 
 
 def _check_host(host: str) -> None:
-    """Refuse an address that is not this machine's: Ray would wait for itself there, a quarter of an hour."""
+    """Refuse an address that is not this machine's: Ray would wait a quarter of an hour for itself there."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[:1]:
             with socket.socket(family, kind, protocol) as probe:
@@ -210,7 +211,7 @@ def _check_host(host: str) -> None:
 
 
 def _end(error: Exception) -> None:
-    """End the servers of a Ray whose start failed: those of a node that was never finished are known to its frame."""
+    """End the servers of a Ray whose start failed: only its stack frame refers to the unfinished node."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, Node):
@@ -220,19 +221,19 @@ def _end(error: Exception) -> None:
 
 
 def _on_loopback(loopback: bool) -> AbstractContextManager[None]:
-    """Within, a Ray that is started takes the loopback address for its node's, and all its servers bind to that.
+    """Within the block, a starting Ray takes the loopback address as its node's, and all its servers bind to it.
 
     Without this Ray 2.60 replaces a loopback address by the machine's, and then GCS, raylet and every worker listen on
-    all interfaces. Ray has a switch for it, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, but reads it once, when imported.
+    all interfaces. Ray's switch for this, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, is only read at import.
     """
     return replaced(ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER and not loopback)
 
 
 @contextmanager
 def _workers_as_nice_as_others() -> Iterator[None]:
-    """Within, a Ray that is started gives its workers niceness 0.
+    """Within the block, a starting Ray gives its workers niceness 0.
 
-    Its own 15 would have whatever else runs on a busy machine served first, and be measured.
+    With its default of 15 other processes of a busy machine would be served first, and distort measurements.
     """
     preset = _NICENESS in os.environ
     os.environ.setdefault(_NICENESS, "0")

@@ -125,14 +125,14 @@ class RolloutConfig(FiniteModel):
     `max_draft_depth` tokens. `drafters` add to those of the policy, or replace them by name. Every `repeat_every`-th
     rollout runs a second time, only to measure the variation of the machine's time on the same work (`repeats.json`); 0
     is never. A policy's file may name a class of the modules `allow_code`. Each engine spans `tensor_parallel_size`
-    GPUs; a worker without tensor parallelism may take a share of one (`gpus_per_worker`, None: 1 where there are GPUs).
-    vLLM's own arguments go into `vllm`.
+    GPUs; a worker without tensor parallelism may take a share of a GPU (`gpus_per_worker`, None: 1 where there are
+    GPUs). vLLM's own arguments go into `vllm`.
 
     With `one_step_off` engines roll out the next RL step, under their current weights, while the trainer learns from
     this one: off-policy by one update, weighted by `train.correction`. Rollouts do not overlap a checkpoint, so that a
     resumed run equals an unbroken one. With `staleness` = N above 0 training is asynchronous: engines continue, new
     weights reach them between two iterations, and a response begins only if it will be at most N updates old when
-    trained on (AReaL, arXiv 2505.24298); `stale` = "hold" waits for responses about to exceed that age, "drop" drops
+    trained on (AReaL, arXiv 2505.24298); `stale` = "hold" waits for responses about to exceed `staleness`, "drop" drops
     them.
 
     On GPUs engines capture the CUDA `graphs` that are planned for the policy, of as many batch sizes as `graph_gib` GiB

@@ -1,4 +1,4 @@
-"""The actors of a run in their places: engines, trainers, and whose turn it is where they share the devices."""
+"""The actors of a run in their places: engines, trainers, and their turns where they share the devices."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .state import RunEvents
 
 
 class RunActors:
-    """Starts Ray where there is none, the rollout workers, the trainers and what trains the drafter; a context manager.
+    """Starts Ray where there is none, the rollout workers, the trainers and the drafter's trainers; a context manager.
 
     Colocated, engines sleep while trainers have the devices, and with `train.offload` trainers keep their tensors on
-    the host while engines have them. `engines_turn` and `trainers_turn` say who is next; where both have devices of
-    their own that is nothing to do.
+    the host while engines have them. `engines_turn` and `trainers_turn` hand the devices over; they do nothing where
+    both have devices of their own.
     """
 
     def __init__(self, recipe: Recipe, policy: Policy, drafting: Drafting, events: RunEvents) -> None:
@@ -69,7 +69,7 @@ class RunActors:
             patience_s = recipe.faults.stopped_timeout_s
             stack.enter_context(StoppedProcesses(self._processes, self._events.note, patience_s))
         if self._colocated:
-            # An engine measures how much memory is free when it starts, so nobody else may take any then.
+            # An engine measures free memory when it starts, so no other actor may take any then.
             self._start_engines()
             self.pool.sleep()
             self._engines_awake = False
@@ -80,7 +80,7 @@ class RunActors:
                 try:
                     self._start_engines()
                 except BaseException:
-                    # Nobody waits for trainers of a run without engines.
+                    # A run without engines does not wait for trainers.
                     self._given_up = True
                     self.trainers.close()
                     raise
@@ -88,7 +88,7 @@ class RunActors:
         self._with_trainers(self._start_drafting)
 
     def _processes(self) -> dict[str, int]:
-        """Engines and trainer ranks that have started, by what they are called."""
+        """Return the process ids of engines and trainer ranks that have started, by name."""
         kinds = {"rollout worker": self.pool.pids, "trainer rank": self.trainers.pids}
         return {f"{kind} {n}": pid for kind, pids in kinds.items() for n, pid in enumerate(list(pids))}
 
@@ -100,12 +100,12 @@ class RunActors:
             self._events.note(sentence)
 
     def _start_drafting(self) -> None:
-        # Engines that sleep neither answer nor take draft weights.
+        # Sleeping engines neither answer nor load draft weights.
         self.engines_turn()
         self._drafting.start(self.pool.handles, self.trainers.frozen, self.pool.ask)
 
     def _with_trainers(self, then: Callable[[], None] = lambda: None) -> None:
-        """Start the trainers where none are and do `then`; both again where one dies, `faults.max_restarts` times."""
+        """Start the trainers where none are and do `then`; both again after a failure, `faults.max_restarts` times."""
         for restarts_left in reversed(range(self.recipe.faults.max_restarts + 1)):
             try:
                 if not self.trainers.handles:
@@ -115,31 +115,31 @@ class RunActors:
             except TrainerDied as error:
                 if not restarts_left or self._given_up:
                     raise
-                self._events.note(f"{error}; trainers start again")
+                self._events.note(f"{error}; trainers are restarted")
 
     def engines_turn(self) -> None:
-        """From now on engines have the devices."""
+        """Hand the devices to the engines."""
         if self._colocated and not self._engines_awake:
             self.trainers.offload()
             self.pool.wake_up()
             self._engines_awake = True
 
     def trainers_turn(self, *, weights_follow: bool = False) -> None:
-        """From now on trainers have the devices. `weights_follow`: `push_weights` comes before engines are asked again.
+        """Hand the devices to the trainers. `weights_follow`: `push_weights` comes before the next call of engines.
 
-        Then engines need not keep their own. Those of a learned drafter lie beside them and would not come.
+        Then engines need not keep their own weights. A learned drafter's lie beside them and would not be restored.
         """
         if self._colocated and self._engines_awake:
             self.pool.sleep(2 if weights_follow and not self._learned else 1)
-            # Before trainers are asked, who may die of it: engines are not to be sent to sleep twice.
+            # Before calls to trainers, which may fail: engines must not be put to sleep twice.
             self._engines_awake = False
             self.trainers.onload()
 
     def push_weights(self, version: int, before: Callable[[], None] = lambda: None) -> None:
-        """Bring the policy's weights to the engines as `version`, once `before`, which may ask engines, is done."""
+        """Send the policy's weights to the engines as `version`, after `before`, which may call engines."""
         in_place = self._colocated and self._way == "ipc" and self.pool.all_alive
         if in_place:
-            # Both have the devices: there is room for two models without caches and what optimizer steps take.
+            # Both have the devices: there is room for two models without caches and optimizer steps.
             self.trainers_turn()
             self.pool.wake_up(["weights"])
         else:
@@ -153,7 +153,7 @@ class RunActors:
             self._engines_awake = True
 
     def restart_trainers(self) -> None:
-        """Start all trainers again: they are as at the start of the run then."""
+        """Restart all trainers, in the state of the run's start."""
         if self._colocated and self._engines_awake:
             self.pool.sleep()
             self._engines_awake = False

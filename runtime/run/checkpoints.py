@@ -1,10 +1,10 @@
-"""The checkpoints of a run: folders that are there as a whole or not at all, the newest of which stay.
+"""The checkpoints of a run: folders that are complete or absent; the newest ones stay.
 
     step-000010/ step-000020/    one each, named by the RL step that comes next
     step-000020/checkpoint.json  {"rl_step": 20, "files": {NAME: {"bytes": 123, "sha256": ...}}}, written last
 
-What is large is hashed while it is written: `NAME.sha256` beside a file says its sum, so that a save reads no
-gigabytes back. They are read where a run goes back to a checkpoint; else large files are known by their size.
+Large files are hashed while they are written, into `NAME.sha256` beside them, so that a save reads no gigabytes back.
+They are read and checked when a run goes back to a checkpoint; otherwise only their size is checked.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tltlab.files import fsync_file, fsync_folder, make_folder, read_text, sha25
 
 MANIFEST = "checkpoint.json"
 MOST_HASHED_BYTES = 1 << 20
-"""Of a file that is read whenever somebody asks whether a checkpoint is whole."""
+"""Size up to which files are hashed at every check of a checkpoint."""
 _STEP = re.compile(r"step-(\d{6,})")
 
 
 class RunCheckpoints:
-    """The checkpoints in `folder`, of which `save` leaves the newest `keep`.
+    """The checkpoints in `folder`; `save` keeps the newest `keep`.
 
-    A writer that is killed leaves what was there before. One process saves at a time. `complaints` says, in sentences,
+    A killed writer leaves earlier checkpoints intact. One process saves at a time. `complaints` explain, in sentences,
     why `latest` passed a checkpoint over.
     """
 
@@ -40,10 +40,10 @@ class RunCheckpoints:
         self.complaints: list[str] = []
 
     def save(self, rl_step: int, write: Callable[[Path], None]) -> Path:
-        """Have `write` fill a folder, make that the checkpoint of `rl_step`, and remove all but the newest.
+        """Let `write` fill a folder, make it the checkpoint of `rl_step`, and remove all but the newest.
 
-        Newer ones go too, for they are of a future that this run has left. Raises RunError where the disk refuses;
-        what `write` raises comes through. The checkpoints before stay then.
+        Newer ones are removed too: they belong to a course that this run has left. RunError where the disk fails;
+        exceptions of `write` are passed on. The earlier checkpoints stay then.
         """
         final = self.folder / f"step-{rl_step:06d}"
         partial = self.folder / f".{final.name}.partial"
@@ -72,7 +72,7 @@ class RunCheckpoints:
         return final
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that is whole to the last bit, None where there is none."""
+        """Return the newest complete checkpoint, checked in full, None where there is none."""
         self._tidy()
         self.complaints = []
         for path in reversed(checkpoints_in(self.folder)):
@@ -104,12 +104,12 @@ class RunCheckpoints:
             try:
                 self._remove(path)
             except OSError as error:
-                # What is old goes with a later one; to what is newer a run would go back.
+                # An old one is removed with a later save; a run would go back to a newer one.
                 if step_of(path) > rl_step:
                     raise RunError(f"cannot remove the checkpoint {path}: {error.strerror or error}") from error
 
     def _remove(self, path: Path) -> None:
-        """In one move, so that no half of it is left under its name."""
+        """Remove a checkpoint atomically under its name."""
         trash = path.with_name(f".{path.name}.gone")
         shutil.rmtree(trash, ignore_errors=True)
         os.rename(path, trash)
@@ -117,7 +117,7 @@ class RunCheckpoints:
         shutil.rmtree(trash, ignore_errors=True)
 
     def _put_back(self) -> None:
-        """A checkpoint that was to be replaced comes back where its successor did not arrive, and goes where it did."""
+        """Restore a checkpoint that was to be replaced if its successor is missing, else remove it."""
         for old in self.folder.glob(".step-*.replaced"):
             path = old.with_name(old.name.removeprefix(".").removesuffix(".replaced"))
             if path.exists():
@@ -126,25 +126,25 @@ class RunCheckpoints:
                 os.rename(old, path)
 
     def _tidy(self) -> None:
-        """Remove what writers that were killed have left."""
+        """Remove leftovers of killed writers."""
         self._put_back()
         for leftover in (*self.folder.glob(".step-*.partial"), *self.folder.glob(".step-*.gone")):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that need not be there, whole or not, oldest first; other things are left out."""
+    """Return the checkpoints in a folder that need not exist, complete or not, oldest first."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in paths if _STEP.fullmatch(path.name)), key=step_of)
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The newest whole checkpoint in a folder that need not be there; large files are known by their size."""
+    """Return the newest complete checkpoint in a folder that need not exist; large files are checked by size."""
     return next((path for path in reversed(checkpoints_in(folder)) if fault_of(path) is None), None)
 
 
 def step_of(path: Path) -> int:
-    """The RL step that comes next after the checkpoint `path`; ConfigError where its name says none."""
+    """Return the RL step that comes next after the checkpoint `path`; ConfigError where its name has none."""
     match = _STEP.fullmatch(path.name)
     if match is None:
         raise ConfigError(f"{path} is no checkpoint: its name must be step-NNNNNN")
@@ -152,7 +152,7 @@ def step_of(path: Path) -> int:
 
 
 def fault_of(path: Path, *, to_the_bit: bool = False) -> str | None:
-    """Why a checkpoint cannot be used, None where it is whole. Large files are read only `to_the_bit`."""
+    """Why a checkpoint cannot be used, None where it is complete. Large files are read only `to_the_bit`."""
     try:
         files: dict[str, dict[str, Any]] = json.loads(read_text(path / MANIFEST))["files"]
         for name, expected in files.items():

@@ -1,4 +1,4 @@
-"""What a run learns from and is judged by: its prompts, their order, and the rollouts that draw from them."""
+"""Training and evaluation data of a run: its prompts, their order, and the rollouts that draw from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tltlab.runtime.trainer.samples import Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolledOut:
-    """An RL step's responses, the policy version that drew them, and when their rollout began."""
+    """An RL step's responses, the policy version that drew them, and the start time of their rollout."""
 
     collected: Collected
     version: int
@@ -31,12 +31,11 @@ class RolledOut:
 
 
 class RolloutsAhead:
-    """Rolls out RL step after RL step; with `rollout.one_step_off` the next one beside the training of this one, with
-    `rollout.staleness` as many of the next ones.
+    """Rolls out RL step after RL step, the next ones during training.
 
-    `collect` rolls out an RL step under the weights that the engines have. None is rolled out across a checkpoint,
-    which would lose it, nor after the last, nor once the run is `ending`. A context manager, which its thread ends
-    with.
+    With `rollout.one_step_off` one RL step ahead, with `rollout.staleness` that many. `collect` rolls out an RL step
+    under the engines' current weights. No rollout is made ahead across a checkpoint, which would lose it, nor after the
+    last RL step, nor once the run is `ending`. A context manager, which ends its thread.
     """
 
     ending = False
@@ -53,12 +52,12 @@ class RolloutsAhead:
         self._executor.shutdown()
 
     def take(self, rl_step: int) -> RolledOut:
-        """The responses of an RL step, which may be there."""
+        """Return the responses of an RL step, rolled out ahead or now."""
         ahead = self._ahead.pop(rl_step, None)
         return self._collect(rl_step) if ahead is None else ahead.result()
 
     def begin(self, rl_step: int) -> None:
-        """Begin with an RL step's and those after it that may be rolled out before the one before it is done."""
+        """Begin an RL step's rollout, and later ones that may run before the previous one is done."""
         recipe, every = self._recipe, self._recipe.checkpoint.every
         num_ahead = recipe.rollout.staleness or int(recipe.rollout.one_step_off)
         for step in range(rl_step, min(rl_step + num_ahead, recipe.train.steps)):
@@ -73,7 +72,7 @@ class RolloutsAhead:
         return not self._ahead
 
     def make_way(self) -> None:
-        """New weights come: between two rollouts, or at once where engines take them while they generate."""
+        """Make way for new weights: between two rollouts, or at once where engines load them while they generate."""
         if not self._recipe.rollout.staleness:
             self.settle()
 
@@ -82,14 +81,14 @@ class RolloutsAhead:
         wait(list(self._ahead.values()))
 
     def forget(self) -> None:
-        """Leave what was rolled out ahead: the run goes back to before it."""
+        """Drop rollouts made ahead: the run goes back to an earlier RL step."""
         for ahead in self._ahead.values():
             ahead.cancel()
         self.settle()
         self._ahead.clear()
 
     def refuse(self, advice: str) -> None:
-        """ConfigError where something needs the run to be between two RL steps, and the next is rolled out already."""
+        """Raise ConfigError where the run must be between two RL steps, and the next is rolled out already."""
         if self._ahead:
             raise ConfigError(f"this run has rolled out its next RL step already: {advice}")
 
@@ -114,17 +113,17 @@ class RunData:
         if recipe.data.heldout is not None:
             self.heldout = self._read(recipe.data.heldout, recipe.data.heldout_split, tokenizer)
         if (environment := recipe.rollout.environment) is not None:
-            # Before anything starts: each worker reads it again.
+            # Before anything starts; each worker reads it again.
             stop_token_ids(environment, recipe.code, tokenizer)
         self.begin()
 
     def begin(self) -> None:
-        """Be at the first prompt, with no response that waits to be finished or used again."""
+        """Start at the first prompt, with no unfinished or reusable response."""
         self.order = DataOrder(len(self.train), self.recipe.seed)
         self.rollouts = rollouts_of(self.recipe, self.train, self.order)
 
     def comes_again(self, prompt_ids: Sequence[str], rl_steps_left: int) -> list[int | None]:
-        """How many prompts come before each of these comes again, about; None where the run ends before.
+        """Return about how many prompts come before each of these comes again; None where the run ends before.
 
         O(prompts of the data).
         """
@@ -136,12 +135,12 @@ class RunData:
         return [turn if turn < last else None for turn in turns[numbers].tolist()]
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
-        """Where it is in the data, as JSON types; responses that wait go into `folder`, which is made."""
+        """Return the position in the data, as JSON types; unfinished responses go into `folder`, which is made."""
         folder.mkdir()
         return {"order": self.order.state_dict(), "rollouts": self.rollouts.state_dict(folder)}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Go on from what `state_dict` gave."""
+        """Continue from the result of `state_dict`."""
         self.begin()
         self.order.load_state_dict(state["order"])
         self.rollouts.load_state_dict(state["rollouts"], folder)
@@ -170,7 +169,7 @@ class RunData:
 
 
 def samples_of(collected: Collected) -> list[Sample]:
-    """What the trainer learns from: the whole responses of the RL step."""
+    """Return the training samples: the whole responses of the RL step."""
     return [
         Sample(
             prompt_token_ids=t.prompt.token_ids,

@@ -50,14 +50,14 @@ Done = TypeVar("Done")
 def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None) -> dict[str, Any]:
     """Run a recipe from its first step, or with `resume` from its newest checkpoint, to its last into the folder `out`.
 
-    Returns the summary that it writes there. KeyboardInterrupt after Ctrl-C (`Stop`), with a checkpoint where the RL
+    Return the summary that it writes there. KeyboardInterrupt after Ctrl-C (`Stop`), with a checkpoint where the RL
     step under way ended soon.
     """
     out = Path(out)
     if not resume:
         if (out / "run.json").exists():
-            raise ConfigError(f"{out} already holds a run; choose another --out, or go on with it by --resume {out}")
-        # A run goes on from anywhere.
+            raise ConfigError(f"{out} already holds a run; choose another --out, or continue it with --resume {out}")
+        # A run can be resumed from any folder.
         recipe = located(recipe)
     run = GrpoRun(recipe, out, resume=resume, replay=replay)
     run.events.watch = lambda sentence: log.note(sentence)
@@ -66,13 +66,13 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
 
     def evaluate(when: str) -> float:
         reward = run.evaluate()
-        log.say(f"held-out reward {when} {reward:.3f}")
-        # Loggers know no RL step before the first.
+        log.print(f"held-out reward {when} {reward:.3f}")
+        # Loggers have no RL step before the first.
         log.measured(max(run.rl_step - 1, 0), {"reward/heldout": reward})
         return reward
 
     with (
-        # Before anything is written there: loggers hide what a run in progress tells.
+        # Before anything is written there: loggers hide values of a run in progress.
         run.locked(),
         RunLog(recipe.log, out, last_step, resume_from=run.begins_at, settings=description) as log,
         run,
@@ -82,7 +82,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         if evaluates and not run.rl_step and run.state.reward_first is None:
             run.state.reward_first = evaluate("before training")
         if run.rl_step:
-            log.say(f"goes on with RL step {run.rl_step}")
+            log.print(f"continues with RL step {run.rl_step}")
         run.watch = lambda report: log.step(report, report.measures)
         begins_at = run.rl_step
         with Stop(run.wind_down) as stop:
@@ -98,7 +98,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         reward_last = evaluate("after training") if evaluates and finished else None
         newest = run.checkpoints.latest()
         if newest is None or step_of(newest) != run.rl_step:
-            # So that a run that has ended can go on with more steps.
+            # For continuing an ended run with more steps.
             run.checkpoint()
         if finished:
             run.save()
@@ -111,14 +111,14 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
 
 
 class GrpoRun:
-    """A run folder, its actors, and one method per thing to do: `step`, `evaluate`, `checkpoint`, `trace`, `save`.
+    """A run folder, its actors, and one method per task: `step`, `evaluate`, `checkpoint`, `trace`, `save`.
 
-    Use it as a context manager: leaving it closes engines and the Ray it started. The trace grows in `out/trace` by
-    one durable chunk per RL step, so a killed run keeps every finished step. With `resume` it goes on from the newest
-    whole checkpoint below `out`, or from the start where there is none; steps after that are done, and recorded, again.
-    `replay` is a trace whose decisions the policy follows for as long as there are any; `actors` are what it runs on. A
-    rollout worker that dies is replaced while the others go on; when a trainer dies the run goes back to its newest
-    checkpoint.
+    Use it as a context manager: leaving it closes engines and the Ray it started. The trace grows in `out/trace` by one
+    durable chunk per RL step, so a killed run keeps every finished step. With `resume` it continues from the newest
+    complete checkpoint below `out`, or from the start where there is none; later steps are repeated, and recorded
+    again. `replay` is a trace whose decisions the policy follows until they are used up; `actors` is the class of its
+    actors. A failed rollout worker is restarted while the others continue; after a trainer's failure the run goes back
+    to its newest checkpoint.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class GrpoRun:
         )
         self.state = RunState()
         self.watch: Callable[[StepReport], None] = lambda report: None
-        """Is told of every RL step that is done, also of those that are done again."""
+        """Receives the report of every RL step, also of repeated ones."""
         self._ahead = RolloutsAhead(recipe, self._roll_out)
         self._resume = resume
         self._actors = actors
@@ -161,22 +161,22 @@ class GrpoRun:
 
     @property
     def reports(self) -> list[StepReport]:
-        """Of every RL step so far."""
+        """Reports of every RL step so far."""
         return self.state.reports
 
     @property
     def is_between(self) -> bool:
-        """True where nothing is rolled out ahead."""
+        """True where no rollout is made ahead."""
         return self._ahead.is_empty
 
     def wind_down(self) -> None:
-        """Roll out nothing ahead from now on: the run is to end."""
+        """Make no rollout ahead from now on: the run is to end."""
         self._ahead.ending = True
-        self.events.note("Ctrl-C: the run ends behind this RL step, with a checkpoint; Ctrl-C again ends it at once")
+        self.events.note("Ctrl-C: the run ends after this RL step, with a checkpoint; Ctrl-C again ends it at once")
 
     @property
     def begins_at(self) -> int:
-        """The RL step that a run which has not started yet will do first."""
+        """The first RL step of a run that has not started yet."""
         folder = self.checkpoints.latest() if self._resume else None
         return step_of(folder) if folder is not None else 0
 
@@ -190,7 +190,7 @@ class GrpoRun:
             for note in (*uneven_minibatches(self.recipe), *self.data.notes):
                 self.events.note(note)
             stack.enter_context(self.reward_pool)
-            stack.enter_context(self._ahead)  # ends after the actors: what it asks of them fails then
+            stack.enter_context(self._ahead)  # ends after the actors, so that its calls to them fail then
             self.actors = stack.enter_context(self._actors(self.recipe, self.policy, self.drafting, self.events))
             self.pool, self.trainers = self.actors.pool, self.actors.trainers
             write_json(self.out / "graphs.json", sealed(self.actors.graphs))
@@ -216,7 +216,7 @@ class GrpoRun:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run's folder for this process alone; a run that is entered does so by itself, if it is not held."""
+        """Lock the run's folder for this process; entering the run locks it by itself, if it is not locked."""
         if self._locked:
             yield
             return
@@ -233,16 +233,16 @@ class GrpoRun:
                 self._locked = False
 
     def set_policy(self, policy: PolicySource, name: str | None = None) -> None:
-        """Let every engine choose with a fresh selector of `policy`, seeded by the run, the worker and the RL step.
+        """Set a fresh selector of `policy` in every engine, seeded by the run, the worker and the RL step.
 
-        `policies.json` keeps what was in force from which RL step on, so that a run can be predicted.
+        `policies.json` records the policies with their first RL step, so that a run can be predicted.
         """
         self._ahead.refuse("set its policy before it begins")
         self._choose_by(load_policy(policy), name)
         self._write_notes()
 
     def _choose_as(self, policies: Sequence[Mapping[str, Any]]) -> None:
-        """Put in force what `policies` had from this RL step on; it may have been set after the checkpoint was made."""
+        """Restore the policy that `policies` had from this RL step on; it may have been set after the checkpoint."""
         for entry in policies:
             if entry["rl_step"] == self.rl_step and entry not in self.state.policies:
                 self.set_policy(Policy.model_validate(entry["policy"]), entry["name"])
@@ -252,11 +252,11 @@ class GrpoRun:
         self.pool.set_policy(policy, self.rl_step)
 
     def step(self) -> StepReport:
-        """One RL step under the policy in force; where a trainer dies, steps since the checkpoint are done again."""
+        """Run one RL step under the policy in force; after a trainer's failure repeat steps since the checkpoint."""
         return self._through(self._step)
 
     def _through(self, do: Callable[[], Done]) -> Done:
-        """What `do` returns; where a trainer dies in it, the run goes back, comes to this RL step again and does it."""
+        """Return the result of `do`; after a trainer's failure the run goes back, repeats its RL steps, and does it."""
         target, policies = self.rl_step, self.state.policies
         while True:
             try:
@@ -269,7 +269,7 @@ class GrpoRun:
                 self._ahead.forget()
                 first = self.state.reward_first
                 self.state = self.recovery.restart(error)
-                # Of the policy that the run began with, whenever it was measured.
+                # Of the policy that the run began with, so it stays valid.
                 self.state.reward_first = first
                 self._recorder.rewind(self.rl_step)
                 self._write_notes()
@@ -299,12 +299,12 @@ class GrpoRun:
 
         start = time.perf_counter()
         self._ahead.make_way()
-        # Training predicted the drafter's acceptance for the policy as it was, so its weights come first.
+        # Training predicted the drafter's acceptance for the policy before the update, so its weights come first.
         self.actors.push_weights(self.state.policy_version + 1, before=lambda: self.drafting.publish(rl_step + 1))
         self.drafting.target_moved()
         sync_s = time.perf_counter() - start
 
-        # Where all that is trained on was whole before, no reward is new.
+        # If all training responses were whole before, no reward is new.
         rewards = list(collected.rewards.values()) or [t.reward for t in collected.trajectories if t.reward is not None]
         report = StepReport(
             rl_step=rl_step,
@@ -333,7 +333,7 @@ class GrpoRun:
     def _roll_out(self, rl_step: int) -> RolledOut:
         t_start, tools = time.perf_counter(), self._tools(rl_step)
         collected = self.data.rollouts.collect(tools)
-        # What engines and drafters do with it, before weights move.
+        # Work of engines and drafters on the responses, before weights change.
         if self._first is not None:
             self._repeat(*self._first, rl_step)
         self.drafting.annotate()
@@ -342,7 +342,7 @@ class GrpoRun:
         return RolledOut(collected=collected, version=tools.policy_version, t_start=t_start)
 
     def _tools(self, rl_step: int) -> RolloutTools:
-        """What a rollout may ask of engines, trainers and rewards."""
+        """Return the calls that a rollout may make to engines, trainers and rewards."""
         every = self.recipe.rollout.repeat_every
         repeats = bool(every) and rl_step % every == 0
         self._first: tuple[Sequence[Sequence[GenerationRequest]], Sequence[Rollout], float] | None = None
@@ -351,7 +351,7 @@ class GrpoRun:
             shares: Sequence[list[GenerationRequest]], number: int, quotas: Sequence[int] | None
         ) -> list[Rollout]:
             self.actors.engines_turn()
-            # Later rounds train no drafter: whether it is time to was decided for the RL step.
+            # Later rounds train no drafter: the schedule decides once per RL step.
             if number == 0:
                 self.drafting.rollout_starts(rl_step)
             start = time.perf_counter()
@@ -387,18 +387,18 @@ class GrpoRun:
         rollout_s: float,
         rl_step: int,
     ) -> None:
-        """Roll out the same requests once more and note both times in `repeats.json`; nothing else remembers it."""
+        """Roll out the same requests once more and record both times in `repeats.json`; no state changes."""
         start = time.perf_counter()
         again = self.pool.repeat(shares, rl_step)
         repeat_s = time.perf_counter() - start
         if not again:
-            self.events.note(f"the rollout of RL step {rl_step} was not repeated: a worker was started again")
+            self.events.note(f"the rollout of RL step {rl_step} was not repeated: a worker was restarted")
             return
         self.state.repeats.append(repeat_row(rl_step, parts, again, rollout_s=rollout_s, repeat_s=repeat_s))
         write_json(self.out / "repeats.json", sealed({"repeats": self.state.repeats}))
 
     def _record(self, report: StepReport, rolled: RolledOut, t_step: float, stages_s: float) -> StepReport:
-        """Write the RL step's rows to the trace; the report with what they say of it. `t_step`: its start."""
+        """Write the RL step's rows to the trace; return the report with their figures. `t_step`: its start."""
         start, collected, rollout = time.perf_counter(), rolled.collected, self.recipe.rollout
         requests = [request for share in collected.requests for request in share]
         rows = step_rows(
@@ -417,14 +417,14 @@ class GrpoRun:
         )
         for table, new in rows.items():
             self._recorder.append(table, new)
-        # While the next rollout runs: a kill before that is over loses one RL step more.
+        # While the next rollout runs: a kill before the flush ends loses one RL step more.
         self._recorder.flush(wait=False)
         end = time.perf_counter()
         report = replace(report, record_s=end - start, step_s=end - t_step)
         return replace(report, measures=step_metrics(report, rows))
 
     def memory(self) -> list[ProcessMemory]:
-        """What each process of the run holds; of trainer ranks rank 0. `memory.json` has the newest answer."""
+        """Return the memory of each process of the run, rank 0 for trainers; `memory.json` has the newest answer."""
 
         def measured() -> list[ProcessMemory]:
             driver = ProcessMemory.now("driver", 0, {"history": self.pool.history.num_bytes})
@@ -436,17 +436,17 @@ class GrpoRun:
         return memory
 
     def checkpoint(self) -> Path:
-        """Save all that the run needs to go on from here; returns the checkpoint's folder, `checkpoints/step-N`."""
+        """Save all that the run needs to continue; return the checkpoint's folder, `checkpoints/step-N`."""
         self._ahead.refuse("it saves at every checkpoint.every")
         return self._through(self._save_checkpoint)
 
     def _save_checkpoint(self) -> Path:
-        # A run that goes on from it needs the trace up to here.
+        # A resumed run needs the trace up to here.
         self._recorder.flush()
         return self.recovery.save(self.state)
 
     def evaluate(self, num_prompts: int | None = None) -> float:
-        """Mean reward over the first held-out prompts, one response each, without speculation. Not recorded.
+        """Return the mean reward over the first held-out prompts, one response each, without speculation. Not recorded.
 
         `num_prompts` are by default those of the recipe; the mean over 0 of them is nan.
         """
@@ -490,7 +490,7 @@ class GrpoRun:
         return final
 
     def trace(self) -> Trace:
-        """Everything recorded so far."""
+        """Return everything recorded so far."""
         return self._recorder.snapshot()
 
     def _write_notes(self) -> None:

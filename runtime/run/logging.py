@@ -1,8 +1,8 @@
-"""Where a run can be watched: a progress bar or plain lines, TensorBoard, and W&B and MLflow where the recipe says so.
+"""Outputs for watching a run: a progress bar or plain lines, TensorBoard, and W&B and MLflow by the recipe.
 
-A logger that cannot start is an error before anything else does; one that fails later says so once and is left out.
-A resumed run goes on in the same run of W&B and MLflow, and an RL step that is done again is not logged again there:
-neither can take back what it has.
+A logger that cannot start is an error at once; one that fails later is reported once and dropped. A resumed run
+continues in the same run of W&B and MLflow, and a repeated RL step is not logged again there, since neither can delete
+values.
 """
 
 from __future__ import annotations
@@ -39,21 +39,20 @@ from tltlab.runtime.recipe.sections import LogConfig
 from .rows import LENGTH_PERCENTILES, StepReport
 
 RUN_IDS = "log_runs.json"
-"""Which run of each service this run's folder is, and the newest RL step that W&B got."""
+"""File with this run's id in each service, and the newest RL step that W&B received."""
 
 EVERY_STEP = "time/step_s"
-"""A measure of every RL step, and of nothing that is measured between two: who got it got the step."""
+"""A measure of every RL step only: a logger that has it has the step."""
 
 
 class RunLog:
-    """What `train` says, and its metrics of each RL step.
+    """Printed lines of `train`, and its metrics of each RL step.
 
-    `out` is the run's folder, `total_steps` the RL steps from 0 on, `resume_from` the first that this process runs. Of
-    a step that is done again, by a later process or after a trainer died, TensorBoard shows the later values, W&B and
-    MLflow the earlier ones.
-    `settings` are shown with the run by W&B and MLflow; give nothing secret. Standard error gets each step's figures
-    (`step_text`), above a progress bar where it is a terminal. Raises ConfigError where a logger of
-    `config` is not installed or does not start.
+    `out` is the run's folder, `total_steps` the RL steps from 0 on, `resume_from` the first that this process runs. For
+    a step repeated by a later process or after a trainer's failure, TensorBoard shows the later values, W&B and MLflow
+    the earlier ones. `settings` are shown with the run by W&B and MLflow; give nothing secret. Standard error gets each
+    step's figures (`step_text`), above a progress bar on a terminal. ConfigError where a logger of `config` is not
+    installed or does not start.
 
     >>> with RunLog(LogConfig(), Path("runs/first"), total_steps=12) as log:  # doctest: +SKIP
     ...     log.step(report, {"reward/mean": 0.5})
@@ -90,11 +89,11 @@ class RunLog:
                     f"{title} did not start: {_short(error)}; check log.{name} in the recipe or leave it out"
                 ) from error
         self._screen.start(resume_from)
-        # Engines take minutes to start, and nothing else is said until they have.
+        # Engines take minutes to start, without further output.
         steps = f"RL steps {resume_from} to {total_steps - 1} into {out}"
         if resume_from >= total_steps:
             steps = f"all {total_steps} RL steps are in {out}"
-        self.say(f"{steps}: starting workers and trainer")
+        self.print(f"{steps}: starting workers and trainer")
 
     def __enter__(self) -> Self:
         return self
@@ -102,18 +101,18 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close(failed=error is not None)
 
-    def say(self, text: str) -> None:
-        """A line for whoever watches; a terminal that is gone loses it."""
+    def print(self, text: str) -> None:
+        """Print a line; a closed terminal loses it."""
         with contextlib.suppress(OSError, ValueError):
-            self._screen.say(text)
+            self._screen.print(text)
 
     def note(self, sentence: str) -> None:
-        """Say at once what an RL step's report will have as a note; it is not said again there."""
+        """Print a note at once; the report of its RL step does not repeat it."""
         self._noted.append(sentence)
-        self.say(sentence)
+        self.print(sentence)
 
     def step(self, report: StepReport, metrics: Mapping[str, float]) -> None:
-        """Say and log an RL step that is done."""
+        """Print and log a finished RL step."""
         new = [note for note in report.notes if note not in self._noted]
         self._noted = [note for note in self._noted if note not in report.notes]
         with contextlib.suppress(OSError, ValueError):
@@ -121,11 +120,11 @@ class RunLog:
         self.measured(report.rl_step, metrics)
 
     def measured(self, rl_step: int, metrics: Mapping[str, float]) -> None:
-        """Log what was measured after RL step `rl_step`; nothing is said."""
+        """Log measures taken after RL step `rl_step`, without printing."""
         self._each(lambda logger: logger.step(rl_step, metrics))
 
     def close(self, *, failed: bool = False) -> None:
-        """End every logger, telling those that ask whether the run `failed`. Nothing is raised."""
+        """End every logger; those that take it receive whether the run `failed`. Nothing is raised."""
         self._each(lambda logger: logger.close(failed=failed))
         self._loggers.clear()
         with contextlib.suppress(OSError, ValueError):
@@ -136,13 +135,13 @@ class RunLog:
             try:
                 act(logger)
             except Exception as error:
-                # A disk or a network may fail in any way; the run is worth more than its log.
+                # A disk or a network may fail in any way, which must not end the run.
                 del self._loggers[name]
-                self.say(f"{name} failed and gets nothing more: {_short(error)}")
+                self.print(f"{name} failed and receives nothing more: {_short(error)}")
 
 
 class Logger(Protocol):
-    """Takes the figures of RL steps to `project`; the run is in the folder `out` and begins at step `resume_from`."""
+    """Sends the figures of RL steps to `project`; the run is in the folder `out` and begins at step `resume_from`."""
 
     def __init__(self, project: Any, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None: ...
 
@@ -152,13 +151,15 @@ class Logger(Protocol):
 
 
 def _short(error: Exception) -> str:
-    text = re.sub(r"://[^/@\s]*@", "://***@", one_line(error))  # a server's user and password
+    text = re.sub(r"://[^/@\s]*@", "://***@", one_line(error))  # hides a server's user and password
     return f"{type(error).__name__}: {text[:300]}"
 
 
 class TensorBoard:
-    """Event files, one per process. TensorBoard's own writer has a thread, and waits for ever once it died of a full
-    disk; this one writes in place."""
+    """Event files, one per process.
+
+    TensorBoard's own writer has a thread, and waits forever after a full disk; this one writes in place.
+    """
 
     def __init__(self, project: bool, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
         folder = out / "tensorboard"
@@ -184,7 +185,7 @@ class TensorBoard:
         self._file.close()
 
     def _hide(self, rl_step: int) -> None:
-        """Have TensorBoard show nothing of what was written before, by earlier processes too, from this step on."""
+        """Make TensorBoard hide earlier values, also of earlier processes, from this step on."""
         self._write(Event(step=rl_step, session_log=SessionLog(status=SessionLog.START)))
 
     def _write(self, event: Event) -> None:
@@ -193,12 +194,12 @@ class TensorBoard:
 
 
 class Wandb:
-    """Rows over `rl_step`. A process killed offline loses what W&B got in its last five seconds or so."""
+    """Rows over `rl_step`. A process killed offline loses the last five seconds or so of W&B's values."""
 
     def __init__(self, project: str, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
         import wandb
 
-        out.mkdir(parents=True, exist_ok=True)  # W&B would take a temporary folder
+        out.mkdir(parents=True, exist_ok=True)  # otherwise W&B takes a temporary folder
         self._out = out
         earlier = _run_ids(out).get("wandb", {})
         self._earlier: int = earlier.get("rl_step", -1)
@@ -210,7 +211,7 @@ class Wandb:
             id=earlier.get("id"),
             resume="allow",
             config=dict(settings),
-            # Its summary would end the run's own lines; what it must ask at a terminal is still asked.
+            # Its summary would end the run's own lines; questions at a terminal are still asked.
             settings=wandb.Settings(console="off", quiet=True),
         )
         self._run.define_metric("*", step_metric="rl_step")
@@ -219,8 +220,8 @@ class Wandb:
     def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
         if EVERY_STEP in metrics and rl_step <= self._earlier:
             return
-        # W&B's own steps only rise and hold one row each: an RL step has its figures and what is measured before and
-        # after it. Without `commit` a row waits for the next, and is lost with a process that is killed.
+        # W&B's own steps only rise and hold one row each: an RL step has its figures and measures taken before and
+        # after it. Without `commit` a row waits for the next, and is lost with a killed process.
         self._row = max(3 * rl_step, self._row + 1)
         self._run.log({**metrics, "rl_step": rl_step}, step=self._row, commit=True)
         if EVERY_STEP in metrics:
@@ -232,7 +233,7 @@ class Wandb:
 
 
 class Mlflow:
-    """Sends from a thread: a server that does not answer is tried again for minutes, not while the run waits."""
+    """Sends from a thread: a server that does not answer is retried for minutes, without blocking the run."""
 
     def __init__(self, project: str, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
         import mlflow
@@ -247,7 +248,7 @@ class Mlflow:
             experiment = mlflow.set_experiment(project)
             self._run_id = self._client.create_run(experiment.experiment_id, run_name=out.absolute().name).info.run_id
             _add_run_id(out, "mlflow", {"id": self._run_id})
-            # MLflow knows no nested settings.
+            # MLflow has no nested settings.
             mlflow.log_params(dict(leaves(settings)), run_id=self._run_id)
             history = []
         self._earlier: int = max((metric.step for metric in history), default=-1)
@@ -274,7 +275,7 @@ class Mlflow:
         try:
             future.result()
         except BaseException:
-            # Each of the others would be tried for minutes too.
+            # Each of the others would be retried for minutes too.
             self._thread.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -284,7 +285,7 @@ LOGGERS: dict[str, tuple[str, type[Logger]]] = {
     "wandb": ("W&B", Wandb),
     "mlflow": ("MLflow", Mlflow),
 }
-"""By the recipe's field, which is also the package that is needed."""
+"""By the recipe's field, which is also the name of the package."""
 
 
 def _run_ids(out: Path) -> dict[str, Any]:
@@ -297,7 +298,7 @@ def _add_run_id(out: Path, service: str, run: Mapping[str, Any]) -> None:
 
 
 PACE_STEPS = 8
-"""The time left follows from so many of the newest RL steps: responses grow, and what the first took says little."""
+"""Number of newest RL steps that predict the time left: responses grow, so the first steps predict little."""
 
 _FIGURES = (
     ("rollout/bubble_fraction", "bubble", "{:.0%}"),
@@ -307,8 +308,10 @@ _FIGURES = (
 
 
 def step_text(report: StepReport, measures: Mapping[str, float], time_left: str) -> str:
-    """What is said of an RL step: reward, tokens and time; seconds by stage; what else `measures`
-    (`step_metrics`) has, in lines of about 80 columns; notes. `left` is the time that the run still takes.
+    """Return the lines printed for an RL step.
+
+    Reward, tokens and time; seconds by stage; further `measures` (`step_metrics`), in lines of about 80 columns; notes.
+    `time_left` is the time until the run's end.
 
     >>> print(step_text(report, report.measures, "0:01:20"))  # doctest: +SKIP
     step 3: reward 0.250, 652 tokens in 2.72 s, policy beg-mab, 0:01:20 left
@@ -336,7 +339,7 @@ def step_text(report: StepReport, measures: Mapping[str, float], time_left: str)
 
 
 class Screen:
-    """Says what happens on standard error, where it is a terminal above a progress bar; `total_steps` are from 0 on."""
+    """Prints on standard error, above a progress bar on a terminal; `total_steps` are from 0 on."""
 
     def __init__(self, total_steps: int) -> None:
         console = Console(stderr=True)
@@ -361,20 +364,20 @@ class Screen:
         self._task = self._bar.add_task("", total=total_steps, reward="", left="")
 
     def start(self, resume_from: int) -> None:
-        """Begin the bar; before that what is said is lines, for loggers may ask something at a terminal."""
+        """Begin the bar; earlier output is lines, since loggers may ask something at a terminal."""
         self._bar.update(self._task, completed=resume_from)
         self._bar.start()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._bar.console.print(Text(text), soft_wrap=True)
 
     def step(self, report: StepReport, measures: Mapping[str, float]) -> None:
-        """Say what an RL step did."""
+        """Print an RL step's figures."""
         self._pace.append(report.seconds)
-        # Evaluations and checkpoints between the steps are not in it.
+        # Without evaluations and checkpoints between the steps.
         left_s = fmean(self._pace) * max(self._total_steps - report.rl_step - 1, 0)
         time_left = str(timedelta(seconds=math.ceil(left_s)))
-        self.say(step_text(report, measures, time_left))
+        self.print(step_text(report, measures, time_left))
         reward = f"reward {report.reward_mean:.3f}"
         self._bar.update(self._task, completed=report.rl_step + 1, reward=reward, left=f"left {time_left}")
 

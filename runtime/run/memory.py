@@ -1,6 +1,6 @@
-"""What a run's processes hold, by the names that a dry run gives its parts (`tltlab.runtime.recipe.memory`).
+"""Memory of a run's processes, by the names of a dry run's parts (`tltlab.runtime.recipe.memory`).
 
-`RUN/memory.json` has it as it was after the first RL step and, at its end, after the last.
+`RUN/memory.json` has the memory after the first RL step and, at the run's end, after the last.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
-    """One process, number `number` of its kind. `parts` are bytes of tensors, and of texts, by whose they are.
+    """One process, number `number` of its kind. `parts` are bytes of tensors, and of texts, by owner.
 
-    `resident_bytes` are all that it has on the host, `peak_bytes` the most since it began or last did measured work,
-    pages that processes share among them; 0 where the system does not say.
+    `resident_bytes` is its memory on the host, `peak_bytes` the most since it began or last did measured work, shared
+    pages included; 0 where the system does not report it.
     """
 
     process: str
@@ -35,22 +35,22 @@ class ProcessMemory:
 
     @classmethod
     def now(cls, process: str, number: int, parts: dict[str, int]) -> ProcessMemory:
-        """Of this process."""
+        """Measure this process."""
         resident, peak = _resident()
         return cls(process=process, number=number, parts=parts, resident_bytes=resident, peak_bytes=peak)
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the memory behind tensors, each once; of a sharded one what this process has."""
+    """Return the bytes of memory behind tensors, each once; of a sharded one this process's part."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in local)}.values())
 
 
 class Peak:
-    """The most that the last piece of work took beyond what was there when it began, in `bytes`.
+    """The most memory that the last piece of work took beyond its start, in `bytes`.
 
     On CUDA of the device, by torch's count. On a CPU of resident memory, by Linux's: freed memory that glibc keeps is
-    given back before, and what it keeps meanwhile counts.
+    returned before, and memory that it keeps meanwhile counts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,12 +59,12 @@ class Peak:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Within, the work is done."""
+        """Measure the work within the block."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         else:
-            with suppress(OSError, AttributeError):  # neither is there but on Linux with glibc
+            with suppress(OSError, AttributeError):  # both exist only on Linux with glibc
                 ctypes.CDLL(None).malloc_trim(0)
                 Path("/proc/self/clear_refs").write_text("5")
             before = _resident()[0]
@@ -74,7 +74,7 @@ class Peak:
 
 
 def _resident() -> tuple[int, int]:
-    """Bytes of this process on the host, now and at most."""
+    """Return the bytes of this process on the host, now and at most."""
     try:
         status = _STATUS.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where a run's actors go: bundles of GPUs that Ray reserves, and the options that put an actor into its own."""
+"""Placement of a run's actors: bundles of GPUs that Ray reserves, and the options that put an actor into its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tltlab.runtime.recipe.gpus import Bundles, bundles_of
 from tltlab.runtime.recipe.recipe import Recipe
 
 READY_S = 30.0
-"""How long Ray may take to reserve GPUs that it has: those of a run that just ended are not free at once."""
+"""Most seconds for Ray to reserve existing GPUs: those of a run that just ended are not free at once."""
 
 
 class Placement:
@@ -56,20 +56,20 @@ class Placement:
         self.close()
 
     def worker_options(self, number: int) -> dict[str, Any]:
-        """What `Actor.options` is told for rollout worker `number`; "env_vars" belongs into its runtime_env."""
+        """Return `Actor.options` for rollout worker `number`; "env_vars" belongs into its runtime_env."""
         if self.bundles.colocated:
             return self._shared(number, self._visible[number])
         return self._alone(number, self.bundles.workers[number])
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
-        """The same for trainer rank `rank`."""
+        """Return the same for trainer rank `rank`."""
         if self.bundles.colocated:
             worker, gpu = self.bundles.worker_of_rank(rank)
             return self._shared(worker, [self._visible[worker][gpu]])
         return self._alone(sum(1 for num_gpus in self.bundles.workers if num_gpus) + rank, self.bundles.ranks[rank])
 
     def close(self) -> None:
-        """Give the GPUs back; whoever still runs in a bundle is ended."""
+        """Release the GPUs; actors that still run in a bundle are ended."""
         for holder in self._holders:
             ray.kill(holder)
         if self._group is not None:
@@ -81,7 +81,7 @@ class Placement:
         return _options(gpus, self._in(bundle) if gpus else anywhere, {})
 
     def _shared(self, bundle: int, visible: list[str]) -> dict[str, Any]:
-        # Ray leaves the variable alone where an actor is given no GPU of its own, unless it is told to empty it then.
+        # For an actor without GPUs Ray keeps the variable unless this override empties it.
         env = {"CUDA_VISIBLE_DEVICES": ",".join(visible), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         return _options(0, self._in(bundle), env)
 
@@ -89,7 +89,7 @@ class Placement:
         return PlacementGroupSchedulingStrategy(
             placement_group=self._group,
             placement_group_bundle_index=bundle,
-            # Else what an actor starts, such as a drafter's trainer, would be bound to the group's GPUs as well.
+            # Otherwise children of an actor, such as a drafter's trainer, would be bound to the group's GPUs too.
             placement_group_capture_child_tasks=False,
         )
 
@@ -109,7 +109,7 @@ class Placement:
         """Raise ConfigError where the cluster, all its GPUs free, would not do."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         if len(nodes) < self.num_nodes:
-            raise ConfigError(f"cluster.num_nodes = {self.num_nodes}, and Ray knows {len(nodes)} nodes")
+            raise ConfigError(f"cluster.num_nodes = {self.num_nodes}, and Ray has {len(nodes)} nodes")
         sizes = [node["Resources"].get("GPU", 0) for node in nodes]
         if self.bundles.num_gpus > sum(sizes) + 1e-9 or max(self.bundles.all) > max(sizes):
             raise ConfigError(self._lacking("are more than that"))
@@ -125,10 +125,10 @@ class Placement:
 
 @ray.remote
 class _Holder:
-    """Keeps a bundle's GPUs for those who share them."""
+    """Keeps a bundle's GPUs for the actors that share them."""
 
     def visible(self) -> list[str]:
-        """The GPUs by the names that CUDA_VISIBLE_DEVICES takes."""
+        """Return the GPUs by the names of CUDA_VISIBLE_DEVICES."""
         return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 
 

@@ -1,4 +1,4 @@
-"""A run's checkpoints, and how it goes back to one: in a new process, or after a trainer's death."""
+"""A run's checkpoints, and its return to one: in a new process, or after a trainer's failure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .state import RunEvents, RunState, read_state, write_state
 
 
 class Recovery:
-    """Puts together what a checkpoint holds: `RunState`, data, engines, trainers, drafter; and brings all of it back.
+    """Writes and restores a checkpoint's contents: `RunState`, data, engines, trainers, drafter.
 
-    `policy` is the recipe's, and engines follow the decisions of `replay` for as long as there are any.
+    `policy` is the recipe's, and engines follow the decisions of `replay` until they are used up.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Recovery:
         self._origin_drafter = drafting.state_dict(checkpoints.folder)
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint; those that are not whole are noted."""
+        """Return the newest complete checkpoint; incomplete ones are noted."""
         folder = self.checkpoints.latest()
         for complaint in self.checkpoints.complaints:
             self.events.note(complaint)
@@ -53,14 +53,14 @@ class Recovery:
         return folder
 
     def prepare(self, folder: Path | None) -> None:
-        """Before any actor starts: the drafter that it begins with."""
+        """Load the drafter that the run begins with, before any actor starts."""
         if folder is not None:
             state, parts = read_state(folder, self.recipe)
             self.events.rl_step = state.rl_step
             self.drafting.load_state_dict(parts["drafter"], folder / "drafter")
 
     def begin(self, actors: RunActors, state: RunState, folder: Path | None) -> RunState:
-        """The actors have started: be what the checkpoint in `folder` says, None for the start, which is `state`."""
+        """Restore the checkpoint in `folder` in the started actors; None for the start, which is `state`."""
         self.actors = actors
         actors.engines_turn()
         self._origin, self._origin_workers = state.copy(), actors.pool.state_dicts()
@@ -75,13 +75,13 @@ class Recovery:
             return self.restart(error)
 
     def save(self, state: RunState) -> Path:
-        """Save all that the run needs to go on from here; returns the checkpoint's folder.
+        """Save all that the run needs to continue; return the checkpoint's folder.
 
-        Engines then load what they have just told: learned trees come out of a file in an order of their own, and a
-        run that goes on must be no other than one that is resumed.
+        Engines then load their saved state: learned trees come out of a file in an order of their own, and a continuing
+        run must equal a resumed one.
         """
         start = time.perf_counter()
-        # Who died is started again here: what an engine that sleeps has learned cannot be asked for.
+        # Failed workers are restarted here: a sleeping engine cannot return its learned state.
         self.actors.engines_turn()
         workers = self.actors.pool.state_dicts()
         self.actors.trainers_turn()
@@ -103,13 +103,13 @@ class Recovery:
         return folder
 
     def restart(self, error: TrainerDied) -> RunState:
-        """Start the trainers again and go back to the newest checkpoint or the start, however often they die in it."""
+        """Restart the trainers and go back to the newest checkpoint or the start, repeatedly if they fail again."""
         while True:
             self._restarts += 1
             if self._restarts > self.recipe.faults.max_restarts:
                 raise RunError(f"{error}; that was more than faults.max_restarts = {self.recipe.faults.max_restarts}")
             folder = self.newest()
-            self.events.note(f"{error}; trainers start again from {'the start' if folder is None else folder.name}")
+            self.events.note(f"{error}; trainers are restarted from {'the start' if folder is None else folder.name}")
             try:
                 self.actors.restart_trainers()
                 state, drafter = self._go_back(folder)
@@ -120,7 +120,7 @@ class Recovery:
                 return state
 
     def _go_back(self, folder: Path | None) -> tuple[RunState, Mapping[str, Any]]:
-        """Bring everything back but the drafter, whose state then is the second of the two."""
+        """Restore everything but the drafter; return the state and the drafter's."""
         pool = self.actors.pool
         pool.lengths = {}
         now = self.policy.model_dump(mode="json")
@@ -135,7 +135,7 @@ class Recovery:
             self.actors.trainers_turn()
             self.actors.trainers.load_checkpoint(str((folder / "trainer").resolve()))
         self.events.rl_step = state.rl_step
-        # Before what is known of drafters comes back: weights that move have their canary look anew.
+        # Before the drafters' record is restored: new weights make their canary check anew.
         self.actors.push_weights(state.policy_version)
         if then == now:
             latest = state.policies[-1]
@@ -152,9 +152,9 @@ class Recovery:
             pool.history.load_state_dict(None, self.checkpoints.folder)
             pool.set_policy(self.policy, state.rl_step)
             state.in_force(self.policy)
-            self.events.note("another policy than before: what engines had learned under that one is left behind")
+            self.events.note("another policy than before: learned state of the earlier one is dropped")
         if self._replay is not None:
             pool.replay(self._replay)
         self.drafting.target_moved()
-        self.events.record(f"goes on with RL step {state.rl_step}")
+        self.events.record(f"continues with RL step {state.rl_step}")
         return state, drafter

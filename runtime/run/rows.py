@@ -1,4 +1,4 @@
-"""What a run writes into its trace: one RL step as rows of the tables, with the figures that people follow a run by."""
+"""A run's rows in its trace: one RL step as rows of the tables, and the figures of its progress."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _KINDS = ("prefill", "speculative_decode", "decode")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one RL step did; seconds per stage and means over its responses.
+    """Results of one RL step; seconds per stage and means over its responses.
 
-    `recorder_s` is the engines' time for keeping the book, `record_s` the driver's for the trace, `step_s` that of all.
-    `measures` are for loggers, by name (`step_metrics`); `notes`: what else happened.
+    `recorder_s` is the engines' recording time, `record_s` the driver's for the trace, `step_s` the total. `measures`
+    are for loggers, by name (`step_metrics`); `notes` are other events.
     """
 
     rl_step: int
@@ -62,12 +62,12 @@ class StepReport:
 
     @property
     def stages(self) -> dict[str, float]:
-        """Seconds by stage, in the order in which they follow each other."""
+        """Seconds by stage, in order."""
         return {name: getattr(self, f"{name}_s") for name in ("rollout", "reward", "inference", "train", "sync")}
 
     @property
     def seconds(self) -> float:
-        """The step's own time, the sum of its stages where that is not known."""
+        """The step's own time, or the sum of its stages where that is unknown."""
         return self.step_s or sum(self.stages.values())
 
     def __str__(self) -> str:
@@ -96,10 +96,10 @@ def step_rows(
     """Return the step's rows by table, those of tokens and iterations by column.
 
     By response, in the order of `parts`, one per worker: `requests`, `rewards` (None where a response was cut),
-    `epochs` and `submitted_s`, when it was handed to its engine (by default at the start of the rollout).
-    `policy_version` sampled them where they do not say by which they were; `t_start` is in seconds since the start of
-    the run. `drafter` are the rows that its training gives, of `steps` only some columns. The stages after the rollout
-    began `stages_s` seconds after it did, by default when it ended.
+    `epochs` and `submitted_s`, the time when it went to its engine (by default at the start of the rollout).
+    `policy_version` sampled responses without versions of their own; `t_start` is in seconds since the start of the
+    run. `drafter` are the rows of its training, of `steps` only some columns. The stages after the rollout began
+    `stages_s` seconds after its start, by default at its end.
     """
     placed = [(worker, response) for worker, part in enumerate(parts) for response in part.responses]
     workload: list[Row] = []
@@ -164,7 +164,7 @@ def rollout_alone(
     epochs: Sequence[int],
     t_start: float,
 ) -> dict[str, Sequence[Mapping[str, Any]]]:
-    """Return the rows of an RL step that is but a rollout, as `step_rows`: no reward, and no stage after it."""
+    """Return the rows of an RL step that is only a rollout, as `step_rows`: no reward, and no later stage."""
     report = StepReport(
         rl_step=rl_step, policy=policy, reward_mean=math.nan, metrics={"drift_kl": math.nan},
         num_tokens=sum(len(response.token_ids) for part in parts for response in part.responses),
@@ -180,7 +180,7 @@ def rollout_alone(
 def repeat_row(
     rl_step: int, parts: Sequence[Rollout], again: Sequence[Rollout], *, rollout_s: float, repeat_s: float
 ) -> Row:
-    """The row in `repeats.json` of a rollout that was done twice: its seconds, and whether its tokens were the same."""
+    """Return the row in `repeats.json` of a repeated rollout: its seconds, and True if its tokens were the same."""
     tokens = [[r.token_ids for part in rollout for r in part.responses] for rollout in (parts, again)]
     return {"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": repeat_s, "same_tokens": tokens[0] == tokens[1]}
 
@@ -188,7 +188,7 @@ def repeat_row(
 def _token_rows(
     requests: Sequence[GenerationRequest], responses: Sequence[GenerationResponse], policy_version: int
 ) -> ColumnRows:
-    """Rows of `tokens`: no object is made per token."""
+    """Return the rows of `tokens`, without an object per token."""
     schema = TABLES["tokens"]
     keys = zip(*(request.key for request in requests), strict=True) if requests else [()] * 4
     columns = [pa.array(part, kind) for part, kind in zip(keys, schema.types, strict=False)]
@@ -219,12 +219,12 @@ def _offsets(lengths: Sequence[int]) -> pa.Array:
 def _spans(
     report: StepReport, parts: Sequence[Rollout], training: Sequence[Row], stages_s: float | None
 ) -> Iterator[Row]:
-    """The step's lanes: what each worker ran, its idle end and the training in it, and the stages after the rollout."""
+    """Yield the step's lanes: each worker's iterations, idle end and training, and the stages after the rollout."""
     for worker, part in enumerate(parts):
         at = report.rl_step, f"worker {worker}"
         ran = ColumnRows.of("iterations", part.iterations)
         starts, batches = ran.column("t_start"), ran.column("batch")
-        # A share that had to be issued again begins late.
+        # A share that was reissued begins late.
         end = float(starts.min()) if len(starts) else 0.0
         yield from idle_spans(report.rl_step, worker, 0.0, end)
         if len(starts):
@@ -251,14 +251,14 @@ def _spans(
 
 
 def _details(ran: ColumnRows) -> Array:
-    """The `detail` of spans by the strategy that each iteration verified, None where it is not known."""
+    """Return the `detail` of spans by the strategy that each iteration verified, None where unknown."""
     each = list(zip(*(ran.table[name].to_pylist() for name in Strategy.__slots__), strict=True))
     details = {verified: span_detail(Strategy(*verified)) if all(verified) else None for verified in set(each)}
     return np.array([details[verified] for verified in each], object)
 
 
 def run_manifest(recipe: Recipe, name: str, drafters: Mapping[str, DrafterSpec], notes: str | None = None) -> Manifest:
-    """The manifest of a run by `recipe` with these drafters that begins now, recorded as `name`."""
+    """Return the manifest of a run by `recipe` with these drafters that begins now, recorded as `name`."""
     rollout = recipe.rollout
     with found_in(recipe.code):
         own = Drafters(drafters).own
@@ -288,16 +288,15 @@ _FIGURES = (tokens_per_s, bubble_fraction, tail_fraction, mean_accept_length)
 
 
 def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, float]:
-    """Return the figures of an RL step by name, all finite; what is unknown is not there.
+    """Return the figures of an RL step by name, all finite; unknown ones are left out.
 
-    `reward/*`: mean, standard deviation, and the share of groups whose rewards differ, from which alone is learnt.
-    `time/*_s`: seconds per stage, `step_s` the step's, or their sum where it is not known. `rollout/*`:
-    `tltlab.traces.metrics` of this step. `length/*`: tokens of the responses that ended, percentiles linear between
-    ranks; `truncated_fraction` ended at a cap. `graphs/*`: shares of the engines' iterations by what they ran in.
-    `mismatch/*` and `train/*`: what the trainer measured. `staleness/*`, `trained/*`, `generated/*`: where rollouts
-    span updates, how old the tokens trained on are, and the lengths trained on and generated so far. `drafter/*`: the
-    drafter in service, its age in RL steps and its updates. `recorder/share`: time for the trace, in engines and
-    driver, over that of the step.
+    `reward/*`: mean, standard deviation, and the share of groups whose rewards differ, which alone have a gradient.
+    `time/*_s`: seconds per stage, `step_s` the step's, or their sum where unknown. `rollout/*`: `tltlab.traces.metrics`
+    of this step. `length/*`: tokens of the responses that ended, percentiles linear between ranks; `truncated_fraction`
+    ended at a cap. `graphs/*`: shares of the engines' iterations by kind of CUDA graph. `mismatch/*` and `train/*`:
+    measures of the trainer. `staleness/*`, `trained/*`, `generated/*`: where rollouts span updates, the age of training
+    tokens, and the lengths trained on and generated so far. `drafter/*`: the drafter in service, its age in RL steps
+    and its updates. `recorder/share`: time for the trace, in engines and driver, over that of the step.
 
     >>> step_metrics(report, rows)["rollout/bubble_fraction"]  # doctest: +SKIP
     0.25
@@ -318,7 +317,7 @@ def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, floa
 def summary_of(
     reports: Sequence[StepReport], reward_first: float | None, reward_last: float | None, drafter: Any
 ) -> dict[str, Any]:
-    """`summary.json` of a run: its RL steps, the held-out rewards before and after them, and what its drafter did."""
+    """Return `summary.json` of a run: its RL steps, held-out rewards before and after, and its drafter's summary."""
     return {
         "grpo_steps": len(reports),
         "reward_first": reward_first,
@@ -357,8 +356,8 @@ def _rewards(report: StepReport, outcomes: Rows) -> dict[str, float | None]:
 
 
 def _rollout(rollout_s: float, rows: Mapping[str, Rows]) -> dict[str, float | None]:
-    """Tokens per second, bubble, tail and accept length, each as `tltlab.traces.metrics` defines it."""
-    # All responses were known from an epoch before (`prefix_reuse`): no engine had anything to do.
+    """Return tokens per second, bubble, tail and accept length, as `tltlab.traces.metrics` defines them."""
+    # All responses were reused from an earlier epoch (`prefix_reuse`): no engine generated anything.
     if not rows["outcomes"] or not rollout_s:
         return {}
     tables = {
@@ -366,12 +365,12 @@ def _rollout(rollout_s: float, rows: Mapping[str, Rows]) -> dict[str, float | No
         for name in _TABLES
         if (table_rows := rows[name])
     }
-    # Every worker has a lane, one that got nothing to do as well: its idle time is part of the bubble.
+    # Every worker has a lane, also one without work: its idle time is part of the bubble.
     num_workers = len({row["lane"] for row in rows["spans"] if row["lane"].startswith("worker ")})
     try:
         trace = Trace.from_tables(Manifest(kind="recorded", num_workers=num_workers), tables)
     except TraceError:
-        # Whoever reads the recording is told; the run is worth more than its figures.
+        # Readers of the recording report the fault; it must not end the run.
         return {}
     return {f"rollout/{figure.__name__}": figure(trace) for figure in _FIGURES}
 

@@ -1,5 +1,7 @@
-"""What a run is between two RL steps, besides weights and what is learned: the JSON part of its checkpoints, and its
-events, `events.jsonl`."""
+"""State of a run between two RL steps, besides weights and learned state: the JSON part of its checkpoints.
+
+Also its events, `events.jsonl`.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ FORMAT, VERSION = "tltlab-checkpoint", 1
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """The next RL step, the policies in force from which RL step on, what was reported, and the first held-out reward.
+    """The next RL step, the policies with their first RL step, reports, and the first held-out reward.
 
-    `repeats` are the rollouts that were done twice, `policies` and they as in the run's `policies.json` and
+    `repeats` are the repeated rollouts. `policies` and `repeats` have the form of the run's `policies.json` and
     `repeats.json`.
     """
 
@@ -45,17 +47,17 @@ class RunState:
 
     @property
     def policy_name(self) -> str:
-        """Of the policy in force."""
+        """Name of the policy in force."""
         return str(self.policies[-1]["name"])
 
     def in_force(self, policy: Policy, name: str | None = None) -> None:
-        """From this RL step on engines choose by `policy`."""
+        """Note that engines choose by `policy` from this RL step on."""
         self.policies = [earlier for earlier in self.policies if earlier["rl_step"] != self.rl_step]
         entry = {"name": name or policy.name or policy.selector.kind, "policy": policy.model_dump(mode="json")}
         self.policies.append({"rl_step": self.rl_step, **entry})
 
     def copy(self) -> RunState:
-        """One that stays as it is when this one goes on."""
+        """Return an independent copy."""
         return replace(self, policies=[*self.policies], repeats=[*self.repeats], reports=[*self.reports])
 
 
@@ -66,7 +68,7 @@ def write_state(
     workers: Sequence[Mapping[str, Any]],
     recipe: Recipe,
 ) -> None:
-    """Write `state.json`, and `worker-N.json` for what each engine's policy and drafters have learned.
+    """Write `state.json`, and `worker-N.json` for the learned state of each engine's policy and drafters.
 
     `parts` are the states of the run's other parts by name, as JSON types.
     """
@@ -81,12 +83,12 @@ def write_state(
 def read_state(folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
     """Read `state.json`: the state and the other parts.
 
-    ConfigError where it is of another program or of a run that the recipe does not go on with, and where the policy in
+    ConfigError where it is of another program or of a run that the recipe cannot continue, and where the policy in
     force cannot be read.
     """
     parts = read_json(folder / STATE)
     if not isinstance(parts, dict) or (parts.get("format"), parts.get("version")) != (FORMAT, VERSION):
-        raise ConfigError(f"{folder / STATE} is no state of a run that this version of tltlab can go on with")
+        raise ConfigError(f"{folder / STATE} is no state of a run that this version of tltlab can continue")
     try:
         return _state_of(parts, folder, recipe)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -94,11 +96,11 @@ def read_state(folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
 
 
 def _state_of(parts: dict[str, Any], folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
-    # A model may have moved.
+    # The model's folder may have moved.
     parts["model"], model = (Path(name).name for name in (parts["model"], recipe.model))
-    for name, ours in (("model", model), ("seed", recipe.seed), ("num_workers", recipe.rollout.num_workers)):
-        if parts[name] != ours:
-            raise ConfigError(f"{folder} is of a run with {name} {parts[name]!r}, and the recipe has {ours!r}")
+    for name, own in (("model", model), ("seed", recipe.seed), ("num_workers", recipe.rollout.num_workers)):
+        if parts[name] != own:
+            raise ConfigError(f"{folder} is of a run with {name} {parts[name]!r}, and the recipe has {own!r}")
     fields = {item.name: parts.pop(item.name) for item in fields_of(RunState)}
     if fields["policies"]:
         latest = fields["policies"][-1]
@@ -111,14 +113,14 @@ def _state_of(parts: dict[str, Any], folder: Path, recipe: Recipe) -> tuple[RunS
 
 
 def _refuse_foreign_code(policy: Any, recipe: Recipe, path: Path) -> None:
-    """ConfigError for a policy of a class that the recipe neither names nor allows."""
+    """Raise ConfigError for a policy of a class that the recipe neither names nor allows."""
     with named_in(path), code_allowed(code_of(recipe)):
         for part in Policy.model_validate(policy).own_parts:
             part.refuse_unasked(path)
 
 
 def _complete_policy(policy: Any, path: Path, part: str) -> dict[str, Any]:
-    """A stored policy with all that it needs written out. ConfigError where it is none."""
+    """Return a stored policy with all defaults written out. ConfigError where it is none."""
     return parse_policy(policy, path, part).model_dump(mode="json")
 
 
@@ -137,15 +139,13 @@ def _with_nan(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RunEvents:
-    """What happened in a run besides its steps: a line of JSON in `path` for each event.
+    """Events of a run besides its steps: a line of JSON in `path` for each, written at once.
 
-    It is written at once, so that a run that is killed has told all it knew.
+    Every line has `time` (ISO 8601, UTC), `rl_step` (the step under way) and `event`, a sentence; further fields depend
+    on the event. A full disk costs the line, not the run. Safe to use from several threads. `watch` receives each note
+    at once.
 
-    Every line has `time` (ISO 8601, UTC), `rl_step` (the step under way) and `event`, a sentence; what else there is
-    depends on it. A disk that is full costs the line, not the run. Safe to use from several threads. `watch` is told
-    what is noted, at once.
-
-    >>> RunEvents(Path("run/events.jsonl")).note("the trainer of worker 1 died", worker=1)          # doctest: +SKIP
+    >>> RunEvents(Path("run/events.jsonl")).note("the trainer of worker 1 failed", worker=1)          # doctest: +SKIP
     """
 
     def __init__(self, path: Path) -> None:
@@ -156,14 +156,14 @@ class RunEvents:
         self.watch: Callable[[str], None] = lambda sentence: None
 
     def note(self, sentence: str, **fields: Any) -> None:
-        """Something that whoever watches the run should know."""
+        """Record an event that users of the run should see."""
         with self._lock:
             self._notes.append(sentence)
         self.record(sentence, **fields)
         self.watch(sentence)
 
     def record(self, sentence: str, **fields: Any) -> None:
-        """Something for the file alone."""
+        """Record an event in the file alone."""
         row = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "rl_step": self.rl_step, "event": sentence}
         line = (json.dumps(row | fields) + "\n").encode()
         with self._lock:
@@ -171,7 +171,7 @@ class RunEvents:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 try:
-                    # One write in append mode: no line ends up inside another.
+                    # One write in append mode keeps lines separate.
                     end = os.fstat(file).st_size
                     if os.write(file, line) < len(line):
                         os.ftruncate(file, end)
@@ -181,7 +181,7 @@ class RunEvents:
                 return
 
     def take(self) -> list[str]:
-        """The sentences noted since the last call."""
+        """Return and clear the notes."""
         with self._lock:
             notes, self._notes = self._notes, []
         return notes

@@ -1,4 +1,4 @@
-"""Ctrl-C in a run: the first ends it behind the RL step under way, with a checkpoint; a second one at once."""
+"""Ctrl-C in a run: the first ends it after the RL step under way, with a checkpoint; a second one at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from tltlab.console import sigterm_does
 
 STOP_S = 60.0
-"""The most that the RL step under way may still take after Ctrl-C, seconds: else the run ends as it stands."""
+"""Most seconds that the RL step under way may take after Ctrl-C; then the run ends at once."""
 
 
 class Stop:
@@ -47,7 +47,7 @@ class Stop:
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         if self.wanted or self._due_s - time.monotonic() > STOP_S:
-            # `Waiting`, in which the main thread waits for actors, ends well by SIGTERM.
+            # SIGTERM cleanly ends `Waiting`, in which the main thread waits for actors.
             signal.raise_signal(signal.SIGTERM)
             return
         self.wanted = True
@@ -56,5 +56,5 @@ class Stop:
         late.daemon = True
         self._stack.callback(late.cancel)
         late.start()
-        # Not here: the main thread may be in the middle of a line of its own.
+        # In a thread: the main thread may be in the middle of a line of its own.
         threading.Thread(target=self._when_wanted, daemon=True).start()

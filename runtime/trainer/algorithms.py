@@ -1,4 +1,4 @@
-"""Published algorithms as settings of one loss: what `train.algorithm` sets where a recipe says nothing."""
+"""Published algorithms as settings of one loss: values of `train.algorithm` for fields that a recipe leaves out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 _SETTINGS = ("advantage_scale", "aggregation", "clip_low", "clip_high", "kl_coef", "overlong", "sampling_rounds")
 _VALUES: dict[str, tuple[Any, ...]] = {
-    # Shao et al. 2024, arXiv 2402.03300, Eq. 3; KL coefficient 0.04 (section 4.2). It names no clip range: PPO's 0.2.
+    # Shao et al. 2024, arXiv 2402.03300, Eq. 3; KL coefficient 0.04 (section 4.2). No clip range given: PPO's 0.2.
     "grpo": ("group", "sequence", 0.2, 0.2, 0.04, "keep", 1),
     # Liu et al. 2025, arXiv 2503.20783: neither standard deviation nor length in a denominator, no reference model.
     "dr-grpo": ("none", "constant", 0.2, 0.2, 0.0, "keep", 1),

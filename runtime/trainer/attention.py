@@ -1,8 +1,8 @@
-"""Causal attention over packed sequences, each alone, on one rank or several, and that of chains of drafted rows.
+"""Causal attention over packed sequences, each alone, on one rank or several, and attention of drafted chains.
 
-A chain goes on from any row as a drafter does at inference: from row s on it reads states of its own making instead of
-the target's. Its step i sees the keys that the target's states gave up to row s, and those of its own steps 1 to i. All
-chains of a batch, one from each row, are followed side by side: step i is one query per row.
+A chain continues from any row as a drafter does at inference: from row s on it reads its own states instead of the
+target's. Its step i attends to the keys of the target's states up to row s, and to those of its own steps 1 to i. All
+chains of a batch, one from each row, are computed side by side: step i is one query per row.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ CHUNK = 256
 class SequenceGroup:
     """P ranks that compute the same T packed tokens together, T / P each, as DeepSpeed-Ulysses does (arXiv 2309.14509).
 
-    All but attention is done token by token, each rank its own. For attention they swap: each gets all T tokens for a
-    P-th of the heads, attends as one rank would, and gives the outputs back. So it is exact, whatever lengths are
-    packed, and P must divide heads and KV heads.
+    All but attention is done token by token, on each rank's own tokens. For attention they swap: each gets all T tokens
+    for a P-th of the heads, attends as one rank would, and returns the outputs. The result is exact for any packed
+    lengths, and P must divide heads and KV heads.
 
-    Memory per rank: activations of T / P tokens, and the logits of as many; whole are token ids and log-probs alone.
+    Memory per rank: activations of T / P tokens, and the logits of as many; only token ids and log-probs are whole.
     Communication: per layer each rank sends (P - 1) / P^2 * T * 2 (heads + KV heads) * D numbers in its forward pass
     (queries, keys and values there, outputs back), as many in its backward pass, and once more where activations are
-    recomputed: 101 MB in bfloat16 for 32,768 tokens of Qwen2.5-7B (28 heads, 4 KV heads, D 128) and P = 4. Whatever P,
+    recomputed: 101 MB in bfloat16 for 32,768 tokens of Qwen2.5-7B (28 heads, 4 KV heads, D 128) and P = 4. For any P,
     log-probs are summed once per micro-batch, 4 T bytes.
 
-    torch's own context parallelism (ring attention) takes batches of one length and CUDA kernels alone (torch 2.13,
-    `torch.distributed.tensor.experimental._context_parallel`), so no packed sequences and no CPU.
+    torch's own context parallelism (ring attention) requires batches of one length and CUDA kernels (torch 2.13,
+    `torch.distributed.tensor.experimental._context_parallel`), so neither packed sequences nor a CPU.
     """
 
     group: dist.ProcessGroup | None = None
@@ -43,7 +43,7 @@ class SequenceGroup:
     size: int = 1
 
     def swap(self, tensor: Tensor) -> Tensor:
-        """(P a, b, D), this rank's, to (a, P b, D): the rank's share of the first dimension, all ranks' of the second.
+        """Exchange this rank's (P a, b, D) for (a, P b, D): its share of the first dimension, all ranks' of the second.
 
         Gradients are swapped back.
         """
@@ -54,9 +54,9 @@ class SequenceGroup:
         return received.transpose(0, 1).flatten(1, 2)
 
     def join(self, part: Tensor, rows: slice, num: int) -> Tensor:
-        """All `num` rows, of which this rank has `part` and the others the rest; on every rank the same bits.
+        """Return all `num_rows` rows from this rank's `part` and the others'; bitwise the same on every rank.
 
-        All ranks go on alike from there, so a rank's part has the gradient of its own rows.
+        All ranks continue alike from there, so a rank's part has the gradient of its own rows.
         """
         if self.group is None:
             return part
@@ -64,11 +64,11 @@ class SequenceGroup:
 
 
 ALONE = SequenceGroup()
-"""Of one rank: nothing is swapped or joined."""
+"""The group of one rank: nothing is swapped or joined."""
 
 
 class _Exchanged(torch.autograd.Function):
-    """Part r of (P, ...) goes to rank r, and from there comes part r of what is returned."""
+    """Part r of (P, ...) goes to rank r; part r of the result comes from rank r."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -114,10 +114,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) ->
 
 
 def chain_attention(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Step i of the chains from all T rows: row s sees the keys of its sequence up to s, and its own i.
+    """Compute step i of the chains from all T rows: row s attends to its sequence's keys up to s, and its own i.
 
-    Queries (1, heads, T, D), shared keys and values (1, KV heads, T, D), own ones (1, KV heads, T, i, D). Returns
-    (1, heads, T, D).
+    Queries (1, heads, T, D), shared keys and values (1, KV heads, T, D), own ones (1, KV heads, T, i, D). Returns (1,
+    heads, T, D).
     """
     num_kv, width = k.shape[1], q.shape[-1]
     grouped = q[0].unflatten(0, (num_kv, -1)) / width**0.5  # (KV heads, heads per KV head, T, D)
@@ -127,7 +127,7 @@ def chain_attention(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tenso
         for start in range(0, length, CHUNK):
             stop = min(start + CHUNK, length)
             rows = slice(begin + start, begin + stop)
-            # Keys beyond the last query of the chunk are seen by none of them.
+            # Skip keys beyond the chunk's last query.
             keys = slice(begin, begin + stop)
             unseen = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).triu(start + 1)
             shared = (grouped[:, :, rows] @ k[0, :, None, keys].transpose(2, 3)).masked_fill(unseen, -torch.inf)
@@ -142,7 +142,7 @@ def chain_attention(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tenso
 def two_part_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
     """Attention of A queries (A, heads, D) over shared keys (KV heads, T, D) and own ones (A, KV heads, S, D).
 
-    `mask` (A, T) says which of the shared keys a query may see. Returns (A, heads, D).
+    `mask` (A, T) is True for shared keys that a query attends to. Returns (A, heads, D).
     """
     num_kv, width = keys.shape[0], q.shape[-1]
     grouped = q.unflatten(1, (num_kv, -1))  # (A, KV heads, heads per KV head, D)

@@ -1,8 +1,8 @@
-"""A trainer's state in a folder: safetensors of every rank's share, whatever number of ranks reads them again.
+"""A trainer's state in a folder: safetensors of every rank's share, readable by any number of ranks.
 
-torch.distributed.checkpoint writes and reads them through its Hugging Face storage, whose index is the header of each
+torch.distributed.checkpoint reads and writes them through its Hugging Face storage, whose index is the header of each
 file. (Its own storage would pickle an index.) Ranks exchange their plans over their process group as torch does it.
-Beside every file of tensors stands its SHA-256, `NAME.sha256` in the format of sha256sum, taken while it was written.
+Beside every file of tensors is its SHA-256, `NAME.sha256` in the format of sha256sum, computed while it is written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _HashingFiles(FileSystem):
         with super().create_stream(path, mode) as stream:
             hashing = Hashing(cast(Any, stream))
             yield cast(IOBase, hashing)
-        # DCP's own comes before Python has given the file the last it was told to write.
+        # DCP's own fsync precedes the flush of Python's last write.
         fsync_file(Path(path))
         write_sum(Path(path), hashing.hexdigest())
 
@@ -55,8 +55,7 @@ class _HashingFiles(FileSystem):
 def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int, rank: int) -> None:
     """Write weights, AdamW's moments after `steps` steps and torch's random state into the folder. All ranks call it.
 
-    Nothing here makes the folder appear at once: that is for who keeps checkpoints to do. RunError where it cannot be
-    written.
+    The folder does not appear atomically: the caller's checkpoint store does that. RunError where it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,16 +77,17 @@ def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int) -> int:
-    """Be what `save_trainer` wrote, and return its `steps`. RunError where the folder does not hold all of it.
+    """Restore the result of `save_trainer`, and return its `steps`. RunError where the folder is incomplete.
 
-    The random state is restored on ranks that there were; the same number of ranks goes on bit by bit the same.
+    The random state is restored on ranks that existed; the same number of ranks continues bitwise the same.
     """
     try:
         steps = int(json.loads(read_text(folder / STATE))["steps"])
         optimizer.state.clear()
         if steps:
-            # AdamW makes its moments at a first step; without gradients' values it moves nothing that is not loaded.
-            # Its own: a sharded module shows gathered parameters after a forward without a backward.
+            # AdamW creates its moments at a first step; with zero gradients it changes nothing that is not loaded. The
+            # gradients are the parameters' own: a sharded module has gathered parameters after a forward without
+            # backward.
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
@@ -112,7 +112,7 @@ def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, with_moments: bool) -> dict[str, Tensor]:
-    """Weights and moments by name, each once where it is tied."""
+    """Return weights and moments by name, tied ones once."""
     tensors: dict[str, Tensor] = {}
     ids: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():

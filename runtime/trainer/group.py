@@ -1,4 +1,4 @@
-"""The trainer's ranks as Ray actors, driven as one: a call goes to all of them, and returns when all have done it."""
+"""The trainer's ranks as Ray actors, called as one: a call goes to all of them, and returns when all are done."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from .samples import Pair, Sample, share_out
 from .trainer import Trainer, UpdateMetrics
 
 NOTICE_S = 10.0
-"""How long Ray may take to say that an actor is dead, seconds: those it was talking with may notice before."""
+"""Most seconds until Ray reports an actor's failure: its peers may notice before."""
 
 _ENV = {
     "TQDM_DISABLE": "1",
     "RAY_DEDUP_LOGS": "0",
-    # Threads that wait for each other by spinning take the cores that engines and drafter trainers want.
+    # Threads that wait by spinning take the cores of engines and drafter trainers.
     "OMP_WAIT_POLICY": "passive",
 }
 
 
 class TrainerDied(RunError):
-    """A rank is dead, and all others were ended: `restart` and `load_checkpoint` go on from a checkpoint."""
+    """A rank failed, and all others were ended: `restart` and `load_checkpoint` continue from a checkpoint."""
 
 
 class TrainerGroup:
     """All ranks of a recipe's trainer. `options(rank)` are Ray's options of an actor, "env_vars" among them.
 
-    A TltlabError raised in a rank is raised here as itself. Where a rank dies the others would wait for it for ever:
-    they are killed, and TrainerDied is raised.
+    A TltlabError raised in a rank is raised here as itself. The others would wait forever for a failed rank: they are
+    killed, and TrainerDied is raised.
 
     >>> group = TrainerGroup(recipe, lambda rank: {"num_cpus": 0})                                  # doctest: +SKIP
     >>> group.start()                                                                               # doctest: +SKIP
@@ -77,14 +77,14 @@ class TrainerGroup:
         self.pids = self._wait([actor.start.remote(meeting) for actor in self.handles], "start", timeout_s)
 
     def restart(self) -> None:
-        """End what is left of the ranks and start all anew, with the weights of the recipe's model."""
+        """End the remaining ranks and start all anew, with the weights of the recipe's model."""
         self.close()
         self.start()
 
     def old_logprobs(self, samples: Sequence[Sample], rl_step: int = 0) -> Mismatch:
-        """See `Trainer.old_logprobs`; a rank is sent the tokens of its own samples alone, once for all neighbours.
+        """See `Trainer.old_logprobs`; a rank receives the tokens of its own samples alone, once for all neighbours.
 
-        They are shared out for the update of `rl_step`: of another one ranks would have less even shares.
+        Samples are shared out for the update of `rl_step`: for another one shares would be less even.
         """
         recipe = self.recipe
         rank_of = share_out(
@@ -121,9 +121,9 @@ class TrainerGroup:
         return memory
 
     def send_weights(self, workers: Sequence[Any], version: int, way: Way = "host") -> None:
-        """Bring the policy's weights to rollout workers as `version`; those that fail in it say so when they are asked.
+        """Send the policy's weights to rollout workers as `version`; a worker's failure is raised by its next call.
 
-        TrainerDied where a rank does: who was not done then has but a part of them.
+        TrainerDied where a rank fails: unfinished workers then have only a part of the weights.
         """
         engines = Engines(workers, version, way=way, gpus_each=self.recipe.rollout.tensor_parallel_size)
         # Two calls at once might reach ranks in different orders.
@@ -131,9 +131,9 @@ class TrainerGroup:
             self._all("send_weights", engines)
 
     def frozen(self) -> Any:
-        """A reference to the FrozenTarget that a drafter shares with the policy, once all ranks have given theirs."""
+        """Return a reference to the FrozenTarget that a drafter shares with the policy, once all ranks are done."""
         if not self.handles:
-            raise TrainerDied("no trainer is there to give its frozen: start the group first")
+            raise TrainerDied("no trainer is running to return its frozen weights: start the group first")
         refs = [actor.give.remote("frozen") for actor in self.handles]
         self._wait([done for done, _ in refs], "frozen")
         return refs[0][1]
@@ -143,7 +143,7 @@ class TrainerGroup:
         self._all("save", str(folder))
 
     def save_checkpoint(self, folder: str | Path) -> None:
-        """See `Trainer.save_checkpoint`; the folder is one that every rank's machine sees."""
+        """See `Trainer.save_checkpoint`; the folder must be visible on every rank's machine."""
         self._all("save_checkpoint", str(folder))
 
     def load_checkpoint(self, folder: str | Path) -> None:
@@ -151,12 +151,12 @@ class TrainerGroup:
         self._all("load_checkpoint", str(folder))
 
     def offload(self) -> None:
-        """Move everything to the host where the recipe says `train.offload`; else nothing."""
+        """Move everything to the host with `train.offload`; else do nothing."""
         if self.recipe.train.offload:
             self._all("offload")
 
     def onload(self) -> None:
-        """Move it back."""
+        """Move everything back."""
         if self.recipe.train.offload:
             self._all("onload")
 
@@ -170,7 +170,7 @@ class TrainerGroup:
             self._meeting = None
 
     def _rendezvous(self, places: Sequence[tuple[str, str, int]]) -> str | None:
-        """Where ranks meet: a file in a private folder on one machine, else a port on that of rank 0."""
+        """Return the ranks' meeting point: a private file on one machine, else a port on rank 0's machine."""
         if len(places) == 1:
             return None
         if {node for node, _, _ in places} == {ray.get_runtime_context().get_node_id()}:
@@ -183,9 +183,9 @@ class TrainerGroup:
         return self._each(method, lambda rank: args, **options)
 
     def _each(self, method: str, args_of: Callable[[int], tuple[Any, ...]], **options: Any) -> list[Any]:
-        """What the trainer's method returns on each rank, of its own arguments; None on all but the first."""
+        """Return each rank's result of the trainer's method with its own arguments; None for all but the first."""
         if not self.handles:
-            raise TrainerDied(f"no trainer is there to {method}: start the group first")
+            raise TrainerDied(f"no trainer is running to {method}: start the group first")
         calls = [actor.ask.remote(method, *args_of(rank), **options) for rank, actor in enumerate(self.handles)]
         return self._wait(calls, method)
 
@@ -209,7 +209,7 @@ class TrainerGroup:
         return list(ray.get(refs))
 
     def _failure(self, error: RayError, pending: Sequence[Any], verb: str) -> TltlabError:
-        """What to raise for a rank's error: the death of another rank if that is why."""
+        """Return the exception to raise for a rank's error: another rank's failure if that is the cause."""
         failure = error_of(error, died=TrainerDied)
         if type(failure) is RunError and pending:
             ended, _ = ray.wait(list(pending), num_returns=len(pending), timeout=NOTICE_S)
@@ -221,7 +221,7 @@ class TrainerGroup:
                 except RayError:
                     continue
         if isinstance(failure, TrainerDied):
-            return TrainerDied(f"a trainer rank died during {verb}: {failure}")
+            return TrainerDied(f"a trainer rank failed during {verb}: {failure}")
         if "Timed out waiting" in str(failure):
             most_s = self.recipe.faults.collective_timeout_s
             return RunError(f"a trainer rank waited faults.collective_timeout_s = {most_s:g} s for another ({failure})")
@@ -237,14 +237,14 @@ class TrainerActor:
         self.rank = rank
 
     def place(self) -> tuple[str, str, int]:
-        """The node, its address, and a port that is free there."""
+        """Return the node, its address, and a free port there."""
         address = ray.util.get_node_ip_address()
         with socket.socket() as free:
             free.bind((address, 0))
             return ray.get_runtime_context().get_node_id(), address, free.getsockname()[1]
 
     def start(self, rendezvous: str | None) -> int:
-        """Load the model; the process's number. Not in the constructor: Ray does not hand on its errors as they are."""
+        """Load the model; return the process id. Not in the constructor, whose errors Ray does not pass on."""
         recipe = self.recipe
         self.trainer = Trainer(
             recipe.model,
@@ -266,5 +266,5 @@ class TrainerActor:
 
     @ray.method(num_returns=2)
     def give(self, method: str) -> tuple[None, Any]:
-        """Call a method of the trainer; apart from what it returns, which stays where it is, that it is done."""
+        """Call a method of the trainer; return None when done, and, as a separate reference, its result."""
         return None, getattr(self.trainer, method)()

@@ -1,8 +1,8 @@
-"""One policy loss of which GRPO, Dr. GRPO, DAPO and DLER are settings (`algorithms.ALGORITHMS`).
+"""One policy loss with GRPO, Dr. GRPO, DAPO and DLER as settings (`algorithms.ALGORITHMS`).
 
 N responses of T tokens in all, packed one after another; log-probs are natural logarithms at the sampling temperature.
-What a response is worth (`shape_rewards`, `advantages`) and how much each of its tokens weighs (`token_weights`) are
-computed before the work is cut up; `policy_loss` is a sum over tokens, so the parts of a mini-batch add up to it.
+Rewards and advantages of responses (`shape_rewards`, `advantages`) and weights of their tokens (`token_weights`) are
+computed before the work is split; `policy_loss` is a sum over tokens, so the parts of a mini-batch add up to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DAPO_BUFFER_SHARE = 1 / 5
 """Share of the cap over which DAPO's length penalty grows: 4,096 of 20,480 tokens (arXiv 2503.14476, section 4.1)."""
 
 _MOST = 20.0
-"""Log-ratios are held within +-20: exp overflows in float32 at 88, and infinity times 0 is not a gradient."""
+"""Log-ratios are clamped to +-20: exp overflows in float32 at 88, and infinity times 0 is not a gradient."""
 
 
 def shape_rewards(
@@ -30,12 +30,12 @@ def shape_rewards(
     buffer: int,
     max_response_tokens: int,
 ) -> Tensor:
-    """Return the rewards [N] to learn from. `truncated` [N] says which responses ended at a cap, not by themselves.
+    """Return the training rewards [N]. `truncated` [N] is True for responses that ended at a cap, not by themselves.
 
-    "keep" and "filter" change nothing here: what is filtered is still part of its group's mean, and `token_weights`
-    leaves it out of the loss. "zero": a truncated response earns nothing, and keeps what it lost (DLER, arXiv
-    2510.15110). "penalty": DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13) is added, 0 up to `buffer` tokens
-    before the cap and from there linearly to -1 at it; a truncated response gets all of it, whatever its length. With
+    "keep" and "filter" change nothing here: a filtered response is still part of its group's mean, and `token_weights`
+    leaves it out of the loss. "zero": a truncated response gets no positive reward, and keeps a negative one (DLER,
+    arXiv 2510.15110). "penalty": DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13) is added, 0 up to `buffer`
+    tokens before the cap and from there linearly to -1 at it; a truncated response gets all of it at any length. With
     `buffer` 0 it is DAPO's own share of the cap (`DAPO_BUFFER_SHARE`); 1 punishes at the cap alone.
 
     Lengths 80, 90, 100 under a cap of 100 with a buffer of 20: penalties 0.0, -0.5, -1.0.
@@ -54,9 +54,8 @@ def advantages(rewards: Tensor, groups: Tensor, *, scale: Literal["group", "batc
 
     "group" divides by that of the group (GRPO, arXiv 2402.03300, section 4.1.2), "none" by 1 (Dr. GRPO, arXiv
     2503.20783), "batch" by that of all centred rewards (REINFORCE++ with a baseline, arXiv 2501.03262; DLER). Groups
-    whose rewards are all equal have advantage 0 exactly, and do not count in the batch: how many of them there are must
-    not change how far the others move, as it would not where dynamic sampling replaced them. Standard deviations are
-    the unbiased ones (n - 1).
+    whose rewards are all equal have advantage 0 exactly, and do not count in the batch: their number must not change
+    the step of the others, as it would not with dynamic sampling. Standard deviations are the unbiased ones (n - 1).
 
     >>> advantages(torch.tensor([1., 0., 1., 1.]), torch.tensor([0, 0, 1, 1]), scale="group")
     tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
@@ -87,12 +86,12 @@ def token_weights(
     aggregation: Literal["token", "sequence", "constant"],
     max_response_tokens: int,
 ) -> Tensor:
-    """Return w [N]: what each token of a response weighs in the loss of its mini-batch, whose responses these are.
+    """Return w [N]: the weight of each token of a response in the loss of its mini-batch, whose responses these are.
 
     "token": every token the same, 1 / all tokens (DAPO, Eq. 8). "sequence": the mean over responses of their tokens'
-    mean (GRPO, Eq. 3). "constant": 1 / (N * max_response_tokens), so that a response's length changes nothing about
-    its tokens (Dr. GRPO). Those not `kept` [N] weigh 0 and count in no mean; with none kept all weigh 0. The weights of
-    all tokens sum to 1, those of "constant" to the mean length over the cap.
+    mean (GRPO, Eq. 3). "constant": 1 / (N * max_response_tokens), independent of a response's length (Dr. GRPO). Those
+    not `kept` [N] weigh 0 and count in no mean; with none kept all weigh 0. The weights of all tokens sum to 1, those
+    of "constant" to the mean length over the cap.
 
     Lengths 1 and 3, cap 10: (0.25, 0.25), (0.5, 0.1667) and (0.05, 0.05).
     """
@@ -110,7 +109,7 @@ def token_weights(
 def correction_weights(old_logp: Tensor, behaviour_logp: Tensor, cap: float) -> Tensor:
     """Truncated importance weights min(pi_old / pi_behaviour, cap) [T], without gradient.
 
-    They correct for tokens drawn by other probabilities than the trainer's, the engine's rounding or an older policy
+    They correct for tokens drawn from other probabilities than the trainer's: the engine's rounding or an older policy
     (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
 
     log-probs -1.0 and -1.5 against behaviours of -1.0 and -3.0, cap 2: (1.0, 2.0).
@@ -120,9 +119,11 @@ def correction_weights(old_logp: Tensor, behaviour_logp: Tensor, cap: float) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
-    """The loss to minimise, and what to log, summed over tokens by their weight: shares and means where weights sum
-    to 1 over the mini-batch. `clip_fraction` are tokens without gradient because of the clip, `kl` is KL(policy ||
-    reference)."""
+    """The loss to minimise, and terms to log, summed over tokens by weight.
+
+    The sums are shares and means where weights sum to 1 over the mini-batch. `clip_fraction` are tokens without
+    gradient because of the clip, `kl` is KL(policy || reference).
+    """
 
     loss: Tensor
     clip_fraction: float
@@ -145,8 +146,8 @@ def policy_loss(
 
     Sum over tokens of w * (-c * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * k3), r = exp(logp -
     old_logp). Gradients flow through `logp` alone. `correction` c is 1 where None and does not weigh the penalty, which
-    is about the policy, not about who drew the token. k3 is `kl_estimate(logp, ref_logp)`; without `ref_logp` there is
-    none, so `kl_coef` above 0 needs it. With `old_logp` the behaviour's, the ratio itself corrects for it.
+    depends on the policy, not on the token's source. k3 is `kl_estimate(logp, ref_logp)`; without `ref_logp` there is
+    none, so `kl_coef` above 0 needs it. With the behaviour's `old_logp` the ratio itself corrects for it.
 
     Ratio 1.5, A = 2, w = 1, clip_high 0.28: loss -2.56, clip fraction 1.
     """
@@ -179,11 +180,11 @@ def kl_estimate(logp: Tensor, other_logp: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """How far the trainer's log-probs are from those of the engine that drew the tokens.
+    """Difference between the trainer's log-probs and those of the engine that drew the tokens.
 
     `mismatch_abs` and `mismatch_max`: mean and largest absolute difference. `mismatch_kl`: the k3 estimate of
-    KL(behaviour || trainer) per token. `mismatch_ess`: the share of the tokens that truncated importance weights leave
-    effective, (sum w)^2 / (T sum w^2); 1 where engine and trainer agree.
+    KL(behaviour || trainer) per token. `mismatch_ess`: effective share of the tokens under truncated importance
+    weights, (sum w)^2 / (T sum w^2); 1 where engine and trainer agree.
     """
 
     mismatch_abs: float = 0.0
@@ -193,10 +194,10 @@ class Mismatch:
 
 
 def mismatch_sums(old_logp: Tensor, behaviour_logp: Tensor, *, cap: float = math.inf) -> tuple[Tensor, float]:
-    """How far the trainer's log-probs [T] are from the engine's [T], importance weights truncated at `cap`.
+    """Return sums of differences between the trainer's log-probs [T] and the engine's [T], weights capped at `cap`.
 
     Sums [5], float64, of 1, the absolute difference, its k3 estimate, the weights and their squares; and the largest
-    difference. Of several parts the sums add up.
+    difference. Sums of several parts add up.
     """
     old, behaviour = old_logp.double(), behaviour_logp.double()
     difference = (old - behaviour).abs()
@@ -207,7 +208,7 @@ def mismatch_sums(old_logp: Tensor, behaviour_logp: Tensor, *, cap: float = math
 
 
 def mismatch(sums: Tensor, largest: float) -> Mismatch:
-    """What `mismatch_sums` come to."""
+    """Return the means of `mismatch_sums`."""
     num, difference, kl, weight, weight_2 = sums.tolist()
     if not num:
         return Mismatch()

@@ -1,4 +1,4 @@
-"""A Hugging Face causal model as trainers use it: packed tokens in, log-probs out, sharded over ranks if need be."""
+"""A Hugging Face causal model for trainers: packed tokens in, log-probs out, sharded over ranks if need be."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm
 class PackedTokens:
     """Sequences back to back, T tokens in all, and the R positions whose next token is one of a response.
 
-    Of P ranks that compute them together each has the T / P tokens that are its own, token_ids and positions
-    [1, T / P], and r of the R positions: rows and next_tokens [r], in the order of sequences, are number `own` of
-    `num_rows`. boundaries [sequences + 1], as FlashAttention takes them, are those of all T. Tokens that make T a
-    multiple of P are a sequence of their own, of which nothing is asked. Without sequences it is one such token per
-    rank: a rank with nothing to do still takes part in the collectives of a sharded model.
+    Each of P ranks that compute them together has its own T / P tokens, token_ids and positions [1, T / P], and r of
+    the R positions: rows and next_tokens [r], in the order of sequences, are number `own` of `num_rows`. boundaries
+    [sequences + 1], as FlashAttention takes them, are those of all T. Padding tokens that make T a multiple of P are a
+    sequence of their own, without rows. Without sequences there is one such token per rank: an idle rank still takes
+    part in the collectives of a sharded model.
     """
 
     token_ids: Tensor
@@ -58,7 +58,7 @@ class PackedTokens:
         device: torch.device,
         ranks: SequenceGroup,
     ) -> PackedTokens:
-        """From (prompt, response) pairs; a prompt has one token at least."""
+        """Pack (prompt, response) pairs; a prompt has at least one token."""
         num_tokens = sum(map(len, chain.from_iterable(pairs)))
         filling = -num_tokens % ranks.size if pairs else ranks.size
         pairs = [*pairs, ([0] * filling, [])] if filling else pairs
@@ -103,9 +103,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, as transformers' AttentionInterface calls it.
 
-    Queries (1, heads, T / P, D), keys and values (1, KV heads, T / P, D) of this one of P `sequence_ranks`; returns
-    (1, T / P, heads, D). FlashAttention's varlen kernel on CUDA in half precision, else one call per sequence. Dropout
-    is never applied.
+    Queries (1, heads, T / P, D), keys and values (1, KV heads, T / P, D) of this one of P `sequence_ranks`; returns (1,
+    T / P, heads, D). FlashAttention's varlen kernel on CUDA in half precision, else one call per sequence. Dropout is
+    never applied.
     """
     assert cu_seq_lens_q is not None
     assert max_length_q is not None
@@ -152,7 +152,7 @@ class PolicyModel(nn.Module):
         self.sequence_ranks = sequence_ranks
 
     def forward(self, batch: PackedTokens, *, whole: bool = False) -> Tensor:
-        """[R] log-probs of the responses' tokens, or `whole` rows [R, V] of which those are entries; float32.
+        """Return [R] log-probs of the responses' tokens, or their `whole` rows [R, V]; float32.
 
         `batch` is this rank's share of a micro-batch; all `sequence_ranks` call it, and each gets all R.
         """
@@ -173,7 +173,7 @@ class PolicyModel(nn.Module):
             rows = distributions(states, head, self.temperature)
             return self.sequence_ranks.join(rows, batch.own, batch.num_rows)
         logprobs = token_logprobs(states, head, batch.next_tokens, self.temperature)
-        # The sum of nothing keeps all parameters in the graph where no row is asked for.
+        # An empty sum keeps all parameters in the graph of a rank without rows.
         logprobs = logprobs + 0.0 * hidden[:1].float().sum()
         return self.sequence_ranks.join(logprobs, batch.own, batch.num_rows)
 
@@ -187,10 +187,10 @@ def load_policy_model(
     dtype: torch.dtype,
     sequence_ranks: SequenceGroup,
 ) -> PolicyModel:
-    """The model of a folder or an id with float32 weights on `device`; ConfigError for one that cannot be trained here.
+    """Load the model of a folder or an id with float32 weights on `device`; ConfigError if it cannot be trained here.
 
     With a `mesh` it is sharded over its ranks, layer by layer, and computes in `dtype` with gradients reduced in
-    float32: rank 0 reads the weights and hands them on, so the host holds one copy of them and no device a whole one.
+    float32: rank 0 reads the weights and sends them, so the host holds one copy of them and no device a whole one.
     """
     try:
         config = AutoConfig.from_pretrained(model)
@@ -205,7 +205,7 @@ def load_policy_model(
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a model from {model}: {one_line(error)[:300]}") from error
     if getattr(network.get_output_embeddings(), "bias", None) is not None:
-        raise ConfigError(f"{model}: its LM head has a bias, which the trainer does not know: choose another model")
+        raise ConfigError(f"{model}: its LM head has a bias, which the trainer does not support: choose another model")
     policy = PolicyModel(network, temperature, sequence_ranks)
     if mesh is None:
         policy.to(device)
@@ -223,9 +223,10 @@ def load_policy_model(
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Let layers keep their inputs alone and compute the rest again for the gradient.
+    """Let layers keep their inputs alone and recompute the rest for the gradient.
 
-    transformers does so in training mode only, which dropout would follow: layers are in it, not what is in them.
+    transformers does so in training mode only, in which dropout is active: only layers are put in it, not their
+    submodules.
     """
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in _layers(model):
@@ -237,7 +238,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def check_trainable(config: PretrainedConfig, model: str, sequence_parallel: int) -> None:
-    """ConfigError for a model whose attention or logits are not what the trainer computes."""
+    """Raise ConfigError for a model with attention or logits that the trainer does not compute."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     refuse(undivided_heads(sequence_parallel, model, heads, kv_heads))
@@ -256,21 +257,21 @@ def check_trainable(config: PretrainedConfig, model: str, sequence_parallel: int
         )
     for name in _OTHER_LOGITS:
         if getattr(config, name, None) not in (None, 1.0):
-            raise ConfigError(f"{model}: the trainer does not know {name}, which changes its logits: choose another")
+            raise ConfigError(f"{model}: the trainer does not support {name}, which changes its logits: choose another")
 
 
 class WholeTensors:
     """Parameters and persistent buffers of a model by name, gathered one after the other; floating ones in `dtype`.
 
-    What is tied comes once. All ranks of a sharded model iterate in step, and each gets what is gathered, on its
-    device. `names` picks some. A `weights.WeightSource`.
+    Tied tensors come once. All ranks of a sharded model iterate in step, and each gets the gathered tensor, on its
+    device. `names` selects some. A `weights.WeightSource`.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, names: Sequence[str] | None = None) -> None:
         self._module, self._dtype, self._names = module, dtype, names
 
     def metadata(self) -> list[TensorMeta]:
-        """What will come, without gathering it."""
+        """Describe the tensors to come, without gathering them."""
         return [TensorMeta(name, self._dtype_of(tensor), tuple(tensor.shape)) for name, tensor in self._tensors()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -293,16 +294,16 @@ LOGITS_AT_A_TIME = 1 << 26
 
 
 def token_logprobs(hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """log softmax(hidden @ head^T / temperature) at `tokens`: [R] in float32, natural logarithms.
+    """Return log softmax(hidden @ head^T / temperature) at `tokens`: [R] in float32, natural logarithms.
 
-    `hidden` [R, H] and `head` [V, H] of one dtype, `tokens` [R]. The softmax is in float32 whatever their dtype; the
-    head's gradient is summed over chunks in float32. Gradients reach `hidden` and `head`.
+    `hidden` [R, H] and `head` [V, H] of one dtype, `tokens` [R]. The softmax is in float32 for any dtype; the head's
+    gradient is summed over chunks in float32. Gradients reach `hidden` and `head`.
     """
     return _TokenLogprobs.apply(hidden, head, tokens, temperature)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def distributions(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
-    """log softmax(hidden @ head^T / temperature) whole: [R, V] in float32, without gradient."""
+    """Return log softmax(hidden @ head^T / temperature) whole: [R, V] in float32, without gradient."""
     with torch.no_grad():
         return torch.log_softmax((hidden @ head.T).float() / temperature, -1)
 

@@ -1,4 +1,4 @@
-"""Where a trainer's rank computes, how ranks find each other, and which sequences each of them gets."""
+"""Trainer ranks: their devices, their meeting, and the assignment of sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .attention import ALONE, SequenceGroup
 
 
 def device_of(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
-    """The device of a backend, CUDA where there is one unless it is gloo, and what the recipe computes in there.
+    """Return the device of a backend, CUDA where there is one unless it is gloo, and the recipe's compute dtype.
 
     ConfigError for nccl without a CUDA device.
     """
@@ -34,13 +34,13 @@ def device_of(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
 def meet(device: torch.device, rank: int, world: int, rendezvous: str | None, timeout_s: float) -> None:
     """Join the other ranks in torch's default process group: gloo, and nccl for tensors on CUDA devices.
 
-    `rendezvous` is as in `Trainer`. `timeout_s` is how long a rank waits for the others, here (RunError then) and later
-    in each collective; a `TrainerGroup` ends a start that takes too long before that.
+    `rendezvous` is as in `Trainer`. `timeout_s` limits a rank's wait for the others, here (RunError then) and later in
+    each collective; a `TrainerGroup` ends a slow start before that.
     """
     if rendezvous is None and world > 1:
         raise ConfigError(f"{world} trainer ranks need a place to meet: file:///PATH or tcp://HOST:PORT")
     if rendezvous is None or not rendezvous.startswith("tcp://"):
-        # Ranks of one machine talk over its loopback interface.
+        # Ranks of one machine use its loopback interface.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     place: dict[str, Any] = {"store": HashStore()} if rendezvous is None else {"init_method": rendezvous}
     try:
@@ -60,10 +60,10 @@ def meet(device: torch.device, rank: int, world: int, rendezvous: str | None, ti
 def sequence_groups(
     rank: int, world: int, size: int, timeout_s: float
 ) -> tuple[SequenceGroup, dist.ProcessGroup | None]:
-    """The `size` neighbours that `rank` shares its sequences with, and the ranks in its place among theirs.
+    """Return the group of `size` neighbours that share sequences with `rank`, and the group of ranks in its place.
 
-    Of 4 ranks and size 2: (0, 1) and (2, 3) share sequences, (0, 2) and (1, 3) add up what is of all sequences. None
-    is all ranks. All ranks call it once they have met. ConfigError where `size` does not divide `world`.
+    With 4 ranks and size 2, (0, 1) and (2, 3) share sequences, and (0, 2) and (1, 3) sum over all sequences. None is
+    all ranks. All ranks call it once they have met. ConfigError where `size` does not divide `world`.
     """
     if world % size:
         raise ConfigError(f"{world} trainer ranks cannot share sequences by train.sequence_parallel = {size}")
@@ -77,25 +77,25 @@ def sequence_groups(
 
 
 def be_repeatable(repeatable: bool = True) -> None:
-    """From now on let this process compute the same bits each time, where torch can; RuntimeError in what it cannot.
+    """Make this process compute the same bits each time, where torch can; RuntimeError for operations that cannot.
 
-    On a CPU it mostly does anyway. On CUDA FlashAttention's backward pass does only if asked, and not by `warn_only`.
+    On a CPU it mostly does anyway. On CUDA FlashAttention's backward pass does only on request, and not by `warn_only`.
     """
     if repeatable:
         # Read when cuBLAS starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(repeatable)
-    # What nobody reads need not be written.
+    # Memory that is never read need not be filled.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def micro_batches(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
-    """For each of `ranks` ranks its micro-batches, each a list of indices into `lengths` (tokens), ascending.
+    """Return each of `ranks` ranks' micro-batches, each a list of indices into `lengths` (tokens), ascending.
 
-    Every rank gets the same number of them, hardly more than needed, some empty where there are fewer sequences than
-    that: collectives of sharded models keep step by it. A micro-batch has up to `budget` tokens; a longer sequence has
-    one of its own. Longest sequences go first, each to the micro-batch with the fewest tokens, and ranks then take
-    turns from both ends (longest processing time first, Graham 1969). The same lengths give the same answer.
+    Every rank gets the same number of them, hardly more than needed, some empty where there are fewer sequences, to
+    keep collectives of sharded models in step. A micro-batch has up to `budget` tokens; a longer sequence has one of
+    its own. Longest sequences go first, each to the micro-batch with the fewest tokens, and ranks then take turns from
+    both ends (longest processing time first, Graham 1969). The same lengths give the same answer.
 
     >>> micro_batches([5, 3, 4, 2], ranks=2, budget=8)
     [[[0, 3]], [[1, 2]]]
@@ -103,7 +103,7 @@ def micro_batches(lengths: Sequence[int], ranks: int, budget: int) -> list[list[
     assert ranks >= 1
     assert budget >= 1
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    # No two of more than half a budget share a micro-batch.
+    # Two sequences of more than half a budget never share a micro-batch.
     least = max(-(-sum(min(n, budget) for n in lengths) // budget), sum(2 * n > budget for n in lengths))
     per_rank = -(-least // ranks)
     while (bins := _bins(order, lengths, ranks * per_rank, budget)) is None:
@@ -119,7 +119,7 @@ def micro_batches(lengths: Sequence[int], ranks: int, budget: int) -> list[list[
 
 
 def ranks_of(lengths: Sequence[int], parts: Sequence[Sequence[int]], ranks: int, budget: int) -> list[int]:
-    """The rank that computes each sequence: each of `parts`, indices that together are all, is dealt out evenly.
+    """Return the rank that computes each sequence: each of `parts`, together all indices, is dealt out evenly.
 
     Evenly by tokens, as `micro_batches` does.
 
@@ -138,7 +138,7 @@ def ranks_of(lengths: Sequence[int], parts: Sequence[Sequence[int]], ranks: int,
 def own_micro_batches(
     lengths: Sequence[int], rank_of: Sequence[int], rank: int, ranks: int, budget: int
 ) -> list[list[int]]:
-    """The micro-batches of the sequences that `rank` computes, with empty ones up to as many as any rank has.
+    """Return the micro-batches of `rank`'s sequences, with empty ones up to the most that any rank has.
 
     >>> own_micro_batches([5, 3, 4, 2], [0, 1, 0, 0], rank=1, ranks=2, budget=8)
     [[1], []]
@@ -155,7 +155,7 @@ def own_micro_batches(
 
 
 def _bins(order: Sequence[int], lengths: Sequence[int], num: int, budget: int) -> list[list[int]] | None:
-    """`num` micro-batches that hold all sequences within the budget, or None where they do not fit so."""
+    """Return `num` micro-batches that hold all sequences within the budget, or None where they do not fit."""
     bins: list[list[int]] = [[] for _ in range(num)]
     heap = [(0, n) for n in range(num)]
     for i in order:

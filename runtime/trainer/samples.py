@@ -1,4 +1,4 @@
-"""What an update learns from: samples, what each is worth, in which mini-batch and on which rank it is computed."""
+"""Training data of an update: samples, their advantages, mini-batches and ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ Pair = tuple[Sequence[int] | Tokens, Sequence[int] | Tokens]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One whole response of N tokens to learn from.
+    """One whole response of N tokens to train on.
 
-    `logprobs` are the behaviour's as the engine returned them, N natural logarithms. `group` numbers the prompt that it
-    answers; `truncated`: it ended at its cap. Tokens whose `told` is 1 a tool said: they are read, not learned (empty:
-    there are none). `name` says in messages which it is. A rank that does not compute it knows how long it is and no
-    more.
+    `logprobs` are the behaviour's as the engine returned them, N natural logarithms. `group` numbers its prompt;
+    `truncated`: it ended at its cap. Tokens whose `told` is 1 are a tool's: they are read, not trained on (empty: there
+    are none). `name` identifies it in messages. A rank that does not compute it has only its length.
     """
 
     prompt_token_ids: Sequence[int] | Tokens
@@ -44,32 +43,32 @@ class Sample:
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that a policy drew."""
+        """Number of tokens that a policy drew."""
         return len(self.token_ids) - int(np.sum(self.told, dtype=np.int64))
 
     def drawn(self) -> Tensor:
-        """[N], bool: which tokens a policy drew."""
+        """Return [N], bool: True for tokens that a policy drew."""
         if not len(self.told):
             return torch.ones(len(self.token_ids), dtype=torch.bool)
         return torch.from_numpy(np.asarray(self.told, np.int8) == 0)
 
     def in_arrays(self) -> Sample:
-        """The same as it travels: arrays go to Ray's store as they lie in memory."""
+        """Return the sample as it is sent: arrays go to Ray's store as they lie in memory."""
         tokens, logprobs = np.asarray(self.token_ids, np.int32), np.asarray(self.logprobs, np.float32)
         return replace(self, token_ids=tokens, logprobs=logprobs, told=np.asarray(self.told, np.int8))
 
     def without_tokens(self) -> Sample:
-        """For ranks that do not compute it: equally long, of tokens that take no memory."""
+        """Return the sample for ranks that do not compute it: equally long, of tokens that take no memory."""
         tokens = range(len(self.token_ids))
         return replace(self, prompt_token_ids=range(len(self.prompt_token_ids)), token_ids=tokens, logprobs=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worth:
-    """What N responses teach, [N] each: `lengths` in tokens, and how many of them a policy drew, `num_drawn`.
+    """Training values of N responses, [N] each: `lengths` in tokens, and `num_drawn`, those that a policy drew.
 
     `counted` ones have a share in the means of their mini-batch; those of them that are `trained` are computed: without
-    an advantage a response has no gradient, unless a penalty for the distance to the reference moves it.
+    an advantage a response has no gradient, except by a penalty for the distance to the reference.
     """
 
     lengths: Tensor
@@ -99,7 +98,7 @@ class Worth:
 
 
 def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int, rl_step: int) -> str | None:
-    """Look at what an update is to learn from, before it does: a sentence where no response has an advantage.
+    """Check an update's samples beforehand; return a sentence where no response has an advantage.
 
     RunError where a reward as float32, a log-prob of the engine or an advantage is not finite.
     """
@@ -136,7 +135,7 @@ def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: i
 
 
 def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int) -> list[Tensor]:
-    """The responses of each mini-batch of the update of `rl_step`, in random order."""
+    """Return the responses of each mini-batch of the update of `rl_step`, in random order."""
     order = torch.from_numpy(np.random.default_rng([seed, rl_step]).permutation(num))
     return list(order.tensor_split(config.minibatches))
 
@@ -144,9 +143,9 @@ def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int) -> li
 def share_out(
     samples: Sequence[Sample], config: TrainConfig, ranks: int, *, seed: int, rl_step: int, max_response_tokens: int
 ) -> list[int]:
-    """Which data rank computes each sample, so that all have as much to do in each mini-batch of `rl_step`'s update.
+    """Return the data rank of each sample, with equal work for all in each mini-batch of `rl_step`'s update.
 
-    What is not trained is dealt out by itself: only its log-probs are computed.
+    Untrained samples are dealt out by themselves: only their log-probs are computed.
     """
     if ranks == 1:
         return [0] * len(samples)
@@ -160,17 +159,17 @@ def share_out(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateBatch:
-    """N responses to learn from. Lists have an entry for each of them, of its n tokens."""
+    """N responses to train on. Lists have an entry for each of them, of its n tokens."""
 
     pairs: list[Pair]
     worth: Worth
-    drawn: list[Tensor]  # N of [n], bool: which tokens a policy drew
-    base: list[Tensor]  # N of [n]: log-probs that ratios are taken to
-    corrections: list[Tensor]  # N of [n]: weights of tokens for who drew them
-    reference: list[Tensor] | None  # N of [n], [0] where nothing is trained: the reference's log-probs, with a penalty
+    drawn: list[Tensor]  # N of [n], bool: True for tokens that a policy drew
+    base: list[Tensor]  # N of [n]: denominators of the ratios
+    corrections: list[Tensor]  # N of [n]: importance weights of tokens
+    reference: list[Tensor] | None  # N of [n], [0] where untrained: the reference's, with a penalty
 
     def token_weights(self, rows: Tensor, config: TrainConfig, max_response_tokens: int) -> Tensor:
-        """[N]: what each token of a response weighs in the mini-batch of `rows`; 0 for all that are not in it."""
+        """Return [N]: the weight of each token of a response in the mini-batch of `rows`; 0 for all others."""
         weights = torch.zeros(len(self.pairs))
         weights[rows] = token_weights(
             self.worth.num_drawn[rows],
@@ -182,5 +181,5 @@ class UpdateBatch:
 
 
 def pairs_of(samples: Sequence[Sample]) -> list[Pair]:
-    """Token ids of prompt and response of each."""
+    """Return the token ids of prompt and response of each."""
     return [(s.prompt_token_ids, s.token_ids) for s in samples]

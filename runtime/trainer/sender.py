@@ -8,7 +8,7 @@ from tltlab.runtime.engine.weights import Engines, Home, Slots, WeightSource, lo
 
 
 class WeightSender:
-    """Rank 0 sends, the others help to gather. `home`: where weights live."""
+    """Rank 0 sends, the others help to gather. `home`: the memory that holds the weights."""
 
     def __init__(self, source: WeightSource, rank: int, home: Home | None = None) -> None:
         self.source, self.rank, self.home = source, rank, home
@@ -16,7 +16,7 @@ class WeightSender:
         self._device: Any = None
 
     def send(self, engines: Engines) -> dict[int, str]:
-        """Bring the source's weights to engines; what became of those that failed, by number."""
+        """Send the source's weights to engines; return the errors of those that failed, by number."""
         if engines.way != "host":
             from tltlab.runtime.engine.vllm.transfer import DeviceSender
 

@@ -1,11 +1,10 @@
 """The trainer: log-probs of recorded responses and policy updates of a Hugging Face causal model, on one or more ranks.
 
-Ranks share weights, gradients and optimizer state through FSDP2 and split every batch by tokens. Each gets the tokens
-of its own samples and of all others what advantages, weights and the order of mini-batches follow from: they are
-computed by each alike. With `train.sequence_parallel` that many neighbours have the same samples and split each
-micro-batch (`SequenceGroup`): together they are one data rank. What they compute is the same for any number of ranks
-and any size of micro-batches, up to rounding; the same state and samples on the same number of ranks give the same
-bits.
+Ranks share weights, gradients and optimizer state through FSDP2 and split every batch by tokens. Each has the tokens of
+its own samples, and for all samples the data from which every rank computes advantages, weights and the order of
+mini-batches alike. With `train.sequence_parallel` that many neighbours have the same samples and split each micro-batch
+(`SequenceGroup`): together they are one data rank. Results are the same for any number of ranks and any size of
+micro-batches, up to rounding; the same state and samples on the same number of ranks give the same bits.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ DRIFT_SAMPLES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateMetrics:
-    """Means over the mini-batches of an update; the first four are sums of what micro-batches report.
+    """Means over the mini-batches of an update; the first four are sums over micro-batches.
 
     `clip_fraction` and `kl` are means over their tokens, by weight, and `correction_mean` over those computed. `lr` is
     that of the last step. `drift_kl` is the k3 estimate of KL(policy before || policy after) per token, on some of the
@@ -65,12 +64,12 @@ class UpdateMetrics:
 class Trainer:
     """One rank of `world`: its share of the policy and of its optimizer. All ranks call the same methods in turn.
 
-    `rendezvous` is where more than one rank meet: `file:///PATH` of a file that is not there yet, on one machine, or
-    `tcp://HOST:PORT`, where rank 0 listens. Weights are float32; where it is to compute in bfloat16, or with other
-    ranks, the model is sharded (FSDP2) and casts them layer by layer. `max_response_tokens` is the cap of responses.
+    `rendezvous` is the meeting point of more than one rank: `file:///PATH` of a file that does not exist yet, on one
+    machine, or `tcp://HOST:PORT`, where rank 0 listens. Weights are float32; in bfloat16, or with other ranks, the
+    model is sharded (FSDP2) and casts them layer by layer. `max_response_tokens` is the cap of responses.
 
     >>> trainer = Trainer("my-model", TrainConfig(), temperature=1.0, max_response_tokens=512, seed=0)  # doctest: +SKIP
-    >>> trainer.old_logprobs(samples).mismatch_kl, trainer.update(rl_step=0).loss                      # doctest: +SKIP
+    >>> trainer.old_logprobs(samples).mismatch_kl, trainer.update(rl_step=0).loss                       # doctest: +SKIP
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Trainer:
         self._bad_loss: set[int] = set()  # kept samples of micro-batches whose loss was not finite
         if name := self._infinite_weight():
             raise ConfigError(f"{model}: its weight {name} holds NaN or infinite numbers: train from a whole model")
-        # Dropout would move log-probs away from those that drew the tokens.
+        # Dropout would change log-probs from those that drew the tokens.
         self.policy.eval()
         if config.activation_checkpointing:
             checkpoint_activations(self.policy.model)
@@ -127,17 +126,17 @@ class Trainer:
         self.steps = 0
         self._work = Peak(self.device)
         self._samples: list[Sample] = []
-        self._rank_of: list[int] = []  # which data rank computes each of them
-        self._old: list[Tensor] = []  # this rank's log-probs of its own before the policy moves, [0] of others
+        self._rank_of: list[int] = []  # data rank of each of them
+        self._old: list[Tensor] = []  # this rank's own log-probs before the policy moves, [0] of others
 
     @property
     def data_ranks(self) -> int:
-        """How many sets of ranks there are of which each computes its own samples."""
+        """Number of sets of ranks that each compute their own samples."""
         return self.world // self.sequence_ranks.size
 
     @property
     def data_rank(self) -> int:
-        """The set that this rank is one of."""
+        """Number of this rank's set."""
         return self.rank // self.sequence_ranks.size
 
     def old_logprobs(
@@ -145,9 +144,9 @@ class Trainer:
     ) -> Mismatch:
         """Recompute the log-probs of `samples` under the policy before it moves, and keep both for `update`.
 
-        `rank_of` says which data rank computes each (`share_out`); this one needs no tokens of the others'. Returns the
-        distance to what the engine recorded. Engine and trainer hold the same weights, so on-policy it should be near
-        0. RunError where a log-prob is not finite.
+        `rank_of` has the data rank of each (`share_out`); this one needs no tokens of the others'. Return the distance
+        to the engine's log-probs. Engine and trainer hold the same weights, so on-policy it should be near 0. RunError
+        where a log-prob is not finite.
         """
         self._samples = list(samples)
         self._bad_loss.clear()
@@ -174,9 +173,9 @@ class Trainer:
         """Take up to `minibatches` optimizer steps on the kept samples.
 
         Responses without an advantage count in their mini-batch, as in the papers, and are not computed. Truncated ones
-        do not count where they are filtered. Without a token left nothing moves. The learning rate grows linearly over
-        the first `warmup_steps` optimizer steps. RunError where the reference's log-probs, a loss, a gradient or the
-        new weights are not finite: nobody gets those.
+        do not count where they are filtered. Without a token left nothing is updated. The learning rate grows linearly
+        over the first `warmup_steps` optimizer steps. RunError where the reference's log-probs, a loss, a gradient or
+        the new weights are not finite: engines and checkpoints never get those.
         """
         with self._work.measured():
             return self._update(rl_step)
@@ -211,10 +210,9 @@ class Trainer:
         )
 
     def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
-        """Log-probs under the policy of each pair's N response tokens given its prompt, [N] each, float32.
+        """Return log-probs under the policy of each pair's N response tokens given its prompt, [N] each, float32.
 
-        With `distributions` the whole rows that they are from, [N, V]; natural logarithms at the rollout temperature.
-        All ranks get all.
+        With `distributions` the whole rows, [N, V]; natural logarithms at the rollout temperature. All ranks get all.
         """
         sizes = [len(response) for _, response in pairs]
         starts = [0, *accumulate(sizes)]
@@ -230,15 +228,15 @@ class Trainer:
         return [logp.numpy() for logp in logprobs.cpu().split(sizes)]
 
     def weights(self) -> dict[str, Tensor]:
-        """The policy's weights by Hugging Face name, on the host, as it computes with them; rank 0 alone gets them."""
+        """Return the policy's weights by Hugging Face name, on the host, in the compute dtype; on rank 0 alone."""
         return self._on_host(self.whole)
 
     def send_weights(self, engines: Engines) -> dict[int, str]:
-        """Bring them to engines, bucket by bucket; what became of those that failed, by number."""
+        """Send the weights to engines, bucket by bucket; return the errors of those that failed, by number."""
         return self._sender.send(engines)
 
     def frozen(self) -> FrozenTarget | None:
-        """Copies on the host of what a drafter shares with the policy (`FrozenTarget`). None on other ranks."""
+        """Return host copies of weights that a drafter shares (`FrozenTarget`), None on other ranks."""
         model = self.policy.model
         state = model.state_dict(keep_vars=True)
         shared = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
@@ -262,7 +260,7 @@ class Trainer:
             Path(folder).parent.mkdir(parents=True, exist_ok=True)
             model = self.policy.model
             if is_mimo(model.config):
-                # transformers does not know of the layer, which is as it was.
+                # transformers lacks the MTP layer, which is unchanged.
                 save_with_mtp(model, folder, weights, mtp_weights(self._origin))
             else:
                 model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
@@ -270,15 +268,17 @@ class Trainer:
         self._wait()
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write all that `load_checkpoint` needs to go on, each rank its share (`checkpoint`)."""
+        """Write all that `load_checkpoint` needs to continue, each rank its share (`checkpoint`)."""
         save_trainer(Path(folder), self.policy, self.optimizer, steps=self.steps, rank=self.rank)
         self._wait()
 
     def load_checkpoint(self, folder: str) -> None:
-        """Be what a trainer of any number of ranks saved. The reference stays the model that this one was made of."""
+        """Restore a checkpoint of any number of ranks. The reference stays the model that this one was made of."""
         self.steps = load_trainer(Path(folder), self.policy, self.optimizer, rank=self.rank)
         if name := self._infinite_weight():
-            raise RunError(f"{folder}: its weight {name} holds NaN or infinite numbers: go on from another checkpoint")
+            raise RunError(
+                f"{folder}: its weight {name} holds NaN or infinite numbers: continue from another checkpoint"
+            )
         self._samples, self._rank_of, self._old = [], [], []
 
     def offload(self) -> None:
@@ -286,11 +286,11 @@ class Trainer:
         self._move(torch.device("cpu"))
 
     def onload(self) -> None:
-        """Move them back."""
+        """Move everything back."""
         self._move(self.device)
 
     def memory(self) -> ProcessMemory:
-        """What this process holds; `update` is the most that the last one took beside it."""
+        """Return the memory of this process; `update` is the most that the last one took in addition."""
         moments = [state[name] for state in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         parts = {
             "master weights": tensor_bytes(self.policy.parameters()),
@@ -306,7 +306,7 @@ class Trainer:
             dist.destroy_process_group()
 
     def _batch(self, rl_step: int) -> UpdateBatch:
-        """The kept samples with all that an update needs of them before it is cut up."""
+        """Return the kept samples with all that an update needs of them before it is split."""
         config, samples = self.config, self._samples
         worth = Worth.of(samples, config, self.max_response_tokens)
         behaviour = self._behaviour()
@@ -319,7 +319,7 @@ class Trainer:
             reference, rows = [torch.empty(0)] * len(samples), worth.trained.nonzero()[:, 0].tolist()
             for i, logp in zip(rows, self._own_logprobs(self.reference, rows), strict=True):
                 reference[i] = logp
-            subject = f"RL step {rl_step}: the reference model's log-probs, which train.kl_coef is for,"
+            subject = f"RL step {rl_step}: the reference model's log-probs, used by train.kl_coef,"
             self._refuse_infinite(reference, subject, "look at the weights of the recipe's model")
         return UpdateBatch(
             pairs=pairs_of(samples),
@@ -331,9 +331,9 @@ class Trainer:
         )
 
     def _backward(self, batch: UpdateBatch, weights: Tensor, rows: list[int]) -> Tensor:
-        """Add the gradient of the responses `rows`, a micro-batch of the mini-batch whose tokens weigh `weights` [N].
+        """Add the gradient of the responses `rows`, a micro-batch of the mini-batch with token weights `weights` [N].
 
-        Returns its part of the first four `UpdateMetrics` of that mini-batch.
+        Return its part of the first four `UpdateMetrics` of that mini-batch.
         """
         config, worth, lengths = self.config, batch.worth, batch.worth.lengths[rows]
         shares = weights * worth.num_drawn
@@ -351,8 +351,8 @@ class Trainer:
             kl_coef=config.kl_coef,
             ref_logp=None if batch.reference is None else self._joined(batch.reference, rows),
         )
-        # FSDP2 takes the mean of gradients over ranks; the loss is a sum over data ranks, and of a rank's neighbours
-        # each has the gradient of its own tokens.
+        # FSDP2 averages gradients over ranks; the loss is a sum over data ranks, and each neighbour in a rank's group
+        # has the gradient of its own tokens.
         (terms.loss * self.world).backward()
         corrected = float((token_weight * correction).sum())
         loss = float(terms.loss.detach())
@@ -361,7 +361,7 @@ class Trainer:
         return torch.tensor([loss, terms.clip_fraction / whole, terms.kl / whole, corrected / computed])
 
     def _optimizer_step(self, lr: float, rl_step: int) -> float:
-        """Step once at `lr`; the gradient's norm before it was clipped."""
+        """Step once at `lr`; return the gradient's norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
         value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(value):
@@ -378,7 +378,7 @@ class Trainer:
         return value
 
     def _refuse_infinite(self, parts: Sequence[Tensor], subject: str, remedy: str) -> None:
-        """RunError on every rank where a number of any rank is not finite; `parts` has an entry for each sample."""
+        """Raise RunError on every rank where a number of any rank is not finite; `parts` has an entry per sample."""
         bad = torch.tensor([float(not part.isfinite().all()) for part in parts])
         self._sum(bad)
         if bool(bad.any()):
@@ -394,21 +394,21 @@ class Trainer:
             )
 
     def _infinite_weight(self) -> str:
-        """The name of a weight that is not finite in the type that engines get, on any rank; empty where all are."""
+        """Return the name of a weight that is not finite in the engines' dtype, on any rank; empty for none."""
         largest, names, bad = torch.finfo(self.dtype).max, [], []
         for name, weight in self.policy.model.named_parameters():
             part = weight.to_local() if isinstance(weight, DTensor) else weight
             names.append(name)
             low, high = part.detach().aminmax() if part.numel() else part.new_zeros(2)
             bad.append(~((low >= -largest) & (high <= largest)))
-        # One wait for the device, not one for each weight.
+        # One synchronisation with the device instead of one for each weight.
         flags = torch.stack(bad).to(self.device, torch.float32)
         if self.world > 1:
             dist.all_reduce(flags)
         return names[int(flags.argmax())] if bool(flags.any()) else ""
 
     def _drift(self) -> float:
-        """How far the policy is from what it was when `old_logprobs` was asked, on samples of every length."""
+        """Return the KL of the policy from its state at `old_logprobs`, on samples of every length."""
         stride = max(len(self._samples) // DRIFT_SAMPLES, 1)
         rows = sorted(range(len(self._samples)), key=lambda i: len(self._samples[i].token_ids))[::stride]
         drawn = [self._samples[i].drawn()[: len(self._old[i])] for i in rows]
@@ -421,12 +421,12 @@ class Trainer:
         return kl / num if num else 0.0
 
     def _behaviour(self) -> list[Tensor]:
-        """[n] of the samples that this rank computes, [0] of the others."""
+        """Return [n] of the samples that this rank computes, [0] of the others."""
         computed = zip(self._samples, self._rank_of, strict=True)
         return [torch.from_numpy(np.array(s.logprobs if n == self.data_rank else (), np.float32)) for s, n in computed]
 
     def _own_logprobs(self, model: PolicyModel, rows: Sequence[int]) -> list[Tensor]:
-        """Of the kept samples `rows`: [n] of those that this rank computes, on the host, [0] of the others."""
+        """Return log-probs of the kept samples `rows` on the host: [n] of this rank's own, [0] of others."""
         logprobs = dict.fromkeys(rows, torch.empty(0))
         with torch.no_grad():
             for batch in self._own_batches(rows):
@@ -436,7 +436,7 @@ class Trainer:
         return list(logprobs.values())
 
     def _own_batches(self, rows: Sequence[int]) -> Iterator[list[int]]:
-        """This rank's micro-batches of the kept samples `rows`."""
+        """Yield this rank's micro-batches of the kept samples `rows`."""
         lengths = [sum(map(len, pair)) for pair in pairs_of([self._samples[i] for i in rows])]
         rank_of = [self._rank_of[i] for i in rows]
         budget = self.config.tokens_per_microbatch

@@ -210,7 +210,7 @@ def install_calls(points: Points) -> None:
         return relay
 
     CoordinatorServer._send = relayed(CoordinatorServer._send, "command")
-    CoordinatorServer._hear = relayed(CoordinatorServer._hear, "report")
+    CoordinatorServer._process = relayed(CoordinatorServer._process, "report")
 
 
 def role_of(pid: int | str) -> str:

@@ -62,9 +62,9 @@ class OpenServer(CoordinatorServer):
         self.cpu_s = time.thread_time()
         return super()._turn()
 
-    def _hear(self, frames):
+    def _process(self, frames):
         before = self.heard
-        super()._hear(frames)
+        super()._process(frames)
         self.dropped += self.heard == before
 
     def _advance(self, event):
@@ -93,9 +93,9 @@ class LossyServer(OpenServer):
         self.lost += drawn < 0.3
         return 0 if drawn < 0.3 else 2 if drawn < 0.5 else 1
 
-    def _hear(self, frames):
+    def _process(self, frames):
         for _ in range(self._copies()):
-            super()._hear(frames)
+            super()._process(frames)
 
     def _send(self, *frames):
         for _ in range(self._copies()):

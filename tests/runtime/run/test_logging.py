@@ -137,7 +137,7 @@ def test_without_a_terminal_a_step_is_plain_lines(tmp_path: Path, forced: str, m
     monkeypatch.setenv("FORCE_COLOR", forced)  # as CI services do
     monkeypatch.setenv("TERM", "xterm-256color")
     with RunLog(LogConfig(), tmp_path, 1) as log:
-        log.say("held-out reward before training 0.500")
+        log.print("held-out reward before training 0.500")
         log.step(report(), MEASURES)
     out, err = capfd.readouterr()
     start, said, step = err.split("\n", 2)
@@ -193,7 +193,7 @@ def test_on_a_terminal_lines_pass_above_the_bar(tmp_path: Path, monkeypatch, cap
     with os.fdopen(its_end, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
         with RunLog(LogConfig(tensorboard=False), tmp_path, 3, resume_from=1) as log:
-            log.say("[bold]not markup[/bold]")
+            log.print("[bold]not markup[/bold]")
             log.step(report(1, reward=0.625), {})
             print('{"only": "json"}')
         monkeypatch.undo()

@@ -174,7 +174,7 @@ def test_a_resumed_run_equals_the_unbroken_one(fixed: Path, tmp_path: Path):
     check_finished(resumed(run), fixed)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert any(f"{newest} is passed over" in event["event"] for event in events)
-    assert [event["rl_step"] for event in events if event["event"] == "goes on with RL step 2"] == [2]
+    assert [event["rl_step"] for event in events if event["event"] == "continues with RL step 2"] == [2]
 
 
 def test_a_learning_run_resumes_with_replayed_decisions(learning: Path, tmp_path: Path):
