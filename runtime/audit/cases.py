@@ -152,7 +152,7 @@ def tiny_drafters(policy: Policy, models: TinyModels) -> Mapping[str, DrafterSpe
     """Return the drafters that `policy` names, the learned one replaced by the audit's own of the same method."""
     specs: dict[str, DrafterSpec] = DEFAULT_DRAFTERS | policy.drafters
     for strategy in policy.strategies:
-        if policy.registry.network_levels(strategy):
+        if policy.registry.network_passes(strategy):
             specs.setdefault(strategy.drafter, LearnedSpec(method="eagle", model=str(models.eagle)))
     for name, spec in specs.items():
         if isinstance(spec, LearnedSpec):

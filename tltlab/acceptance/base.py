@@ -392,6 +392,53 @@ class ChainAcceptance(Distribution):
         return from_survival(np.array(self.kept[: strategy.reach]))
 
 
+class LengthsAcceptance(Distribution):
+    """Chain drafts of depth d that yield `lengths[d - 1]` tokens on average, the bonus token included.
+
+    Each depth is a measurement of its own, so deeper drafts may yield less, as a block drafter's do. At one depth a
+    token is kept, given those before it, with the one chance that makes the mean right; nothing is known of deeper
+    drafts.
+
+    >>> model = LengthsAcceptance(lengths=(1.8, 2.4, 2.2))
+    >>> [round(model.tokens_per_iteration(Strategy.chain("block", depth)), 6) for depth in (1, 2, 3)]
+    [1.8, 2.4, 2.2]
+    """
+
+    kind: Literal["lengths"] = "lengths"
+    lengths: Annotated[tuple[Annotated[float, Field(ge=1)], ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _within_reach(self) -> Self:
+        for depth, length in enumerate(self.lengths, start=1):
+            if length > depth + 1:
+                raise ValueError(f"lengths: a draft of depth {depth} yields at most {depth + 1} tokens, got {length:g}")
+        return self
+
+    @cached_property
+    def _alphas(self) -> tuple[float, ...]:
+        return tuple(chain_alpha(length - 1.0, depth) for depth, length in enumerate(self.lengths, start=1))
+
+    def distribution(self, strategy: Strategy) -> Floats:
+        only_chains(strategy, "acceptance by accept length")
+        if strategy.draft_depth > len(self.lengths):
+            raise ConfigError(f"accept lengths are given for depths 1 to {len(self.lengths)}, and {strategy} is deeper")
+        alpha = self._alphas[strategy.draft_depth - 1]
+        return from_survival(np.power(alpha, np.arange(1, strategy.reach + 1, dtype=np.float64)))
+
+
+def chain_alpha(accepted: float, depth: int) -> float:
+    """The chance of each token with which a chain of this depth keeps so many tokens on average.
+
+    >>> chain_alpha(0.75, 2)
+    0.5
+    """
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if sum(middle**i for i in range(1, depth + 1)) < accepted else (low, middle)
+    return 0.5 * (low + high)
+
+
 def from_survival(survival: Floats) -> Floats:
     """P(accepted = j), j = 0..reach, from P(accepted >= i), i = 1..reach."""
     bounds = np.concatenate([[1.0], survival, [0.0]])

@@ -24,6 +24,7 @@ from .base import (
     ConstantAcceptance,
     GeometricAcceptance,
     Key,
+    LengthsAcceptance,
     Positive,
     RequestArrays,
     Share,
@@ -40,7 +41,9 @@ POSITION_SCALE_TOKENS = 64.0
 """Progress is ln(1 + generated / this): acceptance moves fast at first and slowly later."""
 _LEVELS, _WEIGHTS = np.polynomial.hermite_e.hermegauss(41)
 _WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
-Alike = ConstantAcceptance | GeometricAcceptance | ChainAcceptance | MeasuredAcceptance | TreeAcceptance
+Alike = (
+    ConstantAcceptance | GeometricAcceptance | ChainAcceptance | LengthsAcceptance | MeasuredAcceptance | TreeAcceptance
+)
 """Models in files that treat all requests alike."""
 _ALIKE: TypeAdapter[Alike] = TypeAdapter(Annotated[Alike, Field(discriminator="kind")])
 DraftedShare = Annotated[float, Field(gt=0, le=1)]

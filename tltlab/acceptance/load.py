@@ -1,10 +1,10 @@
 """Acceptance models from a value, a name or a file, and those that come along.
 
-Six kinds, all under the contract `Acceptance`: constant; chains by one chance or a chance per token (base.py); measured
-distributions, as `calibrate` writes them (measured.py); trees (trees.py); by request, with curves, by siblings or with
-a spread (by_request.py); replayed per position (replay.py). `FreshAcceptance` makes any of them depend on the drafter's
-age and training, `ContextAcceptance` on context beyond the length at which the drafter was trained, `PerDrafter` gives
-each drafter its own, `Scaled` multiplies the chances of some drafters.
+All kinds are under the contract `Acceptance`: constant; chains by one chance, a chance per token or an accept length
+per depth (base.py); measured distributions, as `calibrate` writes them (measured.py); trees (trees.py); by request,
+with curves, by siblings or with a spread (by_request.py); replayed per position (replay.py). `FreshAcceptance` makes
+any of them depend on the drafter's age and training, `ContextAcceptance` on context beyond the length at which the
+drafter was trained, `PerDrafter` gives each drafter its own, `Scaled` multiplies the chances of some drafters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import OwnPart, is_own, split
 
-from .base import Acceptance, AcceptanceModel, ChainAcceptance, ConstantAcceptance, GeometricAcceptance
+from .base import (
+    Acceptance,
+    AcceptanceModel,
+    ChainAcceptance,
+    ConstantAcceptance,
+    GeometricAcceptance,
+    LengthsAcceptance,
+)
 from .by_request import SiblingAcceptance, SpreadAcceptance
 from .context import TRAINED_TOKENS, ContextAcceptance, split_trained, trained_at, trained_text
 from .freshness import Base, FreshAcceptance
@@ -74,11 +81,11 @@ class OwnAcceptance(OwnPart):
 def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, Any] | str | Path) -> Acceptance:
     """Return an acceptance model from itself, a dict, `constant:A`, `geometric:ALPHA`, a shipped name or a JSON file.
 
-    A number is a geometric model's ALPHA, `0.8/0.6/0.5` the chances that a chain is kept up to each of its tokens. By
-    drafter: `learned=MODEL,ngram=MODEL`, a dict of models by drafter, `all=MODEL`, or "default" for `DEFAULTS`.
-    `MODEL@2k` is a drafter trained at 2,048 tokens, `MODEL@short` one of `context.TRAINED_TOKENS`.
-    `module:Class(key=value,...)` is a user's own class, as is the class itself or an instance: it must pass
-    `tltlab.testing.check_acceptance`.
+    A number is a geometric model's ALPHA, `0.8/0.6/0.5` the chances that a chain is kept up to each of its tokens, and
+    `lengths:1.8/2.4/2.2` the accept lengths at depth 1, 2 and 3, bonus included. By drafter:
+    `learned=MODEL,ngram=MODEL`, a dict of models by drafter, `all=MODEL`, or "default" for `DEFAULTS`. `MODEL@2k` is a
+    drafter trained at 2,048 tokens, `MODEL@short` one of `context.TRAINED_TOKENS`. `module:Class(key=value,...)` is a
+    user's own class, as is the class itself or an instance: it must pass `tltlab.testing.check_acceptance`.
 
     >>> load_acceptance("geometric:0.5").tokens_per_iteration(Strategy.chain("ngram", 2))
     1.75
@@ -92,6 +99,8 @@ def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, An
     if text and split_by_drafter(text) is None and not Path(text).exists() and (trained := split_trained(text)):
         return trained_at(load_acceptance(trained[0]), trained[1], text)
     name, colon, number = text.partition(":")
+    if colon and name == "lengths":
+        return _validated({"kind": name, "lengths": number.split("/")}, text)
     if colon and name in _SHORT:
         return _validated({"kind": name, _SHORT[name]: number}, text)
     own: Acceptance | None = OwnAcceptance.resolve(source)
@@ -113,7 +122,7 @@ def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, An
         return _validated(value, text)
     if not Path(source).exists():
         raise ConfigError(
-            f"no acceptance model {text!r}: give constant:A, geometric:ALPHA, 'trace', '{DEFAULT}', "
+            f"no acceptance model {text!r}: give constant:A, geometric:ALPHA, lengths:A1/A2/..., 'trace', '{DEFAULT}', "
             f"{', '.join(SHIPPED)} (-fresh: with an assumed effect of the drafter's age and training), a fitted "
             "model's file, module:Class, or one for each drafter as learned=geometric:ALPHA,ngram=geometric:ALPHA; "
             f"behind it @TOKENS or {', '.join(f'@{name}' for name in TRAINED_TOKENS)}, where the drafter was trained"
@@ -155,6 +164,8 @@ def acceptance_text(model: Acceptance | None) -> str:
             return f"constant:{model.tokens:g}"
         case ChainAcceptance():
             return "/".join(f"{chance:g}" for chance in model.kept)
+        case LengthsAcceptance():
+            return f"lengths:{'/'.join(f'{length:g}' for length in model.lengths)}"
         case SpreadAcceptance():
             return f"{acceptance_text(model.base)}, spread {model.spread:g}"
         case ContextAcceptance():

@@ -142,11 +142,13 @@ def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None, drafte
 
 
 def _levels(drafter: pd.Series[str], depth: Floats, drafters: Drafters) -> Floats:
-    """Levels that a network drafts; what a plain iteration drafts is the network's, where the rows have one."""
+    """Passes of a drafting network; what a plain iteration drafts is the network's, where the rows have one."""
     plain = NO_SPECULATION.drafter
     drafter = drafter.fillna(plain)
     networks = [name for name in drafter[depth > 0].unique() if name != plain and drafters[name].has_network]
-    return np.where(drafter.isin([*networks, plain] if networks else []), depth, 0.0)
+    blocks = [name for name in networks if drafters[name].drafts_blocks]
+    passes = np.where(drafter.isin(blocks), np.minimum(depth, 1.0), depth)
+    return np.where(drafter.isin([*networks, plain] if networks else []), passes, 0.0)
 
 
 def measured_rows(points: pd.DataFrame) -> Iterations:

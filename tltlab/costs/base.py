@@ -175,9 +175,10 @@ class LinearCosts(CostModel):
           + [a drafter loaded, d = 0]  sd_idle_s
 
     `draft_per_request_s` is what finding a draft takes whatever its depth, as a model-free drafter searches once per
-    request. `prefill_per_token_s` is per prompt token. Where nothing was ever verified `per_token_s` is None and its
-    share stands in `per_request_s`: at v = 1 the two cannot be told apart. With `far_token_s` tokens beyond the first
-    `FAR_TOKENS` of an iteration take that each instead: cores compute many at once better than few.
+    request. A block drafter counts as one level at any depth. `prefill_per_token_s` is per prompt token. Where nothing
+    was ever verified `per_token_s` is None and its share stands in `per_request_s`: at v = 1 the two cannot be told
+    apart. With `far_token_s` tokens beyond the first `FAR_TOKENS` of an iteration take that each instead: cores compute
+    many at once better than few.
     """
 
     kind: Literal["linear"] = "linear"
@@ -202,12 +203,12 @@ class LinearCosts(CostModel):
         drafters: Drafters = STANDARD,
     ) -> LinearIteration:
         verified = float(strategy.tokens_to_verify) if tokens_to_verify is None else tokens_to_verify
-        fixed, per_request, depth = self.need("base_s"), self.need("per_request_s"), strategy.draft_depth
+        fixed, per_request, passes = self.need("base_s"), self.need("per_request_s"), drafters.passes(strategy)
         draft_fixed = draft_per_request = 0.0
         if strategy.speculates:
             fixed += self.need("sd_base_s")
-            draft_fixed = depth * self.need("draft_level_s")
-            draft_per_request = self.draft_per_request_s + depth * self.need("draft_level_per_request_s")
+            draft_fixed = passes * self.need("draft_level_s")
+            draft_per_request = self.draft_per_request_s + passes * self.need("draft_level_per_request_s")
         elif drafter_loaded:
             fixed += self.need("sd_idle_s")
         per_token = self.need("per_token_s") if strategy.speculates else self.per_token_s or 0.0

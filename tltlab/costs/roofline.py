@@ -64,7 +64,7 @@ class Ideal:
     all-reduces. Per token of context: `context_s` to read its keys and values, `query_context_s` for one query to
     attend to it. `window_s` per request: the same for layers that see only a window, which is taken to be full.
     `draft_*` are of one level of a drafter that has one dense decoder layer of the model, a projection of two hidden
-    states to one, and an LM head (EAGLE).
+    states to one, and an LM head (EAGLE), or of one pass of one with `draft_layers` layers.
     """
 
     weights_s: Numbers
@@ -90,6 +90,7 @@ class Ideal:
         weights: Dtype | None = None,
         kv: Dtype = "bf16",
         draft_vocab: int | None = None,
+        draft_layers: int = 1,
     ) -> Ideal:
         """Layers' weights in `weights` (default: the checkpoint's type), the LM head and the drafter in bf16.
 
@@ -102,7 +103,7 @@ class Ideal:
         copies = tp if model.latent else per_gpu_heads(model, tp)[1] * tp / model.kv_heads
         token_bytes = copies * model.layer_kv_values * DTYPE_BYTES[kv]
         draft_layer = model.attention_params + 3 * model.hidden * (model.intermediate or 3 * model.hidden)
-        draft = draft_layer + model.hidden * (draft_vocab or model.vocab) + 2 * model.hidden**2
+        draft = draft_layers * draft_layer + model.hidden * (draft_vocab or model.vocab) + 2 * model.hidden**2
         allreduces = 2 * model.layers if tp > 1 else 0
         width = model.latent or model.head_dim
         return cls(
@@ -125,9 +126,10 @@ class Ideal:
 
 @lru_cache(maxsize=256)
 def _ideal(
-    device: str | Gpu, shape: str | ModelShape, tp: int, weights: Dtype | None, kv: Dtype, draft_vocab: int | None
-) -> Ideal:
-    return Ideal.of(gpu(device), model(shape), tp, weights, kv, draft_vocab)
+    device: str | Gpu, shape: str | ModelShape, tp: int, weights: Dtype | None, kv: Dtype, draft_vocab: int | None,
+    draft_layers: int = 1,
+) -> Ideal:  # fmt: skip
+    return Ideal.of(gpu(device), model(shape), tp, weights, kv, draft_vocab, draft_layers)
 
 
 def forward_s(ideal: Ideal, c: Constants, *, tokens: Numbers, batch: Numbers) -> Numbers:
@@ -169,12 +171,13 @@ def context_slope_s(ideal: Ideal, c: Constants, *, queries: Numbers) -> Numbers:
     )
 
 
-def draft_level_s(ideal: Ideal, c: Constants, *, batch: Numbers, top_k: Numbers) -> Numbers:
-    """One level of a drafter with weights, on `top_k` tokens of each request."""
+def draft_level_s(ideal: Ideal, c: Constants, *, batch: Numbers, top_k: Numbers, layers: int = 1) -> Numbers:
+    """One pass of a drafter with weights, on `top_k` tokens of each request: a level, or a block."""
     network = _rounded_max(
         ideal.draft_weights_s / c.memory_efficiency, ideal.draft_token_s / c.compute_efficiency * batch * top_k, c.knee
     )
-    return network + c.need("draft_level_s") + c.need("draft_level_per_request_s") * batch
+    launched_s = c.need("draft_level_s") + c.layer_s * (layers - 1)
+    return network + launched_s + c.need("draft_level_per_request_s") * batch
 
 
 def prefill_token_s(ideal: Ideal, c: Constants) -> Numbers:
@@ -201,9 +204,10 @@ class RooflineCosts(CostModel):
           + [a drafter loaded, d = 0]  sd_idle_s
 
     with rounded_max(x, y) = (x**knee + y**knee)**(1/knee). Model-free drafters have no levels, only `sd_base_s`; drafts
-    of several branches pay `tree_s`. Of a mixture of experts the weights are those that b*v tokens are expected to
-    touch. `weights` is how the layers' matrices lie in memory (None: as in the checkpoint), `kv` keys and values;
-    `draft_vocab` the drafter's vocabulary where it has one of its own.
+    of several branches pay `tree_s`. A block drafter runs once on b*(d + 1) tokens in place of d times on b*top_k. Of a
+    mixture of experts the weights are those that b*v tokens are expected to touch. `weights` is how the layers'
+    matrices lie in memory (None: as in the checkpoint), `kv` keys and values; `draft_vocab` the drafter's vocabulary
+    where it has one of its own.
     """
 
     kind: Literal["roofline"] = "roofline"
@@ -234,7 +238,10 @@ class RooflineCosts(CostModel):
 
     @property
     def ideal(self) -> Ideal:
-        return _ideal(self.gpu, self.model, self.tp, self.weights, self.kv, self.draft_vocab)
+        return self._ideal_of(1)
+
+    def _ideal_of(self, draft_layers: int) -> Ideal:
+        return _ideal(self.gpu, self.model, self.tp, self.weights, self.kv, self.draft_vocab, draft_layers)
 
     @property
     def tensor_parallel(self) -> int:
@@ -260,17 +267,19 @@ class RooflineCosts(CostModel):
             once = self.constants.need("sd_base_s")
         elif drafter_loaded:
             once = self.constants.need("sd_idle_s")
-        levels = drafters.network_levels(strategy)
-        if levels:
+        passes, width, layers = drafters.network_passes(strategy), 1, 1
+        if passes:
+            width, layers = drafters.tokens_per_pass(strategy), drafters[strategy.drafter].layers
             self.constants.need("draft_level_s")
             self.constants.need("draft_level_per_request_s")
             once += self.constants.tree_s * (strategy.top_k > 1)
         return RooflineIteration(
-            ideal=self.ideal,
+            ideal=self._ideal_of(layers),
             constants=self.constants,
             tokens_to_verify=float(strategy.tokens_to_verify) if tokens_to_verify is None else tokens_to_verify,
-            levels=levels,
-            top_k=strategy.top_k,
+            passes=passes,
+            width=width,
+            layers=layers,
             once_s=once,
             sample_token_s=self.constants.verify_token_s if strategy.speculates else 0.0,
             graph_sizes=self.graph_sizes or (),
@@ -282,16 +291,18 @@ class RooflineCosts(CostModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineIteration(IterationCost):
-    """Seconds of one iteration under one strategy: `levels` of drafting by a network, `once_s` besides the forward.
+    """Seconds of one iteration under one strategy: `passes` of a drafting network, `once_s` besides the forward.
 
-    `sample_token_s` is per token to verify.
+    A pass of the network, of `layers` decoder layers, computes `width` tokens of each request. `sample_token_s` is per
+    token to verify.
     """
 
     ideal: Ideal
     constants: Constants
     tokens_to_verify: float
-    levels: int
-    top_k: int
+    passes: int
+    width: int
+    layers: int
     once_s: float
     sample_token_s: float = 0.0
     graph_sizes: tuple[int, ...] = ()
@@ -310,6 +321,7 @@ class RooflineIteration(IterationCost):
         return float(context_slope_s(self.ideal, self.constants, queries=self.tokens_to_verify))
 
     def draft_s(self, batch: int) -> float:
-        if not self.levels:
+        if not self.passes:
             return 0.0
-        return self.levels * float(draft_level_s(self.ideal, self.constants, batch=batch, top_k=self.top_k))
+        pass_s = draft_level_s(self.ideal, self.constants, batch=batch, top_k=self.width, layers=self.layers)
+        return self.passes * float(pass_s)

@@ -70,7 +70,7 @@ class ScaledCosts(CostModel):
         if strategy.speculates:
             level *= self.speculative
             if self.pass_share is not None:
-                passes = self.pass_share * (1 if self.block else strategy.draft_depth)
+                passes = self.pass_share * (1 if self.block else drafters.passes(strategy))
             if passes is not None or self.overhead != 1.0:
                 plain = self.of.iteration(NO_SPECULATION, drafter_loaded=drafter_loaded)
         return ScaledIteration(

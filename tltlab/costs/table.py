@@ -98,7 +98,8 @@ class TableCosts(CostModel):
     below the knots, and beyond them goes on with the slope of the last doubling. `attention` gives `fixed` and, linear
     in b between the knots, the seconds that a token of context in every request takes, per_context(b)*b.
 
-    With `network_levels` the levels are those of a drafter with weights, and model-free ones pay `sd_base_s` alone.
+    With `network_levels` the levels are those of a drafter with weights, and model-free ones pay `sd_base_s` alone. A
+    block drafter counts as one level.
 
     So times grow with v, S and d, and with b at the same context per request. A knot that falls by no more than `DIP`
     is noise and lifted to the one before; more is refused. `calibrated` is the span of the knots where not given.
@@ -159,13 +160,13 @@ class TableCosts(CostModel):
         drafters: Drafters = STANDARD,
     ) -> TableIteration:
         fixed = self.base_s
-        depth = drafters.network_levels(strategy) if self.network_levels else strategy.draft_depth
+        passes = drafters.network_passes(strategy) if self.network_levels else drafters.passes(strategy)
         draft_fixed = draft_per_request = 0.0
         if strategy.speculates:
             fixed += self.need("sd_base_s")
-        if depth:
-            draft_fixed = depth * self.need("draft_level_s")
-            draft_per_request = depth * self.need("draft_level_per_request_s")
+        if passes:
+            draft_fixed = passes * self.need("draft_level_s")
+            draft_per_request = passes * self.need("draft_level_per_request_s")
         if drafter_loaded and not strategy.speculates:
             fixed += self.need("sd_idle_s")
         return TableIteration(

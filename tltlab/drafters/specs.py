@@ -27,18 +27,24 @@ class DrafterTraits:
     With `has_network` a draft level is a forward pass on the GPU, and its graphs are captured; else drafting takes host
     time alone. `needs_text` drafters look up the tokens that requests generate. `draws_trees`: a draft may branch.
     `made_by` is where drafts are made: beside the scheduler in the "engine" core, or in the model's "workers".
+    A drafter that `drafts_blocks` makes all tokens of a draft in one pass, else each level is a pass. `layers` counts
+    decoder layers of the network.
     """
 
     has_network: bool
     needs_text: bool
     draws_trees: bool
     made_by: Literal["engine", "workers"]
+    drafts_blocks: bool = False
+    layers: int = 1
 
 
 TEXT = DrafterTraits(has_network=False, needs_text=True, draws_trees=False, made_by="engine")
 """Drafters that copy from text."""
 NETWORK = DrafterTraits(has_network=True, needs_text=False, draws_trees=True, made_by="workers")
 """Drafters that run a network of their own."""
+BLOCK = replace(NETWORK, draws_trees=False, drafts_blocks=True, layers=5)
+"""Drafters that fill a block of masked tokens in one pass, with as many layers as DFlash's heads (arXiv 2602.06036)."""
 
 
 class _BuiltDrafter(Built, init=False):
@@ -75,18 +81,24 @@ class LearnedSpec(FiniteModel):
     """A drafter with a network, which the engine runs: `model` is the folder of its weights, `method` what it is.
 
     "mtp" are multi-token-prediction layers, which some models bring along: without a `model` they are the target's own.
+    "dflash" and "dspark" draft a block in one pass. `layers` counts the decoder layers, None as `NETWORK` or `BLOCK`.
 
     While it is not `trained` (random weights until its first update), and when it is older than `max_age` RL steps, the
     model-free drafter named `fallback` serves in its place; without one nothing is drafted then.
     """
 
-    traits: ClassVar[DrafterTraits] = NETWORK
     kind: Literal["learned"] = "learned"
-    method: Literal["eagle", "eagle3", "draft_model", "mtp"]
+    method: Literal["eagle", "eagle3", "draft_model", "mtp", "dflash", "dspark"]
     model: str = ""
     trained: bool = True
     max_age: int | None = Field(default=None, ge=0)
     fallback: str | None = None
+    layers: int | None = Field(default=None, ge=1)
+
+    @property
+    def traits(self) -> DrafterTraits:
+        usual = BLOCK if self.method in ("dflash", "dspark") else NETWORK
+        return replace(usual, layers=self.layers or usual.layers)
 
     @model_validator(mode="after")
     def _names_its_weights(self) -> Self:
@@ -158,20 +170,20 @@ DEFAULT_DRAFTERS: dict[str, ModelFreeSpec] = {"ngram": NgramSpec(), "suffix": Su
 class Drafters(Mapping[str, DrafterTraits]):
     """Drafters of a run by name, with their traits: the standard ones, those of `specs` and those of `traits`.
 
-    Standard are `ngram`, `suffix` and `learned`. `traits` are of drafters whose spec is not at hand, such as a recorded
-    trace's. A hybrid has a network where one of its parts has. Names are for people: whatever depends on what a drafter
-    is asks here.
+    Standard are `ngram`, `suffix`, `learned` and `block`. `traits` are of drafters whose spec is not at
+    hand, such as a recorded trace's. A hybrid has a network where one of its parts has. Names are for people: whatever
+    depends on what a drafter is asks here.
 
     >>> drafters = Drafters({"own": SuffixSpec(window=4)})
     >>> drafters["own"].has_network, drafters["learned"].has_network
     (False, True)
     >>> drafters["sufix"]  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    tltlab.errors.ConfigError: no drafter named 'sufix' (did you mean 'suffix'?); there are learned, ngram, ...
+    tltlab.errors.ConfigError: no drafter named 'sufix' (did you mean 'suffix'?); there are block, learned, ngram, ...
     """
 
     def __init__(self, specs: Mapping[str, DrafterSpec] = {}, traits: Mapping[str, DrafterTraits] = {}) -> None:
-        standard = {"learned": NETWORK, **DEFAULT_DRAFTERS}
+        standard = {"learned": NETWORK, "block": BLOCK, **DEFAULT_DRAFTERS}
         self._known: dict[str, DrafterSpec | DrafterTraits] = {**standard, **traits, **specs}
 
     @property
@@ -186,6 +198,8 @@ class Drafters(Mapping[str, DrafterTraits]):
             needs_text=first.needs_text or otherwise.needs_text,
             draws_trees=False,
             made_by="workers" if "workers" in (first.made_by, otherwise.made_by) else "engine",
+            drafts_blocks=otherwise.drafts_blocks,
+            layers=otherwise.layers,
         )
 
     def __getitem__(self, name: str) -> DrafterTraits:
@@ -236,9 +250,17 @@ class Drafters(Mapping[str, DrafterTraits]):
         """Whether each of these drafters copies text; ConfigError for an unknown one."""
         return {name: not self[name].has_network for name in names}
 
-    def network_levels(self, strategy: Strategy) -> int:
-        """Draft levels that are forward passes of a network; ConfigError for an unknown drafter."""
-        return strategy.draft_depth if strategy.speculates and self[strategy.drafter].has_network else 0
+    def passes(self, strategy: Strategy) -> int:
+        """Return how often the drafter runs for a draft: once for a block, else once per level."""
+        return 1 if strategy.speculates and self[strategy.drafter].drafts_blocks else strategy.draft_depth
+
+    def network_passes(self, strategy: Strategy) -> int:
+        """Return the passes that are forward passes of a network; ConfigError for an unknown drafter."""
+        return self.passes(strategy) if strategy.speculates and self[strategy.drafter].has_network else 0
+
+    def tokens_per_pass(self, strategy: Strategy) -> int:
+        """Return the tokens of a request in one pass: the pending one and a block's, else a level's branches."""
+        return strategy.draft_depth + 1 if self[strategy.drafter].drafts_blocks else strategy.top_k
 
 
 STANDARD = Drafters()

@@ -173,7 +173,7 @@ def _within_cap(
     """
     (num_s, num_b), batches = seconds.shape, range(1, seconds.shape[1] + 1)
     targets = sorted({s.tokens_to_verify for s in strategies})
-    drafted = [s for s in strategies if drafters.network_levels(s)]
+    drafted = [s for s in strategies if drafters.network_passes(s)]
     uses = np.array([[s.tokens_to_verify == v for v in targets] + [s == d for d in drafted] for s in strategies])
     single, pair = (
         np.array(

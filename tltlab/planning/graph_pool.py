@@ -111,7 +111,7 @@ def plan_bucketed(
     for min_batch, strategy in rows:
         batches = _within(sizes, 1 if min_batch == starts[0] else min_batch, ends[min_batch] - 1)
         target.setdefault(strategy.tokens_to_verify, set()).update(batches)
-        if drafters.network_levels(strategy):
+        if drafters.network_passes(strategy):
             drafter.setdefault(strategy, set()).update(batches)
     return CapturePlan(
         target=tuple(TargetRunner(tokens_to_verify=v, batches=tuple(sorted(b))) for v, b in sorted(target.items())),

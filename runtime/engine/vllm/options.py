@@ -275,7 +275,7 @@ class Variables(FrozenModel):
             arguments["async_scheduling"] = async_scheduling
         if speculative and self.policy is not None:
             head, drafters = _learned(speculative), self.policy.registry.beside(arguments["drafters"] or {})
-            named = {s.drafter for s in self.policy.strategies if drafters.network_levels(s)}
+            named = {s.drafter for s in self.policy.strategies if drafters.network_passes(s)}
             parts = {part for name in named for part in parts_of(drafters.specs, name)}
             networks = [name for name in sorted(parts) if drafters[name].made_by == "workers"]
             if head is None or len(networks) != 1:

@@ -16,6 +16,7 @@ from tltlab.acceptance.base import (
     ChainAcceptance,
     ConstantAcceptance,
     GeometricAcceptance,
+    LengthsAcceptance,
     RequestArrays,
     Scaled,
     from_survival,
@@ -98,12 +99,29 @@ def test_beyond_the_fit_nothing_is_known():
         spread_over_requests(GeometricAcceptance(alpha=0.7), 0.5),
         FreshAcceptance(base=SHIPPED["seer-siblings"], freshness=Freshness(floor=0.25)),
         ChainAcceptance(kept=(0.8, 0.6)),
+        LengthsAcceptance(lengths=(1.8, 2.4, 2.2)),
         *SHIPPED.values(),
     ],
     ids=lambda model: model.kind,
 )
 def test_a_file_gives_back_what_was_written(model, tmp_path: Path):
     assert load_acceptance(model.write(tmp_path / "acceptance.json")) == model
+
+
+def test_deeper_blocks_may_yield_less():
+    model = load_acceptance("ngram=0.42,block=lengths:1.8/2.4/2.2")
+    lengths = [model.tokens_per_iteration(Strategy.chain("block", depth)) for depth in (1, 2, 3)]
+    assert lengths == pytest.approx([1.8, 2.4, 2.2])
+    chance = model.curve(Strategy("block", 3, 1, 3))
+    assert chance.tolist() == model.curve(Strategy.chain("block", 3)).tolist()[:2], (
+        "a draft that is cut is no shallower"
+    )
+    with refused(ConfigError, naming=("block:4", "3")):
+        model.curve(Strategy.chain("block", 4))
+    with refused(ConfigError, naming=("depth 2", "3.1")):
+        load_acceptance("lengths:1.8/3.1")
+    with refused(ConfigError, naming=("lengths",)):
+        load_acceptance("lengths:1.8/x")
 
 
 def test_models_by_name():

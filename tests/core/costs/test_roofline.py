@@ -9,6 +9,7 @@ from tests.core.costs.models import CONSTANTS, ROOFLINE
 from tltlab.costs.load import load_costs, presets
 from tltlab.costs.profiles import profiles
 from tltlab.costs.scaled import ScaledCosts
+from tltlab.drafters.specs import Drafters, LearnedSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 TREE = Strategy("learned", 8, 4, 48)
@@ -43,6 +44,20 @@ def test_an_iteration_is_the_sum_of_its_terms(batch: int, tp: int):
     plain, tree = costs.iteration(NO_SPECULATION), costs.iteration(TREE)
     assert plain.seconds(batch, 1e5) == pytest.approx(by_hand(batch, 1e5, 1, 0, 0, tp))
     assert tree.seconds(batch, 1e5) == pytest.approx(by_hand(batch, 1e5, 48, 8, 4, tp))
+
+
+@pytest.mark.parametrize("batch", [1, 59])
+def test_a_block_is_drafted_in_one_pass(batch: int):
+    """Worked by hand: five layers on (d + 1) tokens of each request, once."""
+    layer, head, hidden = 487_587_840, 5120 * 152064, 5120
+    draft, tp = 5 * layer + head + 2 * hidden**2, ROOFLINE.tp
+    for depth in (1, 6, 8):
+        read, computed = 2 * draft / (tp * 3.35e12) / 0.8, 2 * draft * batch * (depth + 1) / (tp * 989e12) / 0.7
+        network = (read**2.5 + computed**2.5) ** (1 / 2.5)
+        cost = ROOFLINE.iteration(Strategy.chain("block", depth))
+        assert cost.draft_s(batch) == pytest.approx(network + 4 * 2e-5 + 3e-4 + 2e-5 * batch)
+    heads = Drafters({"mine": LearnedSpec(method="dflash", model="heads", layers=5)})
+    assert ROOFLINE.iteration(Strategy.chain("mine", 8), drafters=heads).draft_s(batch) == cost.draft_s(batch)
 
 
 def test_verification_is_nearly_free_before_the_knee():

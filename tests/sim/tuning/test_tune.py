@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from bench.simulator import COSTS
+from tests.core.conftest import shared_data  # noqa: F401
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance, Scaled
 from tltlab.acceptance.load import load_acceptance
@@ -147,6 +149,18 @@ def test_a_gain_that_the_costs_may_be_wrong_about_is_not_praised():
     assert max(band["parts"], key=lambda part: part["share"])["name"] == "costs"
     assert sum(part["share"] for part in band["parts"]) == pytest.approx(1.0)
     assert not found.worth_it
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_the_best_depth_of_a_block_is_interior(published: bool, request: pytest.FixtureRequest):
+    lengths, best = (1.8, 2.5, 2.9, 2.6), 3
+    if published:
+        table = pd.read_csv(request.getfixturevalue("shared_data") / "accept_length_by_depth_block_drafter.csv")
+        lengths, best = tuple(table.sort_values("k")["accept_length"]), 6
+    one = log_normal(prompts=2, group_size=1, rl_steps=2, median=60, cap=250, workers=2)
+    settings = WITHOUT_LUCK | {"depths": range(1, len(lengths) + 1), "drafters": ("block",)}
+    settings |= {"costs": "vllm:H100:Qwen2.5-7B", "acceptance": f"block=lengths:{'/'.join(map(str, lengths))}"}
+    assert tune(one, **settings).policy.strategies == (Strategy.chain("block", best),)
 
 
 def test_a_gain_by_luck_is_not_praised():
