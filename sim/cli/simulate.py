@@ -153,6 +153,8 @@ def simulate(
             each = gpus_per_worker or result.scenario.costs.tensor_parallel
             placed = load_topology(topology or "colocated", gpus_per_worker=each, max_staleness=max_staleness)
             whole = run_steps(result, load_stages(others), topology=placed)
+    if machine is not None and whole is not None and not stages:
+        assumptions = (*assumptions, *machine.assumed)
     composed = {} if system is None else {"system": system, "assumptions": list(assumptions)}
     summary = result.summary | composed | ({} if whole is None else whole_steps(whole))
     if out is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tltlab.errors import ConfigError
 from tltlab.hardware import ModelShape
+from tltlab.hardware import model as find_shape
 
 from .profiles import find_gpu, find_model, listed, nearest_engine, profile_costs
 from .roofline import RooflineCosts
@@ -74,3 +75,13 @@ class Deployment:
     @property
     def workers(self) -> int:
         return self.num_gpus // self.costs.tp
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What a user must know about the stages beside the rollout: nothing of a dense model."""
+        if not find_shape(self.costs.model).experts:
+            return ()
+        return (
+            "RL steps of mixtures of experts cannot be told from the data sheets: exchange of tokens between GPUs and "
+            "uneven experts are left out of training and log-probs; give measured --stages",
+        )

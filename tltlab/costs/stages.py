@@ -209,12 +209,13 @@ class StageCosts(StoredModel):
 class RooflineStages(FrozenModel):
     """Stage costs from FLOPs: 2P per token forward, 6P to train, 8P with all activations recomputed.
 
-    `gpu` and `model` are names that `tltlab.hardware` knows, or records of one's own. P is the model's `weight_params`;
+    `gpu` and `model` are names that `tltlab.hardware` knows, or records of one's own. P is the model's `active_params`;
     attention adds 4 * layers * heads * head_dim FLOPs per pair forward, times 3 or 4 to train. `mfu_*` are the shares
     of peak FLOPs that a stage reaches: assumptions, as is everything below, where nothing was measured.
     `inference_passes` is 2 with a reference model. An update streams 28 bytes per parameter of Adam's state through
     HBM, sharded. The sync moves the bf16 weights once at `sync_bytes_per_s` (default: a GPU's link; receivers are fed
-    in a pipeline). Not in it: offloading, padding, communication beyond the MFU.
+    in a pipeline). Not in it: offloading, padding, communication beyond the MFU, so of experts neither the exchange of
+    tokens between GPUs nor their uneven load.
     """
 
     kind: Literal["roofline"]
@@ -235,7 +236,7 @@ class RooflineStages(FrozenModel):
     def build(self) -> StageCosts:
         """The costs by the data sheets; ConfigError for a name that is not known."""
         device, shape = gpu(self.gpu), model(self.model)
-        flops_per_token = 2.0 * shape.weight_params
+        flops_per_token = 2.0 * shape.active_params
         flops_per_pair = 4.0 * shape.layers * shape.heads * shape.head_dim
         forward = self.inference_passes / (self.num_gpus * device.peak_flops * self.mfu_inference)
         training = (4 if self.recompute else 3) / (self.num_gpus * device.peak_flops * self.mfu_train)

@@ -20,7 +20,7 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
     """
     parts = {
         "roofline": roofline.rows(data),
-        "simulator": server.rows(data),
+        "shipped": server.rows(data),
         "profile": profiles.rows(data, left_out=left_out),
     }
     errors = pd.concat([part.assign(model=name) for name, part in parts.items()], ignore_index=True)[COLUMNS]

@@ -1,15 +1,18 @@
-"""A load test of one vLLM server against its simulation: 300 requests, more than its KV cache holds at once."""
+"""Shipped engine profiles against whole runs and against times of another kind: a load test, and GPU time alone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from tltlab.costs.load import load_costs
+from tltlab.costs.roofline import RooflineCosts
 from tltlab.importers.length_table import tables_of_lengths
 from tltlab.sim.simulate import simulate
+from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
@@ -20,22 +23,45 @@ _BATCHED_TOKENS = 2048
 
 
 def rows(data: Path) -> pd.DataFrame:
+    """Both; ConfigError where a file is missing."""
+    return pd.DataFrame([*_load_test(data), *_gpu_time(data)], columns=_COLUMNS)
+
+
+def _gpu_time(data: Path) -> Iterator[tuple[object, ...]]:
+    """Plain iterations of EfficientRollout on an A100, timed on the GPU: an engine's times have the host's in them."""
+    took = measured_table(data / "step_times_a100_qwen2.5_7b.csv", ("batch", "seq", "median_ms"), ("mode",))
+    # Above 512 tokens contexts are nominal.
+    took = took[(took["mode"] == "target_decode") & took["seq"].between(1, 512)]
+    shipped = load_costs("vllm:A100:Qwen2.5-7B")
+    assert isinstance(shipped, RooflineCosts)
+    on_gpu = shipped.constants.model_copy(update={"step_s": 0.0, "per_request_s": 0.0})
+    for what, constants in (("host terms", shipped.constants), ("no host terms", on_gpu)):
+        iteration = shipped.model_copy(update={"constants": constants}).iteration(NO_SPECULATION)
+        predicted = [iteration.seconds(int(b), b * s) for b, s in took[["batch", "seq"]].to_numpy(np.float64)]
+        error = np.asarray(predicted) / (took["median_ms"].to_numpy(np.float64) * 1e-3) - 1
+        note = f"bias {np.median(error):+.1%}"
+        size = np.abs(error)
+        yield (
+            "EfficientRollout, Qwen2.5-7B, A100, GPU time", f"plain iteration of vllm's profile, {what}: {note}",
+            len(error), False, float(size.mean()), float(size.max()), note,
+        )  # fmt: skip
+
+
+def _load_test(data: Path) -> Iterator[tuple[object, ...]]:
     """Errors of the makespan with preempted requests prefilled again, and with what is left of them in the cache.
 
-    Requests arrived within 29 s; they are simulated as if they had come at once. ConfigError where the file is missing.
+    300 requests, of which a tenth fits into the KV cache, arrived within 29 s and are simulated as if at once.
     """
     columns = ("input_toks", "output_toks", "queued_ts", "last_token_ts")
     requests = measured_table(data / "requests_rtx4090_llama_8b.csv", columns).sort_values("queued_ts")
     measured_s = float(requests["last_token_ts"].max() - requests["queued_ts"].min())
     costs = load_costs("vllm:RTX4090:Llama-3.1-8B").model_copy(update={"max_num_batched_tokens": _BATCHED_TOKENS})
-    found = []
     for kept in (False, True):
         summary = simulate(_trace(requests), costs=costs, prefix_caching=kept).summary
         error = abs(summary["makespan_s"] / measured_s - 1)
         what = "makespan of 300 requests, " + ("prefix caching" if kept else "preempted ones prefilled again")
         note = f"{summary['makespan_s']:.1f} s for {measured_s:.1f} s, {summary['prefilled_tokens']} tokens prefilled"
-        found.append(("vLLM 0.19, Llama-3.1-8B, RTX4090", f"{what}: {note}", 1, False, error, error, note))
-    return pd.DataFrame(found, columns=_COLUMNS)
+        yield "vLLM 0.19, Llama-3.1-8B, RTX4090", f"{what}: {note}", 1, False, error, error, note
 
 
 def _trace(requests: pd.DataFrame) -> Trace:

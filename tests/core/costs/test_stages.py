@@ -97,6 +97,13 @@ def test_the_roofline_counts_two_flops_per_weight_and_token():
     assert costs.train.seconds(work) - costs.train.per_update_s == pytest.approx(3 * forward, rel=1e-3)
 
 
+def test_a_token_trains_the_experts_that_it_takes():
+    dense, experts = (roofline(model=name).train for name in ("Llama-3.1-8B", "Qwen3-30B-A3B"))
+    assert experts.per_token_s / dense.per_token_s == pytest.approx(3.04 / 7.5, rel=0.01)
+    # All of them are updated.
+    assert experts.per_update_s / dense.per_update_s == pytest.approx(30.53 / 8.03, rel=0.01)
+
+
 def test_at_32k_tokens_attention_costs_half_the_weights():
     costs = H100_7B.inference
     assert 0.4 < costs.per_pair_s * 32768**2 / 2 / (costs.per_token_s * 32768) < 0.55

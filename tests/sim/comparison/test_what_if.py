@@ -21,6 +21,7 @@ from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.simulate import simulate
 from tltlab.sim.topology import Colocated
 
+from ...traces_of_lengths import of_lengths
 from ..workloads import typed
 
 RNG = np.random.default_rng(0)
@@ -248,6 +249,14 @@ def test_a_worker_has_the_fewest_gpus_that_hold_the_model(gpus: str, model: str,
     machine = Deployment.of(gpus, model, tokens=20_000)
     assert (machine.costs.tensor_parallel, machine.workers) == (tp, workers)
     assert machine.stages.num_gpus == tp * workers
+    assert not machine.assumed
+
+
+def test_what_is_not_known_of_training_experts_is_said():
+    machine = Deployment.of("8xH100", "Qwen3-30B-A3B")
+    (said,) = machine.assumed
+    assert "--stages" in said
+    assert said in what_if(of_lengths([100, 900]), gpus="8xH100", model="Qwen3-30B-A3B").notes
 
 
 def test_a_model_of_ones_own_is_its_configuration(tmp_path: Path):
