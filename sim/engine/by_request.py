@@ -167,7 +167,7 @@ class Chances(Gains):
         key = (strategy, deepest, mean)
         if key not in self._regimes:
             cost = self._rates.costs.iteration(
-                Strategy.chain(strategy.drafter, deepest),
+                full if self._budget.drafts_whole else Strategy.chain(strategy.drafter, deepest),
                 tokens_to_verify=1.0 + mean,
                 drafter_loaded=True,
                 drafters=self._rates.drafters,

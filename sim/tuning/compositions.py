@@ -23,7 +23,7 @@ from tltlab.sim.simulate import outside_calibration
 from tltlab.traces.trace import Trace
 
 DRAFTING = ("verl", "tlt", "tlt-base", "das", "vllm-static", "vllm-dynamic", "vllm-adaptive", "sglang-adaptive",
-            "seer-drafts", "histospec")  # fmt: skip
+            "sglang-tiers", "seer-drafts", "histospec")  # fmt: skip
 """Rows whose drafter, selector and budget are tried with every order; all lossless and on-policy."""
 ORDERS: dict[str, dict[str, Any]] = {
     "": {},
@@ -38,7 +38,7 @@ def compositions() -> Iterator[System]:
     """Every drafting row in every order; rows that stand already keep their names.
 
     >>> sum(1 for system in compositions() if "+" in system.name)
-    20
+    22
     """
     for name in DRAFTING:
         row = SYSTEMS[name]

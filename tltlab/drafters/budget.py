@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -12,14 +12,22 @@ from tltlab.errors import ConfigError
 from tltlab.state import RequestState, StepState
 from tltlab.strategy import Strategy
 
+from .specs import Drafters
+
 
 class DraftBudget(ABC):
     """Says how many tokens to draft for each running request under a chosen strategy.
 
     Like a selector it holds no clock and draws nothing; after the same calls the same state gives the same answer. It
     is asked for chains: `draft_depth` is the most for one request, batch * (tokens_to_verify - 1) what the strategy
-    verifies in all. One method is enough for a budget of your own.
+    verifies in all. One method is enough for a budget of your own. With `drafts_whole` the drafter makes all drafts to
+    that depth, and the budget cuts them before the target verifies.
     """
+
+    drafts_whole: ClassVar[bool] = False
+
+    def drafts_with(self, drafters: Drafters) -> None:  # noqa: B027
+        """Receive the drafters of the run, once before the first `allot`."""
 
     @abstractmethod
     def allot(self, state: StepState, strategy: Strategy) -> list[int]:
@@ -81,17 +89,21 @@ class AcceptanceBudget(DraftBudget):
         total = sum(even(state, strategy))
         if self.max_draft_tokens is not None:
             total = min(total, self.max_draft_tokens)
-        return [int(n) for n in share_out(self._chances(state), strategy.draft_depth, total, self.min_tokens)]
+        return [
+            int(n) for n in share_out(kept_chances(state, self.prior), strategy.draft_depth, total, self.min_tokens)
+        ]
 
-    def _chances(self, state: StepState) -> Floats:
-        recent = [request.recent_acceptance for request in state.requests]
-        if len(recent) != state.batch:
-            recent = [None] * state.batch
-        measured = [a for a in recent if a is not None]
-        usual = float(np.mean(measured)) if measured else self.prior
-        accepted = np.array([usual if a is None else max(a, 0.0) for a in recent], np.float64)
-        chances: Floats = accepted / (accepted + 1.0)
-        return chances
+
+def kept_chances(state: StepState, prior: float) -> Floats:
+    """Return each request's chance a / (a + 1) to keep a token, as `AcceptanceBudget` explains it."""
+    recent = [request.recent_acceptance for request in state.requests]
+    if len(recent) != state.batch:
+        recent = [None] * state.batch
+    measured = [a for a in recent if a is not None]
+    usual = float(np.mean(measured)) if measured else prior
+    accepted = np.array([usual if a is None else max(a, 0.0) for a in recent], np.float64)
+    chances: Floats = accepted / (accepted + 1.0)
+    return chances
 
 
 def shares_of(budget: DraftBudget, state: StepState, strategy: Strategy) -> list[int]:

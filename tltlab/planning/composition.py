@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,14 +20,15 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
+from tltlab.own import is_own
 from tltlab.policies.bandits import Hedge
 from tltlab.policies.policy import (
-    AcceptanceBudgetSpec,
     Activation,
     BudgetSpec,
     LengthAwareBudgetSpec,
     MbaBudgetSpec,
     Policy,
+    VerificationBudgetSpec,
 )
 from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.simple import AcceptLadder
@@ -37,6 +39,7 @@ from tltlab.policies.specs import (
     NoneSpec,
     TableRow,
     TableSpec,
+    ThresholdsSpec,
 )
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -107,9 +110,25 @@ def marginal(costs: CostModel) -> BudgetSpec:
     return MbaBudgetSpec(**pass_costs(costs))
 
 
-def by_survival(costs: CostModel) -> BudgetSpec:
-    """Drafts to the requests that are most likely to keep them."""
-    return AcceptanceBudgetSpec()
+def most_per_second(costs: CostModel) -> BudgetSpec:
+    """vLLM's budget of tokens to verify with these costs, or a line through those of a class of one's own."""
+    if not is_own(costs):
+        with suppress(ConfigError):
+            return VerificationBudgetSpec(costs=costs.model_dump(mode="json", exclude={"evidence", "notes", "noise"}))
+    line = pass_costs(costs)
+    zeros = ("per_request_s", "per_context_s", "sd_base_s", "draft_level_s", "draft_level_per_request_s")
+    terms = dict.fromkeys(zeros, 0.0) | {"base_s": line["base_s"], "per_token_s": line["token_s"]}
+    return VerificationBudgetSpec(costs={"kind": "linear", **terms})
+
+
+def accepted_thresholds(buckets: Sequence[Bucket]) -> SelectorSpec:
+    """SGLang's steps by accepted tokens in each range of batch sizes; ranges that always draft go down later."""
+    rows = []
+    for bucket in buckets:
+        depths = tuple(sorted(strategy.draft_depth for strategy in bucket.strategies))
+        rows.append((bucket.min_batch, depths, -0.25 if depths[0] else 0.0))
+    drafter = next(s.drafter for bucket in buckets for s in bucket.strategies if s.speculates)
+    return ThresholdsSpec(drafter=drafter, rows=tuple(rows))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Depth selection as shipped by engines: SGLang's thresholds on accepted tokens, and vLLM's table over context lengths.
+"""What engines ship: SGLang's thresholds on accepted tokens, vLLM's table over contexts and its verification budget.
 
 vLLM's table over batch sizes (#32374) is `BatchTable`; SGLang's profiled costs (#28045) are `Goodput` with a measured
 cost model. Built from the public descriptions and sources, to compare with.
@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
+
+from tltlab.arrays import Floats
+from tltlab.costs.base import CostModel
+from tltlab.drafters.budget import DraftBudget, kept_chances, refuse_trees, share_out
+from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from .goodput import COSTS
 from .selector import Selector
 from .simple import BatchTable, bucket_of, checked_thresholds
 
@@ -37,7 +44,7 @@ class _Slot:
     iterations: int = 0
 
 
-class AcceptedThresholds(Selector):
+class AcceptedThresholds(Selector, kind="thresholds"):
     """SGLang's adaptive steps (pull request #21599, by batch size since #24055): deeper while drafts are kept whole.
 
     In each range of batch sizes a moving average of the accepted tokens, of weight `weight` for the newest iteration,
@@ -49,7 +56,7 @@ class AcceptedThresholds(Selector):
     def __init__(
         self,
         drafter: str = "ngram",
-        rows: Sequence[tuple[int, Sequence[int], float]] = SGLANG_STEPS,
+        rows: Sequence[tuple[int, tuple[int, ...], float]] = SGLANG_STEPS,
         weight: float = 0.2,
         every: int = 5,
         warm_up: int = 10,
@@ -121,3 +128,84 @@ class ContextTable(BatchTable):
     def choose(self, state: StepState) -> Choice:
         bucket = bucket_of(self.thresholds, int(state.context_tokens / max(state.batch, 1)))
         return Choice(self.rows[bucket], bucket=bucket)
+
+
+class VerificationBudget(DraftBudget):
+    """vLLM's adaptive verification (pull requests #47808, #52228): verify what promises the most tokens per second.
+
+    All requests are drafted to the strategy's depth. Each slot of a draft has a chance to be kept, all before it kept
+    too; the target verifies the N best of the batch, with the N that maximises (batch + sum of their chances) / seconds
+    by `costs`, which stand for the curve that vLLM profiles at its start.
+
+    vLLM's chances come from a confidence head or from the draft's logits. Here a request's are alpha^i as in
+    `AcceptanceBudget`, so they tell requests apart, not the drafts of one request. What is not verified is not measured
+    either: N is 0 or at least one token each, and where it is 0 one call in `look_every` verifies one each.
+
+    >>> from tltlab.costs.load import load_costs
+    >>> from tltlab.state import RequestState
+    >>> budget = VerificationBudget(load_costs("cpu-small"))
+    >>> requests = [RequestState(key=(0, "p", i, 0), prompt_id="p", generated_tokens=9, max_response_tokens=99,
+    ...                          recent_acceptance=a) for i, a in enumerate((6.0, 0.1))]
+    >>> budget.allot(StepState(rl_step=0, batch=2, requests=requests), Strategy.chain("learned", 7))
+    [7, 1]
+    """
+
+    drafts_whole = True
+    _TOTALS = 64
+
+    def __init__(self, costs: Annotated[CostModel, COSTS], prior: float = 1.0, look_every: int = 16) -> None:
+        if not 0.0 <= prior < np.inf or look_every < 1:
+            raise ConfigError(
+                f"verification: prior must be at least 0, look_every at least 1, got {prior} and {look_every}"
+            )
+        self.prior = prior
+        self.look_every = look_every
+        self.calls_off_ = 0
+        self._costs = costs
+        self.drafts_with(STANDARD)
+
+    def drafts_with(self, drafters: Drafters) -> None:
+        self._drafters = drafters
+        self._seconds: dict[tuple[Strategy, int], tuple[Floats, Floats, Floats]] = {}
+
+    def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+        if not strategy.speculates or not state.batch:
+            return [0] * state.batch
+        refuse_trees(strategy)
+        chances = kept_chances(state, self.prior)
+        total = self._best_total(chances, state, strategy)
+        self.calls_off_ = 0 if total else self.calls_off_ + 1
+        if self.calls_off_ >= self.look_every:
+            self.calls_off_, total = 0, state.batch
+        return [int(n) for n in share_out(chances, strategy.draft_depth, total, 1)]
+
+    def _best_total(self, chances: Floats, state: StepState, strategy: Strategy) -> int:
+        """N, among 0 and at most 64 totals from one token each up to what the strategy verifies."""
+        totals, fixed_s, slope_s = self._curve(strategy, state.batch)
+        further = np.sort((chances[:, None] ** np.arange(2, strategy.draft_depth + 1)).ravel())[::-1]
+        beyond = np.maximum(totals - state.batch, 0.0).astype(np.int64)
+        kept = chances.sum() + np.concatenate([[0.0], np.cumsum(further)])[beyond]
+        kept[totals == 0] = 0.0
+        return int(totals[np.argmax((state.batch + kept) / (fixed_s + slope_s * state.context_tokens))])
+
+    def _curve(self, strategy: Strategy, batch: int) -> tuple[Floats, Floats, Floats]:
+        """Totals, seconds of an iteration that verifies them, and seconds per token of context."""
+        if (strategy, batch) not in self._seconds:
+            most = batch * (strategy.tokens_to_verify - 1)
+            totals = np.unique(np.append(np.linspace(batch, most, min(self._TOTALS, most - batch + 1)).round(), 0.0))
+            costs = [
+                self._costs.iteration(
+                    strategy, tokens_to_verify=1.0 + total / batch, drafter_loaded=True, drafters=self._drafters
+                )
+                for total in totals.tolist()
+            ]
+            fixed_s = np.array([cost.without_context_s(batch) for cost in costs])
+            slope_s = np.array([cost.context_slope_s(batch) for cost in costs])
+            self._seconds[strategy, batch] = totals, fixed_s, slope_s
+        return self._seconds[strategy, batch]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls_off": self.calls_off_}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls_off_ = state["calls_off"]

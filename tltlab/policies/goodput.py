@@ -47,7 +47,7 @@ def _written_out(costs: Any, info: ValidationInfo) -> Any:
         raise ValueError(str(error)) from error
 
 
-_COSTS = InFile(Annotated[str | dict[str, Any], BeforeValidator(_written_out)], load_costs)
+COSTS = InFile(Annotated[str | dict[str, Any], BeforeValidator(_written_out)], load_costs)
 """In a file, costs are a preset's name, a cost model's file, or a cost model written out."""
 
 
@@ -74,7 +74,7 @@ class Goodput(Selector, kind="goodput"):
     def __init__(
         self,
         strategies: Sequence[StrategyField],
-        costs: Annotated[CostModel, _COSTS],
+        costs: Annotated[CostModel, COSTS],
         window: int = 300,
         epsilon: float = 0.02,
         prior: float = 0.6,

@@ -23,6 +23,7 @@ from tltlab.own import OwnPart, named_in, parse_call
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .bandits import EpsilonGreedy, Ucb1
+from .engines import VerificationBudget
 from .goodput import Goodput
 from .selector import Selector
 from .specs import (
@@ -74,8 +75,13 @@ class MbaBudgetSpec(_BuiltBudget, builds=MbaBudget, init=False):
     kind: Literal["mba"] = "mba"
 
 
+class VerificationBudgetSpec(_BuiltBudget, builds=VerificationBudget, init=False):
+    kind: Literal["verification"] = "verification"
+
+
 BudgetSpec = Annotated[
-    UniformBudgetSpec | AcceptanceBudgetSpec | LengthAwareBudgetSpec | MbaBudgetSpec, Field(discriminator="kind")
+    UniformBudgetSpec | AcceptanceBudgetSpec | LengthAwareBudgetSpec | MbaBudgetSpec | VerificationBudgetSpec,
+    Field(discriminator="kind"),
 ]
 
 
@@ -132,7 +138,9 @@ class Policy(FiniteModel):
 
     def build_budget(self) -> DraftBudget:
         """Return the budget that allots the drafts of an iteration."""
-        return self.budget.build() if self.budget else UniformBudget()
+        budget = self.budget.build() if self.budget else UniformBudget()
+        budget.drafts_with(self.registry)
+        return budget
 
     @property
     def name(self) -> str | None:

@@ -15,6 +15,7 @@ from .adaptive import Adaptive
 from .bandits import EpsilonGreedy, Hedge, Ucb1
 from .beg_mab import BegMab
 from .beg_mab import Bucket as Bucket
+from .engines import AcceptedThresholds
 from .goodput import Goodput
 from .selector import Selector, SelectorSpec
 from .simple import AcceptLadder, BatchTable, Explore, Fixed, NoSpeculation
@@ -22,6 +23,7 @@ from .simple import TableRow as TableRow
 
 SELECTORS: tuple[type[Selector], ...] = (
     NoSpeculation, Fixed, BatchTable, AcceptLadder, Explore, EpsilonGreedy, Ucb1, Hedge, BegMab, Goodput, Adaptive,
+    AcceptedThresholds,
 )  # fmt: skip
 """Selectors that policy files know by their kind."""
 
@@ -31,6 +33,7 @@ TableSpec = BatchTable.Spec
 ExploreSpec = Explore.Spec
 BegMabSpec = BegMab.Spec
 AdaptiveSpec = Adaptive.Spec
+ThresholdsSpec = AcceptedThresholds.Spec
 
 
 class CustomSpec(OwnPart):

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refused import refused
+from tltlab.costs.base import LinearCosts
 from tltlab.drafters.budget import AcceptanceBudget, UniformBudget, share_out
 from tltlab.drafters.mba import MbaBudget
+from tltlab.policies.engines import VerificationBudget
 from tltlab.policies.policy import AcceptanceBudgetSpec, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.state import RequestState, StepState
@@ -32,9 +34,39 @@ def kept(chances: list[float], tokens: tuple[int, ...]) -> float:
     return sum(sum(c**i for i in range(1, n + 1)) for c, n in zip(chances, tokens, strict=True))
 
 
-@pytest.mark.parametrize("factory", [UniformBudget, AcceptanceBudget, lambda: AcceptanceBudget(0, 10, 0.0)])
+BLOCK7 = Strategy.chain("block", 7)
+CROWDED = LinearCosts(
+    base_s=4e-3, per_request_s=0.0, per_token_s=2e-4, per_context_s=0.0, sd_base_s=0.0, draft_level_s=1e-3,
+    draft_level_per_request_s=0.0,
+)  # fmt: skip
+SHIPPED = [UniformBudget, AcceptanceBudget, lambda: AcceptanceBudget(0, 10, 0.0), lambda: VerificationBudget(CROWDED)]
+
+
+@pytest.mark.parametrize("factory", SHIPPED)
 def test_shipped_budgets_keep_the_contract(factory):
     check_budget(factory)
+
+
+@given(st.lists(st.floats(0, 9), min_size=1, max_size=4), st.integers(1, 4))
+def test_no_other_verification_yields_more_per_second(accepted: list[float], depth: int):
+    """Against every allotment that gives each request a token or nobody any; drafting is paid either way."""
+    strategy, batch = Strategy.chain("learned", depth), len(accepted)
+    chances = [a / (a + 1) for a in accepted]
+
+    def rate(tokens: tuple[int, ...]) -> float:
+        return (batch + kept(chances, tokens)) / (4e-3 + 2e-4 * (batch + sum(tokens)) + 1e-3 * depth)
+
+    best = max(map(rate, [(0,) * batch, *product(range(1, depth + 1), repeat=batch)]))
+    allotted = VerificationBudget(CROWDED).allot(state(*accepted), strategy)
+    assert rate(tuple(allotted)) == pytest.approx(best)
+
+
+def test_verification_shrinks_as_the_batch_grows_and_looks_again():
+    budget = VerificationBudget(CROWDED, look_every=4)
+    share = [np.mean(budget.allot(state(*[1.0] * batch), BLOCK7)) for batch in (1, 16, 64)]
+    assert share == sorted(share, reverse=True)
+    budget, dead = VerificationBudget(CROWDED, look_every=4), state(*[0.0] * 64)
+    assert [sum(budget.allot(dead, BLOCK7)) for _ in range(8)] == [0, 0, 0, 64] * 2
 
 
 def test_one_lost_draft_ends_no_marginal_benefits():

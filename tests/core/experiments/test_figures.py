@@ -226,7 +226,7 @@ def test_every_system_that_can_run_is_a_recipe(tmp_path: Path):
     assert len((tmp_path / "runs" / "prompts.jsonl").read_text().splitlines()) == 8
     assert recipes["copris"].rollout.partial.concurrency == 24
     kinds = {name: recipe.drafter.schedule.kind for name, recipe in recipes.items() if recipe.drafter is not None}
-    static = ("vllm-dynamic", "vllm-static", "vllm-adaptive", "sglang-adaptive", "hedgespec")
+    static = ("vllm-dynamic", "vllm-static", "vllm-adaptive", "sglang-adaptive", "sglang-tiers", "hedgespec")
     assert kinds == {"tlt": "always"} | dict.fromkeys(static, "never")
     for name, ours in recipes.items():
         depth = max(s.draft_depth for s in ours.read_policy().strategies)

@@ -25,6 +25,7 @@ RUN: dict[str, dict[str, Any]] = {
     "vllm-static": {"drafts_by_network": True},
     "vllm-adaptive": {"drafts_by_network": True},
     "sglang-adaptive": {"drafts_by_network": True},
+    "sglang-tiers": {"drafts_by_network": True},
     "hedgespec": {"drafts_by_network": True},
     "seer-drafts": {},
     "histospec": {},

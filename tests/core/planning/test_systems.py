@@ -1,6 +1,7 @@
 """Systems from the literature: what each row of the table is, and how it is fitted to the acceptance that is known."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
 from tltlab.acceptance.per_drafter import PerDrafter
-from tltlab.costs.base import LinearCosts
+from tltlab.costs.base import CostModel, IterationCost, LinearCosts
+from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.claims import CLAIMS, difference
@@ -308,3 +310,23 @@ def test_drafters_side_by_side_are_each_their_own_at_every_batch():
     assert both.most_tokens(chain, nobody)[0] == pytest.approx(1.0 + good.curve(chain).sum())
     some = RequestArrays(np.zeros(2), np.zeros(2), np.array([0.0, 3.0]))
     assert both.survival(text, some) == pytest.approx(SIBLINGS.survival(text, some))
+
+
+class OwnLine(CostModel):
+    """Costs of a user's own, which no file but their class's brings back."""
+
+    def iteration(self, strategy: Strategy, **options: Any) -> IterationCost:
+        return COSTS.iteration(strategy, **options)
+
+    def prefill_s(self, tokens: float) -> float:
+        return COSTS.prefill_s(tokens)
+
+
+def test_verification_goes_by_any_costs():
+    budget = SYSTEMS["vllm-adaptive"].budget
+    assert budget is not None
+    roofline = load_costs("vllm:H100:Qwen2.5-7B")
+    kept = load_costs(budget(roofline).costs)
+    assert kept.iteration(NO_SPECULATION).seconds(8, 1e4) == roofline.iteration(NO_SPECULATION).seconds(8, 1e4)
+    line, fit = budget(OwnLine()).costs, length_aware(OwnLine())
+    assert (line["base_s"], line["per_token_s"]) == (fit.base_s, fit.token_s)
