@@ -34,7 +34,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.rows import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
-from .failures import say, what_was_raised
+from .failures import notify, what_was_raised
 from .ledger import Clock, Iteration, Ledger, SampledTokens, Scheduled, Stopwatch
 from .live import BatchRequests, Drafting, Live
 from .metrics import Samples, Tally
@@ -93,7 +93,7 @@ class Control:
         # Requests that have ended with an iteration in flight.
         self.departing: dict[str, Live] = {}
         self._sampled = SampledTokens()
-        self.alarm = Alarm(say)
+        self.alarm = Alarm(notify)
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
         """Use a fresh selector and budget of `policy`, with a generator seeded by `seed`."""
@@ -447,10 +447,10 @@ class Control:
             if name != self.drafters.learned or not self.drafters.canary.predicted:
                 self.alarm.observe(name, [each[1:] for each in drafts], has_network=self.drafters.has_network(name))
 
-    def rest(self) -> None:
+    def end_iteration(self) -> None:
         """End the last iteration at its own end: the engine waits, with requests that continue later."""
         with self.inside:
-            self.ledger.rest()
+            self.ledger.end_iteration()
 
     def idle(self) -> None:
         """End the last iteration, with no request left, and drop the choice for the next one."""

@@ -215,7 +215,7 @@ class Engine:
             self.check_alive()
         except EngineDied as error:
             raise EngineDied(str(error), [], [r.key for r in requests]) from None
-        self._heed_canary()
+        self._check_canary()
         engine = self.llm.llm_engine
         if engine.has_unfinished_requests():
             adapter.abort_all(self.llm)
@@ -250,13 +250,13 @@ class Engine:
                             names[name], turns[name] = request, follow_up
                             settings = adapter.sampling_params(request, defaults)
                             adapter.add_request(self.llm, name, request, settings)
-                    self._heed_canary(ASK_EVERY_S if self.own_process else 0.0)
+                    self._check_canary(ASK_EVERY_S if self.own_process else 0.0)
                     if until is not None and until(ended):
                         stop_s = time.perf_counter() - start
                         outputs |= {name: (output, stop_s) for name, output in adapter.abort_all(self.llm).items()}
             iterations, decisions, first_token_s = self._call("end")
             inside_after, deciding_after, drafting_after = self._call("seconds")
-            self._heed_canary()
+            self._check_canary()
             if failed := self._call("failure"):
                 raise PolicyFailed(f"worker {self.worker}: {failed}")
         except (DrafterCollapsed, PolicyFailed):
@@ -285,7 +285,7 @@ class Engine:
             follow_ups=[follow_up.request for follow_up in turns.values()],
         )
 
-    def _heed_canary(self, every_s: float = 0.0) -> None:
+    def _check_canary(self, every_s: float = 0.0) -> None:
         """Raise DrafterCollapsed where the canary stops the run; the canary is asked at most once in `every_s`."""
         now = time.perf_counter()
         if not self._canary_stops or now < self._canary_check_s + every_s:

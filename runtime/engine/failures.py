@@ -15,7 +15,7 @@ class PolicyFailed(RunError):
     """The policy raised during a rollout, which then ran partly under no policy."""
 
 
-def say(line: str) -> None:
+def notify(line: str) -> None:
     """Print a line on standard error, for the user of a program with an engine in it. Raises nothing."""
     # vLLM's log is often turned off, or part of the program's own output. Standard error may be closed.
     if sys.stderr is not None:

@@ -44,9 +44,8 @@ _TOKEN_BUDGET = 2048
 ANY_TOKENS = 2**31
 """No limit on the tokens that an iteration may schedule."""
 GRAPH_LAYER_BYTES = 1e6
-"""Bytes per layer of a graph, buffers included. Logs of vLLM give 0.4 MB (pull request 11349: 35 graphs of 16 layers
-take 0.21 GiB) to 0.85 MB (22897: 26 to 28 MiB a graph of 32 layers).
-"""
+"""Bytes per layer of a graph, buffers included: 0.4 MB (vLLM's pull request 11349: 35 graphs of 16 layers take 0.21
+GiB) to 0.85 MB (22897: 26 to 28 MiB a graph of 32 layers)."""
 _SPACINGS = (1.0, 1.25, 1.5, 2.0)
 """Least ratios of neighbouring batch sizes; a plan takes the finest that its memory allows."""
 
@@ -457,13 +456,15 @@ def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
         return {"method": VLLM_NGRAM, "prompt_lookup_min": spec.min_match, "prompt_lookup_max": spec.max_match}
     if not isinstance(spec, SuffixSpec):
         return {}
-    ours = spec.arguments()
+    settings = spec.arguments()
     return {
         "method": VLLM_SUFFIX,
-        "suffix_decoding_max_tree_depth": ours["max_match"] + deepest,
-        "suffix_decoding_min_token_prob": ours["min_token_prob"],
+        "suffix_decoding_max_tree_depth": settings["max_match"] + deepest,
+        "suffix_decoding_min_token_prob": settings["min_token_prob"],
         # As many tokens as matched, times this factor; else the full depth, independent of the match.
-        "suffix_decoding_max_spec_factor": ours["match_factor"] if ours["length"] == "match" else float(deepest),
+        "suffix_decoding_max_spec_factor": settings["match_factor"]
+        if settings["length"] == "match"
+        else float(deepest),
         # Past responses are searched unless the request alone is.
         **({"suffix_decoding_max_cached_requests": 0} if spec.scopes == ("request",) else {}),
     }

@@ -147,8 +147,9 @@ class Ledger:
     does not count. With `overlapped` (asynchronous scheduling) durations run from output to output, and drafting time
     is unknown.
 
-    Where the engine waits (`rest`, `pause`) the last iteration ends at its own output or drafts. `num_generated` counts
-    tokens that clients got: sampled tokens and accepted drafts, but none after a response's end (`Control`).
+    Where the engine waits (`end_iteration`, `pause`) the last iteration ends at its own output or drafts.
+    `num_generated` counts tokens that clients got: sampled tokens and accepted drafts, but none after a response's end
+    (`Control`).
 
     `begin` opens a rollout and `end` closes it; outside of rollouts outcomes are delivered and no rows are kept.
     `on_end` receives each ended iteration. Times in rows are seconds since `origin`, the time of `begin`. `verified`
@@ -283,14 +284,14 @@ class Ledger:
         if self._last is not None and not self.overlapped:
             self._last.late_s += seconds
 
-    def rest(self) -> None:
+    def end_iteration(self) -> None:
         """End the last iteration at its output or drafts; one without output goes on. The choice stays in force."""
         if self._last is not None and self._last.sampled:
             self._close(self._busy_until_s)
 
     def pause(self) -> None:
-        """End the last iteration as `rest` does, with no request left, and clear the choice in force."""
-        self.rest()
+        """End the last iteration as `end_iteration` does, with no request left, and clear the choice in force."""
+        self.end_iteration()
         self.clear()
 
     def clear(self) -> None:

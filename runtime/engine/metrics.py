@@ -43,7 +43,7 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """Description and labels of each metric."""
 
-_TOGETHER = 256
+_CHUNK = 256
 """Iterations counted at a time: between forward passes caches are cold, and counting one costs more."""
 
 
@@ -65,7 +65,7 @@ class Tally:
     def add(self, iteration: Iteration) -> None:
         """Add an ended iteration."""
         self._uncounted.append(iteration)
-        if len(self._uncounted) >= _TOGETHER:
+        if len(self._uncounted) >= _CHUNK:
             self._count()
 
     @property

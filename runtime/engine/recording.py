@@ -39,16 +39,16 @@ _LARGEST = 2**31 - 1
 """Largest of the numbers in a key, as traces have them."""
 _TOKEN_BYTES, _ROW_BYTES = 48, 1024
 """Approximate memory of a token and of a row that wait to be written."""
-_TOGETHER = 64
+_CHUNK = 64
 """Iterations handed to the writing thread at a time."""
 
 _Given = dict[str, Any] | EndedIterations | tuple[str, Row]
 
 
-def how_it_ended(finish_reason: str | None, num_tokens: int) -> str:
+def finish_reason_of(finish_reason: str | None, num_tokens: int) -> str:
     """Return the one of `FINISH_REASONS` for vLLM's reason: a repetition stop is a stop, a failure an abort.
 
-    >>> how_it_ended("repetition", 7), how_it_ended("error", 7), how_it_ended("stop", 0)
+    >>> finish_reason_of("repetition", 7), finish_reason_of("error", 7), finish_reason_of("stop", 0)
     ('stop', 'abort', 'abort')
     """
     ended = {"stop": "stop", "length": "length", "repetition": "stop"}.get(finish_reason or "stop", "abort")
@@ -225,7 +225,7 @@ class LiveRecording:
 
     def _end_rollout(self) -> None:
         """End the rollout's last iteration at its own end, and hand over all rows."""
-        self.control.rest()
+        self.control.end_iteration()
         self.control.ledger.end()
         self._hand_over()
 
@@ -317,7 +317,7 @@ class LiveRecording:
             live,
             {
                 "response_tokens": len(tokens),
-                "finish_reason": how_it_ended(finish_reason, len(tokens)),
+                "finish_reason": finish_reason_of(finish_reason, len(tokens)),
                 "worker": ledger.worker,
                 "t_submit": self._arrival_s.pop(live.key) - origin,
                 "t_first_token": None if first_s is None or not tokens else first_s - origin,
@@ -346,7 +346,7 @@ class LiveRecording:
 
     def iterated(self) -> None:
         """Note that an iteration has ended, or ends with the next one."""
-        if self.control.ledger.num_ended >= NEWEST + _TOGETHER:
+        if self.control.ledger.num_ended >= NEWEST + _CHUNK:
             self._hand_over(NEWEST)
 
     def idle(self) -> None:

@@ -28,8 +28,8 @@ class Trajectory:
     """A response to a prompt so far, its tokens from one or more RL steps; `epoch` is the data's.
 
     Per token its id, its behaviour log-prob and the policy version that drew it, 4 bytes each ("i", "f", "i").
-    `finish_reason` is "stop" or "length" once it is whole. Where tools answered, `told` is 1 for each of their tokens,
-    whose log-probs are 0, and 0 for tokens that a policy drew; else it is empty.
+    `finish_reason` is "stop" or "length" once it is whole. Where tools answered, `from_tool` is 1 for each of their
+    tokens, whose log-probs are 0, and 0 for tokens that a policy drew; else it is empty.
     """
 
     prompt: Prompt
@@ -40,7 +40,7 @@ class Trajectory:
     token_versions: array[int] = field(default_factory=lambda: array("i"))
     finish_reason: str | None = None
     reward: float | None = None
-    told: array[int] = field(default_factory=lambda: array("b"))
+    from_tool: array[int] = field(default_factory=lambda: array("b"))
 
     @property
     def truncated(self) -> bool:
@@ -74,18 +74,18 @@ class Trajectory:
             logprobs=_after(self.logprobs, response.logprobs),
             token_versions=versions,
             finish_reason=reason,
-            told=self.told + array("b", bytes(len(response.token_ids))) if self.told else self.told,
+            from_tool=self.from_tool + array("b", bytes(len(response.token_ids))) if self.from_tool else self.from_tool,
         )
 
     def observed(self, token_ids: Sequence[int], version: int) -> Trajectory:
         """Return the trajectory with a tool's answer appended."""
-        told = self.told or array("b", bytes(len(self.token_ids)))
+        from_tool = self.from_tool or array("b", bytes(len(self.token_ids)))
         return replace(
             self,
             token_ids=_after(self.token_ids, token_ids),
             logprobs=self.logprobs + array("f", bytes(4 * len(token_ids))),
             token_versions=self.token_versions + array("i", [version]) * len(token_ids),
-            told=told + array("b", [1]) * len(token_ids),
+            from_tool=from_tool + array("b", [1]) * len(token_ids),
         )
 
 

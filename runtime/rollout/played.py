@@ -159,7 +159,7 @@ def play(plan: Play, out: Path, worker: int, *, stock: bool, deadline: float | N
     from tltlab.runtime.engine.vllm.llm import keep_drafts_at
 
     visits, begun, lengths = to_play(plan, out, worker, stock), time.perf_counter(), list(plan.lengths[worker])
-    said = {"worker": worker, "engine": STOCK if stock else "ours"}
+    labels = {"worker": worker, "engine": STOCK if stock else "ours"}
     with closing(_engine(plan, out, worker, stock)) as engine:
 
         def generate(visit: Visit, lengths: list[int]) -> Rollout:
@@ -176,13 +176,13 @@ def play(plan: Play, out: Path, worker: int, *, stock: bool, deadline: float | N
             if not stock:
                 engine.set_policy(plan.policies[name])
             generate(settling, [_SETTLING_TOKENS] * len(lengths))
-        yield {"row": "started", **said, "seconds": time.perf_counter() - begun}
+        yield {"row": "started", **labels, "seconds": time.perf_counter() - begun}
         for batch in plan.plain_batches:
             if not stock:
                 engine.set_policy(None)
             steps = generate(settling, [_PLAIN_TOKENS] * batch).iterations
             seconds = [row["duration"] for row in steps if row["batch"] == batch and not row["prefill_tokens"]]
-            yield {"row": "plain step", **said, "batch": batch, "steps": len(seconds), "median_s": median(seconds)}
+            yield {"row": "plain step", **labels, "batch": batch, "steps": len(seconds), "median_s": median(seconds)}
         took: dict[str, float] = {}
         for visit in visits:
             if deadline is not None and time.time() + took.get(visit.policy, 0.0) > deadline:
@@ -194,10 +194,10 @@ def play(plan: Play, out: Path, worker: int, *, stock: bool, deadline: float | N
                     keep_drafts_at(engine.llm, plan.rates[visit.policy])
             rollout = generate(visit, lengths)
             took[visit.policy] = rollout.duration_s
-            yield {"row": "rollout", **said, **visit.model_dump(), **_told(rollout, stock)}
+            yield {"row": "rollout", **labels, **visit.model_dump(), **_rollout_row(rollout, stock)}
 
 
-def _told(rollout: Rollout, stock: bool) -> dict[str, Any]:
+def _rollout_row(rollout: Rollout, stock: bool) -> dict[str, Any]:
     """Return a rollout as JSON; stock vLLM reports only the times of its iterations."""
     fields = ("key", "finish_reason", "t_first_token", "t_finish")
     return {

@@ -178,7 +178,7 @@ def samples_of(collected: Collected) -> list[Sample]:
             reward=t.reward if t.reward is not None else 0.0,
             group=group,
             truncated=t.truncated,
-            told=t.told,
+            from_tool=t.from_tool,
             name=f"sample {t.sample} of prompt {t.prompt.prompt_id}",
         )
         for t, group in zip(collected.trajectories, collected.groups, strict=True)

@@ -76,7 +76,7 @@ def sequence_groups(
     return SequenceGroup(group=group, rank=rank % size, size=size), across
 
 
-def be_repeatable(repeatable: bool = True) -> None:
+def make_deterministic(repeatable: bool = True) -> None:
     """Make this process compute the same bits each time, where torch can; RuntimeError for operations that cannot.
 
     On a CPU it mostly does anyway. On CUDA FlashAttention's backward pass does only on request, and not by `warn_only`.

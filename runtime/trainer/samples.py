@@ -28,8 +28,8 @@ class Sample:
     """One whole response of N tokens to train on.
 
     `logprobs` are the behaviour's as the engine returned them, N natural logarithms. `group` numbers its prompt;
-    `truncated`: it ended at its cap. Tokens whose `told` is 1 are a tool's: they are read, not trained on (empty: there
-    are none). `name` identifies it in messages. A rank that does not compute it has only its length.
+    `truncated`: it ended at its cap. Tokens whose `from_tool` is 1 are a tool's: they are read, not trained on (empty:
+    there are none). `name` identifies it in messages. A rank that does not compute it has only its length.
     """
 
     prompt_token_ids: Sequence[int] | Tokens
@@ -38,24 +38,24 @@ class Sample:
     reward: float
     group: int
     truncated: bool = False
-    told: Sequence[int] | npt.NDArray[np.int8] = ()
+    from_tool: Sequence[int] | npt.NDArray[np.int8] = ()
     name: str = "a response"
 
     @property
     def num_drawn(self) -> int:
         """Number of tokens that a policy drew."""
-        return len(self.token_ids) - int(np.sum(self.told, dtype=np.int64))
+        return len(self.token_ids) - int(np.sum(self.from_tool, dtype=np.int64))
 
     def drawn(self) -> Tensor:
         """Return [N], bool: True for tokens that a policy drew."""
-        if not len(self.told):
+        if not len(self.from_tool):
             return torch.ones(len(self.token_ids), dtype=torch.bool)
-        return torch.from_numpy(np.asarray(self.told, np.int8) == 0)
+        return torch.from_numpy(np.asarray(self.from_tool, np.int8) == 0)
 
     def in_arrays(self) -> Sample:
         """Return the sample as it is sent: arrays go to Ray's store as they lie in memory."""
         tokens, logprobs = np.asarray(self.token_ids, np.int32), np.asarray(self.logprobs, np.float32)
-        return replace(self, token_ids=tokens, logprobs=logprobs, told=np.asarray(self.told, np.int8))
+        return replace(self, token_ids=tokens, logprobs=logprobs, from_tool=np.asarray(self.from_tool, np.int8))
 
     def without_tokens(self) -> Sample:
         """Return the sample for ranks that do not compute it: equally long, of tokens that take no memory."""

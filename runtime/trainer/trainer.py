@@ -34,7 +34,7 @@ from .attention import ALONE
 from .checkpoint import load_trainer, save_trainer
 from .losses import Mismatch, correction_weights, kl_estimate, mismatch, mismatch_sums, policy_loss
 from .model import PackedTokens, PolicyModel, WholeTensors, checkpoint_activations, load_policy_model
-from .ranks import be_repeatable, device_of, meet, micro_batches, own_micro_batches, sequence_groups
+from .ranks import device_of, make_deterministic, meet, micro_batches, own_micro_batches, sequence_groups
 from .samples import Pair, Sample, UpdateBatch, Worth, minibatches_of, pairs_of, share_out
 from .sender import WeightSender
 
@@ -94,7 +94,7 @@ class Trainer:
         self.rank, self.world = rank, world
         self.device, self.dtype = device_of(config)
         if config.deterministic:
-            be_repeatable()
+            make_deterministic()
         mesh: DeviceMesh | None = None
         self.sequence_ranks = ALONE
         self._across: dist.ProcessGroup | None = None  # one rank of each data rank; None: all ranks

@@ -384,7 +384,7 @@ def _update(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: in
     import torch
 
     from tltlab.runtime.recipe.sections import TrainConfig
-    from tltlab.runtime.trainer.ranks import be_repeatable
+    from tltlab.runtime.trainer.ranks import make_deterministic
     from tltlab.runtime.trainer.samples import Sample
     from tltlab.runtime.trainer.trainer import Trainer
 
@@ -400,7 +400,7 @@ def _update(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: in
     trainer = Trainer(model, TrainConfig(), temperature=1.0, max_response_tokens=tokens, seed=0)
 
     def measure(deterministic: bool, number: int) -> float:
-        be_repeatable(deterministic)
+        make_deterministic(deterministic)
         start = time.perf_counter()
         trainer.update(number + 1)
         if torch.cuda.is_available():
@@ -411,7 +411,7 @@ def _update(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: in
         trainer.old_logprobs(samples)
         seconds = in_turn((False, True), measure, rounds, rng=rng)
     finally:
-        be_repeatable(False)
+        make_deterministic(False)
         trainer.close()
     ratio = interval_json(paired_interval(seconds[True], seconds[False], rng=rng))
     return {"plain_s": seconds[False], "deterministic_s": seconds[True], "ratio": ratio}

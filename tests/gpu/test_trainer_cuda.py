@@ -20,7 +20,7 @@ from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import pack
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.recipe.sections import TrainConfig
-from tltlab.runtime.trainer.ranks import be_repeatable
+from tltlab.runtime.trainer.ranks import make_deterministic
 from tltlab.runtime.trainer.samples import Sample
 from tltlab.runtime.trainer.trainer import Trainer
 
@@ -195,5 +195,5 @@ def test_a_resumed_run_would_be_another(model: Path, tmp_path: Path, monkeypatch
                 made.save_checkpoint(str(tmp_path))
             train(made, 1)
             ends.append(flat(made))
-    be_repeatable(False)
+    make_deterministic(False)
     assert torch.equal(*ends)

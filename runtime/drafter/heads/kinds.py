@@ -19,7 +19,7 @@ from tltlab.runtime.recipe.drafter import Method
 from .eagle import Eagle3Head, EagleHead, default_aux_layers
 from .head import DrafterHead, layer_config
 from .layouts import read_head
-from .mtp import brought_along, read_mtp
+from .mtp import mtp_of_model, read_mtp
 from .target import FINAL_NORM, FrozenTarget, is_mimo, read_config, read_weights
 
 GAIN = 0.5
@@ -34,7 +34,7 @@ def new_head(target_folder: str | Path, method: Method, seed: int) -> DrafterHea
     ConfigError for a folder without a model, or a model without the parts that a head needs.
     """
     if method == "mtp":
-        return brought_along(target_folder)
+        return mtp_of_model(target_folder)
     target = read_config(target_folder)
     if method == "eagle" and is_mimo(target):
         raise ConfigError(

@@ -92,7 +92,7 @@ class MtpHead(DrafterHead):
         return {names.get(key, key): value for key, value in weights.items()}
 
 
-def brought_along(target_folder: str | Path) -> MtpHead:
+def mtp_of_model(target_folder: str | Path) -> MtpHead:
     """Read the MTP layer of the model in a folder. ConfigError for one that has none, or another than MiMo's."""
     target = read_config(target_folder)
     if not is_mimo(target):

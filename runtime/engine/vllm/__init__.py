@@ -24,7 +24,7 @@ VARIABLES = POLICY, RECORD, OPTIONS = "TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TQDM_DISABLE": "1"}
 
 
-def ours(owner: Any, part: Callable[..., _Value], *args: Any, otherwise: _Otherwise) -> _Value | _Otherwise:
+def guarded_call(owner: Any, part: Callable[..., _Value], *args: Any, otherwise: _Otherwise) -> _Value | _Otherwise:
     """Call a function of tltlab within vLLM's `owner`; after its first exception there return `otherwise` instead.
 
     The exception is logged once, and the owner continues as vLLM's own: the engine serves others.

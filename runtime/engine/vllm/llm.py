@@ -18,7 +18,7 @@ import torch
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse
-from tltlab.runtime.engine.recording import how_it_ended
+from tltlab.runtime.engine.recording import finish_reason_of
 from tltlab.runtime.engine.weights import Slots
 from tltlab.runtime.ray.scratch import scratch_folder
 
@@ -278,7 +278,7 @@ def response(
         key=request.key,
         token_ids=list(output.token_ids),
         logprobs=list(output.logprobs.logprobs) if output.logprobs is not None else [],
-        finish_reason=how_it_ended(output.finish_reason, len(output.token_ids)),
+        finish_reason=finish_reason_of(output.finish_reason, len(output.token_ids)),
         t_first_token=first.get(request.key, t_finish),
         t_finish=t_finish,
         t_submit=0.0 if turn is None else turn.submit_s,

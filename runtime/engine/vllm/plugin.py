@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tltlab.errors import ConfigError, one_line
-from tltlab.runtime.engine.failures import say
+from tltlab.runtime.engine.failures import notify
 
-from . import OPTIONS, POLICY, RECORD, VARIABLES, has_option, in_place_of, ours
+from . import OPTIONS, POLICY, RECORD, VARIABLES, guarded_call, has_option, in_place_of
 from .capabilities import missing
 from .runners import keep_captured_bytes, model_runners, spare_speculation, time_drafting
 from .sampling import (
@@ -81,7 +81,7 @@ def follow_variables() -> None:
             return make()
         # Several front ends of one server make the same configuration again for themselves.
         quiet = getattr(self, "_api_process_count", 1) > 1 and self._api_process_rank >= 0
-        return _configuration(self, make, (lambda _: None) if quiet else say)
+        return _configuration(self, make, (lambda _: None) if quiet else notify)
 
 
 def _configuration(engine_args: Any, make: Callable[[], Any], report: Callable[[str], None]) -> Any:
@@ -223,12 +223,12 @@ def attach() -> None:
     def abort(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         states = dict(self.request_states)
         names = stock(self, *args, **kwargs)
-        return [*ours(self, _got_of, states, names, otherwise=()), *names]
+        return [*guarded_call(self, _got_of, states, names, otherwise=()), *names]
 
     @in_place_of(EngineCore, "abort_requests")
     def aborted(stock: Any, self: Any, request_ids: Any) -> Any:
         if hasattr(self.scheduler, "client_got"):
-            ours(self, _note_what_clients_got, self.scheduler, request_ids, otherwise=None)
+            guarded_call(self, _note_what_clients_got, self.scheduler, request_ids, otherwise=None)
         return stock(self, [name for name in request_ids if not name.startswith(GOT)])
 
     @in_place_of(EngineCore, "shutdown")
@@ -236,19 +236,19 @@ def attach() -> None:
         # First: vLLM gives an engine core seconds to end, and most of them to its workers.
         scheduler: Any = getattr(self, "scheduler", None)
         if hasattr(scheduler, "close_recording"):
-            ours(scheduler, scheduler.close_recording, otherwise=None)
+            guarded_call(scheduler, scheduler.close_recording, otherwise=None)
         stock(self)
 
     # Schedulers are not notified of new weights: frameworks load them in the workers, by name, or set a version in the
     # core.
     for name in ("collective_rpc", "set_weight_version", "wake_up"):
         if hasattr(EngineCore, name):
-            in_place_of(EngineCore, name)(_then_tell_of_weights)
+            in_place_of(EngineCore, name)(_then_note_weights)
 
     @in_place_of(Scheduler, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        ours(self, _record_where_asked, self, otherwise=None)
+        guarded_call(self, _record_where_asked, self, otherwise=None)
 
 
 def _got_of(states: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -266,7 +266,7 @@ def _note_what_clients_got(scheduler: Any, request_ids: Sequence[str]) -> None:
     scheduler.client_got({name: int(num_tokens) for num_tokens, name in notes})
 
 
-def _then_tell_of_weights(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _then_note_weights(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     result = stock(self, *args, **kwargs)
     scheduler: Any = getattr(self, "scheduler", None)
     if hasattr(scheduler, "new_weights"):
@@ -276,7 +276,7 @@ def _then_tell_of_weights(stock: Any, self: Any, *args: Any, **kwargs: Any) -> A
             name = method if isinstance(method, str) else getattr(method, "__name__", "")
         elif name == "set_weight_version":
             name = None
-        ours(self, scheduler.new_weights, name, otherwise=None)
+        guarded_call(self, scheduler.new_weights, name, otherwise=None)
     return result
 
 
@@ -297,7 +297,7 @@ def wait_for_recordings() -> None:
 
     @in_place_of(CoreEngineProcManager, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        records = ours(self, has_option, kwargs.get("vllm_config"), "record", otherwise=False)
+        records = guarded_call(self, has_option, kwargs.get("vllm_config"), "record", otherwise=False)
         self.tltlab_grace_s = GRACE_S if records else 0.0
         stock(self, *args, **kwargs)
 
@@ -318,7 +318,7 @@ def show_metrics() -> None:
     @in_place_of(AsyncMPClient, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        ours(self, _show_metrics_of, self, otherwise=None)
+        guarded_call(self, _show_metrics_of, self, otherwise=None)
 
 
 def _show_metrics_of(client: Any) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from . import in_place_of, ours, replaced
+from . import guarded_call, in_place_of, replaced
 from .capabilities import missing
 
 if TYPE_CHECKING:
@@ -42,20 +42,20 @@ def spare_speculation() -> None:
 
     @in_place_of(V1Runner, "execute_model")
     def execute_model(stock: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = ours(self, _begins_plain, self, scheduler_output, otherwise=False)
+        plain = guarded_call(self, _begins_plain, self, scheduler_output, otherwise=False)
         with replaced(self, "speculative_config", None) if plain else nullcontext():
             return stock(self, scheduler_output, *args, **kwargs)
 
     @in_place_of(V1Runner, "sample_tokens")
     def sample_tokens(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = ours(self, _ends_plain, self, otherwise=False)
+        plain = guarded_call(self, _ends_plain, self, otherwise=False)
         with replaced(self, "speculative_config", None) if plain else nullcontext():
             return stock(self, *args, **kwargs)
 
     @in_place_of(V1Runner, "_sample")
     def sample(stock: Any, self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         # Rejection sampling draws more random numbers, even without drafts.
-        drafts = ours(self, _has_drafts, spec_decode_metadata, otherwise=True)
+        drafts = guarded_call(self, _has_drafts, spec_decode_metadata, otherwise=True)
         # It counts the rows of logits by drafts, and here each request has one.
         budgets = None if drafts else getattr(self.input_batch, "thinking_budget_state_holder", None)
         with nullcontext() if budgets is None else replaced(budgets, "in_spec_mode", False):
@@ -63,24 +63,26 @@ def spare_speculation() -> None:
 
     @in_place_of(V1Runner, "propose_draft_token_ids")
     def propose(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = ours(self, _at_rest, self, lambda: arguments.bind(self, *args, **kwargs).arguments, otherwise=None)
+        drafts = guarded_call(
+            self, _skipped_drafts, self, lambda: arguments.bind(self, *args, **kwargs).arguments, otherwise=None
+        )
         return stock(self, *args, **kwargs) if drafts is None else drafts
 
 
 def _begins_plain(runner: Any, output: Any) -> bool:
     """True if the iteration that `output` schedules neither verifies drafts nor makes any."""
-    rest = _rest_of(runner)
-    rest.update_requests(output)
-    rest.plain = not output.scheduled_spec_decode_tokens and rest.rests(output)
-    return rest.plain
+    skipping = _skipping_of(runner)
+    skipping.update_requests(output)
+    skipping.plain = not output.scheduled_spec_decode_tokens and skipping.skips(output)
+    return skipping.plain
 
 
 def _ends_plain(runner: Any) -> bool:
     """True if the iteration under way is plain and has computed something."""
-    rest = _rest_of(runner)
-    plain = rest.plain and runner.execute_model_state is not None
+    skipping = _skipping_of(runner)
+    plain = skipping.plain and runner.execute_model_state is not None
     if plain:
-        rest.falls_behind(runner.input_batch)
+        skipping.falls_behind(runner.input_batch)
     return plain
 
 
@@ -88,20 +90,20 @@ def _has_drafts(metadata: Any) -> bool:
     return metadata is not None and any(metadata.num_draft_tokens)
 
 
-def _at_rest(runner: Any, arguments: Callable[[], Mapping[str, Any]]) -> torch.Tensor | None:
+def _skipped_drafts(runner: Any, arguments: Callable[[], Mapping[str, Any]]) -> torch.Tensor | None:
     """Return no drafts, shape (batch, 0), where a draft model is skipped; else None, after it has caught up."""
-    rest = _rest_of(runner)
-    if not rest.of_a_model:
+    skipping = _skipping_of(runner)
+    if not skipping.of_draft_model:
         return None
     values = arguments()
-    if rest.rests(values["scheduler_output"]):
-        rest.falls_behind(runner.input_batch)
+    if skipping.skips(values["scheduler_output"]):
+        skipping.falls_behind(runner.input_batch)
         return torch.empty((runner.input_batch.num_reqs, 0), dtype=torch.int64, device=runner.device)
-    rest.catches_up(runner, values["common_attn_metadata"], values["hidden_states"], values["sampling_metadata"])
+    skipping.catches_up(runner, values["common_attn_metadata"], values["hidden_states"], values["sampling_metadata"])
     return None
 
 
-class Rest:
+class SkippedDrafting:
     """Iterations in which a runner's drafter is skipped, and the text that a draft model then has to catch up on.
 
     `behind` maps a request to the first position whose keys and values the draft model lacks, for requests that were in
@@ -111,29 +113,29 @@ class Rest:
     def __init__(self, runner: Any) -> None:
         drafter: Any = getattr(runner, "drafter", None)
         settings = runner.vllm_config.additional_config
-        ours = (settings.get("tltlab") or {}) if isinstance(settings, dict) else {}
-        at_rest = drafter is not None and not runner.model_config.is_hybrid
-        self.always = at_rest and isinstance(drafter, NoProposer)
-        self.of_a_model = (
-            at_rest
+        options = (settings.get("tltlab") or {}) if isinstance(settings, dict) else {}
+        can_skip = drafter is not None and not runner.model_config.is_hybrid
+        self.always = can_skip and isinstance(drafter, NoProposer)
+        self.of_draft_model = (
+            can_skip
             and type(drafter).__name__ == "DraftModelProposer"
-            and ours.get("policy") is not None
-            and not missing("resting draft models")
+            and options.get("policy") is not None
+            and not missing("skipped draft models")
             and not (runner.use_async_scheduling or drafter.parallel_drafting)
             and not (runner.supports_mm_inputs or runner.uses_mrope)
             and runner.parallel_config.data_parallel_size == 1
         )
         self.behind: dict[str, int] = {}
         self.plain = False
-        self._has_rested = False
+        self._has_skipped = False
 
-    def rests(self, output: Any) -> bool:
+    def skips(self, output: Any) -> bool:
         """Return True if the drafter is skipped at the end of this iteration."""
-        return self.always or (self.of_a_model and not output.num_spec_tokens_to_schedule)
+        return self.always or (self.of_draft_model and not output.num_spec_tokens_to_schedule)
 
     def update_requests(self, output: Any) -> None:
         """Drop requests that have ended, and mark those that begin or resume: their cached blocks may lack drafts."""
-        if not self._has_rested:
+        if not self._has_skipped:
             return
         for name in output.finished_req_ids:
             self.behind.pop(name, None)
@@ -143,9 +145,9 @@ class Rest:
 
     def falls_behind(self, batch: Any) -> None:
         """Record that the draft model lacks the tokens of this iteration."""
-        if not self.of_a_model:
+        if not self.of_draft_model:
             return
-        self._has_rested = True
+        self._has_skipped = True
         for name, computed in zip(batch.req_ids, batch.num_computed_tokens_cpu.tolist(), strict=False):
             self.behind.setdefault(name, computed)
 
@@ -205,11 +207,11 @@ class Rest:
             )
 
 
-def _rest_of(runner: Any) -> Rest:
-    rest = runner.__dict__.get("tltlab_rest")
-    if rest is None:
-        rest = runner.tltlab_rest = Rest(runner)
-    return cast(Rest, rest)
+def _skipping_of(runner: Any) -> SkippedDrafting:
+    skipping = runner.__dict__.get("tltlab_skipping")
+    if skipping is None:
+        skipping = runner.tltlab_skipping = SkippedDrafting(runner)
+    return cast(SkippedDrafting, skipping)
 
 
 class NoProposer:
@@ -280,17 +282,17 @@ class _DeviceStopwatch:
 
 def _call_timed(runner: Any, draft: Any, *args: Any, **kwargs: Any) -> Any:
     """Call `draft` and time it with the stopwatch of `runner`."""
-    ours(runner, lambda: _stopwatch(runner).start(), otherwise=None)
+    guarded_call(runner, lambda: _stopwatch(runner).start(), otherwise=None)
     result = draft(*args, **kwargs)
-    ours(runner, lambda: _stopwatch(runner).stop(), otherwise=None)
+    guarded_call(runner, lambda: _stopwatch(runner).stop(), otherwise=None)
     return result
 
 
 def _take_with_time(stock: Any, self: Any) -> Any:
-    ours(self, _time_speculator, self, otherwise=None)
+    guarded_call(self, _time_speculator, self, otherwise=None)
     drafts = stock(self)
     if drafts is not None:
-        ours(self, lambda: setattr(drafts, "draft_s", _stopwatch(self).read()), otherwise=None)
+        guarded_call(self, lambda: setattr(drafts, "draft_s", _stopwatch(self).read()), otherwise=None)
     return drafts
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import has_option, in_place_of, ours, replaced
+from . import guarded_call, has_option, in_place_of, replaced
 
 if TYPE_CHECKING:
     from tltlab.runtime.engine.live import Drafting
@@ -97,7 +97,7 @@ def sample_beside_drafts() -> None:
     @in_place_of(InputProcessor, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        if ours(self, has_option, self.vllm_config, "policy", otherwise=False):
+        if guarded_call(self, has_option, self.vllm_config, "policy", otherwise=False):
             # Used only to validate requests.
             self.speculative_config = None
 

@@ -110,10 +110,10 @@ class PolicyScheduler(Scheduler):
         overlapped = isinstance(self, AsyncScheduler)
         if overlapped != bool(config.scheduler_config.async_scheduling):
             # vLLM would not draft at all, or verify stale drafts.
-            ours, twin = type(self).__name__, (PolicyScheduler if overlapped else AsyncPolicyScheduler).__name__
+            own, twin = type(self).__name__, (PolicyScheduler if overlapped else AsyncPolicyScheduler).__name__
             raise ConfigError(
                 f"asynchronous scheduling is {'off (on a CPU it always is)' if overlapped else 'on'} in this engine, "
-                f"and {ours} is for engines where it is {'on' if overlapped else 'off'}: pass "
+                f"and {own} is for engines where it is {'on' if overlapped else 'off'}: pass "
                 f"async_scheduling={overlapped}, or scheduler_cls={__name__}.{twin}, or let "
                 f"{__name__}.policy_scheduler choose"
             )
@@ -225,7 +225,7 @@ class PolicyScheduler(Scheduler):
         return freed
 
     def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
-        self._guarded(self.control.rest)
+        self._guarded(self.control.end_iteration)
         super().set_pause_state(*args, **kwargs)
 
     def _leave(self, request: Request) -> None:

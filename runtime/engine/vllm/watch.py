@@ -232,7 +232,7 @@ class Watch:
 
     def new_weights(self, method: str | None = None) -> None:
         """Note that the engine may have new weights (`LiveRecording.new_weights`), after a wait for them."""
-        self.control.rest()
+        self.control.end_iteration()
         if method is None:
             self.control.alarm.happened("a reset of the prefix cache")
         elif "wake" in method or BRINGS_WEIGHTS.search(method):
@@ -336,7 +336,7 @@ class _RecordOnly:
             "update_draft_token_ids": (watch.drafted, None),
             "_handle_stopped_request": (watch.ended, None),
             "_free_request": (lambda request, *_: watch.left(request), lambda *_: watch.freed()),
-            "set_pause_state": (lambda *_: watch.control.rest(), None),
+            "set_pause_state": (lambda *_: watch.control.end_iteration(), None),
             "reset_prefix_cache": (lambda *_: watch.new_weights(), None),
         }
         try:

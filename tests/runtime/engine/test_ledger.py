@@ -113,7 +113,7 @@ def test_a_pause_is_no_iterations_time():
     assert [told.strategy.draft_depth for told, _ in engine.notified] == [1]
 
 
-@pytest.mark.parametrize("wait", [Ledger.rest, Ledger.pause], ids=["rests", "pauses"])
+@pytest.mark.parametrize("wait", [Ledger.end_iteration, Ledger.pause], ids=["rests", "pauses"])
 def test_a_wait_ends_no_iteration_that_has_no_output(wait: Callable[[Ledger], None]):
     engine = Engine()
     what = engine.schedule()
@@ -129,7 +129,7 @@ def test_a_choice_outlasts_a_rest():
     engine = Engine()
     engine.iterate(1.0, 0.5)
     engine.now += 100.0
-    engine.ledger.rest()
+    engine.ledger.end_iteration()
     assert engine.ledger.in_force.strategy.draft_depth == 1
     engine.iterate(1.0)
     engine.ledger.end()

@@ -17,7 +17,7 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.recording import LiveRecording, how_it_ended
+from tltlab.runtime.engine.recording import LiveRecording, finish_reason_of
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.trace import Trace, read
 
@@ -240,8 +240,8 @@ def test_what_is_durable_is_read_while_the_engine_goes_on(engine: Engine):
 
 def test_a_reason_that_nobody_knows_is_an_abort():
     reasons = (None, "stop", "length", "repetition", "abort", "error", "of a later vLLM")
-    assert [how_it_ended(reason, 3) for reason in reasons] == ["stop", "stop", "length", "stop", *["abort"] * 3]
-    assert how_it_ended("stop", 0) == "abort"
+    assert [finish_reason_of(reason, 3) for reason in reasons] == ["stop", "stop", "length", "stop", *["abort"] * 3]
+    assert finish_reason_of("stop", 0) == "abort"
 
 
 class Disk:

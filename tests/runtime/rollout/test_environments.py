@@ -260,15 +260,15 @@ def test_turns_become_one_response_of_which_only_the_models_tokens_count():
         return [requests[:2], requests[2:]]
 
     got = ways(config, 2).collect(tools_of(generate, 0, halves, rewards=by_length, policy_version=5))
-    (long,) = [t for t in got.trajectories if t.told]
+    (long,) = [t for t in got.trajectories if t.from_tool]
     assert (long.prompt.prompt_id, long.sample) == ("p0", 1)
     assert long.token_ids == array("i", [8, *stops, *reply, 8, *stops])
-    assert (list(long.told), list(long.logprobs)) == ([0, 0, 1, 0, 0], [-1.0, -2.0, 0.0, -1.0, -2.0])
+    assert (list(long.from_tool), list(long.logprobs)) == ([0, 0, 1, 0, 0], [-1.0, -2.0, 0.0, -1.0, -2.0])
     assert list(long.token_versions) == [5] * 5
     assert long.reward == 5.0
-    assert [len(t.token_ids) for t in got.trajectories if not t.told] == [2] * 3
+    assert [len(t.token_ids) for t in got.trajectories if not t.from_tool] == [2] * 3
     assert got.notes == ["1 tool calls failed"]
-    drawn = {"token_ids": long.token_ids, "logprobs": long.logprobs, "told": long.told}
+    drawn = {"token_ids": long.token_ids, "logprobs": long.logprobs, "from_tool": long.from_tool}
     sample = Sample(prompt_token_ids=[1], reward=5.0, group=0, **drawn)
     assert sample.in_arrays().without_tokens().num_drawn == 4
     assert sample.drawn().tolist() == [True, True, False, True, True]

@@ -17,7 +17,7 @@ from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer import model as of_tokens
-from tltlab.runtime.trainer.ranks import be_repeatable
+from tltlab.runtime.trainer.ranks import make_deterministic
 from tltlab.runtime.trainer.samples import Sample, check
 from tltlab.runtime.trainer.trainer import Trainer, UpdateMetrics
 
@@ -147,10 +147,10 @@ def test_an_update_is_that_of_the_formula(model: Path):
 
 def test_tool_output_is_read_not_learned(random_model: Path):
     """Its tokens have a share neither in the loss nor in its weights, nor in what is logged."""
-    told = [[0] * 3, [0, 1, 1, 1, 0, 0, 0, 1], [1] * 13, [0] * 18]
+    from_tool = [[0] * 3, [0, 1, 1, 1, 0, 0, 0, 1], [1] * 13, [0] * 18]
     drawn = [
-        replace(s, told=mask, logprobs=[-3.0 * (not said) for said in mask])
-        for s, mask in zip(samples(4), told, strict=True)
+        replace(s, from_tool=mask, logprobs=[-3.0 * (not said) for said in mask])
+        for s, mask in zip(samples(4), from_tool, strict=True)
     ]
     made = trainer(random_model, minibatches=1, max_grad_norm=1e9, weight_decay=0.1)
     mismatch, update = made.old_logprobs(drawn), made.update(0)
@@ -407,7 +407,7 @@ def test_only_a_recipe_that_asks_is_deterministic(random_model: Path):
         # Every operation of an update has a deterministic version, or this would raise.
         assert near(trained(made), plain, 1e-6)
     finally:
-        be_repeatable(False)
+        make_deterministic(False)
 
 
 def test_a_saved_policy_is_a_hugging_face_model(model: Path, tmp_path: Path):

@@ -13,7 +13,7 @@ from tests.refused import refused
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
-from tltlab.runtime.drafter.heads.mtp import MtpHead, brought_along, fresh_mtp
+from tltlab.runtime.drafter.heads.mtp import MtpHead, fresh_mtp, mtp_of_model
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.offline.chains import kept_along
 from tltlab.runtime.drafter.offline.export import ExportConfig, ExportSource, export_drafter
@@ -90,7 +90,7 @@ def test_a_trained_model_still_has_it(mimo: Path, tmp_path: Path):
     trainer = Trainer(str(mimo), TrainConfig(), temperature=1.0, max_response_tokens=8, seed=0)
     assert trainer.frozen().norm is not None
     trainer.save(str(tmp_path / "trained"))
-    assert same(brought_along(tmp_path / "trained"), brought_along(mimo))
+    assert same(mtp_of_model(tmp_path / "trained"), mtp_of_model(mimo))
 
 
 @pytest.mark.engine
@@ -100,7 +100,7 @@ def test_vllm_drafts_with_it_what_is_foretold(tmp_path: Path):
     assert made_mimo(mimo, steps=60) < 4.0
     model: Any = AutoModelForCausalLM.from_pretrained(mimo)
     frozen = FrozenTarget.from_folder(mimo)
-    head = brought_along(mimo)
+    head = mtp_of_model(mimo)
     prompts = [[1, 5 + n, 9 + n, 30 - n] for n in range(6)]
     found: list[TrainingSequence] = []
 

@@ -421,7 +421,7 @@ def test_an_engine_that_is_never_idle_is_written_down_as_it_goes(recorded: Recor
 
     monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
     monkeypatch.setattr(LiveRecording, "flush_s", 0.02)
-    monkeypatch.setattr(recording_module, "_TOGETHER", 4)
+    monkeypatch.setattr(recording_module, "_CHUNK", 4)
     monkeypatch.setattr(recording_module, "NEWEST", 2)
     engine, number = recorded.llm.llm_engine, 0
     folder = Path(f"{recorded.path}.recording")
