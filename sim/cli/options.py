@@ -25,7 +25,8 @@ Acceptance = Annotated[
     str | None,
     typer.Option(
         help="By drafter, learned=geometric:0.7,ngram=geometric:0.42, or all=MODEL; a MODEL is geometric:ALPHA, "
-        "constant:A, 0.8/0.6/0.5 by token, lengths:1.8/2.4 by depth, a fitted file, module:Class; also trace, default. "
+        "constant:A, 0.8/0.6/0.5 by token, lengths:1.8/2.4 by depth, a fitted file, module:Class; MODEL@2k falls "
+        "beyond the 2,048 tokens at which the drafter was trained (@short, @window, @long, @mtp); also trace, default. "
         "[default: what the trace has, else with --gpus the default of each drafter]"
     ),
 ]
