@@ -23,7 +23,7 @@ from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, g
 from .base import CalibratedRange, Seconds, Span
 from .evidence import FURTHER, SPECULATING, Error, Evidence
 from .model_config import shape_of_config
-from .roofline import Constants, RooflineCosts
+from .roofline import Constants, Ideal, RooflineCosts, prefill_token_s
 
 Factor = Annotated[float, Field(gt=0, le=10)]
 Bound = tuple[Error, Error]
@@ -35,6 +35,7 @@ MOST_EFFICIENT = 1.0
 MOST_OF_EXPERTS = 1.2
 """Efficiency of reading experts beside that of other weights: more would be fewer experts than are touched."""
 _SHARPNESS = 12.0
+_LONG_PROMPT = 8_000
 _SHORT_OF_INTERPOLATED = 0.45
 """Interpolated is 0.5 of the way, in logarithms of logarithms."""
 _Numbers = TypeVar("_Numbers", float, Floats)
@@ -257,6 +258,14 @@ def profile_costs(
     # Where it was measured itself only those batches count.
     nearest = [m.batch for m in profile.measured if m.of(device.name, shape.name, kind) and not m.draft_depth]
     batches = nearest or [m.batch for m in profile.measured]
+    constants = fit.constants(engine, device.name, shape, kind, kv)
+    ideal = Ideal.of(device, shape, tp, kind, kv)
+    attending = ideal.query_context_s * _LONG_PROMPT / 2 / (constants.compute_efficiency * constants.prefill_efficiency)
+    lacking = attending / prefill_token_s(ideal, constants)
+    proportional = (
+        "Prefill is proportional to tokens, so that chunks add up: attention within a prompt of "
+        f"{_LONG_PROMPT:,} tokens would add {lacking:.0%}, which the fit takes into account and these costs do not."
+    )
     return RooflineCosts(
         gpu=listed(device),
         model=listed(shape),
@@ -264,11 +273,11 @@ def profile_costs(
         weights=kind,
         kv=kv,
         draft_vocab=profile.draft_vocab,
-        constants=fit.constants(engine, device.name, shape, kind, kv),
+        constants=constants,
         evidence=fit.evidence(engine, device.name, shape, kind),
         kv_capacity_tokens=kv_capacity_tokens(device, shape, tp, weights=kind, kv=kv),
         calibrated=CalibratedRange(batch=(min(b[0] for b in batches), max(b[1] for b in batches))),
-        notes=(f"Engine profile {engine} ({profile.versions}).", *profile.notes, *fit.provenance),
+        notes=(f"Engine profile {engine} ({profile.versions}).", proportional, *profile.notes, *fit.provenance),
     )
 
 

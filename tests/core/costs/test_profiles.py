@@ -103,3 +103,10 @@ def test_calibration_takes_files_and_known_names(own: tuple[Path, Path]):
     config.write_text("{}")
     with refused(ConfigError, naming=("hidden_size",)):
         hardware("H100", str(config), 1)
+
+
+def test_the_share_of_attention_that_prompts_lack_is_said():
+    """8,000 tokens attend to 4,000 on average: 4 FLOPs for each of 32 layers' 4,096 values, 2 for each weight."""
+    (said,) = [note for note in load_costs("vllm:H100:Llama-3.1-8B").notes if "8,000" in note]
+    share = 4 * 32 * 4096 * 4000 / (2 * model("Llama-3.1-8B").active_params)
+    assert f"{share:.0%}" in said
