@@ -254,7 +254,8 @@ class Scenario(SimulationConfig):
             says = f"not known: {self.costs_name} does not say what it was fitted to"
             return {"distance": "unknown", "says": says, "error": None, "speedup_error": None}
         speculates = any(s.speculates for s in strategies)
-        beyond = [*evidence.beyond(s.draft_depth for s in strategies), *outside]
+        blocks = any(self.registry.in_blocks(s) for s in strategies if s.drafter in self.registry)
+        beyond = [*evidence.beyond((s.draft_depth for s in strategies), blocks=blocks), *outside]
         return {
             "distance": evidence.distance_of(speculates=speculates, beyond=beyond),
             "says": evidence.says(speculates=speculates, beyond=beyond),

@@ -91,7 +91,7 @@ def _row(model: CostModel, strategy: Strategy, batch: int, context: int, tokens:
     capacity, evidence = model.kv_capacity_tokens, model.evidence
     load = {"batch": batch, "verified_tokens": verified, "context_tokens": float(batch * context)}
     beyond = within.outside(**load) if within else []
-    beyond += evidence.beyond([strategy.draft_depth]) if evidence else []
+    beyond += evidence.beyond([strategy.draft_depth], blocks=STANDARD.in_blocks(strategy)) if evidence else []
     drafts, interval_s = strategy.speculates, None
     if evidence:
         interval_s = evidence.interval(seconds, speculates=drafts, extrapolated=bool(beyond))

@@ -84,15 +84,19 @@ class Evidence(FrozenModel):
         """
         return interval(seconds, self.error(speculates=speculates, extrapolated=extrapolated))
 
-    def beyond(self, depths: Iterable[int]) -> list[str]:
-        """What of a use lies beyond the nearest measurements: speculation at all, or its depth."""
+    def beyond(self, depths: Iterable[int], *, blocks: bool = False) -> list[str]:
+        """What of a use lies beyond the nearest measurements: speculation at all, its depth, or drafts in `blocks`.
+
+        No set of the fit has a block drafter.
+        """
         drafting = [depth for depth in depths if depth]
         if not drafting:
             return []
         if not self.speculation:
             return ["speculation"]
         span = self.draft_depth
-        return ["draft depth"] if span and not all(span[0] <= depth <= span[1] for depth in drafting) else []
+        deeper = span is not None and not all(span[0] <= depth <= span[1] for depth in drafting)
+        return [*(["draft depth"] if deeper else []), *(["block drafts"] if blocks else [])]
 
     def says(self, *, speculates: bool = False, beyond: Iterable[str] = ()) -> str:
         """In one line: the distance and the error to expect."""

@@ -250,9 +250,13 @@ class Drafters(Mapping[str, DrafterTraits]):
         """Whether each of these drafters copies text; ConfigError for an unknown one."""
         return {name: not self[name].has_network for name in names}
 
+    def in_blocks(self, strategy: Strategy) -> bool:
+        """Return whether one pass drafts all tokens; ConfigError for an unknown drafter."""
+        return strategy.speculates and self[strategy.drafter].drafts_blocks
+
     def passes(self, strategy: Strategy) -> int:
         """Return how often the drafter runs for a draft: once for a block, else once per level."""
-        return 1 if strategy.speculates and self[strategy.drafter].drafts_blocks else strategy.draft_depth
+        return 1 if self.in_blocks(strategy) else strategy.draft_depth
 
     def network_passes(self, strategy: Strategy) -> int:
         """Return the passes that are forward passes of a network; ConfigError for an unknown drafter."""

@@ -115,3 +115,12 @@ def test_every_preset_says_what_it_rests_on():
     assert found["h200-llama-3.3-70b-tp4"].unmeasured == ("gpu", "model")
     assert found["h100-qwen2.5-32b-tp4"].error() < found["h100-qwen2.5-7b"].error()
     assert json.loads(json.dumps(found["cpu-small"].to_json()))["distance"] == "measured together"
+
+
+def test_a_block_drafter_is_beyond_every_measurement():
+    evidence = load_costs("sglang:H200:Qwen3-8B").evidence
+    assert evidence is not None
+    assert evidence.draft_depth is not None
+    depth = int(evidence.draft_depth[0])
+    assert (evidence.beyond([depth]), evidence.beyond([depth], blocks=True)) == ([], ["block drafts"])
+    assert evidence.error(speculates=True, extrapolated=True) >= evidence.error(speculates=True)

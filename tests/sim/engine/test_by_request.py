@@ -224,6 +224,21 @@ def test_a_budget_is_paid_for_by_the_tokens_it_verifies(sampled: bool) -> None:
     assert macro.regime.strategy == chain
 
 
+class Cutting(Noting):
+    """A budget that cuts drafts which were made to their full depth."""
+
+    drafts_whole = True
+
+
+def test_drafts_that_are_cut_are_paid_for_whole():
+    chain = Strategy.chain("learned", 6)
+    rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=COSTS, budgets=[Cutting(0, 0, 3)])
+    macro = running(rates, [900, 900, 900]).advance(nominal(chain).at(chain, 3), 1, np.inf)
+    cost = COSTS.iteration(chain, tokens_to_verify=2.0, drafter_loaded=True)
+    assert macro.seconds == pytest.approx(cost.seconds(3, 60))
+    assert macro.gains[:, 0].tolist() == [1, 1, 4]
+
+
 def test_a_budget_sees_what_was_accepted_lately():
     budget = Noting()
     run(requests_of([300, 300], group=4), Rates(model=CURVES, costs=COSTS, budgets=[budget]), CHAINS[0])
