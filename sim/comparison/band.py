@@ -268,10 +268,11 @@ def bands(
 def recorded_tokens(trace: Trace, drafter: str) -> Ends | None:
     """The 90 % range of a recorded drafter's mean tokens per iteration, over that mean; None for too few records.
 
-    Records are positions of acceptance.parquet, by prompt group, else iterations, by RL step and worker.
+    Records are positions of acceptance.parquet, by prompt group, else iterations, by RL step and worker, else the accept
+    lengths that a log has of its RL steps.
     """
     pairs: dict[tuple[int, Any], list[float]] = {}
-    table, rows = trace.acceptance, trace.arrow("iterations")
+    table, rows, steps = trace.acceptance, trace.arrow("iterations"), trace.steps
     if table is not None and len(table):
         part = table[table["drafter"] == drafter]
         keys = zip(part["rl_step"], part["prompt_id"], strict=True)
@@ -286,6 +287,8 @@ def recorded_tokens(trace: Trace, drafter: str) -> Ends | None:
         for (step, worker), part in frame.groupby(["rl_step", "worker"]):
             drafts = float(part["batch"].sum())
             pairs[int(step), worker] = [drafts + float(part["num_accepted"].sum()), drafts]
+    elif steps is not None and "accept_length" in steps:
+        pairs = {(at, ""): [float(length), 1.0] for at, length in enumerate(steps["accept_length"].dropna())}
     kept = np.array([pair for pair in pairs.values() if pair[1] > 0]).reshape(-1, 2)
     if len(kept) < 2:
         return None

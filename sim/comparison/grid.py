@@ -138,7 +138,7 @@ class SweepGrid:
         }
         averaged = [name for name in across[2:] if name not in (x, y)]
         mean = f", mean over {', '.join(averaged)}" if averaged else ""
-        what = "RL step, times as fast as verl's" if whole else "times as fast as without speculation"
+        what = "speed-up of the RL step over verl's" if whole else "speed-up over plain decoding"
         return heat_maps(dict(list(tables.items())[:_MOST_PANELS]), xlabel=x, ylabel=y,
                          title=f"{what} (simulated{mean})")  # fmt: skip
 

@@ -45,13 +45,13 @@ class Comparison(pd.DataFrame):
         return pd.DataFrame(self)
 
     def plot(self) -> Figure:  # type: ignore[override]
-        """How many times as fast as the baseline each row is, with its interval."""
+        """The speed-up of each row over the baseline, with its interval of draws only."""
         from tltlab.charts import bars
 
         names = self["policy" if "policy" in self else "title"].tolist()
         low, high = (1.0 / self[end] for end in ("ratio_high", "ratio_low"))
-        return bars(names, (1.0 / self["ratio"]).tolist(), low.tolist(), high.tolist(), reference=1.0,
-                    xlabel="times as fast as the baseline", title="Rollouts (simulated)")  # fmt: skip
+        return bars(names, (1.0 / self["ratio"]).tolist(), low.tolist(), high.tolist(), title="Rollouts (simulated)",
+                    xlabel="speed-up over the baseline (intervals: draws only)", reference=1.0)  # fmt: skip
 
 
 def sweep(

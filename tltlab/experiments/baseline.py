@@ -89,7 +89,7 @@ class Baseline(Experiment[BaselineSettings]):
     def picture(self, rows: pd.DataFrame) -> Figure:
         return bars(
             (rows["system"] + ", " + rows["setting"]).tolist(), rows["speedup"].to_numpy(), rows["low"].to_numpy(),
-            rows["high"].to_numpy(), xlabel="times as fast (95 % intervals)", reference=1.0,
+            rows["high"].to_numpy(), xlabel="speed-up (95 % intervals of draws only)", reference=1.0,
             title="RL step, VeRL = 1 (simulated)",
         )  # fmt: skip
 

@@ -83,6 +83,9 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
     )
     blocks.append(records(shown, columns, caption=caption))
     parts: list[Part] = [Section(title="Result", blocks=tuple(blocks)), *_about_systems(result, rows)]
+    if tuned and (bands := result.get("band")):
+        named = {f"over {'plain decoding' if name == 'none' else name}": band for name, band in bands.items()}
+        parts.insert(0, _band_section(named, named))
     notes = result.get("notes")
     if isinstance(notes, list) and notes:
         parts.append(Section(title="Notes", blocks=tuple(Paragraph(text=str(note)) for note in notes)))
@@ -136,17 +139,13 @@ def _band_section(speedups: Mapping[str, Mapping[str, float]], bands: Mapping[st
     text = ", ".join(f"{name} {t['mean']:.2f}x ({t['low']:.2f}x to {t['high']:.2f}x)" for name, t in speedups.items())
     picture = Picture.of(
         bars(list(speedups), [t["mean"] for t in ends], [t["low"] for t in ends], [t["high"] for t in ends],
-             xlabel="speed-up over plain decoding", title="With its 90 % range (simulated)", reference=1.0),
+             xlabel="speed-up", title="With its 90 % range (simulated)", reference=1.0),
         alt=f"Speed-up with its 90 % range: {text}.",
         caption="Lines on the bars: what costs, acceptance and lengths may be wrong by, together.",
     )  # fmt: skip
     rows = [
-        {
-            "of": name,
-            "input": part["name"],
-            "alone": f"{part['low']:.2f}x to {part['high']:.2f}x",
-            "share": part["share"],
-        }
+        {"of": name, "input": part["name"], "alone": f"{part['low']:.2f}x to {part['high']:.2f}x"}
+        | {"share": part["share"]}
         for name, band in bands.items()
         for part in band["parts"]
     ]

@@ -174,6 +174,13 @@ def test_recorded_tokens_are_surer_the_more_there_are():
     assert some is not None
     assert some[0] < all_of[0] < 1 < all_of[1] < some[1]
     assert recorded_tokens(trace, "learned") is None
+    lengths = [2.0, 2.2, 2.4, 2.2]
+    steps = pd.DataFrame({"rl_step": range(4), "t_start": 0.0, "policy_version": 0, "accept_length": lengths})
+    log = tltlab.read(LENGTHS[:4]).replace(steps=steps)
+    of_steps = recorded_tokens(log, "learned")
+    assert of_steps is not None
+    margin = 2.353 * np.std(lengths, ddof=1) / 2 / 2.2
+    assert of_steps == pytest.approx((1 - margin, 1 + margin), rel=1e-3)
 
 
 def test_measured_heads_are_within_the_range_of_the_assumption(shared_data: Path):  # noqa: F811
