@@ -268,8 +268,8 @@ def bands(
 def recorded_tokens(trace: Trace, drafter: str) -> Ends | None:
     """The 90 % range of a recorded drafter's mean tokens per iteration, over that mean; None for too few records.
 
-    Records are positions of acceptance.parquet, by prompt group, else iterations, by RL step and worker, else the accept
-    lengths that a log has of its RL steps.
+    Records are positions of acceptance.parquet, by prompt group, else iterations, by RL step and worker, else the
+    accept lengths that a log has of its RL steps.
     """
     pairs: dict[tuple[int, Any], list[float]] = {}
     table, rows, steps = trace.acceptance, trace.arrow("iterations"), trace.steps
