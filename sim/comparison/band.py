@@ -26,7 +26,7 @@ from tltlab.sim.engine.requests import Requests, Turns
 from tltlab.sim.placement import History, find_placement, place
 from tltlab.sim.scenario import Scenario
 from tltlab.stats import paired_ratio, student_margin
-from tltlab.strategy import Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
 from .jobs import side_by_side
@@ -357,6 +357,27 @@ def _costs_ends(error: float) -> Ends:
 def _added(*errors: float) -> float:
     """Independent errors, as factors less 1, in one."""
     return math.expm1(math.hypot(*map(math.log1p, errors)))
+
+
+def with_overhead(scenario: Scenario, strategies: Sequence[Strategy], error: float) -> list[Scenario]:
+    """Scenarios in which all that speculation adds is cheaper, and dearer, so that an iteration is off by the error.
+
+    That moves deep drafts and large batches more than shallow and small ones, as an error of all speculative iterations
+    does not. The iteration is that of the mean draft of these strategies at the mean batch size of a rollout.
+    """
+    costs, step = scenario.costs, scenario.steps[0]
+    # The longest response takes as many iterations as it has tokens, the others run in a part of them.
+    mean, longest = float(np.mean(step.lengths)), float(np.max(step.lengths))
+    batch = max(1, round(len(step) / scenario.workers * mean / max(longest, 1.0)))
+    drafting = [s for s in strategies if s.speculates]
+    context = batch * (float(np.mean(step.prompts)) + mean / 2)
+    plain_s = costs.iteration(NO_SPECULATION).seconds(batch, context)
+    each_s = [costs.iteration(s, drafters=scenario.registry).seconds(batch, context) for s in drafting]
+    adds = float(np.mean(each_s)) - plain_s if each_s else 0.0
+    if adds <= 0.0:
+        return []
+    factors = (max(0.0, 1.0 + (end - 1.0) * (adds + plain_s) / adds) for end in _costs_ends(error))
+    return [replace(scenario, costs=ScaledCosts.around(costs, overhead=factor)) for factor in factors]
 
 
 def _with_costs(scenario: Scenario, factor: float) -> Scenario:

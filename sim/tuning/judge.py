@@ -10,7 +10,7 @@ import numpy as np
 
 from tltlab.arrays import Floats
 from tltlab.policies.policy import Policy
-from tltlab.sim.comparison.band import Band, Effect, InputErrors, Source, at_ends, effect, of_steps
+from tltlab.sim.comparison.band import Band, Effect, InputErrors, Source, at_ends, effect, of_steps, with_overhead
 from tltlab.stats import finite, paired_interval
 from tltlab.strategy import Strategy
 
@@ -88,10 +88,11 @@ def judge(
 ) -> Judged:
     """Compare the finalists in sampled mode; `scores` are theirs on the tuning steps, which name the champion.
 
-    Tuning is worth it where the champion's interval over the best fixed strategy lies below 1, and the range of its
-    speed-up above 1, with what costs and acceptance may be wrong by (`errors_of` a case and strategies). The policy to
-    take is the simplest that a bootstrap of the RL steps does not tell from the best one: of all where it is worth it,
-    else of those not tuned. From few RL steps a bootstrap tells apart too readily, which here only favours the faster
+    The champion is faster where its interval over the best fixed strategy lies below 1, and the range of that speed-up
+    above 1, with what costs and acceptance may be wrong by (`errors_of` a case and strategies). Tuning is worth it
+    where the range of its speed-up over plain decoding lies above 1 too. The policy to take is the simplest that a
+    bootstrap of the RL steps does not tell from the best one: of all where the champion is faster, else of those not
+    tuned. From few RL steps a bootstrap tells apart too readily, which here only favours the faster
     policy.
     """
     makespans = cases.makespans(finalists.policies, mode="sampled", seeds=seeds, oracle=strategies)
@@ -123,10 +124,11 @@ def judge(
     if champion != fixed and high is not None:
         used = {name: finalists.policies[name] for name in dict.fromkeys((champion, fixed, "none"))}
         bands = _bands(cases, used, makespans, errors_of, seeds=seeds, seed=seed)
-    worth_it = bool(bands) and high is not None and high < 1.0 and not bands[fixed].loses
-    if not worth_it:
+    is_faster = bool(bands) and high is not None and high < 1.0 and not bands[fixed].loses
+    worth_it = is_faster and not bands["none"].loses
+    if not is_faster:
         eligible = [name for name in eligible if finalists.kind_of[name] not in TUNED]
-    best = champion if worth_it else min(eligible, key=lambda n: scores[n])
+    best = champion if is_faster else min(eligible, key=lambda n: scores[n])
     level = [n for n in eligible if _reaches(cases, makespans[n], makespans[best], plain, seed) or n == best]
     name = min(level, key=lambda n: (ORDER.index(finalists.kind_of[n]), scores[n]))
     return Judged(
@@ -165,11 +167,13 @@ def _bands(
     strategies = [s for policy in policies.values() for s in policy.strategies]
     errors = [errors_of(case, strategies) for case in nominal.cases]
     ends = [at_ends(case.scenario, error) for case, error in zip(nominal.cases, errors, strict=True)]
+    for case, error, found in zip(nominal.cases, errors, ends, strict=True):
+        found["costs"] += with_overhead(case.scenario, strategies, error.speed_up)
 
     def seconds(source: Source, end: int) -> dict[str, list[Floats]]:
         """Simulate every case at one end of an input's range, under one seed."""
         moved = [
-            replace(case, scenario=found[source][end]) if found[source] else case
+            replace(case, scenario=found[source][end]) if end < len(found[source]) else case
             for case, found in zip(nominal.cases, ends, strict=True)
         ]
         return replace(nominal, cases=tuple(moved)).makespans(policies, mode="sampled", seeds=seeds[:1])
@@ -178,7 +182,8 @@ def _bands(
         return float(np.concatenate(found[other]).sum() / np.concatenate(found[champion]).sum())
 
     same_seed = nominal.makespans(policies, mode="sampled", seeds=seeds[:1])
-    at = {source: [seconds(source, end) for end in (0, 1)] for source in ends[0] if any(each[source] for each in ends)}
+    nums = {source: max(len(found[source]) for found in ends) for source in ends[0]}
+    at = {source: [seconds(source, end) for end in range(num)] for source, num in nums.items() if num}
     judged = {
         name: [row for case, row in zip(cases.cases, makespans[name], strict=True) if case in nominal.cases]
         for name in policies
@@ -214,5 +219,7 @@ def _verdict(
     comparison += "" if fixed == "none" else f", over plain decoding {bands['none']}"
     comparison += " (simulated)"
     if not worth_it:
-        return f"not worth it: {comparison}; take {choice}"
+        slower = "none" in bands and bands["none"].loses and not bands[fixed].loses
+        first = ", and measure it first: a slowdown is within the range" if slower else ""
+        return f"not worth it: {comparison}; take {choice}{first}"
     return f"worth it: {comparison}" + ("" if choice == row.name else f"; {choice} is simpler and within noise of it")

@@ -29,10 +29,11 @@ from tltlab.sim.comparison.band import (
     chance_ratio,
     recorded_tokens,
     resampled,
+    with_overhead,
 )
 from tltlab.sim.comparison.what_if import what_if
 from tltlab.sim.scenario import Scenario
-from tltlab.strategy import Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 RNG = np.random.default_rng(0)
 LENGTHS = np.minimum(RNG.lognormal(5.5, 1, (12, 32)).astype(int) + 1, 2000)
@@ -113,6 +114,23 @@ def test_costs_at_their_ends_are_a_scenario_of_their_own():
     assert low == pytest.approx(band.estimate / 1.25, rel=1e-6)
     assert high == pytest.approx(band.estimate * 1.25, rel=1e-6)
     assert part(band, "lengths").high > 0
+
+
+def test_an_error_of_what_speculation_adds_moves_deep_drafts_most():
+    scenario = Scenario.of(LENGTHS, costs=LINEAR, workers=2, acceptance="learned=0.7")
+    strategies = [Strategy.chain("learned", depth) for depth in (2, 8)]
+    cheap, dear = with_overhead(scenario, strategies, 0.25)
+
+    def seconds(costs: CostModel, strategy: Strategy) -> float:
+        return costs.iteration(strategy).seconds(4, 0.0)
+
+    for strategy in (NO_SPECULATION, *strategies):
+        times = [seconds(each.costs, strategy) for each in (cheap, scenario, dear)]
+        assert times == sorted(times)
+        assert strategy.speculates == (times[0] < times[2])
+    ratios = [seconds(dear.costs, s) / seconds(scenario.costs, s) for s in strategies]
+    assert ratios[0] < 1.25 < ratios[1]
+    assert with_overhead(scenario, [NO_SPECULATION], 0.25) == []
 
 
 def test_a_table_that_drafts_nothing_may_be_wrong_about_it():

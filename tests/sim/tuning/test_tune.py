@@ -163,6 +163,18 @@ def test_the_best_depth_of_a_block_is_interior(published: bool, request: pytest.
     assert tune(one, **settings).policy.strategies == (Strategy.chain("block", best),)
 
 
+def test_a_gain_over_drafts_that_may_be_slower_than_none_is_not_praised():
+    """The table is sure to beat the best fixed draft, which may be slower than plain decoding."""
+    one = log_normal(prompts=8, group_size=4, rl_steps=12, median=80, cap=600, workers=1)
+    known = Evidence(engine="mine", left_out={"a": (0.01, 0.02), "a, speculating": (0.1, 0.27)})
+    unsure = COSTS.model_copy(update={"noise": NOISE, "evidence": known, "per_token_s": 1e-4})
+    found = tune(one, **WITHOUT_LUCK | {"acceptance": "geometric:0.6", "costs": unsure})
+    assert found.bands["none"].loses
+    assert not found.bands[found.best_fixed].loses
+    assert not found.worth_it
+    assert found.name == found.champion, "better than the best fixed draft all the same"
+
+
 def test_a_gain_by_luck_is_not_praised():
     """Two ratios below 1 are what a bootstrap of two steps always lies between."""
     found = tune(read(TINY), trials=0, repeats=1)
