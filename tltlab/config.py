@@ -171,6 +171,15 @@ def shown(value: object) -> str:
     return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 3] + "..."
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural unless it is 1.
+
+    >>> counted(1, "RL step"), counted(4, "RL step")
+    ('1 RL step', '4 RL steps')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _fault(fault: Any, place: str) -> str:
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "union_tag_invalid":

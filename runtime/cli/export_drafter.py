@@ -42,7 +42,7 @@ def export_drafter(
         bool | None, typer.Option(help="Prompts go through the model's chat template; default: as in the run.")
     ] = None,
     layout: Annotated[
-        Layout, typer.Option(help="Of an EAGLE-3 head's checkpoint: speculators', or EAGLE's and SpecForge's.")
+        Layout, typer.Option(help="Layout of an EAGLE-3 head's checkpoint: speculators', or EAGLE's and SpecForge's.")
     ] = Layout.speculators,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     json: Json = False,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tltlab.config import faults_in, json_or_text
+from tltlab.config import counted, faults_in, json_or_text
 from tltlab.console import Json, emit, progress, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import write_file, write_json
@@ -125,8 +125,8 @@ def _text(out: Path, about: dict[str, Any]) -> str:
         return "unknown" if value is None else f"{value:.1%}"
 
     lines = [
-        f"{out}: {about['num_cells']} cells and {about['num_prefill_rows']} prefills of {about['model']} on "
-        f"{about['hardware']}, vLLM {about['versions']['vllm']}, in {about['seconds']:.0f} s",
+        f"{out}: {counted(about['num_cells'], 'cell')} and {counted(about['num_prefill_rows'], 'prefill')} of "
+        f"{about['model']} on {about['hardware']}, vLLM {about['versions']['vllm']}, in {about['seconds']:.0f} s",
         f"spread of a cell (interquartile range): {share(about['spread'])} of its time; "
         f"two visits apart: {share(about['repeat_error'])}; all medians",
         f"a table of two thirds of the cells predicts the others within {share(about['held_out_error'])} (median)",
@@ -134,5 +134,5 @@ def _text(out: Path, about: dict[str, Any]) -> str:
     if (about["repeat_error"] or 0.0) > _QUIET:
         lines.append("the machine was not quiet: measure again when nothing else runs on it")
     if about["skipped"]:
-        lines.append(f"left out: {len(about['skipped'])} cells, such as {about['skipped'][0]['why']}")
+        lines.append(f"left out: {counted(len(about['skipped']), 'cell')}, such as {about['skipped'][0]['why']}")
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tltlab.config import counted
 from tltlab.console import Json, emit, progress
 
 _GB = 1e9
@@ -96,7 +97,7 @@ def _text(report: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{report['out']}: {report['method']} head of {report['parameters']:,} parameters, "
-            f"{report['updates']} updates on {report['tokens']:,} tokens in {report['train_s']:.0f} s "
+            f"{counted(report['updates'], 'update')} on {report['tokens']:,} tokens in {report['train_s']:.0f} s "
             f"(and {report['prepare_s']:.0f} s for the data)",
             f"held out ({report['heldout_responses']} of {report['responses']} responses), before -> after:",
             f"  accept length  {before['accept_length']:.2f} -> {after['accept_length']:.2f}",

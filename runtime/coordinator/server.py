@@ -83,7 +83,7 @@ class CoordinatorServer(SocketThread):
         if take_over:
             self._state, self._first = restarted(config, range(num_workers), now, above=above)
         else:
-            workers = {worker: WorkerState(phase=Phase.BUSY, heard_s=now) for worker in range(num_workers)}
+            workers = {worker: WorkerState(phase=Phase.BUSY, reported_s=now) for worker in range(num_workers)}
             self._state = CoordinatorState(config=config, term=above, seq=above, workers=workers)
         self._start()
 

@@ -299,7 +299,7 @@ class Control:
         """Decode plainly after the first exception in a policy, so that running requests complete."""
         if not self.failure:
             failure = f"the policy raised {what_was_raised(error)}"
-            logger.error("%s; the engine goes on without speculation", failure)
+            logger.error("%s; the engine continues without speculation", failure)
             self.set_selector(None)
             self.failure = failure
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tltlab.config import counted
 from tltlab.coordination.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
 from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
@@ -388,7 +389,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._fresh = True
         self._accept_estimates.pop(self.learned, None)
         self._counts.clear()
-        self.canary.expect(predicted, f"weights of {updates} updates were swapped in{self._when()}")
+        self.canary.expect(predicted, f"weights of {counted(updates, 'update')} were swapped in{self._when()}")
         state, self._awaited_state = self._awaited_state, None
         if state is not None and state["updates"] == updates:
             self._recall(state)

@@ -5,7 +5,7 @@ depends on the model runner. The rules were read in vLLM 0.32; tests compare the
 
 - V2 (`CudaGraphManager`), for drafts of a network alone: every capture size is rounded up to each K+1 of the schedule,
   so each K gets graphs of all sizes. A batch runs in a full graph only if the next larger captured number of tokens,
-  of whatever K, is one of its own K. Other batches run in piecewise graphs, which go by tokens.
+  of any K, is one of its own K. Other batches run in piecewise graphs, which go by tokens.
 - V1 (`CudagraphDispatcher`), needed for drafts made beside the scheduler. By default its full graphs are for the
   engine's deepest K alone: any other depth, *plain decoding too*, and drafts of unequal length run in piecewise graphs,
   attention launched layer by layer. A table of depths by batch size would demote all of them to piecewise graphs. With
@@ -487,7 +487,7 @@ def _notes(policy: Policy, plan: GraphPlan) -> Iterator[str]:
         yield "vLLM drafts K tokens for each request: the policy's budget needs tltlab.runtime"
     specs = [policy.drafters.get(name) for name in plan.networks]
     if any(isinstance(spec, LearnedSpec) and (spec.fallback, spec.max_age) != (None, None) for spec in specs):
-        yield "vLLM's drafter serves whatever its age: the fallback needs tltlab.runtime"
+        yield "vLLM's drafter serves at any age: the fallback needs tltlab.runtime"
     if plan.method in (VLLM_NGRAM, VLLM_SUFFIX):
         yield (
             "vLLM's own n-gram drafter searches the request alone, its suffix drafter the request and all responses "

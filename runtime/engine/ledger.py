@@ -285,7 +285,7 @@ class Ledger:
             self._last.late_s += seconds
 
     def end_iteration(self) -> None:
-        """End the last iteration at its output or drafts; one without output goes on. The choice stays in force."""
+        """End the last iteration at its output or drafts; one without output continues. The choice stays in force."""
         if self._last is not None and self._last.sampled:
             self._close(self._busy_until_s)
 

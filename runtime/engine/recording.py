@@ -485,7 +485,7 @@ class LiveRecording:
         if isinstance(why, Exception):
             why = f"RunError: {why}" if isinstance(why, RunError) else what_was_raised(why)
         logger.error(
-            "the recording %s ends here, and the engine goes on: %s; what is durable stays in %s",
+            "the recording %s ends here, and the engine continues: %s; durable rows stay in %s",
             *(self.path, why, recording_of(self.path)),
         )
         self._wake.set()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
+from tltlab.config import counted
 from tltlab.coordination.schedule import ScheduleConfig
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_file
@@ -109,7 +110,9 @@ def warmed_up(model: Path, out: Path, sizes: Sizes, progress: Progress) -> Path:
         depth=sizes.draft_depth,
     )
     report = train_drafter(model, data, out, config, progress)
-    progress(f"warmed up in {report['updates']} updates to an accept length of {report['after']['accept_length']:.2f}")
+    progress(
+        f"warmed up in {counted(report['updates'], 'update')} to accept length {report['after']['accept_length']:.2f}"
+    )
     return out
 
 

@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from threading import Thread
 
+from tltlab.config import counted
 from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError, InputError, did_you_mean, refuse
 from tltlab.files import found_in
@@ -150,8 +151,8 @@ def enough_prompts(recipe: Recipe) -> Iterator[str]:
     rows = num_rows(recipe.data.train) if recipe.data.train else None
     if rows and rows < per_step:
         yield (
-            f"rollout.prompts_per_step = {per_step}, but {recipe.data.train} has {rows} prompts: set it to {rows} or "
-            "less, or add prompts"
+            f"rollout.prompts_per_step = {per_step}, but {recipe.data.train} has {counted(rows, 'prompt')}: set it to "
+            f"{rows} or less, or add prompts"
         )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
+from tltlab.config import counted
+
 from .sections import Sections
 
 
@@ -54,7 +56,7 @@ def partial_rollouts(recipe: Sections) -> Iterator[str]:
     if rollout.prompts_per_step < rollout.num_workers:
         yield (
             f"rollout.partial needs a group for every worker to complete in an RL step, and there are "
-            f"{rollout.num_workers} workers for rollout.prompts_per_step = {rollout.prompts_per_step}"
+            f"{counted(rollout.num_workers, 'worker')} for rollout.prompts_per_step = {rollout.prompts_per_step}"
         )
     if recipe.train.correction == "none":
         yield "rollout.partial is off-policy and needs train.correction to be 'truncated' or 'behaviour'"
@@ -92,7 +94,7 @@ def off_policy(recipe: Sections) -> Iterator[str]:
         if rollout.prompts_per_step < rollout.num_workers:
             yield (
                 "rollout.staleness needs a group for every worker in an RL step, and there are "
-                f"{rollout.num_workers} workers for rollout.prompts_per_step = {rollout.prompts_per_step}"
+                f"{counted(rollout.num_workers, 'worker')} for rollout.prompts_per_step = {rollout.prompts_per_step}"
             )
     yield from (f"{name} does not go with {setting}" for setting, is_set in conflicts.items() if is_set)
 

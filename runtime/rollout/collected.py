@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import safetensors.numpy
 
+from tltlab.config import counted
 from tltlab.drafters.base import Key
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
@@ -236,13 +237,15 @@ class Rollouts(ABC):
 def _pending_dropped(groups: Sequence[Mapping[str, Any]]) -> str:
     ended = sum(sample["finish_reason"] is not None for group in groups for sample in group["samples"])
     return (
-        f"{len(groups)} groups under way in the checkpoint are dropped, {ended} whole responses with them: "
-        "the run continues without rollout.partial"
+        f"{counted(len(groups), 'group')} under way in the checkpoint dropped, with {counted(ended, 'whole response')}"
+        ": the run continues without rollout.partial"
     )
 
 
 def _earlier_dropped(responses: Sequence[Any]) -> str:
-    return f"{len(responses)} responses of the checkpoint are not used again: the run continues without rollout.reuse"
+    return (
+        f"{counted(len(responses), 'response')} of the checkpoint not reused: the run continues without rollout.reuse"
+    )
 
 
 _DROP_NOTES: dict[str, Callable[[Sequence[Any]], str]] = {"pending": _pending_dropped, "earlier": _earlier_dropped}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pebble import ProcessExpired, ProcessPool
 
+from tltlab.config import counted
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import found_in
@@ -152,7 +153,9 @@ class EnvironmentPool(UserProcesses):
 
     def take_failures(self) -> list[str]:
         """Return and clear a sentence for each kind of failure."""
-        sentences = [f"{count} tool calls {why}: their responses end there" for why, count in self._failures.items()]
+        sentences = [
+            f"{counted(count, 'tool call')} {why}, which ended the response" for why, count in self._failures.items()
+        ]
         self._failures.clear()
         return sentences
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.config import counted
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
 from tltlab.runtime.data.order import DataOrder
@@ -201,9 +202,11 @@ class PartialRollouts(Rollouts):
 
     def _notes(self, resumed: Sequence[PartialGroup], num_dropped: int, num_aborted: int) -> list[str]:
         continued, cut = (sum(group.num_cut for group in groups) for groups in (resumed, self._pending))
-        note = f"{continued} cut responses continued, {cut} are cut now, {num_aborted - cut} were not begun"
+        note = f"{counted(continued, 'cut response')} continued, {cut} cut now, {num_aborted - cut} not begun"
         if num_dropped:
-            note += f"; {num_dropped} groups older than {self.config.max_age} RL steps dropped"
+            note += (
+                f"; {counted(num_dropped, 'group')} older than {counted(self.config.max_age or 0, 'RL step')} dropped"
+            )
         return [note]
 
     def state_dict(self, folder: Path) -> dict[str, Any]:

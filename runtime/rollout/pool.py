@@ -25,6 +25,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from tltlab.config import counted
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.planning.placement import PLACEMENTS, PlacedRequest, Placement, placed
@@ -339,7 +340,7 @@ class WorkerPool:
             call_times[n] = time.perf_counter()
             return call(n, handle)
 
-        parts = self._ask_all(timed, lost_work=[f", {len(share)} requests re-issued" for share in shares])
+        parts = self._ask_all(timed, lost_work=[f", {counted(len(share), 'request')} reissued" for share in shares])
         return [delayed(part, call_times[n] - start) for n, part in enumerate(parts)]
 
     def _set_all(self, call: Call) -> None:
@@ -468,7 +469,8 @@ class WorkerPool:
         again = f"; restarted{lost_work}" if self._running else ""
         if worker.failures > limit:
             raise RunError(
-                f"rollout worker {n} failed {worker.failures} times; faults.max_restarts is {limit}; at last: {lost}"
+                f"rollout worker {n} failed {counted(worker.failures, 'time')}; faults.max_restarts is {limit}; "
+                f"at last: {lost}"
             ) from lost
         self.events.note(f"rollout worker {n} failed {when} ({lost}){again}", worker=n)
 

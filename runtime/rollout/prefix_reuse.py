@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, GenerationConfig
 
+from tltlab.config import counted
 from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
@@ -279,4 +280,7 @@ def _notes(prefixes: Sequence[Prefix]) -> list[str]:
     offered = sum(len(earlier.token_ids) for _, earlier in visited)
     num_kept = sum(prefix.num_kept for prefix, _ in visited)
     whole = sum(prefix.response.finish_reason is not None for prefix, _ in visited)
-    return [f"{num_kept} of {offered} tokens of earlier responses kept, {whole} of {len(visited)} responses whole"]
+    return [
+        f"{num_kept} of {counted(offered, 'token')} of earlier responses kept, {whole} of "
+        f"{counted(len(visited), 'response')} whole"
+    ]

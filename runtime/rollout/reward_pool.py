@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from tltlab.config import counted
 from tltlab.errors import RunError
 from tltlab.files import found_in
 from tltlab.runtime.ray.scratch import leaves_memory
@@ -141,7 +142,7 @@ class RewardPool(UserProcesses):
     def take_failures(self) -> list[str]:
         """Return and clear a sentence for each kind of failure, with its count and none of the response's text."""
         sentences = [
-            f"{count} of {self._num_rewards} rewards {reason}: {self._config.on_failure:g} instead"
+            f"{count} of {counted(self._num_rewards, 'reward')} {reason}: {self._config.on_failure:g} instead"
             for reason, count in self._failures.most_common()
         ]
         self._failures.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from tltlab.config import counted
 from tltlab.drafters.base import Key
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
@@ -72,7 +73,7 @@ class SynchronousRollouts(Rollouts):
         num_prompts = self.recipe.rollout.prompts_per_step
         if self.recipe.train.sampling_rounds == 1 or (num_rounds == 1 and num_kept == num_prompts):
             return []
-        note = f"rewards differ within {num_kept} of {num_asked} groups of {num_rounds} rounds"
+        note = f"rewards differ within {num_kept} of {counted(num_asked, 'group')} of {counted(num_rounds, 'round')}"
         return [note if num_kept == num_prompts else f"{note}: trained on those, not on {num_prompts}"]
 
 

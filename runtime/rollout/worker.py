@@ -16,6 +16,7 @@ import numpy.typing as npt
 import ray
 import torch
 
+from tltlab.config import counted
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.errors import RunError
@@ -251,8 +252,8 @@ class EngineWorker:
         notes, cut = self.environment[0].take_failures(), conversations.cut
         if cut:
             notes.append(
-                f"{len(cut)} responses end at a tool's answer longer than the context or rollout.max_response_tokens "
-                "permit: they count as truncated"
+                f"{counted(len(cut), 'response')} ended at a tool's answer longer than the context or "
+                "rollout.max_response_tokens permit, and counted as truncated"
             )
         responses = [replace(r, finish_reason="length") if r.key in cut else r for r in rollout.responses]
         return replace(rollout, responses=responses, notes=notes)

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tltlab.config import counted
 from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt, read_prompts
@@ -150,8 +151,8 @@ class RunData:
         found = read_prompts(source, data, tokenizer, split=split, room=room)
         if found.num_dropped:
             self.notes.append(
-                f"{found.num_dropped} prompts of {source} have more than data.max_prompt_tokens = "
-                f"{data.max_prompt_tokens} tokens and are left out"
+                f"{counted(found.num_dropped, 'prompt')} of {source} left out, with more than data.max_prompt_tokens = "
+                f"{data.max_prompt_tokens} tokens"
             )
             per_step, num_left = self.recipe.rollout.prompts_per_step, len(found.prompts)
             if split is None and num_left < per_step:

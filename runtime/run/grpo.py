@@ -269,7 +269,7 @@ class GrpoRun:
                 self._ahead.forget()
                 first = self.state.reward_first
                 self.state = self.recovery.restart(error)
-                # Of the policy that the run began with, so it stays valid.
+                # Measured under the initial policy, so it stays valid.
                 self.state.reward_first = first
                 self._recorder.rewind(self.rl_step)
                 self._write_notes()

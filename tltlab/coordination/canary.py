@@ -311,7 +311,7 @@ class Alarm:
     (from 0). A drafter without a network, which depends on the text alone, and one whose rate before is not known
     collapse only where no draft at all is accepted. That rate is `ASSUMED` for a network; without a network there is no
     alarm then.
-    `say` receives a sentence at each collapse.
+    `notify` receives a sentence at each collapse.
 
     >>> said = []
     >>> alarm = Alarm(said.append)
@@ -322,8 +322,8 @@ class Alarm:
     'drafter eagle has collapsed since the engine woke'
     """
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say = say
+    def __init__(self, notify: Callable[[str], object]) -> None:
+        self._notify = notify
         self._windows: dict[str, tuple[_Window, bool]] = {}
 
     def happened(self, event: str) -> None:
@@ -372,7 +372,7 @@ class Alarm:
                 "outputs stay right but drafts only cost time: load the drafter's weights anew, restart the engine, or "
                 "turn speculation off"
             )
-            self._say(window.collapsed)
+            self._notify(window.collapsed)
 
 
 def check_chances(accept: Sequence[float]) -> None:

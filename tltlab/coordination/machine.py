@@ -83,7 +83,7 @@ class WorkerState:
     busy: bool = True
     seq: int = -1
     incarnation: int = -1
-    heard_s: float = 0.0
+    reported_s: float = 0.0
     sent_seq: int = 0
     sent_s: float = 0.0
     unacked: Train | StopTraining | None = None
@@ -158,7 +158,7 @@ def restarted(
     """
     turn = _Turn(CoordinatorState(config=config, term=above, seq=above), now)
     for worker in sorted(workers):
-        turn.workers[worker] = WorkerState(phase=Phase.BUSY, heard_s=now)
+        turn.workers[worker] = WorkerState(phase=Phase.BUSY, reported_s=now)
         turn.stop(worker)
     return turn.result()
 
@@ -171,7 +171,7 @@ def wakeup_s(state: CoordinatorState) -> float:
         if worker.unacked is not None:
             due = min(due, worker.sent_s + config.resend_s)
         if config.gone_after_s is not None and worker.phase not in (Phase.GONE, Phase.STOPPING):
-            due = min(due, worker.heard_s + config.gone_after_s)
+            due = min(due, worker.reported_s + config.gone_after_s)
     return due
 
 
@@ -212,7 +212,7 @@ class _Turn:
         busy = report.busy or report.rl_step != self.rl_step
         unacked = None if report.acked >= worker.sent_seq else worker.unacked
         self.workers[index] = replace(
-            worker, seq=report.seq, incarnation=report.incarnation, heard_s=self.now, busy=busy, unacked=unacked
+            worker, seq=report.seq, incarnation=report.incarnation, reported_s=self.now, busy=busy, unacked=unacked
         )
         if self.period is not None and index in self.period.members:
             trains = report.term == self.period.term
@@ -258,7 +258,7 @@ class _Turn:
                 if self.now >= worker.stop_by_s:
                     self._kill(index)
                     continue
-            elif worker.phase is not Phase.GONE and self.now >= worker.heard_s + gone_after_s:
+            elif worker.phase is not Phase.GONE and self.now >= worker.reported_s + gone_after_s:
                 # Cut off is not dead: a silent member may train on.
                 if worker.phase is Phase.TRAINING:
                     self._kill(index)

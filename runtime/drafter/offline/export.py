@@ -22,7 +22,7 @@ from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tltlab.config import FrozenModel
+from tltlab.config import FrozenModel, counted
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
@@ -134,7 +134,7 @@ def export_drafter(
         frozen = FrozenTarget.from_folder(source.target)
         write_checkpoint(head, frozen, source.target, folder, config.layout, config.depth)
         prompts = _prompts(source, config)
-        progress(f"written; starting stock vLLM on {source.target} to compare {len(prompts)} prompts")
+        progress(f"written; starting stock vLLM on {source.target} to compare {counted(len(prompts), 'prompt')}")
         comparisons = compare(folder, head, source.target, prompts, config)
         for comparison in comparisons:
             progress(

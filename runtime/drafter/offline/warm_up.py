@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from safetensors import SafetensorError
 
-from tltlab.config import FrozenModel
+from tltlab.config import FrozenModel, counted
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.heads.head import DrafterHead
@@ -159,7 +159,7 @@ def _texts(
     shape = read_config(model)
     texts = read_texts(data, config.texts, load_tokenizer(model), np.random.default_rng([config.seed, 0]))
     if not any(text.token_ids for text in texts):
-        progress(f"{len(texts)} prompts; the model answers them at temperature {config.texts.temperature:g}")
+        progress(f"{counted(len(texts), 'prompt')}, answered by the model at temperature {config.texts.temperature:g}")
         texts = generate_responses(model, texts, config.texts, seed=config.seed, progress=progress)
     texts = usable_texts(texts, shape.vocab_size, shape.max_position_embeddings)
     trained, heldout = split_by_prompt(texts, config.heldout, np.random.default_rng([config.seed, 2]))

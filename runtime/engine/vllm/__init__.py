@@ -39,7 +39,7 @@ def guarded_call(owner: Any, part: Callable[..., _Value], *args: Any, otherwise:
         owner.tltlab_failed = True
         # vLLM's log is often off.
         logging.getLogger(__name__).error(
-            "tltlab raised %s; vLLM's %s goes on without", what_was_raised(error), type(owner).__name__
+            "tltlab raised %s; vLLM's %s continues without it", what_was_raised(error), type(owner).__name__
         )
         return otherwise
 

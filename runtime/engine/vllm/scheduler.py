@@ -62,7 +62,7 @@ class PolicyScheduler(Scheduler):
         self._check_class(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         overlapped = isinstance(self, AsyncScheduler)
-        # The V2 runner verifies the drafts it keeps on the device, whatever tokens the scheduler names.
+        # The V2 runner verifies the drafts it keeps on the device, not the tokens that the scheduler names.
         beside = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
         self.control = settings.control(overlapped=overlapped, beside=beside)
         # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
@@ -93,7 +93,7 @@ class PolicyScheduler(Scheduler):
         except Exception as error:
             self.given_up = True
             failure = f"tltlab raised {what_was_raised(error)}"
-            logger.error("%s; the engine goes on without a policy, a recording or a capture", failure)
+            logger.error("%s; the engine continues without a policy, a recording or a capture", failure)
             self.control.failure = self.control.failure or failure
             self._worker_depth, self._due_ids = 0, None
             if self.num_spec_tokens:

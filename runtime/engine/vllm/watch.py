@@ -286,7 +286,7 @@ def _recording(scheduler: Any, control: Control, settings: Attachment) -> LiveRe
             logger.warning("%s is taken, so this engine records to %s", settings.record, recording.path)
         return recording
     except Exception as error:  # the engine is the user's
-        logger.error("%s: %s; the engine goes on, and nothing is recorded", type(error).__name__, error)
+        logger.error("%s: %s; the engine continues, and nothing is recorded", type(error).__name__, error)
         return None
 
 
@@ -311,7 +311,7 @@ def record_only(scheduler: Any) -> None:
         if watch.recording is not None:
             _RecordOnly(watch, watch.recording).begin()
     except Exception as error:  # the engine is the user's
-        logger.error("%s: %s; the engine goes on, and nothing is recorded", type(error).__name__, error)
+        logger.error("%s: %s; the engine continues, and nothing is recorded", type(error).__name__, error)
 
 
 class _RecordOnly:

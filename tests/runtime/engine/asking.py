@@ -96,7 +96,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return raises
 
 
-def said_once(caplog: pytest.LogCaptureFixture, about: str = "the engine goes on") -> str:
+def said_once(caplog: pytest.LogCaptureFixture, about: str = "the engine continues") -> str:
     """The only line of the log that says this."""
     (said,) = [record.getMessage() for record in caplog.records if about in record.getMessage()]
     return said

@@ -153,7 +153,7 @@ def test_a_cut_conversation_counts_as_truncated():
     got = worker._generate(requests, 3, [0])
     assert [response.finish_reason for response in got.responses] == ["stop", "length"]
     (note,) = got.notes
-    assert note.startswith("1 responses")
+    assert note.startswith("1 response ")
 
 
 def ended_with(answer: str | None) -> Future[tuple[str | None, str]]:
@@ -177,7 +177,7 @@ def test_a_call_that_fails_ends_its_response_and_no_other(tmp_path: Path, proces
     failures = pool.take_failures()
     assert len(failures) == (6 if processes else 4)
     assert not any("SECRET" in failure for failure in failures)
-    assert any("1 tool calls returned a int" in failure for failure in failures)
+    assert any("1 tool call returned a int" in failure for failure in failures)
     assert not pool.take_failures()
 
 
@@ -187,7 +187,7 @@ def test_a_call_that_takes_too_long_is_ended(tmp_path: Path):
     with closing(pool):
         assert pool.answer(pool.ask([{"role": "assistant", "content": "hang"}])) is None
     (failure,) = pool.take_failures()
-    assert "1 tool calls took more than 0.2 s" in failure
+    assert "1 tool call took more than 0.2 s" in failure
 
 
 def request(prompt: str, cap: int = 40) -> GenerationRequest:
@@ -253,7 +253,7 @@ def test_turns_become_one_response_of_which_only_the_models_tokens_count():
             later = [goes_on(r) for r in share if r.key[1:3] == ("p0", 1)]
             responses = [GenerationResponse(key=r.key, **said) for r in share]
             responses += [GenerationResponse(key=r.key, **said, **turn) for r in later]
-            parts.append(rolled(responses, 4.0, follow_ups=later, notes=["1 tool calls failed"] if later else []))
+            parts.append(rolled(responses, 4.0, follow_ups=later, notes=["1 tool call failed"] if later else []))
         return parts
 
     def halves(requests: list[GenerationRequest]) -> list[list[GenerationRequest]]:
@@ -267,7 +267,7 @@ def test_turns_become_one_response_of_which_only_the_models_tokens_count():
     assert list(long.token_versions) == [5] * 5
     assert long.reward == 5.0
     assert [len(t.token_ids) for t in got.trajectories if not t.from_tool] == [2] * 3
-    assert got.notes == ["1 tool calls failed"]
+    assert got.notes == ["1 tool call failed"]
     drawn = {"token_ids": long.token_ids, "logprobs": long.logprobs, "from_tool": long.from_tool}
     sample = Sample(prompt_token_ids=[1], reward=5.0, group=0, **drawn)
     assert sample.in_arrays().without_tokens().num_drawn == 4

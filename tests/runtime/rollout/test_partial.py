@@ -126,7 +126,7 @@ def test_groups_that_are_too_old_are_dropped():
     steps = run(engines, rollouts, range(12))
     ages = [rl_step - t.token_versions[0] for rl_step, got in enumerate(steps) for t in got.trajectories]
     assert max(ages) == 1
-    assert any("older than 1 RL steps" in note for got in steps for note in got.notes)
+    assert any("older than 1 RL step" in note for got in steps for note in got.notes)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
