@@ -165,6 +165,27 @@ def answer(name, lengths, tools, changes):
 display(pd.DataFrame([answer(name, *workload) for name, workload in workloads.items()]).round(2))
 
 # %% [markdown]
+# ## How much of the gain needs a drafter trained on long responses?
+#
+# The tail of a rollout is long contexts, and beyond the length at which a drafter was trained its chances fall
+# (`ContextAcceptance`, with its source). TLT with the same drafter, trained at 2K tokens, at 8K, and on whole responses
+# as those of TLT's buffer, for a base model's responses of up to 32K tokens: most of the gain needs long responses, and
+# 8K is nearly enough here. With longer responses (`median=4000`) a drafter trained at 2K makes the rollout slower.
+
+# %%
+long_tail = generate(
+    of_regime("base-rl").with_changes(median=1500, max_response_tokens=32_768),
+    num_rl_steps=2, prompts_per_step=32, group_size=8, num_workers=4,
+)  # fmt: skip
+gains = {}
+for trained in ("short", "8k", "long"):
+    drafter = f"learned=tlt-qwen2.5-32b-fresh@{trained}"
+    options = {"gpus": "8xH100", "model": "Qwen2.5-32B", "acceptance": drafter, "decision_block": 64, "ranges": False}
+    row = compare_systems(long_tail, "verl,tlt", **options).set_index("system").loc["tlt"]
+    gains[trained] = {"rollout": 1 / row.ratio, "RL step": 1 / row.step_ratio}
+display(pd.DataFrame(gains).T.round(2))
+
+# %% [markdown]
 # ## The rule of thumb
 #
 # Ask, in this order: how many responses does a worker still hold in the second half of its rollout; do prompts come

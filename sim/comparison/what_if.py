@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance
+from tltlab.acceptance.context import ContextAcceptance
 from tltlab.acceptance.load import DEFAULT, load_acceptance, with_drafter
 from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.calibration.api import parse_rl_steps
@@ -181,8 +182,14 @@ def _has_costs(trace: Trace, workers: int | None) -> bool:
 
 def _chance(model: Acceptance, drafters: Sequence[str]) -> float | None:
     """The chance that a token of the only drafter is accepted, where it is the same for all of them."""
-    part = model.of(drafters[0]) if isinstance(model, PerDrafter) else model
-    return part.alpha if len(drafters) == 1 and isinstance(part, GeometricAcceptance) else None
+    part = _part(model, drafters[0])
+    inner = part.base if isinstance(part, ContextAcceptance) else part
+    return inner.alpha if len(drafters) == 1 and isinstance(inner, GeometricAcceptance) else None
+
+
+def _part(model: Acceptance, drafter: str) -> Acceptance:
+    """A drafter's own model."""
+    return model.of(drafter) if isinstance(model, PerDrafter) else model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +275,10 @@ class _Question:
         granted = self.scenarios.acceptance
         if chance == self.accept or chance is None or granted is None:
             return self.scenarios.of(rl_steps)
-        model = with_drafter(granted, self.drafters[0], GeometricAcceptance(alpha=chance))
+        own, part = GeometricAcceptance(alpha=chance), _part(granted, self.drafters[0])
+        # The curve is over chances within the trained length.
+        curve = part.around([own]) if isinstance(part, ContextAcceptance) else own
+        model = with_drafter(granted, self.drafters[0], curve)
         return self.scenarios.of(rl_steps, acceptance=model)
 
 

@@ -192,6 +192,15 @@ def test_accept_is_short_for_one_drafter(lengths: Path):
     assert text.chosen.rollout.estimate > short.chosen.rollout.estimate, "n-grams cost no draft level"
 
 
+def test_a_drafter_trained_on_short_responses_brings_less_at_every_chance(lengths: Path):
+    short, full = (what_if(lengths, acceptance=f"learned=0.7@{trained}", **FAST) for trained in ("100", "window"))
+    assert [s.accept for s in short.speed_ups] == [s.accept for s in full.speed_ups]
+    assert len(short.speed_ups) == 3
+    for less, more in zip(short.speed_ups, full.speed_ups, strict=True):
+        assert less.rollout.estimate < more.rollout.estimate
+    assert short.acceptance == {"learned": "0.7@100"}
+
+
 @pytest.mark.parametrize("num_steps", [2, 3, 12])
 def test_the_verdict_is_a_row_of_its_table(num_steps: int):
     lengths = np.tile(LENGTHS, (4, 1))[:num_steps]

@@ -107,6 +107,37 @@ def test_the_oracle_picks_the_least_seconds_per_token():
                 assert known.seconds_per_token(regime.strategy, batch, context) == pytest.approx(min(prices))
 
 
+def test_tokens_are_priced_at_the_context_of_the_batch():
+    lengths, chain = log_normal(prompts=1, group_size=4, rl_steps=1, median=9000, cap=9000, workers=1), chain_of(4)
+    scenario = Scenario.of(lengths, costs=COSTS, acceptance="learned=0.8@1k")
+    known = ExpectedIteration(scenario, [chain])
+    for context, chance in ((0, 0.8), (1024, 0.8), (5 * 1024, 0.4), (20_000, 0.0)):
+        tokens = GeometricAcceptance(alpha=chance).tokens_per_iteration(chain)
+        assert known.tokens(chain, 3, 3.0 * context) == pytest.approx(tokens)
+        assert known.tokens(NO_SPECULATION, 3, 3.0 * context) == 1.0
+
+
+def test_the_oracle_stops_drafting_where_contexts_are_too_long():
+    lengths, chain = log_normal(prompts=1, group_size=1, rl_steps=1, median=9000, cap=9000, workers=1), chain_of(4)
+    scenario = Scenario.of(lengths, costs=COSTS, acceptance="learned=0.8@512", decision_block=8)
+    (rollout,) = scenario.rollouts(oracle_policy(scenario, [chain]))
+    (log,) = rollout.logs
+    drafts = [regime.strategy.speculates for regime in log.columns.regime]
+    contexts = log.columns.context_tokens
+    assert all(contexts[i] < contexts[j] for i, drafted in enumerate(drafts) if drafted
+               for j, other in enumerate(drafts) if not other)  # fmt: skip
+    always, never = (scenario.rollouts(policy)[0].makespan_s for policy in (fixed_at(chain), load_policy("none")))
+    assert rollout.makespan_s < min(always, never)
+
+
+def chain_of(depth: int) -> Strategy:
+    return Strategy.chain("learned", depth)
+
+
+def fixed_at(strategy: Strategy) -> Policy:
+    return Policy(selector=FixedSpec(strategy=strategy))
+
+
 def test_the_oracle_of_one_request_is_the_best_fixed_strategy():
     one = log_normal(prompts=1, group_size=1, rl_steps=2, median=400, cap=900, workers=1)
     strategies = [Strategy.chain("ngram", depth) for depth in (1, 2, 4, 8)]
