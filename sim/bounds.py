@@ -16,7 +16,8 @@ The least decoding time of one response of L tokens, prompt p, under strategies 
   (fix_s + c*(p + x))/A_s - c/2, so the time is at least the integral of min_s h_s over [0, L]. That minimum is concave
   in x, hence the integral is at least L times the mean of its ends. Exact for one strategy.
 - replayed: the shortest path over positions, exact.
-- by request: as fluid, with the most that a request can get anywhere in its response (reach + 1 when sampled).
+- by request: as fluid, with the most that a request can get anywhere in its response (reach + 1 when sampled). Where
+  acceptance falls with context, the most in each stretch of it.
 - sampled: the draws u_1, u_2, ... are fixed and used up in order. For any price lam per token (at most the cost of a
   plain iteration, where there is one), sum fix_s >= lam*L - max_K sum_{k<=K} max_s(lam*gain_s(u_k) - fix_s). With a_k
   the best gain of draw k, A its mean, R the largest rise of the walk of steps a_k/A - 1, the contexts sum to at least
@@ -56,6 +57,7 @@ from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
 
 _HALVINGS = 40
+_STRETCH_TOKENS = 256.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,25 +155,43 @@ def _decoding_s(
     prompts = requests.prompts[ids].astype(np.float64)
     lengths = requests.lengths[ids].astype(np.float64) - TOLERANCE_TOKENS
 
-    def most(regime: Regime) -> Floats | float:
-        if acceptance is None or acceptance.varies_by != "request" or not regime.strategy.speculates:
-            return regime.tokens
-        if mode == "sampled":
-            return regime.most + 1.0
+    levels: dict[str, Floats] = {}
+    siblings = np.zeros(len(ids))
+    by_request = acceptance is not None and acceptance.varies_by == "request"
+    if by_request and mode != "sampled":
         keys = [requests.keys[i] for i in ids]
         size = Counter(key[:2] for key in requests.keys)
         siblings = np.array([size[key[:2]] - 1.0 for key in keys])
-        levels = acceptance.levels(regime.strategy.drafter, keys, seed)
-        return acceptance.most_tokens(regime.strategy, RequestArrays(levels, lengths, siblings, prompts))
+        for name in {regime.strategy.drafter for regime in regimes if regime.strategy.speculates}:
+            assert acceptance is not None
+            levels[name] = acceptance.levels(name, keys, seed)
 
-    gains = [most(regime) for regime in regimes]
+    def most(regime: Regime, begin: float) -> Floats | float:
+        if acceptance is None or not by_request or not regime.strategy.speculates:
+            return regime.tokens
+        if mode == "sampled":
+            return regime.most + 1.0
+        # The iteration that brings token `begin` may have started with less context.
+        context_tokens = max(0.0, begin - regime.most - 1.0) + float(prompts.min())
+        arrays = RequestArrays(levels[regime.strategy.drafter], lengths, siblings, prompts)
+        return acceptance.at_context(context_tokens).most_tokens(regime.strategy, arrays)
 
-    def cheapest(x: Floats | float, row: list[float]) -> Floats:
-        per_token = [(fix + slope_s * (prompts + x)) / gain for gain, fix in zip(gains, row, strict=True)]
-        least: Floats = np.min(per_token, axis=0) - slope_s / 2
-        return least
-
-    return [lengths * (cheapest(0.0, row) + cheapest(lengths, row)) / 2 for row in fixed]
+    # Acceptance that falls with context has a bound for each stretch of a response.
+    longest = float(lengths.max())
+    falls = by_request and mode != "sampled" and acceptance is not None and acceptance.at_context(0.0) is not acceptance
+    begins = np.arange(0.0, longest, _STRETCH_TOKENS) if falls else [0.0]
+    least = [np.zeros(len(ids)) for _ in fixed]
+    for begin in begins:
+        gains = [most(regime, float(begin)) for regime in regimes]
+        end = np.minimum(lengths, begin + _STRETCH_TOKENS) if falls else lengths
+        width = np.maximum(end - begin, 0.0)
+        for row, seconds in zip(fixed, least, strict=True):
+            ends = []
+            for x in (begin, begin + width):
+                per_token = [(fix + slope_s * (prompts + x)) / gain for gain, fix in zip(gains, row, strict=True)]
+                ends.append(np.min(per_token, axis=0) - slope_s / 2)
+            seconds += width * (ends[0] + ends[1]) / 2
+    return least
 
 
 def _replayed(

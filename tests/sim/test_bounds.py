@@ -302,3 +302,21 @@ def test_a_long_response_needs_room_of_its_own():
 def test_an_envelope_leaves_out_what_lies_above_it():
     x, y = envelope(np.array([1.0, 2.0, 3.0, 4.0, 4.0]), np.array([1.0, 1.0, 4.0, 9.0, 8.0]))
     assert (x.tolist(), y.tolist()) == ([0.0, 2.0, 3.0, 4.0], [0.0, 1.0, 4.0, 8.0])
+
+
+@pytest.mark.parametrize("acceptance", ["ngram=0.8@1k", "ngram=0.8@3k", "ngram=0.8"])
+@pytest.mark.parametrize("lengths", [[12_000], [300, 4000, 12_000, 9000]])
+def test_a_bound_follows_acceptance_that_falls_with_context(acceptance: str, lengths: list[int]):
+    trace = of_lengths(lengths, prompt_tokens=200)
+    scenario = Scenario.of(trace, costs=COSTS, acceptance=acceptance, workers=len(lengths))
+    for strategies in ((CHAIN,), BOTH):
+        (bound_s,) = scenario.bounds_s(strategies)
+        rollout_s = min(simulate_s(scenario, strategies, strategy) for strategy in strategies)
+        assert bound_s <= rollout_s * CLOSE
+        if len(strategies) == 1:
+            assert bound_s > 0.97 * rollout_s
+
+
+def simulate_s(scenario: Scenario, strategies: tuple[Strategy, ...], strategy: Strategy) -> float:
+    (rollout,) = scenario.rollouts(Handing(*strategies, rule=lambda state: strategy, memoryless=True))
+    return rollout.makespan_s

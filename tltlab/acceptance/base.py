@@ -192,9 +192,10 @@ class Acceptance(ABC):
         models, none = self.by_batch(strategy.drafter), np.zeros(len(requests))
         if all(model.varies_by == "nothing" for model in models):
             return np.full(len(requests), max(model.tokens_per_iteration(strategy) for model in models))
+        if any(model is not self for model in models):
+            return np.asarray(np.max([model.most_tokens(strategy, requests) for model in models], axis=0), np.float64)
         corners = [
-            model.survival(strategy, replace(requests, generated_tokens=generated, num_siblings=siblings)).sum(axis=1)
-            for model in models
+            self.survival(strategy, replace(requests, generated_tokens=generated, num_siblings=siblings)).sum(axis=1)
             for generated in (none, requests.generated_tokens)
             for siblings in (none, requests.num_siblings)
         ]

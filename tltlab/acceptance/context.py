@@ -91,7 +91,9 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
         share, most = _HELD
         return max(self.base.refresh_iterations, min(most, int(self.trained_tokens / share)))
 
-    def at_context(self, context_tokens: float) -> Scaled:
+    def at_context(self, context_tokens: float) -> Acceptance:
+        if self.trained_tokens is None:
+            return self.base
         return Scaled(self.base, self.names, float(self.share(np.array(context_tokens))))
 
     def within(self, context_tokens: float) -> Acceptance:
@@ -113,7 +115,8 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
 
     def most_tokens(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         # The base is monotone in progress and the share falls with it: their product may peak between the ends.
-        return self.base.most_tokens(strategy, requests)
+        shortest = float(np.min(requests.prompt_tokens, initial=np.inf))
+        return self.at_context(shortest if np.isfinite(shortest) else 0.0).most_tokens(strategy, requests)
 
 
 def split_trained(text: str) -> tuple[str, float | None] | None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
-from tltlab.acceptance.by_request import SpreadAcceptance, spread_over_requests
+from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve, SpreadAcceptance, spread_over_requests
 from tltlab.acceptance.context import TRAINED_TOKENS, ContextAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import acceptance_text, granted, load_acceptance
@@ -133,6 +133,14 @@ def test_at_one_context_requests_are_alike():
         at = model.at_context(8192)
         assert at.varies_by == "nothing"
         assert at.tokens_per_iteration(CHAIN) == pytest.approx(tokens(SHORT, 8192))
+
+
+def test_most_tokens_hold_between_the_ends_of_a_response():
+    rising = CurveAcceptance(curves={"learned": RequestCurve(keep_logits=(-2.0,), drift=1.5)})
+    model = PerDrafter({"learned": ContextAcceptance(base=rising, trained_tokens=400)})
+    zero = np.zeros(1)
+    (most,) = model.most_tokens(CHAIN, RequestArrays(zero, zero + 3000, zero, 100.0))
+    assert all(tokens(model, 100.0 + at, prompt=100.0) <= most for at in range(0, 3000, 50))
 
 
 @pytest.mark.parametrize("text", ["0.7@300", "constant:2.5@200", "seer-siblings@400", "tlt-qwen2.5-32b@100"])
