@@ -17,6 +17,7 @@ from tltlab.acceptance.base import UNKNOWN, Acceptance, AcceptanceModel
 from tltlab.acceptance.by_request import spread_over_requests
 from tltlab.acceptance.load import DEFAULT, acceptance_text, load_acceptance
 from tltlab.acceptance.replay import TraceAcceptance
+from tltlab.calibration.acceptance.logged import LoggedDrafting
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.config import faults_in
 from tltlab.coordination.machine import CoordinatorConfig
@@ -44,8 +45,8 @@ class SimulationConfig:
 
     Where left open: costs from the trace folder's `costs.json`, else the preset `cpu-small`; acceptance from the
     trace's acceptance.parquet, else the folder's `acceptance.json`, else what the recorded iterations accepted
-    ("trace": without the file); workers from the manifest; placement contiguous, or what a system or a tuning takes;
-    all RL steps.
+    ("trace": without the file), else the accept length of a training log; workers from the manifest; placement
+    contiguous, or what a system or a tuning takes; all RL steps.
 
     `gpus` such as 8xH100 and a `model` (a name or `config.json`), with an `engine` and `tp` GPUs per worker where
     those are not to be found, bring costs and workers (`Deployment.of`); acceptance that is not known is then
@@ -188,6 +189,8 @@ class SimulationConfig:
             measured, _ = fit_acceptance(rows.to_pandas(), trace.drafters)
             if measured is not None:
                 return measured, f"measured in the trace's iterations ({', '.join(measured.drafters)})"
+        if (logged := LoggedDrafting.of(trace)) is not None:
+            return logged.acceptance(), logged.text
         if self.acceptance is not None:
             raise ConfigError(f"acceptance 'trace': {UNKNOWN.format('ngram')}")
         return None, None

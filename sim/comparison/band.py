@@ -148,6 +148,7 @@ class InputErrors:
     speed_up: float
     seconds: float
     tokens: Mapping[str, Ends]
+    stages: float = STAGES
 
     @classmethod
     def of(cls, scenario: Scenario, strategies: Iterable[Strategy], trace: Trace, *, recorded: bool) -> InputErrors:
@@ -251,7 +252,7 @@ def bands(
         if not moved["acceptance"]:
             effects["acceptance"] = errors.of_tokens()
         if whole:
-            factors = _costs_ends(_added(errors.seconds, STAGES))
+            factors = _costs_ends(_added(errors.seconds, errors.stages))
             effects["costs"] = _both(effects["costs"], effect(estimate, [ratio(nominal, 1 / f) for f in factors]))
         if drawn:
             logs = [math.log(ratio(pair, scale)) for pair, scale in zip(pairs[at:], tokens_of, strict=True)]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tltlab.acceptance.base import Acceptance
+from tltlab.costs.base import CostModel
 from tltlab.planning.placement import PLACEMENTS
 from tltlab.sim.config import SimulationConfig, load_spot_training
 from tltlab.sim.scenario import Scenario, described
@@ -122,6 +123,12 @@ class Scenarios:
         """The same with so many iterations between decisions."""
         other = copy(self)
         other.config = replace(self.config, decision_block=decision_block)
+        return other
+
+    def costing(self, costs: CostModel) -> Scenarios:
+        """The same with other costs."""
+        other = copy(self)
+        other.config, other._shared = replace(self.config, costs=costs), {}
         return other
 
     def of(self, rl_steps: Sequence[int], **changes: Any) -> Scenario:

@@ -42,6 +42,7 @@ from tltlab.stats import Interval, mean_of_few, paired_ratio
 from tltlab.traces.trace import Manifest, Trace
 
 from .jobs import side_by_side
+from .logged import LoggedRun
 from .sample import Scenarios, small
 from .sensitivity import Variant, over_ranges
 from .sweep import expected_s, intervals_of, ratio_columns
@@ -194,8 +195,9 @@ def compare_systems(
         raise ConfigError(f"repeats and jobs must be at least 1, got {repeats} and {jobs}")
     config = replace(config.changed(settings, compare_systems), placement=None, spot=None)
     scenarios = Scenarios(read(trace), config)
-    if stages is None and scenarios.machine is not None:
-        stages = scenarios.machine.stages
+    if stages is None:
+        logged = LoggedRun.of(scenarios)
+        scenarios, stages = logged.scenarios, logged.stages
     question = SystemComparison(
         scenarios=scenarios, systems=find_systems(systems), repeats=repeats, jobs=jobs, ranges=ranges,
         stages=None if stages is None else load_stages(stages), gpus_per_worker=gpus_per_worker,

@@ -16,6 +16,7 @@ from tltlab.stats import Interval
 from tltlab.traces.trace import Trace
 
 from .band import Band, Times
+from .logged import Running, ShareOf
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +47,8 @@ class WhatIf:
     `systems` are `compare_systems`' rows, that of `THE_VERDICT` among them. `used` maps columns of a trace to the
     source's, `ignored` are its others. `drafters` are those of the verdict's table, `acceptance` has in words
     what was granted to each, `recorded` tells that the trace says it.
-    `plain_s` is a rollout's mean seconds without speculation, `rollout_share` its share of the RL step;
+    `plain_s` is a rollout's mean seconds without speculation, `rollout_share` its share of the RL step, which is
+    the log's or follows from assumed stages (`share_of`); `running` compares with what a log's own run drafts with.
     `crowded_share` the share of worker time with more requests than the policy drafts for. `band` is the range of the
     rollout's speed-up, `rl_step_band` that of the RL step's, None as in `SpeedUp`. `training` is what
     training the drafter would bring, None where the trace does not know. `num_rl_steps` were simulated, `is_sampled`
@@ -65,9 +67,11 @@ class WhatIf:
     speed_ups: tuple[SpeedUp, ...]
     plain_s: float
     rollout_share: float | None
+    share_of: ShareOf | None
     crowded_share: float
     band: Band
     rl_step_band: Band | None
+    running: Running | None
     training: DrafterTraining | None
     systems: pd.DataFrame
     drafters: tuple[str, ...]
@@ -97,6 +101,8 @@ class WhatIf:
             head = f"Speculation would not make the rollout faster {condition}: {self.band}"
         else:
             head = f"Speculation would speed up the rollout {self.band}{step}, {condition}"
+        if self.running is not None:
+            head = f"{self.running.head}. Over plain decoding, s{head[1:]}"
         beside = ", ".join(f"at {100 * (s.accept or 0):.0f} % {s.rollout.estimate:.2f}x" for s in speed_ups)
         sure = " A slowdown is within that range." if self.band.loses and self.drafts else ""
         turns = next((note.removeprefix(SEVERAL_TURNS) for note in self.notes if note.startswith(SEVERAL_TURNS)), "")
@@ -169,6 +175,8 @@ class WhatIf:
             ],
             "makespan_s": self.plain_s,
             "rollout_share": self.rollout_share,
+            "share_of": self.share_of,
+            "running": self.running and self.running.json(),
             "crowded_share": self.crowded_share,
             "drafter_training": None if self.training is None else self.training.json(),
             "policy": self.chosen.policy.model_dump(mode="json"),

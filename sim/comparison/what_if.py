@@ -18,7 +18,6 @@ from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.costs.base import CostModel
 from tltlab.costs.deployment import GPUS
-from tltlab.costs.load import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
@@ -41,6 +40,7 @@ from tltlab.traces.trace import Manifest, Trace
 
 from .band import Band, InputErrors, Times, bands
 from .jobs import side_by_side
+from .logged import LoggedRun, Running
 from .sample import Scenarios, small
 from .systems import SystemComparison, ratios_are_small
 from .verdict import LEAST, MOST, SpeedUp, WhatIf
@@ -87,9 +87,10 @@ def what_if(
     (of the lengths), or all of a `reading`, and `form` say what a file does not. The
     machine and the acceptance are those of `SimulationConfig`: `gpus` (such as 8xH100) of a `model` (a name or
     `config.json`), or `costs` on `workers`; where none is named, the trace's own costs, else 8xH100 of Qwen2.5-7B.
-    Acceptance that nobody gives is the recorded one, else `tltlab.acceptance.load.DEFAULTS`, with 0.5 and 0.85 of the
-    drafter beside it. `accept` is short for the chance that a token of `drafter` ("learned") is accepted once those
-    before it were, all other drafters as in `DEFAULTS`.
+    Of a training log with stages, rollouts and stages take the log's seconds, and one that drafts is compared with its
+    own run first (`WhatIf.running`). Acceptance that nobody gives is the recorded one, else
+    `tltlab.acceptance.load.DEFAULTS`, with 0.5 and 0.85 of the drafter beside it. `accept` is short for the chance that
+    a token of `drafter` ("learned") is accepted once those before it were, all other drafters as in `DEFAULTS`.
 
     The policy is the exact table of up to four draft depths of that drafter (or of the recorded ones) by batch size for
     these costs and this acceptance: what the best table brings. `rl_steps` (numbers, or text such as "0:5" or "all")
@@ -117,7 +118,8 @@ def what_if(
     if all(option is None for option in (gpus, model, engine, tp, costs)) and not _has_costs(trace, workers):
         config = replace(config, gpus=GPUS)
     config, recorded = _with_acceptance(config, trace, accept, drafter)
-    scenarios = Scenarios(trace, config)
+    logged = LoggedRun.of(Scenarios(trace, config))
+    scenarios = logged.scenarios
     granted, machine = scenarios.acceptance, scenarios.machine
     assert granted is not None
     usual = [USUAL] if granted.knows(USUAL) and not recorded else list(granted.drafters) or [USUAL]
@@ -136,7 +138,7 @@ def what_if(
     ask = _Question(
         scenarios=scenarios, strategies=strategies, drafters=drafters, compared=compared,
         accept=None if recorded else _chance(granted, drafters), block=decisions_apart(trace), jobs=jobs, say=say,
-        recorded=recorded,
+        recorded=recorded, logged=logged,
     )  # fmt: skip
     found = scenarios.answer(ask.answer, ask.is_enough)
     scenario, plain, best, base = found.scenario, found.plain, found.chosen, found.base
@@ -148,9 +150,11 @@ def what_if(
         distance=evidence["distance"] if is_known else _measured_here(scenario, plain),
         evidence=evidence["says"] if is_known else f"costs {scenario.costs_name}",
         speed_ups=found.speed_ups, plain_s=plain.makespan_s, systems=found.systems, decision_block=ask.block,
-        notes=(*source.notes, *_measured(trace, plain.makespan_s), f"acceptance: {scenario.acceptance_name}",
+        notes=(*source.notes, *logged.notes, f"acceptance: {scenario.acceptance_name}",
                *(machine.assumed if machine else ())),
-        rollout_share=float(base.rollout_s.sum() / base.step_s.sum()) if base.step_s is not None else None,
+        rollout_share=logged.share if logged.share is not None or base.step_s is None
+        else float(base.rollout_s.sum() / base.step_s.sum()),
+        share_of=logged.share_of, running=found.running,
         crowded_share=_crowded_share(plain, best.policy),
         band=found.bands[0], rl_step_band=found.bands[1],
         training=drafter_training(trace, scenario), drafters=tuple(drafters), recorded=recorded,
@@ -202,6 +206,7 @@ class _Found:
     speed_ups: tuple[SpeedUp, ...]
     chosen: SpeedUp
     bands: tuple[Band, Band | None]
+    running: Running | None
     systems: pd.DataFrame
 
     @property
@@ -222,6 +227,7 @@ class _Question:
     accept: float | None
     recorded: bool
     block: int
+    logged: LoggedRun
     jobs: int | None
     say: Callable[[str, int], None]
 
@@ -233,7 +239,7 @@ class _Question:
         responses = sum(len(step.chains) for step in scenario.steps)
         self.say(f"{responses} responses of {len(scenario.steps)} RL steps", total)
         plain = simulated(scenario, load_policy("none"), "none", scenarios.trace.manifest)
-        stages = None if scenarios.machine is None else load_stages(scenarios.machine.stages)
+        stages = self.logged.stages
         base = _seconds(plain, stages)
         self.say("no speculation", total)
         tasks = [
@@ -253,17 +259,30 @@ class _Question:
         ).table(rl_steps)  # fmt: skip
         self.say(f"systems {', '.join(systems['system'])}", total)
         return _Found(scenario=scenario, plain=plain, base=base, speed_ups=tuple(speed_ups), chosen=chosen,
-                      bands=ranges, systems=systems)  # fmt: skip
+                      bands=ranges, running=self._running(scenario, chosen, base), systems=systems)  # fmt: skip
 
-    def _bands(self, scenario: Scenario, chosen: SpeedUp, base: Times) -> tuple[Band, Band | None]:
+    def _running(self, scenario: Scenario, chosen: SpeedUp, base: Times) -> Running | None:
+        """The speed-up over the log's own run; None where that does not draft."""
+        drafting, own = self.logged.drafting, self.logged.running([step.rl_step for step in scenario.steps], base)
+        if drafting is None or own is None:
+            return None
+        ranges = self._bands(scenario, chosen, own, self.logged.policy)
+        return Running.of(drafting, own, chosen.times, ranges, scenario.seed)
+
+    def _bands(
+        self, scenario: Scenario, chosen: SpeedUp, base: Times, baseline: Policy | None = None
+    ) -> tuple[Band, Band | None]:
         """The ranges of the verdict; a table that drafts nothing has those of the best ones at the inputs' ends."""
         strategies = [s for s in chosen.policy.strategies if s.speculates]
         errors = InputErrors.of(scenario, strategies or self.strategies, self.scenarios.trace, recorded=self.recorded)
 
+        if self.logged.share is not None:
+            errors = replace(errors, seconds=0.0, stages=0.0)
+
         def policy(end: Scenario) -> Policy:
             return chosen.policy if strategies else best_table(end, self.strategies)
 
-        return bands(scenario, policy, base, chosen.times, errors, jobs=self.jobs)
+        return bands(scenario, policy, base, chosen.times, errors, baseline=baseline, jobs=self.jobs)
 
     def is_enough(self, found: _Found) -> bool:
         """True if RL steps more would not make the speed-ups much surer, as their costs are off."""
@@ -323,16 +342,6 @@ def _crowded_share(plain: SimResult, policy: Policy) -> float:
         total += float(columns.seconds.sum())
         crowded += float(columns.seconds[~drafts[row]].sum())
     return crowded / total if total else 0.0
-
-
-def _measured(trace: Trace, simulated_s: float) -> tuple[str, ...]:
-    """A note of what a log's own rollouts took, beside the simulated ones."""
-    steps = trace.steps if trace.manifest.kind == "imported" else None
-    if steps is None or "rollout_s" not in steps or not (took := steps["rollout_s"].dropna()).size:
-        return ()
-    whole = steps["step_s"].reindex(took.index).sum() if "step_s" in steps else 0.0
-    share = f", {took.sum() / whole:.0%} of the RL step" if whole > 0 else ""
-    return (f"rollouts: {took.median():.3g} s in the log{share}; without speculation {simulated_s:.3g} s here",)
 
 
 def _measured_here(scenario: Scenario, plain: SimResult) -> str:

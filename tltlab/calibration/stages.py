@@ -26,6 +26,7 @@ from tltlab.costs.stages import (
     Trained,
 )
 from tltlab.errors import TraceError
+from tltlab.stats import Interval, paired_interval
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
@@ -106,6 +107,52 @@ def fit_stages(trace: Trace) -> StageFit:
     )
     rows = pd.concat([fitted.held_out for fitted in models.values()], ignore_index=True)
     return StageFit(costs=costs, residuals=_residuals(rows), held_out=rows)
+
+
+def stage_table(seconds: pd.DataFrame, whole: pd.Series) -> pd.DataFrame:
+    """Seconds by stage with "step", the whole RL step (the sum where `whole` is unknown), and "other", in no stage.
+
+    `seconds` has a column for each stage ("rollout_s", ...) and, as `whole`, a row for each RL step. RL steps without
+    any time are left out.
+    """
+    seconds = seconds.rename(columns=lambda name: name.removesuffix("_s")).dropna(axis=1, how="all")
+    seconds = seconds[seconds.notna().any(axis=1)]
+    summed = seconds.sum(axis=1)
+    whole = whole.reindex(seconds.index).fillna(summed)
+    return seconds.assign(other=(whole - summed).clip(lower=0.0), step=whole)
+
+
+def measured_stages(steps: pd.DataFrame) -> pd.DataFrame:
+    """The `stage_table` of a trace's `steps`. "wait" stands for "rollout" where rollouts go on beside training."""
+    rows = steps.set_index("rl_step").reindex(columns=["rollout_s", "wait_s", *STAGES, "step_s"]).astype(np.float64)
+    rows["rollout_s"] = rows["rollout_s"].where(rows["wait_s"].isna())
+    return stage_table(rows.drop(columns="step_s"), rows["step_s"])
+
+
+def rollout_rows(stages: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """Rows of a `stage_table` that time the rollout, or waiting for it, and the name of that column."""
+    part = "rollout" if "rollout" in stages else "wait"
+    return (stages[stages[part].notna()] if part in stages else stages[:0]), part
+
+
+def rollout_share(stages: pd.DataFrame) -> Interval | None:
+    """Share of the RL step that its rollout takes, with a 95 % interval over RL steps; None where that is not known."""
+    rows, part = rollout_rows(stages)
+    if rows.empty or not (rows["step"] - rows[part]).gt(0).any():
+        return None
+    return paired_interval(rows[part].to_numpy(), rows["step"].to_numpy(), rng=np.random.default_rng(0))
+
+
+def mean_stages(stages: pd.DataFrame, name: str) -> StageCosts:
+    """Stage costs that are the mean seconds of a `stage_table`; what is in no stage counts as training."""
+    rows, part = rollout_rows(stages)
+    mean = rows.fillna(0.0).mean()
+    inference, reward, sync = (float(mean.get(stage, 0.0)) for stage in ("inference", "reward", "sync"))
+    train = max(float(mean["step"] - mean[part]) - inference - reward - sync, 0.0)
+    return StageCosts(
+        inference=InferenceCosts(base_s=inference), reward=RewardCosts(base_s=reward), train=TrainCosts(base_s=train),
+        sync=SyncCosts(base_s=sync), provenance=f"mean seconds of {len(rows)} RL steps of {name}",
+    )  # fmt: skip
 
 
 def workloads(trace: Trace) -> dict[int, StepWorkload]:

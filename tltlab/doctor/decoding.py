@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from tltlab.calibration.stages import rollout_rows
 from tltlab.stats import mean_of_few
 
 from .check import Facts, NotChecked, rl_steps
@@ -98,9 +99,7 @@ def timed_steps(run: RunEvidence) -> pd.DataFrame:
 
 def not_bottleneck(run: RunEvidence) -> Facts | None:
     """The rollout, or waiting for it, is less than half of an RL step: speeding it up cannot help much."""
-    stages = run.stages
-    part = "rollout" if "rollout" in stages else "wait"
-    rows = stages[stages[part].notna()] if part in stages else stages[:0]
+    rows, part = rollout_rows(run.stages)
     if len(rows) < ENOUGH_STEPS:
         raise NotChecked(f"the times of the stages (steps) are known of fewer than {ENOUGH_STEPS} RL steps")
     others = rows.drop(columns=[part, "step"]).fillna(0.0)
@@ -119,14 +118,16 @@ def not_bottleneck(run: RunEvidence) -> Facts | None:
 
 def rollout_share(run: RunEvidence) -> Facts | None:
     """The rollout is most of an RL step: how much faster the step can get at best."""
-    rows = run.steps.reindex(columns=["rollout_s", "step_s"]).dropna().astype(np.float64)
+    timed = (run.steps if run.log is None else run.log).reindex(columns=["rl_step", "step_s"]).dropna()
+    rows, part = rollout_rows(run.stages)
+    rows = rows[rows.index.isin(timed["rl_step"])]
     if len(rows) < ENOUGH_STEPS:
         raise NotChecked(f"fewer than {ENOUGH_STEPS} RL steps time rollout and whole RL step (a training log does)")
-    share = ratio(rows["rollout_s"], rows["step_s"])
+    share = ratio(rows[part], rows["step"])
     if share.low < HALF:
         return None
     gains = {"twice": 1 / (1 - share.estimate / 2), "at_best": 1 / max(1 - share.estimate, 1e-3)}
-    return gains | {"share": share, "rollout_s": rows["rollout_s"].median(), "step_s": rows["step_s"].median()}
+    return gains | {"share": share, "rollout_s": rows[part].median(), "step_s": rows["step"].median()}
 
 
 def preemption(run: RunEvidence) -> Facts | None:

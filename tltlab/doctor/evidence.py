@@ -14,9 +14,9 @@ import pandas as pd
 
 from tltlab.calibration.iterations import recorded_rows
 from tltlab.calibration.linear import fit_recorded, predict
+from tltlab.calibration.stages import measured_stages, stage_table
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
-from tltlab.costs.stages import STAGES
 from tltlab.errors import TraceError
 from tltlab.files import json_lines, read_object
 from tltlab.importers.formats import guess
@@ -50,8 +50,6 @@ LOG_REMEDIES = {
     "inference": "log-probs: micro-batches of more tokens, or those of the rollout engine",
 }
 NO_LOG = "it is looked for in training logs alone"
-SPOKEN = {"sync": "weight sync", "wait": "waiting for rollouts", "advantage": "computing advantages"}
-SPOKEN["other"] = "time that no timer names"
 SPOKEN = {
     "sync": "weight sync", "wait": "waiting for rollouts", "advantage": "computing advantages",
     "other": "time that no timer names",
@@ -148,18 +146,10 @@ class RunEvidence:
 
         "step" is the whole, the RL step's own time where that is known; what is in no stage is "other".
         """
-        if self.log is not None:
-            seconds = pd.DataFrame(list(self.log["seconds"]), index=self.log["rl_step"], dtype=np.float64)
-            whole = self.log.set_index("rl_step")["step_s"]
-        else:
-            rows = self.steps.set_index("rl_step")
-            seconds = rows.reindex(columns=["rollout_s", *STAGES]).astype(np.float64)
-            whole = rows["step_s"].astype(np.float64) if "step_s" in rows else pd.Series(np.nan, rows.index)
-        seconds = seconds.rename(columns=lambda name: name.removesuffix("_s")).dropna(axis=1, how="all")
-        seconds = seconds[seconds.notna().any(axis=1)]
-        summed = seconds.sum(axis=1)
-        whole = whole.reindex(seconds.index).fillna(summed)
-        return seconds.assign(other=(whole - summed).clip(lower=0.0), step=whole)
+        if self.log is None:
+            return measured_stages(self.steps)
+        seconds = pd.DataFrame(list(self.log["seconds"]), index=self.log["rl_step"], dtype=np.float64)
+        return stage_table(seconds, self.log.set_index("rl_step")["step_s"])
 
     def remedy(self, stage: str) -> str:
         """What to look at where a stage takes most of the time; a log is of another framework, with other settings."""

@@ -434,9 +434,9 @@ def _steps_table(steps: list[StepMetrics]) -> pd.DataFrame:
     """The table `steps`; times of the run count from the first RL step."""
     stages = ["rollout_s", "inference_s", "reward_s", "train_s", "sync_s"]
     table = metrics_table(steps)
-    for name in stages[1:]:
+    for name in (*stages[1:], "wait_s"):
         table[name] = np.array([seconds.get(name) for seconds in table["seconds"]], dtype=np.float64)
-    table = table[["rl_step", *stages, "step_s", "reward_mean", "accept_length"]].copy()
+    table = table[["rl_step", *stages, "wait_s", "step_s", "reward_mean", "accept_length", "draft_rate"]].copy()
     whole = table["step_s"].fillna(table[stages].sum(axis=1))
     table.insert(1, "t_start", whole.cumsum() - whole)
     table["policy_version"] = table["rl_step"]

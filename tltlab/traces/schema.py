@@ -99,6 +99,7 @@ TABLES: dict[str, pa.Schema] = {
         "rl_step:i32 t_start:f64 rollout_s:f64? inference_s:f64? reward_s:f64? train_s:f64? sync_s:f64? policy:str?"
         " policy_version:i32 drafter_version:i32? drafter_age:i32? drafter_updates:i64? reward_mean:f32? drift_kl:f32?"
         " accept_length:f32? step_s:f64? staleness:f32? off_policy_share:f32? dropped_groups:i64? length_bias:f32?"
+        " wait_s:f64? draft_rate:f32?"
     ),
     "spans": _schema("rl_step:i32 lane:str kind:str t_start:f64 duration:f64 batch:i32? detail:str?"),
     "spot_training": _schema(
@@ -139,11 +140,12 @@ class Manifest(FrozenModel):
     seed: int | None = None
     notes: str | None = None
     drafters: dict[str, DrafterTraits] = Field(default={})
+    drafting: str | None = None
     without_iterations: tuple[int, ...] | None = None
 
     @model_serializer(mode="wrap")
     def _without_the_unsaid(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        unsaid: dict[str, Any] = {"drafters": {}, "without_iterations": None}
+        unsaid: dict[str, Any] = {"drafters": {}, "drafting": None, "without_iterations": None}
         return {name: value for name, value in dump(self).items() if name not in unsaid or value != unsaid[name]}
 
     @field_validator("created")
@@ -176,7 +178,7 @@ class Manifest(FrozenModel):
     def to_json(self, sums: Mapping[str, str] | None = None) -> str:
         """The text of `manifest.json`, sealed (`files.sealed`); every field is there, or null.
 
-        Empty `drafters` and `without_iterations` of None are left out.
+        Empty `drafters`, and `drafting` and `without_iterations` of None, are left out.
 
         `sums` are the SHA-256 of the files beside it, by name.
         """

@@ -1,0 +1,166 @@
+"""A training log in place of presets: its rollouts' seconds, its stages, its acceptance, and the run that it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from tltlab.arrays import Floats
+from tltlab.calibration.acceptance.logged import LoggedDrafting
+from tltlab.calibration.stages import mean_stages, measured_stages, rollout_rows, rollout_share
+from tltlab.costs.scaled import ScaledCosts
+from tltlab.costs.stages import StageCosts
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import FixedSpec
+from tltlab.sim.tuning.drafter_training import interval_ends, times_as_fast
+from tltlab.stats import Interval
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import Trace
+
+from .band import Band, Times
+from .sample import Scenarios, samples
+
+ShareOf = Literal["log", "preset"]
+
+
+def logged_stages(trace: Trace) -> pd.DataFrame | None:
+    """Seconds by stage of a trace made of a log (`measured_stages`); None for other traces, and without a share."""
+    steps = trace.steps if trace.manifest.kind == "imported" and trace.iterations is None else None
+    if steps is None:
+        return None
+    table = measured_stages(steps)
+    return None if rollout_share(table) is None else table
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRun:
+    """A simulation in the terms of its trace's log; of another trace, or a log without stages, `scenarios` as given.
+
+    `scenarios` have costs scaled by `level`, so that rollouts drafted as in the log take the log's seconds. `stages` of
+    a log are the mean seconds of each of its stages. `share` is the rollout's of the RL step in the log (None: not
+    said), `drafting` what the log's run drafts with (None: nothing, or not said).
+    """
+
+    scenarios: Scenarios
+    stages: StageCosts | None
+    drafting: LoggedDrafting | None
+    share: float | None = None
+    level: float = 1.0
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, scenarios: Scenarios) -> LoggedRun:
+        """Read the log's figures and fit the level to as many of its RL steps as a first sample has."""
+        trace, machine = scenarios.trace, scenarios.machine
+        run = cls(
+            scenarios=scenarios, stages=None if machine is None else machine.stages, drafting=LoggedDrafting.of(trace)
+        )
+        table = logged_stages(trace)
+        share = None if table is None else rollout_share(table)
+        if table is None or share is None:
+            return run
+        rows, part = rollout_rows(table)
+        timed = [step for step in (scenarios.config.rl_steps or trace.rl_steps) if step in rows.index]
+        if not timed:
+            return run
+        sample = next(samples(timed))
+        measured_s = rows.loc[sample, part].to_numpy()
+        simulated_s = run.seconds(sample)
+        level = float(measured_s.sum() / simulated_s.sum())
+        own, _ = scenarios.config.find_costs(trace)
+        costs = ScaledCosts.around(own, level=level, switch_s=own.switch_s * level, outside_s=own.outside_s * level)
+        said = "rollouts" if part == "rollout" else "waiting for rollouts, which go on beside training"
+        note = (
+            f"{said}: {np.median(measured_s):.3g} s in the log, {share.estimate:.0%} of the RL step, {level:.2f} times "
+            f"those of {machine.name if machine else scenarios.costs_name}: simulated ones are scaled to them"
+        )
+        return cls(
+            scenarios=scenarios.costing(costs), stages=mean_stages(table, trace.manifest.name or "a log"),
+            drafting=run.drafting, share=share.estimate, level=level, notes=(note,),
+        )  # fmt: skip
+
+    @property
+    def share_of(self) -> ShareOf | None:
+        """Where the rollout's share of the RL step is from; None where it is not known."""
+        return "log" if self.share is not None else None if self.stages is None else "preset"
+
+    def strategy(self, rl_step: int) -> Strategy:
+        """What the log's run drafted with in an RL step."""
+        drafting = self.drafting
+        told = drafting is not None and drafting.accept_length.get(rl_step, np.nan) >= 1.0
+        return drafting.strategy if drafting is not None and told else NO_SPECULATION
+
+    def seconds(self, rl_steps: Sequence[int]) -> Floats:
+        """Simulated seconds of rollouts that draft as the log's did, each with its own accept length."""
+        found = []
+        for rl_step in rl_steps:
+            strategy, changes = self.strategy(rl_step), dict[str, Any]()
+            if self.drafting is not None and strategy.speculates:
+                changes["acceptance"] = self.drafting.acceptance(float(self.drafting.accept_length[rl_step]))
+            scenario = self.scenarios.of([rl_step], **changes)
+            found.append(scenario.rollouts(Policy(selector=FixedSpec(strategy=strategy)))[0].makespan_s)
+        return np.array(found)
+
+    def running(self, rl_steps: Sequence[int], plain: Times) -> Times | None:
+        """Seconds of the log's own run in these RL steps; None where it does not say that it drafts."""
+        if self.drafting is None or all(not self.strategy(step).speculates for step in rl_steps):
+            return None
+        rollout_s = self.seconds(rl_steps)
+        return Times(rollout_s=rollout_s, step_s=None if plain.step_s is None else rollout_s + plain.others_s())
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy of the log's run where its drafts were kept all along, so that one acceptance describes it."""
+        drafting = self.drafting
+        if drafting is None or len(drafting.kept) < len(drafting.accept_length):
+            return None
+        return Policy(selector=FixedSpec(strategy=drafting.strategy))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """Speed-up of the policy that was found over what the log's own run drafts with; draws' intervals and ranges."""
+
+    drafting: LoggedDrafting
+    rollout: Interval
+    rl_step: Interval | None
+    band: Band
+    rl_step_band: Band | None
+
+    @classmethod
+    def of(
+        cls, drafting: LoggedDrafting, own: Times, found: Times, bands: tuple[Band, Band | None], seed: int
+    ) -> Running:
+        """From the seconds of the log's own run and of the policy that was found."""
+        rl_step = None
+        if own.step_s is not None and found.step_s is not None:
+            rl_step = times_as_fast(own.step_s, found.step_s, seed)
+        rollout = times_as_fast(own.rollout_s, found.rollout_s, seed)
+        return cls(drafting=drafting, rollout=rollout, rl_step=rl_step, band=bands[0], rl_step_band=bands[1])
+
+    @property
+    def head(self) -> str:
+        """The answer to a log that speculates already."""
+        lengths = self.drafting.accept_length
+        collapsed = lengths.notna().sum() - len(self.drafting.kept)
+        fallen = f", of which none are kept in {collapsed} of {lengths.notna().sum()} RL steps" if collapsed else ""
+        step = "" if self.rl_step_band is None else f", the RL step {self.rl_step_band}"
+        return (
+            f"The log already drafts ({self.drafting.strategy}, {self.drafting.mean_accept_length:.2f} tokens per "
+            f"draft{fallen}): the best table would speed up its rollout {self.band}{step}"
+        )
+
+    def json(self) -> dict[str, Any]:
+        """The keys of `running` in `tltlab what-if --json`."""
+        return {
+            "strategy": str(self.drafting.strategy),
+            "depth_from": self.drafting.depth_from,
+            "accept_length": self.drafting.mean_accept_length,
+            "rollout": interval_ends(self.rollout),
+            "rl_step": interval_ends(self.rl_step),
+            "band": {"rollout": self.band.json(), "rl_step": self.rl_step_band and self.rl_step_band.json()},
+        }

@@ -1,0 +1,127 @@
+"""Training logs: `what-if`, `doctor`, `verify` and `compare` state one share, one acceptance, one speed-up."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tltlab.calibration.acceptance.logged import LoggedDrafting
+from tltlab.doctor.signatures import diagnose
+from tltlab.importers.sources import read
+from tltlab.sim.comparison import what_if as questions
+from tltlab.sim.comparison.logged import LoggedRun
+from tltlab.sim.comparison.sample import Scenarios
+from tltlab.sim.comparison.what_if import what_if
+from tltlab.sim.config import SimulationConfig
+from tltlab.strategy import Strategy
+
+from ..workloads import typed
+
+ROLLOUT_S, STEP_S = 60.0, 600.0
+MEAN_SCALE = 1.05625
+"""Mean over RL steps of what all figures of a log are multiplied with."""
+FAST = {"systems": "verl,vllm-dynamic"}
+
+
+@pytest.fixture(autouse=True)
+def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "_CURVE", ())
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Callable[..., Path]:
+    """Make a log of verl: 10 % of its RL step is the rollout, 20 % training, the rest has no timer."""
+
+    def make(**metrics: Callable[[int], float]) -> Path:
+        lines = []
+        for step in range(1, 9):
+            scale = 1 + 0.05 * (step % 3)
+            values = {
+                "response_length/mean": 900.0 * scale, "response_length/max": 6000.0 * scale,
+                "response_length/min": 20.0, "response_length/clip_ratio": 0.0, "prompt_length/mean": 100.0,
+                "perf/total_num_tokens": 128 * (900.0 * scale + 100.0), "timing_s/gen": ROLLOUT_S * scale,
+                "timing_s/update_actor": 120.0 * scale, "timing_s/step": STEP_S * scale,
+            }  # fmt: skip
+            values |= {f"spec_decode/{name}": value(step) for name, value in metrics.items()}
+            lines.append(f"step:{step} - " + " - ".join(f"{name}:{value:.4f}" for name, value in values.items()))
+        path = tmp_path / "verl.log"
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    return make
+
+
+def test_doctor_and_what_if_state_the_share_of_the_log(log: Callable[..., Path]):
+    path = log()
+    found = what_if(path, **FAST)
+    assert (found.share_of, found.running) == ("log", None)
+    assert found.rollout_share == pytest.approx(0.1)
+    said = next(f for f in diagnose(path).findings if f.code == "rollout-not-bottleneck").evidence
+    assert "10%" in said
+    assert "10 %" in found.verdict
+    gained = found.chosen.rollout.estimate
+    assert gained > 1.2
+    assert found.chosen.rl_step is not None
+    assert found.chosen.rl_step.estimate == pytest.approx(1 / (0.9 + 0.1 / gained), rel=1e-3)
+    assert found.plain_s == pytest.approx(ROLLOUT_S * MEAN_SCALE)
+
+
+def test_lengths_alone_have_the_share_of_assumed_stages():
+    assert what_if([[100, 300], [50, 600]], **FAST).share_of == "preset"
+
+
+def test_a_log_that_drafts_is_compared_with_its_own_run(log: Callable[..., Path]):
+    path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
+    drafting = LoggedDrafting.of(read(path))
+    assert drafting is not None
+    assert (drafting.strategy, drafting.mean_accept_length) == (Strategy.chain("learned", 3), pytest.approx(2.5))
+    assert drafting.acceptance().tokens_per_iteration(drafting.strategy) == pytest.approx(2.5)
+    found = what_if(path, **FAST)
+    assert found.recorded
+    running = found.running
+    assert running is not None
+    # The best table is better than the log's constant depth, and by less than it is than plain decoding.
+    assert 1.0 <= running.band.estimate < found.chosen.rollout.estimate
+    assert running.rl_step is not None
+    assert running.rl_step.estimate == pytest.approx(1 / (0.9 + 0.1 / running.rollout.estimate), rel=1e-3)
+    keys = found.json()["running"]
+    assert (keys["strategy"], keys["accept_length"]) == ("learned:3", pytest.approx(2.5))
+    assert running.band.low <= running.band.estimate <= running.band.high
+
+
+def test_drafts_that_collapsed_are_what_there_is_to_gain(log: Callable[..., Path]):
+    fallen = log(
+        mean_acceptance_length=lambda step: 2.5 if step < 5 else 1.0,
+        draft_acceptance_rate=lambda step: 0.5 if step < 5 else 0.0,
+    )
+    found = what_if(fallen, **FAST)
+    assert found.running is not None
+    assert found.running.drafting.mean_accept_length == pytest.approx(2.5)
+    assert found.running.rollout.estimate > 1.3
+    assert "4 of 8" in found.verdict
+
+
+def test_a_draft_of_one_token_may_be_none(log: Callable[..., Path]):
+    assert what_if(log(mean_acceptance_length=lambda step: 1.0), **FAST).running is None
+
+
+def test_rollouts_drafted_as_logged_take_the_logs_seconds(log: Callable[..., Path]):
+    path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
+    run = LoggedRun.of(Scenarios(read(path), SimulationConfig(gpus="8xH100")))
+    steps = run.scenarios.run
+    assert run.seconds(steps).mean() == pytest.approx(ROLLOUT_S * MEAN_SCALE, rel=1e-6)
+    assert run.stages is not None
+    assert run.stages.train is not None
+    assert run.stages.train.base_s == pytest.approx(540.0 * MEAN_SCALE)
+
+
+def test_compare_has_the_logs_acceptance_and_stages(log: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
+    path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
+    asked = ("--gpus", "8xH100", "--systems", "verl,vllm-dynamic")
+    found, systems = (json.loads(typed(capsys, name, path, *asked, "--json")[1]) for name in ("what-if", "compare"))
+    rows = {row["system"]: row for row in found["systems"]}
+    for row in systems["systems"]:
+        assert row["step_s"] == pytest.approx(rows[row["system"]]["step_s"])
+        assert row["makespan_s"] == pytest.approx(rows[row["system"]]["makespan_s"])
+    assert "2.50" in systems["acceptance"]

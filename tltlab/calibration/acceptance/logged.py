@@ -1,0 +1,93 @@
+"""Drafting as a training log tells it: tokens per draft of each RL step, how deep was drafted, and the acceptance."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import pandas as pd
+
+from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.per_drafter import PerDrafter
+from tltlab.strategy import Strategy
+from tltlab.traces.trace import Trace
+
+COLLAPSED = 1.05
+"""Accept length up to which no draft is kept, but for rounding."""
+_DRAFTER, _DEPTH, _MOST_DEPTH = "learned", 3, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedDrafting:
+    """The strategy of a log's run, and its `accept_length` by RL step (NaN: not said).
+
+    `depth_from` says what shows the draft depth. `kept` are the RL steps in which any draft was kept.
+    """
+
+    strategy: Strategy
+    accept_length: pd.Series[float]
+    depth_from: str
+
+    @classmethod
+    def of(cls, trace: Trace) -> Self | None:
+        """The drafting of a trace of a log; None where it does not say how many tokens a draft yields.
+
+        The depth is that of the manifest, else tokens kept per draft over the share of drafted tokens that is kept,
+        else 3 or as deep as the accept length needs.
+        """
+        steps = trace.steps if trace.manifest.kind == "imported" else None
+        if steps is None or "accept_length" not in steps:
+            return None
+        rows = steps.set_index("rl_step").reindex(columns=["accept_length", "draft_rate"]).astype(np.float64)
+        length, rate = rows["accept_length"], rows["draft_rate"]
+        # A log may write one token per draft where nothing was drafted.
+        if not ((length > COLLAPSED) | (length.notna() & rate.notna())).any():
+            return None
+        if trace.manifest.drafting is not None:
+            known = Strategy.parse(trace.manifest.drafting)
+            if known.speculates:
+                return cls(strategy=known, accept_length=length, depth_from="the log's configuration")
+        depths = ((length - 1.0) / rate)[(rate > 0) & (length > COLLAPSED)]
+        if len(depths):
+            depth, source = round(float(depths.median())), "tokens per draft and the share that is kept"
+        else:
+            depth, source = max(_DEPTH, math.ceil(length.max() - 1.0)), "an assumption"
+        return cls(
+            strategy=Strategy.chain(_DRAFTER, min(max(depth, 1), _MOST_DEPTH)), accept_length=length, depth_from=source
+        )
+
+    @property
+    def kept(self) -> pd.Series[float]:
+        """Accept lengths of the RL steps in which drafts were kept; of all where none were."""
+        kept = self.accept_length[self.accept_length > COLLAPSED]
+        return kept if len(kept) else self.accept_length.dropna()
+
+    @property
+    def mean_accept_length(self) -> float:
+        """Tokens per draft while drafts were kept: the harmonic mean, as of RL steps with equally many tokens."""
+        return float(len(self.kept) / (1.0 / self.kept).sum())
+
+    @property
+    def text(self) -> str:
+        return f"the log's {self.mean_accept_length:.2f} tokens per draft of {self.strategy}"
+
+    def acceptance(self, accept_length: float | None = None) -> PerDrafter:
+        """Chains whose mean at the log's depth is this accept length, by default that while drafts were kept."""
+        alpha = _alpha(self.mean_accept_length if accept_length is None else accept_length, self.strategy.reach)
+        drafter = self.strategy.drafter
+        return PerDrafter({drafter: GeometricAcceptance(alpha=alpha)}, None, {drafter: self.text})
+
+
+def _alpha(tokens: float, depth: int) -> float:
+    """Chance of each token with which a draft of that depth yields so many tokens on average.
+
+    >>> round(_alpha(1 + 0.7 + 0.49, 2), 6)
+    0.7
+    """
+    low, high = 0.0, 0.999
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(depth + 1)) < tokens else (low, middle)
+    return high if low else 0.0
