@@ -18,6 +18,7 @@ import numpy as np
 from tltlab.acceptance.base import Acceptance, Scaled, scaled
 from tltlab.acceptance.load import DEFAULT
 from tltlab.arrays import Floats, Ints
+from tltlab.calibration.acceptance.logged import LoggedDrafting
 from tltlab.costs.evidence import interval
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
@@ -214,24 +215,26 @@ def bands(
     drafting: Times,
     errors: InputErrors,
     *,
+    baseline: Policy | None = None,
     jobs: int | None = 1,
 ) -> tuple[Band, Band | None]:
     """The ranges of the speed-ups of rollouts and of RL steps, from `plain` and `drafting`, which were simulated.
 
     `policy` returns the policy of a scenario whose inputs are off: the one that was simulated, or the best there where
-    that one drafts nothing. Other stages take what they take in `plain` and `drafting`, in proportion to the tokens.
-    `jobs` as in `side_by_side`.
+    that one drafts nothing. `plain` are the times of plain decoding or of the `baseline`, whose ends are simulated too.
+    Other stages take what they take in `plain` and `drafting`, in proportion to the tokens. `jobs` as in
+    `side_by_side`.
     """
     moved = at_ends(scenario, errors)
     drawn = [] if len(scenario.steps) >= _FEW_STEPS else _draws(scenario)
     used, none = policy(scenario), load_policy("none")
     ends = [end for ends in moved.values() for end in ends]
     runs = [(end, policy(end)) for end in ends] + [(draw, used) for draw in drawn]
-    runs += [(draw, none) for draw in drawn]
+    runs += [(end, baseline) for end in ends if baseline is not None] + [(draw, baseline or none) for draw in drawn]
     found = list(side_by_side([partial(_makespans, *run) for run in runs], jobs=jobs))
     drafting_s, plain_s = found[: len(ends) + len(drawn)], found[len(ends) + len(drawn) :]
     # The ends of costs and acceptance are those of speculation: plain decoding takes what it took.
-    plain_s = [plain.rollout_s] * len(ends) + plain_s
+    plain_s = plain_s if baseline is not None else [plain.rollout_s] * len(ends) + plain_s
     pairs = list(zip(plain_s, drafting_s, strict=True))
     tokens_of = [_tokens(draw) / np.maximum(_tokens(scenario), 1.0) for draw in drawn]
 
@@ -269,11 +272,11 @@ def bands(
 def recorded_tokens(trace: Trace, drafter: str) -> Ends | None:
     """The 90 % range of a recorded drafter's mean tokens per iteration, over that mean; None for too few records.
 
-    Records are positions of acceptance.parquet, by prompt group, else iterations, by RL step and worker, else the
-    accept lengths that a log has of its RL steps.
+    Records are positions of acceptance.parquet, by prompt group, else iterations, by RL step and worker, else accept
+    lengths of a log, by RL step in which drafts were kept.
     """
     pairs: dict[tuple[int, Any], list[float]] = {}
-    table, rows, steps = trace.acceptance, trace.arrow("iterations"), trace.steps
+    table, rows = trace.acceptance, trace.arrow("iterations")
     if table is not None and len(table):
         part = table[table["drafter"] == drafter]
         keys = zip(part["rl_step"], part["prompt_id"], strict=True)
@@ -288,8 +291,8 @@ def recorded_tokens(trace: Trace, drafter: str) -> Ends | None:
         for (step, worker), part in frame.groupby(["rl_step", "worker"]):
             drafts = float(part["batch"].sum())
             pairs[int(step), worker] = [drafts + float(part["num_accepted"].sum()), drafts]
-    elif steps is not None and "accept_length" in steps:
-        pairs = {(at, ""): [float(length), 1.0] for at, length in enumerate(steps["accept_length"].dropna())}
+    elif (logged := LoggedDrafting.of(trace)) is not None:
+        pairs = {(0, step): [length, 1.0] for step, length in logged.kept.items()}
     kept = np.array([pair for pair in pairs.values() if pair[1] > 0]).reshape(-1, 2)
     if len(kept) < 2:
         return None

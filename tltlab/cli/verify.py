@@ -20,6 +20,7 @@ from tltlab.sim.verification.rollouts import text
 from tltlab.sim.verification.rollouts import verify as run_verify
 from tltlab.sim.verification.training_log import WINDOW as LOG_WINDOW
 from tltlab.sim.verification.training_log import is_log, verify_log
+from tltlab.sim.verification.whole_steps import whole_steps
 
 WINDOW, SAMPLES, ROUNDS = 8, 3, 5
 
@@ -67,7 +68,7 @@ def verify(
     With --decisions: play each rollout through the simulator with its recorded times and acceptance, and print which
     share of the policy's decisions, and of the states they were made in, come out the same.
 
-    Of a training log, which has no iterations, later RL steps are predicted from earlier ones.
+    Of a training log, which has no iterations, later rollouts and whole RL steps are predicted from earlier ones.
 
     Example: tltlab verify demo --json
 
@@ -85,7 +86,8 @@ def verify(
         if is_log(trace):
             trace = trace if chosen is None else trace.select(chosen)
             log = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW, jobs=jobs)
-            emit(log.json(), as_json=as_json, text=log.text())
+            whole = whole_steps(trace, log, window or LOG_WINDOW)
+            emit(log.json() | whole.json(), as_json=as_json, text="\n".join(filter(None, [log.text(), whole.text()])))
             return
         if costs is not None or workers is not None:
             raise ConfigError("--costs and --workers are for training logs: a recorded run tells its own")

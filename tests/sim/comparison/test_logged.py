@@ -125,3 +125,23 @@ def test_compare_has_the_logs_acceptance_and_stages(log: Callable[..., Path], ca
         assert row["step_s"] == pytest.approx(rows[row["system"]]["step_s"])
         assert row["makespan_s"] == pytest.approx(rows[row["system"]]["makespan_s"])
     assert "2.50" in systems["acceptance"]
+
+
+def test_verify_predicts_whole_steps_and_states_the_same_share(
+    log: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+):
+    path = log()
+    found = json.loads(typed(capsys, "verify", path, "--json")[1])
+    assert found["rollout_share"] == pytest.approx(what_if(path, **FAST).rollout_share)
+    assert found["rollout"]["num_steps"] == found["step"]["num_steps"] == 2
+    for row, of_rollout in zip(found["whole_steps"], found["steps"], strict=True):
+        scale = 1 + 0.05 * (row["rl_step"] % 3)
+        assert row["measured_s"] == pytest.approx(STEP_S * scale)
+        # All that lies beside the rollout is proportional to tokens here.
+        beside_s = row["predicted_s"] - of_rollout["predicted_s"]
+        assert beside_s == pytest.approx((STEP_S - ROLLOUT_S) * scale, rel=0.01)
+    errors = [abs(row["error"]) for row in found["whole_steps"]]
+    assert found["step"]["worst_error"] == pytest.approx(max(errors))
+    assert found["step"]["mean_error"] == pytest.approx(sum(errors) / 2)
+    assert found["step"]["worst_error"] < 0.02
+    assert "10%" in typed(capsys, "verify", path)[1]
