@@ -122,7 +122,8 @@ def rollout_share(run: RunEvidence) -> Facts | None:
     rows, part = rollout_rows(run.stages)
     rows = rows[rows.index.isin(timed["rl_step"])]
     if len(rows) < ENOUGH_STEPS:
-        raise NotChecked(f"fewer than {ENOUGH_STEPS} RL steps time rollout and whole RL step (a training log does)")
+        few = f"fewer than {ENOUGH_STEPS} RL steps time rollout and whole RL step (a training log does)"
+        raise NotChecked(run.complaint or few)
     share = ratio(rows[part], rows["step"])
     if share.low < HALF:
         return None
