@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,8 +14,11 @@ import pandas as pd
 from tltlab.arrays import Floats
 from tltlab.calibration.acceptance.logged import LoggedDrafting
 from tltlab.calibration.stages import mean_stages, measured_stages, rollout_rows, rollout_share
+from tltlab.costs.deployment import GPUS
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.stages import StageCosts
+from tltlab.errors import ConfigError
+from tltlab.hardware import gpu, model
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim.tuning.drafter_training import interval_ends, times_as_fast
@@ -34,6 +39,23 @@ def logged_stages(trace: Trace) -> pd.DataFrame | None:
         return None
     table = measured_stages(steps)
     return None if rollout_share(table) is None else table
+
+
+def machine_of(trace: Trace) -> dict[str, Any]:
+    """The `gpus`, `model` and `tp` that a log's configuration says, without what is not known here."""
+    manifest, found = trace.manifest, dict[str, Any]()
+    if manifest.kind != "imported":
+        return found
+    with suppress(ConfigError):
+        found["model"] = model(manifest.model or "").name
+    match = re.fullmatch(r"(\d+)(?:x(.+)| GPUs)", manifest.hardware or "")
+    if match is None:
+        return found
+    count, name = int(match[1]), GPUS.partition("x")[2]
+    with suppress(ConfigError):
+        name = gpu(match[2] or name).name
+    workers = manifest.num_workers
+    return found | {"gpus": f"{count}x{name}", "tp": count // workers if workers and count % workers == 0 else None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from tltlab.traces.trace import Manifest, Trace
 
 from .band import Band, InputErrors, Times, bands
 from .jobs import side_by_side
-from .logged import LoggedRun, Running
+from .logged import LoggedRun, Running, machine_of
 from .sample import Scenarios, small
 from .systems import SystemComparison, ratios_are_small
 from .verdict import LEAST, MOST, SpeedUp, WhatIf
@@ -86,7 +86,8 @@ def what_if(
     `lengths` are whatever `read_lengths` takes: a file of any of its formats, a trace, a DataFrame, an array. `column`
     (of the lengths), or all of a `reading`, and `form` say what a file does not. The
     machine and the acceptance are those of `SimulationConfig`: `gpus` (such as 8xH100) of a `model` (a name or
-    `config.json`), or `costs` on `workers`; where none is named, the trace's own costs, else 8xH100 of Qwen2.5-7B.
+    `config.json`), or `costs` on `workers`; where none is named, the trace's own costs, else those a
+    log says, else 8xH100 of Qwen2.5-7B.
     Of a training log with stages, rollouts and stages take the log's seconds, and one that drafts is compared with its
     own run first (`WhatIf.running`). Acceptance that nobody gives is the recorded one, else
     `tltlab.acceptance.load.DEFAULTS`, with 0.5 and 0.85 of the drafter beside it. `accept` is short for the chance that
@@ -116,7 +117,7 @@ def what_if(
         rl_steps=chosen,
     )  # fmt: skip
     if all(option is None for option in (gpus, model, engine, tp, costs)) and not _has_costs(trace, workers):
-        config = replace(config, gpus=GPUS)
+        config = replace(config, **({"gpus": GPUS} | machine_of(trace)))
     config, recorded = _with_acceptance(config, trace, accept, drafter)
     logged = LoggedRun.of(Scenarios(trace, config))
     scenarios = logged.scenarios

@@ -19,7 +19,7 @@ from tltlab.traces.trace import Trace
 
 from .fields import ENVELOPES, NAMES, is_list, is_missing, kind_of, matches, number, parsed, plain
 from .length_table import group_size_of, tables_of_responses
-from .metrics_log import is_metrics_log, records_of, refuse_wandb, unknown_log
+from .metrics_log import is_metrics_log, records_of, refuse_wandb, settings_of, unknown_log
 from .responses import Reader
 from .rows import (
     BY_OPTION,
@@ -132,7 +132,10 @@ def imported(
             steps, place=str(path), responses=reading.responses, group_size=reading.group_size,
             max_response_tokens=reading.max_response_tokens, said=notes,
         )  # fmt: skip
-        trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers)
+        said = settings_of(path)
+        if said:
+            notes.append(f"the log's configuration: {', '.join(f'{name} {value}' for name, value in said.items())}")
+        trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers, said=said)
         return Imported(trace=trace, used={}, ignored=(), notes=notes_of(trace))
     if form in ("verl", "trl"):
         needs = _NEEDS[form]
@@ -192,14 +195,14 @@ def _check(reading: Reading, form: Format, workers: int | None) -> None:
 
 def _trace(
     name: str, form: Format, tables: Mapping[str, pd.DataFrame], notes: Sequence[str], workers: int | None,
-    group_size: int | None = None,
+    group_size: int | None = None, said: Mapping[str, Any] = {},
 ) -> Trace:  # fmt: skip
     cap = int(tables["workload"]["max_response_tokens"].max())
     size = group_size_of(tables["workload"])
     manifest = Manifest(
         kind="imported", name=name.split(".")[0], source=f"{_CALLED[form]} {name}" if form in _CALLED else name,
-        num_workers=workers, max_response_tokens=cap, group_size=size if form != "csv" or size != 1 else group_size,
-        notes="; ".join(notes) or None,
+        max_response_tokens=cap, group_size=size if form != "csv" or size != 1 else group_size,
+        notes="; ".join(notes) or None, **{**said, "num_workers": workers or said.get("num_workers")},
     )  # fmt: skip
     return Trace.from_tables(manifest, tables)
 

@@ -143,6 +143,21 @@ def entries_of(lines: Iterable[Line], forms: Sequence[Form], hints: Sequence[str
             yield Entry(rl_step, line, form, fields, last, is_cut)
 
 
+def settings_in(lines: Iterable[Line], patterns: Mapping[str, Sequence[re.Pattern[str]]]) -> dict[str, str | None]:
+    """Return what lines of a configuration say by setting, each by the first of its patterns that is there.
+
+    A setting whose pattern says several things is None, one without any is left out.
+    """
+    said: dict[str, dict[int, set[str]]] = {name: {} for name in patterns}
+    for line in lines:
+        for name, listed in patterns.items():
+            for at, pattern in enumerate(listed):
+                for match in pattern.finditer(line.text):
+                    said[name].setdefault(at, set()).add(match[1])
+    firsts = {name: found[min(found)] for name, found in said.items() if found}
+    return {name: next(iter(values)) if len(values) == 1 else None for name, values in firsts.items()}
+
+
 Items = tuple[dict[str, Any], str | None, bool]
 
 

@@ -16,15 +16,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json, read_text
+from tltlab.strategy import Strategy
 
-from .log_lines import Entry, Line, Wrapping, entries_of, lines_of, settled
+from .log_lines import Entry, Line, Wrapping, entries_of, lines_of, settings_in, settled
 from .rows import ending, rows_of
-from .step_metrics import FIRST_OF, FORMS, HINTS, KNOWN, LONG_FIELDS, LONG_NAMES, Record, plain_key
+from .step_metrics import FIRST_OF, FORMS, HINTS, KNOWN, LONG_FIELDS, LONG_NAMES, SETUP, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
 """Files of metrics that TensorBoard leaves in folders of its own."""
@@ -47,6 +49,10 @@ _NAME = re.compile(r"(?<![\w/])[A-Za-z][\w/.@-]*[/_][\w/.@-]+(?![\w/])")
 _MOST_LINE_BYTES = 1 << 20
 _CONSOLES = ("", ".log", ".out", ".err", ".txt")
 """Endings of names under which output of consoles is kept."""
+_CONFIG_LINES = 20_000
+"""Lines at a log's start in which its configuration is looked for."""
+_COUNTS = {"gpus": "0", "gpus_per_node": "0", "nodes": "1", "tp": "0", "engines": "0", "depth": "0"}
+"""Numbers of a configuration, and what holds where it does not say them."""
 _MOST_HELD_BYTES = 1 << 26
 """Of a log that is held in memory; larger ones are read anew each time."""
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+0-9.eEinfINFnaN]+)(?: \d+)?$")
@@ -142,6 +148,25 @@ def records_of(path: Path) -> Iterator[Record]:
         yield from _from_lines(path)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """Fields of a manifest that a console's log says in the configuration printed at its start."""
+    if not path.is_file() or ending(path) not in _CONSOLES:
+        return {}
+    said = settings_in(islice(_lines(path), _CONFIG_LINES), SETUP)
+    counts = {name: int(said.get(name, other) or 0) for name, other in _COUNTS.items()}
+    gpus = counts["gpus"] or counts["gpus_per_node"] * counts["nodes"]
+    found: dict[str, Any] = {"model": said.get("model")}
+    if gpus:
+        found["hardware"] = f"{gpus}x{said['gpu']}" if said.get("gpu") else f"{gpus} GPUs"
+    tp = counts["tp"]
+    found["num_workers"] = counts["engines"] or (gpus // tp if tp and gpus % tp == 0 else 0) or None
+    found["engine"] = f"vllm {said['engine']}" if said.get("engine") else "sglang" if "sglang" in said else None
+    if counts["depth"] and (method := said.get("method")):
+        drafter = next((name for name in ("ngram", "suffix") if method.lower().startswith(name)), "learned")
+        found["drafting"] = str(Strategy.chain(drafter, counts["depth"]))
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _csv(path: Path) -> Iterator[Record]:

@@ -72,6 +72,8 @@ FORMS = (
 """How lines of metrics begin and are written: those of frameworks, then any."""
 HINTS = tuple(_TABLE["any"]["hints"])
 """A line without any of these is none of metrics."""
+SETUP = {name: tuple(map(re.compile, patterns)) for name, patterns in _TABLE["setup"].items()}
+"""How runs print their configuration, by setting."""
 KNOWN = ", ".join(dict.fromkeys(framework.name.split(",")[0] for framework in FRAMEWORKS))
 """The frameworks' names, as messages list them."""
 

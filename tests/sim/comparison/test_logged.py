@@ -145,3 +145,33 @@ def test_verify_predicts_whole_steps_and_states_the_same_share(
     assert found["step"]["mean_error"] == pytest.approx(sum(errors) / 2)
     assert found["step"]["worst_error"] < 0.02
     assert "10%" in typed(capsys, "verify", path)[1]
+
+
+CONFIGURATION = """+ python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct \\
+ trainer.n_gpus_per_node=8 trainer.nnodes=2 actor_rollout_ref.rollout.tensor_model_parallel_size=4
+(WorkerDict pid=3) | 0  NVIDIA H200   On | 00000000:1B:00.0 Off |
+(vLLM pid=9) INFO Initializing a V1 LLM engine (v0.11.0) with config: model='Qwen/Qwen2.5-7B-Instruct', \
+speculative_config=SpeculativeConfig(method='eagle3', model='/heads/a', num_spec_tokens=5), tensor_parallel_size=4
+"""
+
+
+def test_a_log_says_its_machine_and_drafts_in_its_configuration(log: Callable[..., Path]):
+    path = log(mean_acceptance_length=lambda step: 2.5)
+    path.write_text(CONFIGURATION + path.read_text())
+    manifest = read(path).manifest
+    assert (manifest.model, manifest.hardware, manifest.num_workers) == ("Qwen/Qwen2.5-7B-Instruct", "16xH200", 4)
+    assert (manifest.engine, manifest.drafting) == ("vllm 0.11.0", "learned:5")
+    found = what_if(path, **FAST)
+    assert (found.workers, found.setting) == (4, "Qwen2.5-7B on 16 x H200")
+    assert found.running is not None
+    assert str(found.running.drafting.strategy) == "learned:5"
+    assert "configuration" in found.running.drafting.depth_from
+    assert what_if(path, gpus="2xH100", **FAST).workers == 2
+
+
+def test_a_configuration_that_contradicts_itself_says_nothing(log: Callable[..., Path]):
+    path = log()
+    other = CONFIGURATION.replace("nnodes=2", "nnodes=4").replace("'eagle3'", "'ngram'")
+    path.write_text(CONFIGURATION + other + path.read_text())
+    manifest = read(path).manifest
+    assert (manifest.hardware, manifest.num_workers, manifest.drafting) == (None, None, None)
