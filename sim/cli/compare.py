@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from tltlab.files import write_json
 from tltlab.importers.sources import read
 from tltlab.own import code_allowed
 from tltlab.planning.systems import SYSTEMS
+from tltlab.sim.comparison.logged import logged_share, machine_of
 from tltlab.sim.comparison.sample import sample_text
 from tltlab.sim.comparison.sweep import compare as compare_policies
 from tltlab.sim.comparison.sweep import drafters_text, granted_text, speed_up_cells, speed_ups
@@ -108,6 +110,8 @@ def compare(
         decision_block=decision_block, prefix_caching=prefix_caching, prefix=prefix, max_tools=max_tools,
         tool_s=tool_seconds, gpus=gpus, model=model, engine=engine, tp=tp,
     )  # fmt: skip
+    if not config.is_on_machine and costs is None and workers is None and "gpus" in (logged := machine_of(source)):
+        config = replace(config, **logged)
     if systems is None:
         if any(option is not None for option in (stages, gpus_per_worker, ranges, claims or None)):
             raise ConfigError("--stages, --gpus-per-worker, --ranges and --claims are for --systems")
@@ -140,6 +144,10 @@ def compare(
     attributes = ("baseline", "num_rl_steps", "num_rl_steps_of", "evidence", "outside_calibration")
     result |= {key: rows.attrs[key] for key in (*attributes, "costs", "acceptance")}
     text = "\n".join([lines, *evidence_lines(rows.attrs["evidence"], rows.attrs["outside_calibration"])])
+    share = logged_share(source)
+    if share is not None:
+        text += f"\nthe rollout is {share:.0%} of the RL step in the log"
+    result["logged_rollout_share"] = share
     if search:
         text += f"\nthe fastest of {rows.attrs['searched']} compositions on the other RL steps"
     if claims:

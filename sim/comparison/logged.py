@@ -41,6 +41,13 @@ def logged_stages(trace: Trace) -> pd.DataFrame | None:
     return None if rollout_share(table) is None else table
 
 
+def logged_share(trace: Trace) -> float | None:
+    """Share of the RL step that the rollout takes in a log; None for other traces and where it is not said."""
+    table = logged_stages(trace)
+    share = None if table is None else rollout_share(table)
+    return None if share is None else share.estimate
+
+
 def machine_of(trace: Trace) -> dict[str, Any]:
     """The `gpus`, `model` and `tp` that a log's configuration says, without what is not known here."""
     manifest, found = trace.manifest, dict[str, Any]()

@@ -169,6 +169,19 @@ def test_a_log_says_its_machine_and_drafts_in_its_configuration(log: Callable[..
     assert what_if(path, gpus="2xH100", **FAST).workers == 2
 
 
+def test_compare_of_policies_takes_machine_and_acceptance_from_the_log(
+    log: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+):
+    path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
+    path.write_text(CONFIGURATION.replace("num_spec_tokens=5", "num_spec_tokens=3") + path.read_text())
+    found = json.loads(typed(capsys, "compare", path, "--policies", "none,learned:3", "--json")[1])
+    rows = {row["policy"]: row for row in found["policies"]}
+    assert found["logged_rollout_share"] == pytest.approx(0.1)
+    assert "H200" in found["costs"]
+    assert "2.50" in rows["learned:3"]["acceptance"]["learned"]
+    assert rows["learned:3"]["ratio"] < 1.0
+
+
 def test_a_configuration_that_contradicts_itself_says_nothing(log: Callable[..., Path]):
     path = log()
     other = CONFIGURATION.replace("nnodes=2", "nnodes=4").replace("'eagle3'", "'ngram'")
