@@ -12,7 +12,7 @@ import numpy as np
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.acceptance.load import granted
-from tltlab.acceptance.per_drafter import refuse_one_for_several
+from tltlab.acceptance.per_drafter import PerDrafter, refuse_one_for_several
 from tltlab.arrays import Floats
 from tltlab.config import shown
 from tltlab.coordination.progress import SpotTraining
@@ -189,10 +189,14 @@ class Scenario(SimulationConfig):
         stream = Stream(self.steps, self.admission, self.seed) if isinstance(self.admission, Admission) else None
         drafter = self.drafter_states if drafter is None else drafter
         model_before, state = None, DrafterState()
+        known = self.acceptance
+        if isinstance(known, PerDrafter) and drafters:
+            # Requests that are alike for the policy's own drafters have a closed form.
+            known = known.only(drafters)
         for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
             state = state if drafter is None else drafter[at]
             simulator.drafters = {n: state if registry[n].has_network else DrafterState() for n in drafters}
-            model = self.acceptance
+            model = known
             if model is not None:
                 model = model.in_state(simulator.drafters).within(self.longest_context_tokens)
             if not at or model is not model_before:

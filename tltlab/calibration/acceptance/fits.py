@@ -61,8 +61,10 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
     measured, notes = fit_acceptance(table, trace.drafters)
     model: Model | None = measured
     if measured is not None and not all(map(measured.copied, measured.drafters)):
-        model, context_notes = by_context(measured, recorded_drafts(trace)[0], trace.workload)
+        drafts, left_out = recorded_drafts(trace)
+        model, context_notes = by_context(measured, drafts, trace.workload)
         notes += context_notes
+        notes += [f"acceptance by context is not known: {note}" for note in left_out if drafts.empty]
     return AcceptanceFit(kind="by-batch", model=model, notes=tuple(notes))
 
 
