@@ -177,10 +177,11 @@ def _log_beyond(score: float) -> float:
 
 REGIMES = {
     name: LengthModel.model_validate_json((files("tltlab.lengths") / "regimes" / f"{name}.json").read_text("utf-8"))
-    for name in ("base-rl", "reasoning")
+    for name in ("base-rl", "reasoning", "production", "long-tail")
 }
-"""Models of lengths by name: a base model early in RL, where length is luck, and reasoning models, where the prompt
-decides it. Drift is 0: no public rollouts span enough RL steps to fit it."""
+"""Models of lengths by name: a base model early in RL, where the prompt does not decide length; reasoning models, where
+it does; a reasoning model in production; and what is published of TLT's rollouts, whose longest responses reach the cap
+while three in four stay far below. Drift is 0: no public rollouts span enough RL steps to fit it."""
 
 
 def of_regime(regime: str) -> LengthModel:

@@ -30,6 +30,8 @@ from tltlab.traces.trace import Trace
 
 RL_STEPS = 2
 """RL steps that are simulated for each law of lengths."""
+BETWEEN = ("base-rl", "reasoning")
+"""Laws of lengths between which a run is expected."""
 TRAINER_BYTES = 12
 """Bytes of a parameter in a checkpoint: float32 weights and two moments."""
 TOKEN_BYTES = 8
@@ -125,7 +127,7 @@ def forecast(recipe: Recipe, plan: RunPlan, out: Path, command: str, lengths: Pa
 def _drawn(recipe: Recipe) -> dict[str, Trace]:
     """RL steps of the recipe's size by regime, cut at its cap."""
     rollout = recipe.rollout
-    laws = {name: law.with_changes(max_response_tokens=rollout.max_response_tokens) for name, law in REGIMES.items()}
+    laws = {name: REGIMES[name].with_changes(max_response_tokens=rollout.max_response_tokens) for name in BETWEEN}
     return {
         f"{name} (median {law.quantile(0.5):.0f} tokens, {law.cap_mass():.1%} cut)": generate(
             law, num_rl_steps=RL_STEPS, prompts_per_step=rollout.prompts_per_step, group_size=rollout.group_size,
