@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 from tltlab.importers.length_table import tables_of_lengths
 from tltlab.traces.schema import Manifest
@@ -26,3 +27,19 @@ def of_lengths(
     lengths = np.asarray(response_tokens, np.int64)
     tables = tables_of_lengths(key, lengths, np.full(n, prompt_tokens), cap, lengths >= cap)
     return Trace.from_tables(Manifest(kind="imported", num_workers=workers, max_response_tokens=cap), tables)
+
+
+def of_samples(
+    lengths: ArrayLike,
+    cap: int,
+    *,
+    prompt_id: ArrayLike,
+    sample: ArrayLike,
+    rl_step: ArrayLike = 0,
+    prompt_tokens: ArrayLike = 0,
+) -> Trace:
+    """Responses by RL step, prompt and sample; those that reach the cap are cut."""
+    key = pd.DataFrame({"rl_step": rl_step, "prompt_id": prompt_id, "sample": sample}).reset_index(drop=True)
+    tokens = np.asarray(lengths)
+    tables = tables_of_lengths(key, tokens, np.asarray(prompt_tokens), cap, tokens >= cap)
+    return Trace.from_tables(Manifest(kind="imported"), tables)

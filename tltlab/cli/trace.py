@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +14,11 @@ from tltlab.console import Json, command_group, emit, progress, table
 from tltlab.errors import ConfigError
 from tltlab.importers.formats import imported
 from tltlab.importers.sources import read
-from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
+from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, outlook, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
+from tltlab.lengths.longest import longest
 from tltlab.lengths.model import LengthModel, of_regime
+from tltlab.lengths.summaries import DEFAULTS, KEYS, from_summaries, read_summaries
 from tltlab.traces.recovery import repair as repair_recording
 from tltlab.traces.storage import check_sums
 from tltlab.traces.stream import StreamWriter, count
@@ -34,12 +36,22 @@ TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trac
 
 @app.command()
 def describe(trace: TraceArgument, as_json: Json = False) -> None:
-    """Say what is in a trace: manifest, tables, and lengths and times of each RL step.
+    """Print what is in a trace: manifest, tables, and lengths and times of each RL step.
+
+    Also the longest response that another RL step will have, and summaries of lengths in the keys of `tltlab trace
+    generate --like`, which draws a trace with the same ones.
 
     Example: tltlab trace describe traces/tiny
     """
-    result = describe_trace(read(trace))
-    emit(result, as_json=as_json, text=_describe_text(result))
+    source = read(trace)
+    result = describe_trace(source)
+    ahead = outlook(source)
+    result |= {"summaries": ahead.summaries.given()}
+    result |= {
+        name: value and asdict(value) for name, value in (("longest", ahead.longest), ("makespan", ahead.makespan))
+    }
+    text = f"{_describe_text(result)}\n\n" + "\n".join(filter(None, (str(ahead), f"summaries: {ahead.summaries}")))
+    emit(result, as_json=as_json, text=text)
 
 
 @app.command()
@@ -151,11 +163,20 @@ app.command("annotate")(annotate_trace)
 def generate(
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
     regime: Annotated[
-        str | None, typer.Option(help="base-rl (length is luck; the default) or reasoning (the prompt decides it).")
+        str | None,
+        typer.Option(
+            help="base-rl (the prompt does not decide length; the default), reasoning (the prompt decides), production "
+            "(a reasoning model in production), or long-tail (published summaries of TLT's rollouts)."
+        ),
     ] = None,
     like: Annotated[
         str | None,
-        typer.Option(metavar="TRACE|CSV|JSON", help="Fit lengths and shape to this; JSON: a trace's lengths.json."),
+        typer.Option(
+            metavar="TRACE|CSV|JSON|KEY=NUMBER,...",
+            help="Fit lengths and shape to this; JSON: a trace's lengths.json. Or to published summaries, "
+            f"p50=1500,p75=4000,cap=20480,cut=0.02; the keys are {KEYS}. cut: share cut at the cap; max: mean of RL "
+            "steps' longest; tail: share of the makespan with at most 32 of responses left, in tokens.",
+        ),
     ] = None,
     rl_steps: Annotated[int | None, typer.Option(help="RL steps (4, or those of --like).")] = None,
     prompts: Annotated[int | None, typer.Option(help="Prompts per RL step (64, or those of --like).")] = None,
@@ -233,6 +254,7 @@ def generate(
     names = ("workload", "outcomes")
     tables = {n: pd.concat(frames) for n, frames in zip(names, zip(*sampled, strict=True), strict=True)}
     figures = statistics(Trace.from_tables(manifest, tables))
+    ahead = longest(model, shape["prompts_per_step"] * shape["group_size"], rl_step=shape["num_rl_steps"])
     result = {
         "path": str(out),
         "num_rl_steps": shape["num_rl_steps"],
@@ -241,8 +263,9 @@ def generate(
         "model": model.model_dump(mode="json"),
         "statistics": figures,
         "like": source.statistics,
+        "longest": asdict(ahead),
     }
-    emit(result, as_json=as_json, text=_generated_text(result))
+    emit(result, as_json=as_json, text=f"{_generated_text(result)}\n\n{ahead}")
 
 
 def _counts_text(counts: dict[str, Any]) -> str:
@@ -285,6 +308,14 @@ def _source(regime: str | None, like: str | None, prompt_share: float | None) ->
         return _Source(model=of_regime(regime or "base-rl"), shape=shape)
     if regime is not None:
         raise ConfigError(f"got --regime {regime} and --like {like}; give one of them")
+    if "=" in like and not Path(like).exists():
+        given = read_summaries(like)
+        if prompt_share is not None:
+            given = replace(given, prompt_share=prompt_share)
+        model, _ = from_summaries(given)
+        group = round(given.group or DEFAULTS["group"])
+        prompts = max(1, round((given.responses or DEFAULTS["responses"]) / group))
+        return _Source(model=model, shape=shape | {"prompts_per_step": prompts, "group_size": group})
     if Path(like).suffix == ".json":
         return _Source(model=LengthModel.load(like), shape=shape)
     trace = read(like)

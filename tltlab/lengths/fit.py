@@ -15,7 +15,9 @@ from tltlab.errors import ConfigError
 from tltlab.traces.metrics import prompt_share as measured_share
 from tltlab.traces.trace import Trace
 
+from .longest import Longest, Makespan, longest, makespan, step_score
 from .model import LengthModel, ParetoTail
+from .summaries import Summaries, summaries_of
 
 MAX_RESPONSES = 1_000_000
 """Of a larger trace only evenly spaced RL steps with about so many responses are looked at."""
@@ -75,6 +77,9 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
         median_growth=median_growth,
         notes=tuple(notes),
     )
+    steps = rows.groupby("step")["y"].agg(["max", "size"])
+    scores = [step_score(model, math.exp(y), int(n), int(step)) for step, y, n in steps.itertuples()]
+    model = model.model_copy(update={"step_scores": tuple(round(score, 4) for score in scores)})
     if prompt_share is None:
         measured = measured_share(sampled)
         if measured is None:
@@ -84,6 +89,52 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
             )
         prompt_share = _share_before_cut(model, measured, int(rows["step"].max()) // 2)
     return model.with_changes(prompt_share=prompt_share, **_prompt_lengths(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """Summaries of a trace's lengths, and what another RL step of its size is predicted to have; None where unknown."""
+
+    summaries: Summaries
+    longest: Longest | None = None
+    makespan: Makespan | None = None
+
+    def __str__(self) -> str:
+        return "\n".join(str(each) for each in (self.longest, self.makespan) if each is not None)
+
+
+def outlook(trace: Trace) -> Outlook:
+    """Summaries of a trace, and the longest response and makespan of another RL step by the law fitted to it.
+
+    Where no response was cut and none is shorter than the cap leaves it, the cap is unknown and ends no interval.
+    """
+    try:
+        rows, sampled = _rows(trace)
+    except ConfigError:
+        return Outlook(summaries=Summaries())
+    cap = int(rows["cap"].max())
+    known = bool(rows["at_cap"].any()) or cap > round(math.exp(float(rows["y"].max())))
+    share = measured_share(sampled)
+    summaries = summaries_of(sampled.outcomes, cap=cap if known else None, prompt_share=share)
+    try:
+        law = fit_lengths(sampled, prompt_share=0.0)
+    except ConfigError:
+        return Outlook(summaries=summaries)
+    last = int(rows["step"].max())
+    if not known:
+        law = law.with_changes(max_response_tokens=2**31 - 1)
+    ahead = longest(law, max(1, round(len(rows) / len(sampled.rl_steps))), rl_step=last + 1)
+    return Outlook(summaries=summaries, longest=ahead, makespan=makespan(_timed(sampled), ahead))
+
+
+def _timed(trace: Trace) -> list[tuple[Floats, Floats]]:
+    """Tokens and ends of the responses of each RL step in which all ends are known."""
+    steps = [part for _, part in trace.outcomes.groupby("rl_step")]
+    return [
+        (part["response_tokens"].to_numpy(float), part["t_finish"].to_numpy(float))
+        for part in steps
+        if "t_finish" in part and part["t_finish"].notna().all() and len(part) > 1
+    ]
 
 
 def statistics(trace: Trace) -> dict[str, Any]:

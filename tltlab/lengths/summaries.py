@@ -143,7 +143,8 @@ def from_summaries(summaries: Summaries) -> tuple[LengthModel, dict[str, tuple[f
         off = (1 - fitted) / (1 - given) if name == "tail" else fitted / given if given else 1.0
         if not abs(math.log(max(off, 1e-9))) < _WORST:
             raise ConfigError(
-                f"summaries contradict each other: {name} is {given:g}, the nearest law to {summaries} that this fit knows has {fitted:.4g}"
+                f"summaries {summaries} contradict each other: the nearest law that is straight between its knots "
+                f"has {name} {fitted:.4g} where {given:g} is given"
             )
     assumed = [f"{name} {DEFAULTS[name]:g}" for name in DEFAULTS if getattr(summaries, name) is None]
     notes = [f"fitted to published summaries: {summaries}"]
@@ -254,7 +255,7 @@ class _Law:
         return beyond
 
     def misfit(self, unknowns: Floats) -> Floats:
-        """Logarithms of found / given, and a little of how much the slope changes, which decides where nothing else does."""
+        """Logarithms of found / given; faintly, how much the slope changes, which decides where nothing else does."""
         logs = np.cumsum(unknowns)
         off = [self._at(logs, p) - y for p, y in self._below.items()]
         off += [min(self._at(logs, p) - y, 0.0) for p, y in self._quantiles.items() if p not in self._below]
@@ -307,7 +308,8 @@ class _Law:
         own = (_SCORES[:, None] - math.sqrt(share) * prompts) / math.sqrt(1 - share)
         within = np.exp(group * log_ndtr(own)) @ chance
         weights: Floats = np.diff(np.minimum(within, 1.0) ** (num / group), prepend=0.0)
-        return weights / weights.sum()
+        weights /= weights.sum()
+        return weights
 
 
 def _weights_of_rank(num: float, rank: int) -> Floats:
@@ -318,4 +320,5 @@ def _weights_of_rank(num: float, rank: int) -> Floats:
         return np.where(np.arange(len(_SCORES)) == 0, 1.0, 0.0)
     logs = -(_SCORES**2) / 2 + (num - rank) * log_ndtr(_SCORES) + (rank - 1) * log_ndtr(-_SCORES)
     weights: Floats = np.exp(logs - logs.max())
-    return weights / weights.sum()
+    weights /= weights.sum()
+    return weights

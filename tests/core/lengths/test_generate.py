@@ -13,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refused import refused
+from tests.traces_of_lengths import of_samples
 from tltlab.errors import ConfigError
-from tltlab.importers.length_table import tables_of_lengths
 from tltlab.lengths.fit import _survival, fit_lengths, pareto_tail, statistics
 from tltlab.lengths.generate import generate, generate_steps
 from tltlab.lengths.model import REGIMES, LengthModel, ParetoTail
 from tltlab.traces import metrics
-from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
 TRACES = Path(__file__).resolve().parents[3] / "traces"
@@ -46,13 +45,6 @@ def lognormal(median, sigma, share, cap=10**9, **fields):
 
 def draw(model, steps=1, prompts=500, group=8, **options):
     return generate(model, num_rl_steps=steps, prompts_per_step=prompts, group_size=group, **options)
-
-
-def imported(lengths, cap, *, prompt_id, sample, rl_step=0, prompt_tokens=0):
-    key = pd.DataFrame({"rl_step": rl_step, "prompt_id": prompt_id, "sample": sample}).reset_index(drop=True)
-    lengths, prompt_tokens = np.asarray(lengths), np.asarray(prompt_tokens)
-    tables = tables_of_lengths(key, lengths, prompt_tokens, cap, lengths >= cap)
-    return Trace.from_tables(Manifest(kind="imported"), tables)
 
 
 def group_means(trace):
@@ -275,7 +267,7 @@ def test_one_sample_per_prompt_tells_no_share():
 
 def test_lengths_that_are_all_the_same_can_be_fitted():
     prompts = np.repeat(np.arange(10).astype(str), 4)
-    trace = imported(np.full(40, 70), 100, prompt_id=prompts, sample=list(range(4)) * 10)
+    trace = of_samples(np.full(40, 70), 100, prompt_id=prompts, sample=list(range(4)) * 10)
     again = draw(fit_lengths(trace, prompt_share=0.5), prompts=4)
     assert (again.outcomes["response_tokens"] == 70).all()
 
@@ -341,18 +333,18 @@ def measured(shared_data):
     rollouts = pd.read_parquet(shared_data / "rl_rollout_lengths.parquet")
     for name, g in rollouts.groupby("workload"):
         cap = 16000 if "video" in name else 20480
-        yield name, imported(
+        yield name, of_samples(
             g["response_tokens"], cap, prompt_id=g["prompt_id"].to_numpy(), sample=g["sample"].to_numpy(),
             rl_step=g["step"].to_numpy(), prompt_tokens=g["prompt_tokens"],
         )  # fmt: skip
     models = pd.read_csv(shared_data / "reasoning_lengths_by_model.csv").query("tokens_completion > 0")
     for name, g in models.groupby("model_name"):
         ids = {"prompt_id": g["prompt_id"].to_numpy(), "sample": g["run_number"].to_numpy()}
-        yield name, imported(g["tokens_completion"], int(g["max_tokens"].max()), **ids)
+        yield name, of_samples(g["tokens_completion"], int(g["max_tokens"].max()), **ids)
     pdf = pd.read_csv(shared_data / "deepseek_r1_output_tokens_pdf.csv.gz")
     ranks = np.searchsorted(pdf["prob"].cumsum(), (np.arange(20_000) + 0.5) / 20_000)
     lengths = pdf["output_tokens"].to_numpy()[np.minimum(ranks, len(pdf) - 1)]
-    yield "production", imported(lengths, 32768, prompt_id=np.arange(20_000).astype(str), sample=0)
+    yield "production", of_samples(lengths, 32768, prompt_id=np.arange(20_000).astype(str), sample=0)
 
 
 def test_the_longest_unseen_lie_within_the_tail(shared_data):
@@ -360,7 +352,7 @@ def test_the_longest_unseen_lie_within_the_tail(shared_data):
     steps = sorted(rows["step"].unique())
     seen, unseen = rows[rows["step"].isin(steps[::2])], rows[rows["step"].isin(steps[1::2])]
     ids = {"prompt_id": seen["prompt_id"].to_numpy(), "sample": seen["sample"].to_numpy()}
-    model = fit_lengths(imported(seen["response_tokens"], 20480, rl_step=seen["step"].to_numpy(), **ids))
+    model = fit_lengths(of_samples(seen["response_tokens"], 20480, rl_step=seen["step"].to_numpy(), **ids))
     straight = model.model_copy(update={"tail": None})
 
     def longest(of):
