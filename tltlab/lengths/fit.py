@@ -13,6 +13,7 @@ import pandas as pd
 from tltlab.arrays import Flags, Floats
 from tltlab.errors import ConfigError
 from tltlab.traces.metrics import prompt_share as measured_share
+from tltlab.traces.metrics import rollout_s
 from tltlab.traces.trace import Trace
 
 from .longest import Longest, Makespan, longest, makespan, step_score
@@ -77,8 +78,12 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
         median_growth=median_growth,
         notes=tuple(notes),
     )
-    steps = rows.groupby("step")["y"].agg(["max", "size"])
-    scores = [step_score(model, math.exp(y), int(n), int(step)) for step, y, n in steps.itertuples()]
+    last = rows.loc[rows.groupby("step")["y"].idxmax(), ["step", "y", "cut"]]
+    sizes = rows.groupby("step").size()
+    scores = [
+        step_score(model, math.exp(y), int(sizes[step]), int(step), cut=bool(cut))
+        for step, y, cut in last.itertuples(index=False)
+    ]
     model = model.model_copy(update={"step_scores": tuple(round(score, 4) for score in scores)})
     if prompt_share is None:
         measured = measured_share(sampled)
@@ -127,14 +132,14 @@ def outlook(trace: Trace) -> Outlook:
     return Outlook(summaries=summaries, longest=ahead, makespan=makespan(_timed(sampled), ahead))
 
 
-def _timed(trace: Trace) -> list[tuple[Floats, Floats]]:
-    """Tokens and ends of the responses of each RL step in which all ends are known."""
-    steps = [part for _, part in trace.outcomes.groupby("rl_step")]
-    return [
-        (part["response_tokens"].to_numpy(float), part["t_finish"].to_numpy(float))
-        for part in steps
-        if "t_finish" in part and part["t_finish"].notna().all() and len(part) > 1
-    ]
+def _timed(trace: Trace) -> list[tuple[Floats, Floats, float]]:
+    """Tokens and ends of the responses, and the makespan, of each RL step in which all of these are known."""
+    found = []
+    for rl_step, seconds in rollout_s(trace).items():
+        part = trace.table("outcomes", rl_step=rl_step)
+        if seconds and part is not None and len(part) > 1 and part["t_finish"].notna().all():
+            found.append((part["response_tokens"].to_numpy(float), part["t_finish"].to_numpy(float), seconds))
+    return found
 
 
 def statistics(trace: Trace) -> dict[str, Any]:

@@ -58,20 +58,20 @@ class Makespan:
         )
 
 
-def makespan(steps: Sequence[tuple[Floats, Floats]], ahead: Longest) -> Makespan | None:
-    """Predict the makespan of another RL step from the tokens and ends, in seconds, of the responses of `steps`.
+def makespan(steps: Sequence[tuple[Floats, Floats, float]], ahead: Longest) -> Makespan | None:
+    """Predict the makespan of another RL step from `steps`: tokens and ends of their responses, and their makespans.
 
     In the tail a response's end is straight in its tokens, with the slope of the longest eighth of each RL step. The
     longest response of another RL step adds its tokens times the slope to what precedes it, whose variation between
     the RL steps is added in quadrature. None where no RL step has times, or times do not rise with tokens.
 
     >>> ahead = Longest(num_responses=2, num_steps=2, level=0.9, median=300.0, low=200.0, high=500.0)
-    >>> seen = [(np.array([100.0, 200.0]), np.array([2.0, 3.0])), (np.array([100.0, 400.0]), np.array([2.0, 5.0]))]
+    >>> seen = [(np.array([100.0, most]), np.array([2.0, most / 100 + 1]), most / 100 + 1) for most in (200.0, 400.0)]
     >>> print(makespan(seen, ahead))
     makespan of another RL step: 4 s, 90% prediction interval 3 to 6 s
     """
     tokens_off, ends_off = [], []
-    for tokens, ends in steps:
+    for tokens, ends, _ in steps:
         last = np.argsort(tokens)[-max(2, len(tokens) // 8) :]
         tokens_off.append(tokens[last] - tokens[last].mean())
         ends_off.append(ends[last] - ends[last].mean())
@@ -80,7 +80,7 @@ def makespan(steps: Sequence[tuple[Floats, Floats]], ahead: Longest) -> Makespan
     slope = float(off @ np.concatenate(ends_off)) / squares if squares > 0 else 0.0
     if slope <= 0:
         return None
-    before = np.array([ends.max() - slope * tokens.max() for tokens, ends in steps])
+    before = np.array([seconds - slope * tokens.max() for tokens, _, seconds in steps])
     spread = _NORMAL.inv_cdf((1 + ahead.level) / 2) * (float(before.std(ddof=1)) if len(before) > 1 else 0.0)
     median, low, high = (float(before.mean()) + slope * tokens for tokens in (ahead.median, ahead.low, ahead.high))
     return Makespan(
@@ -92,16 +92,18 @@ def makespan(steps: Sequence[tuple[Floats, Floats]], ahead: Longest) -> Makespan
     )
 
 
-def step_score(law: LengthModel, tokens: float, num_responses: int, rl_step: int = 0) -> float:
+def step_score(law: LengthModel, tokens: float, num_responses: int, rl_step: int = 0, *, cut: bool = False) -> float:
     """Standard normal score of an RL step's longest response: 0 where the law's median maximum is met.
 
-    The chance, under the law, that the longest of `num_responses` independent responses is no longer, as a score.
+    The chance, under the law, that the longest of `num_responses` independent responses is no longer, as a score. The
+    score of a response that was `cut` is the mean of the scores beyond.
     """
     reached = np.searchsorted(law.log_tokens(_SCORES, rl_step), math.log(tokens))
     # Of the upper tail only the logarithm keeps its digits.
     log_chance = num_responses * _log_below(float(_SCORES[min(int(reached), len(_SCORES) - 1)]))
     chance = min(max(math.exp(max(log_chance, -700.0)), 1e-300), 1 - 1e-12)
-    return float(np.clip(_NORMAL.inv_cdf(chance), -_FAR, _FAR))
+    score = min(max(_NORMAL.inv_cdf(chance), -_FAR), _FAR)
+    return min(_NORMAL.pdf(score) / (1 - _NORMAL.cdf(score)), _FAR) if cut else score
 
 
 def longest(law: LengthModel, num_responses: int, *, rl_step: int = 0, level: float = LEVEL) -> Longest:

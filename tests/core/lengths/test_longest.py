@@ -90,11 +90,13 @@ def test_the_makespan_follows_the_longest_response():
 def test_steps_of_other_work_widen_the_makespan():
     ahead = Longest(num_responses=2, num_steps=2, level=0.9, median=300.0, low=200.0, high=500.0)
     tokens = np.array([100.0, 200.0])
-    same, other = ([(tokens, 0.01 * tokens + first) for first in starts] for starts in ((4.0, 4.0), (2.0, 6.0)))
+    same, other = (
+        [(tokens, 0.01 * tokens + first, 2.0 + first) for first in starts] for starts in ((4.0, 4.0), (2.0, 6.0))
+    )
     steady, varied = makespan(same, ahead), makespan(other, ahead)
     assert (steady.low, steady.median, steady.high) == pytest.approx((6.0, 7.0, 9.0))
     assert varied.low < steady.low < steady.high < varied.high
-    assert makespan([(tokens, 9.0 - 0.01 * tokens)], ahead) is None
+    assert makespan([(tokens, 9.0 - 0.01 * tokens, 8.0)], ahead) is None
     assert makespan([], ahead) is None
 
 
