@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,8 @@ from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
+from tltlab.lengths.fit import outlook
+from tltlab.lengths.longest import Makespan
 from tltlab.own import code_allowed
 from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
@@ -24,10 +27,11 @@ from tltlab.sim.config import SimulationConfig, Source
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps
 from tltlab.sim.rl_steps import summary as whole_steps
-from tltlab.sim.simulate import outside_text
+from tltlab.sim.simulate import SimResult, outside_text
 from tltlab.sim.simulate import simulate as run
 from tltlab.sim.topology import load_topology
 from tltlab.traces.schema import MANIFEST_FILE
+from tltlab.traces.trace import Trace
 
 from . import options
 
@@ -155,15 +159,31 @@ def simulate(
             whole = run_steps(result, load_stages(others), topology=placed)
     if machine is not None and whole is not None and not stages:
         assumptions = (*assumptions, *machine.assumed)
+    ahead = None if system is not None or staleness or max_response_tokens is not None else another_step(source, result)
     composed = {} if system is None else {"system": system, "assumptions": list(assumptions)}
-    summary = result.summary | composed | ({} if whole is None else whole_steps(whole))
+    summary = (
+        result.summary
+        | {"another_rl_step": ahead and asdict(ahead)}
+        | composed
+        | ({} if whole is None else whole_steps(whole))
+    )
     if out is not None:
         (whole or result).trace.write(out)
     lines, granted = summary_lines(summary), result.scenario.acceptance
+    if ahead is not None:
+        lines.insert(1, ("", f"{ahead}, from lengths alone"))
     if spot_training is not None and (granted is None or granted.trained_drafter is None):
         lines.append(("", "it changes nothing here: only acceptance of kind fresh depends on training"))
     lines += [("assumed", note) for note in assumptions]
     emit(summary, as_json=as_json, text="\n".join(f"{label:<18} {words}" for label, words in lines))
+
+
+def another_step(source: Trace, result: SimResult) -> Makespan | None:
+    """Makespan of another RL step with lengths like those of the source; costs and acceptance are taken as they are."""
+    timed = [
+        (step.requests.trained_tokens.astype(float), step.finish_s, float(step.makespan_s)) for step in result.rollouts
+    ]
+    return outlook(source, timed).makespan
 
 
 def likely_drafter(model: Acceptance | None, costs: CostModel | type[CostModel] | Source | None) -> str:

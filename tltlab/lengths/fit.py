@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -26,6 +27,7 @@ MAX_RESPONSES = 1_000_000
 LEVELS = (
     0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 0.995, 0.999,
 )  # fmt: skip
+_OUTLOOK_RESPONSES = 100_000
 _MIN_BEYOND = 3
 _MIN_FINISHED = 10
 _MIN_PEAKS = 50
@@ -108,19 +110,24 @@ class Outlook:
         return "\n".join(str(each) for each in (self.longest, self.makespan) if each is not None)
 
 
-def outlook(trace: Trace) -> Outlook:
+def outlook(trace: Trace, timed: Sequence[tuple[Floats, Floats, float]] | None = None) -> Outlook:
     """Summaries of a trace, and the longest response and makespan of another RL step by the law fitted to it.
 
-    Where no response was cut and none is shorter than the cap leaves it, the cap is unknown and ends no interval.
+    `timed` replaces the trace's own times: tokens and ends of the responses, and the makespan, of each RL step. Drift
+    stays where the last RL step has it. A cap that the longest response equals without being cut is not known, and
+    bounds no interval. Responses with several turns are not predicted. Of a larger trace only RL steps with about
+    100,000 responses are looked at.
     """
     try:
-        rows, sampled = _rows(trace)
+        rows, sampled = _rows(trace, _OUTLOOK_RESPONSES)
     except ConfigError:
         return Outlook(summaries=Summaries())
     cap = int(rows["cap"].max())
     known = bool(rows["at_cap"].any()) or cap > round(math.exp(float(rows["y"].max())))
     share = measured_share(sampled)
     summaries = summaries_of(sampled.outcomes, cap=cap if known else None, prompt_share=share)
+    if (sampled.outcomes["turn"] > 0).any():
+        return Outlook(summaries=summaries)
     try:
         law = fit_lengths(sampled, prompt_share=0.0)
     except ConfigError:
@@ -128,8 +135,10 @@ def outlook(trace: Trace) -> Outlook:
     last = int(rows["step"].max())
     if not known:
         law = law.with_changes(max_response_tokens=2**31 - 1)
-    ahead = longest(law, max(1, round(len(rows) / len(sampled.rl_steps))), rl_step=last + 1)
-    return Outlook(summaries=summaries, longest=ahead, makespan=makespan(_timed(sampled), ahead))
+    ahead = longest(law, max(1, round(len(rows) / len(sampled.rl_steps))), rl_step=last)
+    return Outlook(
+        summaries=summaries, longest=ahead, makespan=makespan(_timed(sampled) if timed is None else timed, ahead)
+    )
 
 
 def _timed(trace: Trace) -> list[tuple[Floats, Floats, float]]:
@@ -184,7 +193,7 @@ def statistics(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _rows(trace: Trace) -> tuple[pd.DataFrame, Trace]:
+def _rows(trace: Trace, most: int = MAX_RESPONSES) -> tuple[pd.DataFrame, Trace]:
     """Responses of at least a token, and the trace (or the RL steps of it) they are of.
 
     Columns: step (0 is the trace's first RL step), prompt_id, y (log length), cut (y is a lower bound), at_cap, cap,
@@ -193,7 +202,7 @@ def _rows(trace: Trace) -> tuple[pd.DataFrame, Trace]:
     if not trace.rl_steps:
         raise ConfigError(f"{trace.path or 'trace'}: no RL step in it, so there are no lengths to look at")
     first = trace.table("outcomes", rl_step=trace.rl_steps[0])
-    every = math.ceil((1 if first is None else len(first)) * len(trace.rl_steps) / MAX_RESPONSES)
+    every = math.ceil((1 if first is None else len(first)) * len(trace.rl_steps) / most)
     if every > 1:
         trace = trace.select(trace.rl_steps[::every])
     on = ["rl_step", "prompt_id", "sample", "turn"]
