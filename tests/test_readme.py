@@ -254,7 +254,8 @@ def test_figures_of_the_h100_are_those_of_its_trace(checkout: Path, capsys):
         assert f"    {line}".rstrip() in shown
     described = run("tltlab trace describe traces/h100-smoke", capsys).splitlines()
     header = next(at for at, line in enumerate(described) if line.startswith("RL step"))
-    assert set(described[header : header + 3]) <= {line[4:] for line in PAGES["runtime/README.md"].splitlines()}
+    described = described[header : header + 3]
+    assert set(described) <= {line[4:] for line in PAGES["runtime/README.md"].splitlines()}
     text = " ".join(PAGES["traces/README.md"].split())
     assert "60.7 and 43.8 %" in text
     assert [line.split()[-3] for line in described[-2:]] == ["60.7%", "43.8%"]

@@ -4,11 +4,9 @@ import json
 import math
 
 import numpy as np
-import pandas as pd
 import pytest
 
-from tests.traces_of_lengths import of_samples
-from tltlab.lengths.fit import fit_lengths, outlook
+from tltlab.lengths.fit import outlook
 from tltlab.lengths.generate import generate
 from tltlab.lengths.longest import Longest, longest, makespan, step_score
 from tltlab.lengths.model import REGIMES, LengthModel, ParetoTail
@@ -109,21 +107,3 @@ def test_the_commands_print_another_step(command, tmp_path):
     for name in ("longest", "makespan"):
         assert described[name]["low"] < described[name]["median"] < described[name]["high"]
         assert described[name]["num_steps"] == 3
-
-
-def test_held_out_steps_lie_within_the_intervals(shared_data):
-    rows = pd.read_parquet(shared_data / "rl_rollout_lengths.parquet")
-    rng, hits, sets = np.random.default_rng(1), [], {"dapo_qwen2.5_32b_math_A": 20480, "qwen2.5vl7b_video": 16000}
-    for name, cap in sets.items():
-        of = rows[rows["workload"] == name]
-        steps = of["step"].unique()
-        for num in (3, 5, 8):
-            for _ in range(6 if num < len(steps) else 0):
-                chosen = of["step"].isin(rng.choice(steps, num, replace=False))
-                seen = of[chosen]
-                ids = {"prompt_id": seen["prompt_id"].to_numpy(), "sample": seen["sample"].to_numpy()}
-                law = fit_lengths(of_samples(seen["response_tokens"], cap, rl_step=seen["step"].to_numpy(), **ids))
-                found = longest(law, len(seen) // num)
-                ends = of[~chosen].groupby("step")["response_tokens"].max()
-                hits += ends.between(found.low * 0.999, found.high * 1.001).tolist()
-    assert 0.85 <= np.mean(hits) <= 0.97
