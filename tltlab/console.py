@@ -222,14 +222,15 @@ def progress_bar(unit: str, total: int | None) -> Iterator[Callable[[str], None]
             number += 1
             if total is None and time.monotonic() - last_s >= LINE_S:
                 last_s = time.monotonic()
-                progress(f"{unit} {number}: {part}")
+                progress(f"{unit} {number}" + f": {part}" * bool(part))
             elif total is not None and (number % max(1, total // 10) == 0 or number == total):
                 progress(f"{unit} {number} of {total}: {part}")
 
         yield line
         return
     after = (MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(TextColumn(unit), BarColumn(), *after, console=console, transient=True, redirect_stdout=False) as bar:
+    with Progress(TextColumn(unit), BarColumn(), *after, console=console, transient=True,
+                  redirect_stdout=sys.stdout.isatty()) as bar:  # fmt: skip
         task = bar.add_task("", total=total)
 
         def advance(part: str) -> None:

@@ -115,7 +115,7 @@ def compare(
     if systems is None:
         if any(option is not None for option in (stages, gpus_per_worker, ranges, claims or None)):
             raise ConfigError("--stages, --gpus-per-worker, --ranges and --claims are for --systems")
-        with code_allowed(allow_code or ()):
+        with code_allowed(allow_code or ()), options.counting():
             chosen = named_policies(policies or _POLICIES)
             if len(chosen) < 2:
                 raise ConfigError(f"--policies {policies!r}: give at least two to compare")
@@ -132,12 +132,13 @@ def compare(
         arguments: dict[str, Any] = {
             "gpus_per_worker": gpus_per_worker, "repeats": repeats, "jobs": jobs, "ranges": ranges, "stages": stages,
         }  # fmt: skip
-        if search:
-            from tltlab.sim.tuning.compositions import search_systems
+        with options.counting():
+            if search:
+                from tltlab.sim.tuning.compositions import search_systems
 
-            rows = search_systems(source, config, **arguments)
-        else:
-            rows = compare_systems(source, systems, config, **arguments)
+                rows = search_systems(source, config, **arguments)
+            else:
+                rows = compare_systems(source, systems, config, **arguments)
         result, lines = {"systems": system_rows(rows), "figures": "simulated"}, system_table(rows, rl_steps is None)
         attributes = ("ranges", "left_out", "num_workers", "num_gpus", *(("searched", "chosen_on") if search else ()))
         result |= {"stages": stages, **{key: rows.attrs[key] for key in attributes}}

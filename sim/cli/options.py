@@ -1,9 +1,13 @@
 """Options that several commands of the simulator have."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
+from tltlab.console import progress_bar
+from tltlab.sim.comparison.jobs import counted
 from tltlab.traces.trace import Trace
 
 Workers = Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")]
@@ -77,6 +81,13 @@ LogCosts = Annotated[
 ]
 LogWorkers = Annotated[int | None, typer.Option(min=1, help="Of a log: the engines that it ran on.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of policies, of searches and of what is sampled.")]
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Show on standard error how many simulations are done, while the block runs."""
+    with progress_bar("simulation", None) as bar, counted(lambda: bar("")):
+        yield
 
 
 def decisions(block: int | None, trace: Trace, systems: str | None) -> int:

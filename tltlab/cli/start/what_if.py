@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -69,6 +70,7 @@ def what_if(
     rl_steps: options.SampledRlSteps = None,
     jobs: options.Jobs = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of policies and of intervals.")] = 0,
+    policy_out: Annotated[Path | None, typer.Option(help="Write the policy that was found as a policy file.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write .html (a page), .png or .svg (the picture) or .json (the result).")
     ] = None,
@@ -107,7 +109,14 @@ def what_if(
     attributes = ("baseline", "left_out", "num_gpus")
     result: dict[str, Any] = answer.json() | {"systems": system_rows(answer.systems), "figures": "simulated"}
     result |= {key: answer.systems.attrs[key] for key in attributes}
-    result |= {"trace": str(lengths), "seed": seed, **made_by("numpy", "scipy", "simpy")}
+    result |= {
+        "policy_out": None if policy_out is None else str(policy_out),
+        "trace": str(lengths),
+        "seed": seed,
+        **made_by("numpy", "scipy", "simpy"),
+    }
+    if policy_out is not None:
+        answer.chosen.policy.write(policy_out)
     if out is not None and out.suffix in _PAGES:
         write_file(out, render(comparison_page(result, lengths)))
     elif out is not None and out.suffix in FORMATS:
@@ -115,7 +124,11 @@ def what_if(
     elif out is not None:
         write_json(out, result)
     lines = [text(answer), "", system_table(answer.systems, answer.is_sampled)]
-    emit(result, as_json=as_json, text="\n".join(lines if out is None else [*lines, f"wrote {out}"]))
+    lines += [f"wrote {path}" for path in (out, policy_out) if path is not None]
+    lines += ["", answer.verdict]
+    if policy_out is not None:
+        lines.append(f"next: TLTLAB_POLICY={shlex.quote(str(policy_out.absolute()))} python train.py")
+    emit(result, as_json=as_json, text="\n".join(lines))
 
 
 def text(answer: WhatIf) -> str:
