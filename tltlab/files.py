@@ -218,6 +218,17 @@ def _read_as(kind: type, path: Path) -> Any:
     return kind()
 
 
+def check_writable(path: Path) -> None:
+    """InputError where no file can be written to `path`, before any work is done for it; makes no folders."""
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder; name a file, such as {path / 'policy.json'}")
+    try:
+        with tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
+            pass
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
 def write_file(path: Path, data: str | bytes) -> None:
     """Write a file in one move, parents made, text as UTF-8. Raises InputError where the disk refuses."""
     try:

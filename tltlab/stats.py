@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any, Literal
 
@@ -239,3 +239,28 @@ def _checked(a: Sequence[float] | Floats, b: Sequence[float] | Floats) -> tuple[
     if (second <= 0).any() or (first < 0).any():
         raise ConfigError("a ratio of sums needs a >= 0 and b > 0 in every pair, such as times or token counts")
     return first, second
+
+
+def times_as_fast(plain: Floats, seconds: Floats, seed: int) -> Interval:
+    """How many times as fast `seconds` are, by RL step: the reciprocal of their ratio to `plain` and of its ends."""
+    ratio = paired_ratio(seconds, plain, rng=np.random.default_rng(seed))
+    most = 1.0 / ratio.low if ratio.low else math.inf
+    return replace(ratio, estimate=1.0 / ratio.estimate, low=1.0 / ratio.high, high=most)
+
+
+def times_text(interval: Interval) -> str:
+    """
+    >>> times_text(Interval(estimate=1.5, low=1.2, high=float("inf"), level=0.95, method="t"))
+    '1.50x (95 % interval of draws only: 1.20x, no upper end)'
+    """
+    if interval.low != interval.low:
+        return f"{interval.estimate:.2f}x"
+    most = f" to {interval.high:.2f}x" if math.isfinite(interval.high) else ", no upper end"
+    return f"{interval.estimate:.2f}x (95 % interval of draws only: {interval.low:.2f}x{most})"
+
+
+def interval_ends(interval: Interval | None) -> dict[str, float | None] | None:
+    """The interval for JSON, which knows neither NaN nor infinity."""
+    if interval is None:
+        return None
+    return {"mean": interval.estimate, "low": finite(interval.low), "high": finite(interval.high)}

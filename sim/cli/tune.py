@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +16,8 @@ from tltlab.calibration.api import parse_rl_steps
 from tltlab.charts import FORMATS, save_figure
 from tltlab.config import faults_in
 from tltlab.console import Json, emit, progress, progress_bar, table, whole_numbers
-from tltlab.errors import ConfigError, InputError
-from tltlab.files import read_json
+from tltlab.errors import ConfigError
+from tltlab.files import check_writable, read_json
 from tltlab.importers.sources import read
 from tltlab.own import split
 from tltlab.planning.graph_pool import GraphPool, sglang_sizes
@@ -132,17 +131,6 @@ def tune(
         save_figure(result.history(), plot)
     journal.unlink(missing_ok=True)
     emit(result.json(str(out)), as_json=as_json, text=text(result, out))
-
-
-def check_writable(path: Path) -> None:
-    """InputError where no file can be written to `path`, before any work is done for it; makes no folders."""
-    if path.is_dir():
-        raise InputError(f"cannot write {path}: it is a folder; name a file, such as {path / 'policy.json'}")
-    try:
-        with tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
-            pass
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
 def text(result: TuneResult, out: Path) -> str:

@@ -401,7 +401,7 @@ def chance_ratio(model: Acceptance, drafter: str, factor: float) -> float:
 
     >>> from tltlab.acceptance.base import GeometricAcceptance
     >>> round(0.7 * chance_ratio(GeometricAcceptance(alpha=0.7), "learned", 0.64), 2)
-    0.48
+    0.47
     """
     curve = _curve(model, drafter)
     if not curve.any():

@@ -21,8 +21,7 @@ from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.sim.tuning.drafter_training import interval_ends, times_as_fast
-from tltlab.stats import Interval
+from tltlab.stats import Interval, interval_ends, times_as_fast
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 

@@ -34,7 +34,8 @@ from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.simulate import SimResult, outside_calibration, simulated
 from tltlab.sim.topology import Colocated
-from tltlab.sim.tuning.drafter_training import best_table, covered_chains, drafter_training, times_as_fast
+from tltlab.sim.tuning.drafter_training import best_table, covered_chains, drafter_training
+from tltlab.stats import times_as_fast
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Manifest, Trace
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from tltlab.acceptance.freshness import FreshAcceptance
-from tltlab.arrays import Floats
 from tltlab.calibration.acceptance.fits import fit_kind
 from tltlab.calibration.acceptance.freshness import drafter_states
 from tltlab.errors import ConfigError
@@ -20,7 +18,7 @@ from tltlab.policies.policy import Policy
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.scenario import Scenario
 from tltlab.state import DrafterState
-from tltlab.stats import Interval, finite, paired_ratio
+from tltlab.stats import Interval, interval_ends, times_as_fast, times_text
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
@@ -127,28 +125,3 @@ def covered_chains(scenario: Scenario, drafters: Sequence[str]) -> list[Strategy
             model.check(strategy)
             covered.append(strategy)
     return covered
-
-
-def times_as_fast(plain: Floats, seconds: Floats, seed: int) -> Interval:
-    """How many times as fast `seconds` are, by RL step: the reciprocal of their ratio to `plain` and of its ends."""
-    ratio = paired_ratio(seconds, plain, rng=np.random.default_rng(seed))
-    most = 1.0 / ratio.low if ratio.low else math.inf
-    return replace(ratio, estimate=1.0 / ratio.estimate, low=1.0 / ratio.high, high=most)
-
-
-def times_text(interval: Interval) -> str:
-    """
-    >>> times_text(Interval(estimate=1.5, low=1.2, high=float("inf"), level=0.95, method="t"))
-    '1.50x (95 % interval of draws only: 1.20x, no upper end)'
-    """
-    if interval.low != interval.low:
-        return f"{interval.estimate:.2f}x"
-    most = f" to {interval.high:.2f}x" if math.isfinite(interval.high) else ", no upper end"
-    return f"{interval.estimate:.2f}x (95 % interval of draws only: {interval.low:.2f}x{most})"
-
-
-def interval_ends(interval: Interval | None) -> dict[str, float | None] | None:
-    """The interval for JSON, which knows neither NaN nor infinity."""
-    if interval is None:
-        return None
-    return {"mean": interval.estimate, "low": finite(interval.low), "high": finite(interval.high)}

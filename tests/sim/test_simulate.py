@@ -328,7 +328,7 @@ def test_the_command_prints_the_summary(tmp_path: Path, capsys):
     expected: SimResult = simulate(TRACE, fixed(threshold=4), acceptance="geometric:0.7", rl_steps=[1])
     assert printed.err == ""
     assert shown["makespan_s"] == expected.summary["makespan_s"]
-    assert set(shown) == set(expected.summary)
+    assert set(shown) == {*expected.summary, "another_rl_step"}
     written = read(out)
     assert (written.manifest.kind, written.rl_steps) == ("simulated", [1])
 
@@ -501,9 +501,12 @@ def test_acceptance_says_what_drafters_of_other_names_are():
     assert mine == text
     found = tune("traces/tiny", costs=costs, acceptance=measured, depths=(4,), trials=0, repeats=1)
     assert {strategy.drafter for strategy in found.policy.strategies} <= {"none", "mine"}
-    # What a model of trees, or of siblings, that names no drafter is for is told by what drafters are.
+    # A model of trees, or of siblings, that names no drafter serves every drafter of the kind.
     drafters = Drafters({"recent": SuffixSpec(), "mtp": LearnedSpec(method="mtp")})
-    for model, kind in (("tlt-qwen2.5-32b", ["mtp", "learned"]), ("seer-siblings", ["recent", "ngram", "suffix"])):
+    for model, kind in (
+        ("tlt-qwen2.5-32b", ["mtp", "learned", "block"]),
+        ("seer-siblings", ["recent", "ngram", "suffix"]),
+    ):
         acceptance = load_acceptance(model)
         assert {name for name in drafters if acceptance.knows(name, drafters)} == set(kind)
 

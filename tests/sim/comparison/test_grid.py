@@ -106,7 +106,7 @@ def test_an_interrupted_sweep_goes_on_with_more_values(tmp_path: Path):
 
 def test_a_heat_map_has_panels_or_rows_of_policies():
     figure = grid().plot()
-    assert [axes.get_title(loc="left").startswith("ngram:4: times") for axes in figure.axes] == [True]
+    assert [axes.get_title(loc="left").startswith("ngram:4: speed-up") for axes in figure.axes] == [True]
     (axes,) = figure.axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("workers", "acceptance")
     (axes,) = grid(Axes(workers=(1, 2), acceptance=("0.8",))).plot().axes

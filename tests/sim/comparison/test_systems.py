@@ -356,7 +356,9 @@ def test_one_system_is_simulated_as_a_policy_is(tmp_path: Path, capsys):
     plain = json.loads(typed(capsys, "simulate", TINY, "--policy", "none", "--json")[1])
     verl = json.loads(typed(capsys, "simulate", TINY, "--system", "verl", "--json")[1])
     assert set(verl) - set(plain) == {"system", "assumptions"}
-    assert {key: verl[key] for key in plain if key != "wall_s"} == {k: v for k, v in plain.items() if k != "wall_s"}
+    # A law of lengths predicts another RL step where workers decode on their own, which a system may change.
+    apart = {"wall_s", "another_rl_step"}
+    assert {key: verl[key] for key in plain.keys() - apart} == {key: plain[key] for key in plain.keys() - apart}
     argv = ["--system", "open-r1", "--stages", "cpu-small", "--out", tmp_path / "sim", "--json"]
     split = json.loads(typed(capsys, "simulate", TINY, *argv)[1])
     assert (split["topology"], split["num_gpus"]) == ("separate", 2)

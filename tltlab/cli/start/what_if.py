@@ -13,7 +13,7 @@ import typer
 from tltlab.charts import FORMATS, save_figure
 from tltlab.console import Json, emit, made_by, progress_bar, table
 from tltlab.errors import ConfigError
-from tltlab.files import write_file, write_json
+from tltlab.files import check_writable, write_file, write_json
 from tltlab.planning.systems import SYSTEMS
 from tltlab.report.comparison import comparison_page
 from tltlab.report.page import render
@@ -84,6 +84,8 @@ def what_if(
     """
     if out is not None and (out.is_dir() or out.suffix not in (*_PAGES, *FORMATS, ".json")):
         raise ConfigError(f"--out {out}: name a file that ends in .html, .png, .svg or .json")
+    if policy_out is not None:
+        check_writable(policy_out)
     from tltlab.sim.cli.compare import system_rows, system_table
     from tltlab.sim.comparison.what_if import what_if as run
 
@@ -128,6 +130,8 @@ def what_if(
     lines += ["", answer.verdict]
     if policy_out is not None:
         lines.append(f"next: TLTLAB_POLICY={shlex.quote(str(policy_out.absolute()))} python train.py")
+    elif answer.drafts:
+        lines.append("next: --policy-out policy.json, then TLTLAB_POLICY=policy.json python train.py")
     emit(result, as_json=as_json, text="\n".join(lines))
 
 

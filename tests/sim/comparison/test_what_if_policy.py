@@ -1,0 +1,43 @@
+"""The policy that `tltlab what-if` finds is a file for the next command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.sim.workloads import typed
+from tltlab.policies.policy import load_policy
+
+ASKED = ("--gpus", "2xH100", "--model", "Qwen2.5-7B", "--systems", "verl")
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.csv"
+    path.write_text("length\n" + "120\n" * 60 + "3000\n" * 4)
+    return path
+
+
+def test_the_policy_found_runs_in_the_simulator(lengths: Path, capsys):
+    out = lengths.parent / "policy.json"
+    code, printed, _ = typed(capsys, "what-if", str(lengths), *ASKED, "--policy-out", str(out), "--json")
+    found = json.loads(printed)
+    assert (code, found["policy_out"]) == (0, str(out))
+    assert load_policy(out).model_dump(mode="json")["selector"] == found["policy"]["selector"]
+    replayed = json.loads(typed(capsys, "simulate", str(lengths), *ASKED[:4], "--policy", str(out), "--json")[1])
+    row = next(row for row in found["systems"] if row["system"] == "verdict-table")
+    assert replayed["makespan_s"] == pytest.approx(row["makespan_s"])
+
+
+def test_the_verdict_is_first_and_last(lengths: Path, capsys):
+    lines = [line for line in typed(capsys, "what-if", str(lengths), *ASKED)[1].splitlines() if line]
+    assert lines.count(lines[0]) == 2
+    assert "--policy-out" in lines[-1]
+
+
+def test_a_folder_is_no_policy_file(lengths: Path, capsys):
+    code, out, err = typed(capsys, "what-if", str(lengths), *ASKED, "--policy-out", str(lengths.parent))
+    assert (code, out) == (2, "")
+    assert str(lengths.parent) in err
