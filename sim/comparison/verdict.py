@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from tltlab.importers.step_metrics import SEVERAL_TURNS
-from tltlab.policies.policy import Policy
+from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
+from tltlab.sim.scenario import Scenario, policy_name
+from tltlab.sim.simulate import simulated
 from tltlab.sim.tuning.drafter_training import DrafterTraining
 from tltlab.stats import Interval
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Manifest, Trace
 
 from .band import Band, Times
 from .logged import Running, ShareOf
@@ -52,7 +54,7 @@ class WhatIf:
     `crowded_share` the share of worker time with more requests than the policy drafts for. `band` is the range of the
     rollout's speed-up, `rl_step_band` that of the RL step's, None as in `SpeedUp`. `training` is what
     training the drafter would bring, None where the trace does not know. `num_rl_steps` were simulated, `is_sampled`
-    if nobody chose them.
+    if nobody chose them. `example` is the RL step of median rollout time.
     """
 
     trace: Trace
@@ -81,6 +83,7 @@ class WhatIf:
     num_rl_steps: int
     is_sampled: bool
     wall_s: float
+    example: Scenario = field(repr=False)
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -142,6 +145,14 @@ class WhatIf:
     def drafts(self) -> bool:
         """True if the policy that was found drafts at any batch size."""
         return any(row.strategy.speculates for row in self.drafting)
+
+    def timelines(self) -> tuple[Trace, Trace]:
+        """Simulate the RL step of median rollout time without speculation and under the policy that was found."""
+        manifest = Manifest(kind="simulated", num_workers=self.workers)
+        found = self.chosen.policy
+        return simulated(self.example, load_policy("none"), "none", manifest).trace, simulated(
+            self.example, found, policy_name(found), manifest
+        ).trace
 
     def to_frame(self) -> pd.DataFrame:
         """The systems, one row each, with `speed_up` beside `ratio`."""

@@ -15,6 +15,7 @@ from tltlab.acceptance.base import Acceptance, GeometricAcceptance
 from tltlab.acceptance.context import ContextAcceptance
 from tltlab.acceptance.load import DEFAULT, load_acceptance, with_drafter
 from tltlab.acceptance.per_drafter import PerDrafter
+from tltlab.arrays import Floats
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.costs.base import CostModel
 from tltlab.costs.deployment import GPUS
@@ -162,7 +163,13 @@ def what_if(
         training=drafter_training(trace, scenario), drafters=tuple(drafters), recorded=recorded,
         acceptance=scenario.granted(strategies)["acceptance"], num_rl_steps=len(scenario.steps),
         is_sampled=scenarios.is_sampled, wall_s=time.perf_counter() - started,
+        example=scenarios.of([_median_step(scenario, base.rollout_s)]),
     )  # fmt: skip
+
+
+def _median_step(scenario: Scenario, rollout_s: Floats) -> int:
+    """The simulated RL step of median rollout time, the lower of two."""
+    return scenario.steps[int(np.argsort(rollout_s, kind="stable")[(len(rollout_s) - 1) // 2])].rl_step
 
 
 def _with_acceptance(

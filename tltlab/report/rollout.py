@@ -247,10 +247,11 @@ def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -
     over: Part = Absent(title="Over the run", reason="neither has responses")
     if blocks:
         over = Section(title="Over the run", blocks=tuple(blocks))
-    return (_timelines(first, second, names), over, _both_lengths(traces))
+    return (timelines_part(first, second, names), over, _both_lengths(traces))
 
 
-def _timelines(first: Trace, second: Trace, names: tuple[str, ...]) -> Part:
+def timelines_part(first: Trace, second: Trace, names: tuple[str, ...]) -> Part:
+    """An RL step of two runs, lane by lane, the first above the second on one time axis."""
     try:
         figure = timeline(first, compare=second, title=(names[0], names[1]))
     except TltlabError as error:

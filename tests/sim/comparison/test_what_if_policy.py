@@ -9,6 +9,8 @@ import pytest
 
 from tests.sim.workloads import typed
 from tltlab.policies.policy import load_policy
+from tltlab.sim.comparison.what_if import what_if
+from tltlab.traces.metrics import rollout_s
 
 ASKED = ("--gpus", "2xH100", "--model", "Qwen2.5-7B", "--systems", "verl")
 
@@ -41,3 +43,17 @@ def test_a_folder_is_no_policy_file(lengths: Path, capsys):
     code, out, err = typed(capsys, "what-if", str(lengths), *ASKED, "--policy-out", str(lengths.parent))
     assert (code, out) == (2, "")
     assert str(lengths.parent) in err
+
+
+def test_the_page_shows_lengths_and_both_rollouts(lengths: Path, capsys):
+    page = lengths.parent / "page.html"
+    assert typed(capsys, "what-if", str(lengths), *ASKED, "--out", str(page))[0] == 0
+    text = page.read_text()
+    assert all(title in text for title in ("Response lengths", "Timelines", "without speculation"))
+
+
+def test_the_timelines_are_of_the_median_step():
+    found = what_if([[100, 400], [100, 3000], [100, 900]], costs="h100-qwen2.5-7b", workers=1, systems="verl")
+    plain, drafting = found.timelines()
+    assert list(plain.rl_steps) == list(drafting.rl_steps) == [2]
+    assert rollout_s(drafting)[2] < rollout_s(plain)[2]

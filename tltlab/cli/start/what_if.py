@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +17,10 @@ from tltlab.errors import ConfigError
 from tltlab.files import check_writable, write_file, write_json
 from tltlab.planning.systems import SYSTEMS
 from tltlab.report.comparison import comparison_page
-from tltlab.report.page import render
+from tltlab.report.page import Part, render
+from tltlab.report.rollout import lengths_part, timelines_part
 from tltlab.sim.cli import options
+from tltlab.traces.metrics import per_step
 
 from . import reading as readings
 
@@ -120,7 +123,8 @@ def what_if(
     if policy_out is not None:
         answer.chosen.policy.write(policy_out)
     if out is not None and out.suffix in _PAGES:
-        write_file(out, render(comparison_page(result, lengths)))
+        page = comparison_page(result, lengths)
+        write_file(out, render(replace(page, parts=(*page.parts[:1], *_pictures(answer), *page.parts[1:]))))
     elif out is not None and out.suffix in FORMATS:
         save_figure(answer.plot(), out)
     elif out is not None:
@@ -133,6 +137,13 @@ def what_if(
     elif answer.drafts:
         lines.append("next: --policy-out policy.json, then TLTLAB_POLICY=policy.json python train.py")
     emit(result, as_json=as_json, text="\n".join(lines))
+
+
+def _pictures(answer: WhatIf) -> tuple[Part, ...]:
+    """The lengths that were asked about, and one RL step without speculation above the same one with it."""
+    plain, drafting = answer.timelines()
+    names = ("without speculation", "with the policy found")
+    return lengths_part(answer.trace, per_step(answer.trace)), timelines_part(plain, drafting, names)
 
 
 def text(answer: WhatIf) -> str:
