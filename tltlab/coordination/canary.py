@@ -153,9 +153,9 @@ class Canary:
     Call `expect` at each swap, `reset` at each weight sync and wake, and `observe` per verified draft. `expect` and
     `reset` open a window, which is looked at after `min_drafts` drafts, then each time their number has doubled. At
     look i (from 0) the drafter has collapsed if the binomial chance of so few first tokens at the bound is at most
-    `FALSE_ALARM` / 2^(i + 1): over all looks of a window a drafter at or above the bound raises a false alarm with at
-    most `FALSE_ALARM`, as far as drafts are independent. A collapsed drafter is not trusted until the next `expect`.
-    Without a prediction every drafter is trusted.
+    `FALSE_ALARM` / 2^(i + 1): over all looks of a window a drafter at or above the bound raises a false alarm with
+    probability `FALSE_ALARM` at most, as far as drafts are independent. A collapsed drafter is not trusted until the
+    next `expect`. Without a prediction every drafter is trusted.
 
     >>> canary = Canary(CanaryConfig(min_drafts=50))
     >>> canary.expect([0.8, 0.7], "the swap")

@@ -78,10 +78,10 @@ def tables_of_responses(
 def _prompt_ids(
     frame: pd.DataFrame, group_size: int | None, group_column: str | None, names_prompts: bool, notes: list[str]
 ) -> tuple[Any, str | None]:
-    """What names the prompt of each response, and the column that did.
+    """Return the name of each response's prompt, and the column that the names are from.
 
-    A column counts where it is the same for several responses, and never for different prompts of an RL step. Text
-    counts where there is none, and names prompts that are the same in different RL steps.
+    A column qualifies if several responses share a value, and different prompts of an RL step never do. Without such
+    a column the prompt's text is the name, and prompts that are the same in different RL steps share a name.
     """
     step, text = frame["rl_step"], frame["text"] if frame["text"].notna().all() else None
     for column in [name for name in frame.columns if name.startswith("id:")]:
@@ -127,7 +127,7 @@ def _prompt_ids(
 
 
 def _differ(frame: pd.DataFrame, by: Sequence[Any], column: str) -> bool:
-    """Whether a column has different values for one key."""
+    """Return True if a column has different values for one key."""
     return bool((frame.groupby([key.to_numpy() for key in by], sort=False)[column].nunique() > 1).any())
 
 

@@ -313,7 +313,7 @@ class Reader(RequestReader):
         return [column for column in matches(records.frame.columns, kind) if self._text_of(records, column)]
 
     def _text_of(self, records: Records, column: str) -> bool:
-        """Whether the first cell with a value is a text or a conversation; a text of a table that is no number."""
+        """Return True if the first cell with a value is a text (in a table: no number) or a conversation."""
         cells = records.frame[column]
         first = next((cell for cell in cells if not is_missing(cell)), None)
         if first is None:

@@ -1,4 +1,4 @@
-"""What frameworks call the metrics of an RL step (`frameworks.toml`), and the trace that they make."""
+"""Names of the metrics of an RL step by framework (`frameworks.toml`), and the trace made from these metrics."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ _CHART = re.compile(r"^.* - (?=\S+$)")
 """The run's name, which charts exported from W&B put before a key."""
 
 MOST_RESPONSES = 1 << 22
-"""That lengths are made for, over all RL steps of a log: some 2 GB."""
+"""Most responses that lengths are made for, over all RL steps of a log: some 2 GB."""
 DEFAULT_RESPONSES = 512
-"""Responses per RL step where neither the log nor the caller says it."""
+"""Responses per RL step where neither the log nor the caller gives their number."""
 
 
 def plain_key(key: str) -> str | None:
-    """The key as `frameworks.toml` has it; None for a metric that says nothing of use here.
+    """Return the key as in `frameworks.toml`; None for a metric that is not used here.
 
     A prefix `train/`, which TensorBoard and W&B have, is no part of it, nor what comes before the name of a call in
     TRL's `profiling/Time taken: GRPOTrainer.vLLM.generate`.
@@ -121,9 +121,9 @@ def plain_key(key: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Some metrics of an RL step by `plain_key`, and where the log has them; `rl_step` None is not said.
+    """Some metrics of an RL step by `plain_key`, and their place in the log; `rl_step` is None if not given.
 
-    `is_cut` says that some of them were cut off, `note` what is to be said of the log.
+    `is_cut`: some of the metrics were cut off. `note`: a remark on the log for the manifest.
     """
 
     rl_step: int | None
@@ -169,7 +169,7 @@ class StepMetrics:
 
     @property
     def drafts_went_on(self) -> bool:
-        """Whether the log says that something was drafted, kept or not."""
+        """True if the log has drafted tokens in this RL step, accepted or not."""
         counts = [value for name in ("drafts", "drafted") if (value := self.get(name)) is not None]
         return any(counts) if counts else self.get("draft_rate") is not None
 
@@ -183,7 +183,7 @@ class StepMetrics:
 
     @property
     def num_responses(self) -> int | None:
-        """Responses of the RL step: said, or all tokens over the mean tokens of a response with its prompt."""
+        """Responses of the RL step, as logged, or all tokens over the mean tokens of a response with its prompt."""
         num, total = self.get("responses"), self.get("total_tokens")
         mean, prompt = self.get("mean"), self.get("prompt")
         if num is None and total is not None and mean is not None and prompt is not None and mean + prompt > 0:
@@ -220,7 +220,7 @@ def framework_of(keys: Iterable[str]) -> Framework | None:
 
 
 def says_means(names: Iterable[str]) -> bool:
-    """Whether fields are those of an RL step, with the mean length of its responses.
+    """Return True if fields are those of an RL step, with the mean length of its responses.
 
     A table with a metric in each row, its name, step and value, counts too. Names that a single response's length may
     have, such as `response_length`, count beside a loss and the like alone.
@@ -233,10 +233,10 @@ def says_means(names: Iterable[str]) -> bool:
 
 
 def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
-    """The RL steps of a log in order, and what had to be noted.
+    """Return the RL steps of a log in order, and notes.
 
-    Records of an RL step that say different things are one; where a record says anew, and otherwise, what is known of
-    its RL step, the run was resumed, and the last one counts. Records without a number are counted from 1.
+    Records of an RL step with different metrics are merged. A record with another value for a known metric of its RL
+    step means that the run was resumed: the last record counts. Records without a number are counted from 1.
     """
     steps: dict[int, StepMetrics] = {}
     repeats: set[int] = set()
@@ -290,9 +290,9 @@ SEVERAL_TURNS = "several turns: "
 
 
 def turns_note(steps: Sequence[StepMetrics]) -> str | None:
-    """Why lengths and rollout times of a log are not those of generation alone.
+    """Note on a log whose lengths and rollout times include more than generation.
 
-    "" where the log says that they are, None where it says nothing of turns and tools.
+    "" where they are of generation alone, None where the log has no metrics of turns and tools.
     """
     if all(step.get(name) is None for step in steps for name in ("turns", "tool_calls", "tool_s")):
         return None
@@ -319,11 +319,11 @@ def tables_of_steps(
     steps: list[StepMetrics], *, place: str, responses: int | None, group_size: int | None,
     max_response_tokens: int | None, said: Sequence[str] = (),
 ) -> tuple[dict[str, pd.DataFrame], list[str]]:  # fmt: skip
-    """Workload, outcomes and steps of a log's RL steps, and what was assumed. Raises TraceError where there is nothing.
+    """Return workload, outcomes and steps of a log's RL steps, and assumptions. TraceError without a usable RL step.
 
     Lengths are `max_entropy_lengths` of what is known; their order within an RL step is drawn, the same each time.
-    `responses` per RL step are used where the log does not say how many. The cap is `max_response_tokens`, else the
-    longest response of RL steps with cut ones, else the longest of all. `said` was noted of the log before.
+    `responses` per RL step are used where the log lacks their number. The cap is `max_response_tokens`, else the
+    longest response of RL steps with cut ones, else the longest of all. `said`: earlier notes on the log.
     """
     notes = [note] if (note := turns_note(steps)) else []
     usable = [step for step in steps if step.get("mean") is not None]
@@ -420,7 +420,7 @@ def _lengths(step: StepMetrics, num: int, cap: int) -> Ints:
 
 
 def metrics_table(steps: Sequence[StepMetrics]) -> pd.DataFrame:
-    """What a log says of its RL steps, a row each: fields, accept length, `drafts_went_on`; `seconds` by stage."""
+    """Table of a log's RL steps, a row each: fields, accept length, `drafts_went_on`; `seconds` by stage."""
     names = (
         "mean", "most", "rollout_s", "wait_s", "step_s", "reward_mean", "draft_rate", "tokens_per_s", *STAGES,
     )  # fmt: skip

@@ -59,7 +59,7 @@ def _timeline_picture(trace: Trace, step: int, *, median: bool) -> Picture:
 
 
 def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Part:
-    """What the target's passes ran in, by draft depth, and what was captured; `graphs` is the run's graphs.json."""
+    """CUDA graphs of the target's passes by draft depth, and captured graphs; `graphs` is the run's graphs.json."""
     title = "CUDA graphs"
     table = trace.iterations
     if table is None or (table := table[table["graph"].notna()]).empty:

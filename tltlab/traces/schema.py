@@ -112,10 +112,10 @@ TABLES: dict[str, pa.Schema] = {
 
 
 class Manifest(FrozenModel):
-    """What a trace is and where it comes from: `manifest.json`. Unknown is None.
+    """Kind and origin of a trace: `manifest.json`. Unknown is None.
 
     `engine` holds name and version, `created` is ISO 8601, `num_workers` counts rollout workers (engines, not GPUs),
-    `group_size` samples per prompt. `drafters` says what drafters of other than the standard names are. Where
+    `group_size` samples per prompt. `drafters` has the traits of drafters with other than the standard names. Where
     `without_iterations` is not None the iterations of every RL step with responses were recorded, except for the RL
     steps that it names, whose requests ran in the iterations of other RL steps or whose iterations were lost.
 
@@ -187,7 +187,7 @@ class Manifest(FrozenModel):
 
 
 def is_trace(path: Path) -> bool:
-    """Whether a folder says it is a trace of this format (it is not checked)."""
+    """Return True if the manifest of a folder names this format (the trace is not checked)."""
     try:
         return f'"{FORMAT}"' in read_text(path / MANIFEST_FILE)
     except (OSError, ValueError):
