@@ -72,7 +72,7 @@ def drafts_lose_time(run: RunEvidence) -> Facts | None:
     if min(len(drafted), len(plain)) < ENOUGH_STEPS:
         raise NotChecked(f"RL steps with and without speculation, {ENOUGH_STEPS} of each, are needed")
     terms = ["longest", "tokens"] if len(plain) >= 4 else ["tokens"]
-    # What plain rollouts take by their lengths, with relative errors.
+    # Fit the seconds of plain rollouts to their lengths, with relative errors.
     x, y = plain[terms].to_numpy(np.float64), plain["rollout_s"].to_numpy(np.float64)
     coefficients = np.linalg.lstsq(x / y[:, None], np.ones(len(y)), rcond=None)[0]
     expected = drafted[terms].to_numpy(np.float64) @ coefficients

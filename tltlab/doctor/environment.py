@@ -1,4 +1,4 @@
-"""Whether this machine can run what tltlab runs: one table of checks, each with its test, sentence and remedy."""
+"""Checks that this machine can run tltlab: one table, each check with its test, sentence and remedy."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def change(values: Floats) -> int | None:
 
 
 def _drafted(run: RunEvidence) -> pd.DataFrame:
-    """RL steps of a log that say how many tokens a draft yields."""
+    """RL steps of a log that have the number of tokens per draft."""
     if run.log is None:
         raise NotChecked(NO_LOG)
     log = run.log

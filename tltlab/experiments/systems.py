@@ -1,6 +1,7 @@
-"""systems: rows of `tltlab compare` run on real engines here, each beside what `tltlab verify` predicts of its run.
+"""systems: rows of `tltlab compare` run on real engines here, each beside its prediction by `tltlab verify`.
 
-Each row is a run of the same small recipe with `rollout.system`. A row with a part that no engine here has says which.
+Each row is a run of the same small recipe with `rollout.system`. A row with a part that no engine here has names the
+part.
 """
 
 from __future__ import annotations
