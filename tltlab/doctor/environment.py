@@ -167,4 +167,4 @@ CHECKS: tuple[Check[Machine], ...] = (
         "The next run removes what no process uses any more.",
     ),
 )
-"""In the order in which findings are told."""
+"""In the order in which findings are shown."""

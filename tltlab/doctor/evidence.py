@@ -167,7 +167,7 @@ class RunEvidence:
         )
         rows = rows[rows["per_token"] > 0].reset_index(drop=True)
         if rows.empty:
-            raise NotChecked("no RL step says how long its rollout took and its responses were")
+            raise NotChecked("no RL step has both a rollout time and response lengths")
         return rows
 
     @property

@@ -290,7 +290,7 @@ SYSTEM_DRAFTERS: dict[str, ModelFreeSpec] = {
 """The drafting of published systems: what they search, how much history, how long. Their scheduling is not in it."""
 
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Where configs say how many MTP layers a model has, in vLLM 0.32 (`SpeculativeConfig.hf_config_override`)."""
+"""Keys of model configs with the number of MTP layers, as in vLLM 0.32 (`SpeculativeConfig.hf_config_override`)."""
 
 
 def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:

@@ -282,7 +282,7 @@ def verdict(rows: pd.DataFrame, policy: str, of_best: Ratio) -> str:
     paying = drafts[drafts["low"] > 1].sort_values("speedup")
     gain = "no draft was shown to be faster than plain decoding"
     if drafts["low"].isna().all():
-        gain = "in too few rounds to tell where drafts pay"
+        gain = "in too few rounds to decide where drafts pay"
     elif len(paying):
         at, top = sorted(set(paying["batch"])), paying.iloc[-1]
         every = len(at) == rows["batch"].nunique()

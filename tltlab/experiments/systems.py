@@ -134,7 +134,7 @@ class Systems(RunsExperiment[SystemsSettings]):
             "of the same run (`tltlab verify`), so with its system's costs and acceptance; error_at_speed is the error "
             "where how fast the machine was in each RL step is known too",
             "rollout seconds compare only between systems that roll out the same work: not CoPRIS, SPEC-RL and AReaL, "
-            "for which tokens_per_s and step_s say more",
+            "for which to compare tokens_per_s and step_s",
         )
 
 

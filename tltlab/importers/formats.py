@@ -479,7 +479,7 @@ def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading
         if one_each and values and np.isfinite(values).all() and (reading is None or not reading.column):
             raise TraceError(
                 f"{path}: column {name} has one number in each RL step, the length of one response or the mean of all: "
-                f"say which ({BY_OPTION.format('--format csv or --format metrics')})"
+                f"name it ({BY_OPTION.format('--format csv or --format metrics')})"
             )
     return False
 

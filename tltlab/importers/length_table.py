@@ -40,8 +40,7 @@ def tables_of_responses(
         at = int(np.argmax(over))
         place = frame["place"][at] if isinstance(frame["place"][at], str) else f"line {frame['place'][at]}"
         raise TraceError(
-            f"{frame['file'][at]}, {place}: the response has {lengths[at]} tokens, its maximum was said "
-            f"to be {caps[at]}"
+            f"{frame['file'][at]}, {place}: the response has {lengths[at]} tokens, more than its maximum of {caps[at]}"
         )
     reason = frame["finish_reason"].to_numpy(object)
     unknown = pd.isna(reason)
@@ -50,7 +49,7 @@ def tables_of_responses(
         notes.append(f"the cap is unknown: the longest response ({lengths.max()} tokens) is taken for it{all_finished}")
     if unknown.any() and (names_prompts or not unknown.all()):
         rule = "as cut where they reach the cap, else as finished" if known_cap else "as finished"
-        notes.append(f"{unknown.sum()} responses do not say how they ended: they count {rule}")
+        notes.append(f"{unknown.sum()} responses have no finish reason: they count {rule}")
     prompts = frame["prompt_tokens"].to_numpy()
     if np.isnan(prompts).any():
         some = "" if np.isnan(prompts).all() else f" of {int(np.isnan(prompts).sum())} responses"
@@ -104,12 +103,12 @@ def _prompt_ids(
                 notes.append(f"{name} is the same for different prompts: it does not name them")
                 continue
         if group_size and repeats and set(frame.groupby([step, ids], sort=False).size()) != {group_size}:
-            notes.append(f"groups are those of {name}, whatever the group size was said to be")
+            notes.append(f"groups are those of {name}, not of the given group size")
         return _across_rl_steps(step, ids, text, name, notes), name
     if text is not None:
         within = frame.groupby([step, text], sort=False).cumcount()
         if group_size and (within >= group_size).any():
-            notes.append(f"prompts of the same text are told apart by every {group_size} responses")
+            notes.append(f"prompts of the same text are separated after every {group_size} responses")
             return text + (within // group_size).map(lambda at: f"-{at}" if at else ""), None
         return text, None
     records = frame.get(RECORD)

@@ -53,7 +53,7 @@ _CONSOLES = ("", ".log", ".out", ".err", ".txt")
 _CONFIG_LINES = 20_000
 """Lines at a log's start in which its configuration is looked for."""
 _COUNTS = {"gpus": "0", "gpus_per_node": "0", "nodes": "1", "tp": "0", "engines": "0", "depth": "0"}
-"""Numbers of a configuration, and what holds where it does not say them."""
+"""Numbers of a configuration, with their defaults."""
 _MOST_HELD_BYTES = 1 << 26
 """Of a log that is held in memory; larger ones are read anew each time."""
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+0-9.eEinfINFnaN]+)(?: \d+)?$")

@@ -82,7 +82,7 @@ class Reader(RequestReader):
             elif not missing.all() and "prompt_id" in kind_of(name):
                 self.notes[f"{name} is not one value in each record: it does not name the prompts"] = None
             if wanted and missing.any():
-                records.fault(int(np.argmax(missing)), name, "no value, and it was said to have the groups")
+                records.fault(int(np.argmax(missing)), name, "no value, although it was named as the column of groups")
         if RECORD in frame:
             result[RECORD] = frame[RECORD].to_numpy()
         return result
@@ -166,7 +166,7 @@ class Reader(RequestReader):
         chosen = next((group[0] for group in (numeric, left) if len(group) == 1), None)
         if chosen is None:
             raise TraceError(
-                f"{records.file}: cannot tell which column holds the lengths: "
+                f"{records.file}: the column with the lengths is not clear: "
                 f"{', '.join(map(str, records.frame.columns))}; name one ({BY_OPTION.format('--column')})"
             )
         return chosen

@@ -78,7 +78,7 @@ KNOWN = ", ".join(dict.fromkeys(framework.name.split(",")[0] for framework in FR
 """The frameworks' names, as messages list them."""
 
 FIRST_OF: dict[str, tuple[str, ...]] = {}
-"""Field: the keys that say it, in all frameworks."""
+"""Field: its keys, in all frameworks."""
 for _framework in FRAMEWORKS:
     for _name, _keys in _framework.fields.items():
         FIRST_OF[_name] = tuple(dict.fromkeys((*FIRST_OF.get(_name, ()), *_keys)))
@@ -274,7 +274,7 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
     if cut:
         notes.append(f"{len(cut)} records are cut off ({few(cut)}): what is cut counts as unknown")
     if num_lost:
-        notes.append(f"{num_lost} records do not say their RL step, as the others do, and are left out")
+        notes.append(f"{num_lost} records lack the RL step, which the others have, and are left out")
     if num_unnumbered:
         notes.append("the log does not number its RL steps: they are counted from 1")
     if repeats:
@@ -310,7 +310,7 @@ def turns_note(steps: Sequence[StepMetrics]) -> str | None:
     slowest, at_tools = middle("slowest_s"), middle("slowest_tool_s")
     parts += [f"the slowest {at_tools:.3g} of {slowest + at_tools:.3g} s"] if at_tools > 0.0 else []
     return (
-        f"{SEVERAL_TURNS}{', '.join(parts)} (medians over RL steps), so the lengths hold what tools and users said, "
+        f"{SEVERAL_TURNS}{', '.join(parts)} (medians over RL steps), so the lengths include text of tools and users, "
         "rollouts wait for them, and neither is generation alone"
     )
 
@@ -332,11 +332,11 @@ def tables_of_steps(
         names = [] if framework is None else [*framework.fields.get("mean", ()), *framework.fields.get("sequence", ())]
         wanted = " or ".join(names[:3]) or "a mean length"
         raise TraceError(
-            f"{place}: a log of {framework.name if framework else 'metrics'}, but no RL step says how long its "
-            f"responses were; {'; '.join(((framework and framework.advice) or f'wanted {wanted}', *said))}"
+            f"{place}: a log of {framework.name if framework else 'metrics'}, but no RL step has the length "
+            f"of its responses; {'; '.join(((framework and framework.advice) or f'wanted {wanted}', *said))}"
         )
     if lost := [step.rl_step for step in steps if step.get("mean") is None and step.get("rollout_s") is not None]:
-        notes.append(f"{len(lost)} RL steps say no mean length and are left out ({few(lost)})")
+        notes.append(f"{len(lost)} RL steps have no mean length and are left out ({few(lost)})")
     gaps = sorted(set(range(usable[0].rl_step, usable[-1].rl_step + 1)) - {step.rl_step for step in usable})
     if gaps:
         notes.append(f"{len(gaps)} RL steps between the first and the last are not in the log")
@@ -346,7 +346,7 @@ def tables_of_steps(
     cap = _cap(usable, max_response_tokens, place, notes)
     for name, quantity in (("least", "shortest"), ("most", "longest"), ("cut", "cut responses")):
         if missing := sum(step.get(name) is None for step in usable):
-            notes.append(f"{missing} RL steps do not say their {quantity}")
+            notes.append(f"{missing} RL steps lack their {quantity}")
     frames, modelled = [], []
     for step, num in zip(usable, counts, strict=True):
         try:
@@ -390,8 +390,8 @@ def _counts(steps: list[StepMetrics], responses: int | None, notes: list[str]) -
     missing = len(counts) - len(stated)
     default = responses or (int(np.median(stated)) if stated else DEFAULT_RESPONSES)
     if missing:
-        source = "as given" if responses else "as many as the others have" if stated else "a default: say --responses"
-        notes.append(f"{missing} RL steps do not say how many responses they have: {default}, {source}")
+        source = "as given" if responses else "as many as the others have" if stated else "a default: set --responses"
+        notes.append(f"{missing} RL steps lack the number of responses: {default}, {source}")
     return [default if num is None else num for num in counts]
 
 
@@ -399,13 +399,13 @@ def _cap(steps: list[StepMetrics], maximum: int | None, place: str, notes: list[
     longest = math.ceil(max(step.get("most") or step.get("mean") or 1.0 for step in steps))
     if maximum is not None:
         if longest > maximum:
-            raise TraceError(f"{place}: a response has {longest} tokens, the maximum was said to be {maximum}")
+            raise TraceError(f"{place}: a response has {longest} tokens, more than the maximum of {maximum}")
         return maximum
     if any((step.get("cut") or 0.0) > 0 and step.get("most") is not None for step in steps):
         return longest
     if all(step.get("most") is None for step in steps):
         longest *= 8
-        notes.append(f"no RL step says its longest response: nothing is assumed to end before {longest} tokens")
+        notes.append(f"no RL step has its longest response: nothing is assumed to end before {longest} tokens")
     notes.append(f"the cap is unknown: the longest response ({longest} tokens) is taken for it")
     return max(1, longest)
 

@@ -129,7 +129,7 @@ def acceptance_by_drafter(text: str, drafters: Sequence[str], known: Drafters = 
         )
     granted = {name: given.get(name, given.get(EVERY, "")) for name in drafters}
     if missing := [name for name, source in granted.items() if not source]:
-        raise ConfigError(f"--acceptance {text}: nothing is said of {', '.join(missing)}")
+        raise ConfigError(f"--acceptance {text}: no acceptance for {', '.join(missing)}")
     return granted
 
 

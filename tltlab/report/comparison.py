@@ -213,7 +213,7 @@ def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         if "system" in row:
             assumed = "; ".join(map(str, row.get("assumptions") or ["nothing"]))
             title = str(row.get("title") or row["system"])
-            about.append((title, f"{assumed}. Source: {row.get('source') or 'not told'}."))
+            about.append((title, f"{assumed}. Source: {row.get('source') or 'not given'}."))
     if about:
         parts.append(Section(title="What was assumed", blocks=(Items(rows=tuple(about)),)))
     ends = result.get("ranges")

@@ -19,7 +19,7 @@ from tltlab.charts import Chart, data_uri, inline_svg, series_names
 
 _TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
-"""Sorts tables, shows one of several pictures, enlarges them, says what a chart has at the pointer; without it
+"""Sorts tables, shows one of several pictures, enlarges them, shows a chart's values at the pointer; without it
 everything can be read."""
 _SHA = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_SHA}'"

@@ -31,7 +31,7 @@ def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
     Their text where the model's tokenizer.json lies in RUN/model or where the recipe's model is, else their token ids.
     """
     if not trace.num_rows("tokens"):
-        return Absent(title=TITLE, reason="the trace has no tokens.parquet, so what was said is not known")
+        return Absent(title=TITLE, reason="the trace has no tokens.parquet, so the texts are not known")
     last = trace.select([_step(trace)])
     tokens = last.tokens
     if tokens is None or tokens.empty:

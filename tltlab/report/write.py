@@ -128,7 +128,7 @@ def compare_runs(first: str | Path, second: str | Path) -> Page:
     caption = "Over all RL steps of each. Different runs had different responses and perhaps different machines."
     blocks = (
         PageTable(caption=caption, columns=("figure", *names), rows=rows),
-        Paragraph(text="tltlab compare holds policies against each other on the same responses and the same luck."),
+        Paragraph(text="tltlab compare replays policies on the same responses with common random numbers."),
     )
     parts = (
         Section(title="Figures", blocks=blocks),

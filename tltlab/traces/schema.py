@@ -37,7 +37,7 @@ FINISH_REASONS = ("stop", "length", "abort")
 """How a response ended; "abort" is right-censored: its response_tokens is a lower bound."""
 
 TRAINING_ENDS = ("stopped", "killed", "failed", "declined")
-"""How a worker's part in a training period ended: told to stop, killed (it did not yield, or its process died), by an
+"""How a worker's part in a training period ended: by order, killed (it did not yield, or its process died), by an
 error of its own, or by itself because it has trained all that it may."""
 
 GRAPH_KINDS = ("full", "piecewise", "eager")
