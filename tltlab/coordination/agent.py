@@ -1,6 +1,6 @@
 """The worker's side of the worker coordinator, without its wires: what it reports and which order its trainer is under.
 
-`WorkerAgent` keeps the rules of `messages`. It stands between three parties: the engine, which tells what
+`WorkerAgent` keeps the rules of `messages`. It stands between three parties: the engine, which reports whether
 requests are left; the coordinator, whose commands it receives; and the trainer, which follows `order`, takes the device
 with `trainer(term)` before it does anything with it and gives it back with `trainer(None)`.
 """
@@ -54,7 +54,7 @@ class WorkerAgent:
         self._rl_step, self._busy = -1, False
 
     def requests(self, rl_step: int, busy: bool, now: float) -> tuple[WorkerReport, ...]:
-        """Whether requests of RL step `rl_step` are left; `order` follows at once. Older RL steps are ignored."""
+        """Record whether requests of RL step `rl_step` are left, and update `order`. Older RL steps are ignored."""
         if rl_step < self._rl_step or (rl_step, busy) == (self._rl_step, self._busy):
             return ()
         if busy or rl_step > self._rl_step:
@@ -73,10 +73,10 @@ class WorkerAgent:
         return self._report(now)
 
     def trainer(self, term: int | None, now: float) -> tuple[WorkerReport, ...]:
-        """The trainer takes the device for `term`, or gives it back; whether it has it then, `held` says.
+        """Let the trainer take the device for `term`, or with None give it back; `held` is then the term that holds it.
 
-        It does not get the device where its order has changed in the meantime. One that gives it back while ordered to
-        train has ended by itself: it is not asked again in this rollout.
+        The trainer does not get the device if its order has changed in the meantime. A trainer that gives the device
+        back while ordered to train has ended by itself: the coordinator starts no other one in this rollout.
         """
         if term == self.held:
             return ()

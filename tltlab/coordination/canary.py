@@ -1,7 +1,7 @@
 """The canary on drafters: are drafts kept as often as a learned drafter's training predicted, or as often as before?
 
 A drafter that serves with stale weights, or reads the wrong embedding, changes nothing that is sampled: it only makes
-the run slow, and no error says so. So acceptance is compared after each swap of the drafter's weights, each sync of the
+the run slow, and raises no error. So acceptance is compared after each swap of the drafter's weights, each sync of the
 target's and each wake of the engine: with the prediction (`Canary`), or with what it was before (`Alarm`).
 """
 
@@ -104,7 +104,7 @@ class DraftCounts:
         depths = range(len(self._drafted) - 1)
         return DraftPositions(
             drafted=tuple(sum(self._drafted[i + 1 :]) for i in depths),
-            # Of the drafts that had i tokens kept, those of just i tokens tried no further one.
+            # A draft of just i tokens, all kept, tried no token i.
             tried=tuple(sum(self._kept[i:]) - self._whole[i] for i in depths),
             kept=tuple(sum(self._kept[i + 1 :]) for i in depths),
         )
@@ -119,7 +119,7 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the canary found: `measured` and `predicted` are chances per draft position, given those before were kept.
+    """Finding of the canary: `measured` and `predicted` are chances per draft position, given those before were kept.
 
     `why` names what the drafts are counted from. "untrained": the prediction itself is too low to serve.
     """
@@ -148,14 +148,14 @@ class Verdict:
 
 
 class Canary:
-    """Compares a drafter's acceptance with what training predicted; `trusted` says whether it may serve.
+    """Compares a drafter's acceptance with what training predicted; `trusted` is whether it may serve.
 
-    Tell it `expect` at each swap, `reset` at each weight sync and wake, and `observe` per verified draft. The window
-    that these open is looked at after `min_drafts` drafts, then each time their number has doubled. At look i (from 0)
-    the drafter has collapsed if the binomial chance of so few first tokens at the bound is at most `FALSE_ALARM` /
-    2^(i + 1): over all looks of a window a drafter at or above the bound is wronged with at most `FALSE_ALARM`, as far
-    as drafts are independent. What collapsed is not trusted until the next `expect`. Without a prediction all is
-    trusted.
+    Call `expect` at each swap, `reset` at each weight sync and wake, and `observe` per verified draft. `expect` and
+    `reset` open a window, which is looked at after `min_drafts` drafts, then each time their number has doubled. At
+    look i (from 0) the drafter has collapsed if the binomial chance of so few first tokens at the bound is at most
+    `FALSE_ALARM` / 2^(i + 1): over all looks of a window a drafter at or above the bound raises a false alarm with
+    probability `FALSE_ALARM` at most, as far as drafts are independent. A collapsed drafter is not trusted until the
+    next `expect`. Without a prediction every drafter is trusted.
 
     >>> canary = Canary(CanaryConfig(min_drafts=50))
     >>> canary.expect([0.8, 0.7], "the swap")
@@ -214,7 +214,7 @@ class Canary:
         return self.verdicts[-1]
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has seen and found, for the weights that serve."""
+        """Return the counts and verdicts of the weights that serve, as JSON."""
         return {
             "swaps": self._swaps,
             "moves": self._moves,
@@ -313,12 +313,12 @@ class Alarm:
     alarm then.
     `notify` receives a sentence at each collapse.
 
-    >>> said = []
-    >>> alarm = Alarm(said.append)
+    >>> notices = []
+    >>> alarm = Alarm(notices.append)
     >>> alarm.observe("eagle", [(3, 2)] * 40, has_network=True)
     >>> alarm.happened("the engine woke")
     >>> alarm.observe("eagle", [(3, 0)] * 64, has_network=True)
-    >>> said[0].partition(":")[0]
+    >>> notices[0].partition(":")[0]
     'drafter eagle has collapsed since the engine woke'
     """
 

@@ -1,4 +1,4 @@
-"""Whether one more training of the drafter is worth its time, from what earlier ones took and brought.
+"""Decision whether one more training of the drafter is worth its time, from costs and gains of earlier trainings.
 
 Training again and again at a fixed price against a loss that grows until it is done is the problem of economic lot
 size (Harris 1913): for a steady drift, time is least where the loss since the last training has come to its price.
@@ -56,7 +56,7 @@ class Attempt:
 
     @property
     def better(self) -> bool:
-        """Whether it is sure to be better than what serves, and may go into service."""
+        """True if the candidate beats the drafter in service on the same responses, and may replace that drafter."""
         return self.candidate is not None and self.served is not None and self.candidate > self.served
 
     @property
@@ -73,7 +73,7 @@ class RolloutDrift:
     `drafts` of them; None where it drafted nothing. `drift_kl` is how far the policy update after it moved the target,
     in nats per token. `age` counts RL steps since the training numbered `training`, or, for the number 0, since the
     first RL step. The rollout took `rollout_s` seconds for `tokens` tokens, any delay by a training included; 0 where
-    nobody said.
+    unknown.
     """
 
     rl_step: int
@@ -88,10 +88,11 @@ class RolloutDrift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCost:
-    """What training takes of a rollout of `rollout_s` seconds.
+    """Cost of training in a rollout of `rollout_s` seconds.
 
-    It stretches it by the share `slowdown`, known to a standard error of `slowdown_error`, and holds it up by
-    `delay_s`; `elasticity` is the share by which a rollout is shorter per share that accepted lengths are longer.
+    Training stretches the rollout by the share `slowdown`, known to a standard error of `slowdown_error`, and delays
+    the rollout by `delay_s`; `elasticity` is the share by which a rollout is shorter per share that accepted lengths
+    are longer.
     """
 
     rollout_s: float
@@ -105,7 +106,7 @@ class TrainingCost:
         return self.seconds_at(0.0)
 
     def seconds_at(self, errors: float) -> float:
-        """What it takes where its slowdown is so many standard errors longer."""
+        """Seconds that training costs with `slowdown` raised by `errors` standard errors."""
         return self.delay_s + max(self.slowdown + errors * self.slowdown_error, 0.0) * self.rollout_s
 
 
@@ -141,12 +142,12 @@ def training_cost(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt])
 
 
 def loss_and_gain(attempts: Sequence[Attempt], first: int) -> tuple[float, float]:
-    """What drafters lose per RL step by the policy's moving, and what a training adds that lasts: shares of length.
+    """Loss of drafters per RL step as the target moves, and lasting gain of a training: shares of accepted length.
 
-    Over successive attempts the gains on the same responses add up to the net growth of what serves and to what it
-    lost in between: so the loss is what is missing of a drafter's length at its training when the next one is judged.
-    Both are at their lower ends, a standard error down, so that noise brings next to none. `first` is the RL step
-    that the record begins at.
+    Over successive attempts the gains on the same responses add up to the net growth of the serving drafter and to its
+    loss in between: so the loss is the drop of a drafter's accepted length from its training to the next judgement.
+    Loss and gain are at their lower ends, a standard error down, so that noise adds next to nothing. `first` is the RL
+    step that the record begins at.
     """
     judged = [attempt for attempt in attempts if attempt.candidate and attempt.served][-_ATTEMPTS:]
     if not judged:
@@ -181,7 +182,7 @@ def above_end(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt]) -> 
     A period goes from one attempt to the next, the last one until now. A drafter that ages for long has lost as much as
     it ever will, and training brings that back for a while only: the next period is worth no more than what the ones
     before were above their ends (the marginal value of renewal; where the loss is steady, the same as the loss so far).
-    Infinite where no period has rollouts enough to tell.
+    Infinite where no period has enough rollouts.
     """
     logs = {row.rl_step: math.log(row.accept_length) for row in rollouts if row.accept_length}
     starts = [attempt.rl_step for attempt in attempts[-_PERIODS:]]
@@ -194,11 +195,11 @@ def above_end(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt]) -> 
 
 
 def paid(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt], cost: TrainingCost) -> bool:
-    """Whether the latest trainings brought half of what they took, or it cannot be told.
+    """True if the latest trainings saved at least half of their cost, or if the record is too short to decide.
 
-    Between two of them accepted lengths were longer by what the first brought than just before the second. A loss that
-    goes on at a steady pace makes that half of all that was saved, so it is half of the price that is asked for. Where
-    trainings follow one another within four RL steps, there is too little between them to tell.
+    Between two trainings the accepted length is on average above its value just before the second one. With a steady
+    loss this excess is half of all that was saved, so half of the cost is required. Trainings within four RL steps of
+    one another leave too few rollouts in between to decide.
     """
     latest = attempts[-_ATTEMPTS:]
     steps = latest[-1].rl_step - latest[0].rl_step
@@ -217,8 +218,9 @@ def paid(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt], cost: Tr
 def worth_training(
     rl_step: int, rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt], fallen: float
 ) -> tuple[bool, str]:
-    """Whether to train in the rollout of `rl_step`, and why: both records are of RL steps before it, in order.
+    """Decide whether to train in the rollout of `rl_step`, with the reason.
 
+    `rollouts` and `attempts` hold earlier RL steps only, in order.
     `fallen` is the share by which accepted lengths have surely dropped since the last attempt.
     """
     if not any(row.accept_length for row in rollouts) or not attempts:
@@ -238,7 +240,7 @@ def worth_training(
     worth_s = lost_s + second_s * gain * lasts
     price = f"a training takes {cost.seconds:.3g} s"
     pays = paid(rollouts, attempts, cost) or fallen > 1.5 * max(attempt.gain for attempt in attempts[-_ATTEMPTS:])
-    # Training again says more about what it takes: while that is in doubt, it is given the benefit of it.
+    # Each training also narrows its cost estimate, so the lower end of the estimate is used here.
     if pays and worth_s >= cost.seconds_at(-1.0):
         return True, f"{price}, and not training would have cost {worth_s:.3g} s"
     wasted_s, most_s = 0.0, cost.seconds_at(1.0)

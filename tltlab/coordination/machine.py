@@ -1,16 +1,16 @@
-"""Which idle workers train the drafter while others still generate: TLT's worker coordinator, without its wires.
+"""State machine that assigns idle workers to drafter training while others generate: TLT's worker coordinator.
 
-`advance(state, event, now)` is the whole machine. The simulator steps it in virtual time, the runtime through
-sockets. Workers go BUSY -> IDLE -> TRAINING -> STOPPING -> BUSY or IDLE; with `min_idle_workers` of them idle a
-training period opens under a new term, the lowest of them leads it, later ones may join. A member that gets work
-leaves the group; a leader that leaves, or any member that dies, ends the period, and a new one may open. The end of
-the rollout, or no busy worker being left, stops training.
+`advance(state, event, now)` is the whole machine and does no I/O. The simulator steps it in virtual time, the runtime
+through sockets. Workers go BUSY -> IDLE -> TRAINING -> STOPPING -> BUSY or IDLE; with `min_idle_workers` of them idle a
+training period opens under a new term, the lowest of them leads it, later ones may join. A member that gets work leaves
+the group; a leader that leaves, or any member that dies, ends the period, and a new one may open. The end of the
+rollout, or no busy worker being left, stops training.
 
-State is soft: it holds what workers last said, and reports that repeat rebuild it after losses and restarts.
+State is soft: it holds the last report of each worker, and repeated reports rebuild it after losses and restarts.
 
-The end of a rollout is answered by `Released` at most `yield_timeout_s` after `advance` was told of it, whatever is
-lost and whoever dies, if `Tick` comes when `wakeup_s` says: a trainer that has not yielded by then is killed. A
-coordinator that takes over counts anew from when it is told.
+The end of a rollout is answered by `Released` at most `yield_timeout_s` after `advance` received it, whatever is lost
+and whoever dies, if `Tick` comes at `wakeup_s`: a trainer that has not yielded by then is killed. A coordinator that
+takes over counts anew from when it receives the end.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CoordinatorConfig(FrozenModel):
     """When idle workers train, how many, and how long the others wait for them.
 
     `min_idle_workers` opens a period (1 in TLT's released code); `max_members` None: all idle ones; `late_join` lets
-    workers that finish later into an open period. A worker told to stop is killed after `yield_timeout_s`: the bound
+    workers that finish later into an open period. A worker ordered to stop is killed after `yield_timeout_s`: the bound
     on what the end of a rollout waits for training. `resend_s`: a command without acknowledgement is sent again.
     `gone_after_s`: silence after which a worker counts as gone, None where something else watches over the processes.
     """
@@ -60,7 +60,7 @@ class CoordinatorConfig(FrozenModel):
 
 
 class Phase(Enum):
-    """What the coordinator takes a worker to be doing; TRAINING from the moment it is told to."""
+    """Phase of a worker as the coordinator sees it; TRAINING from the moment that `Train` is sent."""
 
     BUSY = "busy"
     IDLE = "idle"
@@ -71,7 +71,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """One worker as last heard of.
+    """State of one worker by its last report.
 
     `seq` numbers its last report, `sent_seq` the last command to it, `unacked` that command until it is acknowledged;
     `joined_seq` is the command that made it a member, `stop_by_s` when a STOPPING one is killed. `declined`: its
@@ -106,10 +106,10 @@ class Period:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorState:
-    """All that the coordinator knows.
+    """Whole state of the coordinator.
 
     `release_by_s`: when `Released` is due at the latest, infinity where nobody waits for it. `term` and `seq` are the
-    highest ones used, by it or by anyone it heard of.
+    highest ones that the coordinator used or received in a report.
     """
 
     config: CoordinatorConfig = field(default_factory=CoordinatorConfig)
@@ -208,7 +208,7 @@ class _Turn:
             self.lose(index)
             worker = self.workers[index]
         self.term, self.seq = max(self.term, report.term or 0), max(self.seq, report.acked)
-        # A report from another RL step's rollout says nothing of this one's requests.
+        # A report from another RL step's rollout does not cover the requests of this RL step.
         busy = report.busy or report.rl_step != self.rl_step
         unacked = None if report.acked >= worker.sent_seq else worker.unacked
         self.workers[index] = replace(
@@ -292,7 +292,7 @@ class _Turn:
             self.commands.append(Released(rl_step=self.rl_step))
 
     def stop(self, index: int) -> None:
-        """Have a worker stop; one that was told already keeps its deadline."""
+        """Order a worker to stop; a worker that is already stopping keeps its deadline."""
         if self.workers[index].phase is not Phase.STOPPING:
             self._send(index, StopTraining(worker=index, seq=self._next_seq(), term=self.term))
             # One that turns up late does not put off a release that is waited for.
@@ -303,7 +303,7 @@ class _Turn:
         return sorted(i for i, w in self.workers.items() if w.phase is Phase.IDLE and not w.declined)
 
     def _group(self, period: Period) -> None:
-        """Make `period` the open one and tell all its members; those that were in no group join by it."""
+        """Open or update `period` and send `Train` to all its members; members that do not train yet join."""
         self.period = period
         group = self.seq + 1
         for index in period.members:
@@ -332,7 +332,7 @@ class _Turn:
             self._group(replace(self.period, members=tuple(m for m in self.period.members if m != index)))
 
     def _close(self, spare: int | None = None) -> None:
-        """End the open period, if any; all members but `spare` are told to stop."""
+        """End the open period, if any, and order all members but `spare` to stop."""
         period, self.period = self.period, None
         for index in period.members if period is not None else ():
             if index != spare:

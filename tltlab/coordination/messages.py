@@ -1,15 +1,15 @@
-"""What the worker coordinator is told and what it answers: events, commands, and the rules that a worker keeps.
+"""Events that the worker coordinator receives, commands that it sends, and the rules that a worker keeps.
 
-Messages may be lost, doubled and reordered, so each says all there is: a report is the worker's whole state and a
+Messages may be lost, doubled and reordered, so each is complete: a report is the worker's whole state and a
 command the whole of what its worker shall do, and the latest one wins.
 
 A worker
 - numbers its reports upwards, over restarts too (a clock in milliseconds serves as the first number), sends one at
   each change and after each command, and repeats itself, under a new number, as a heartbeat;
 - handles a command once: one whose `seq` is not above `acked`, the highest it has handled, changes nothing;
-- does not obey `Train` while it has requests, outside the rollout of `rl_step`, for an older term than it has heard of,
-  or where it was meant for an earlier process of this worker: the report then acknowledges the command with `term`
-  None;
+- does not obey `Train` while it has requests, outside the rollout of `rl_step`, for an older term than the highest it
+  received, or where it was meant for an earlier process of this worker: the report then acknowledges the command with
+  `term` None;
 - after `StopTraining` finishes at most the optimizer step under way, and reports `term` None once its device is free.
 
 `agent.WorkerAgent` keeps them.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """What a worker says of itself.
+    """Report of a worker on itself.
 
     `busy`: it has requests of RL step `rl_step` left. `term`: the training period for which a trainer holds its
     device, be it still being set up; None where the device is free of training. `acked`: the `seq` of the last command
@@ -44,9 +44,9 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerGone:
-    """The process of this worker has ended, says what watches over processes.
+    """The process of this worker has ended; the supervisor of processes sends this event.
 
-    A report of that process that arrives later brings the worker back: drop those, repeat this, or set `gone_after_s`.
+    A later report of that process brings the worker back: drop late reports, repeat this event, or set `gone_after_s`.
     """
 
     worker: int

@@ -1,4 +1,4 @@
-"""What drafter training on idle workers achieves: optimizer updates, checkpoints, and what an interruption loses.
+"""Progress of drafter training on idle workers: optimizer updates, checkpoints, and updates lost to interruptions.
 
 Progress is integrated in closed form: between two changes of the group or of the data, `advance` jumps over any
 number of updates at once.
@@ -36,10 +36,10 @@ class SpotTraining(FrozenModel):
 
     `start_s` sets up a group, `join_s` is the whole group's pause when its membership changes. After every
     `checkpoint_every` updates (None: only when it stops) a checkpoint blocks for `checkpoint_s`, of which each of them
-    bears its part. Told to stop, a trainer saves in the background and loses nothing; killed, it loses the updates
-    since its last checkpoint, as the trained layer is sharded over the members. `on_stop`: "abandon" drops the update
-    under way, "finish" completes it first; either holds the device `yield_s` longer (0: the rest of the RL step hides
-    the save; `checkpoint_s`: it does not).
+    bears its part. A trainer that is ordered to stop saves in the background and loses nothing; a killed one loses the
+    updates since its last checkpoint, as the trained layer is sharded over the members. `on_stop`: "abandon" drops the
+    update under way, "finish" completes it first; either holds the device `yield_s` longer (0: the rest of the RL step
+    hides the save; `checkpoint_s`: it does not).
 
     Data are this rollout's finished responses and, one step off, the longest `carried_share` of the last rollout's.
     Each token may be trained any number of times, so that only an empty buffer stops the training.
@@ -70,7 +70,7 @@ class SpotTraining(FrozenModel):
 
     @property
     def samples_per_s(self) -> float:
-        """Of one worker."""
+        """Samples per second that one worker trains."""
         return self.padded_samples_per_s * (self.packing_factor if self.packed else 1.0)
 
     @property
@@ -100,18 +100,18 @@ class SpotTraining(FrozenModel):
         )
 
     def yield_delay_s(self, progress: Progress, members: int) -> float:
-        """For how long a member holds its device after it was told to stop: at most one update and `yield_s`."""
+        """Seconds for which a member holds its device after the order to stop: at most one update and `yield_s`."""
         finishing = self.on_stop == "finish" and progress.share > 0
         return self.yield_s + ((1.0 - progress.share) * self.update_s(members) if finishing else 0.0)
 
     def stopped(self, progress: Progress) -> Trained:
-        """What is left of a period that was told to stop: all of it, saved."""
+        """Result of a period that was ordered to stop: all updates are saved."""
         updates = progress.updates + (self.on_stop == "finish" and progress.share > 0)
         checkpoints = math.ceil(updates / (self.checkpoint_every or max(updates, 1)))
         return Trained(updates=updates, checkpoints=checkpoints, tokens=updates * self.update_tokens)
 
     def killed(self, progress: Progress) -> Trained:
-        """What is left of a period that was killed: what its last checkpoint has."""
+        """Result of a killed period: the updates of its last checkpoint."""
         every = self.checkpoint_every
         checkpoints, lost = divmod(progress.updates, every) if every else (0, progress.updates)
         updates = progress.updates - lost
@@ -138,7 +138,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a training period leaves: updates in the saved drafter, those lost, checkpoints written, tokens trained."""
+    """Result of a training period: updates in the saved drafter, updates lost, checkpoints written, tokens trained."""
 
     updates: int = 0
     updates_lost: int = 0

@@ -19,7 +19,7 @@ from tltlab.stats import student_margin
 from .gate import Attempt, RolloutDrift, worth_training
 
 _ENOUGH_PAIRS = 4
-"""Pairs of successive rollouts from which their noise can be told."""
+"""Fewest pairs of successive rollouts from which their noise is estimated."""
 
 _NEWEST = 40
 """Rollouts that the gated schedule looks back on; it does so before each."""
@@ -29,8 +29,9 @@ _SURE = 1.5
 
 
 class ScheduleConfig(FrozenModel):
-    """The `kind` says when idle workers train: never, always, in every `every`-th RL step, when acceptance has
-    dropped, or gated.
+    """Schedule of drafter training on idle workers.
+
+    `kind`: never, always, in every `every`-th RL step, when acceptance has dropped, or gated.
 
     Gated, a drafter goes into service only if it is better than the one there on responses of the newest policy that
     neither was trained on, and training pauses while it brings less than it takes (`gate.worth_training`).
@@ -49,7 +50,7 @@ class ScheduleConfig(FrozenModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Whether idle workers train in a rollout, and why."""
+    """Decision whether idle workers train in a rollout, with the reason."""
 
     train: bool
     reason: str
@@ -75,10 +76,9 @@ class DriftSummary:
 class TrainingSchedule:
     """Decides before each rollout whether idle workers train the drafter, and keeps the record of its drift.
 
-    Tell it `rollout_done` and, where updates were made, `attempted` and, if they went into service, `trained`, in any
-    order; only the gated kind listens to `attempted`. A drafter trained in RL step r
-    serves from r + 1 on, so rollout r still speaks of the drafter before. With `pretrained` the drafter that the run
-    begins with has been trained elsewhere.
+    Call `rollout_done` and, where updates were made, `attempted` and, if they went into service, `trained`, in any
+    order; only the gated kind uses `attempted`. A drafter trained in RL step r serves from r + 1 on, so rollout r still
+    measures the drafter before. With `pretrained` the drafter that the run begins with has been trained elsewhere.
 
     >>> schedule = TrainingSchedule(ScheduleConfig(kind="every", every=2))
     >>> schedule.decide(0, DrafterState()).reason
@@ -97,7 +97,7 @@ class TrainingSchedule:
         self._first: int | None = None
 
     def decide(self, rl_step: int, drafter: DrafterState, *, trusted: bool = True) -> Decision:
-        """Whether to train in the rollout of `rl_step`; `trusted` is the canary's word on the drafter in service."""
+        """Decide whether to train in the rollout of `rl_step`; `trusted` is the verdict of the canary."""
         first = self._first_step(rl_step)
         if self.config.kind == "never":
             return Decision(train=False, reason="the schedule says never")
@@ -116,9 +116,9 @@ class TrainingSchedule:
         return self._gated(rl_step) if self.config.kind == "gated" else self._dropped(rl_step)
 
     def serves(self, attempt: Attempt) -> bool:
-        """Whether what came of a training goes into service: always, but for the gated kind, which judges it.
+        """True if the drafter of a training goes into service: always, except that the gated kind judges it.
 
-        What was never trained gives way to anything.
+        A drafter that was never trained is always replaced.
         """
         return self.config.kind != "gated" or attempt.better or not (self.trainings or self.pretrained)
 
@@ -199,7 +199,7 @@ class TrainingSchedule:
         self._first = state["first"]
 
     def _first_step(self, rl_step: int) -> int:
-        """The first RL step that was heard of."""
+        """Return the first RL step of the schedule, `rl_step` if there is none yet."""
         if self._first is None:
             self._first = rl_step
         return self._first
@@ -227,7 +227,7 @@ class TrainingSchedule:
         last = attempts[-1] if attempts else Attempt(rl_step=-1)
         since = [row for row in rows if row.accept_length is not None and row.rl_step >= last.rl_step]
         if since and since[0].rl_step == last.rl_step and last.better:
-            # Of the drafter before; what it was expected to rise to.
+            # This rollout ran with the drafter before the training: scale it by the expected gain.
             since[0] = replace(since[0], accept_length=(since[0].accept_length or 1.0) * math.exp(last.gain))
         best, mean, fell = self._fallen(since[-_NEWEST:], self._noise())
         train, reason = worth_training(rl_step, rows, attempts, 1.0 - mean / best if fell else 0.0)
@@ -250,7 +250,7 @@ class TrainingSchedule:
         return best, mean, None
 
     def _gain(self, rows: Sequence[RolloutDrift], training: int, noise: float) -> str:
-        """What a training raised, by more than `drop`, between the rollouts about it; empty if nothing."""
+        """Sentence on a training that raised the accepted length by more than `drop`; "" if it did not."""
         before = [row for row in rows if row.training < training][-1:]
         after = [row for row in rows if row.training == training][:1]
         if not before or not after or training == 0:
@@ -261,7 +261,7 @@ class TrainingSchedule:
         return f"the last training that can be judged raised the accepted length from {old:.2f} to {new:.2f}"
 
     def _noise(self) -> float:
-        """The relative spread of one rollout's mean about the trend, prompts included; 0 where it cannot be told."""
+        """Relative spread of a rollout's mean about the trend, prompts included; 0 for too few rollouts."""
         rows = [row for row in self.record if row.accept_length is not None]
         steps = [
             abs(math.log(b.accept_length / a.accept_length))
@@ -295,7 +295,7 @@ def _pooled(lengths: Floats, drafts: Floats, noise: float, level: float | None =
 
 def _best(lengths: Floats, drafts: Floats, noise: float, level: float) -> tuple[float, float]:
     """The best accepted length among rollouts, and what it surely was."""
-    # The maximum over many rollouts finds the luckiest: those of few drafts set no record.
+    # The maximum over many rollouts picks up noise: rollouts of few drafts are left out.
     enough = np.flatnonzero(drafts >= float(np.median(drafts)) / 2)
     # A drafter is at its best right after training: so the first rollouts together count as one too.
     runs = [slice(i, i + 1) for i in enough] + [slice(i) for i in range(2, len(drafts))]

@@ -19,7 +19,7 @@ Subject = TypeVar("Subject")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was found: `title` says what it means, `evidence` what was seen, `advice` what to do.
+    """One finding: `title` is its meaning, `evidence` the observation, `advice` what to do.
 
     "problem": something is broken or costs more than it gains; "hint": worth a look; "fine": looked at and good.
     `where` names RL steps, workers or batches, None where it is the whole run or the machine. A fine finding has no
@@ -35,7 +35,7 @@ class Finding:
 
 
 class NotChecked(Exception):
-    """Evidence that a check needs is missing; the message says which and how to get it."""
+    """Evidence that a check needs is missing; the message names the evidence and how to get it."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Check(Generic[Subject]):
 
     `test` returns the facts of each case in which the fault is there, or True where the sentence needs none. Title,
     evidence, advice and code may have braces for facts, and for the subject itself (`m`); the facts `where` and
-    `severity` become those of the finding. `needs` names attributes of the subject that must be known, `good` is said
-    where nothing was found.
+    `severity` become those of the finding. `needs` names attributes of the subject that must be known, `good` is shown
+    if there is no finding.
     """
 
     name: str
@@ -99,9 +99,9 @@ class Check(Generic[Subject]):
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis(Generic[Subject]):
-    """What checks found, problems first; `good` has those that found nothing, `not_checked` (name, why) of the others.
+    """Findings of checks, problems first; `good`: checks without a finding; `not_checked`: (name, why) of the others.
 
-    `simulated` says that the run is a simulation, so its figures are predictions; None where there is no run.
+    `simulated`: the run is a simulation, so its figures are predictions; None where there is no run.
     """
 
     findings: tuple[Finding, ...] = ()

@@ -72,12 +72,12 @@ def drafts_lose_time(run: RunEvidence) -> Facts | None:
     if min(len(drafted), len(plain)) < ENOUGH_STEPS:
         raise NotChecked(f"RL steps with and without speculation, {ENOUGH_STEPS} of each, are needed")
     terms = ["longest", "tokens"] if len(plain) >= 4 else ["tokens"]
-    # What plain rollouts take by their lengths, with relative errors.
+    # Fit the seconds of plain rollouts to their lengths, with relative errors.
     x, y = plain[terms].to_numpy(np.float64), plain["rollout_s"].to_numpy(np.float64)
     coefficients = np.linalg.lstsq(x / y[:, None], np.ones(len(y)), rcond=None)[0]
     expected = drafted[terms].to_numpy(np.float64) @ coefficients
     if (expected <= 0).any():
-        raise NotChecked("plain rollouts do not tell what their lengths take")
+        raise NotChecked("plain rollouts do not determine the time per length")
     off = float(np.sqrt(np.mean((x @ coefficients / y - 1) ** 2)))
     cost = mean_of_few((drafted["rollout_s"] / expected).to_numpy(), least_error=off / np.sqrt(len(plain)))
     facts = {"drafted": len(drafted), "accept_length": drafted["accept_length"].mean(), "cost": cost}
@@ -88,12 +88,12 @@ def timed_steps(run: RunEvidence) -> pd.DataFrame:
     """RL steps with a rollout time and an accept length: these, longest response and tokens."""
     steps = run.steps
     if "accept_length" not in steps:
-        raise NotChecked("the RL steps do not say how many tokens a draft yields (a training log may)")
+        raise NotChecked("the RL steps have no tokens per draft (a training log may)")
     timed = steps[steps["rollout_s"] > 0].assign(accept_length=steps["accept_length"].astype(np.float64))
     lengths = run.known.outcomes.groupby("rl_step")["response_tokens"].agg(longest="max", tokens="sum")
     rows = timed.merge(lengths, left_on="rl_step", right_index=True).reset_index(drop=True)
     if rows.empty:
-        raise NotChecked("no RL step says how long its rollout took")
+        raise NotChecked("no RL step has a rollout time")
     return rows
 
 
@@ -134,7 +134,7 @@ def rollout_share(run: RunEvidence) -> Facts | None:
 def preemption(run: RunEvidence) -> Facts | None:
     """Requests were thrown out of the KV cache and prefilled again."""
     if run.iterations["num_waiting"].isna().all():
-        raise NotChecked("the trace does not say how many requests waited (iterations.num_waiting)")
+        raise NotChecked("the trace has no number of waiting requests (iterations.num_waiting)")
     again = run.iterations["prefill_tokens"].sum() / max(int(run.known.workload["prompt_tokens"].sum()), 1)
     return {"again": again} if again > PREFILL_AGAIN else None
 
@@ -179,7 +179,7 @@ def no_graph(run: RunEvidence, kinds: tuple[str, ...]) -> Facts | None:
         raise NotChecked("the hardware is not known" if hardware is None else "CUDA graphs exist on GPUs only")
     table = run.decoding[run.decoding["graph"].notna()]
     if table.empty:
-        raise NotChecked("the trace does not say what iterations ran in (graph in iterations.parquet)")
+        raise NotChecked("the trace has no CUDA graphs of iterations (graph in iterations.parquet)")
     shares = {kind: table.loc[table["graph"] == kind, "duration"].sum() for kind in ("piecewise", "eager")}
     shares = {kind: seconds / table["duration"].sum() for kind, seconds in shares.items()}
     if sum(shares[kind] for kind in kinds) < GRAPHLESS_SHARE:

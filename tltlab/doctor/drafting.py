@@ -133,7 +133,7 @@ def long_starved(run: RunEvidence) -> Facts | None:
     """Groups dropped for their age leave training with shorter responses than were generated."""
     rows = run.steps[run.steps["length_bias"].notna()]
     if rows.empty:
-        raise NotChecked("RL steps are apart, or the trace does not tell what was dropped (steps.length_bias)")
+        raise NotChecked("RL steps are apart, or the trace has no record of dropped responses (steps.length_bias)")
     bias, dropped = rows["length_bias"].iloc[-1], rows["dropped_groups"].iloc[-1]
     groups = "" if pd.isna(dropped) else f" {dropped:.0f} groups were dropped for their age."
     return {"bias": bias, "groups": groups} if bias < STARVED else None

@@ -1,4 +1,4 @@
-"""Whether this machine can run what tltlab runs: one table of checks, each with its test, sentence and remedy."""
+"""Checks that this machine can run tltlab: one table, each check with its test, sentence and remedy."""
 
 from __future__ import annotations
 
@@ -167,4 +167,4 @@ CHECKS: tuple[Check[Machine], ...] = (
         "The next run removes what no process uses any more.",
     ),
 )
-"""In the order in which findings are told."""
+"""In the order in which findings are shown."""

@@ -1,4 +1,4 @@
-"""What is known of a run, each thing read once and only where a check asks for it."""
+"""Evidence on a run; each piece is read once, when a check first needs it."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ BATCH_SLACK = 1.25  # the plain time is linear, so it is believed a little beyon
 class RunEvidence:
     """A run as its checks see it. Properties raise NotChecked where the run does not have what they return.
 
-    `complaint` says why there is no trace. `log` has what a training log says of its RL steps (`metrics_table`),
-    `turns` why its responses are not of one turn ("": they are, None: no log), `unit` what its rows are. `events` are
-    the lines of events.jsonl, `logs` the ends of log files by name, `recipe` what run.json resolved, `policies` (first
-    RL step, name, kind of selector) what was in force.
+    `complaint` is the reason why there is no trace. `log` is the `metrics_table` of a training log, `turns` the note
+    that its responses are not of one turn ("": they are, None: no log), `unit` the name of its rows. `events` are the
+    lines of events.jsonl, `logs` the ends of log files by name, `recipe` the resolved recipe of run.json, `policies`
+    the policies in force (first RL step, name, kind of selector).
     """
 
     trace: Trace | None = None
@@ -81,10 +81,10 @@ class RunEvidence:
 
     @classmethod
     def of(cls, run: str | Path | Trace, costs: str | Path | CostModel | None = None) -> RunEvidence:
-        """Gather what a RUN folder, a trace folder or a Trace tells; `costs` say what plain decoding takes.
+        """Gather the evidence of a RUN folder, a trace folder or a Trace; `costs` predict the time of plain decoding.
 
-        Without `costs` the run's plain iterations tell it, or else its costs.json. Raises TraceError for a folder that
-        holds no run, and for a damaged trace.
+        Without `costs` this time is that of the run's plain iterations, or else from its costs.json. Raises TraceError
+        for a folder that holds no run, and for a damaged trace.
         """
         model = load_costs(str(costs)) if isinstance(costs, str | Path) else costs
         if isinstance(run, Trace):
@@ -152,13 +152,13 @@ class RunEvidence:
         return stage_table(seconds, self.log.set_index("rl_step")["step_s"])
 
     def remedy(self, stage: str) -> str:
-        """What to look at where a stage takes most of the time; a log is of another framework, with other settings."""
+        """Advice for a stage that takes most of the time; a log is of another framework, with other settings."""
         named = REMEDIES if self.log is None else REMEDIES | LOG_REMEDIES
         return named.get(stage, f"what the framework times as {stage}")
 
     @cached_property
     def per_token(self) -> pd.DataFrame:
-        """Rollouts' seconds per token of all responses and of the longest, for RL steps of a log that say these."""
+        """Rollouts' seconds per token of all responses and of the longest, for RL steps of a log that have these."""
         if self.log is None:
             raise NotChecked(NO_LOG)
         rows = self.log.assign(
@@ -167,7 +167,7 @@ class RunEvidence:
         )
         rows = rows[rows["per_token"] > 0].reset_index(drop=True)
         if rows.empty:
-            raise NotChecked("no RL step says how long its rollout took and its responses were")
+            raise NotChecked("no RL step has both a rollout time and response lengths")
         return rows
 
     @property
@@ -282,7 +282,7 @@ def accepted_pairs(table: pd.DataFrame) -> pd.Series:
 
 
 def _log_of(run: Path) -> list[StepMetrics]:
-    """What a training log says of its RL steps; empty for what is no log."""
+    """Return the metrics of RL steps in a training log; empty if `run` is no log."""
     try:
         is_log = guess(run) == "metrics" if run.is_file() else run.is_dir() and is_log_folder(run)
         return steps_of(records_of(run))[0] if is_log else []

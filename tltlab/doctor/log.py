@@ -16,7 +16,7 @@ LINES_BEFORE = 40  # lines before an error that belong to it: a traceback throug
 
 
 class Signature(NamedTuple):
-    """What engines, Ray and the system say when something known goes wrong.
+    """Log message of a known failure in engines, Ray or the system.
 
     A line fits `pattern`; it, or a line just before it, fits `beside`. Case does not count.
     """

@@ -1,4 +1,4 @@
-"""What there is on this machine: packages, whether they import, memory, limits, ports, processes, GPUs."""
+"""Facts of this machine: packages, whether they import, memory, limits, ports, processes, GPUs."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ class Machine:
     """Evidence of the checks, of this machine where it is not given; what is not known is None.
 
     `import_error` is "" where the runtime's packages import together, `visible_gpus` counts those that torch then sees
-    (`try_imports`). `pins` are requirements. `loopback` says why a connection on 127.0.0.1 fails, "" where it works.
-    `vllm` has for each use that the runtime makes of it what goes without, "" for nothing; it is empty for a version
-    that was never read. A run has `engines` with `kv_bytes` of KV cache each, where it says so.
+    (`try_imports`). `pins` are requirements. `loopback` is the reason why a connection on 127.0.0.1 fails, "" where it
+    works. `vllm` has for each use that the runtime makes of it what goes without, "" for nothing; it is empty for a
+    version that was never read. A run has `engines` with `kv_bytes` of KV cache each, where these are known.
     """
 
     installed: Mapping[str, str] = field(default_factory=_installed)

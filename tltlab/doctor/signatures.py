@@ -182,7 +182,7 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
         'Wait for the oldest groups (rollout.stale = "hold"), or allow older ones (staleness, partial.max_age).',
     ),
 )
-"""In the order in which findings are told: what broke, what speculation does, what is around it."""
+"""In the order in which findings are shown: what broke, what speculation does, what is around it."""
 
 
 def diagnose(run: str | Path | Trace) -> Diagnosis[RunEvidence]:

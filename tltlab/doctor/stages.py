@@ -78,7 +78,7 @@ def drafts_collapse(run: RunEvidence) -> Facts | None:
     # A log may write one token per draft where nothing was drafted.
     sure = on or (len(before) > 0 and slower is not None and slower["times"] >= KEPT)
     if not sure and not len(before):
-        raise NotChecked("accept length is 1 in all RL steps, and the log does not say whether anything was drafted")
+        raise NotChecked("accept length is 1 in all RL steps, and the log has no number of drafts")
     first, kept = int(bad["rl_step"].iloc[0]), "kept no more" if none_kept.any() else "kept far less"
     if run.log is not None and run.log["accept_length"].isna().all():
         subject, name, form = "The share of drafted tokens that is kept", "draft_rate", ".0%"
@@ -117,7 +117,7 @@ def rollout_slower(run: RunEvidence) -> Facts | None:
 def several_turns(run: RunEvidence) -> Facts | None:
     """Responses have several turns, or wait for tools: lengths and rollout times are not those of generation."""
     if run.turns is None:
-        raise NotChecked(NO_LOG if run.log is None else "the log does not say how many turns a response has")
+        raise NotChecked(NO_LOG if run.log is None else "the log has no number of turns per response")
     return {"note": run.turns[:1].upper() + run.turns[1:]} if run.turns else None
 
 
@@ -137,7 +137,7 @@ def change(values: Floats) -> int | None:
 
 
 def _drafted(run: RunEvidence) -> pd.DataFrame:
-    """RL steps of a log that say how many tokens a draft yields."""
+    """RL steps of a log that have the number of tokens per draft."""
     if run.log is None:
         raise NotChecked(NO_LOG)
     log = run.log
@@ -146,7 +146,7 @@ def _drafted(run: RunEvidence) -> pd.DataFrame:
         log = log.assign(accept_length=1.0 + log["draft_rate"])
     rows = log[log["accept_length"].notna()].reset_index(drop=True)
     if rows.empty:
-        raise NotChecked("the log does not say how many tokens a draft yields")
+        raise NotChecked("the log has no tokens per draft")
     if len(rows) < 2 * LEAST_SIDE:
         raise NotChecked(f"a change needs {2 * LEAST_SIDE} RL steps with drafts")
     return rows

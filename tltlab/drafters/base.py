@@ -1,4 +1,4 @@
-"""The contract of a model-free drafter: it is told what requests generate, and proposes how they may go on.
+"""The contract of a model-free drafter: it receives the tokens that requests generate and proposes continuations.
 
 A drafter holds no clock and draws nothing: the same calls give the same drafts. Requests are named by the trace's key
 (rl_step, prompt_id, sample, turn): samples that share (rl_step, prompt_id) are a group, all that share prompt_id are of
@@ -24,9 +24,9 @@ class Draft(NamedTuple):
 class Drafter(ABC):
     """Proposes continuations from text it has seen. `open` a request, `extend` it as it grows, `close` it at its end.
 
-    An engine has it put in `piece_tokens` of what waits in an iteration, which is to take about 10 ms. A class of your
-    own that is no drafter of text says so by the names of `DrafterTraits`, such as `has_network = True`: the simulator
-    then prices each drafted token as a pass of a network.
+    In each iteration an engine lets it index `piece_tokens` of the waiting tokens, which should take about 10 ms. A
+    class of your own that does not draft from text sets attributes named as in `DrafterTraits`, such as `has_network =
+    True`: the simulator then prices each drafted token as a pass of a network.
 
     >>> drafter.open((0, "p", 0, 0), [1, 2, 3])                                                     # doctest: +SKIP
     >>> drafter.extend((0, "p", 0, 0), [7, 8, 9, 7])                                                # doctest: +SKIP
@@ -81,11 +81,11 @@ class Drafter(ABC):
 
     @property
     def memory_bytes(self) -> int:
-        """About how much memory the index takes, 0 where the drafter does not say."""
+        """Approximate memory of the index in bytes, 0 where the drafter does not report it."""
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What of finished responses outlives an RL step, as JSON types."""
+        """Return the state of finished responses that outlives an RL step, as JSON types."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

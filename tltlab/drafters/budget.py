@@ -45,7 +45,7 @@ class DraftBudget(ABC):
 
 
 class UniformBudget(DraftBudget):
-    """Every request gets what the strategy says.
+    """Every request gets `tokens_to_verify` - 1 draft tokens of the strategy.
 
     >>> UniformBudget().allot(StepState(rl_step=0, batch=3), Strategy("ngram", 8, 1, 5))
     [4, 4, 4]
@@ -136,7 +136,7 @@ def share_out(chances: Floats, depth: int, total: int, min_tokens: int = 0) -> I
 
 
 def even(state: StepState, strategy: Strategy) -> list[int]:
-    """As many tokens for every request as the strategy says."""
+    """Return `tokens_to_verify` - 1 draft tokens for every request."""
     return [strategy.tokens_to_verify - 1] * state.batch
 
 

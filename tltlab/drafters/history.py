@@ -26,7 +26,7 @@ class FinishedText:
 
 @dataclass(slots=True)
 class _ProblemHistory:
-    """What is known of a problem: its texts, the newest RL step it was seen in, tokens it ever had accepted."""
+    """History of a problem: its texts, the newest RL step it was seen in, tokens it ever had accepted."""
 
     rl_step: int
     accepted: int = 0

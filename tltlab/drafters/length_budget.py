@@ -69,7 +69,7 @@ def optimal_budget(
     rows = list(zip(length[order].tolist(), k[order].tolist(), alpha[order].tolist(), strict=True))
 
     def too_few(passes: float) -> bool:
-        """Whether N is not feasible, or one more pass would save more than it takes."""
+        """Return True if N is not feasible, or if one more pass would save more than it costs."""
         drafts = saved = 0.0
         for tokens, most_kept, alpha_i in rows:
             if tokens <= passes:
@@ -99,14 +99,14 @@ def optimal_budget(
 
 
 class LengthAwareBudget(DraftBudget):
-    """Each request's share of the optimal budget (`optimal_budget`) for the lengths that its class lets expect.
+    """Budget by request: shares of the optimal budget (`optimal_budget`) for the lengths expected by class.
 
     Per pass a request is drafted p_i / N tokens, rounded so that sums over the batch and means over time are kept: with
     u in [0, 1), it gets floor(c_i + u) - floor(c_{i-1} + u), c the sums of the shares up to it. u runs evenly through
-    its range as tokens are generated. Never more than the strategy's draft depth each, nor than it verifies in all;
-    while no lengths are known, what the strategy says.
+    its range as tokens are generated. A share is never more than the strategy's draft depth, nor their sum more than it
+    verifies in all; while no lengths are known, shares are those of the strategy.
 
-    `base_s` is what a pass takes without drafts, `token_s` what each drafted token adds: only their ratio matters.
+    `base_s`: seconds of a pass without drafts; `token_s`: seconds per drafted token. Only their ratio matters.
     `reach` is k, the share of a response that drafts can provide at best. `efficiency` is where alpha starts; finished
     requests that were drafted for teach it, their last few hundred pooled. The plan is made anew when the batch has
     changed, and after `replan_every` calls. `quantiles` and `window` are those of `LengthClasses`.

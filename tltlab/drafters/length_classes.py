@@ -16,7 +16,7 @@ _REFITS_PER_WINDOW = 64
 
 
 class LengthClasses:
-    """Classes of response length and what they say about requests that still run.
+    """Classes of response length, and the expected length of requests that still run.
 
     Class 0 is the shortest; the borders are the given `quantiles` of the last `window` finished lengths. A prompt's
     start class is the majority class of its own finished responses; a prompt without any has none. A running request
@@ -24,7 +24,7 @@ class LengthClasses:
     without a start class, or where none of that class got so far, all responses count. Ties go to the longer class.
     Each response counts under the start class that the other ones of its prompt give it.
 
-    Responses that finish first are short, so early in a first RL step history speaks of short responses only. New
+    Responses that finish first are short, so early in a first RL step the history holds short responses only. New
     responses count once they are a 64th of the history: what is learned is worked out that often and no more.
 
     >>> classes = LengthClasses()

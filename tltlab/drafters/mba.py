@@ -77,8 +77,8 @@ def marginal_depths(
 class MbaBudget(DraftBudget):
     """Depths by `marginal_depths` for a total of gamma* per request (`best_depth`).
 
-    High priority have the probes, sample 0 of each group, whose lengths tell how long its others will be. alpha is
-    a / (a + 1) of the mean recent acceptance a, and the profile alpha^i. Who was never drafted for counts as `prior`:
+    Probes have high priority: sample 0 of each group, whose length predicts those of the other samples. alpha is a / (a
+    + 1) of the mean recent acceptance a, and the profile alpha^i. A request without a draft so far counts as `prior`:
     else one early draft that is not kept ends all drafting, since nothing is measured any more.
 
     >>> from tltlab.state import RequestState

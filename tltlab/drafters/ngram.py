@@ -67,7 +67,7 @@ class NgramDrafter(Drafter):
         self._stores: dict[tuple[int, str] | Key, _Store] = {}
         self._running: dict[Key, _NgramRequest] = {}
         self._has_backlog = False
-        # Of the budget, at least so much is free: counting takes time that grows with the groups.
+        # A lower bound of the free budget: an exact count takes time that grows with the groups.
         self._free_bytes = self._most_bytes
 
     def begin(self, rl_step: int) -> None:
@@ -152,7 +152,7 @@ class _NgramRequest:
 
 
 class _Store:
-    """What followed which n-gram. `best` has the winner for each; `counts` only where something occurred twice.
+    """Tokens that followed each n-gram. `best` has the winner for each; `counts` only n-grams that occurred twice.
 
     Text is `waiting` until it is looked up, in the order it came.
     """

@@ -70,7 +70,7 @@ class SuffixSpec(_BuiltDrafter, builds=suffix.SuffixDrafter, init=False):
 
     @property
     def remembers(self) -> bool:
-        """Whether responses of earlier RL steps serve, and not those of the group alone."""
+        """True if responses of earlier RL steps serve, not only those of the group."""
         return not {"problem", "global"}.isdisjoint(self.scopes)
 
     def check(self) -> None:
@@ -108,7 +108,7 @@ class LearnedSpec(FiniteModel):
 
     @property
     def speculative_config(self) -> dict[str, Any]:
-        """What it is in vLLM's words, which take the target's own MTP layers where no model is named."""
+        """vLLM's `speculative_config`, which selects the target's own MTP layers where no model is named."""
         return {"method": self.method} | ({"model": self.model} if self.model else {})
 
 
@@ -124,9 +124,10 @@ class HybridSpec(FiniteModel):
     min_expected: float = Field(default=1.0, ge=0)
 
     def choose(self, first: Draft, other_expected: float) -> bool:
-        """Whether to use the draft `first`; `other_expected` is what the other drafter's drafts lately brought.
+        """Return True if the draft `first` is to be used.
 
-        It is used where it has tokens and expects at least `min_expected` and `other_expected` accepted tokens.
+        It is used where it has tokens and expects at least `min_expected` and `other_expected` accepted tokens; the
+        latter is the recent result of the other drafter's drafts.
         """
         return bool(first.tokens) and first.expected >= max(self.min_expected, other_expected)
 
@@ -247,7 +248,7 @@ class Drafters(Mapping[str, DrafterTraits]):
                 )
 
     def copying(self, names: Iterable[str]) -> dict[str, bool]:
-        """Whether each of these drafters copies text; ConfigError for an unknown one."""
+        """Return by drafter True if it copies text; ConfigError for an unknown one."""
         return {name: not self[name].has_network for name in names}
 
     def in_blocks(self, strategy: Strategy) -> bool:
@@ -289,7 +290,7 @@ SYSTEM_DRAFTERS: dict[str, ModelFreeSpec] = {
 """The drafting of published systems: what they search, how much history, how long. Their scheduling is not in it."""
 
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Where configs say how many MTP layers a model has, in vLLM 0.32 (`SpeculativeConfig.hf_config_override`)."""
+"""Keys of model configs with the number of MTP layers, as in vLLM 0.32 (`SpeculativeConfig.hf_config_override`)."""
 
 
 def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:

@@ -115,7 +115,7 @@ class SuffixDrafter(Drafter):
         self._in_use: dict[_Name, TextTree] = {}
         self._running: dict[Key, _SuffixRequest] = {}
         self._has_backlog = False
-        # What trees hold of finished texts is no more than this: counting takes time that grows with the trees.
+        # An upper bound of the finished text in trees: an exact count takes time that grows with the trees.
         self._held_bound = 0
         self._history = History(self._most_text_bytes)
 

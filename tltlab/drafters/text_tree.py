@@ -93,7 +93,7 @@ class TextTree:
             self.extend(key, prompt[-self._num_before :])
 
     def number(self, key: Key) -> int:
-        """What the index knows a text by."""
+        """Return the number of a text in the index."""
         return self._number[key]
 
     def extend(self, key: Key | bytes, tokens: Waiting) -> None:

@@ -142,7 +142,7 @@ class BatchSize(Experiment[BatchSizeSettings]):
         verified and `accepted` of their tokens kept, `ran` counts iterations by strategy.
         """
         self.engine.control.set_selector(*(self.learning[batch] if arm is None else (Fixed(arm), None)))
-        # What drafters know of these texts must not depend on which arm went first.
+        # The history of drafters on these texts must not depend on the order of arms.
         self.engine.forget()
         rows: list[Row] = []
         num_requests = 0
@@ -218,8 +218,9 @@ def table(visits: pd.DataFrame, arms: Sequence[str], policy: str) -> list[Row]:
     """A row per batch size and arm, then one of the policy.
 
     `speedup` is over plain decoding at the same batch size, `share` how often the policy ran the arm. `best` is the
-    fastest arm, `level` says that an arm cannot be told from it. `of_best`: the policy's tokens per second over those
-    of the arm that is fastest in the other rounds, so that luck does not choose what it is held against.
+    fastest arm, `level` is True for an arm not significantly slower. `of_best`: the policy's tokens per second over
+    those of the arm that is fastest in the other rounds, so that the noise of a round does not select its own
+    reference.
     """
     rows = []
     for batch, at_batch in visits.groupby("batch"):
@@ -281,7 +282,7 @@ def verdict(rows: pd.DataFrame, policy: str, of_best: Ratio) -> str:
     paying = drafts[drafts["low"] > 1].sort_values("speedup")
     gain = "no draft was shown to be faster than plain decoding"
     if drafts["low"].isna().all():
-        gain = "in too few rounds to tell where drafts pay"
+        gain = "in too few rounds to decide where drafts pay"
     elif len(paying):
         at, top = sorted(set(paying["batch"])), paying.iloc[-1]
         every = len(at) == rows["batch"].nunique()
@@ -306,7 +307,7 @@ def seconds_of(iterations: Sequence[Row]) -> float:
 
 
 def _strategy(row: Row) -> str:
-    """What an iteration verified."""
+    """Return the strategy of an iteration as text."""
     if not row["draft_depth"]:
         return PLAIN
     return str(Strategy(row["drafter"], row["draft_depth"], row["top_k"], row["tokens_to_verify"]))

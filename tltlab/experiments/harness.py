@@ -21,7 +21,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case: its name in the table, what to say when its turn comes, and what is `given` to its measurement."""
+    """One case: its name in the table, the progress message `about` it, and the argument `given` to its measurement."""
 
     name: str
     about: str

@@ -148,7 +148,7 @@ def reward_row(kind: str, difference: Mapping[str, Any], runs: Sequence[Mapping[
 def verdict(rows: Sequence[Mapping[Any, Any]]) -> str:
     """Return whether anything differs, in a sentence."""
     verdicts = [row["verdict"] for row in rows]
-    begins = "no difference was found" if SAME in verdicts else "nothing could be told"
+    begins = "no difference was found" if SAME in verdicts else "nothing could be decided"
     if DIFFERENT in verdicts:
         begins = f"a difference was found ({verdicts.count(DIFFERENT)} of {len(rows)} rows)"
     clauses = [

@@ -1,4 +1,4 @@
-"""What experiments start from: a model, given or trained once and kept; a warmed-up drafter; a place to run in."""
+"""Starting points of experiments: a model, given or trained once and kept; a warmed-up drafter; a place to run in."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _OURS = {RESULT, TABLE, PICTURE, "report.html"}
 class ExperimentResult:
     """An answer: `verdict`, one sentence with figures, its table `rows` and `notes` on how to read them.
 
-    `prediction`: whether all of it is simulated or modelled; where only some rows are, a column of them says so. The
+    `prediction`: whether all of it is simulated or modelled; where only some rows are, a column marks them. The
     command fills in the fields after that.
     """
 

@@ -82,7 +82,7 @@ class Staleness(RunsExperiment[StalenessSettings]):
     def verdict(self, rows: pd.DataFrame) -> str:
         late = rows[rows["rl_step"] > self.settings.stop_after]
         num = int((late["run"] == STOPPED).sum())
-        few = ", though so few RL steps tell little" if num < _ENOUGH_STEPS else ""
+        few = "; too few RL steps for a conclusion" if num < _ENOUGH_STEPS else ""
         return (
             f"measured here, a drafter trained in its first {self.settings.stop_after} RL steps and then left alone "
             f"keeps {kept(late, STOPPED)} times the accept length of one trained throughout over {num} RL steps after "

@@ -1,6 +1,7 @@
-"""systems: rows of `tltlab compare` run on real engines here, each beside what `tltlab verify` predicts of its run.
+"""systems: rows of `tltlab compare` run on real engines here, each beside its prediction by `tltlab verify`.
 
-Each row is a run of the same small recipe with `rollout.system`. A row with a part that no engine here has says which.
+Each row is a run of the same small recipe with `rollout.system`. A row with a part that no engine here has names the
+part.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Systems(RunsExperiment[SystemsSettings]):
             "of the same run (`tltlab verify`), so with its system's costs and acceptance; error_at_speed is the error "
             "where how fast the machine was in each RL step is known too",
             "rollout seconds compare only between systems that roll out the same work: not CoPRIS, SPEC-RL and AReaL, "
-            "for which tokens_per_s and step_s say more",
+            "for which to compare tokens_per_s and step_s",
         )
 
 

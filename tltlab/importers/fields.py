@@ -212,7 +212,7 @@ _NULLS = {"", "nan", "none", "null", "na", "n/a", "<na>"}
 
 
 def is_missing(cell: Any) -> bool:
-    """Whether a cell holds nothing: null, NaN, or a text that stands for one of them.
+    """Return True for an empty cell: null, NaN, or a text that stands for one of them.
 
     >>> [is_missing(cell) for cell in (None, "", "None", float("nan"), 0, "0", [])]
     [True, True, True, True, False, False, False]
@@ -348,7 +348,7 @@ class Speech:
 
 
 def is_message(value: Any) -> bool:
-    """Whether a JSON object is a message of a conversation, or a block of one."""
+    """Return True if a JSON object is a message of a conversation, or a block of one."""
     if not isinstance(value, Mapping):
         return False
     named = value.get("type") if isinstance(value.get("type"), str) else value.get("role") or value.get("from")

@@ -411,7 +411,7 @@ def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None)
 
 
 def _named(fields: Mapping[str, Any]) -> str | None:
-    """What a record is that has no response's length; None where that is not known."""
+    """Message that names the kind of a record without a response's length; None for an unknown kind."""
     names = {plain(name) for name in fields}
     if "totaloutputtokens" in names or {"completed", "requestthroughput"} <= names:
         return (
@@ -457,7 +457,7 @@ def _statistic(name: str) -> str | None:
 
 
 def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading | None) -> bool:
-    """Whether records are RL steps with the mean length of their responses. TraceError where that cannot be known."""
+    """Return True if records are RL steps with a mean response length. TraceError where that is not decided."""
     names = list(map(str, fields[0]))
     sizes = [c for kind in _SIZES for c in matches(names, kind)]
     means = [n for n in names if _statistic(n) in (*FIRST_OF["mean"], "response_length/mean")]
@@ -479,7 +479,7 @@ def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading
         if one_each and values and np.isfinite(values).all() and (reading is None or not reading.column):
             raise TraceError(
                 f"{path}: column {name} has one number in each RL step, the length of one response or the mean of all: "
-                f"say which ({BY_OPTION.format('--format csv or --format metrics')})"
+                f"name it ({BY_OPTION.format('--format csv or --format metrics')})"
             )
     return False
 

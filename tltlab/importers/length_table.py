@@ -40,8 +40,7 @@ def tables_of_responses(
         at = int(np.argmax(over))
         place = frame["place"][at] if isinstance(frame["place"][at], str) else f"line {frame['place'][at]}"
         raise TraceError(
-            f"{frame['file'][at]}, {place}: the response has {lengths[at]} tokens, its maximum was said "
-            f"to be {caps[at]}"
+            f"{frame['file'][at]}, {place}: the response has {lengths[at]} tokens, more than its maximum of {caps[at]}"
         )
     reason = frame["finish_reason"].to_numpy(object)
     unknown = pd.isna(reason)
@@ -50,7 +49,7 @@ def tables_of_responses(
         notes.append(f"the cap is unknown: the longest response ({lengths.max()} tokens) is taken for it{all_finished}")
     if unknown.any() and (names_prompts or not unknown.all()):
         rule = "as cut where they reach the cap, else as finished" if known_cap else "as finished"
-        notes.append(f"{unknown.sum()} responses do not say how they ended: they count {rule}")
+        notes.append(f"{unknown.sum()} responses have no finish reason: they count {rule}")
     prompts = frame["prompt_tokens"].to_numpy()
     if np.isnan(prompts).any():
         some = "" if np.isnan(prompts).all() else f" of {int(np.isnan(prompts).sum())} responses"
@@ -78,10 +77,10 @@ def tables_of_responses(
 def _prompt_ids(
     frame: pd.DataFrame, group_size: int | None, group_column: str | None, names_prompts: bool, notes: list[str]
 ) -> tuple[Any, str | None]:
-    """What names the prompt of each response, and the column that did.
+    """Return the name of each response's prompt, and the column that the names are from.
 
-    A column counts where it is the same for several responses, and never for different prompts of an RL step. Text
-    counts where there is none, and names prompts that are the same in different RL steps.
+    A column qualifies if several responses share a value, and different prompts of an RL step never do. Without such
+    a column the prompt's text is the name, and prompts that are the same in different RL steps share a name.
     """
     step, text = frame["rl_step"], frame["text"] if frame["text"].notna().all() else None
     for column in [name for name in frame.columns if name.startswith("id:")]:
@@ -104,12 +103,12 @@ def _prompt_ids(
                 notes.append(f"{name} is the same for different prompts: it does not name them")
                 continue
         if group_size and repeats and set(frame.groupby([step, ids], sort=False).size()) != {group_size}:
-            notes.append(f"groups are those of {name}, whatever the group size was said to be")
+            notes.append(f"groups are those of {name}, not of the given group size")
         return _across_rl_steps(step, ids, text, name, notes), name
     if text is not None:
         within = frame.groupby([step, text], sort=False).cumcount()
         if group_size and (within >= group_size).any():
-            notes.append(f"prompts of the same text are told apart by every {group_size} responses")
+            notes.append(f"prompts of the same text are separated after every {group_size} responses")
             return text + (within // group_size).map(lambda at: f"-{at}" if at else ""), None
         return text, None
     records = frame.get(RECORD)
@@ -127,7 +126,7 @@ def _prompt_ids(
 
 
 def _differ(frame: pd.DataFrame, by: Sequence[Any], column: str) -> bool:
-    """Whether a column has different values for one key."""
+    """Return True if a column has different values for one key."""
     return bool((frame.groupby([key.to_numpy() for key in by], sort=False)[column].nunique() > 1).any())
 
 

@@ -75,7 +75,7 @@ class ListReader:
         if self.counts["turns"]:
             notes.append(
                 f"{self.counts['turns']} responses have several turns, whose tokens (and prompts, where a count adds "
-                "them up) are those of one response: what tools and users said is not counted as generated"
+                "them up) are those of one response: text of tools and users is not counted as generated"
             )
         if self.counts["empty"]:
             notes.append(f"{self.counts['empty']} records have an empty list of responses")
@@ -153,7 +153,7 @@ class ListReader:
         reason = f": a record {evidence}" if evidence else ""
         raise TraceError(
             f"{file}, {place}, column {name}: {shown(list(cell)[:6])[:-1]}, ...] may be {len(cell)} lengths or the ids "
-            f"of {len(cell)} tokens{reason}; say which: {BY_OPTION.format('--lists lengths or --lists ids')}"
+            f"of {len(cell)} tokens{reason}; choose one: {BY_OPTION.format('--lists lengths or --lists ids')}"
         )
 
     def _evidence_of_values(self, lists: Sequence[Sequence[Any]]) -> str | None:

@@ -1,7 +1,8 @@
-"""Lines of logs as metrics of RL steps: what a line says, whole or cut, and lines that a terminal wrapped.
+"""Lines of logs as metrics of RL steps: fields of a line, whole or cut, and lines that a terminal wrapped.
 
 A number counts where its end is there: a separator, a bracket or the end of a line that nothing cut. Lines that a
-terminal, a file of fixed columns or a screenshot tool wrapped are joined where that says more than the lines alone.
+terminal, a file of fixed columns or a screenshot tool wrapped are joined where that yields more metrics than the lines
+alone.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a line says: its fields, and the one whose end is the line's (None: each has an end of its own).
+    """Fields of a line; `last` is the field that ends with the line (None: each field has an end of its own).
 
-    `is_cut` says that more was to come.
+    `is_cut`: the line was cut before its end.
     """
 
     rl_step: int | None
@@ -144,9 +145,9 @@ def entries_of(lines: Iterable[Line], forms: Sequence[Form], hints: Sequence[str
 
 
 def settings_in(lines: Iterable[Line], patterns: Mapping[str, Sequence[re.Pattern[str]]]) -> dict[str, str | None]:
-    """Return what lines of a configuration say by setting, each by the first of its patterns that is there.
+    """Return the values of settings in a printed configuration, each from the first of its patterns that matches.
 
-    A setting whose pattern says several things is None, one without any is left out.
+    A setting with several different values is None, a setting without a match is left out.
     """
     said: dict[str, dict[int, set[str]]] = {name: {} for name in patterns}
     for line in lines:
@@ -243,13 +244,13 @@ _SEVERAL = ("dashes", "bars", "open")
 def settled(
     entries: Sequence[Entry], is_known: Callable[[Entry, str], bool], is_step: Callable[[str], bool]
 ) -> list[Entry]:
-    """Without the last numbers of lines that may be cut within these, and marked.
+    """Return entries without a last number that may be cut; `is_cut` marks these entries.
 
     A line may be cut at the end of the file, and where it is as long as others that are the longest. Its last number is
     whole where it has a unit, and where it has as many decimals as with its name at the end of lines that are whole. At
     the end of the file the line must have a name with which others end, anywhere that with which nearly all do; among
     the longest lines it must be that one. Lines that are all of one length must end alike, in decimals as others there,
-    and long ones have a key of which `is_step` says that it is the time of the whole RL step.
+    and a long line must have a key for which `is_step` is true: the time of the whole RL step.
     """
     usual = _usual(entries)
     sure = _shapes(entry for entry in entries if not entry.line.is_full and not entry.line.is_last)
@@ -347,9 +348,9 @@ class Wrapping:
         return found
 
     def joined(self, lines: Iterable[Line], read: Callable[[str], Entry | None], blanks: int = 0) -> Iterator[Line]:
-        """The lines, those joined that one was wrapped into; `read` returns what a text says.
+        """Yield lines, with wrapped lines joined; `read` parses a text into an entry.
 
-        `blanks` were taken from the ends of the longest lines.
+        `blanks`: number of blanks that were stripped from the ends of the longest lines.
         """
         whole: Line | None = None
         before = self.num_joined = 0
@@ -391,7 +392,7 @@ class Wrapping:
 
 
 def _is_open(entry: Entry | None) -> bool:
-    """Whether a line of metrics does not say where it ends."""
+    """Return True if the end of a line of metrics is not certain."""
     return entry is not None and (entry.is_cut or entry.last is not None)
 
 

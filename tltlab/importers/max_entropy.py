@@ -16,9 +16,9 @@ def max_entropy_lengths(
 ) -> Ints:  # fmt: skip
     """`num` lengths in tokens, ascending, whose sum is `mean` times `num`, rounded.
 
-    Of all distributions on `least` (unknown: 1) .. `most` with this mean the one of maximum entropy is the exponential
-    cut off at both ends (Jaynes 1957; Cover and Thomas, chapter 12); the lengths are its quantiles, so they are the
-    same each time. One response has the length `least` and one `most`, which the log says it saw. Round(`cut` x
+    The maximum-entropy distribution on `least` (unknown: 1) .. `most` with this mean is the exponential cut off at both
+    ends (Jaynes 1957; Cover and Thomas, chapter 12); the lengths are its quantiles, so they are the same each time.
+    One response has the length `least` and one `most`, the extremes that the log states. Round(`cut` x
     `num`) of them have the length `cap`, `most` by default. Without `most` the distribution has no upper end below
     `cap`, and the longest is its last quantile. Raises ValueError where no such lengths exist.
 

@@ -1,9 +1,10 @@
 """Metrics of RL steps as frameworks print and store them: logs, JSON, CSV, TensorBoard, MLflow, vLLM's counters.
 
-Lines of consoles are read as `log_lines` and `frameworks.toml` say. Beside these are read JSON Lines with a step each,
-a JSON object of `{metric: {step: value}}` (NeMo-RL) or with a `log_history` (Trainer), event files of TensorBoard,
-MLflow's folders of metrics, histories exported from W&B, MLflow or TensorBoard (CSV, JSON Lines), and scrapes of vLLM's
-`/metrics`. Lines of other programs in between, Ray's prefixes, colours and progress bars do not matter.
+Lines of consoles are read by `log_lines` with the keys of `frameworks.toml`. Other readable sources: JSON Lines with a
+step each, a JSON object of `{metric: {step: value}}` (NeMo-RL) or with a `log_history` (Trainer), event files of
+TensorBoard, MLflow's folders of metrics, histories exported from W&B, MLflow or TensorBoard (CSV, JSON Lines), and
+scrapes of vLLM's `/metrics`. Lines of other programs in between, Ray's prefixes, colours and progress bars do not
+matter.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _CONSOLES = ("", ".log", ".out", ".err", ".txt")
 _CONFIG_LINES = 20_000
 """Lines at a log's start in which its configuration is looked for."""
 _COUNTS = {"gpus": "0", "gpus_per_node": "0", "nodes": "1", "tp": "0", "engines": "0", "depth": "0"}
-"""Numbers of a configuration, and what holds where it does not say them."""
+"""Numbers of a configuration, with their defaults."""
 _MOST_HELD_BYTES = 1 << 26
 """Of a log that is held in memory; larger ones are read anew each time."""
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+0-9.eEinfINFnaN]+)(?: \d+)?$")
@@ -89,7 +90,7 @@ def refuse_wandb(path: Path) -> None:
 
 
 def is_metrics_log(path: Path) -> bool:
-    """Whether a file or folder holds metrics of RL steps; reads up to the first of them, where lines are whole."""
+    """Return True if a path holds metrics of RL steps; reads up to the first of them, where lines are whole."""
     if path.is_dir():
         return bool(metrics_files(path))
     try:
@@ -102,7 +103,7 @@ def is_metrics_log(path: Path) -> bool:
 
 
 def unknown_log(path: Path) -> str | None:
-    """What to say of a file that has metrics of no known framework; None for one without metrics."""
+    """Message for a file with metrics of no known framework; None for a file without metrics."""
     try:
         with open_unpacked(path) as file:
             text = _JSON_QUOTES.sub("", file.read(_MOST_LINE_BYTES).decode("utf-8", "replace"))
@@ -151,7 +152,7 @@ def records_of(path: Path) -> Iterator[Record]:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """Fields of a manifest that a console's log says in the configuration printed at its start."""
+    """Fields of a manifest from the configuration that is printed at the start of a console's log."""
     if not path.is_file() or ending(path) not in _CONSOLES:
         return {}
     said = settings_in(islice(_lines(path), _CONFIG_LINES), SETUP)
@@ -265,7 +266,7 @@ def _entry(text: str) -> Entry | None:
 
 
 def _said(records: Sequence[Record]) -> tuple[int, int]:
-    """How much records say: their values, and those of them that are whole and have a number."""
+    """Number of values in records, and number of records with an RL step less that of cut records."""
     num_whole = sum((record.rl_step is not None) - record.is_cut for record in records)
     return sum(len(record.values) for record in records), num_whole
 
@@ -371,9 +372,9 @@ def _sample(text: str) -> tuple[tuple[str, str], float] | None:
 def _from_counters(
     rl_step: int, place: str, before: Mapping[tuple[str, str], float], scrape: Mapping[tuple[str, str], float]
 ) -> Iterator[Record]:
-    """What vLLM counted between two scrapes of `/metrics`, engines added up; each scrape ends an RL step.
+    """Yield the sums of vLLM's counters between two scrapes of `/metrics`, over engines; each scrape ends an RL step.
 
-    The longest response is the upper bound of its bucket. Counters that fell were those of an engine that restarted.
+    The longest response is the upper bound of its bucket. A counter that fell belongs to a restarted engine.
     """
     counts = {s: value - earlier if value >= (earlier := before.get(s, 0.0)) else value for s, value in scrape.items()}
 

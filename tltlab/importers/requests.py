@@ -146,7 +146,7 @@ class RequestReader(ListReader):
         return np.where(np.isnan(values), records.rl_step or 0, values).astype(np.int64)
 
     def _failed(self, records: Records) -> NDArray[np.bool_]:
-        """Whether each request failed, by its error, success or status code."""
+        """Return for each request True if it failed, by its error, success or status code."""
         frame = records.frame
         failed = np.full(len(frame), False)
         within = [column for column in frame.columns if "error" in plain(column).split(".")[:-1]]

@@ -82,7 +82,7 @@ class Reader(RequestReader):
             elif not missing.all() and "prompt_id" in kind_of(name):
                 self.notes[f"{name} is not one value in each record: it does not name the prompts"] = None
             if wanted and missing.any():
-                records.fault(int(np.argmax(missing)), name, "no value, and it was said to have the groups")
+                records.fault(int(np.argmax(missing)), name, "no value, although it was named as the column of groups")
         if RECORD in frame:
             result[RECORD] = frame[RECORD].to_numpy()
         return result
@@ -166,7 +166,7 @@ class Reader(RequestReader):
         chosen = next((group[0] for group in (numeric, left) if len(group) == 1), None)
         if chosen is None:
             raise TraceError(
-                f"{records.file}: cannot tell which column holds the lengths: "
+                f"{records.file}: the column with the lengths is not clear: "
                 f"{', '.join(map(str, records.frame.columns))}; name one ({BY_OPTION.format('--column')})"
             )
         return chosen
@@ -313,7 +313,7 @@ class Reader(RequestReader):
         return [column for column in matches(records.frame.columns, kind) if self._text_of(records, column)]
 
     def _text_of(self, records: Records, column: str) -> bool:
-        """Whether the first cell with a value is a text or a conversation; a text of a table that is no number."""
+        """Return True if the first cell with a value is a text (in a table: no number) or a conversation."""
         cells = records.frame[column]
         first = next((cell for cell in cells if not is_missing(cell)), None)
         if first is None:

@@ -1,4 +1,4 @@
-"""What users give for a trace: a trace or RUN folder, a dump, a log, a table of response lengths, lengths alone."""
+"""Sources of a trace: a trace or RUN folder, a dump, a log, a table of response lengths, lengths alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(source: TraceSource) -> Trace:
     """Read and check a trace folder, a RUN folder (its `trace/`), a CSV of response lengths or a training log.
 
     A Trace stays as it is. Folders of traces and recordings are read by `tltlab.traces.trace.read`; other files, and
-    folders of TensorBoard, are what `import_dump` makes of them, and standard error says what was read and assumed. A
+    folders of TensorBoard, go through `import_dump`, and its notes and assumptions go to standard error. A
     DataFrame is read as a CSV is; an array or list holds lengths, of one RL step or as (RL steps, responses). Raises
     TraceError.
     """
@@ -51,7 +51,7 @@ def read(source: TraceSource) -> Trace:
 
 
 def is_log_folder(path: Path) -> bool:
-    """Whether a folder has no trace, and has files of TensorBoard."""
+    """Return True if a folder has no trace but files of TensorBoard."""
     return path.is_dir() and not _holds_a_trace(path) and bool(metrics_files(path))
 
 

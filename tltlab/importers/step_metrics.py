@@ -1,4 +1,4 @@
-"""What frameworks call the metrics of an RL step (`frameworks.toml`), and the trace that they make."""
+"""Names of the metrics of an RL step by framework (`frameworks.toml`), and the trace made from these metrics."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ KNOWN = ", ".join(dict.fromkeys(framework.name.split(",")[0] for framework in FR
 """The frameworks' names, as messages list them."""
 
 FIRST_OF: dict[str, tuple[str, ...]] = {}
-"""Field: the keys that say it, in all frameworks."""
+"""Field: its keys, in all frameworks."""
 for _framework in FRAMEWORKS:
     for _name, _keys in _framework.fields.items():
         FIRST_OF[_name] = tuple(dict.fromkeys((*FIRST_OF.get(_name, ()), *_keys)))
@@ -101,13 +101,13 @@ _CHART = re.compile(r"^.* - (?=\S+$)")
 """The run's name, which charts exported from W&B put before a key."""
 
 MOST_RESPONSES = 1 << 22
-"""That lengths are made for, over all RL steps of a log: some 2 GB."""
+"""Most responses that lengths are made for, over all RL steps of a log: some 2 GB."""
 DEFAULT_RESPONSES = 512
-"""Responses per RL step where neither the log nor the caller says it."""
+"""Responses per RL step where neither the log nor the caller gives their number."""
 
 
 def plain_key(key: str) -> str | None:
-    """The key as `frameworks.toml` has it; None for a metric that says nothing of use here.
+    """Return the key as in `frameworks.toml`; None for a metric that is not used here.
 
     A prefix `train/`, which TensorBoard and W&B have, is no part of it, nor what comes before the name of a call in
     TRL's `profiling/Time taken: GRPOTrainer.vLLM.generate`.
@@ -121,9 +121,9 @@ def plain_key(key: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Some metrics of an RL step by `plain_key`, and where the log has them; `rl_step` None is not said.
+    """Some metrics of an RL step by `plain_key`, and their place in the log; `rl_step` is None if not given.
 
-    `is_cut` says that some of them were cut off, `note` what is to be said of the log.
+    `is_cut`: some of the metrics were cut off. `note`: a remark on the log for the manifest.
     """
 
     rl_step: int | None
@@ -169,7 +169,7 @@ class StepMetrics:
 
     @property
     def drafts_went_on(self) -> bool:
-        """Whether the log says that something was drafted, kept or not."""
+        """True if the log has drafted tokens in this RL step, accepted or not."""
         counts = [value for name in ("drafts", "drafted") if (value := self.get(name)) is not None]
         return any(counts) if counts else self.get("draft_rate") is not None
 
@@ -183,7 +183,7 @@ class StepMetrics:
 
     @property
     def num_responses(self) -> int | None:
-        """Responses of the RL step: said, or all tokens over the mean tokens of a response with its prompt."""
+        """Responses of the RL step, as logged, or all tokens over the mean tokens of a response with its prompt."""
         num, total = self.get("responses"), self.get("total_tokens")
         mean, prompt = self.get("mean"), self.get("prompt")
         if num is None and total is not None and mean is not None and prompt is not None and mean + prompt > 0:
@@ -220,7 +220,7 @@ def framework_of(keys: Iterable[str]) -> Framework | None:
 
 
 def says_means(names: Iterable[str]) -> bool:
-    """Whether fields are those of an RL step, with the mean length of its responses.
+    """Return True if fields are those of an RL step, with the mean length of its responses.
 
     A table with a metric in each row, its name, step and value, counts too. Names that a single response's length may
     have, such as `response_length`, count beside a loss and the like alone.
@@ -233,10 +233,10 @@ def says_means(names: Iterable[str]) -> bool:
 
 
 def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
-    """The RL steps of a log in order, and what had to be noted.
+    """Return the RL steps of a log in order, and notes.
 
-    Records of an RL step that say different things are one; where a record says anew, and otherwise, what is known of
-    its RL step, the run was resumed, and the last one counts. Records without a number are counted from 1.
+    Records of an RL step with different metrics are merged. A record with another value for a known metric of its RL
+    step means that the run was resumed: the last record counts. Records without a number are counted from 1.
     """
     steps: dict[int, StepMetrics] = {}
     repeats: set[int] = set()
@@ -274,7 +274,7 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
     if cut:
         notes.append(f"{len(cut)} records are cut off ({few(cut)}): what is cut counts as unknown")
     if num_lost:
-        notes.append(f"{num_lost} records do not say their RL step, as the others do, and are left out")
+        notes.append(f"{num_lost} records lack the RL step, which the others have, and are left out")
     if num_unnumbered:
         notes.append("the log does not number its RL steps: they are counted from 1")
     if repeats:
@@ -290,9 +290,9 @@ SEVERAL_TURNS = "several turns: "
 
 
 def turns_note(steps: Sequence[StepMetrics]) -> str | None:
-    """Why lengths and rollout times of a log are not those of generation alone.
+    """Note on a log whose lengths and rollout times include more than generation.
 
-    "" where the log says that they are, None where it says nothing of turns and tools.
+    "" where they are of generation alone, None where the log has no metrics of turns and tools.
     """
     if all(step.get(name) is None for step in steps for name in ("turns", "tool_calls", "tool_s")):
         return None
@@ -310,7 +310,7 @@ def turns_note(steps: Sequence[StepMetrics]) -> str | None:
     slowest, at_tools = middle("slowest_s"), middle("slowest_tool_s")
     parts += [f"the slowest {at_tools:.3g} of {slowest + at_tools:.3g} s"] if at_tools > 0.0 else []
     return (
-        f"{SEVERAL_TURNS}{', '.join(parts)} (medians over RL steps), so the lengths hold what tools and users said, "
+        f"{SEVERAL_TURNS}{', '.join(parts)} (medians over RL steps), so the lengths include text of tools and users, "
         "rollouts wait for them, and neither is generation alone"
     )
 
@@ -319,11 +319,11 @@ def tables_of_steps(
     steps: list[StepMetrics], *, place: str, responses: int | None, group_size: int | None,
     max_response_tokens: int | None, said: Sequence[str] = (),
 ) -> tuple[dict[str, pd.DataFrame], list[str]]:  # fmt: skip
-    """Workload, outcomes and steps of a log's RL steps, and what was assumed. Raises TraceError where there is nothing.
+    """Return workload, outcomes and steps of a log's RL steps, and assumptions. TraceError without a usable RL step.
 
     Lengths are `max_entropy_lengths` of what is known; their order within an RL step is drawn, the same each time.
-    `responses` per RL step are used where the log does not say how many. The cap is `max_response_tokens`, else the
-    longest response of RL steps with cut ones, else the longest of all. `said` was noted of the log before.
+    `responses` per RL step are used where the log lacks their number. The cap is `max_response_tokens`, else the
+    longest response of RL steps with cut ones, else the longest of all. `said`: earlier notes on the log.
     """
     notes = [note] if (note := turns_note(steps)) else []
     usable = [step for step in steps if step.get("mean") is not None]
@@ -332,11 +332,11 @@ def tables_of_steps(
         names = [] if framework is None else [*framework.fields.get("mean", ()), *framework.fields.get("sequence", ())]
         wanted = " or ".join(names[:3]) or "a mean length"
         raise TraceError(
-            f"{place}: a log of {framework.name if framework else 'metrics'}, but no RL step says how long its "
-            f"responses were; {'; '.join(((framework and framework.advice) or f'wanted {wanted}', *said))}"
+            f"{place}: a log of {framework.name if framework else 'metrics'}, but no RL step has the length "
+            f"of its responses; {'; '.join(((framework and framework.advice) or f'wanted {wanted}', *said))}"
         )
     if lost := [step.rl_step for step in steps if step.get("mean") is None and step.get("rollout_s") is not None]:
-        notes.append(f"{len(lost)} RL steps say no mean length and are left out ({few(lost)})")
+        notes.append(f"{len(lost)} RL steps have no mean length and are left out ({few(lost)})")
     gaps = sorted(set(range(usable[0].rl_step, usable[-1].rl_step + 1)) - {step.rl_step for step in usable})
     if gaps:
         notes.append(f"{len(gaps)} RL steps between the first and the last are not in the log")
@@ -346,7 +346,7 @@ def tables_of_steps(
     cap = _cap(usable, max_response_tokens, place, notes)
     for name, quantity in (("least", "shortest"), ("most", "longest"), ("cut", "cut responses")):
         if missing := sum(step.get(name) is None for step in usable):
-            notes.append(f"{missing} RL steps do not say their {quantity}")
+            notes.append(f"{missing} RL steps lack their {quantity}")
     frames, modelled = [], []
     for step, num in zip(usable, counts, strict=True):
         try:
@@ -390,8 +390,8 @@ def _counts(steps: list[StepMetrics], responses: int | None, notes: list[str]) -
     missing = len(counts) - len(stated)
     default = responses or (int(np.median(stated)) if stated else DEFAULT_RESPONSES)
     if missing:
-        source = "as given" if responses else "as many as the others have" if stated else "a default: say --responses"
-        notes.append(f"{missing} RL steps do not say how many responses they have: {default}, {source}")
+        source = "as given" if responses else "as many as the others have" if stated else "a default: set --responses"
+        notes.append(f"{missing} RL steps lack the number of responses: {default}, {source}")
     return [default if num is None else num for num in counts]
 
 
@@ -399,13 +399,13 @@ def _cap(steps: list[StepMetrics], maximum: int | None, place: str, notes: list[
     longest = math.ceil(max(step.get("most") or step.get("mean") or 1.0 for step in steps))
     if maximum is not None:
         if longest > maximum:
-            raise TraceError(f"{place}: a response has {longest} tokens, the maximum was said to be {maximum}")
+            raise TraceError(f"{place}: a response has {longest} tokens, more than the maximum of {maximum}")
         return maximum
     if any((step.get("cut") or 0.0) > 0 and step.get("most") is not None for step in steps):
         return longest
     if all(step.get("most") is None for step in steps):
         longest *= 8
-        notes.append(f"no RL step says its longest response: nothing is assumed to end before {longest} tokens")
+        notes.append(f"no RL step has its longest response: nothing is assumed to end before {longest} tokens")
     notes.append(f"the cap is unknown: the longest response ({longest} tokens) is taken for it")
     return max(1, longest)
 
@@ -420,7 +420,7 @@ def _lengths(step: StepMetrics, num: int, cap: int) -> Ints:
 
 
 def metrics_table(steps: Sequence[StepMetrics]) -> pd.DataFrame:
-    """What a log says of its RL steps, a row each: fields, accept length, `drafts_went_on`; `seconds` by stage."""
+    """Table of a log's RL steps, a row each: fields, accept length, `drafts_went_on`; `seconds` by stage."""
     names = (
         "mean", "most", "rollout_s", "wait_s", "step_s", "reward_mean", "draft_rate", "tokens_per_s", *STAGES,
     )  # fmt: skip

@@ -14,7 +14,7 @@ _BATCH_TEXTS = 256
 
 
 class TokenCounter(Protocol):
-    """Counts the tokens of texts; `note` says how, for the manifest of what was counted."""
+    """Counts the tokens of texts; `note` describes the method for the manifest of the trace."""
 
     note: str
 

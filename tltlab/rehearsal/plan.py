@@ -111,7 +111,7 @@ def shares(
 def acceptance_by_drafter(text: str, drafters: Sequence[str], known: Drafters = STANDARD) -> dict[str, str]:
     """Return each drafter's acceptance from `learned=geometric:0.7,ngram=geometric:0.42`; `all=` is for the others.
 
-    ConfigError for a drafter that no policy uses, for one of which nothing is said, and for a model without a name
+    ConfigError for a drafter that no policy uses, for a drafter without an acceptance, and for a model without a name
     where drafters are of different kinds.
 
     >>> acceptance_by_drafter("all=geometric:0.7", ["ngram"])
@@ -129,7 +129,7 @@ def acceptance_by_drafter(text: str, drafters: Sequence[str], known: Drafters = 
         )
     granted = {name: given.get(name, given.get(EVERY, "")) for name in drafters}
     if missing := [name for name, source in granted.items() if not source]:
-        raise ConfigError(f"--acceptance {text}: nothing is said of {', '.join(missing)}")
+        raise ConfigError(f"--acceptance {text}: no acceptance for {', '.join(missing)}")
     return granted
 
 

@@ -45,7 +45,7 @@ class Rehearsal:
     Columns: `policy`; `measured_s`, the mean makespan over the rounds, with its interval `low`, `high`; `tail_s`, the
     part with few requests left (`tail_fraction`); `tokens_per_s`; `accept_length`; `chose` and `graphs`, shares of
     iterations; `kv_tokens`, the most in the cache; `predicted_s` and `error`, from costs fitted to the other policies'
-    rollouts, `shipped_s` and `shipped_error`, from shipped costs; `why_not` says what kept a prediction back.
+    rollouts, `shipped_s` and `shipped_error`, from shipped costs; `why_not` is the reason for a missing prediction.
 
     `speedup` is that of `best`, the fastest policy of ours, over stock vLLM, or plain decoding where stock was not
     played; `simulated` the ratio of their predictions.

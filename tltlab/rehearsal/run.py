@@ -25,8 +25,9 @@ _PATIENCE_S = 30.0
 def rehearse(plan: Play, out: Path, *, minutes: float | None = None, say: Callable[[str], None] = progress) -> None:
     """Play what is planned and not yet in `out`; each rollout is on disk as soon as it is over.
 
-    Workers' engines run side by side where there are as many GPUs, else one after another. What does not fit into
-    `minutes` is said and left out. ConfigError where `out` holds anything else, RunError where an engine fails.
+    Workers' engines run side by side where there are as many GPUs, else one after another. Rollouts that do not fit
+    into `minutes` are left out and reported. ConfigError where `out` holds anything else, RunError where an engine
+    fails.
     """
     described = plan.model_dump(mode="json")
     there = read_object(out / PLAN) | {"plain_batches": described["plain_batches"]}

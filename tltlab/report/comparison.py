@@ -1,4 +1,4 @@
-"""The page of a comparison: what `compare`, `tune`, `what-if`, `verify` and `experiment` say in JSON."""
+"""The page of a comparison: the JSON output of `compare`, `tune`, `what-if`, `verify` and `experiment`."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         if "system" in row:
             assumed = "; ".join(map(str, row.get("assumptions") or ["nothing"]))
             title = str(row.get("title") or row["system"])
-            about.append((title, f"{assumed}. Source: {row.get('source') or 'not told'}."))
+            about.append((title, f"{assumed}. Source: {row.get('source') or 'not given'}."))
     if about:
         parts.append(Section(title="What was assumed", blocks=(Items(rows=tuple(about)),)))
     ends = result.get("ranges")
@@ -229,7 +229,7 @@ def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
 
 
 def _rows_page(result: Mapping[str, Any], key: str, path: Path, *, title: str) -> Page:
-    """What was measured, or found by an experiment: the verdict, the picture beside the file, and the rows."""
+    """Page of measurements, or of an experiment: the verdict, the picture beside the file, and the rows."""
     rows = [_with_words(row) for row in result[key]]
     keys = list(dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, dict)))
     ends = {f"{name.removesuffix('_interval')}{end}" for name in keys for end in ("_low", "_high")}
@@ -260,7 +260,7 @@ def _rows_page(result: Mapping[str, Any], key: str, path: Path, *, title: str) -
 
 
 def _origin(result: Mapping[str, Any], shown_above: set[str]) -> Part:
-    """What else the result says: settings as facts, longer things folded, and the command to repeat it."""
+    """Section on the origin of a result: settings as facts, long values folded, and the command to repeat it."""
     provenance = result.get("provenance")
     more = dict(provenance) if isinstance(provenance, dict) else {}
     settings = {k: v for k, v in (more | dict(result)).items() if k not in shown_above | {"provenance"}}
@@ -276,7 +276,7 @@ def _origin(result: Mapping[str, Any], shown_above: set[str]) -> Part:
         elif value is not None:
             plain.append((key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else _text(value)))
     blocks: list[Block] = [Facts(rows=(*plain, *versions.items()))] if plain or versions else []
-    blocks += repeat_blocks(command, "The command that made it is not told by this file.")
+    blocks += repeat_blocks(command, "This file does not name the command that made it.")
     return Section(title="Where it comes from", blocks=(*blocks, *folded))
 
 

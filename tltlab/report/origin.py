@@ -52,7 +52,7 @@ def findings_part(diagnosis: Diagnosis[RunEvidence] | TltlabError) -> Part:
 
 
 def events_part(run: Path) -> Part:
-    """What the run noted in events.jsonl, in order."""
+    """Part with the events that the run wrote to events.jsonl, in order."""
     title, path = "Events", run / "events.jsonl"
     if not path.is_file():
         return Absent(title=title, reason="the run has no events.jsonl")

@@ -1,4 +1,4 @@
-"""What a report page is made of, and its HTML: one file that asks for nothing outside itself."""
+"""Parts of a report page, and its HTML: one file that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tltlab.charts import Chart, data_uri, inline_svg, series_names
 
 _TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
-"""Sorts tables, shows one of several pictures, enlarges them, says what a chart has at the pointer; without it
+"""Sorts tables, shows one of several pictures, enlarges them, shows a chart's values at the pointer; without it
 everything can be read."""
 _SHA = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_SHA}'"
@@ -33,10 +33,10 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A chart in the page. `alt` says what it shows to who cannot see it, `caption` how to read it.
+    """A chart in the page. `alt` describes it for readers who cannot see it, `caption` explains how to read it.
 
     It is an image at `source`, or `svg`, whose series (`names`) can be hidden one by one. `readings` are a chart's
-    places (`Chart.places`) as JSON: what it says where the pointer is.
+    places (`Chart.places`) as JSON: the texts shown under the pointer.
     """
 
     source: str = ""
@@ -140,7 +140,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Text of one origin: `drafter` 1 to 4 is the colour of who drafted it, 0 the model's own; `title` says more."""
+    """Text of one origin: `drafter` 1 to 4 is the colour of its drafter, 0 the model's own; `title` has details."""
 
     text: str
     drafter: int = 0
@@ -149,7 +149,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """What a model was asked and said, in pieces; `label` has its facts."""
+    """Prompt and response of a model, in pieces; `label` has the facts."""
 
     label: str
     pieces: tuple[Piece, ...]
@@ -185,7 +185,7 @@ Part = Section | Absent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What a page that `tltlab ui` serves has beside its content.
+    """Additions to a page that `tltlab ui` serves.
 
     `home` leads to the list; with `live` the run goes on, and the page is loaded again every ten seconds.
     """

@@ -31,7 +31,7 @@ def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
     Their text where the model's tokenizer.json lies in RUN/model or where the recipe's model is, else their token ids.
     """
     if not trace.num_rows("tokens"):
-        return Absent(title=TITLE, reason="the trace has no tokens.parquet, so what was said is not known")
+        return Absent(title=TITLE, reason="the trace has no tokens.parquet, so the texts are not known")
     last = trace.select([_step(trace)])
     tokens = last.tokens
     if tokens is None or tokens.empty:
@@ -75,7 +75,7 @@ def _step(trace: Trace) -> int:
 
 
 def _decoder(run: Path, recipe: Any) -> Decode:
-    """What makes text of token ids: the model's tokenizer where it is at hand, else the ids themselves."""
+    """Function that decodes token ids: the model's tokenizer where it is at hand, else the ids themselves."""
     model = recipe.get("model") if isinstance(recipe, dict) else None
     for folder in (run / "model", *([Path(model)] if isinstance(model, str) else [])):
         with suppress(ConfigError):
@@ -91,7 +91,7 @@ def _pieces(ids: list[int], drafts: pd.DataFrame, colours: Mapping[str, int], de
         origin[int(row["generated_tokens"]) :][: int(row["accepted"])] = at + 1
     pieces = []
     for begin, end in pairwise([0, *(np.flatnonzero(np.diff(origin)) + 1).tolist(), len(ids)]):
-        # What a token says depends on those before it: spaces, and letters that several of them make.
+        # The text of a token depends on the tokens before it: spaces, and letters that several tokens make.
         before, through = decode(ids[:begin]).rstrip("\ufffd") if begin else "", decode(ids[:end])
         text = through[len(before) :] if through.startswith(before) else decode(ids[begin:end])
         if not origin[begin]:

@@ -59,11 +59,11 @@ def _timeline_picture(trace: Trace, step: int, *, median: bool) -> Picture:
 
 
 def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Part:
-    """What the target's passes ran in, by draft depth, and what was captured; `graphs` is the run's graphs.json."""
+    """CUDA graphs of the target's passes by draft depth, and captured graphs; `graphs` is the run's graphs.json."""
     title = "CUDA graphs"
     table = trace.iterations
     if table is None or (table := table[table["graph"].notna()]).empty:
-        return Absent(title=title, reason="the trace does not say what iterations ran in (graph in iterations.parquet)")
+        return Absent(title=title, reason="the trace has no CUDA graphs of iterations (graph in iterations.parquet)")
     blocks: list[Block] = []
     captured = graphs.get("captured") or [{}]
     if (mode := captured[0].get("mode")) is not None:
@@ -203,7 +203,7 @@ def off_policy_part(trace: Trace) -> Part:
     title = "Off-policy training"
     steps = trace.steps
     if steps is None or not (steps["off_policy_share"] > 0).any():
-        return Absent(title=title, reason="every RL step learnt from its own policy, or its trace does not tell")
+        return Absent(title=title, reason="every RL step learnt from its own policy, or off_policy_share is unknown")
     bias = steps["length_bias"].dropna()
     note = "" if bias.empty else (
         f" Responses trained on have {bias.iloc[-1]:.0%} of the mean length of those generated: below 100 % long ones "

@@ -134,7 +134,7 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> None:
 
 
 def _read_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> list[Reading]:
-    """What each lane does when; segments too short to be pointed at are told together, each kind with its share."""
+    """Readings of each lane over time; segments too short for the pointer are merged, each kind with its share."""
     names = list(segments["lane"].unique())
     width, digits = max(end_s, 1e-9) * len(names) / _MOST_STOPS, _digits(end_s)
     lasts = segments["end_s"] - segments["start_s"]
@@ -158,7 +158,7 @@ def _read_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> list[Readin
                 said = ", ".join(f"{kind} {s / whole:.0%}" for kind, s in seconds.items())
             at += [start, end]
             texts += [f"{names[row]}: {said}\n{start:.{digits}f} to {end:.{digits}f} s", ""]
-        # What ends where the next begins leaves nothing between.
+        # No blank stop between two segments where the next begins at once.
         stops = [i for i in range(len(at)) if texts[i] or i + 1 == len(at) or at[i + 1] - at[i] > width]
         x, shown_texts = np.array(at)[stops], [texts[i] for i in stops]
         readings.append(Reading(axes=axes, texts=shown_texts, x=x, holds=True, between=(row - 0.5, row + 0.5)))
@@ -191,7 +191,7 @@ def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
 
 
 def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> Reading:
-    """How many requests run when; it reads at so few times that they can be told apart."""
+    """Number of running requests over time, read at times far enough apart for the pointer."""
     stops, texts = [np.empty(0)], []
     for step in [step for step in trace.rl_steps if step in offsets]:
         try:

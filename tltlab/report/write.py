@@ -44,7 +44,7 @@ def report(source: str | Path, *, out: str | Path | None = None, verify: bool = 
 
 
 def default_out(source: Path) -> Path:
-    """Where a report goes unless told: into the RUN, or beside a comparison's file. Raises ConfigError for a trace."""
+    """Return a report's default place: in the RUN, or beside a comparison's file. Raises ConfigError for a trace."""
     if source.is_file() and source.suffix == ".json":
         return source.with_suffix(".html")
     if source.is_dir() and (locate(source) != source or _is_comparison(source)):
@@ -128,7 +128,7 @@ def compare_runs(first: str | Path, second: str | Path) -> Page:
     caption = "Over all RL steps of each. Different runs had different responses and perhaps different machines."
     blocks = (
         PageTable(caption=caption, columns=("figure", *names), rows=rows),
-        Paragraph(text="tltlab compare holds policies against each other on the same responses and the same luck."),
+        Paragraph(text="tltlab compare replays policies on the same responses with common random numbers."),
     )
     parts = (
         Section(title="Figures", blocks=blocks),

@@ -1,4 +1,4 @@
-"""What each lane (worker, trainer, ...) did when: the segments behind the timeline picture and the Perfetto file."""
+"""Segments of each lane (worker, trainer, ...) over time, behind the timeline picture and the Perfetto file."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ class Recorder:
         """Go on recording the trace `path` of a run that ended or was killed, from RL step `rl_steps` on.
 
         The rows of all RL steps before it are kept, from the interrupted recording or the finished trace; later ones
-        are gone for good once it closes. With 0 there need be nothing. The manifest stays the old one; where
-        `manifest` names other hardware or another engine, its notes say so. Raises ConfigError where another process
+        are gone for good once it closes. With 0 there need be nothing. The manifest stays the old one; where `manifest`
+        names other hardware or another engine, its notes record the change. Raises ConfigError where another process
         records there or `manifest` is another run's (`recovery.SAME`), RunError where one of these RL steps is missing
         or the disk refuses.
         """
@@ -249,7 +249,7 @@ class Recorder:
             return
         with contextlib.suppress(TraceError, RunError):  # the first error is the one to show
             self.flush()
-        # What the disk did not take is nobody's any more, and may be much.
+        # Rows that could not be written are dropped, since they may hold much memory.
         self._rows, self._failed_rows = {}, {}
         self._writer.shutdown()
         self._lock.close()

@@ -70,7 +70,7 @@ class Chunk:
         return int(self.path.stem.partition("-")[0])
 
     def check(self) -> None:
-        """TraceError unless the file is what was written, as far as its name says."""
+        """Raise TraceError unless the digest of the file begins as its name does."""
         try:
             if not sha256_of(self.path).startswith(self.path.stem.partition("-")[2]):
                 raise TraceError(f"{self.path}: not what was written (damaged)")
@@ -234,7 +234,7 @@ def rows_in(keys: pd.DataFrame, among: pd.DataFrame | None) -> Flags:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineTrace:
-    """What one engine of several recorded of a run: its tables, and for messages where."""
+    """Recording of one of several engines of a run: its tables, and `place`, its location for messages."""
 
     place: str
     manifest: Manifest
@@ -247,7 +247,7 @@ class EngineTrace:
 
     @property
     def times(self) -> dict[int, tuple[float, float]]:
-        """Start and end of each RL step in seconds since 1970, as far as `steps` tells; empty where nothing does."""
+        """Start and end of each RL step in seconds since 1970, as far as `steps` has them; empty where it has none."""
         if self.created_s is None or "steps" not in self.tables:
             return {}
         starts = self.tables["steps"].select(["rl_step", "t_start"]).to_pandas().set_index("rl_step")["t_start"]
@@ -257,7 +257,7 @@ class EngineTrace:
         return dict(zip(steps.index.tolist(), zip(starts_s, starts_s + steps["lasted"], strict=True), strict=True))
 
     def overlaps(self, other: EngineTrace) -> bool:
-        """Whether both were recorded at once, by engines of the same kind."""
+        """Return True if both were recorded at once, by engines of the same kind."""
         same = ("model", "engine", "kind", "source")
         if any(getattr(self.manifest, name) != getattr(other.manifest, name) for name in same):
             return False
@@ -337,7 +337,7 @@ def _places(parts: Sequence[EngineTrace]) -> _Places:
 
 
 def _overlap_in_turn(parts: Sequence[EngineTrace], overlaps: Sequence[Sequence[tuple[int, int]]]) -> bool:
-    """Whether RL steps of new weights begin before those of the old ones have ended: then time tells nothing apart."""
+    """Return True if RL steps of new weights begin before those of old ones end, so that time does not separate any."""
     versions = [
         dict(zip(*(part.tables["steps"][name].to_pylist() for name in ("rl_step", "policy_version")), strict=True))
         for part in parts

@@ -39,7 +39,7 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
             try:
                 earlier = Manifest.read(folder / MANIFEST_FILE)
             except TraceError as damage:
-                # It said nothing that the run's own does not but when it began and what was noted.
+                # The lost manifest differs from the run's own only in start time and notes.
                 notes = [f"the manifest is the resumed run's, for the recording's was damaged: {damage}"]
             _check_same_run(folder, earlier, manifest)
             good = {chunk: _rl_steps(tables) for chunk, tables in read_chunks(chunks_of(folder), notes)}
@@ -85,7 +85,7 @@ def _rl_steps(tables: Mapping[str, pa.Table]) -> dict[str, set[int]]:
 
 
 def _first_missing(pieces: Iterable[Mapping[str, set[int]]], rl_steps: int) -> int | None:
-    """The first RL step before `rl_steps` that some table lacks, of what `_rl_steps` says of each piece of a run."""
+    """The first RL step before `rl_steps` that some table lacks, given the `_rl_steps` of each piece of a run."""
     rl_steps_of: dict[str, set[int]] = {name: set() for name in REQUIRED_TABLES}
     for piece in pieces:
         for name, steps in piece.items():
@@ -108,7 +108,7 @@ def _check_same_run(place: Path, earlier: Manifest, current: Manifest) -> None:
 
 
 def _change_notes(earlier: Manifest, current: Manifest, rl_steps: int) -> list[str]:
-    """What a reader has to know of a run that went on with another engine or on another machine."""
+    """Notes for readers on a run that was resumed with another engine or on another machine."""
     names = ("hardware", "engine")
     changed = [f"{n} {getattr(current, n)}" for n in names if getattr(earlier, n) != getattr(current, n)]
     return [f"from RL step {rl_steps} on {', '.join(changed)}"] if changed else []
@@ -118,8 +118,8 @@ def repair(path: str | Path, out: str | Path | None = None) -> Trace:
     """Turn the interrupted recording of the trace `path` into a valid trace at `path`, or at `out`.
 
     Every flushed row is kept but those without which the trace is valid: outcomes without their workload row, tokens
-    and acceptance without their outcome, rows recorded twice, chunks that cannot be read. The manifest's notes say
-    "repaired: ..." with what was lost. A valid trace without a recording beside it is returned unchanged; `path` may
+    and acceptance without their outcome, rows recorded twice, chunks that cannot be read. The manifest gets the note
+    "repaired: ..." with the losses. A valid trace without a recording beside it is returned unchanged; `path` may
     be a RUN folder or the recording itself. With another `out` nothing at `path` changes. A finished trace at `path` is
     replaced by the recording of the same run, resumed, that has every response of it. Raises TraceError for a damaged
     trace, ConfigError where the recording is in progress or a finished trace would lose responses, and InputError
@@ -196,7 +196,7 @@ def _remove(folder: Path) -> None:
 
 
 def _is_closed(folder: Path, path: Path) -> bool:
-    """Whether the trace at `path` is this recording, closed by a process that was killed before it tidied up."""
+    """Return True if the trace at `path` is this recording, closed by a process that was killed before it tidied up."""
     try:
         recording, trace = read_recording(folder, [], salvage=False), read_one(path)
     except TraceError:

@@ -1,7 +1,7 @@
 """The one builder of a trace's rows, for engines that record, drivers and the simulator.
 
-`schema.TABLES` says which columns a table has. A value given for one is that of all rows, or a list or an array with
-that of each: what comes out is a row, or a table by column, of which `as_rows` makes rows. Unknown is None.
+`schema.TABLES` defines the columns of a table. A value given for a column is the same for all rows, or a list or array
+with a value per row. The result is a row, or a table by column, which `as_rows` turns into rows. Unknown is None.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ FINISH_REASONS = ("stop", "length", "abort")
 """How a response ended; "abort" is right-censored: its response_tokens is a lower bound."""
 
 TRAINING_ENDS = ("stopped", "killed", "failed", "declined")
-"""How a worker's part in a training period ended: told to stop, killed (it did not yield, or its process died), by an
+"""How a worker's part in a training period ended: by order, killed (it did not yield, or its process died), by an
 error of its own, or by itself because it has trained all that it may."""
 
 GRAPH_KINDS = ("full", "piecewise", "eager")
@@ -112,10 +112,10 @@ TABLES: dict[str, pa.Schema] = {
 
 
 class Manifest(FrozenModel):
-    """What a trace is and where it comes from: `manifest.json`. Unknown is None.
+    """Kind and origin of a trace: `manifest.json`. Unknown is None.
 
     `engine` holds name and version, `created` is ISO 8601, `num_workers` counts rollout workers (engines, not GPUs),
-    `group_size` samples per prompt. `drafters` says what drafters of other than the standard names are. Where
+    `group_size` samples per prompt. `drafters` has the traits of drafters with other than the standard names. Where
     `without_iterations` is not None the iterations of every RL step with responses were recorded, except for the RL
     steps that it names, whose requests ran in the iterations of other RL steps or whose iterations were lost.
 
@@ -187,7 +187,7 @@ class Manifest(FrozenModel):
 
 
 def is_trace(path: Path) -> bool:
-    """Whether a folder says it is a trace of this format (it is not checked)."""
+    """Return True if the manifest of a folder names this format (the trace is not checked)."""
     try:
         return f'"{FORMAT}"' in read_text(path / MANIFEST_FILE)
     except (OSError, ValueError):

@@ -249,7 +249,7 @@ def seal(folder: Path) -> None:
 
 
 def put_sum(folder: Path, name: str, digest: str | None, drafters: Mapping[str, DrafterTraits] = {}) -> None:
-    """Have the manifest say this of a file, or nothing with None; a trace that has no sums stays so. Raises OSError.
+    """Set the sum of a file in the manifest, or remove it with None; a trace without sums stays so. Raises OSError.
 
     `drafters` are added to those of the manifest.
     """
@@ -292,7 +292,7 @@ def write_parquet(path: Path, name: str, table: TraceTable) -> None:
 
 def parquet_writer(path: Path, name: str) -> pq.ParquetWriter:
     """A writer for the file of a table; what repeats, such as prompt_id, is written once per row group."""
-    # Page checksums let a reader tell a damaged file from strange data.
+    # With page checksums a reader distinguishes a damaged file from strange data.
     return pq.ParquetWriter(path, TABLES[name], compression="zstd", write_page_checksum=True)
 
 
@@ -334,7 +334,7 @@ def _ranges(starts: Ints, ends: Ints) -> Ints:
 
 
 def fixed_bytes(name: str) -> float:
-    """Bytes of a row in memory without its lists. Files do not tell: what repeats takes next to nothing there."""
+    """Bytes of a row in memory without its lists. File sizes do not show this, since repeated values are compressed."""
     widths = [
         field.type.bit_width / 8 if pa.types.is_primitive(field.type) else _STRING_BYTES for field in TABLES[name]
     ]

@@ -68,7 +68,7 @@ class Trace:
 
     @cached_property
     def drafters(self) -> Drafters:
-        """The drafters of the trace by name, as its manifest says what they are."""
+        """The drafters of the trace by name, with the traits of its manifest."""
         return Drafters(traits=self.manifest.drafters)
 
     @classmethod
@@ -220,8 +220,8 @@ def read(path: str | Path) -> Trace:
     `tltlab.read` takes dumps, logs and response lengths too.
 
     Where there is no finished trace the recording of one is read, of a run that was killed or still goes on: responses
-    that are whole and durable. Its manifest's notes say "unfinished: ...", and so does standard error. What several
-    engines of a run recorded at once as PATH, PATH-1, PATH-2 ... is one trace, at PATH or at the folder that holds
+    that are whole and durable. A note "unfinished: ..." goes to its manifest and to standard error. Recordings that
+    several engines of a run made at once as PATH, PATH-1, PATH-2 ... are one trace, at PATH or at the folder that holds
     nothing else (see `recording.put_together`). Tables are loaded when they are used, at once where a recording goes on
     or several are put together; the check itself streams.
     """
@@ -308,12 +308,12 @@ def read_one(place: Path) -> Trace:
 
 
 def _read_unfinished(folder: Path) -> Trace:
-    """What a recording holds that was interrupted, or that goes on."""
+    """Read a recording that was interrupted, or that goes on."""
     goes_on = in_progress(folder)
     notes: list[str] = []
     trace = read_recording(folder, notes, salvage=True)
     if goes_on:
-        # What is read later might not fit what was read before, or be gone.
+        # Chunks read later might not fit those read before, or be gone.
         trace = trace.in_memory()
     if not folder.exists():
         raise TraceError(f"{folder}: gone while it was read")
@@ -324,9 +324,9 @@ def _read_unfinished(folder: Path) -> Trace:
 
 
 def read_recording(folder: Path, notes: list[str], *, salvage: bool) -> Trace:
-    """What a recording holds now, checked, lazily read. Raises TraceError.
+    """Return the present content of a recording, checked, lazily read. Raises TraceError.
 
-    With `salvage` it gets rid of what makes no valid trace, and notes it, see `recorded_tables`.
+    With `salvage` rows that make no valid trace are dropped and noted, see `recorded_tables`.
     """
     try:
         tables = recorded_tables(folder, notes, salvage=salvage)
@@ -370,7 +370,7 @@ def _check(trace: Trace) -> None:
 
 
 def _open_trace(path: Path) -> Trace:
-    """What `read` opens, before it checks the values: manifest, columns and RL steps are good. Raises TraceError."""
+    """Open a trace with valid manifest, columns and RL steps; values are not checked yet. Raises TraceError."""
     if not path.is_dir():
         raise TraceError(f"{path}: no such folder; a trace is a folder")
     if not (path / MANIFEST_FILE).exists():

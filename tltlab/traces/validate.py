@@ -1,4 +1,4 @@
-"""What makes tables a valid trace; a fault is a TraceError that names the file, the column and the first offending row.
+"""Rules of a valid trace; a fault is a TraceError that names the file, the column and the first offending row.
 
 `conform` casts one table to its schema without loss, `check` tests values and how the tables fit together. All keys
 start with the RL step, so a trace can be checked some RL steps at a time. Everything is vectorised.

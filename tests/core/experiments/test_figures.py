@@ -171,9 +171,9 @@ def test_what_a_stopped_drafter_keeps_is_told():
     said = Staleness.verdict(under_way("staleness", "steps=12", "stop_after=4"), rows)
     assert "first 4 RL steps" in said
     assert "over 7 RL steps" in said
-    assert "tell little" not in said
+    assert "too few RL steps" not in said
     said = Staleness.verdict(under_way("staleness", "stop_after=1"), rows[rows["rl_step"] < 3])
-    assert "tell little" in said
+    assert "too few RL steps" in said
 
 
 # lossless
@@ -200,7 +200,7 @@ def reward(low: float, high: float, verdict: str) -> dict[str, Any]:
             [reward(0.01, 0.03, "different"), reward(-0.1, 0.1, "no difference")],
             ["a difference was found (1 of 2 rows)"],
         ),
-        ([reward(-0.02, 0.03, "unknown")], ["nothing could be told", "over 3 seeds"]),
+        ([reward(-0.02, 0.03, "unknown")], ["nothing could be decided", "over 3 seeds"]),
     ],
 )
 def test_the_verdict_says_what_differs(rows, facts):

@@ -182,9 +182,9 @@ def test_missing_keys_are_unknown_and_said(tmp_path):
     check(trace, rl_step=[1, 3], tokens=[6400, 9600], train_s=[np.nan] * 2, rollout_s=[10.0, np.nan])
     assert trace.outcomes["response_tokens"].max() < 4096
     assert trace.manifest.group_size == 4
-    for facts in ("1 RL steps say no mean", "(2)", "2 RL steps do not say how many", "32", "1 RL steps do not say"):
+    for facts in ("1 RL steps have no mean", "(2)", "2 RL steps lack the number", "32", "1 RL steps lack their"):
         assert facts in trace.manifest.notes
-    assert "512, a default: say --responses" in import_dump(path).manifest.notes
+    assert "512, a default: set --responses" in import_dump(path).manifest.notes
 
 
 def test_contradicting_figures_leave_out_their_step(tmp_path):
