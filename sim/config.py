@@ -67,7 +67,7 @@ class SimulationConfig:
 
     `spot` (settings, a file, or "tlt") trains the drafter on idle workers: the next RL step finds it with these
     updates and age 0, which counts where the acceptance is of kind "fresh"; without it the drafter ages.
-    `coordinator` says which idle workers train.
+    `coordinator` selects which idle workers train.
 
     Of responses of several turns, what a turn leaves in the KV cache is there for the next one while there is room, or
     it is computed again (`prefix`); at most `max_tools` tools run at once, and one takes `tool_s` where the trace does
