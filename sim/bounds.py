@@ -121,7 +121,7 @@ def lower_bound_s(
 
 
 def _held_s(prefill_s: Floats, costs: CostModel) -> Floats:
-    """What prefills take of a worker's time for sure: nothing where chunks may ride in iterations bound by memory."""
+    """Lower bound of a worker's time in prefills: 0 where chunks may ride in iterations bound by memory."""
     return prefill_s if costs.max_num_batched_tokens is None else np.zeros_like(prefill_s)
 
 
@@ -293,7 +293,7 @@ def shared_bound_s(requests: Requests, floors: Floors, costs: CostModel, workers
     most = largest_batch(requests, costs)
     tokens, fixed_s, slopes_s = floors.options[:, :, :most]
     if fixed_s.min() <= 0.0:
-        return 0.0  # An iteration without a fixed cost has no rate: the other bounds say what can be said.
+        return 0.0  # An iteration without a fixed cost has no rate: only the other bounds hold.
     if most not in floors.envelopes:
         batches = np.broadcast_to(np.arange(1, most + 1), fixed_s.shape)
         floors.envelopes[most] = envelope((tokens / fixed_s).ravel(), (1.0 / batches).ravel())

@@ -1,4 +1,4 @@
-"""What a user sets of a simulation, and how a trace fills in what is left open."""
+"""Settings of a simulation, and their defaults from a trace."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class SimulationConfig:
 
     In `fluid` mode every request gains the expected tokens in each iteration, in `sampled` mode they are drawn from the
     seed, and so is the costs' noise; acceptance "trace" is the same in both. A learning policy is asked once per
-    `decision_block` iterations and told their mean. `max_response_tokens` cuts longer responses.
+    `decision_block` iterations and receives their mean. `max_response_tokens` cuts longer responses.
 
     `acceptance_spread`, in logits, lets acceptance that treats requests alike differ between them (`SpreadAcceptance`),
-    the mean over drafts kept; acceptance that tells requests apart brings its own.
+    the mean over drafts kept; acceptance that varies by request brings its own.
 
     With `prefix_caching` samples of a group on one worker share their prompt: it is prefilled, and held, once. A
     preempted request goes on from what is left of it in the cache.
@@ -67,7 +67,7 @@ class SimulationConfig:
 
     `spot` (settings, a file, or "tlt") trains the drafter on idle workers: the next RL step finds it with these
     updates and age 0, which counts where the acceptance is of kind "fresh"; without it the drafter ages.
-    `coordinator` says which idle workers train.
+    `coordinator` selects which idle workers train.
 
     Of responses of several turns, what a turn leaves in the KV cache is there for the next one while there is room, or
     it is computed again (`prefix`); at most `max_tools` tools run at once, and one takes `tool_s` where the trace does
@@ -157,7 +157,7 @@ class SimulationConfig:
         """The workers to simulate; ConfigError where neither the settings nor the manifest name them."""
         workers = trace.manifest.num_workers if self.workers is None else self.workers
         if workers is None:
-            raise ConfigError("the trace's manifest has no num_workers: say how many to simulate with --workers")
+            raise ConfigError("the trace's manifest has no num_workers: set the number to simulate with --workers")
         at_least(1, workers=workers)
         return workers
 
@@ -216,7 +216,7 @@ def at_least(least: int, **values: int | None) -> None:
 
 
 def check_keywords(keywords: Iterable[str], names: Sequence[str], function: Callable[..., Any]) -> None:
-    """ConfigError for the first keyword that is none of these names; parameters of `function` are told with them."""
+    """Raise ConfigError for the first keyword that is none of these names; it lists parameters of `function` too."""
     parameters = [p.name for p in signature(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
     for name in keywords:
         if name not in names:
@@ -245,7 +245,7 @@ def beside_trace(trace: Trace, name: str) -> Path | None:
 
 
 def _label(source: object, default: str) -> str:
-    """What a user called it, else its kind."""
+    """The name that a user gave the source, else its kind."""
     if source is None:
         return default
     if isinstance(source, dict):

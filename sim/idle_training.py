@@ -1,7 +1,7 @@
-"""Spot training in virtual time: the worker coordinator stepped by a rollout's simulation, and what it comes to.
+"""Spot training in virtual time: the worker coordinator stepped by a rollout's simulation, and the training it gives.
 
 Nothing here adds events to the simulation: training does not change the rollout beside it, so the coordinator, the
-trainers and their progress are brought up to date whenever the rollout has something to say.
+trainers and their progress are brought up to date at each event of the rollout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SpotSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotResult:
-    """What the idle time of one rollout came to.
+    """Training in the idle time of one rollout.
 
     `drafter` is what the next RL step finds: age 0 if this rollout updated it. Worker-seconds up to the rollout's end:
     `idle_worker_s` without requests, `trained_worker_s` of them in updates. `release_delay_s`: how long the RL step
@@ -44,7 +44,7 @@ class SpotResult:
 
 
 class IdleUse:
-    """What idle workers do while others still run: nothing here. Called at the virtual time at which it happens.
+    """Use of idle workers while others still run: none here. Methods are called at the virtual time of their event.
 
     A rollout begins; a worker that is about to be idle has finished responses of these lengths, and has nothing left
     to do in this rollout; all workers are done.
@@ -61,7 +61,7 @@ class SimulatedSpotTrainer(IdleUse):
 
     Calls come in order of time, in seconds of the environment's clock. Every worker begins busy and is idle once, so a
     rollout has one training period at most, which ends when the last worker is idle. Responses that have finished are
-    data, an idle worker's too where nobody tells `responses_finished`.
+    data, an idle worker's too where `responses_finished` is not called.
 
     >>> spot = SimulatedSpotTrainer(SpotTraining(start_s=5.0))
     >>> spot.rollout_started(num_workers=2, now=0.0)
@@ -138,7 +138,7 @@ class SimulatedSpotTrainer(IdleUse):
         self._now = now
 
     def _feed(self, event: Event) -> None:
-        """Give an event to the coordinator, and have the training period open, regroup or end as it says."""
+        """Give an event to the coordinator, and have the training period open, regroup or end as it decides."""
         before = self._coordinator.period
         self._coordinator, _ = advance(self._coordinator, event, self._now)
         after = self._coordinator.period
@@ -153,7 +153,7 @@ class SimulatedSpotTrainer(IdleUse):
             self._joined_s.setdefault(member, self._now)
 
     def _end_period(self, term: int, num_members: int) -> None:
-        """All members are told to stop; who has not yielded after the coordinator's `yield_timeout_s` is killed."""
+        """Stop all members; one that has not yielded after the coordinator's `yield_timeout_s` is killed."""
         model, timeout_s = self.model, self.config.yield_timeout_s
         yield_s = model.yield_delay_s(self._progress, num_members)
         killed = yield_s > timeout_s

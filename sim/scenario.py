@@ -43,7 +43,7 @@ from .placement import History, find_placement, place
 
 
 def policy_name(source: PolicySource) -> str:
-    """What a user calls it, else its kind."""
+    """The name that a user gave the policy, else its kind."""
     if isinstance(source, str | Path | Strategy):
         return str(source)
     own = type(source) if isinstance(source, Selector) else source
@@ -247,15 +247,15 @@ class Scenario(SimulationConfig):
         return Drafters(traits={**self.registry, **used})
 
     def evidence(self, strategies: Iterable[Strategy], outside: Iterable[str] = ()) -> dict[str, Any]:
-        """How far the costs are to be believed where these strategies run: the keys of `evidence` in commands' JSON.
+        """Evidence for the costs where these strategies run: the keys of `evidence` in commands' JSON.
 
-        `distance` to the nearest measurement ("unknown" where the costs do not say what they were fitted to), `says` it
-        in one line, `error` of times and `speedup_error` of ratios, which nine in ten predictions do not exceed (None:
-        not known). `outside` names what else of the run was not measured.
+        `distance` to the nearest measurement ("unknown" where the costs do not record what they were fitted to), `says`
+        as one line of text, `error` of times and `speedup_error` of ratios, which nine in ten predictions do not exceed
+        (None: not known). `outside` names what else of the run was not measured.
         """
         evidence, strategies = self.costs.evidence, list(strategies)
         if evidence is None:
-            says = f"not known: {self.costs_name} does not say what it was fitted to"
+            says = f"not known: {self.costs_name} does not record what it was fitted to"
             return {"distance": "unknown", "says": says, "error": None, "speedup_error": None}
         speculates = any(s.speculates for s in strategies)
         blocks = any(self.registry.in_blocks(s) for s in strategies if s.drafter in self.registry)
@@ -272,7 +272,7 @@ class Scenario(SimulationConfig):
 
         `drafters` are those of the policies, by default those of the trace.
 
-        The bound is for iterations that take what the costs say: with `noise` a lucky rollout may undercut it. Where
+        The bound is for iterations that take the modelled costs: with `noise` a fast rollout may undercut it. Where
         acceptance depends on the drafter's age and training, it is that of the freshest and best trained one.
         """
         model = self.acceptance
@@ -308,7 +308,7 @@ def is_memoryless(policy: Policy) -> bool:
 
 
 def described(drafters: Drafters, model: Acceptance | None) -> Drafters:
-    """Drafters with those of other names of which the acceptance model says what they are."""
+    """Drafters, and those of other names whose traits the acceptance model has."""
     said: dict[str, DrafterTraits] = {}
     for part in [model, *getattr(model, "every", ())]:
         inner: Any = part
@@ -350,14 +350,14 @@ def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int)
 
 
 def budgets_of(policy: Policy, workers: int) -> list[DraftBudget]:
-    """A budget of the policy for each worker; none where every request is drafted what the strategy says."""
+    """A budget of the policy for each worker; none where every request is drafted as the strategy sets."""
     if isinstance(policy.build_budget(), UniformBudget):
         return []
     return [policy.build_budget() for _ in range(workers)]
 
 
 def tell_each_other(budgets: Sequence[DraftBudget], rollout: SimulatedRollout) -> None:
-    """After a rollout every worker's budget hears of what finished on the others, as drafters do in a real run."""
+    """Give every worker's budget the responses that finished on the others in a rollout, as drafters in a real run."""
     requests = rollout.requests
     for worker, budget in enumerate(budgets):
         for r in np.flatnonzero(rollout.worker_of != worker).tolist():

@@ -90,7 +90,7 @@ class SimResult:
         `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1;
         `outside_calibration` the share of iterations outside the range that costs ("batch", "verified_tokens",
         "context_tokens") or acceptance ("acceptance") were fitted on; `costs` and `acceptance` name what was used;
-        `prefix_caching` and `prefilled_tokens` say whether samples shared their prompts, and what was prefilled in all;
+        `prefix_caching` records whether samples shared their prompts, `prefilled_tokens` the tokens prefilled in all;
         `evidence` is that of `Scenario.evidence`, and `makespan_interval_s` has the measured makespan with a
         probability of 90 %, as far as costs are at fault: lengths and acceptance are taken as they are.
         """
@@ -287,7 +287,7 @@ def _accept_length(found: Sequence[Totals]) -> float | None:
 def outside_calibration(scenario: Scenario, rollouts: Sequence[SimulatedRollout]) -> dict[str, float] | None:
     """The shares of iterations outside the range that costs or acceptance were fitted on, only those above 0.
 
-    None where neither says what it was fitted on.
+    None where neither records its range.
     """
     return _outside_share(scenario, _totals(rollouts, scenario))
 
@@ -330,9 +330,9 @@ def simulate(
     workers, placement, mode, seed, ...), which replace those of `config`.
 
     A selector is built per worker from `np.random.default_rng([seed, worker])` and lives through all RL steps. It is
-    asked before and told after every iteration, or once per `decision_block` iterations with their mean; a memoryless
-    one is asked once for each batch and number of waiting requests. `record_iterations` adds iterations and decisions
-    to the result's trace.
+    asked before every iteration and receives its outcome after it, or once per `decision_block` iterations with their
+    mean; a memoryless one is asked once for each batch and number of waiting requests. `record_iterations` adds
+    iterations and decisions to the result's trace.
 
     Raises ConfigError for no policy, and a term, an acceptance or a placement that is missing or unknown.
 

@@ -1,4 +1,4 @@
-"""Who has which GPUs in an RL step: engines and trainer on the same ones, or on pools of their own."""
+"""Assignment of GPUs in an RL step: engines and trainer on the same ones, or on pools of their own."""
 
 from __future__ import annotations
 

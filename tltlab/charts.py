@@ -38,10 +38,10 @@ Values = Sequence[float | None] | np.ndarray
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reading:
-    """What a panel says at places in it: `texts[i]` at `x[i]`, at `y[i]`, or at both, in the panel's units.
+    """Texts for places in a panel: `texts[i]` at `x[i]`, at `y[i]`, or at both, in the panel's units.
 
-    What is nearest to the pointer is shown; where it `holds`, what began last before it ("" for nothing). `between`
-    are the ends in y of the lane that is meant, None for the whole panel.
+    The text nearest to the pointer is shown; with `holds`, the one that began last before it ("" for nothing).
+    `between` are the ends in y of the lane that is meant, None for the whole panel.
     """
 
     axes: Axes
@@ -53,7 +53,7 @@ class Reading:
 
 
 class Chart(Figure):
-    """A figure that knows what it says where: a page shows it at the pointer."""
+    """A figure with texts for its places: a page shows them at the pointer."""
 
     def __init__(self, *args: Any, **keywords: Any):
         super().__init__(*args, **keywords)
@@ -85,7 +85,7 @@ class Chart(Figure):
 
 
 def brief(value: float) -> str:
-    """A figure as a chart says it.
+    """Format a number for a chart.
 
     >>> brief(0.12345), brief(12345.6), brief(3.0)
     ('0.1235', '12,346', '3')
@@ -148,7 +148,7 @@ def lines(
     bands: Mapping[str, tuple[Any, Any]] | None = None,
     doubling: bool = False,
 ) -> Figure:
-    """One line per series of (x, y), told apart by colour, dash and marker; `bands` are (low, high) at a series' x.
+    """One line per series of (x, y), distinguished by colour, dash and marker; `bands` are (low, high) at a series' x.
 
     `doubling` spaces x = 1, 2, 4, ... evenly, as batch sizes want it.
     """
@@ -308,7 +308,7 @@ def data_uri(figure: Figure, *, most_svg_bytes: int = 120_000) -> str:
 
 
 def series_names(figure: Figure) -> tuple[str, ...]:
-    """What the series of `lines`, `shares` or `scatter_identity` are called, in order; none of another figure."""
+    """Names of the series of `lines`, `shares` or `scatter_identity`, in order; empty for another figure."""
     has_series = any(str(part.get_gid()).startswith("series-") for axes in figure.axes for part in axes.get_children())
     return tuple(map(str, figure.axes[0].get_legend_handles_labels()[1])) if has_series else ()
 

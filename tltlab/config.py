@@ -18,7 +18,7 @@ from .files import sealed, write_json
 
 MOST_CHARS = 60
 _SELF_EXPLANATORY = ("missing", "extra_forbidden", "value_error", "union_tag_invalid", "union_tag_not_found")
-"""Faults whose message or place says all: what was got is not shown again."""
+"""Faults explained by their message or place: the value got is not shown again."""
 
 Place = tuple[int | str, ...]
 
@@ -53,11 +53,11 @@ class InFile:
 
 
 class Built(FiniteModel):
-    """Settings of a class of ours: the parameters of its constructor, which alone says their types and defaults.
+    """Settings of a class of ours: the parameters of its constructor, which alone defines their types and defaults.
 
-    A subclass names the class that it `builds`. A sequence is a tuple in the settings; an annotation with `InFile` says
-    that a file has another form. `init=False` tells type checkers that there are more fields. Whatever the constructor
-    refuses is refused when the settings are read.
+    A subclass names the class that it `builds`. A sequence is a tuple in the settings; an annotation with `InFile`
+    gives the form in a file. `init=False` declares to type checkers that there are more fields. Values that the
+    constructor refuses are refused when the settings are read.
     """
 
     _class: ClassVar[type]
@@ -187,7 +187,7 @@ def _fault(fault: Any, place: str) -> str:
         name = str(context["discriminator"]).strip("'")
         message = f"{name} is {shown(context['tag'])}, there are {context['expected_tags']}"
     elif fault["type"] == "union_tag_not_found":
-        message = f"it does not say its {fault['ctx']['discriminator']}"
+        message = f"its {fault['ctx']['discriminator']} is missing"
     if fault["type"] not in _SELF_EXPLANATORY:
         message += f" (got {shown(fault['input'])})"
     return f"{place}: {message}" if place else message

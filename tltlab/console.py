@@ -1,4 +1,4 @@
-"""What commands share: --json, the folder of --out, results and progress on the terminal, provenance, SIGTERM."""
+"""Shared parts of commands: --json, the folder of --out, results and progress on the terminal, provenance, SIGTERM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """The types of options: `Json` and `AllowCode`. Engines and Ray actors say their progress without Typer."""
+    """The types of options: `Json` and `AllowCode`. Engines and Ray actors print their progress without Typer."""
     if name not in ("Json", "AllowCode"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from typer import Option
@@ -243,7 +243,7 @@ def progress_bar(unit: str, total: int | None) -> Iterator[Callable[[str], None]
 def sigterm_does(handler: Callable[[int, FrameType | None], Any] | None = None) -> Iterator[None]:
     """Within, SIGTERM calls `handler`, None for what it calls anyhow; afterwards it does what it did before.
 
-    Only the main thread may say what a signal does: in others nothing changes.
+    Only the main thread may set a signal's handler: in others nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

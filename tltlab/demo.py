@@ -73,7 +73,7 @@ FAST = DemoSetting(
 # Both runs' processes are forks of one, which imports while the model is trained.
 @preforking()
 def run_demo(out: Path, setting: DemoSetting, *, task: str, seed: int) -> dict[str, Any]:
-    """Run every stage into `out`; returns what `summary.json` says."""
+    """Run every stage into `out`; return the content of `summary.json`."""
     began = time.perf_counter()
 
     def say(message: str) -> None:
@@ -183,7 +183,7 @@ def fit_and_tune(recorded: Trace, out: Path, seed: int) -> tuple[Calibration, Tu
 
 
 def _step(report: StepReport, step: Trace, predicted_s: float) -> dict[str, Any]:
-    """What `summary.json` says of an RL step."""
+    """Entry of an RL step in `summary.json`."""
     return {
         "rl_step": report.rl_step,
         "policy": report.policy,
@@ -271,7 +271,7 @@ def text(result: dict[str, Any]) -> str:
 def run_drafter(
     model: Path, out: Path, sizes: Sizes, *, seed: int, say: Callable[[str], None], before_steps: Callable[[], object]
 ) -> dict[str, Any]:
-    """Warm up a drafter for `model`, run GRPO with it into `out`, and say what its training gave.
+    """Warm up a drafter for `model`, run GRPO with it into `out`, and return the effect of its training.
 
     Four workers, as with two only one is ever idle. Frozen and adaptive drafter are compared on the same responses,
     those of the last third of the RL steps: the one that the run began with, and the one in service. `before_steps` is

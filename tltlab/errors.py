@@ -1,4 +1,4 @@
-"""What tltlab raises. Arguments are positional only: SimPy re-raises a failure as `type(e)(*e.args)`."""
+"""Exceptions of tltlab. Arguments are positional only: SimPy re-raises a failure as `type(e)(*e.args)`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def one_line(text: object) -> str:
 
 
 class TltlabError(Exception):
-    """Something a user can understand and act on; the message says what was got and what to do.
+    """Error that a user can understand and act on; the message states what was got and what to do.
 
     `exit_code` is what the command line returns: 1, the work failed; 2, the input was wrong.
     """

@@ -38,7 +38,7 @@ MOST_JSON_BYTES = 256 << 20
 PIPE_S = 10.0
 """How long a pipe may take to have something to read, seconds."""
 SUM_SUFFIX = ".sha256"
-"""Of the file that says the SHA-256 of the one beside it."""
+"""Suffix of the file with the SHA-256 of the one beside it."""
 PACKED = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4", ".zip")
 """Endings of files that `open_unpacked` unpacks."""
 _LOCK = "lock"
@@ -140,7 +140,7 @@ def _zip_member(file: IO[bytes]) -> BinaryIO:
 
 
 class _Unpacked(io.RawIOBase):
-    """What is in a packed file."""
+    """Content of a packed file, unpacked as it is read."""
 
     def __init__(self, path: Path, file: IO[bytes], how: str) -> None:
         self._path, self._how, self._at = path, how, 0
@@ -384,7 +384,7 @@ def write_sum(path: Path, sha256: str) -> None:
 
 
 def written_sum(path: Path) -> str | None:
-    """The SHA-256 that `write_sum` told: None where it told none, "" where that is damaged. Raises OSError."""
+    """The SHA-256 that `write_sum` wrote: None where there is none, "" where that is damaged. Raises OSError."""
     if not (beside := path.with_name(path.name + SUM_SUFFIX)).is_file():
         return None
     sha256, _, name = beside.read_text(encoding="utf-8", errors="replace").partition("  ")
@@ -437,7 +437,7 @@ def lock(folder: Path, activity: str = "this recording") -> ExitStack:
 
 
 def in_progress(folder: Path) -> bool:
-    """Whether some process, this one included, is writing the recording; nothing is changed, nobody is kept waiting."""
+    """Return whether a process, this one included, is writing the recording; changes nothing and blocks no process."""
     try:
         # `FileLock` would ask for the right to write, and make the file where there is none.
         with open(folder / _LOCK, "rb") as file:
@@ -455,7 +455,7 @@ SHARED = Path("/dev/shm")
 
 
 def leftovers() -> list[Path]:
-    """What processes of this user left in the temporary folder, and elsewhere, that have ended since."""
+    """Paths that ended processes of this user left in the temporary folder, and elsewhere."""
     paths = []
     for folder in sorted(Path(tempfile.gettempdir()).glob("tltlab-*-*")):
         with suppress(OSError):
@@ -467,12 +467,12 @@ def leftovers() -> list[Path]:
 
 
 def elsewhere(folder: Path) -> list[Path]:
-    """Where the run whose scratch folder this is leaves something, as `leaves` was told."""
+    """Paths registered with `leaves` outside the scratch folder of a run."""
     return [Path(path) for path in _read_as(list, folder / ELSEWHERE) if isinstance(path, str)]
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether something is there that a run may have left: by its name, in its place, of this user."""
+    """Return whether the path exists and may be left by a run: by its name, in its place, of this user."""
     placed = path.parent == SHARED or path.parent.name == "ray"
     try:
         return placed and bool(_OF_RUNS.fullmatch(path.name)) and path.lstat().st_uid == os.getuid()

@@ -1,5 +1,5 @@
-"""What GPUs and models are, as far as step times need to know: bandwidth, FLOPs, memory, and shapes of weights; and the
-memory that this machine has left.
+"""GPUs and models as step times need them: bandwidth, FLOPs, memory, and shapes of weights; and the memory that this
+machine has left.
 
 Those that are known by name stand in hardware.json: dense figures of vendors' data sheets, and published model
 configurations; bf16 where no other type is named.
@@ -219,7 +219,7 @@ def activation_bytes(gpu: Gpu, model: ModelShape, tp: int) -> float:
 
     The residual stream, the MLP's two inputs and its product, in bf16, for the tokens of an iteration; and the logits
     of its requests, in bf16 and twice in fp32. vLLM V1 serves 8,192 tokens and 1,024 requests where a GPU has
-    `LARGE_BYTES` (an A100 apart), else 2,048 and 256, unless it is told otherwise.
+    `LARGE_BYTES` (an A100 apart), else 2,048 and 256, by its defaults.
     """
     large = gpu.memory_bytes >= LARGE_BYTES and gpu.name != "A100"
     tokens, requests = (8192, 1024) if large else (2048, 256)
@@ -280,9 +280,9 @@ def per_gpu_heads(model: ModelShape, tp: int) -> tuple[int, int]:
 
 
 def available_memory() -> int | None:
-    """Bytes of this machine's memory that programs can still get; None where nothing says it.
+    """Bytes of this machine's memory that programs can still get; None where the kernel does not report it.
 
-    That is what the kernel says, or less where a container's limit is nearer.
+    The figure is the kernel's, or less where a container's limit is nearer.
     """
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)

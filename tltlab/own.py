@@ -115,7 +115,7 @@ def paths_in(text: str) -> list[str]:
 class OwnPart(FiniteModel):
     """A class of the user's own: `path` is "package.module:Class", `args` go to its constructor by name.
 
-    A subclass says what the class must be: a subclass of `base` that passes `contract`, a check of `tltlab.testing`;
+    A subclass defines the requirement: a subclass of `base` that passes `contract`, a check of `tltlab.testing`;
     messages call it a `part`. Modules are looked up as usual, last in the current folder, here and in a run's actors.
     """
 
@@ -280,7 +280,7 @@ def _lacks(module: str, name: str) -> str | None:
         source = loader.get_source(module) if isinstance(loader, InspectLoader) else None
         tree = ast.parse(source or "*")
     except (ImportError, SyntaxError, ValueError, RecursionError):
-        return None  # importing it says more
+        return None  # importing it raises the better error
     words = {word for node in ast.walk(tree) for word in _bound(node)}
     return None if {name, "*", "__getattr__"} & words else file
 

@@ -1,4 +1,4 @@
-"""What a policy sees before an iteration, what it answers, and the outcome that it receives for that answer."""
+"""State that a policy sees before an iteration, its choice, and the outcome that it receives for that choice."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def paired_interval(
 
     Bias-corrected and accelerated (BCa, Efron 1987), which keeps its level for the skewed ratios of heavy-tailed step
     times. Where BCa is undefined (every pair left out in turn gives the same estimate, or all resamples lie on one side
-    of it) the percentile interval, `method` says so. A tie in all pairs gives [1, 1]. A single pair has an
+    of it) the percentile interval is taken, as `method` records. A tie in all pairs gives [1, 1]. A single pair has an
     estimate and no interval. With few pairs any bootstrap interval is too narrow: below ten, read it as a hint.
 
     Raises ConfigError for no pair, different lengths, values that are not finite, b <= 0 and a < 0.
@@ -147,7 +147,7 @@ def student_margin(error: float, freedom: int, level: float = LEVEL) -> float:
 def mean_of_few(values: Sequence[float] | Floats, *, least_error: float = 0.0, level: float = LEVEL) -> Interval:
     """The mean of a few independent values with Student's interval, since bootstraps of so few are too narrow.
 
-    Few values may agree by luck: `least_error` is the standard error that the mean has at least.
+    Few values may agree by chance: `least_error` is the standard error that the mean has at least.
 
     >>> round(mean_of_few([1.0, 2.0, 3.0]).low, 3)
     -0.484

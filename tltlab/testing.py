@@ -5,8 +5,8 @@
     def test_my_policy_keeps_the_contract():
         check_selector(lambda rng: MyPolicy(depth=4, rng=rng))  # or the class itself, or an instance
 
-Every broken promise raises AssertionError with a sentence that says which one and where. Exceptions of what is checked
-come through as they are.
+Every broken promise raises AssertionError with a sentence that names the promise and the place. Exceptions of the
+checked class come through as they are.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _json(state: Any) -> str:
 
 
 class _NoRequests(tuple[RequestState, ...]):
-    """An empty view that says so when it is indexed blindly."""
+    """An empty view that raises an explanatory error when it is indexed blindly."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -270,7 +270,7 @@ def check_drafter(source: Callable[[], Drafter] | type[Drafter] | Drafter) -> No
     made_by = getattr(drafter, "made_by", "engine")
     assert made_by == "engine", f"made_by must be 'engine', where a user's drafter is asked, got {made_by!r}"
     first = _drafts(drafter)
-    assert first == _drafts(fresh()), "two drafters that were told the same draft differently; draw nothing"
+    assert first == _drafts(fresh()), "two drafters that received the same tokens draft differently; draw nothing"
     assert first == _drafts(fresh(), cut=True), "drafts depend on how tokens were cut into calls of extend"
     memory = drafter.memory_bytes
     assert type(memory) is int, f"memory_bytes must be a whole number, got {memory!r}"
@@ -458,7 +458,7 @@ def _check_strategy(model: Acceptance, strategy: Strategy) -> None:
     )
     most = model.most_tokens(strategy, RequestArrays(levels, longest, beside)) + 1e-9
     exceeded = any((1 + survival.sum(axis=1) > most).any() for survival in rows.values())
-    assert not exceeded, f"{strategy}: more tokens than most_tokens says"
+    assert not exceeded, f"{strategy}: more tokens than most_tokens returns"
 
 
 def _part(source: Any, base: type[Any]) -> Any:

@@ -251,7 +251,7 @@ def system_table(comparison: pd.DataFrame, sampled: bool) -> str:
 
 
 def claim_table(comparison: pd.DataFrame) -> str:
-    """What papers claim beside what is found, for people."""
+    """Table of papers' claims beside the simulated speed-ups, for people."""
     rows = []
     for row in comparison.to_dict("records"):
         if (claim := row["claim"]) is None:

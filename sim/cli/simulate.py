@@ -142,7 +142,7 @@ def simulate(
         if topology is not None or max_staleness:
             raise ConfigError("--system brings its own topology: leave out --topology and --max-staleness")
         if staleness:
-            raise ConfigError("--system says itself what its RL steps begin: leave out --staleness")
+            raise ConfigError("--system sets what its RL steps begin: leave out --staleness")
         system_run = by_name(
             source, system, config, stages=others, gpus_per_worker=gpus_per_worker, record_iterations=record_iterations
         )

@@ -95,10 +95,10 @@ def tune(
     jobs: options.Jobs = None,
     as_json: Json = False,
 ) -> None:
-    """Find a policy for a trace in simulation, judge it on RL steps held out, and say whether it was worth it.
+    """Find a policy for a trace in simulation, judge it on RL steps held out, and report whether it was worth it.
 
     `simulate` and `train` take the file, export-policy turns it into settings of plain vLLM. Costs and acceptance are
-    taken as right on all RL steps, save with --cost-error; whether they are is for `calibrate` and `verify` to say.
+    taken as right on all RL steps, save with --cost-error; `calibrate` and `verify` test whether they are.
     Until all is done the trials are in OUT.trials, a study that Optuna's own tools read too.
 
     Example: tltlab tune traces/subset-sum-small --out policy.json --trials 20

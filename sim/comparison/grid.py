@@ -41,8 +41,8 @@ _MOST_PANELS = 6
 class Axes:
     """The values of each axis; an empty one stays as the trace and the settings have it.
 
-    `workers` and `gpus` (such as 8xH100, with `model`) say where, `caps` cut responses, `group_sizes` keep the first
-    samples of each prompt, `acceptance` are models as `simulate` takes.
+    `workers` and `gpus` (such as 8xH100, with `model`) set the machine, `caps` cut responses, `group_sizes` keep the
+    first samples of each prompt, `acceptance` are models as `simulate` takes.
     `systems` are names in `tltlab.planning.systems` that every point compares in place of policies. Raises ConfigError
     for a value that is no such thing, or comes twice.
     """
@@ -57,7 +57,7 @@ class Axes:
 
     def __post_init__(self) -> None:
         if self.gpus and self.workers:
-            raise ConfigError("GPUs say how many workers there are: sweep over one of the two")
+            raise ConfigError("GPUs determine the number of workers: sweep over one of the two")
         for name in self.names:
             values = getattr(self, name)
             if len(set(values)) < len(values):
@@ -79,7 +79,7 @@ class Axes:
 
     @property
     def compared(self) -> Literal["policy", "system"]:
-        """The column that tells the rows of a point apart."""
+        """The column that distinguishes the rows of a point."""
         return "system" if self.systems else "policy"
 
     def points(self) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ class SweepGrid:
     same point with its 95 % interval over the RL steps, `speed_up_low` to `speed_up_high` (NaN of a single RL step).
 
     `drafters` are those of the policy or system, `granted` the acceptance of each in words. Systems on GPUs have
-    `step_s` and `step_speed_up` of whole RL steps likewise, and `assumed` says which acceptance nobody knew.
+    `step_s` and `step_speed_up` of whole RL steps likewise, and `assumed` lists the acceptance that is assumed.
     `num_rl_steps` of the trace's `num_rl_steps_of` were simulated. `resumed` of the points had been done before.
     """
 
@@ -116,7 +116,7 @@ class SweepGrid:
     def plot(self) -> Figure:
         """A heat map of speed-ups over the two axes with most values, a panel for each policy, else over policies.
 
-        Systems likewise, by their RL steps where those are known. Other axes are averaged over, which the title says.
+        Systems likewise, by their RL steps where those are known. Other axes are averaged over, as the title states.
         """
         from tltlab.charts import heat_maps
 
@@ -304,7 +304,7 @@ def _first_samples(trace: Trace, size: int) -> Trace:
 
 
 def _read_journal(journal: Path | None, question: str) -> dict[str, list[dict[str, Any]]]:
-    """What a journal holds by point; a last line that was cut off is as if it had never been written."""
+    """Rows of a journal by point; a last line that was cut off is ignored."""
     if journal is None or not journal.exists():
         return {}
     head, *lines = journal.read_text(encoding="utf-8").splitlines(keepends=True) or [""]

@@ -41,14 +41,14 @@ def logged_stages(trace: Trace) -> pd.DataFrame | None:
 
 
 def logged_share(trace: Trace) -> float | None:
-    """Share of the RL step that the rollout takes in a log; None for other traces and where it is not said."""
+    """Share of the RL step that the rollout takes in a log; None for other traces and where it is not logged."""
     table = logged_stages(trace)
     share = None if table is None else rollout_share(table)
     return None if share is None else share.estimate
 
 
 def machine_of(trace: Trace) -> dict[str, Any]:
-    """The `gpus`, `model` and `tp` that a log's configuration says, without what is not known here."""
+    """The `gpus`, `model` and `tp` of a log's configuration, without names that are not known here."""
     manifest, found = trace.manifest, dict[str, Any]()
     if manifest.kind != "imported":
         return found
@@ -70,7 +70,7 @@ class LoggedRun:
 
     `scenarios` have costs scaled by `level`, so that rollouts drafted as in the log take the log's seconds. `stages` of
     a log are the mean seconds of each of its stages. `share` is the rollout's of the RL step in the log (None: not
-    said), `drafting` what the log's run drafts with (None: nothing, or not said).
+    logged), `drafting` what the log's run drafts with (None: nothing, or not logged).
     """
 
     scenarios: Scenarios
@@ -117,7 +117,7 @@ class LoggedRun:
         return "log" if self.share is not None else None if self.stages is None else "preset"
 
     def strategy(self, rl_step: int) -> Strategy:
-        """What the log's run drafted with in an RL step."""
+        """Strategy of the log's run in an RL step."""
         drafting = self.drafting
         told = drafting is not None and drafting.accept_length.get(rl_step, np.nan) >= 1.0
         return drafting.strategy if drafting is not None and told else NO_SPECULATION
@@ -134,7 +134,7 @@ class LoggedRun:
         return np.array(found)
 
     def running(self, rl_steps: Sequence[int], plain: Times) -> Times | None:
-        """Seconds of the log's own run in these RL steps; None where it does not say that it drafts."""
+        """Seconds of the log's own run in these RL steps; None where the log has no drafting."""
         if self.drafting is None or all(not self.strategy(step).speculates for step in rl_steps):
             return None
         rollout_s = self.seconds(rl_steps)

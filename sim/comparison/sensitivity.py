@@ -1,7 +1,7 @@
 """How the order of systems changes where numbers that had to be assumed lie elsewhere in their plausible range.
 
-Each range is tried at both ends, all else as it was, on the same responses with the same luck. Only the systems that
-the number touches are simulated again.
+Each range is tried at both ends, all else as it was, on the same responses with common random numbers. Only the systems
+that the number touches are simulated again.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def over_ranges(
     seconds: Mapping[str, float],
     measure: Callable[[Sequence[Variant]], Sequence[float]],
 ) -> list[dict[str, Any]]:
-    """What each end of each range makes of the order; none for a range that touches no system.
+    """Order of the systems at each end of each range; no entry for a range that touches no system.
 
     `seconds` are the systems' times as assumed, `measure` returns those of variants. One entry per end: `number`,
     `factor`, `seconds` by system, `order` (fastest first), `changed` (systems simulated again) and `kendall_tau` with

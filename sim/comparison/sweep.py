@@ -1,4 +1,4 @@
-"""Many policies on the same responses with the same luck: makespans, ratios with paired intervals, regret.
+"""Many policies on the same responses with common random numbers: makespans, ratios with paired intervals, regret.
 
 A scenario is prepared once; policies run one after another, or over processes.
 """
@@ -140,8 +140,8 @@ def compare(
     repeats), `ratio` to the `baseline` (the first policy; below 1 is faster) with its paired interval `ratio_low` to
     `ratio_high` over the RL steps (`paired_ratio`: Student's below ten), `speed_up` (how many times as fast as the
     baseline, 1 / `ratio`), and `regret` to the clairvoyant bound over all strategies of all policies (None under a
-    per-request budget). `repeats` are seeds; each shares its luck among the policies, and a step's repeats are averaged
-    before resampling, since they share its lengths. `attrs` has `baseline`, `num_rl_steps` of the trace's
+    per-request budget). `repeats` are seeds, each with common random numbers for all policies; a step's repeats are
+    averaged before resampling, since they share its lengths. `attrs` has `baseline`, `num_rl_steps` of the trace's
     `num_rl_steps_of`, the names of `costs` and `acceptance`, `evidence` (`Scenario.evidence`) and, of the baseline and
     the fastest, the largest `outside_calibration`. Raises ConfigError.
     """
@@ -234,7 +234,7 @@ def drafters_text(names: Sequence[str]) -> str:
 
 
 def granted_text(rows: Sequence[Mapping[Any, Any]], name: str, granted: str = "acceptance") -> str:
-    """A line that says of a table's `rows` which acceptance was granted to which drafter; "" where none drafts.
+    """A line with the acceptance granted to each drafter in a table's `rows`; "" where none drafts.
 
     Rows are named, by their `name`, where a drafter has another acceptance in another row.
 

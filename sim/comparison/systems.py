@@ -1,6 +1,6 @@
 """Systems from the literature in simulation: each on its own GPUs or its share of them, whole RL steps where asked.
 
-All of a comparison replay the same responses with the same luck.
+All systems of a comparison replay the same responses with common random numbers.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def compare_systems(
     ranges: bool | None = None,
     **settings: Any,
 ) -> pd.DataFrame:
-    """One row per system, the fastest first: a simulation, on the same responses with the same luck.
+    """Simulate systems on the same responses with common random numbers: one row per system, the fastest first.
 
     `settings` are fields of `SimulationConfig` that replace those of `config`; placement and spot training are the
     systems' own. All have the GPUs of `workers` workers of `gpus_per_worker` (default: the costs' tensor parallelism).
@@ -343,7 +343,7 @@ class _Outcome:
 
     @property
     def tokens_per_s(self) -> Floats:
-        """Of the rollout, tokens that are trained on; 0 where nothing is generated."""
+        """Tokens per second of the rollout that are trained on; 0 where nothing is generated."""
         return np.divide(
             self.trained_tokens, self.makespan_s, out=np.zeros_like(self.makespan_s), where=self.makespan_s > 0
         )
@@ -430,7 +430,7 @@ def _granted(bound: BoundSystem, scenario: Scenario) -> dict[str, Any]:
 
 
 def _beside_claim(row: dict[str, Any], scenario: Scenario) -> dict[str, Any] | None:
-    """What the system's paper claims, the speed-up of the same kind that is found, and a sentence on the difference."""
+    """The claim of the system's paper, the simulated speed-up of the same kind, and a sentence on the difference."""
     if (claim := CLAIMS.get(row["system"])) is None:
         return None
     kinds = {"RL step": "step_ratio", "rollout": "ratio", "tokens per second": "tokens_per_s_ratio"}
@@ -502,7 +502,7 @@ def replayable(acceptance: Acceptance | None, steps: Sequence[Requests]) -> Acce
 
 
 def partly_recorded(scenario: Scenario) -> str:
-    """What to do about drafters that were recorded for some responses only, to be added to a complaint."""
+    """Advice on drafters that were recorded for some responses only, to be added to an error message."""
     acceptance = scenario.acceptance
     recorded = replayable(acceptance, scenario.steps)
     if acceptance is None or recorded is acceptance:

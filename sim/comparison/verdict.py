@@ -48,13 +48,13 @@ class WhatIf:
 
     `systems` are `compare_systems`' rows, that of `THE_VERDICT` among them. `used` maps columns of a trace to the
     source's, `ignored` are its others. `drafters` are those of the verdict's table, `acceptance` has in words
-    what was granted to each, `recorded` tells that the trace says it.
+    what was granted to each, `recorded` is true where the trace has it.
     `plain_s` is a rollout's mean seconds without speculation, `rollout_share` its share of the RL step, which is
     the log's or follows from assumed stages (`share_of`); `running` compares with what a log's own run drafts with.
     `crowded_share` the share of worker time with more requests than the policy drafts for. `band` is the range of the
     rollout's speed-up, `rl_step_band` that of the RL step's, None as in `SpeedUp`. `training` is what
     training the drafter would bring, None where the trace does not know. `num_rl_steps` were simulated, `is_sampled`
-    if nobody chose them. `example` is the RL step of median rollout time.
+    if they are a sample. `example` is the RL step of median rollout time.
     """
 
     trace: Trace
@@ -114,7 +114,7 @@ class WhatIf:
 
     @property
     def limited_by(self) -> str:
-        """What holds the speed-up back most."""
+        """The main limit of the speed-up."""
         rows = self.drafting
         drafts_to = max((row.min_batch for row in rows[1:]), default=1) - 1
         limits = []

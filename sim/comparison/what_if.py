@@ -1,4 +1,4 @@
-"""What speculation would bring for responses of these lengths: an answer in words, with what it rests on."""
+"""Estimate of the speed-up of speculation for responses of these lengths, in words, with its evidence."""
 
 from __future__ import annotations
 
@@ -86,11 +86,10 @@ def what_if(
     """Simulate these responses with and without speculation; the answer is `verdict`, the rest is behind it.
 
     `lengths` are whatever `read_lengths` takes: a file of any of its formats, a trace, a DataFrame, an array. `column`
-    (of the lengths), or all of a `reading`, and `form` say what a file does not. The
-    machine and the acceptance are those of `SimulationConfig`: `gpus` (such as 8xH100) of a `model` (a name or
-    `config.json`), or `costs` on `workers`; where none is named, the trace's own costs, else those a
-    log says, else 8xH100 of Qwen2.5-7B.
-    Of a training log with stages, rollouts and stages take the log's seconds, and one that drafts is compared with its
+    (of the lengths), or all of a `reading`, and `form` give what a file lacks. The machine and the acceptance are those
+    of `SimulationConfig`: `gpus` (such as 8xH100) of a `model` (a name or `config.json`), or `costs` on `workers`.
+    Where none is named, the trace's costs are taken, else the machine of a log, else 8xH100 of Qwen2.5-7B.
+    For a training log with stages, rollouts and stages take the log's seconds, and one that drafts is compared with its
     own run first (`WhatIf.running`). Acceptance that nobody gives is the recorded one, else
     `tltlab.acceptance.load.DEFAULTS`, with 0.5 and 0.85 of the drafter beside it. `accept` is short for the chance that
     a token of `drafter` ("learned") is accepted once those before it were, all other drafters as in `DEFAULTS`.
@@ -135,7 +134,7 @@ def what_if(
             f"the acceptance covers no chain 1 to 8 deep of {' or '.join(drafters)}: give --acceptance "
             f"{drafters[0]}=geometric:ALPHA"
         )
-    # All is told relative to VeRL, which does not speculate.
+    # All results are relative to VeRL, which does not speculate.
     compared = find_systems(systems or _DEFAULT_SYSTEMS)
     compared = compared if SYSTEMS["verl"] in compared else (SYSTEMS["verl"], *compared)
     ask = _Question(
@@ -175,7 +174,7 @@ def _median_step(scenario: Scenario, rollout_s: Floats) -> int:
 def _with_acceptance(
     config: SimulationConfig, trace: Trace, accept: float | None, drafter: str | None
 ) -> tuple[SimulationConfig, bool]:
-    """The settings with the acceptance that is asked for, and whether the trace says it; by default each drafter's."""
+    """The settings with the acceptance that is asked for, and whether the trace has it; by default each drafter's."""
     known, _ = config.find_acceptance(trace)
     if drafter is not None and (known is None or drafter not in known.drafters):
         STANDARD[drafter]  # Refuses a name that no drafter has.
@@ -188,7 +187,7 @@ def _with_acceptance(
 
 
 def _has_costs(trace: Trace, workers: int | None) -> bool:
-    """Whether a trace in a folder brings costs of its own, and how many workers they are for."""
+    """Return whether a trace in a folder brings costs of its own and the number of workers is known."""
     counted = workers is not None or trace.manifest.num_workers is not None
     return counted and beside_trace(trace, "costs.json") is not None
 

@@ -6,8 +6,8 @@ How a choice of strategy comes to take time, in five files:
     tltlab/policies/selector.py   Selector.choose(state) -> Strategy, which every policy implements
     regime.py                     what the strategy costs and yields at this batch
     batch.py                      Batch.advance(regime) -> MacroStep: iterations until something happens, their seconds
-    worker.py                     asks, advances, waits (env.timeout), tells the policy: the only one that knows SimPy
+    worker.py                     asks, advances, waits (env.timeout), reports the outcome: the only user of SimPy
 
-Beside that path: `scheduler` says who runs, `drawn` and `by_request` are sources of gains of each request's own,
+Beside that path: `scheduler` selects the running requests, `drawn` and `by_request` are sources of gains by request,
 `memoryless` finishes a rollout in closed form, `log` keeps the macro-steps and `record` makes tables of them.
 """

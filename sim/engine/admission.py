@@ -259,7 +259,7 @@ class Stream:
         return of_responses(work.requests, responses), positions
 
     def end(self, work: Round) -> list[Job]:
-        """Close the step: what it trains on, in order; the rest is left to later steps as the rule says."""
+        """Close the step and return the jobs that it trains on, in order; the rule leaves the rest to later steps."""
         self.version += 1
         if self.admission.unit == "response":
             ready = [*self._ready, *(job for job in work.jobs if job.done)]
@@ -375,7 +375,7 @@ class BufferFeed:
 
 
 class RoundFeed:
-    """Hands the requests of a round to its workers, and says when the round is over.
+    """Hands the requests of a round to its workers, and signals the end of the round.
 
     Those that may run at once are shared out in order to the worker with the fewest; each end lets the next begin.
     """

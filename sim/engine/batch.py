@@ -84,14 +84,14 @@ class Gains(ABC):
     """Source of what the residents of one batch gain while a strategy speculates; without, each gains a token.
 
     With `is_steady` every request gains the same in all iterations under one strategy at one batch size: those of
-    `steady_gains` by request of the rollout, or what the regime says where that is None. With `is_apart` no request's
+    `steady_gains` by request of the rollout, or those of the regime where that is None. With `is_apart` no request's
     gains depend on what others do.
     """
 
     is_steady: bool = False
     is_apart: bool = True
     shares_out: bool = False
-    """A budget says how many tokens are drafted for each request, and sees `Batch.state`."""
+    """A budget sets how many tokens are drafted for each request, and sees `Batch.state`."""
 
     @property
     def steady_gains(self) -> Callable[[Strategy, int], Floats] | None:
@@ -109,7 +109,7 @@ _NOBODY: Ints = np.zeros(0, np.int64)
 
 
 class Batch:
-    """Residents of a worker in order of admission, the newest last; `source` says what each gains while drafted for.
+    """Residents of a worker in order of admission, the newest last; `source` gives the gains of each while drafted for.
 
     `is_steady` and `steady_gains` are those of the source. With `passes_plainly` iterations without speculation may be
     passed at once (`pass_plainly`).

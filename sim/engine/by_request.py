@@ -54,7 +54,7 @@ class Chances(Gains):
     """Gains at chances of each request's own, for drafts that a budget shares out where there is one.
 
     Requests that finish count for their siblings and the budget from then on (`finish`). Without a budget the given
-    regime's cost holds; with one, the costs of `rates` say what the drafts it allots take.
+    regime's cost holds; with one, the costs of `rates` price the drafts that it allots.
     """
 
     is_apart = False
@@ -182,7 +182,7 @@ class Chances(Gains):
 class Rates:
     """Makes the batches of a simulation. Those of one rollout, known by its `Requests`, share their groups.
 
-    `budgets` are those of the workers in order, none where the strategy alone says what is drafted: a rollout's first
+    `budgets` are those of the workers in order, none where the strategy alone sets what is drafted: a rollout's first
     batch gets the first one.
     """
 

@@ -146,7 +146,7 @@ class MemorylessChoices:
         Beside them run `down_to` more that lack no less: they stay.
 
         `gains` of a strategy at a batch size are the tokens of every request of the rollout in an iteration, None where
-        all gain what the regime says. `switch_s` is paid when speculation first comes in, unless the rollout begins
+        all gain what the regime has. `switch_s` is paid when speculation first comes in, unless the rollout begins
         here and with it.
         """
         workers, n = np.arange(len(residents.remaining)), residents.remaining.shape[1]

@@ -1,4 +1,4 @@
-"""Common random numbers: request r's k-th speculative iteration has the same luck under every policy.
+"""Common random numbers: request r's k-th speculative iteration draws the same uniform under every policy.
 
 A uniform is a hash of (seed, request, k), SplitMix64 (Steele et al. 2014), so nothing is stored, blocks are drawn in
 one vectorised call, and neither the order of events nor the number of workers changes what a request draws.

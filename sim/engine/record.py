@@ -105,7 +105,7 @@ def _spans(rollout: SimulatedRollout) -> Row:
     kinds = np.where(c.speculates, "speculative_decode", "decode").astype(object)
     details = np.array([span_detail(regime.strategy) for regime in c.regime], object)
     waits, none = _waits(rollout, c, worker), np.full(len(c), None)
-    # Of one worker and start, in this order.
+    # Spans of one worker and start come in this order.
     every = [
         (worker, kinds, c.decode_start_s, c.seconds, c.batch, details),
         (worker, "switch", c.start_s, c.switch_s, c.batch, none),

@@ -26,7 +26,7 @@ Prefix = Literal["kept", "recomputed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """Responses with tool calls, each of several requests: a turn's tokens, a tool, the next turn behind what it said.
+    """Responses with tool calls, each of several requests: a turn's tokens, a tool, the next turn behind its output.
 
     By request: `after` is the request of the next turn, -1 where there is none, `tool_s` the seconds away from the
     engine before it, 0 for a first turn, and `cached_tokens` what of its prompt is in the cache from the turn before.
@@ -115,7 +115,7 @@ def suffix_sums(values: Floats) -> Floats:
 class Requests:
     """One RL step's workload with what became of it, as arrays by request. `recorded_worker` is nan where unknown.
 
-    A request is a response, or a turn of one: then `turns` says which follow each other. With `prefix_caching` the
+    A request is a response, or a turn of one: then `turns` has the order of turns. With `prefix_caching` the
     samples of a group on one worker share their prompt's keys and values. `make_keys` and `make_rows` return the key of
     each, and a table with a row for each, when they are first needed: most simulations need neither. `kept` tokens of a
     response are from an earlier epoch, part of its prompt here and not of its length.

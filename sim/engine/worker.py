@@ -12,8 +12,8 @@ A macro-step is a number of iterations that are alike, one where the policy lear
     tell       the outcome of the choice that was verified                  `PolicyDriver`
 
 So a policy that learns is one choice ahead of its outcomes, as in an engine, and the first iteration of a rollout
-drafts nothing. A memoryless policy cannot tell, and its choice holds at once; so does one for a block of iterations
-(`decision_block`), whose outcome then comes after the next block's choice.
+drafts nothing. A memoryless policy does not depend on the delay, so its choice holds at once; so does one for a block
+of iterations (`decision_block`), whose outcome then comes after the next block's choice.
 
 Once nothing waits, a memoryless policy over requests whose gains stay the same has a closed form: one timeout to the
 end. Where gains are drawn or replayed, one timeout passes all iterations before it first drafts.

@@ -1,4 +1,4 @@
-"""What a policy is tuned and judged on: RL steps of one or several traces, under costs that are right or off."""
+"""Cases for tuning and judging a policy: RL steps of one or several traces, under costs that are right or off."""
 
 from __future__ import annotations
 
@@ -224,7 +224,8 @@ class TuningCases:
     def bound_s(self, strategies: Sequence[Strategy]) -> float:
         """The clairvoyant lower bound of a nominal RL step's makespan where every request gains what is expected.
 
-        It is for costs without noise, and luck may undercut it; a bound that no luck can undercut says next to nothing.
+        It is for costs without noise, and a sampled rollout may undercut it by chance; a bound that no sample can
+        undercut would be too loose to be of use.
         """
         bounds_s = [replace(case.scenario, mode="fluid").bounds_s(strategies) for case in self.nominal]
         return float(np.mean(np.concatenate(bounds_s)))
@@ -235,7 +236,7 @@ class TuningCases:
         return float(np.concatenate(chosen).mean())
 
     def score(self, seconds: Sequence[Floats], plain: Sequence[Floats]) -> float:
-        """What tuning minimises."""
+        """Objective that tuning minimises."""
         if not self.robust:
             return float(np.concatenate(seconds).mean())
         return max(float(a.sum() / b.sum()) for a, b in zip(seconds, plain, strict=True))

@@ -46,7 +46,7 @@ def compositions() -> Iterator[System]:
             if not order:
                 yield row
                 continue
-            note = f"requests in the order {order}, which {row.title} does not say"
+            note = f"requests in the order {order}, which {row.title} does not state"
             yield replace(
                 row, name=f"{name}+{order}", title=f"{row.title}, {order}", assumptions=(*row.assumptions, note),
                 source=f"a composition: {row.source}", **changes,

@@ -35,7 +35,7 @@ class DrafterTraining:
 
     `level` is the chance of a drafted token at worst over that at best, `speed_up` how many times as fast the rollout
     is, `saved_s` the mean seconds of it. `delay_s` are mean seconds by which the recorded trainings held a rollout up,
-    None where none was recorded. `source` says what shows the dependence.
+    None where none was recorded. `source` names the evidence for the dependence.
     """
 
     drafter: str

@@ -91,9 +91,8 @@ def judge(
     The champion is faster where its interval over the best fixed strategy lies below 1, and the range of that speed-up
     above 1, with what costs and acceptance may be wrong by (`errors_of` a case and strategies). Tuning is worth it
     where the range of its speed-up over plain decoding lies above 1 too. The policy to take is the simplest that a
-    bootstrap of the RL steps does not tell from the best one: of all where the champion is faster, else of those not
-    tuned. From few RL steps a bootstrap tells apart too readily, which here only favours the faster
-    policy.
+    bootstrap of the RL steps does not distinguish from the best one: of all where the champion is faster, else of those
+    not tuned. With few RL steps a bootstrap distinguishes too readily, which here only favours the faster policy.
     """
     makespans = cases.makespans(finalists.policies, mode="sampled", seeds=seeds, oracle=strategies)
     oracle_s, bound_s = cases.mean_s(makespans.pop(ORACLE)), cases.bound_s(strategies)
@@ -147,7 +146,7 @@ def judge(
 def _reaches(
     cases: TuningCases, seconds: Sequence[Floats], best: Sequence[Floats], plain: Sequence[Floats], seed: int
 ) -> bool:
-    """Whether a policy may be as good as the best one; with a single pair there is no telling, so only if it is."""
+    """Return whether a policy may be as good as the best one; with a single pair, which has no interval, if it is."""
     interval = cases.ratio(seconds, best, plain, seed=seed, paired=paired_interval)
     return (interval.estimate if math.isnan(interval.low) else interval.low) <= 1.0
 
@@ -195,7 +194,7 @@ def _bands(
             for source, both in at.items()
         }
         if "acceptance" not in at:
-            # What is replayed is replayed for both: only plain decoding does not depend on it.
+            # Replayed acceptance is the same for both policies: only plain decoding does not depend on it.
             drafts = any(s.speculates for s in policies[other].strategies)
             effects["acceptance"] = (0.0, 0.0) if drafts else errors[0].of_tokens()
         rows = (np.concatenate(judged[name]) for name in (other, champion))

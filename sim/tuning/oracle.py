@@ -1,8 +1,8 @@
 """The per-iteration oracle: at every iteration the strategy with the least expected seconds per token.
 
-It knows the true costs and acceptance, batch and context, but not the luck to come: what regret is measured against
-where the clairvoyant bound asks too much. Greedy, it does not weigh what an iteration does to later ones; for one
-worker whose strategies gain alike at every batch, that loses nothing.
+It knows the true costs and acceptance, batch and context, but not the random numbers to come. Regret is measured
+against the oracle where the clairvoyant bound is too loose. The greedy oracle ignores the effect of an iteration on
+later ones; for one worker whose strategies gain alike at every batch, that loses nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 BUCKET_TOKENS = 512
-"""Contexts of a request this far apart are told from each other."""
+"""Width of the bins of a request's context, tokens."""
 
 
 class ExpectedIteration:
@@ -60,7 +60,7 @@ class ExpectedIteration:
         return self._at_context[at].at(batch).tokens_per_iteration(strategy)
 
     def cost(self, strategy: Strategy, batch: int) -> IterationCost:
-        """What an iteration costs."""
+        """Cost of an iteration."""
         return self._regimes.at(strategy, batch).cost
 
     def seconds_per_token(self, strategy: Strategy, batch: int, context_tokens: float) -> float:

@@ -50,7 +50,7 @@ class GraphMemory:
     drafters: Drafters = STANDARD
 
     def holds(self, policy: Policy) -> bool:
-        """Whether the graphs of a policy fit."""
+        """Return whether the graphs of a policy fit."""
         return self.pool.fits(plan_for(policy, self.max_batch, self.sizes, self.drafters), self.cap_bytes)
 
 
@@ -272,7 +272,9 @@ def search(
     identity: str = "",
     study_name: str = "tltlab tune",
 ) -> list[Trial]:
-    """Optuna's TPE over a policy's settings, those that it has first; the best trial comes first. `done` hears of each.
+    """Optuna's TPE over a policy's settings, its present ones first. Return the trials, the best one first.
+
+    `done` receives each trial.
 
     No more than `trials` combinations are all tried instead.
 

@@ -1,4 +1,4 @@
-"""`tune`: find a policy for a trace on some of its RL steps, judge it on others, and say whether it was worth it.
+"""`tune`: find a policy for a trace on some of its RL steps, judge it on others, and decide whether it was worth it.
 
 Fixed strategies, elastic activation and exact tables are compared in fluid mode, where nothing is drawn, and so are
 settings of a bandit, on half of the RL steps. Their worth depends on noise in a bandit's rewards too, so the
@@ -181,11 +181,11 @@ class TuneConfig(SimulationConfig):
         return {policy_name(source): load_policy(source) for source in sources}
 
     def seeds(self, stage: int = 0) -> list[int]:
-        """Seeds of a stage of the tuning; what won one stage by luck has to win the next one again."""
+        """Seeds of a stage of the tuning: other ones in each, so that a policy hardly wins two stages by chance."""
         return [self.seed + k + _STAGE * stage for k in range(self.repeats or _REPEATS)]
 
     def holds(self, policy: Policy) -> bool:
-        """Whether the CUDA graphs of a policy fit."""
+        """Return whether the CUDA graphs of a policy fit."""
         return self.graphs is None or self.graphs.holds(policy)
 
 
@@ -202,7 +202,7 @@ def tune(
     """Search the fastest policy on some RL steps of the traces (or their paths), and judge it on the others.
 
     `settings` are fields of `TuneConfig` that replace those of `config`. `provenance` is written into the policy over
-    what is found here; `done` hears of each of the bandit's trials, `say` of each stage. `journal` is a file that keeps
+    what is found here; `done` receives each of the bandit's trials, `say` each stage. `journal` is a file that keeps
     the trials: an interrupted tuning that is called again with it goes on and finds the same. Raises ConfigError for a
     trace with fewer than two RL steps, a missing acceptance, and where no policy is possible.
     """

@@ -2,7 +2,7 @@
 
 The policy that ran is built anew from its seed and asked by the simulator: requests are scheduled by the simulator and
 end where their tokens end. Measured values, the seconds of each iteration and the tokens kept of each draft, come from
-the trace. A policy that cannot tell a simulation from an engine makes the recorded decisions again.
+the trace. A policy for which the simulation equals the engine makes the recorded decisions again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .run_files import InForce, policies_in_force
 _PLACE = ["rl_step", "worker", "iteration"]
 _STRATEGY = ["drafter", "draft_depth", "top_k", "tokens_to_verify"]
 STATE = ("batch", "num_waiting", "context_tokens")
-"""Columns of `iterations` that tell the state in which a policy chose."""
+"""Columns of `iterations` with the state in which a policy chose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def replay_decisions(
 
     `forces` has the policy of each RL step where the run's files do not. `jobs` processes (None: one per core) share
     the policies, each of which was set at an RL step and learned from there on. Raises ConfigError for a trace without
-    iterations or decisions, a policy that the run does not tell, one that is a class of a module which `allow_code`
+    iterations or decisions, a policy that the run does not record, one that is a class of a module which `allow_code`
     does not name, and one that never chooses what was recorded.
     """
     trace = read(run)

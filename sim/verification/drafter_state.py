@@ -20,13 +20,13 @@ from tltlab.traces.trace import Trace
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterStates:
-    """The drafters that a trace tells of, and how their acceptance holds for another one."""
+    """The drafters recorded in a trace, and their acceptance as an estimate for another drafter state."""
 
     trace: Trace
 
     @cached_property
     def by_step(self) -> dict[int, DrafterState]:
-        """The learned drafter in service in each RL step whose row in `steps` tells its age and updates."""
+        """The learned drafter in service in each RL step whose row in `steps` has its age and updates."""
         steps = self.trace.steps
         if steps is None:
             return {}

@@ -42,7 +42,7 @@ from .run_files import InForce, policies_in_force, repeats
 DEFAULT = ("none", "ngram:1", "ngram:2", "ngram:8", "ngram:4@1", "ngram:4@4", "ngram:4@16", "table", "beg-mab")
 WITH_SUFFIX = ("suffix:1", "suffix:8")
 SAMPLES = 8
-"""Sampled simulations per prediction: luck in acceptance moves a single one by some percent."""
+"""Sampled simulations per prediction: random acceptance moves a single one by some percent."""
 FITTED = "fitted to the other policies' rollouts"
 MEDIAN_ERROR, WORST_ERROR, KENDALL_TAU, NUM_PAIRS = 0.05, 0.12, 0.9, 8
 
@@ -254,13 +254,13 @@ def predicted_from_others(
     """One policy's rollouts, predicted from all of the others but those of policies that must `never` count.
 
     A row each: `rl_step`, `round`, `policy`, `predicted_s`, `speed`. `acceptance` is that of its drafts where it is
-    known beforehand. Raises ConfigError where the others do not tell what is needed.
+    known beforehand. Raises ConfigError where the others lack what the fit needs.
     """
     steps = [step for step, force in forces.items() if force.name == name]
     force = forces[steps[0]]
     names = pd.Series({step: entry.name for step, entry in forces.items()})
     number = names.groupby(names).cumcount()
-    # Drafts that a budget cut short say little about whole ones.
+    # Drafts that a budget cut short hardly inform about whole ones.
     other_steps = [s for s, e in forces.items() if e.name != name and e.name not in never and e.policy.budget is None]
     fits = StepFits(trace)
     costs, acceptance = fits.costs(other_steps), acceptance or _acceptance(fits, other_steps, force)
@@ -282,7 +282,7 @@ def _acceptance(fits: StepFits, rl_steps: Sequence[int], force: InForce) -> Meas
     missing = sorted({s.drafter for s in force.policy.strategies if s.speculates} - drafters)
     if missing:
         raise ConfigError(
-            f"policy {force.name} drafts with {' and '.join(missing)}, of which the other rollouts tell nothing: "
+            f"policy {force.name} drafts with {' and '.join(missing)}, which the other rollouts do not use: "
             "more --repeats"
         )
     return fitted

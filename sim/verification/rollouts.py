@@ -1,6 +1,6 @@
-"""Predicted against measured: every RL step of a run from what the other steps taught, and what history foresaw.
+"""Predicted against measured: every RL step of a run from fits to the other steps, and a forecast from earlier ones.
 
-A step is predicted from its recorded lengths, its policy and its drafter's age and updates where the run tells them;
+A step is predicted from its recorded lengths, its policy and its drafter's age and updates where the run records them;
 costs, acceptance and freshness are fitted to other steps only, the acceptance of drafters that remember earlier RL
 steps to those whose prompts were as new to them. Beside it stands a forecast as one has it before the step: fitted to
 earlier steps, with lengths drawn from theirs.
@@ -43,7 +43,7 @@ from .run_files import InForce, policies_in_force, repeats
 
 FORECASTS = 15
 FEWEST_PLAIN = 20
-"""Plain iterations of an RL step, without prefill, that tell how fast its machine was."""
+"""Fewest plain iterations of an RL step, without prefill, for an estimate of its machine's speed."""
 INTERVAL = (10, 90)
 _ROUNDING_S = 1e-9
 _TABLES = ("workload", "outcomes", "iterations", "acceptance", "steps")
@@ -61,8 +61,8 @@ class Verification:
     `forecast_s` with its 10 % and 90 % quantiles `forecast_low_s` and `forecast_high_s` (nan without two earlier
     steps), and `fitted_on`.
 
-    Plain decoding is what a run does over and over whatever its policy, so its own plain iterations tell how fast the
-    machine was in a step. `scaled_median_error`, `scaled_worst_error` and `scaled_raw_median_error` (the prediction as
+    Every policy decodes plainly in some iterations, so a step's own plain iterations measure how fast the machine was
+    in the step. `scaled_median_error`, `scaled_worst_error` and `scaled_raw_median_error` (the prediction as
     it is) are over the `scaled_steps` steps that have enough of them; None where none has.
 
     Where the run did rollouts twice, `repeat_bias` is the median of repeat / rollout - 1 and `repeat_spread` the median
@@ -112,7 +112,7 @@ def verify(
 
     A prediction is the mean of `samples` sampled simulations with the recorded placement; `jobs` processes (None: one
     per core) share the RL steps. Raises ConfigError for a trace without iterations, fewer than three RL steps, a policy
-    that the run does not tell, and one that is a class of a module which `allow_code` does not name.
+    that the run does not record, and one that is a class of a module which `allow_code` does not name.
     """
     trace = read(run)
     if trace.iterations is None or trace.steps is None:
@@ -318,7 +318,7 @@ class _Prediction:
         """Seconds of the scenario's last RL step, after those before it."""
         states, last = self.drafters.by_step, scenario.steps[-1].rl_step
         entropy = [[force.seed, worker, force.since] for worker in range(scenario.workers)]
-        # A learning policy's past counts as drafted by today's drafter where it is not told by which.
+        # A learning policy's past counts as drafted by today's drafter where its drafter is unknown.
         drafter = [states.get(step.rl_step, states[last]) for step in scenario.steps] if last in states else None
         scenario = replace(scenario, seed=scenario.seed + sample)
         return scenario.rollouts(force.policy, entropy=entropy, drafter=drafter)[-1].makespan_s
@@ -344,7 +344,7 @@ class _Prediction:
 
 
 def _speed(plain: pd.DataFrame, fit_on: pd.DataFrame) -> float:
-    """How many times as long plain iterations took as those of the fit, both over what the costs say.
+    """Ratio of the times of plain iterations to those of the fit, both relative to the modelled costs.
 
     Medians, by which a few that were interrupted do not count; the fit's own ratio takes out what its costs are off by.
     """
@@ -397,7 +397,7 @@ def tools_as_engines_saw(trace: Trace) -> Trace:
             continue
         starts = iterations_of[place]["t_start"].to_numpy()
         ends = starts + iterations_of[place]["duration"].to_numpy()
-        # Turns of one iteration end together, and are told one after the other.
+        # Turns of one iteration end together, and are recorded one after the other.
         last = np.searchsorted(ends, turns["left_s"] + _ROUNDING_S, "right") - 1
         first = np.searchsorted(starts, turns["t_submit"] - _ROUNDING_S)
         valid = (last >= 0) & (first > last) & (first < len(starts))

@@ -30,7 +30,7 @@ class InForce:
 
 def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[int, InForce]:
     """The policy of each RL step: from the run's policies.json, else shipped policies by the name in `steps`;
-    none where that says nothing and nothing was speculated.
+    none where neither names a policy and nothing was speculated.
 
     Where only names are known, a policy counts as set when its name first came up in a row. Raises ConfigError where
     that is a class of a module that `allow_code` does not name: a run must not choose what code is imported here.
@@ -63,7 +63,7 @@ def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[in
         policy = SHIPPED.get(str(name)) or drafts_in_short(str(name))
         if policy is None:
             raise ConfigError(
-                f"{trace.path or 'the trace'}: RL step {step} ran policy {name!r}, which no policies.json tells and "
+                f"{trace.path or 'the trace'}: RL step {step} ran policy {name!r}, which no policies.json has and "
                 "which is not shipped"
             )
         since = since if name == last else step

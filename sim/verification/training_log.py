@@ -1,12 +1,12 @@
-"""Training logs, which have no iterations: what they identify of an engine, and later RL steps from earlier ones.
+"""Training logs, which have no iterations: costs that they identify, and later RL steps predicted from earlier ones.
 
 An RL step of a log has lengths (often maximum-entropy ones), the rollout's seconds and perhaps the accept length. With
-costs at hand its rollout is what they say times one level, and a time outside of iterations:
+costs at hand its rollout takes the simulated time, multiplied by one level, and a time outside of iterations:
 
     rollout_s = level * simulated_s + outside_s
 
-Without, it is what linear costs say of a worker that has its share of the tokens and the longest response, A tokens
-being kept per iteration:
+Without, it takes the linear costs of a worker that has its share of the tokens and the longest response, with A tokens
+kept per iteration:
 
     rollout_s = base_s * longest / A + per_request_s * tokens / (workers * A) + outside_s
 """
@@ -83,7 +83,7 @@ class StepColumns:
         timed = steps[steps[column] > 0].set_index("rl_step")
         if len(timed) < 3:
             raise ConfigError(
-                f"{trace.path or 'the log'}: {len(timed)} RL steps say how long they or their rollout took "
+                f"{trace.path or 'the log'}: {len(timed)} RL steps have their time or that of their rollout "
                 "(timing_s/gen, step_time and the like); three are needed"
             )
         accepted = timed["accept_length"] if "accept_length" in timed else pd.Series(np.nan, timed.index)
@@ -97,7 +97,7 @@ class StepColumns:
             rows["per_request_s"] = lengths["sum"].to_numpy(np.float64) / accepted.to_numpy() / (num_workers or 1)
             return cls(rows=rows, terms=LINEAR_TERMS, workers=num_workers or 1, accept_length=accepted, unit=unit)
         if num_workers is None:
-            raise ConfigError("a log does not say on how many engines it ran: give --workers")
+            raise ConfigError("the log does not have the number of its engines: give --workers")
         shape = load_costs(costs)
         if isinstance(shape, ScaledCosts):
             raise ConfigError(f"{costs} were fitted to a log themselves: name what they were made of")
@@ -122,7 +122,7 @@ class StepColumns:
 class LogFit:
     """Fit of a log: costs, the `terms` they are made of, and relative errors of RL steps left out.
 
-    `accept_length` is the mean over RL steps that say it, `accept_spread` their standard deviation (None: not said).
+    `accept_length` is the mean over RL steps that log it, `accept_spread` their standard deviation (None: not logged).
     """
 
     costs: LinearCosts | ScaledCosts
@@ -178,17 +178,14 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
     estimator, error = columns.fit(columns.rows)
     terms = {name: estimator.terms_.get(name, 0.0) for name in columns.terms[-1]}
     rows = columns.rows[["rl_step", "measured_s"]].assign(predicted_s=(1 + error) * columns.rows["measured_s"])
-    notes = [
-        f"fitted to the {columns.unit} times of {len(rows)} RL steps; lengths within an RL step are as the log tells "
-        "them"
-    ]
+    notes = [f"fitted to the {columns.unit} times of {len(rows)} RL steps; lengths within an RL step are as logged"]
     if columns.unit != "rollout":
         notes.append("no rollout has a time of its own in this log: what training takes is in the terms too")
     constant_error = float(np.median(np.abs(_left_out(Constant(), columns.rows))))
     if constant_error <= float(np.median(np.abs(error))):
-        notes.append("the other RL steps' median predicts as well: the lengths in this log do not tell the times")
+        notes.append("the other RL steps' median predicts as well: the lengths in this log do not explain the times")
     if missing := [name for name in columns.terms[-1] if name not in estimator.terms]:
-        notes.append(f"not told apart by these RL steps, written 0: {', '.join(missing)}")
+        notes.append(f"not separately identified by these RL steps, written 0: {', '.join(missing)}")
     speculated = columns.accept_length > 1.0
     if speculated.any():
         notes.append(
@@ -201,7 +198,7 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
         left_out={"RL steps": most_errors(error)},
     )
     if columns.shape is None and trace.manifest.num_workers is None and workers is None:
-        notes.append("on how many engines it ran is not said: one is taken, give --workers")
+        notes.append("the number of engines is not logged: one is taken, give --workers")
     origin = {"evidence": evidence, "notes": tuple(notes)}
     fitted: LinearCosts | ScaledCosts
     if columns.shape is None:

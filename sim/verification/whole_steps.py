@@ -40,7 +40,7 @@ class WholeSteps:
         }
 
     def text(self) -> str:
-        """A line for people; empty where there is nothing to say."""
+        """A line for people; empty where there are no errors to report."""
         errors = _errors(self.rows)
         if errors is None:
             return ""

@@ -39,7 +39,7 @@ def file(folder: Path, value: object) -> Path:
         (load_costs, TABLE | {"roofline": {"gpu": "H900", "model": "Qwen2.5-7B"}}, "unknown GPU 'H900'"),
         (load_costs, TABLE | {"roofline": TABLE["roofline"] | {"tp": 3}}, "tp 3 does not divide the 40 heads"),
         (load_acceptance, {"kind": "geometric", "alpha": 2}, "alpha: "),
-        (load_acceptance, {"alpha": 0.5}, "it does not say its 'kind'"),
+        (load_acceptance, {"alpha": 0.5}, "its 'kind' is missing"),
         (load_acceptance, {"kind": LONG}, "kind is 'xxx"),
         (load_stages, STAGES | {"gpu": "H900"}, "unknown GPU 'H900'"),
         (load_stages, STAGES | {"num_gpus": LONG}, "num_gpus: "),

@@ -209,7 +209,7 @@ class SpreadAcceptance(Wrapped, AcceptanceModel):
     def _of_a_file(cls, base: object) -> object:
         model = _ALIKE.validate_python(base) if isinstance(base, dict) else base
         if getattr(model, "varies_by", "nothing") != "nothing":
-            raise ValueError(f"base: acceptance of kind {getattr(model, 'kind', '')!r} tells requests apart already")
+            raise ValueError(f"base: acceptance of kind {getattr(model, 'kind', '')!r} varies by request already")
         return model
 
     def around(self, parts: Sequence[Acceptance]) -> SpreadAcceptance:
@@ -255,7 +255,7 @@ def _survival(logits: Floats, levels: Floats) -> Floats:
 def spread_over_requests(model: Acceptance, spread: float) -> Acceptance:
     """The model with acceptance that differs by request; itself at `spread` 0.
 
-    Raises ConfigError for a model that tells requests apart already.
+    Raises ConfigError for a model that varies by request already.
     """
     if not spread:
         return model
@@ -267,6 +267,6 @@ def spread_over_requests(model: Acceptance, spread: float) -> Acceptance:
     if isinstance(model, AcceptanceModel) and model.varies_by == "nothing":
         return SpreadAcceptance(base=model, spread=spread)
     raise ConfigError(
-        f"acceptance of kind {getattr(model, 'kind', 'trace')!r} tells requests apart already: a spread is for "
+        f"acceptance of kind {getattr(model, 'kind', 'trace')!r} varies by request already: a spread is for "
         "models that treat all requests alike"
     )

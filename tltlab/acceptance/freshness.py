@@ -79,7 +79,7 @@ class FreshAcceptance(Wrapped, AcceptanceModel):
     measured: MeasuredState | None = None
     notes: tuple[str, ...] = ()
 
-    # What it varies by for drafters in a known state is the base's; before that, no two drafts need be alike.
+    # For drafters in a known state the base sets `varies_by`; before that, no two drafts need be alike.
     varies_by = "request"
 
     @property

@@ -192,7 +192,7 @@ def with_drafter(model: Acceptance, drafter: str, own: Acceptance) -> PerDrafter
 
 
 def _named(model: Acceptance, drafter: str) -> Acceptance:
-    """The model as one of this drafter, where it does not say which one it describes."""
+    """The model as one of this drafter, where the model does not name its drafter."""
     if isinstance(model, FreshAcceptance):
         return model.model_copy(update={"base": _named(model.base, drafter), "drafter": drafter})
     if isinstance(model, ContextAcceptance):

@@ -101,13 +101,13 @@ class MeasuredAcceptance(Distribution):
     A drafter that retrieves from the group accepts little while the batch is large and responses are young, and more
     in the tail: one distribution for both would be wrong at both ends.
 
-    A depth that was not measured is that of the next larger measured one: of a learned drafter its first d tokens, of
-    one that copies text what `copied_runs` makes of it. On the n-gram drafts of arXiv 2601.11580 that errs by .1 % of
+    A depth that was not measured follows from the next larger measured one: its first d tokens for a learned drafter,
+    `copied_runs` of it for one that copies text. On the n-gram drafts of arXiv 2601.11580 that errs by .1 % of
     the tokens per draft at most, where cutting short errs by 11 %. Beyond the largest measured depth nothing is known
     of a learned drafter, which is a ConfigError; copies are extrapolated from depth 2 or more, up to `FARTHEST` times
-    as deep (by .5 % there, while from depth 1 it is 12 %). `outside` tells copies at depths that were not measured.
-    Tokens drafted scale with the depth. `copies` says of each drafter whether it copies text; names of `STANDARD` may
-    be left out.
+    as deep (by .5 % there, while from depth 1 it is 12 %). `outside` marks copies at depths that were not measured.
+    Tokens drafted scale with the depth. `copies` records for each drafter whether it copies text; names of `STANDARD`
+    may be left out.
 
     >>> depth = FittedDepth(accepted=(0.5, 0.2, 0.3), drafted=1.0)
     >>> MeasuredAcceptance.at_any_batch({"ngram": {2: depth}}).curve(Strategy.chain("ngram", 2)).tolist()
@@ -145,7 +145,7 @@ class MeasuredAcceptance(Distribution):
     def _says_what_copies(self) -> Self:
         if unknown := [name for name in self.drafters if name not in self.copies and name not in STANDARD]:
             raise ValueError(
-                f"copies: say of drafter {unknown[0]!r} whether it copies text (true) or has a network (false), as in "
+                f"copies: set whether drafter {unknown[0]!r} copies text (true) or has a network (false), as in "
                 f'"copies": {{"{unknown[0]}": false}}'
             )
         return self

@@ -38,7 +38,7 @@ class TreeAcceptance(AcceptanceModel):
 
     A chain (top_k = 1) has i nodes down to level i, so its budget term is `pruned` at every level, and branching does
     not enter: the first d tokens of a longer chain are the chain of depth d. That is an extrapolation where the fit
-    saw trees only; `outside` says so. The spread around the mean, too, follows from h_i and was not measured.
+    saw trees only; `outside` reports it. The spread around the mean, too, follows from h_i and was not measured.
     """
 
     kind: Literal["tree"] = "tree"

@@ -1,4 +1,4 @@
-"""What notebooks, the simulator and commands call: a calibration of a trace, and fits to its RL steps."""
+"""Calibration for notebooks, the simulator and commands: fits to a trace, and to its RL steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .linear import LinearEstimator, predict
 class Calibration:
     """Linear costs and acceptance by batch; `residuals` and `sums` are those of the costs, as in `CostFit`.
 
-    `notes` says which terms are None or folded into others, and why.
+    `notes` lists the terms that are None or folded into others, and why.
     """
 
     costs: LinearCosts
@@ -72,7 +72,7 @@ class StepFits:
 def calibrate(trace: str | Path | Trace) -> Calibration:
     """Fit linear costs and acceptance to the iterations of a trace (or of what is at its path); no cross-validation.
 
-    An iteration's duration holds its verification and the drafting for the next one, told apart by `draft_duration`:
+    An iteration's duration holds its verification and the drafting for the next one, separated by `draft_duration`:
 
         duration - draft_duration = base + per_request*b + per_token*(b + drafted) + per_context*S
                                     + prefill_per_token*prefill_tokens + [speculative] sd_base + [loaded, plain] sd_idle
@@ -80,8 +80,8 @@ def calibrate(trace: str | Path | Trace) -> Calibration:
                                     + d*(draft_level + draft_level_per_request*b)
 
     with sd_base_s = sd_base + sd_base', and far_token_s for tokens beyond `FAR_TOKENS` where there are many. A term
-    that the rows cannot tell from others is None; without speculation per_token_s is one with per_request_s, which then
-    holds both. Raises ConfigError for a trace without iterations.
+    that the rows do not separate from others is None; without speculation per_request_s includes per_token_s. Raises
+    ConfigError for a trace without iterations.
     """
     trace = read(trace)
     cost_fit = fit_trace(trace, most_folds=0)

@@ -1,7 +1,7 @@
 """Fits a cost model of any kind to a recorded trace or to a table of measured iterations, cross-validated.
 
-Of a trace runs of RL steps are left out in turn, of a table batch sizes. What the rest of the data cannot predict, such
-as speculation where nothing else speculates, has no error, and a note says so.
+Folds leave out runs of RL steps of a trace, or batch sizes of a table. A fold that the rest of the data cannot predict,
+such as speculation where nothing else speculates, has no error, and a note names it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CostFit:
     `residuals` has a row per regime: `regime`, `num_iterations`, `mean_abs_relative_error` of single iterations and the
     `bias` of their sum. `sums` has a row per RL step and worker (none for a table), which is what a rollout time is
     made of: measured and predicted seconds.
-    `cross_validation` has a row per fold and one overall, as `held_out_errors` says; empty without folds.
+    `cross_validation` has a row per fold and one overall, as in `held_out_errors`; empty without folds.
     """
 
     kind: str
@@ -64,7 +64,7 @@ def estimator_of(kind: str, hardware: Hardware | None, *, recorded: bool) -> Cos
         raise ConfigError(f"unknown kind of costs {kind!r}: there are {', '.join(KINDS)}")
     if kind == "roofline":
         if hardware is None:
-            raise ConfigError("a roofline needs GPU, model and tp: --gpu H100 --model Qwen2.5-32B --tp 4, say")
+            raise ConfigError("a roofline needs GPU, model and tp, for example --gpu H100 --model Qwen2.5-32B --tp 4")
         return RooflineEstimator(hardware, recorded=recorded)
     if hardware is not None and (kind == "linear" or recorded):
         subject = "linear costs" if kind == "linear" else "a table of a trace"
@@ -112,14 +112,14 @@ def fit_trace(
 def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | None = None) -> CostFit:
     """Fit costs to a table that `iterations.checked` has seen; each batch size is left out in turn.
 
-    Raises ConfigError for data that cannot tell what the kind needs.
+    Raises ConfigError for data that do not identify the terms of the kind.
     """
     rows = measured_rows(points)
     estimator = estimator_of(kind, hardware, recorded=False).fit(rows)
     notes: list[str] = []
     batches = np.unique(rows.batch)
     held_out = pd.DataFrame()
-    # A table of a single batch size says nothing of another.
+    # A table of a single batch size predicts no other.
     if len(batches) < (3 if kind == "table" else 2):
         sizes = "one batch size" if len(batches) == 1 else "two batch sizes"
         notes.append(f"{sizes} only: nothing to leave out, so there is no cross-validation")
@@ -147,7 +147,7 @@ def _with_prediction(held_out: pd.DataFrame) -> pd.DataFrame:
 def _evidence(
     engine: str, rows: Iterations, estimator: CostEstimator, fold_errors: Mapping[str, pd.Series[float]]
 ) -> Evidence:
-    """What speaks for a fit to these rows: errors by what was left out of it, as shares.
+    """Evidence for a fit to these rows: errors by the part left out of it, as shares.
 
     Those inside the fit where nothing could be left out.
     """
@@ -173,7 +173,7 @@ def _noise(table: pd.DataFrame, predicted: Floats) -> IterationNoise | None:
 
 
 def _held_out(estimator: CostEstimator, rows: Iterations, parts: Mapping[str, Flags], notes: list[str]) -> pd.DataFrame:
-    """Rows for `held_out_errors`; what the rest cannot predict is NaN, and a note says why."""
+    """Rows for `held_out_errors`; NaN where the rest cannot predict a part, with the reason in `notes`."""
     folds = (Fold(name=name, train=rows.where(~out), test=rows.where(out)) for name, out in parts.items())
     tables = []
     for fold, predicted in cross_validated(estimator, folds):

@@ -29,7 +29,7 @@ _LEAST = 0.01
 
 
 class Estimator(Protocol[Asked]):
-    """Fits to data and predicts one value per row; both raise ConfigError where the data do not tell what it takes."""
+    """Fits to data and predicts one value per row; both raise ConfigError where the data do not identify the fit."""
 
     def fit(self, rows: Asked, /) -> Self: ...
 
@@ -56,7 +56,7 @@ def each_left_out(rows: pd.DataFrame, column: str) -> Iterator[Fold[pd.DataFrame
 def cross_validated(
     estimator: Estimator[Data], folds: Iterable[Fold[Data]]
 ) -> Iterator[tuple[Fold[Data], Floats | ConfigError]]:
-    """What a copy of the estimator, fitted to the rest, predicts for each fold; the error where it cannot."""
+    """Predictions for each fold by a copy of the estimator fitted to the rest; the error where it fails."""
     for fold in folds:
         try:
             yield fold, copy(estimator).fit(fold.train).predict(fold.test)
@@ -113,7 +113,7 @@ def held_out_errors(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def nine_in_ten(spread: Floats) -> float:
-    """What nine in ten normal errors of these standard deviations do not exceed."""
+    """Upper bound of nine in ten absolute normal errors of these standard deviations."""
     return round(1.645 * float(np.sqrt(np.mean(spread**2))), 4)
 
 

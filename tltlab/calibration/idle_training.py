@@ -26,7 +26,7 @@ class SpotFit:
 
     `residuals` has a row per RL step with training: rl_step, num_periods, train_s (worker-seconds in updates), updates
     (the drafter's), predicted_updates for the recorded training seconds by the fit, and error (predicted / recorded -
-    1). `notes` says what keeps its default, and why.
+    1). `notes` lists the terms that keep their default, and why.
     """
 
     model: SpotTraining
@@ -47,7 +47,7 @@ class SpotFit:
 def fit_spot(trace: Trace) -> SpotFit:
     """Fit `SpotTraining` to the trace's spot_training.parquet.
 
-    What a term needs and the table lacks leaves it at its default, with a note. The table does not tell how long an
+    A term that the table does not identify keeps its default, with a note. The table does not identify how long an
     optimizer step alone takes (part of the rate), what padding would cost (the factor stays TLT's), nor what
     limits training but time: `carried_share`. `scaling_efficiency` counts updates, not tokens, and
     `checkpoint_every` is somewhat large: what periods trained after their last whole one counts too. Raises ConfigError
@@ -59,10 +59,10 @@ def fit_spot(trace: Trace) -> SpotFit:
         raise ConfigError(
             f"{place} has no spot_training.parquet to fit spot training to: record a run that trains its drafter"
         )
-    # A killed trainer's row tells when it held its device, and nothing else.
+    # A killed trainer's row has only the times at which it held its device.
     rows = table[(table["duration"] > 0) & (table["ended"] != "killed")]
     if not (rows["updates"] > 0).any():
-        raise ConfigError(f"{place}: no training period came to an update, so nothing tells how fast training is")
+        raise ConfigError(f"{place}: no training period completed an update, so the speed of training is unknown")
     periods = _periods(rows)
     rate, efficiency = _rate(periods)
     start_s, join_s = _pauses(rows)
@@ -81,7 +81,7 @@ def fit_spot(trace: Trace) -> SpotFit:
     }
     default = SpotTraining()
     known = {name: value for name, value in terms.items() if np.isfinite(value)}
-    notes = [f"{name} keeps its default: the table does not tell it" for name in terms if name not in known]
+    notes = [f"{name} keeps its default: the table does not identify it" for name in terms if name not in known]
     held_s, wait_s = float(rows["duration"].sum()), float(rows["wait_s"].sum())
     if wait_s > 0.05 * held_s:
         notes.append(

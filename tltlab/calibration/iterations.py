@@ -104,7 +104,7 @@ def iterations_of(trace: Trace) -> pd.DataFrame:
 
 
 def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None, drafters: Drafters = STANDARD) -> Iterations:
-    """Rows of iterations.parquet; steps.parquet tells in which RL steps a drafter was loaded without ever drafting.
+    """Rows of iterations.parquet; steps.parquet marks RL steps in which a drafter was loaded without ever drafting.
 
     Raises ConfigError for a drafter that is not among `drafters`.
     """
@@ -185,7 +185,7 @@ def measured_rows(points: pd.DataFrame) -> Iterations:
 
 
 def read_step_times(path: Path) -> pd.DataFrame:
-    """Read and check a `.csv` or `.parquet` file; ConfigError says what is wrong and in which row."""
+    """Read and check a `.csv` or `.parquet` file; ConfigError names the fault and its row."""
     try:
         table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
     except OSError as error:

@@ -19,7 +19,7 @@ _DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 
 
 class LinearEstimator(CostEstimator):
-    """Linear costs: robust to outliers for `recorded` rows, which tell drafting apart, else by relative errors."""
+    """Linear costs: robust to outliers for `recorded` rows, which have drafting apart, else by relative errors."""
 
     costs_: LinearCosts
 
@@ -71,7 +71,7 @@ def fit_recorded(rows: Iterations) -> tuple[LinearCosts, list[str]]:
     _fit_idle(rows, idle_seen, terms, notes)
     _note_unidentified(terms, notes)
     if rows.spec.any() and terms.get("per_token_s") is None:
-        notes.append("per_token_s is not identified: drafts of one size only, so it cannot be told from other terms")
+        notes.append("per_token_s is not identified: drafts of one size only do not separate it from other terms")
     elif rows.spec.all() and terms["sd_base_s"] is None:
         terms["sd_base_s"] = 0.0
         notes.append("every iteration speculates: sd_base_s is inside base_s and written 0")
@@ -95,7 +95,7 @@ def fit_measured(rows: Iterations) -> tuple[LinearCosts, list[str]]:
         terms |= dict.fromkeys(inside, 0.0) | {"sd_idle_s": 0.0}
         notes.append("what a loaded drafter costs in plain decoding was not measured: sd_idle_s is written 0")
         if inside:
-            notes.append(f"{', '.join(inside)} could not be told from other terms, in which they are; written 0")
+            notes.append(f"{', '.join(inside)} not identified apart from other terms, which include them; written 0")
     else:
         notes.append("nothing was drafted: the drafting terms are unknown")
     if (rows.verified == rows.batch).all():

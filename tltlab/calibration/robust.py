@@ -31,7 +31,7 @@ _MADS = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Coefficients per column, None where the data cannot tell the column from those before it.
+    """Coefficients per column, None where the data do not separate the column from those before it.
 
     `level` is the factor from typical rows to the sum of a block: 1.1 means a tenth of the time is in outliers.
     """

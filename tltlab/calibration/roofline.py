@@ -26,7 +26,7 @@ from tltlab.hardware import Gpu, ModelShape, gpu, model
 from .iterations import CostEstimator, Iterations
 from .residuals import REGIMES, regimes
 
-# Typical value, least and most; a constant that the data say nothing about stays near the typical one. Engines take
+# Typical value, least and most; a constant that the data do not identify stays near the typical one. Engines take
 # 0.1 to 3 ms a step and 4 to 65 us a request, BLIS finds 32 us a layer in vLLM, and all-reduces of small messages take
 # 4.5 to 6.5 us from CUDA graphs on H100. HBM gives no more than 95 % of its nominal bandwidth.
 RANGES = {
@@ -54,7 +54,7 @@ _ENOUGH = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What the times were measured on; names as `tltlab.hardware` knows them, else ConfigError, or records."""
+    """Hardware of the measured times; names as in `tltlab.hardware`, else ConfigError, or records."""
 
     gpu: str | Gpu
     model: str | ModelShape
@@ -67,7 +67,7 @@ class Hardware:
 
 
 class Measurements(Protocol):
-    """What constants are fitted to."""
+    """Measured times to which constants are fitted."""
 
     @property
     def ranges(self) -> Mapping[str, tuple[float, float, float]]:
@@ -242,9 +242,10 @@ def uncertainty(
 ) -> Floats:
     """Standard deviation of each prediction that the number of rows leaves, relative, by Laplace.
 
-    Of `target` where that is given: other rows, and constants there, in proportion to `values`. A single measurement
-    errs as the rows beyond what the constants take up do, with `_NOISE` for `_NOISE_ROWS` more: as many constants as
-    rows would meet them exactly. What the rows say nothing about lies anywhere in its range, if it has one.
+    `target`, where given, is predicted instead: other rows, and constants there, in proportion to `values`. A single
+    measurement errs as the rows beyond the degrees of freedom of the constants do, with `_NOISE` for `_NOISE_ROWS`
+    more: as many constants as rows would meet them exactly. A constant that the rows do not identify lies anywhere in
+    its range, if it has one.
     """
     slopes = _slopes(rows, values)
     precision = _precision(slopes)
@@ -260,12 +261,12 @@ def uncertainty(
 
 
 def _precision(slopes: Floats) -> Floats:
-    """Of the logarithms of constants, for errors of spread 1: the inverse of their covariance."""
+    """Precision matrix of the logarithms of constants, for errors of spread 1: the inverse of their covariance."""
     return np.asarray(slopes.T @ slopes + _PRIOR_WEIGHT**2 * np.eye(slopes.shape[1]), np.float64)
 
 
 def _slopes(rows: Measurements, values: Mapping[str, float]) -> Floats:
-    """Of the logarithms of predictions by those of constants."""
+    """Derivatives of the logarithms of predictions by the logarithms of constants."""
     names, best = list(values), np.log(list(values.values()))
 
     def predicted(x: Floats) -> Floats:

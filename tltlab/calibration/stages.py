@@ -156,7 +156,7 @@ def mean_stages(stages: pd.DataFrame, name: str) -> StageCosts:
 
 
 def workloads(trace: Trace) -> dict[int, StepWorkload]:
-    """What the stages of each RL step with outcomes work on; RL steps are read one by one."""
+    """Work of the stages of each RL step with outcomes; RL steps are read one by one."""
     works = {}
     for step in trace.iter_rl_steps():
         rows = step.workload.merge(step.outcomes, on=list(KEY), how="inner", sort=False)
@@ -180,7 +180,7 @@ def _all_responses(work: StepWorkload) -> dict[str, float]:
 
 
 def _reward(work: StepWorkload) -> dict[str, float]:
-    # A base and the responses cannot be told apart in a run with as many responses in each RL step.
+    # A base is not identified apart from the responses in a run with as many responses in each RL step.
     return {"per_response_s": work.num_responses, "per_token_s": work.num_response_tokens}
 
 

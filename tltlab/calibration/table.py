@@ -132,7 +132,9 @@ class MeasuredTableEstimator(TableEstimator):
             terms |= {name: coefficients[name] or 0.0 for name in _DRAFTING} | {"sd_idle_s": 0.0}
             notes.append("what a loaded drafter costs in plain decoding was not measured: sd_idle_s is written 0")
             if unknown := [name for name in _DRAFTING if coefficients[name] is None]:
-                notes.append(f"{', '.join(unknown)} could not be told from other terms, in which they are; written 0")
+                notes.append(
+                    f"{', '.join(unknown)} not identified apart from other terms, which include them; written 0"
+                )
         knots: dict[str, Any] = {
             "forward": forward_knots(coefficients, forward_at),
             "attention": attention_knots(coefficients, batch_at),
@@ -153,7 +155,7 @@ def predict_iterations(costs: CostModel, rows: Iterations) -> Floats:
 
     @cache
     def cost(depth: int, verify: float, loaded: bool) -> IterationCost:
-        # Of any width: what was verified is given apart, and stands in no strategy's own number.
+        # The width is arbitrary: the verified tokens are passed apart and replace the strategy's own number.
         strategy = Strategy("learned", depth, 2, 2) if depth > 0 else NO_SPECULATION
         return costs.iteration(strategy, tokens_to_verify=verify, drafter_loaded=loaded and depth == 0)
 

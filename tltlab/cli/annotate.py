@@ -66,7 +66,7 @@ def annotate_trace(
         raise InputError(f"{trace}: no tokens.parquet in it, and drafters are replayed over recorded tokens")
     if source.path is None or source.path.name.endswith(SUFFIX):
         if out is None:
-            raise ConfigError(f"{trace} is no finished trace: say with --out where the annotated one goes")
+            raise ConfigError(f"{trace} is no finished trace: set the place of the annotated one with --out")
         source = read(source.write(out))
     annotators: dict[DraftedBy, Annotator] = {}
     drafters = source.drafters
@@ -161,7 +161,7 @@ def _acceptance_file(source: Trace, path: Path, drafters: Mapping[str, DrafterTr
     """A writer for acceptance.parquet of the trace at `path`, where it is as a whole once the block ended well.
 
     At the source's own place that file alone is replaced; elsewhere the trace is copied, without fitted files. The
-    manifest says what `drafters` of other than the standard names are.
+    manifest describes `drafters` with other than the standard names.
     """
     assert source.path is not None
     try:

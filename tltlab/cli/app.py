@@ -24,7 +24,7 @@ _INTERRUPTED = 130
 _COMPLETE = "_TLTLAB_COMPLETE"
 """Set by the shell that completes a command line, as Typer names it."""
 _GONE = {
-    "advise": "`tltlab what-if` says what training the drafter would bring",
+    "advise": "`tltlab what-if` estimates the benefit of training the drafter",
     "completion": "`tltlab --install-completion` sets the shell up, `tltlab --show-completion` prints the script",
     "map": "`tltlab sweep` compares systems, and notebook 08 draws which family pays where",
     "off-policy": "decisions.parquet of a trace has the propensities that such estimates are computed from",
@@ -192,7 +192,7 @@ def _overview() -> str:
 
 
 def _first_line(command: EntryPoint) -> str:
-    """What a command is for: the first line of its function's docstring, or of its Typer's `help`."""
+    """Purpose of a command: the first line of its function's docstring, or of its Typer's `help`."""
     for node in ast.parse(_source(command.module)).body:
         if isinstance(node, ast.FunctionDef) and node.name == command.attr:
             return (ast.get_docstring(node) or "").partition("\n")[0]

@@ -73,8 +73,8 @@ def calibrate(
     """Fit costs, acceptance and drafter training to a trace, costs to a table; print residuals and held-out errors.
 
     A table has the columns batch, tokens_to_verify, context_tokens (of the whole batch) and seconds; draft_depth,
-    top_k and prefill_tokens where not 0, 1 and 0. Of a training log (verl, TRL, NeMo-RL, SkyRL) rollout times tell a
-    level of iterations and a time outside of them.
+    top_k and prefill_tokens where not 0, 1 and 0. For a training log (verl, TRL, NeMo-RL, SkyRL) a level of iterations
+    and a time outside of them are fitted to rollout times.
 
     Example: tltlab calibrate run/trace --out run/costs.json
     """
@@ -83,14 +83,14 @@ def calibrate(
     targets = [name for name, path in outs.items() if path is not None]
     if not targets:
         raise ConfigError(
-            "nothing to fit: say where costs go, --out COSTS.json, or --acceptance-out, --stages-out, --spot-out or "
-            "--freshness-out"
+            "nothing to fit: name an output, --out COSTS.json for costs, or --acceptance-out, --stages-out, --spot-out "
+            "or --freshness-out"
         )
     machine = hardware(gpu, model, tp)
     is_history = source.suffix == ".csv" and source.is_file() and guess(source) == "metrics"
     if (is_history or source.suffix not in TABLES) and is_log(trace := read(source)):
         if out is None or targets not in (["out"], ["out", "stages_out"]):
-            raise ConfigError(f"{source} has no iterations: it tells costs (--out) and --stages-out, nothing else")
+            raise ConfigError(f"{source} has no iterations: only costs (--out) and --stages-out can be fitted to it")
         if machine is not None or kind != "linear":
             raise ConfigError("--kind, --gpu, --model and --tp are for iterations: name a log's engine by --log-costs")
         chosen = parse_rl_steps(rl_steps, trace.rl_steps)
@@ -100,10 +100,10 @@ def calibrate(
         emit(fits.json(outs), as_json=as_json, text=fits.text())
         return
     if log_costs is not None or workers is not None:
-        raise ConfigError("--log-costs and --workers are for training logs: iterations tell their own")
+        raise ConfigError("--log-costs and --workers are for training logs: traces with iterations have their own")
     if source.is_file():
         if targets != ["out"] or acceptance != "by-batch":
-            raise ConfigError(f"{source} is a table of measured iterations: it tells costs (--out), nothing else")
+            raise ConfigError(f"{source} is a table of measured iterations: only costs (--out) can be fitted to it")
         fits = _Fits(costs=fit_points(_points(source, rl_steps), kind, machine))
     else:
         trace = read(source)
@@ -112,7 +112,7 @@ def calibrate(
         if out is not None and trace.iterations is None and trace.acceptance is not None:
             raise ConfigError(
                 f"{source} has no iterations.parquet to fit costs to, but an acceptance.parquet: leave --out away "
-                "and say where acceptance goes with --acceptance-out"
+                "and name the output with --acceptance-out"
             )
         if out is not None and acceptance_out is None:
             outs["acceptance_out"] = out.parent / "acceptance.json"
@@ -132,7 +132,7 @@ def calibrate(
 
 
 def hardware(gpu: str | None, model: str | None, tp: int | None) -> Hardware | None:
-    """What was measured on, None where nothing was named; ConfigError for a part of it or an unknown name."""
+    """Hardware of the measurements, None where none was named; ConfigError for a part of it or an unknown name."""
     if gpu is None and model is None and tp is None:
         return None
     if gpu is None or model is None or tp is None:
@@ -143,7 +143,7 @@ def hardware(gpu: str | None, model: str | None, tp: int | None) -> Hardware | N
 
 @dataclass(frozen=True, kw_only=True)
 class _Fits:
-    """What one call fitted; None is what it did not ask for."""
+    """Models that one call fitted; None where a model was not requested."""
 
     costs: CostFit | None = None
     log: LogFit | None = None
@@ -153,7 +153,7 @@ class _Fits:
     freshness: AcceptanceFit | None = None
 
     def write(self, outs: Mapping[str, Path | None]) -> None:
-        """Write each model where `outs` says."""
+        """Write each model to its path in `outs`."""
         models: dict[str, BaseModel | None] = {
             "out": fitted.costs if (fitted := self.costs or self.log) else None,
             "acceptance_out": self.acceptance.model if self.acceptance else None,

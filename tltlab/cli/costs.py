@@ -1,4 +1,4 @@
-"""`tltlab costs`: what a cost model says about iterations, plain and with speculation."""
+"""`tltlab costs`: times of iterations by a cost model, plain and with speculation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def costs(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What an iteration takes by a cost model: ms and tokens per second for each batch, plain and with speculation.
+    """Print ms and tokens per second of an iteration by a cost model for each batch, plain and with speculation.
 
     Without a name, the cost models and engine profiles that come along. A profile is asked for GPUs (2xH100, or a JSON
     file of a GPU), a model (a name or its Hugging Face config.json) and types (bf16, fp8, int8, fp4, int4).
@@ -108,7 +108,7 @@ def _row(model: CostModel, strategy: Strategy, batch: int, context: int, tokens:
 
 
 def _described(name: str, model: CostModel) -> dict[str, Any]:
-    """Name, kind, hardware where it says so, and the limit of its KV cache; the first note stands for the rest."""
+    """Name, kind, hardware where the model names it, and limit of the KV cache; the first note stands for the rest."""
     kind = str(model.model_dump(include={"kind"})["kind"])
     at: Any = model if kind == "roofline" else getattr(model, "roofline", None)
     hardware = {key: getattr(getattr(at, key, None), "name", getattr(at, key, None)) for key in ("gpu", "model", "tp")}

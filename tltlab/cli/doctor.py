@@ -48,7 +48,7 @@ def doctor(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Find what is wrong with a run, or with this machine, and say which setting to change.
+    """Find what is wrong with a run, or with this machine, and name the setting to change.
 
     Exits with 0 whenever it could look; "ok" of --json is false where there is a problem.
 
@@ -65,7 +65,7 @@ def doctor(
         known["engines"] = int(evidence.setting("rollout.num_workers", 0))
         known["kv_bytes"] = evidence.setting("rollout.vllm.kv_cache_memory_bytes")
     elif costs is not None:
-        raise ConfigError("--costs tell what plain decoding takes in a run: give the RUN to look at")
+        raise ConfigError("--costs are compared with plain decoding in a run: give the RUN to look at")
     else:
         known["vllm"] = _vllm()
         if not quick:

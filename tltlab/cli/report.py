@@ -23,7 +23,7 @@ def report(
     ],
     out: Annotated[Path | None, typer.Option(help="The page. [default: RUN/report.html, or beside FILE.json]")] = None,
     verify: Annotated[
-        bool, typer.Option(help="Predict each RL step from the others where summary.json does not tell.")
+        bool, typer.Option(help="Predict each RL step from the others where summary.json has no prediction.")
     ] = True,
     as_json: Json = False,
 ) -> None:

@@ -205,7 +205,7 @@ def generate(
     workers: Annotated[int | None, typer.Option(help="Rollout workers to write into the manifest.")] = None,
     turns: Annotated[float | None, typer.Option(help="Mean turns of a response, with tools between them.")] = None,
     tool_seconds: Annotated[float, typer.Option(help="With --turns: median seconds of a tool.")] = 2.0,
-    observation_tokens: Annotated[float, typer.Option(help="With --turns: median tokens that a tool says.")] = 200.0,
+    observation_tokens: Annotated[float, typer.Option(help="With --turns: median tokens that a tool returns.")] = 200.0,
     seed: Annotated[int, typer.Option(help="Same seed, same trace.")] = 0,
     as_json: Json = False,
 ) -> None:

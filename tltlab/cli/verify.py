@@ -62,13 +62,13 @@ def verify(
 ) -> None:
     """Predict every RL step of a run from the other ones, and compare with what was measured.
 
-    With --policies: roll out each policy on this machine, with the run's model and data, and say whether the simulator
+    With --policies: roll out each policy on this machine, with the run's model and data, and test whether the simulator
     predicts their times and their order. It takes engines, and some minutes.
 
     With --decisions: play each rollout through the simulator with its recorded times and acceptance, and print which
     share of the policy's decisions, and of the states they were made in, come out the same.
 
-    Of a training log, which has no iterations, later rollouts and whole RL steps are predicted from earlier ones.
+    For a training log, which has no iterations, later rollouts and whole RL steps are predicted from earlier ones.
 
     Example: tltlab verify demo --json
 
@@ -76,7 +76,7 @@ def verify(
     """
     if policies is None:
         if repeats is not None or out is not None:
-            raise ConfigError("--repeats and --out belong to rollouts on this machine: say of which --policies")
+            raise ConfigError("--repeats and --out belong to rollouts on this machine: name them with --policies")
         trace = read(run)
         chosen = parse_rl_steps(rl_steps, trace.rl_steps)
         if decisions:
@@ -90,7 +90,7 @@ def verify(
             emit(log.json() | whole.json(), as_json=as_json, text="\n".join(filter(None, [log.text(), whole.text()])))
             return
         if costs is not None or workers is not None:
-            raise ConfigError("--costs and --workers are for training logs: a recorded run tells its own")
+            raise ConfigError("--costs and --workers are for training logs: a recorded run has its own")
         verification = run_verify(
             run, rl_steps=chosen, window=window or WINDOW, samples=samples or SAMPLES, seed=seed,
             allow_code=allow_code or (), jobs=jobs,

@@ -29,7 +29,7 @@ Span = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
 
 
 class CalibratedRange(FrozenModel):
-    """What the data of a fit covered, each as (least, most): None where that was not looked at.
+    """Ranges that the data of a fit covered, each as (least, most); None where the range is unknown.
 
     `batch` requests, `verified_tokens` batch times tokens to verify, `context_tokens` the sum over the batch.
     """
@@ -57,7 +57,7 @@ class CalibratedRange(FrozenModel):
 
 
 class Coefficients:
-    """What a cost model is made of, of which some may be None."""
+    """Coefficients of a cost model; optional ones may be None."""
 
     def need(self, term: str) -> float:
         """The value of `term`; a ConfigError that names it where the data did not identify it."""
@@ -77,7 +77,7 @@ class CostModel(Coefficients, StoredModel, ABC):
 
     `kv_capacity_tokens`, `max_num_seqs` and `max_num_batched_tokens` are per worker, None unlimited. The last is the
     tokens that an iteration may compute: with it prompts are prefilled in chunks beside decoding, which itself is not
-    cut, for what `IterationCost.beside_s` says. `graph_sizes` pads an iteration's tokens up to the next size, beyond
+    cut, at the cost `IterationCost.beside_s`. `graph_sizes` pads an iteration's tokens up to the next size, beyond
     the largest nothing is padded. `switch_s` is what it takes to bring speculation in after plain decoding, once in a
     rollout: the drafter then stays loaded (`sd_idle_s`). `outside_s` is what a rollout takes before its first
     iteration, and beside all of them: starting, collecting. `calibrated` is what the fit's data covered, `noise` how
@@ -102,7 +102,7 @@ class CostModel(Coefficients, StoredModel, ABC):
 
     @property
     def tensor_parallel(self) -> int:
-        """GPUs of one worker, 1 where the model does not say."""
+        """GPUs of one worker, 1 where the model does not state it."""
         return 1
 
     def limits(self, *excluded: str) -> dict[str, Any]:
@@ -121,8 +121,8 @@ class CostModel(Coefficients, StoredModel, ABC):
         """The cost of an iteration under `strategy`, as a function of batch and context alone.
 
         `tokens_to_verify` per request replaces the strategy's own where a drafter returns fewer drafts than asked
-        (1 + mean drafted). `drafters` say what the strategy's drafter is. Raises ConfigError for what the model does
-        not know.
+        (1 + mean drafted). `drafters` holds the traits of the strategy's drafter. Raises ConfigError for a strategy
+        that the model has no costs for.
         """
 
     @abstractmethod
@@ -176,8 +176,8 @@ class LinearCosts(CostModel):
 
     `draft_per_request_s` is what finding a draft takes whatever its depth, as a model-free drafter searches once per
     request. A block drafter counts as one level at any depth. `prefill_per_token_s` is per prompt token. Where nothing
-    was ever verified `per_token_s` is None and its share stands in `per_request_s`: at v = 1 the two cannot be told
-    apart. With `far_token_s` tokens beyond the first `FAR_TOKENS` of an iteration take that each instead: cores compute
+    was ever verified `per_token_s` is None and its share stands in `per_request_s`: at v = 1 the two are not separately
+    identified. With `far_token_s` tokens beyond the first `FAR_TOKENS` of an iteration take that each: cores compute
     many at once better than few.
     """
 

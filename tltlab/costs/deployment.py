@@ -36,7 +36,9 @@ class Deployment:
         tp: int | None = None,
         tokens: int = 0,
     ) -> Deployment:
-        """Of `8xH100` and a model's name, `config.json` or its folder; `GPUS` and `MODEL` where they are None.
+        """Return the deployment for `gpus` such as 8xH100 and a model's name, `config.json` or its folder.
+
+        `gpus` and `model` default to `GPUS` and `MODEL`.
 
         The engine whose profile was measured nearest to both is taken unless one is named, and the fewest GPUs per
         worker that hold the weights and a request of `tokens`. Raises ConfigError for what is unknown or does not fit.
@@ -78,10 +80,10 @@ class Deployment:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """What a user must know about the stages beside the rollout: nothing of a dense model."""
+        """Assumptions about the stages beside the rollout; empty for a dense model."""
         if not find_shape(self.costs.model).experts:
             return ()
         return (
-            "RL steps of mixtures of experts cannot be told from the data sheets: exchange of tokens between GPUs and "
+            "RL steps of mixtures of experts do not follow from the data sheets: exchange of tokens between GPUs and "
             "uneven experts are left out of training and log-probs; give measured --stages",
         )

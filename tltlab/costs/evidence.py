@@ -1,4 +1,4 @@
-"""What speaks for a prediction: how near it is to a measurement, and errors on what was left out of its fit."""
+"""Evidence for a prediction: distance to the nearest measurement, and errors on data left out of the fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOGETHER = "together"
 
 
 class Evidence(FrozenModel):
-    """What costs were measured with, and how far off they are where they were not.
+    """Measurements behind costs, and errors of the costs where nothing was measured.
 
     `engine` names the measurements. `unmeasured` is what of GPU, model and weights' type they lack, or "together" where
     each was measured but not with the others; `drafting_unmeasured` is the same of speed-ups (None: as `unmeasured`),
@@ -85,7 +85,7 @@ class Evidence(FrozenModel):
         return interval(seconds, self.error(speculates=speculates, extrapolated=extrapolated))
 
     def beyond(self, depths: Iterable[int], *, blocks: bool = False) -> list[str]:
-        """What of a use lies beyond the nearest measurements: speculation at all, its depth, or drafts in `blocks`.
+        """Parts of a use beyond the nearest measurements: speculation at all, its depth, or drafts in `blocks`.
 
         No set of the fit has a block drafter.
         """
@@ -131,12 +131,12 @@ class Evidence(FrozenModel):
         return self.says() + ("" if self.speculation else "; speculation was not measured with it") + tail
 
     def _lacking(self, *, speculates: bool) -> tuple[str, ...]:
-        """What the measurements lack for a use."""
+        """Parts of a use that the measurements lack."""
         drafting = self.unmeasured if self.drafting_unmeasured is None else self.drafting_unmeasured
         return tuple(dict.fromkeys((*self.unmeasured, *(drafting if speculates else ()))))
 
     def _with_parameters(self, kind: str, extrapolated: bool) -> float | None:
-        """What nine in ten errors of times, or with SPECULATING of speed-ups, do not exceed."""
+        """Upper bound of nine in ten errors of times, or with SPECULATING of speed-ups."""
         most = self._most(kind, extrapolated)
         return None if most is None else _added(most, self.parameter.get(f"all{kind}", 0.0))
 
@@ -157,7 +157,7 @@ class Evidence(FrozenModel):
             return None if fitted is None or unmeasured or extrapolated else fitted[1]
         worst = max(errors.values())
         if missing or extrapolated:
-            # What was left out by no fit of its own has the worst of the others.
+            # A part without a left-out fit of its own takes the worst error of the others.
             rest = worst if further is None else further
             return _added(*(errors.get(name, rest if at else worst) for at, name in enumerate(missing or [_TOGETHER])))
         if fitted is None:

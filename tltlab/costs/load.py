@@ -93,7 +93,7 @@ def _shipped(folder: str) -> list[str]:
 
 
 def _read(source: dict[str, Any] | str | Path, folder: str, name: str, kind: str) -> tuple[str, Any]:
-    """What errors call a source, and its value."""
+    """Name of a source in error messages, and its value."""
     if isinstance(source, dict):
         return name, source
     if isinstance(source, str) and source in _shipped(folder):

@@ -1,9 +1,9 @@
 """How iteration times scatter around a cost model: a measured distribution of the ratio, and how long an excess lasts.
 
 The body is close to log-normal, the tail heavier (a busy machine, a page fault), and neighbours resemble each other: a
-slow iteration is likely followed by another. What is kept is the scatter within a rollout. A whole rollout that ran
-slow says that the machine's speed drifted, which every policy would have met and which the workers share; it is
-divided out, as otherwise workers that drift apart would lengthen every predicted rollout.
+slow iteration is likely followed by another. The noise keeps the scatter within a rollout. A whole rollout that ran
+slow means that the machine's speed drifted, for every policy and on all workers; drift is divided out, as otherwise
+workers that drift apart would lengthen every predicted rollout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class IterationNoise(FiniteModel):
     """A distribution of measured / modelled iteration time with mean 1.
 
     `ratios` are the means of equally likely parts of it, ascending: the quantiles on an even grid of probabilities,
-    with each part's own mean so that the whole keeps its mean in spite of the tail. `blocks` says how long excesses
+    with each part's own mean so that the whole keeps its mean in spite of the tail. `blocks` sets how long excesses
     last: normal scores are sums over blocks of b iterations, whose autocorrelation at lag h is
     sum_b share_b * max(0, 1 - h/b). Without blocks iterations are independent.
 
@@ -81,10 +81,10 @@ class IterationNoise(FiniteModel):
 def fit_noise(
     measured: npt.ArrayLike, predicted: npt.ArrayLike, series: npt.ArrayLike | None = None
 ) -> IterationNoise | None:
-    """The noise of iterations, in order, that took `measured` seconds where a model says `predicted`.
+    """The noise of iterations, in order, that took `measured` seconds where a model predicts `predicted`.
 
-    `series` tells which iterations followed one another (a rollout on a worker); each is taken relative to its own
-    level. None where fewer than 200 iterations say anything, or the model is within 0.1 % of all of them.
+    `series` labels iterations that followed one another (a rollout on a worker); each series is taken relative to its
+    own level. None where fewer than 200 iterations are usable, or the model is within 0.1 % of all of them.
     """
     seconds, model = np.asarray(measured, np.float64), np.asarray(predicted, np.float64)
     rollout: Array = np.zeros(len(seconds)) if series is None else np.asarray(series)

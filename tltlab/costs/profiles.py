@@ -93,7 +93,7 @@ class MeasurementSet(FrozenModel):
     fitted: Bound
 
     def of(self, gpu: str, model: str, weights: str) -> bool:
-        """Whether it is of these."""
+        """Return whether the GPU, the model and the weights' type are these."""
         return (self.gpu, self.model, self.weights) == (gpu, model, weights)
 
 
@@ -130,7 +130,7 @@ class EngineProfile(FrozenModel):
     notes: tuple[str, ...] = ()
 
     def unmeasured(self, gpu: str, model: str, weights: Dtype, *, drafting: bool = False) -> tuple[str, ...]:
-        """What this engine was never measured with; "together" where everything was, but apart."""
+        """Parts never measured with this engine; "together" where each was measured, but not in one set."""
         query = {"gpu": gpu, "model": model, "weights": str(weights)}
         sets = [m for m in self.measured if m.draft_depth or not drafting]
         missing = tuple(name for name, value in query.items() if all(getattr(m, name) != value for m in sets))
@@ -155,14 +155,14 @@ class Profiles(FrozenModel):
     provenance: tuple[str, ...]
 
     def evidence(self, engine: str, gpu: str, model: ModelShape, weights: Dtype) -> Evidence:
-        """What speaks for this engine's costs of a model on one kind of GPU."""
+        """Evidence for this engine's costs of a model on one kind of GPU."""
         profile, errors = self.engines[engine], self.errors.get("experts" if model.experts else "dense", {})
         nearest = [m for m in profile.measured if m.of(gpu, model.name, weights)]
         drafted = [m for m in profile.measured if m.draft_depth]
         depths = [m.draft_depth for m in ([m for m in nearest if m.draft_depth] or drafted) if m.draft_depth]
         kinds = {"": LEFT_OUT, SPECULATING: LEFT_OUT + SPECULATING}
         fitted = {f"all{kind}": errors[MEASURED + kind] for kind in kinds if MEASURED + kind in errors}
-        # What experts add is the engine's, whatever else is missing; the rest is as open as it is of dense models.
+        # The cost of experts is the engine's, whatever else is missing; the rest is as uncertain as for dense models.
         dense = self.errors.get("dense", {}) if model.experts else {}
         further = {FURTHER + kind: dense[name] for kind, name in kinds.items() if name in dense}
         for measured in nearest:

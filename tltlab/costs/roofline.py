@@ -22,7 +22,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Constants(Coefficients, FrozenModel):
-    """What the data sheets do not say; None is a term that the data did not identify.
+    """Constants that data sheets do not state; None is a term that the data did not identify.
 
     The efficiencies are shares of the HBM bandwidth reached on weights and on the KV cache, of the peak FLOPs and of
     the link bandwidth. `knee` is how sharply reading weights gives way to multiplying by them: 1 adds the two up, a
@@ -149,7 +149,7 @@ def matrices_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Nu
 
 
 def riding_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Numbers) -> Numbers:
-    """What tokens of prompts add to matrices that `tokens` are multiplied by anyway."""
+    """Seconds that prompt tokens add to matrices that `tokens` are multiplied by anyway."""
     together: Numbers = matrices_s(ideal, c, tokens=tokens, prompt_tokens=prompt_tokens)
     return together - matrices_s(ideal, c, tokens=tokens)
 
@@ -249,7 +249,7 @@ class RooflineCosts(CostModel):
 
     @property
     def name(self) -> str:
-        """What `load_costs` takes for an engine's profile of a known model, the kind for other constants."""
+        """Source for `load_costs` of an engine's profile of a known model; the kind for other constants."""
         if self.evidence is None:
             return self.kind
         return f"{self.evidence.engine}:{self.tp}x{gpu(self.gpu).name}:{model(self.model).name}"

@@ -24,7 +24,7 @@ Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ScaledCosts(CostModel):
-    """What `of` says of iterations and prefill times `level`, as a training log identifies it of an engine.
+    """Costs `of` for iterations and prefill, multiplied by the `level` that a training log identifies of an engine.
 
     Speculative iterations take `speculative` times that. `overhead` multiplies all that speculation adds to a plain
     iteration at the same batch, drafting and verification alike. With `pass_share` drafting takes that share of the

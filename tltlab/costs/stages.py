@@ -1,4 +1,4 @@
-"""What an RL step takes beside its rollout: log-probs, reward, training, weight sync, each linear in the work.
+"""Costs of an RL step beside its rollout: log-probs, reward, training, weight sync, each linear in the work.
 
 A response of n tokens, prompt included, attends over about n^2 / 2 (query, key) pairs. At 32K tokens that term is half
 of what the weights cost in a 7B model (4 * 28 * 3584 * 16K FLOPs per token against 2 * 7.07e9), so it is its own term.
@@ -35,7 +35,7 @@ _ADAM_BYTES = 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWorkload:
-    """What an RL step's stages work on; tokens count prompt and response, pairs are sums of n^2 / 2.
+    """Work of an RL step's stages; tokens count prompt and response, pairs are sums of n^2 / 2.
 
     `informative_*` cover only groups whose rewards differ: the others have no advantage, and trainers may skip them.
     """

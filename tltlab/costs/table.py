@@ -25,7 +25,7 @@ _Seconds = TypeVar("_Seconds", float, Floats)
 
 
 class TokenKnot(FrozenModel):
-    """What depends on the tokens in the batch (matrix products, all-reduces) takes `seconds` at `tokens`."""
+    """Work that depends on the tokens in the batch (matrix products, all-reduces) takes `seconds` at `tokens`."""
 
     tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -40,7 +40,7 @@ class AttentionKnot(FrozenModel):
 
 
 class Roofline(FrozenModel):
-    """Whose ideal time the table's utilisation is relative to; names as `tltlab.hardware` knows them, or records."""
+    """Hardware whose ideal time the table's utilisation refers to; names as in `tltlab.hardware`, or records."""
 
     gpu: str | Gpu
     model: str | ModelShape
@@ -255,7 +255,7 @@ class TableIteration(IterationCost):
     graph_sizes: tuple[int, ...] = ()
 
     def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
-        """By the forward's curve where a roofline shapes it: a line through knots says nothing so far beyond them."""
+        """By the forward's curve where a roofline shapes it: a line through knots does not extrapolate so far."""
         if not isinstance(self.forward, Utilisation):
             return apart_s
         tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)

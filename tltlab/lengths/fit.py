@@ -45,7 +45,7 @@ class LengthDrift:
 
     @property
     def significant(self) -> bool:
-        """Whether it is so far from 0 that going on with it over many RL steps means something."""
+        """Return whether the growth is far enough from 0 to extrapolate it over many RL steps."""
         return abs(math.log1p(self.growth)) > _SIGNIFICANT * self.standard_error
 
 
@@ -56,8 +56,8 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
     is taken out. The prompt share is chosen so that the model's intraclass correlation of log length after the cut is
     the measured one (`metrics.prompt_share`). Drift is a regression of each RL step's log median on its number, kept
     where it is 3 standard errors from 0 over at least 5 RL steps; tail growth, prompt memory and the correlation of
-    prompt length are not fitted. `prompt_share` is for traces with one sample per prompt, which do not tell it. `notes`
-    of the model say what was not identified. Raises ConfigError.
+    prompt length are not fitted. `prompt_share` is for traces with one sample per prompt, which do not identify it.
+    `notes` of the model list what was not identified. Raises ConfigError.
     """
     rows, sampled = _rows(trace)
     finished = int((~rows["cut"]).sum())
@@ -152,7 +152,7 @@ def _timed(trace: Trace) -> list[tuple[Floats, Floats, float]]:
 
 
 def statistics(trace: Trace) -> dict[str, Any]:
-    """What the model of lengths is about, measured on a trace; None where it is unknown.
+    """Statistics of lengths measured on a trace, as in the model of lengths; None where a value is unknown.
 
     Percentiles and mean in tokens as they were cut, standard deviation of log length (`log_sigma`), the mean over
     groups of standard deviation / mean (`within_group_cv`), intraclass correlation of log length (`prompt_share`),
@@ -237,7 +237,7 @@ def _survival(y: Floats, cut: Flags) -> tuple[Floats, Floats, float]:
 
 
 def _censored_quantile(y: Floats, cut: Flags, level: float) -> float | None:
-    """Quantile of values some of which are lower bounds; None where they do not tell it."""
+    """Quantile of values some of which are lower bounds; None where the values do not identify it."""
     values, middles, end = _survival(y, cut)
     if not len(values) or (cut.any() and level > end) or not middles[0] <= level:
         return None
@@ -285,7 +285,7 @@ def pareto_tail(tokens: Floats, cut: Flags, last: float) -> ParetoTail | None:
 
 
 def _tail_note(tail: ParetoTail | None, last: tuple[float, float], cap_mass: float) -> str:
-    """What is known of the longest responses, in a line."""
+    """Note on the tail of the longest responses, in a line."""
     region = f"beyond {last[1]:.0f} tokens (all but {1 - last[0]:.2g} of the responses)"
     at_cap = f"; {cap_mass:.2g} of the responses are cut at the cap" if cap_mass else ""
     if tail is None:
@@ -316,7 +316,7 @@ def _quantiles(y: Floats, cut: Flags) -> tuple[tuple[float, float], ...]:
 
 
 def _drift(rows: pd.DataFrame) -> LengthDrift | None:
-    """Growth of the median per RL step; None where too few RL steps tell theirs."""
+    """Growth of the median per RL step; None where too few RL steps have a median."""
     by_step = {
         float(r["step"].iloc[0]): _censored_quantile(r["y"].to_numpy(), r["cut"].to_numpy(), 0.5)
         for _, r in rows.groupby("step")

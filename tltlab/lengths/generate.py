@@ -20,7 +20,7 @@ from .model import REGIMES, LengthModel
 StepTables = tuple[pd.DataFrame, pd.DataFrame]
 
 _SPREAD = 1.0
-"""Standard deviation of the logarithm of a tool's seconds and of what it says; assumed."""
+"""Standard deviation of the logarithm of a tool's seconds and of its output tokens; assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class ToolUse:
     """Cuts drawn responses into turns with tools between them.
 
     The number of turns is geometric with mean `turns`, and a response's tokens are cut at random places; a tool takes
-    log-normal seconds about the median `tool_s` and says as many tokens about `observation_tokens`. All of it assumed.
+    log-normal seconds about the median `tool_s` and returns log-normal tokens about `observation_tokens`. All assumed.
     """
 
     turns: float
@@ -43,8 +43,8 @@ class ToolUse:
     def cut(self, tables: StepTables, seed: int) -> StepTables:
         """Workload and outcomes of an RL step with a row for each turn, in the order of responses, then turns.
 
-        Of a response of 100 tokens and a prompt of 10, in turns of 60 and 40 with 5 tokens said between them, the
-        second turn's prompt has 75.
+        Example: for a response of 100 tokens to a prompt of 10, in turns of 60 and 40 with 5 tool tokens between them,
+        the second turn's prompt has 75.
         """
         workload, outcomes = tables
         rng = np.random.default_rng([seed, int(workload["rl_step"].iloc[0])])

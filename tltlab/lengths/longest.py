@@ -1,4 +1,4 @@
-"""The longest response of another RL step, with its prediction interval: what a fitted tail says, and how surely."""
+"""The longest response of another RL step by a fitted tail, with its prediction interval."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def step_score(law: LengthModel, tokens: float, num_responses: int, rl_step: int
     score of a response that was `cut` is the mean of the scores beyond.
     """
     reached = np.searchsorted(law.log_tokens(_SCORES, rl_step), math.log(tokens))
-    # Of the upper tail only the logarithm keeps its digits.
+    # Only the logarithm of the upper tail keeps its digits.
     log_chance = num_responses * _log_below(float(_SCORES[min(int(reached), len(_SCORES) - 1)]))
     chance = min(max(math.exp(max(log_chance, -700.0)), 1e-300), 1 - 1e-12)
     score = min(max(_NORMAL.inv_cdf(chance), -_FAR), _FAR)

@@ -69,7 +69,7 @@ class LengthModel(StoredModel):
     correlation of z; before the cut and for a log-normal also that of log L. From one epoch to the next a prompt's u
     keeps the correlation `prompt_memory`. Prompts have log-normal lengths; `prompt_length_correlation` is that of their
     log with u. `step_scores` are of the longest response of each RL step that the law was fitted to (`longest`).
-    `notes` say where the values come from.
+    `notes` name the sources of the values.
 
     >>> model = LengthModel(quantiles=((0.5, 800), (0.9, 3200)), prompt_share=0.9, max_response_tokens=16384)
     >>> round(model.quantile(0.5)), round(model.quantile(0.99)), round(model.cap_mass(), 4)
@@ -166,7 +166,7 @@ class LengthModel(StoredModel):
         piece = np.clip(np.searchsorted(knots, scores) - 1, 0, len(slopes) - 1)
         straight: Floats = logs[piece] + slopes[piece] * (scores - knots[piece])
         if self.tail is not None and len(beyond := np.flatnonzero(scores > knots[-1])):
-            # Of the normal's upper tail only its logarithm keeps its digits that far out.
+            # Only the logarithm of the normal's upper tail keeps its digits that far out.
             rarity = _log_beyond(float(knots[-1])) - np.array([_log_beyond(z) for z in scores[beyond].tolist()])
             straight[beyond] = np.log(math.exp(logs[-1]) + self.tail.excess(rarity))
         return straight

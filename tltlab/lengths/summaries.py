@@ -32,7 +32,7 @@ _APART = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Summaries:
-    """What a source prints of response lengths, in tokens, as they were cut at `cap`.
+    """Published summaries of response lengths, in tokens, as they were cut at `cap`.
 
     `quantiles` has percentages and tokens. `cut` is the share of responses cut at the cap, `max` the mean over RL steps
     of the longest response. `tail` is the share of an RL step's makespan in which at most 32 (`TAIL_REQUESTS`) of its
@@ -122,7 +122,7 @@ def from_summaries(summaries: Summaries) -> tuple[LengthModel, dict[str, tuple[f
     """A law with these summaries, and for each that was fitted (given, found).
 
     Log length is straight between knots of the normal score: at the quantiles given, at the share that is cut, and one
-    each for what the tail, the longest response and the mean say beyond them. More summaries than knots are met by
+    each for the tail, the longest response and the mean beyond them. More summaries than knots are met by
     least squares of the logarithms; summaries that no law meets to 25 % contradict each other. Raises ConfigError.
 
     >>> law, found = from_summaries(read_summaries("p50=1500,p75=2500,cap=20480,cut=0.01"))

@@ -1,1 +1,1 @@
-"""What is decided before a run: buckets under a memory cap, systems of the literature."""
+"""Decisions before a run: buckets under a memory cap, systems of the literature."""

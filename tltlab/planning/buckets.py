@@ -150,7 +150,7 @@ def _checked(
     if max_buckets is not None and max_buckets < 1:
         raise ConfigError(f"max_buckets must be at least 1, got {max_buckets}")
     if cap_bytes is not None and pool is None:
-        raise ConfigError("a memory cap needs a graph pool that says what graphs take: give pool as well")
+        raise ConfigError("a memory cap needs the memory of graphs: give pool as well")
     if cap_bytes is not None and not cap_bytes > 0:
         raise ConfigError(f"cap_bytes must be above 0, got {cap_bytes}")
     return strategies

@@ -1,4 +1,4 @@
-"""What papers claim of their systems, to be put beside what a comparison finds.
+"""Claims of papers about their systems, to be put beside the results of a comparison.
 
 Baselines, models and workloads differ from paper to paper: a claim is set beside a figure of the same kind, not ranked.
 """
@@ -19,7 +19,7 @@ Of = Literal["RL step", "rollout", "tokens per second"]
 class Claim:
     """Times as fast, from `least` to `most` over a paper's settings, against `baseline`.
 
-    `responses_per_worker` and `cap` (tokens) are those of its workload, None where the paper does not say.
+    `responses_per_worker` and `cap` (tokens) are those of its workload, None where the paper does not state them.
     """
 
     system: str
@@ -62,7 +62,7 @@ def difference(
     >>> difference(CLAIMS["tlt"], 1.2, 1.1, 1.3, responses_per_worker=64, cap=32768, of_same=True)
     'below the claim of 1.7 to 2.1 x VeRL (RL step); 64 responses to a worker here, 256 there'
     """
-    relation = {"within": "within", "below": "below", "above": "above", "open": "not told apart from"}
+    relation = {"within": "within", "below": "below", "above": "above", "open": "not distinguishable from"}
     verdict = relation[claim.against(speed_up, low, high)]
     span = f"{claim.least:g}" if claim.least == claim.most else f"{claim.least:g} to {claim.most:g}"
     parts = [f"{verdict} the claim of {span} x {claim.baseline} ({claim.of})"]

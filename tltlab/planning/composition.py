@@ -1,9 +1,9 @@
-"""What a system from the literature is: a composition of the core's parts.
+"""Systems from the literature as compositions of the core's parts.
 
-It says what is drafted by whom (`drafters`, `ladder`), who decides (`selector`, `activation`, `budget`), where
-requests run (`placement`, `topology`) and what idle workers do (`idle_use`). What a row leaves out is plain: nothing.
-What a paper does not say is in `assumptions`. `system_binding.bind` fits a row to the acceptance that is known, for the
-simulator; `execution.engine_run` has the settings with which real engines run it.
+A composition names the drafters and strategies (`drafters`, `ladder`), the policy (`selector`, `activation`, `budget`),
+where requests run (`placement`, `topology`) and the use of idle workers (`idle_use`). A row uses none of the parts that
+it leaves out. `assumptions` lists choices that the paper does not state. `system_binding.bind` fits a row to the
+acceptance that is known, for the simulator; `execution.engine_run` has the settings with which real engines run it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """What a system may draft from `min_batch` running requests on: `trees` where its drafter can, else `chains`."""
+    """Drafts of a system from `min_batch` running requests on: `trees` where its drafter can, else `chains`."""
 
     min_batch: int
     trees: tuple[Shape, ...] = ()
@@ -171,7 +171,7 @@ class Admission:
     samples each, or keeps `concurrency` * N responses in flight, the next beginning when one ends. It ends with P
     complete prompts, or, by `unit` "response", with N responses. What is left goes on in the next step before anything
     new begins ("resume", its prefix prefilled again under the new weights), or begins anew ("restart") in a long round
-    of its own once there are P such prompts. With `staleness` eta AReaL's bound says what may begin; with `max_age`
+    of its own once there are P such prompts. With `staleness` eta AReaL's bound limits what may begin; with `max_age`
     a prompt of which a response was begun more than so many RL steps ago is dropped with all that it has.
     """
 
@@ -187,7 +187,7 @@ class Admission:
 def asynchronous(staleness: int, *, stale: str = "hold", concurrency: float = 1.0) -> Admission | None:
     """Engines that go on from RL step to RL step, with `concurrency` times what a step trains under way.
 
-    `stale` says what `staleness` bounds: with "drop" the updates since the first response of a group was begun, and
+    `stale` selects what `staleness` bounds: with "drop" the updates since the first response of a group was begun, and
     groups that are older are dropped; with "hold" how many responses may be begun, as in AReaL, which holds others back
     and drops none, however old. None, which is synchronous, for a bound of 0. Raises ConfigError.
     """
@@ -283,13 +283,13 @@ class System:
 
     @property
     def same_work(self) -> bool:
-        """Whether it generates the trace's own responses at the costs' own prices: then a bound holds for it."""
+        """Return whether the system generates the trace's own responses at the model's own costs, so a bound holds."""
         same = self.admission is None or isinstance(self.admission, SharedBuffer)
         return self.workload is None and same and self.draft_pass_share is None
 
 
 def strategies(rung: Rung, drafter: str, *, trees: bool) -> tuple[Strategy, ...]:
-    """What a rung lets a drafter draft; no speculation where it has nothing."""
+    """Strategies of a rung for a drafter; no speculation where the rung has none."""
     if trees and rung.trees:
         return tuple(Strategy(drafter, *shape) for shape in rung.trees)
     return tuple(Strategy.chain(drafter, depth) for depth in rung.chains) or (NO_SPECULATION,)

@@ -1,4 +1,4 @@
-"""Who gets which requests, as published: StreamRL's two pools, RhymeRL's rank groups, Seer's group estimates, AReaL's
+"""Published dispatch of requests to workers: StreamRL's pools, RhymeRL's rank groups, Seer's group estimates, AReaL's
 bound on staleness. Pure rules; the simulator's placements and admissions are built on them.
 """
 
@@ -80,8 +80,8 @@ def rank_groups(expected: Sequence[float], workers: int, token_s: Seconds) -> li
 def predicted_long(expected: Mapping[str, float], share: float, recall: float, luck: Mapping[str, float]) -> set[str]:
     """The prompts that a length ranker calls long: the `share` longest, of which it finds `recall`.
 
-    `luck` is a number in [0, 1) per prompt: a long one at or above `recall` is missed, and the next longest takes its
-    place.
+    `luck` is a uniform random number in [0, 1) per prompt: a long prompt at or above `recall` is missed, and the next
+    longest takes its place.
 
     >>> sorted(predicted_long({"a": 9, "b": 8, "c": 2, "d": 1}, 0.5, 0.87, {"a": 0.1, "b": 0.9, "c": 0.5, "d": 0.5}))
     ['a', 'c']

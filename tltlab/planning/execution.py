@@ -22,7 +22,7 @@ class EngineRun:
     `trains_drafter`. `in_flight` responses run at any time, as a multiple of those that an RL step trains; groups
     begun more than `max_age` RL steps ago are dropped. `reuse` is the prefix of an earlier epoch, `staleness` the bound
     on updates that a response may be behind. `own_gpus`: trainers and engines wait for each other on GPUs of their own.
-    `notes` say where engines differ from the row.
+    `notes` list where engines differ from the row.
     """
 
     policy: Policy

@@ -58,7 +58,7 @@ class DrafterRunner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturePlan:
-    """What is captured. `max_batch` is the largest batch with a graph; larger ones run without."""
+    """CUDA graphs to capture. `max_batch` is the largest batch with a graph; larger ones run without."""
 
     target: tuple[TargetRunner, ...]
     drafter: tuple[DrafterRunner, ...]
@@ -121,7 +121,7 @@ def plan_bucketed(
 
 
 def plan_for(policy: Policy, max_batch: int, sizes: Sequence[int], drafters: Drafters | None = None) -> CapturePlan:
-    """What an engine captures to run a policy: each strategy at the batches at which the policy may choose it.
+    """Graphs that an engine captures to run a policy: each strategy at the batches at which the policy may choose it.
 
     `drafters` are by default the policy's.
 
@@ -199,7 +199,7 @@ class GraphPool(FrozenModel):
         return sum(map(self.target_bytes, plan.target)) + sum(map(self.drafter_bytes, plan.drafter))
 
     def fits(self, plan: CapturePlan, cap_bytes: float) -> bool:
-        """Whether a plan takes no more than `cap_bytes`."""
+        """Return whether a plan takes no more than `cap_bytes`."""
         return self.memory_bytes(plan) <= cap_bytes
 
     def target_bytes(self, runner: TargetRunner) -> float:

@@ -63,7 +63,7 @@ SYSTEMS: dict[str, System] = {
             exact=("GPUs of one side are idle while the other works",), topology="separate", generating_share=0.5,
             assumptions=(
                 "half of the GPUs generate and half train, as many in all as the other systems have: the paper does "
-                "not say how they were split",
+                "not state the split",
                 "synchronous: generation waits for the new weights",
                 "log-probs and training take inversely as long on fewer GPUs, where the stage costs count GPUs at all",
             ),
@@ -141,7 +141,7 @@ SYSTEMS: dict[str, System] = {
                 "7 drafted tokens, as in its announcement, which is of a block drafter: a chain drafter makes 7 passes",
                 "the cost model stands for the curve that vLLM profiles at its start",
                 "a slot's chance is a geometric one of its request's recent acceptance: vLLM's confidence head also "
-                "tells drafts of one request apart, so it gains more",
+                "distinguishes drafts of one request, so it gains more",
                 "at least one token a request is verified, or none of the batch: else acceptance is not measured",
                 "vLLM refuses output log-probs with it, which RL trains on; engines here return them",
             ),
@@ -257,7 +257,7 @@ SYSTEMS: dict[str, System] = {
             name="histospec", title="HistoSpec",
             source="arXiv 2508.18588's released code (He-Jingkai/specRL), drafting alone",
             algorithm="draft length doubles where all of a draft was kept, else it halves, within 2 and 16",
-            exact=("the released rule, multiplicative both ways; the paper says AIMD",), drafters=("suffix",),
+            exact=("the released rule, multiplicative both ways; the paper states AIMD",), drafters=("suffix",),
             ladder=(Rung(min_batch=1, chains=(2, 4, 8, 16)),), selector=doubling, history=16,
             specs=(("suffix", SYSTEM_DRAFTERS["histospec"]),),
             assumptions=(

@@ -20,8 +20,8 @@ from .simple import checked_strategies
 class EpsilonGreedy(BegMab, kind="epsilon-greedy"):
     """Epsilon-greedy over one set of strategies at all batch sizes: BEG-MAB with a single bucket.
 
-    `statistic` summarises an arm's last `window` rewards. With one bucket the paper's reward (tokens per second) says
-    more about the batch size than about the arm; `relative` does not.
+    `statistic` summarises an arm's last `window` rewards. With one bucket the paper's reward (tokens per second)
+    depends more on the batch size than on the arm; `relative` does not.
     """
 
     def __init__(

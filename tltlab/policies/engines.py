@@ -1,4 +1,4 @@
-"""What engines ship: SGLang's thresholds on accepted tokens, vLLM's table over contexts and its verification budget.
+"""Policies that engines ship: SGLang's thresholds on accepted tokens, vLLM's table over contexts and its budget.
 
 vLLM's table over batch sizes (#32374) is `BatchTable`; SGLang's profiled costs (#28045) are `Goodput` with a measured
 cost model. Built from the public descriptions and sources, to compare with.
@@ -138,7 +138,7 @@ class VerificationBudget(DraftBudget):
     by `costs`, which stand for the curve that vLLM profiles at its start.
 
     vLLM's chances come from a confidence head or from the draft's logits. Here a request's are alpha^i as in
-    `AcceptanceBudget`, so they tell requests apart, not the drafts of one request. What is not verified is not measured
+    `AcceptanceBudget`: they differ between requests, not between the drafts of one. Unverified tokens are not measured
     either: N is 0 or at least one token each, and where it is 0 one call in `look_every` verifies one each.
 
     >>> from tltlab.costs.load import load_costs

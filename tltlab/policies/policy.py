@@ -88,10 +88,10 @@ BudgetSpec = Annotated[
 class Policy(FiniteModel):
     """A selector, when it is active, how drafts are shared out, and where it came from.
 
-    Without a `budget` every request is drafted what the strategy says. `drafters` are those that the policy brings
+    Without a `budget` every request is drafted as the strategy sets. `drafters` are those that the policy brings
     along, by the name that its strategies use, beside the ones that every engine has (`DEFAULT_DRAFTERS`): specs, or
     classes of the user's own.
-    `provenance` says how the policy was found: trace, costs, seed, objective, interval, ...
+    `provenance` records how the policy was found: trace, costs, seed, objective, interval, ...
 
     >>> policy = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)), activation=Activation(max_requests=16))
     >>> [str(strategy) for strategy in policy.strategies]
@@ -271,7 +271,7 @@ def parse_policy(value: Any, path: Path, part: str = "") -> Policy:
     if not isinstance(value, dict):
         raise ConfigError(f"{origin}: a policy file holds one JSON object, got {type(value).__name__}")
     with named_in(path), faults_in(origin, _place):
-        # Defaults are for Python; a file must say what it is.
+        # Defaults are for Python; a file must state its format and version.
         return Policy.model_validate({"format": None, "version": None, **value}, context={"folder": path.parent})
 
 

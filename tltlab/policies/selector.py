@@ -73,7 +73,7 @@ class Selector(ABC):
     ...     def choose(self, state):
     ...         return self.strategies[state.batch <= 8]
 
-    `choose` returns a strategy, or a `Choice` that says with which probability and in which bucket it was chosen.
+    `choose` returns a strategy, or a `Choice` with the probability and the bucket in which it was chosen.
     Outcomes come late: an engine drafts at the end of one iteration what the next one verifies, so at least one more
     choice is made before `observe` receives the outcome of this one, and some outcomes never come. Whatever an outcome
     needs of its choice belongs into the `Choice`.

@@ -40,7 +40,7 @@ class Wrapper(Selector):
 class ElasticActivation(Wrapper):
     """Wraps a selector: it is asked while at most `max_requests` are left, above that decoding is plain.
 
-    `count` says what is counted: the `running` requests of this worker, or the `remaining` ones (running and waiting).
+    `count` selects the requests counted: the `running` ones of this worker, or the `remaining` (running and waiting).
     After a switch, on or off, nothing switches again for `hold_iterations` choices, so a batch that flutters around
     the threshold does not; a new RL step starts afresh. While off, `inner` is not asked; outcomes of its earlier
     choices still reach it. TLT's default is 32 running requests. Its released code holds differently: the count
@@ -87,7 +87,7 @@ class ElasticActivation(Wrapper):
 
 
 REPLAYED = ("rl_step", "iteration", "drafter", "draft_depth", "top_k", "tokens_to_verify", "bucket", "propensity")
-"""The columns of `decisions` that say what was chosen when."""
+"""Columns of `decisions` that identify a choice and its iteration."""
 
 Place = tuple[int, int]
 """An RL step and the number of an iteration of one worker in it."""
@@ -97,7 +97,7 @@ START: Place = (-1, 0)
 
 
 class ReplayedDecisions(Wrapper):
-    """Chooses what one worker's rows of a trace's `decisions` say, and after their last RL step what `inner` does.
+    """Repeats the choices in one worker's rows of a trace's `decisions`; after their last RL step `inner` chooses.
 
     A row names the iteration that a choice was in force in, which is the one after it was made; the first iteration of
     a rollout has none. Several rollouts of one RL step count on. `inner` is asked all the same and learns from what was

@@ -185,7 +185,7 @@ def test_recorded_states_are_described_where_no_parameter_is():
     table = run_like(AGES, steps=2, tokens=600)
     found = fit_freshness(table, "learned")
     assert found.unidentified
-    assert any("do not tell" in note for note in found.notes)
+    assert any("do not identify" in note for note in found.notes)
     for age, updates in {(a, u) for a, u in zip(table["drafter_age"], table["drafter_updates"], strict=True)}:
         level = found.chance * found.freshness.level(age, updates)
         assert level == pytest.approx(0.7 * AGES.level(age, updates), abs=0.06)

@@ -1,4 +1,4 @@
-"""What drafters would have had accepted at each position of recorded text: the rows of acceptance.parquet.
+"""Accepted lengths of drafters at each position of recorded text, by replay: the rows of acceptance.parquet.
 
 A greedy draft x is kept with the target's probability of x, and that is the chance that the recorded token is x; so
 the number of leading drafted tokens that equal the recorded ones is an exact sample of what verification would have
@@ -44,11 +44,11 @@ class Annotator(Protocol):
 
 
 class ReplayedDrafter:
-    """A model-free drafter that is told the recorded text in the order in which it came.
+    """A model-free drafter that receives the recorded text in the order in which it came.
 
     As in the runtime each worker has its own, which sees its own responses as they grow and the other workers' when
-    the RL step is over; where workers are unknown there is one. What comes at the same time is told before anything is
-    drafted at its end. `observe` is called as in a run that drafts `max_depth` tokens in every iteration.
+    the RL step is over; where workers are unknown there is one. Tokens of the same time are all received before any
+    draft at their end. `observe` is called as in a run that drafts `max_depth` tokens in every iteration.
     """
 
     def __init__(self, build: Callable[[], Drafter]) -> None:

@@ -37,7 +37,7 @@ class TrainedLength:
 
 
 def fit_trained_length(drafts: pd.DataFrame, prompt_tokens: Mapping[tuple[object, ...], int]) -> TrainedLength | None:
-    """The trained length that makes one drafter's drafts most likely; None where they do not tell one.
+    """The trained length that makes one drafter's drafts most likely; None where the drafts do not identify one.
 
     `prompt_tokens` are by response. Each token of a draft has a chance of its own, so depths may be mixed. Some
     responses are easier to draft for: deviances are divided by the dispersion of what these keep (quasi-likelihood).
@@ -68,7 +68,7 @@ def fit_trained_length(drafts: pd.DataFrame, prompt_tokens: Mapping[tuple[object
 def by_context(
     model: MeasuredAcceptance, drafts: pd.DataFrame, workload: pd.DataFrame
 ) -> tuple[MeasuredAcceptance | ContextAcceptance, list[str]]:
-    """The model with the trained length of its drafter with a network, where drafts tell one, and a note of it.
+    """The model with the trained length of its drafter with a network, where drafts identify one, and a note of it.
 
     Then the drafter's chances within that length hold at every batch size: small batches are those of long contexts.
     A trained length is a property of one drafter: with several that have a network nothing is fitted.

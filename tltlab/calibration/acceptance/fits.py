@@ -28,7 +28,7 @@ _ASSUMPTION = 'state an assumption: a file {"kind": "fresh", "base": MODEL, "dra
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceFit:
-    """A model, None where nothing was drafted; `notes` says where the data came from and what was left out."""
+    """A model, None where nothing was drafted; `notes` names the source of the data and what was left out."""
 
     kind: str
     model: Model | None
@@ -40,7 +40,7 @@ def fit_kind(trace: Trace, kind: str = "by-batch") -> AcceptanceFit:
 
     "by-batch" takes iterations, which alone know the batch, and acceptance.parquet where there are none; "siblings"
     needs iterations, "fresh" acceptance.parquet. Raises ConfigError for an unknown kind and where the trace lacks what
-    a kind needs; "by-batch" without speculation has model None, and a trained length where drafts tell one.
+    a kind needs; "by-batch" without speculation has model None, and a trained length where drafts identify one.
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of acceptance {kind!r}: there are {', '.join(KINDS)}")
@@ -82,7 +82,7 @@ def _fresh(trace: Trace) -> AcceptanceFit:
     place = trace.path or "the trace"
     if table is None or table.empty:
         raise ConfigError(
-            f"{place} has no acceptance.parquet, so nothing tells how acceptance ages: annotate the trace, "
+            f"{place} has no acceptance.parquet, so the ageing of acceptance is not identified: annotate the trace, "
             f"or {_ASSUMPTION}"
         )
     states = drafter_states(table)
@@ -91,8 +91,8 @@ def _fresh(trace: Trace) -> AcceptanceFit:
     ]
     if not drafters:
         raise ConfigError(
-            f"{place}: every drafter in acceptance.parquet has one age and one number of updates, so nothing tells how "
-            f"acceptance ages: annotate the trace with older drafters, or {_ASSUMPTION}"
+            f"{place}: every drafter in acceptance.parquet has one age and one number of updates, so the ageing of "
+            f"acceptance is not identified: annotate the trace with older drafters, or {_ASSUMPTION}"
         )
     if len(drafters) > 1:
         raise ConfigError(

@@ -22,10 +22,10 @@ _FOREVER = 1e9
 _PRIOR_SD = 2.0
 """How far each parameter may lie from where it starts, in log-odds or logarithms, before data have to pay for it.
 
-So wide that a hundred drafts outweigh it; what the data do not tell at all stays where it starts.
+So wide that a hundred drafts outweigh it; a parameter that the data do not identify stays where it starts.
 """
 _NARROWED = 0.5
-"""A parameter counts as told by the data where they narrow it to this share of `_PRIOR_SD`."""
+"""A parameter counts as identified where the data narrow it to this share of `_PRIOR_SD`."""
 _CONFOUNDED = 0.97
 """Correlation from which on the effects of age and of training count as one."""
 _STEP_SPREAD = 0.1
@@ -36,7 +36,7 @@ _STEP_SPREAD = 0.1
 class FreshnessFit:
     """`chance` is that of a drafted token of the fresh and trained drafter, `worst` the largest absolute residual.
 
-    `unidentified` names parameters that the data hardly narrow: they stay near an assumption. `notes` says so in words.
+    `unidentified` names parameters that the data hardly narrow: they stay near an assumption. `notes` explains them.
     """
 
     freshness: Freshness
@@ -49,9 +49,9 @@ class FreshnessFit:
 def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> FreshnessFit:
     """Fit age and training to acceptance.parquet, where it has a drafter at several ages or numbers of updates.
 
-    What does not vary is not identified: then it has no effect, and a note says so. A drafter's age is the RL step less
+    A variable that does not vary is not identified: it has no effect, and a note. A drafter's age is the RL step less
     the one that it was published for, so a change of the text itself that goes on in one direction from RL step to RL
-    step cannot be told from ageing and training; none is assumed. Raises ConfigError where neither age nor updates
+    step is confounded with ageing and training; none is assumed. Raises ConfigError where neither age nor updates
     vary, TraceError for an accepted length outside [0, max_depth].
     """
     rows = _tries(drafter_states(acceptance[acceptance["drafter"] == drafter]))
@@ -73,7 +73,7 @@ def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> FreshnessFit:
         fitted = {"chance": chance} | freshness.model_dump()
         values = ", ".join(f"{name} ({fitted[name]:.3g})" for name in unidentified)
         notes.append(
-            f"{drafter}: the ages and updates in the data do not tell {values} by themselves: what holds is the level "
+            f"{drafter}: the ages and updates in the data do not identify {values} by themselves: the level holds "
             f"within the recorded range, beyond it these are near an assumption"
         )
     if confounded:

@@ -1,4 +1,4 @@
-"""Drafting as a training log tells it: tokens per draft of each RL step, how deep was drafted, and the acceptance."""
+"""Drafting as a training log has it: tokens per draft of each RL step, the draft depth, and the acceptance."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DRAFTER, _DEPTH, _MOST_DEPTH = "learned", 3, 16
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedDrafting:
-    """The strategy of a log's run, and its `accept_length` by RL step (NaN: not said).
+    """The strategy of a log's run, and its `accept_length` by RL step (NaN: not logged).
 
-    `depth_from` says what shows the draft depth. `kept` are the RL steps in which any draft was kept.
+    `depth_from` names the source of the draft depth. `kept` are the RL steps in which any draft was kept.
     """
 
     strategy: Strategy
@@ -32,7 +32,7 @@ class LoggedDrafting:
 
     @classmethod
     def of(cls, trace: Trace) -> Self | None:
-        """The drafting of a trace of a log; None where it does not say how many tokens a draft yields.
+        """The drafting of a trace of a log; None where the log does not have the tokens that a draft yields.
 
         The depth is that of the manifest, else tokens kept per draft over the share of drafted tokens that is kept,
         else 3 or as deep as the accept length needs.

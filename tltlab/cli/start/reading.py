@@ -1,4 +1,4 @@
-"""Options of the commands that read files of other programs: what the file does not say."""
+"""Options of the commands that read files of other programs: facts that the file does not contain."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reading(
     tokenizer: Path | None, chars_per_token: float | None, group_size: int | None, cap: int | None,
     responses: int | None, reward: list[str] | None = None,
 ) -> Reading:  # fmt: skip
-    """Return what these options say. Raises ConfigError for a word that an option does not know."""
+    """Return the `Reading` that these options set. Raises ConfigError for a word that an option does not know."""
     for option, got, words in (("--lists", lists, get_args(Lists)), ("--time-unit", time_unit, get_args(TimeUnit))):
         if got is not None and got not in words:
             raise ConfigError(f"{option} is {got!r}; there are: {', '.join(words)}")

@@ -61,7 +61,7 @@ def text(rows: list[dict[str, Any]]) -> str:
 
 
 def rows_of(model: type[BaseModel], section: str = WHOLE) -> list[dict[str, Any]]:
-    """A row for each setting, sections after what stands by itself; `about` is what the section's docstring says."""
+    """A row for each setting, sections after settings outside of one; `about` is the section's docstring."""
     top, inner = [], []
     for name, field in model.model_fields.items():
         inside = name if section == WHOLE else f"{section}.{name}"

@@ -79,9 +79,9 @@ def what_if(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what speculation would bring for responses of these lengths, on which GPUs, and what limits it.
+    """Estimate the speed-up of speculation for responses of these lengths, on which GPUs, and what limits it.
 
-    Columns are found by their usual names, and which were used is said. All is simulated, nothing is measured here.
+    Columns are found by their usual names, and the used ones are printed. All is simulated, nothing is measured here.
 
     Example: tltlab what-if lengths.csv --gpus 8xH100 --model Qwen2.5-7B --out what-if.html
     """
