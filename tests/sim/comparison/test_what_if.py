@@ -323,7 +323,7 @@ def test_the_command_answers_in_json_and_as_a_page(lengths: Path, tmp_path: Path
         (["--column", "words"], "'words'"),
         (["--step-column", "words"], "'words'"),
         (["--group-column", "words"], "'words'"),
-        (["--cap", "7"], "said to be 7"),
+        (["--cap", "7"], "maximum of 7"),
         (["--format", "slime"], "verl, trl, vllm, csv"),
         (["--lists", "words"], "lengths, ids"),
         (["--time-unit", "min"], "s, ms, us, ns"),
