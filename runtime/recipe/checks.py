@@ -21,11 +21,10 @@ from tltlab.runtime.rollout.rewards import load_rewards
 from tltlab.runtime.run.checkpoints import newest_whole
 from tltlab.traces.trace import read
 
+from .engines import drafters_of, engine_context, engines_of, shape_of
 from .gpus import bundles_of
-from .graphs import drafters_of, engines_of
 from .recipe import Recipe
 from .rules import exact_replay, undivided_heads
-from .shape import engine_context, shape_of
 
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

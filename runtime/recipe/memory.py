@@ -21,10 +21,9 @@ from tltlab.hardware import per_gpu_heads
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import plan_graphs
 
+from .engines import context_tokens, drafters_of, engine_build, requests_per_engine, shape_of, vllm_batch
 from .gpus import bundles_of, weights_way
-from .graphs import drafters_of, engine_build
 from .recipe import Recipe
-from .shape import context_tokens, requests_per_engine, shape_of, vllm_batch
 
 GRAPH_BYTES = 2 << 30
 """For CUDA graphs that are not planned: a constant."""

@@ -17,7 +17,7 @@ import ray
 
 from tltlab.drafters.base import Key
 from tltlab.runtime.engine.generation import FollowUp, FollowUps, GenerationRequest, GenerationResponse, Rollout
-from tltlab.runtime.recipe.graphs import EngineBuild
+from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .worker import EngineWorker

@@ -31,7 +31,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.ray.start import ray_running
-from tltlab.runtime.recipe.graphs import engine_build
+from tltlab.runtime.recipe.engines import engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.user_code import code_of_engines, refuse_code
 from tltlab.runtime.run.placement import Placement

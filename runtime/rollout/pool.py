@@ -42,7 +42,7 @@ from tltlab.runtime.ray.actors import (
     succeeded,
     why_lost,
 )
-from tltlab.runtime.recipe.graphs import EngineBuild
+from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied

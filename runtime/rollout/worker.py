@@ -29,7 +29,7 @@ from tltlab.runtime.engine.generation import EngineDied, FollowUps, GenerationRe
 from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import Slots, visible
 from tltlab.runtime.ray.scratch import leaves_memory
-from tltlab.runtime.recipe.graphs import EngineBuild
+from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import EnvironmentConfig
 from tltlab.runtime.run.memory import ProcessMemory

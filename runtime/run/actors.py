@@ -13,8 +13,8 @@ from tltlab.runtime.drafter.drafting import Drafting
 from tltlab.runtime.ray.actors import actor_env
 from tltlab.runtime.ray.liveness import StoppedProcesses
 from tltlab.runtime.ray.start import ray_running
+from tltlab.runtime.recipe.engines import drafters_of, engine_build
 from tltlab.runtime.recipe.gpus import weights_way
-from tltlab.runtime.recipe.graphs import drafters_of, engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup

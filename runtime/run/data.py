@@ -14,11 +14,12 @@ from tltlab.config import counted
 from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt, read_prompts
+from tltlab.runtime.recipe.engines import config_of, engine_context
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.recipe.shape import config_of, engine_context
-from tltlab.runtime.rollout.collected import Collected
+from tltlab.runtime.rollout.collected import Collected, Rollouts, SynchronousRollouts
 from tltlab.runtime.rollout.environments import stop_token_ids
-from tltlab.runtime.rollout.synchronous import rollouts_of
+from tltlab.runtime.rollout.partial import AsynchronousRollouts, PartialRollouts
+from tltlab.runtime.rollout.prefix_reuse import ReusingRollouts
 from tltlab.runtime.trainer.samples import Sample
 
 
@@ -167,6 +168,17 @@ class RunData:
                 f"rollout.max_response_tokens = {cap} of the engine's context of {room}: their responses end there"
             )
         return found.prompts
+
+
+def rollouts_of(recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder) -> Rollouts:
+    """Return the recipe's way of rolling out; ConfigError for contradictory settings."""
+    if recipe.rollout.staleness:
+        return AsynchronousRollouts(recipe, prompts, order, recipe.rollout.staleness)
+    if recipe.rollout.partial is not None:
+        return PartialRollouts(recipe, prompts, order, recipe.rollout.partial)
+    if recipe.rollout.reuse is not None:
+        return ReusingRollouts(recipe, prompts, order, recipe.rollout.reuse)
+    return SynchronousRollouts(recipe, prompts, order)
 
 
 def samples_of(collected: Collected) -> list[Sample]:

@@ -23,7 +23,7 @@ from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
-from tltlab.runtime.recipe.graphs import drafters_of
+from tltlab.runtime.recipe.engines import drafters_of
 from tltlab.runtime.recipe.recipe import Recipe, located
 from tltlab.runtime.recipe.rules import exact_replay, uneven_minibatches
 from tltlab.runtime.recipe.user_code import keep_code

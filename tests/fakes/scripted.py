@@ -21,7 +21,7 @@ import torch
 
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.engine.weights import Way
-from tltlab.runtime.recipe.graphs import drafters_of, engine_build
+from tltlab.runtime.recipe.engines import drafters_of, engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.rollout.worker import packed

@@ -18,8 +18,8 @@ from tltlab.importers.sources import read
 from tltlab.lengths.generate import generate
 from tltlab.lengths.model import REGIMES
 from tltlab.runtime.recipe.dry_run import RunPlan
+from tltlab.runtime.recipe.engines import shape_of
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.recipe.shape import shape_of
 from tltlab.sim.comparison.systems import on_gpus
 from tltlab.sim.config import SimulationConfig, decisions_apart
 from tltlab.sim.rl_steps import run_steps

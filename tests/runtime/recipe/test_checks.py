@@ -18,8 +18,8 @@ from tltlab.cli import app as cli
 from tltlab.errors import ConfigError
 from tltlab.own import code_allowed
 from tltlab.runtime.recipe import checks
+from tltlab.runtime.recipe.engines import model_context
 from tltlab.runtime.recipe.recipe import load_recipe
-from tltlab.runtime.recipe.shape import model_context
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest

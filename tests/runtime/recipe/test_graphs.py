@@ -14,7 +14,7 @@ from tltlab.drafters.specs import NETWORK, TEXT
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.graphs import GIB, CapturedGraphs
 from tltlab.runtime.recipe.dry_run import plan_of
-from tltlab.runtime.recipe.graphs import EngineBuild, drafters_of, engines_of
+from tltlab.runtime.recipe.engines import EngineBuild, drafters_of, engines_of
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.rows import run_manifest
 

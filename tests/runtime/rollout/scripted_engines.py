@@ -15,8 +15,8 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory
-from tltlab.runtime.rollout.synchronous import rollouts_of
 from tltlab.runtime.rollout.worker import enough
+from tltlab.runtime.run.data import rollouts_of
 
 END = 2
 

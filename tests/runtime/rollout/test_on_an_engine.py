@@ -22,8 +22,8 @@ from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.sections import EnvironmentConfig
 from tltlab.runtime.rollout.collected import RolloutTools, requests_of, turns_of
 from tltlab.runtime.rollout.environments import Conversations, EnvironmentPool, stop_token_ids
-from tltlab.runtime.rollout.synchronous import rollouts_of
 from tltlab.runtime.rollout.worker import enough
+from tltlab.runtime.run.data import rollouts_of
 
 from ..engine.asking import fixed
 from .scripted_engines import END, recipe, tools_of

@@ -10,7 +10,7 @@ import pytest
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse
-from tltlab.runtime.recipe.graphs import EngineBuild
+from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.run.state import RunEvents
 

@@ -18,10 +18,9 @@ from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.planning.dispatch import may_start
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.rollout.collected import Collected, Trajectory
+from tltlab.runtime.rollout.collected import Collected, SynchronousRollouts, Trajectory
 from tltlab.runtime.rollout.in_flight import DeferredCalls, QueuedRequests
 from tltlab.runtime.rollout.partial import first_version
-from tltlab.runtime.rollout.synchronous import SynchronousRollouts
 from tltlab.runtime.rollout.worker import enough
 
 from .scripted_engines import END, ScriptedEngines, prompts, recipe, resumed, ways

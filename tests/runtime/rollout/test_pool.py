@@ -34,7 +34,7 @@ from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.weights import Engines, Slots, load_buckets
 from tltlab.runtime.ray.actors import Waiting, why_lost
 from tltlab.runtime.recipe.drafter import DrafterConfig
-from tltlab.runtime.recipe.graphs import EngineBuild
+from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.rollout.collected import delayed
 from tltlab.runtime.rollout.history import RunHistory
