@@ -31,7 +31,7 @@ from tltlab.hardware import ModelShape
 from tltlab.own import is_own
 from tltlab.planning.composition import Admission, SharedBuffer, Workload
 from tltlab.planning.placement import Placement
-from tltlab.sim.engine.requests import Prefix
+from tltlab.sim.workload import Prefix
 from tltlab.traces.trace import Trace, run_folder
 
 Mode = Literal["fluid", "sampled"]

@@ -28,11 +28,12 @@ from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import WHOLE_TOKENS, Selector
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
-from tltlab.sim.engine.by_request import Rates
-from tltlab.sim.engine.drawn import Drawn, Replayed
+from tltlab.sim.engine.by_request import Drawn, Rates, Replayed
+from tltlab.sim.engine.log import SimulatedRollout
 from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.engine.requests import Requests, changed, requests_by_step
-from tltlab.sim.engine.worker import RolloutSimulator, SimulatedRollout
+from tltlab.sim.engine.requests import Requests
+from tltlab.sim.engine.worker import RolloutSimulator
+from tltlab.sim.workload import changed, requests_by_step
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import NO_SPECULATION, Strategy
 

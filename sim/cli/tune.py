@@ -111,7 +111,7 @@ def tune(
         raise ConfigError(f"{journal} has the trials of an interrupted tune: go on with --resume, or remove it")
     sources = [read(path) for path in traces]
     draft_depths, graphs = whole_numbers("--depths", depths), _graphs(graph_memory, graph_pool, max_batch)
-    from tltlab.sim.tuning.tune import TuneConfig
+    from tltlab.sim.tuning.config import TuneConfig
     from tltlab.sim.tuning.tune import tune as run
 
     progress(f"tuning on {', '.join(str(s.manifest.name or p) for s, p in zip(sources, traces, strict=True))}")

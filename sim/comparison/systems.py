@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,133 +21,30 @@ from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_stages
-from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.composition import System
 from tltlab.planning.execution import missing_part
-from tltlab.planning.system_binding import BoundSystem, bind, bind_assuming
+from tltlab.planning.system_binding import BoundSystem, bind_assuming
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.sim.config import SimulationConfig, Source
-from tltlab.sim.engine.requests import Requests
-from tltlab.sim.rl_steps import RunResult, run_steps
-from tltlab.sim.scenario import Scenario, policy_name, strategies_run
-from tltlab.sim.simulate import SimResult, outside_calibration, simulated
-from tltlab.sim.topology import Colocated, Separate, Topology
+from tltlab.sim.scenario import Scenario, strategies_run
+from tltlab.sim.simulate import outside_calibration
 from tltlab.stats import Interval, mean_of_few, paired_ratio
-from tltlab.traces.trace import Manifest, Trace
+from tltlab.traces.trace import Trace
 
 from .jobs import side_by_side
 from .logged import LoggedRun
 from .sample import Scenarios, small
 from .sensitivity import Variant, over_ranges
 from .sweep import expected_s, intervals_of, ratio_columns
+from .system_run import generating_workers, replayable, run_bound, settings_of
 
 RANGE_STEPS = 2
 """RL steps, the first ones, on which plausible ranges are tried."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SystemRun:
-    """One system's simulation; `whole` are its RL steps where stage costs were given."""
-
-    bound: BoundSystem
-    result: SimResult
-    whole: RunResult | None
-
-
-def simulate_system(
-    trace: str | Path | Trace,
-    bound: BoundSystem,
-    config: SimulationConfig = SimulationConfig(),
-    *,
-    stages: StageCosts | Source | None = None,
-    gpus_per_worker: int | None = None,
-    record_iterations: bool = False,
-    **settings: Any,
-) -> SystemRun:
-    """Simulate a bound system on the GPUs of all workers; `settings` are fields that replace those of `config`.
-
-    Acceptance and what idle workers train are the system's, and so is the placement that `config` leaves open. A system
-    whose trainer has GPUs of its own generates on fewer workers. Raises ConfigError as `simulate` does.
-    """
-    trace = read(trace)
-    config, machine = config.changed(settings, simulate_system).on_machine(trace)
-    stages = machine.stages if stages is None and machine is not None else stages
-    workers = config.num_workers(trace)
-    scenario = Scenario.of(trace, config, **_settings_of(bound, workers, config, config.find_costs(trace)[0]))
-    return _run(scenario, bound, trace.manifest, workers, stages, gpus_per_worker, record_iterations)
-
-
-def _settings_of(bound: BoundSystem, workers: int, config: SimulationConfig, costs: CostModel) -> dict[str, Any]:
-    """The fields of a scenario that are the system's on `workers` workers."""
-    system = bound.system
-    settings: dict[str, Any] = {
-        "workload": system.workload, "online_updates": system.online_updates, "admission": system.admission,
-        "acceptance": bound.acceptance, "workers": generating_workers(system, workers), "spot": bound.spot,
-        "placement": config.placement or system.placement,
-    }  # fmt: skip
-    if system.draft_pass_share is not None:
-        settings["costs"] = ScaledCosts.around(costs, pass_share=system.draft_pass_share, block=system.block_drafts)
-    return settings
-
-
-def _run(
-    scenario: Scenario,
-    bound: BoundSystem,
-    manifest: Manifest,
-    workers: int,
-    stages: StageCosts | Source | None,
-    gpus_per_worker: int | None,
-    record_iterations: bool = False,
-) -> SystemRun:
-    """Simulate a system that has the GPUs of `workers` workers, in its scenario."""
-    result = simulated(scenario, bound.policy, policy_name(bound.policy), manifest, record_iterations)
-    if stages is None:
-        return SystemRun(bound=bound, result=result, whole=None)
-    stages = load_stages(stages)
-    gpus = gpus_per_worker or scenario.costs.tensor_parallel
-    topology: Topology = Colocated(gpus_per_worker=gpus)
-    if bound.system.topology == "separate":
-        # Refuses stage costs that are for other GPUs than all of them.
-        topology.pools(workers, stages)
-        train_gpus = max(1, workers - scenario.workers) * gpus
-        topology = Separate(
-            gpus_per_worker=gpus, train_gpus=train_gpus, max_staleness=min(1, bound.system.max_staleness)
-        )
-        stages = on_gpus(stages, train_gpus)
-    return SystemRun(
-        bound=bound,
-        result=result,
-        whole=run_steps(result, stages, topology=topology, fused=bound.system.fused, streamed=bound.system.streamed),
-    )
-
-
-def by_name(
-    trace: str | Path | Trace, name: str, config: SimulationConfig = SimulationConfig(), **options: Any
-) -> SystemRun:
-    """Simulate the system of that name; the `options` are those of `simulate_system`.
-
-    What `config` trains on idle workers replaces what the system does. Raises ConfigError for an unknown name, and with
-    the reason for a system that cannot be simulated here.
-    """
-    (system,), trace = find_systems([name]), read(trace)
-    scenario = Scenario.of(trace, config)
-    try:
-        bound = bind(
-            system, scenario.costs, replayable(scenario.acceptance, scenario.steps), drafters=scenario.registry
-        )
-    except ConfigError as error:
-        raise ConfigError(f"system {name}: {error}{partly_recorded(scenario)}") from error
-    if scenario.spot is not None:
-        bound = replace(bound, spot=scenario.spot)
-    run = simulate_system(trace, bound, config, **options)
-    # As the user called it: the model itself only knows its kind.
-    named = replace(run.result.scenario, acceptance_name=scenario.acceptance_name)
-    return replace(run, result=replace(run.result, scenario=named))
 
 
 def compare_systems(
@@ -293,7 +189,7 @@ class SystemComparison:
     ) -> partial[_Outcome]:
         config = self.scenarios.config
         workers = config.num_workers(self.scenarios.trace)
-        settings = {"costs": costs} | _settings_of(bound, workers, config, costs)
+        settings = {"costs": costs} | settings_of(bound, workers, config, costs)
         scenario = self.scenarios.of(rl_steps, seed=seed, **settings)
         scenario = replace(scenario, steps=scenario.steps[:num_steps], queues=scenario.queues[:num_steps])
         manifest = self.scenarios.trace.manifest
@@ -363,7 +259,7 @@ class _Outcome:
 
 def _measured(scenario: Scenario, *placed: Any) -> _Outcome:
     """The figures of a run."""
-    run = _run(scenario, *placed)
+    run = run_bound(scenario, *placed)
     rollouts, stale = run.result.rollouts, run.result.asynchronous
     worker_s = np.array([run.result.scenario.workers * r.makespan_s for r in rollouts])
     return _Outcome(
@@ -487,67 +383,3 @@ def _covering_all(bound: Sequence[BoundSystem]) -> Acceptance:
             if strategy.speculates and binding.acceptance is not None:
                 settled.setdefault(strategy.drafter, binding.acceptance.at_best([strategy.drafter]))
     return PerDrafter(settled)
-
-
-def replayable(acceptance: Acceptance | None, steps: Sequence[Requests]) -> Acceptance | None:
-    """The acceptance; where it is replayed, with those drafters alone that were recorded for every response."""
-    if not isinstance(acceptance, TraceAcceptance):
-        return acceptance
-    drafters = tuple(name for name in acceptance.drafters if _recorded(acceptance, name, steps))
-    if drafters == acceptance.drafters:
-        return acceptance
-    recorded = copy(acceptance)
-    recorded.drafters = drafters
-    return recorded if drafters else None
-
-
-def partly_recorded(scenario: Scenario) -> str:
-    """Advice on drafters that were recorded for some responses only, to be added to an error message."""
-    acceptance = scenario.acceptance
-    recorded = replayable(acceptance, scenario.steps)
-    if acceptance is None or recorded is acceptance:
-        return ""
-    names = sorted(set(acceptance.drafters) - set(() if recorded is None else recorded.drafters))
-    return (
-        f"; acceptance.parquet has {', '.join(names)} for some responses only: give --acceptance the file that "
-        "calibrate fits to it"
-    )
-
-
-def _recorded(acceptance: TraceAcceptance, drafter: str, steps: Sequence[Requests]) -> bool:
-    try:
-        for step in steps:
-            for key, num_tokens in zip(step.keys, step.response_tokens, strict=True):
-                acceptance.positions(drafter, key, num_tokens)
-    except ConfigError:
-        return False
-    return True
-
-
-def generating_workers(system: System, workers: int) -> int:
-    """How many of `workers` workers' GPUs generate; a single one cannot be split, and generates with all it has."""
-    if system.topology == "colocated" or workers == 1:
-        return workers
-    return min(workers - 1, max(1, round(workers * system.generating_share)))
-
-
-def on_gpus(stages: StageCosts, num_gpus: int) -> StageCosts:
-    """The same stages on other GPUs: log-probs and training inversely proportional, grading and sync unchanged.
-
-    Costs that are not counted in GPUs stay as they are.
-    """
-    if stages.num_gpus is None:
-        return stages
-    factor = stages.num_gpus / num_gpus
-    inference, train = stages.inference, stages.train
-    return stages.model_copy(
-        update={
-            "num_gpus": num_gpus,
-            "inference": inference and inference.model_copy(update=_times(inference.model_dump(), factor)),
-            "train": train and train.model_copy(update=_times(train.model_dump(), factor)),
-        }
-    )
-
-
-def _times(terms: dict[str, Any], factor: float) -> dict[str, float]:
-    return {name: value * factor for name, value in terms.items() if name.endswith("_s")}

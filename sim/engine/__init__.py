@@ -8,6 +8,6 @@ How a choice of strategy comes to take time, in five files:
     batch.py                      Batch.advance(regime) -> MacroStep: iterations until something happens, their seconds
     worker.py                     asks, advances, waits (env.timeout), reports the outcome: the only user of SimPy
 
-Beside that path: `scheduler` selects the running requests, `drawn` and `by_request` are sources of gains by request,
+Beside that path: `scheduler` selects the running requests, `by_request` has the sources of gains by request,
 `memoryless` finishes a rollout in closed form, `log` keeps the macro-steps and `record` makes tables of them.
 """

@@ -13,8 +13,7 @@ from tltlab.arrays import Floats, Ints
 from tltlab.traces.rows import Row, columns, idle_spans, span, span_detail, strategy_columns
 from tltlab.traces.schema import KEY, TABLES
 
-from .log import Columns
-from .worker import SimulatedRollout
+from .log import Columns, SimulatedRollout
 
 
 def tables(rollouts: Sequence[SimulatedRollout], policy: str, *, iterations: bool) -> dict[str, pd.DataFrame]:

@@ -27,10 +27,12 @@ from tltlab.policies.selector import Selector
 from tltlab.sim.comparison.jobs import side_by_side
 from tltlab.sim.engine import record
 from tltlab.sim.engine.batch import Ahead, Batch, Gains, MacroStep
+from tltlab.sim.engine.log import SimulatedRollout
 from tltlab.sim.engine.regime import Regime, Regimes
-from tltlab.sim.engine.requests import Requests, requests_by_step
-from tltlab.sim.engine.worker import RolloutSimulator, SimulatedRollout
+from tltlab.sim.engine.requests import Requests
+from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.placement import place
+from tltlab.sim.workload import requests_by_step
 from tltlab.state import Choice, DrafterState, StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace

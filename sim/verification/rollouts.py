@@ -30,8 +30,9 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.policy import Policy
 from tltlab.sim.comparison.jobs import side_by_side
-from tltlab.sim.engine.requests import Prefix, Requests, requests_by_step, with_lengths
+from tltlab.sim.engine.requests import Requests
 from tltlab.sim.scenario import Scenario
+from tltlab.sim.workload import Prefix, requests_by_step, with_lengths
 from tltlab.stats import finite
 from tltlab.traces import metrics
 from tltlab.traces.schema import KEY

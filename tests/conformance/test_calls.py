@@ -21,9 +21,9 @@ from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.engine.requests import requests_by_step
 from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.verification.decisions import RecordedIterations
+from tltlab.sim.workload import requests_by_step
 from tltlab.state import Choice, DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import KEY, Manifest

@@ -27,7 +27,8 @@ from tltlab.sim.comparison.sweep import compare
 from tltlab.sim.comparison.what_if import what_if
 from tltlab.sim.engine import record
 from tltlab.sim.engine.requests import Requests
-from tltlab.sim.tuning.tune import TuneConfig, tune
+from tltlab.sim.tuning.config import TuneConfig
+from tltlab.sim.tuning.tune import tune
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces import metrics

@@ -25,9 +25,10 @@ from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import bind
 from tltlab.planning.systems import SYSTEMS
 from tltlab.sim import Separate, run_steps, simulate
-from tltlab.sim.comparison.systems import compare_systems, on_gpus, simulate_system
-from tltlab.sim.engine.requests import changed, requests_by_step
+from tltlab.sim.comparison.system_run import on_gpus, simulate_system
+from tltlab.sim.comparison.systems import compare_systems
 from tltlab.sim.placement import place
+from tltlab.sim.workload import changed, requests_by_step
 from tltlab.traces.trace import Trace
 
 from ..workloads import TINY, typed, with_positions

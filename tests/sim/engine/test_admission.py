@@ -15,7 +15,7 @@ from tltlab.planning.composition import Admission, SharedBuffer, asynchronous
 from tltlab.sim import simulate
 from tltlab.sim.cli.simulate import simulate as command
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
-from tltlab.sim.engine.requests import requests_by_step
+from tltlab.sim.workload import requests_by_step
 from tltlab.traces.trace import Trace
 
 PROMPTS, GROUP = 8, 4

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tltlab.acceptance.base import ConstantAcceptance, GeometricAcceptance
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.sim.engine.batch import Batch, Expected, FluidBatch
-from tltlab.sim.engine.by_request import Rates
-from tltlab.sim.engine.drawn import Drawn, Replayed
+from tltlab.sim.engine.by_request import Drawn, Rates, Replayed
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests
 from tltlab.state import recent_acceptance

@@ -22,10 +22,11 @@ from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.engine.batch import Batch
 from tltlab.sim.engine.by_request import Rates
+from tltlab.sim.engine.log import SimulatedRollout
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
-from tltlab.sim.engine.worker import RolloutSimulator, SimulatedRollout
+from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.scenario import tell_each_other
 from tltlab.state import RequestState, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -23,8 +23,9 @@ from tltlab.sim.comparison.systems import compare_systems
 from tltlab.sim.engine.admission import RoundFeed, Stream
 from tltlab.sim.engine.batch import FluidBatch
 from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.engine.requests import Requests, changed, requests_by_step
+from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.worker import RolloutSimulator
+from tltlab.sim.workload import changed, requests_by_step
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace

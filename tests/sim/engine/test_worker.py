@@ -22,8 +22,7 @@ from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector
 from tltlab.sim.engine.batch import Batch, Expected, FluidBatch, Gains, until_done
-from tltlab.sim.engine.by_request import Rates
-from tltlab.sim.engine.drawn import Drawn, Replayed
+from tltlab.sim.engine.by_request import Drawn, Rates, Replayed
 from tltlab.sim.engine.random_numbers import num_reached, request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests

@@ -26,11 +26,11 @@ from tltlab.policies.policy import Activation, LengthAwareBudgetSpec, Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
 from tltlab.sim.comparison import jobs as side
-from tltlab.sim.engine.requests import requests_by_step
 from tltlab.sim.verification.decisions import replay_decisions
 from tltlab.sim.verification.policies import judge
 from tltlab.sim.verification.rollouts import _measured, drawn_lengths, text, verify
 from tltlab.sim.verification.run_files import policies_in_force
+from tltlab.sim.workload import requests_by_step
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
 
