@@ -62,13 +62,13 @@ class Recipe(Sections):
             return load_placement(self.rollout.placement)
 
     @model_validator(mode="after")
-    def _by_the_rules(self) -> Recipe:
+    def _check_rules(self) -> Recipe:
         refuse((complaint for rule in RULES for complaint in rule(self)), ValueError)
         return self
 
     @model_validator(mode="before")
     @classmethod
-    def _of_its_system(cls, fields: Any) -> Any:
+    def _fill_from_system(cls, fields: Any) -> Any:
         try:
             sections = Sections.model_validate(fields)
         except ValidationError:

@@ -109,7 +109,7 @@ class EnvironmentConfig(FiniteModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_a_path(cls, fields: Any) -> Any:
+    def _from_path(cls, fields: Any) -> Any:
         return {"path": fields} if isinstance(fields, str) else fields
 
 
@@ -172,7 +172,7 @@ class RolloutConfig(FiniteModel):
 
     @field_validator("vllm")
     @classmethod
-    def _by_the_rules(cls, vllm: dict[str, Any]) -> dict[str, Any]:
+    def _check_rules(cls, vllm: dict[str, Any]) -> dict[str, Any]:
         refuse(vllm_arguments(vllm), ValueError)
         return vllm
 
@@ -249,7 +249,7 @@ class TrainConfig(FiniteModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_the_algorithm(cls, fields: Any) -> Any:
+    def _fill_from_algorithm(cls, fields: Any) -> Any:
         name = fields.get("algorithm") if isinstance(fields, dict) else None
         return ALGORITHMS.get(name, {}) | fields if isinstance(name, str) else fields
 

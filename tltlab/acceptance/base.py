@@ -409,7 +409,7 @@ class LengthsAcceptance(Distribution):
     lengths: Annotated[tuple[Annotated[float, Field(ge=1)], ...], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _within_reach(self) -> Self:
+    def _check_lengths(self) -> Self:
         for depth, length in enumerate(self.lengths, start=1):
             if length > depth + 1:
                 raise ValueError(f"lengths: a draft of depth {depth} yields at most {depth + 1} tokens, got {length:g}")

@@ -206,7 +206,7 @@ class SpreadAcceptance(Wrapped, AcceptanceModel):
 
     @field_validator("base", mode="before")
     @classmethod
-    def _of_a_file(cls, base: object) -> object:
+    def _load_base(cls, base: object) -> object:
         model = _ALIKE.validate_python(base) if isinstance(base, dict) else base
         if getattr(model, "varies_by", "nothing") != "nothing":
             raise ValueError(f"base: acceptance of kind {getattr(model, 'kind', '')!r} varies by request already")

@@ -67,7 +67,7 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
 
     @field_validator("base", mode="before")
     @classmethod
-    def _of_a_file(cls, base: Any) -> Any:
+    def _load_base(cls, base: Any) -> Any:
         model = _BASE.validate_python(base) if isinstance(base, dict) else base
         if isinstance(model, ContextAcceptance):
             raise ValueError("base: one length at which the drafter was trained is enough")

@@ -142,7 +142,7 @@ class MeasuredAcceptance(Distribution):
         return bands
 
     @model_validator(mode="after")
-    def _says_what_copies(self) -> Self:
+    def _check_copies(self) -> Self:
         if unknown := [name for name in self.drafters if name not in self.copies and name not in STANDARD]:
             raise ValueError(
                 f"copies: set whether drafter {unknown[0]!r} copies text (true) or has a network (false), as in "

@@ -49,7 +49,7 @@ class IterationNoise(FiniteModel):
     blocks: tuple[Block, ...] = ()
 
     @model_validator(mode="after")
-    def _is_noise(self) -> IterationNoise:
+    def _check_ratios(self) -> IterationNoise:
         if list(self.ratios) != sorted(self.ratios):
             raise ValueError("ratios must ascend: they are quantiles")
         if abs(mean := float(np.mean(self.ratios)) - 1.0) > 1e-6:

@@ -232,7 +232,7 @@ class RooflineCosts(CostModel):
         return value
 
     @model_validator(mode="after")
-    def _shared_out(self) -> RooflineCosts:
+    def _check_heads(self) -> RooflineCosts:
         per_gpu_heads(model(self.model), self.tp)
         return self
 
