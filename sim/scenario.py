@@ -221,7 +221,7 @@ class Scenario(SimulationConfig):
                 if from_user(error):
                     raise raised(error, f"policy {type(simulator.selectors[0]).__name__}") from error
                 raise
-            tell_each_other(budgets, rollout)
+            exchange_responses(budgets, rollout)
             if trainer is not None:
                 rollout.spot, state = trainer.result, trainer.drafter
             elif self.online_updates:
@@ -357,7 +357,7 @@ def budgets_of(policy: Policy, workers: int) -> list[DraftBudget]:
     return [policy.build_budget() for _ in range(workers)]
 
 
-def tell_each_other(budgets: Sequence[DraftBudget], rollout: SimulatedRollout) -> None:
+def exchange_responses(budgets: Sequence[DraftBudget], rollout: SimulatedRollout) -> None:
     """Give every worker's budget the responses that finished on the others in a rollout, as drafters in a real run."""
     requests = rollout.requests
     for worker, budget in enumerate(budgets):

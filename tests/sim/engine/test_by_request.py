@@ -27,7 +27,7 @@ from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.worker import RolloutSimulator
-from tltlab.sim.scenario import tell_each_other
+from tltlab.sim.scenario import exchange_responses
 from tltlab.state import RequestState, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read
@@ -303,7 +303,7 @@ def test_workers_are_told_of_each_other_s_requests():
     trace = log_normal(prompts=6, group_size=2, rl_steps=1, workers=3)
     (rollout,) = simulate(trace, costs=DEAR).rollouts
     budgets = [Noting() for _ in range(3)]
-    tell_each_other(budgets, rollout)
+    exchange_responses(budgets, rollout)
     for worker, budget in enumerate(budgets):
         elsewhere = np.flatnonzero(rollout.worker_of != worker)
         assert [key for key, *_ in budget.ended] == [rollout.requests.keys[r] for r in elsewhere]
