@@ -77,10 +77,10 @@ def rank_groups(expected: Sequence[float], workers: int, token_s: Seconds) -> li
     return worker_of
 
 
-def predicted_long(expected: Mapping[str, float], share: float, recall: float, luck: Mapping[str, float]) -> set[str]:
+def predicted_long(expected: Mapping[str, float], share: float, recall: float, draws: Mapping[str, float]) -> set[str]:
     """The prompts that a length ranker calls long: the `share` longest, of which it finds `recall`.
 
-    `luck` is a uniform random number in [0, 1) per prompt: a long prompt at or above `recall` is missed, and the next
+    `draws` is a uniform random number in [0, 1) per prompt: a long prompt at or above `recall` is missed, and the next
     longest takes its place.
 
     >>> sorted(predicted_long({"a": 9, "b": 8, "c": 2, "d": 1}, 0.5, 0.87, {"a": 0.1, "b": 0.9, "c": 0.5, "d": 0.5}))
@@ -88,7 +88,7 @@ def predicted_long(expected: Mapping[str, float], share: float, recall: float, l
     """
     order = sorted(expected, key=lambda name: (-expected[name], name))
     long = order[: round(share * len(order))]
-    recalled = [name for name in long if luck[name] < recall]
+    recalled = [name for name in long if draws[name] < recall]
     return {*recalled, *order[len(long) : 2 * len(long) - len(recalled)]}
 
 
