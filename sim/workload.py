@@ -167,9 +167,9 @@ def changed(requests: Requests, workload: Workload | None, seed: int) -> Request
         )
     chains = requests.chains
     keys = [requests.keys[chain[0]] for chain in chains]
-    luck = uniforms(request_seeds(seed, keys), np.full(len(keys), _APART), 1)[:, 0]
+    draws = uniforms(request_seeds(seed, keys), np.full(len(keys), _APART), 1)[:, 0]
     if isinstance(workload, EarlierEpoch):
-        return _after_prefix(requests, workload.keep, luck)
+        return _after_prefix(requests, workload.keep, draws)
     assert isinstance(workload, Regrouped)
     members: dict[str, list[int]] = {}
     for n, key in enumerate(keys):
@@ -180,7 +180,7 @@ def changed(requests: Requests, workload: Workload | None, seed: int) -> Request
     for at, group in enumerate(groups):
         first = groups[at - at % workload.factor]
         for n in group:
-            source[n] = first[int(luck[n] * len(first))] if group is not first else n
+            source[n] = first[int(draws[n] * len(first))] if group is not first else n
     return of_responses(requests, [(requests, chains[m], (keys[m][0], keys[m][1], n, 0)) for n, m in enumerate(source)])
 
 
@@ -189,10 +189,10 @@ def _shorter(caps: Ints, share: float) -> Ints:
     return shorter
 
 
-def _after_prefix(requests: Requests, keep: float, luck: Floats) -> Requests:
+def _after_prefix(requests: Requests, keep: float, draws: Floats) -> Requests:
     """Each response without its first tokens, up to the first that is not kept: they are part of a prompt."""
     with np.errstate(divide="ignore"):
-        runs = np.floor(np.log1p(-luck) / np.log(keep)) if keep < 1 else np.full(len(luck), np.inf)
+        runs = np.floor(np.log1p(-draws) / np.log(keep)) if keep < 1 else np.full(len(draws), np.inf)
     prompts, lengths, turns = list(requests.prompt_tokens), list(requests.response_tokens), requests.turns
     first: list[int] = []
     tool_s, cached = ([], []) if turns is None else (list(turns.tool_s), list(turns.cached_tokens))

@@ -117,10 +117,10 @@ class Stream:
         group = PromptGroup(needed=len(indices))
         extra = math.ceil(self.admission.samples * len(indices)) - len(indices)
         lengths = [step.response_tokens[i] for i in indices]
-        luck: Floats = uniforms(request_seeds(self.seed, [step.keys[indices[0]]]), np.array([(lap + 1) << 41]), extra)[
+        draws: Floats = uniforms(request_seeds(self.seed, [step.keys[indices[0]]]), np.array([(lap + 1) << 41]), extra)[
             0
         ]
-        chosen = [*indices, *(indices[int(u * len(indices))] for u in luck)]
+        chosen = [*indices, *(indices[int(u * len(indices))] for u in draws)]
         lengths += [step.response_tokens[i] for i in chosen[len(indices) :]]
         # The order within a group is independent of lengths: samples are in the trace's order.
         for sample, (i, length) in enumerate(zip(chosen, lengths, strict=True)):
