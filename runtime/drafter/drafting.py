@@ -56,7 +56,7 @@ class Drafting:
     def target_moved(self) -> None:
         """Note that the engines have the policy's new weights."""
 
-    def went_back(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None:
+    def rewind(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None:
         """Restore the drafter of `rl_step`: the run repeats it and later RL steps.
 
         `state` is the result of `state_dict` at that time, and `folder` the folder of its tensors. A run that is back

@@ -233,13 +233,13 @@ class DrafterRun(Drafting):
         assert self.training is not None
         self.training.set_target(self._frozen())
 
-    def went_back(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None:
+    def rewind(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None:
         self._stop_training()
         updates = self.served.updates
         self._restore(state, folder)
         self._annotating, self._rows = {}, {}
         # Engines repeat the last RL step that they were in.
-        self._ask_engines("went_back", rl_step)
+        self._ask_engines("rewind", rl_step)
         # Reloading the same weights would clear their acceptance record.
         served = self.served
         if served.updates != updates:

@@ -155,7 +155,7 @@ class EngineWorker:
         """Return the memory of this process."""
         return ProcessMemory.now("rollout worker", self.number, self.engine.held_bytes())
 
-    def went_back(self, rl_step: int) -> None:
+    def rewind(self, rl_step: int) -> None:
         """Reset the status of the feed to the RL step before `rl_step`, for trainers that start from here on."""
         self.feed.status(rl_step - 1, busy=False)
 

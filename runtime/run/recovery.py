@@ -113,7 +113,7 @@ class Recovery:
             try:
                 self.actors.restart_trainers()
                 state, drafter = self._go_back(folder)
-                self.drafting.went_back(state.rl_step, drafter, None if folder is None else folder / "drafter")
+                self.drafting.rewind(state.rl_step, drafter, None if folder is None else folder / "drafter")
             except TrainerDied as again:
                 error = again
             else:

@@ -368,13 +368,13 @@ def test_a_run_that_goes_back_restores_its_drafter(story: Story, tmp_path: Path,
     # Trainers that begin from a checkpoint are in the test above.
     with monkeypatch.context() as nobody:
         nobody.setattr(run, "_start_training", lambda: None)
-        run.went_back(then, state, saved)
+        run.rewind(then, state, saved)
         assert same(worker.given[-1][0], weights)
         assert run.state_dict(saved) == state
         given = len(worker.given)
-        run.went_back(then, state, saved)
+        run.rewind(then, state, saved)
         assert len(worker.given) == given, "engines are given what they have, and forget how it did"
-    run.went_back(0, story.origin, None)
+    run.rewind(0, story.origin, None)
     story.rl_step = -1
     began_with, predicted = worker.given[-1]
     assert predicted == []
@@ -594,7 +594,7 @@ def test_with_engines_only_a_collapsed_drafter_stops_serving(
         until(lambda: any("has collapsed" in n for r in run.reports for n in r.notes) or not run.step())
         run.save()
         monkeypatch.setattr(drafting, "_start_training", lambda: None)
-        drafting.went_back(0, origin, None)
+        drafting.rewind(0, origin, None)
         assert_engines_draft_with(load_head(drafting.head).serving_weights(), run)
         reports = drafting._ask_engines("drafter_report")
         assert [(report.updates, report.serves) for report in reports] == [(0, False)] * 2
