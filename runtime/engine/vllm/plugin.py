@@ -41,7 +41,7 @@ GRACE_S = 60.0
 """Most seconds that a server at its end waits for an engine core to finish its trace."""
 
 GOT = "tltlab got "
-"""Prefix of a front end's additions to the names of requests that it aborts, see `_got_of`."""
+"""Prefix of a front end's additions to the names of requests that it aborts, see `_delivered_tokens`."""
 
 ASK_S = 2.0
 """Most seconds that a server waits for an engine core's metrics; the core answers between iterations."""
@@ -223,12 +223,12 @@ def attach() -> None:
     def abort(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         states = dict(self.request_states)
         names = stock(self, *args, **kwargs)
-        return [*guarded_call(self, _got_of, states, names, otherwise=()), *names]
+        return [*guarded_call(self, _delivered_tokens, states, names, otherwise=()), *names]
 
     @in_place_of(EngineCore, "abort_requests")
     def aborted(stock: Any, self: Any, request_ids: Any) -> Any:
-        if hasattr(self.scheduler, "client_got"):
-            guarded_call(self, _note_what_clients_got, self.scheduler, request_ids, otherwise=None)
+        if hasattr(self.scheduler, "note_delivered"):
+            guarded_call(self, _note_delivered, self.scheduler, request_ids, otherwise=None)
         return stock(self, [name for name in request_ids if not name.startswith(GOT)])
 
     @in_place_of(EngineCore, "shutdown")
@@ -251,7 +251,7 @@ def attach() -> None:
         guarded_call(self, _record_where_asked, self, otherwise=None)
 
 
-def _got_of(states: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+def _delivered_tokens(states: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Return the number of tokens that clients got of the requests they abort, as names of no request.
 
     The engine core computes further tokens meanwhile. Names reach the core in order, with the requests' own; a core
@@ -261,9 +261,9 @@ def _got_of(states: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     return [f"{GOT}{each.num_output_tokens()} {name}" for name, each in detokenizers.items() if each is not None]
 
 
-def _note_what_clients_got(scheduler: Any, request_ids: Sequence[str]) -> None:
+def _note_delivered(scheduler: Any, request_ids: Sequence[str]) -> None:
     notes = [name.removeprefix(GOT).split(" ", 1) for name in request_ids if name.startswith(GOT)]
-    scheduler.client_got({name: int(num_tokens) for num_tokens, name in notes})
+    scheduler.note_delivered({name: int(num_tokens) for num_tokens, name in notes})
 
 
 def _then_note_weights(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -240,9 +240,9 @@ class PolicyScheduler(Scheduler):
         """Note possible new weights: the prefix cache was reset, or a `method` was called on all workers."""
         self._guarded(self.watch.new_weights, method)
 
-    def client_got(self, num_tokens: Mapping[str, int]) -> None:
+    def note_delivered(self, num_tokens: Mapping[str, int]) -> None:
         """Note how many tokens clients have of requests that they are about to abort."""
-        self._guarded(self.watch.client_got, num_tokens)
+        self._guarded(self.watch.note_delivered, num_tokens)
 
     def close_recording(self) -> None:
         """End the recording and turn it into a trace."""

@@ -143,7 +143,7 @@ class Watch:
             recording.left(live, None if reason is None else str(reason), in_flight=in_flight)
         return live
 
-    def client_got(self, num_tokens: Mapping[str, int]) -> None:
+    def note_delivered(self, num_tokens: Mapping[str, int]) -> None:
         """Note how many tokens clients have of requests that they are about to abort."""
         self._got |= {name: num for name, num in num_tokens.items() if name in self.control.live}
 
@@ -348,7 +348,7 @@ class _RecordOnly:
             self._unwrap()
         self._scheduler.close_recording = self._close
         self._scheduler.new_weights = lambda method: self._guarded(watch.new_weights, (method,))
-        self._scheduler.client_got = lambda num_tokens: self._guarded(watch.client_got, (num_tokens,))
+        self._scheduler.note_delivered = lambda num_tokens: self._guarded(watch.note_delivered, (num_tokens,))
 
     def _close(self) -> None:
         self._unwrap()
@@ -409,7 +409,7 @@ class _RecordOnly:
                     attributes[name] = previous
         self._wrapped.clear()
         attributes.pop("new_weights", None)
-        attributes.pop("client_got", None)
+        attributes.pop("note_delivered", None)
 
 
 def _stopped_at(request: Request, tokenizer: Any, at_token: bool) -> int | None:
