@@ -398,7 +398,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Note new weights of the target model."""
         self.canary.reset(f"the sync of weights {version}{self._when()}", target_moved=True)
 
-    def woke(self) -> None:
+    def note_wake(self) -> None:
         """Note that the engine released its memory and has it back."""
         self.canary.reset(f"the engine woke{self._when()}")
 

@@ -442,7 +442,7 @@ class Engine:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore the memory, all or that of "weights" or "kv_cache"; the canary then checks the drafter anew."""
         self.llm.wake_up(None if tags is None else list(tags))
-        self._call("drafters.woke")
+        self._call("drafters.note_wake")
 
     def check_alive(self) -> None:
         """Raise EngineDied for an engine that failed or has only a part of its weights."""

@@ -289,7 +289,7 @@ class _Window:
         kept, drafts = self.before
         return kept / max(drafts, 1)
 
-    def happens(self, event: str) -> None:
+    def note_event(self, event: str) -> None:
         """Open another window; one with too few accepted drafts goes on, until it is enough for a verdict."""
         if not self.collapsed and self.kept <= COLLAPSE * self.rate * self.drafts:
             earlier = self.events if self.drafts or self.events != START else []
@@ -305,7 +305,7 @@ class _Window:
 class Alarm:
     """Compares the acceptance of every drafter with its own before a wake of the engine, or before new weights.
 
-    `happened` opens a window for each drafter. A window is looked at after `LEAST_DRAFTS` drafts, then each time their
+    `note_event` opens a window for each drafter. A window is looked at after `LEAST_DRAFTS` drafts, then each time their
     number has doubled, and when the engine falls idle. A drafter has collapsed if so few first tokens are accepted
     that their binomial chance, at `COLLAPSE` times the rate before, is at most `FALSE_ALARM` / 2^(i + 1) at look i
     (from 0). A drafter without a network, which depends on the text alone, and one whose rate before is not known
@@ -316,7 +316,7 @@ class Alarm:
     >>> notices = []
     >>> alarm = Alarm(notices.append)
     >>> alarm.observe("eagle", [(3, 2)] * 40, has_network=True)
-    >>> alarm.happened("the engine woke")
+    >>> alarm.note_event("the engine woke")
     >>> alarm.observe("eagle", [(3, 0)] * 64, has_network=True)
     >>> notices[0].partition(":")[0]
     'drafter eagle has collapsed since the engine woke'
@@ -326,10 +326,10 @@ class Alarm:
         self._notify = notify
         self._windows: dict[str, tuple[_Window, bool]] = {}
 
-    def happened(self, event: str) -> None:
+    def note_event(self, event: str) -> None:
         """Note what may break a drafter: a wake, or new weights."""
         for window, _ in self._windows.values():
-            window.happens(event)
+            window.note_event(event)
 
     def observe(self, drafter: str, verified: Sequence[tuple[int, int]], *, has_network: bool) -> None:
         """Count drafts that were verified: (drafted tokens, accepted tokens) each."""

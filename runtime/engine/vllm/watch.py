@@ -234,9 +234,9 @@ class Watch:
         """Note that the engine may have new weights (`LiveRecording.new_weights`), after a wait for them."""
         self.control.end_iteration()
         if method is None:
-            self.control.alarm.happened("a reset of the prefix cache")
+            self.control.alarm.note_event("a reset of the prefix cache")
         elif "wake" in method or BRINGS_WEIGHTS.search(method):
-            self.control.alarm.happened("a wake of the engine" if "wake" in method else f"new weights ({method})")
+            self.control.alarm.note_event("a wake of the engine" if "wake" in method else f"new weights ({method})")
         if (recording := self._open_recording) is not None:
             recording.new_weights(method)
 

@@ -198,7 +198,7 @@ class Engine:
 
     def happens(self, *events: str) -> Engine:
         for event in events:
-            self.alarm.happened(event)
+            self.alarm.note_event(event)
         return self
 
     def idle(self) -> Engine:

@@ -116,7 +116,7 @@ def test_a_verdict_names_what_happened_before():
     drafters.begin(5)
     drafters.target_updated("6")
     verified(drafters, 3)
-    drafters.woke()
+    drafters.note_wake()
     verified(drafters, 0)
     verdicts = drafters.report().verdicts
     assert [v.kind for v in verdicts] == ["fine", "fine", "collapsed"]
