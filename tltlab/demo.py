@@ -76,45 +76,45 @@ def run_demo(out: Path, setting: DemoSetting, *, task: str, seed: int) -> dict[s
     """Run every stage into `out`; return the content of `summary.json`."""
     began = time.perf_counter()
 
-    def say(message: str) -> None:
+    def report(message: str) -> None:
         progress(f"[{time.perf_counter() - began:4.0f} s] {message}")
 
-    say(f"1/7 training a {setting.size} model from scratch on {task}")
-    model = make_model(out / "model", size=setting.size, task=task, seed=seed, progress=say)
+    report(f"1/7 training a {setting.size} model from scratch on {task}")
+    model = make_model(out / "model", size=setting.size, task=task, seed=seed, progress=report)
     recipe = demo_recipe(out / "model", setting, model, seed)
     with ray_running(), ThreadPoolExecutor(1) as beside:
-        say("2/7 starting Ray, two vLLM engines and the trainer")
+        report("2/7 starting Ray, two vLLM engines and the trainer")
         with GrpoRun(recipe, out) as run:
             write_json(out / "run.json", sealed(run_json(recipe)))
             reward_first = run.evaluate()
-            say(f"held-out reward {reward_first:.3f} before training; 3/7 GRPO, recorded")
+            report(f"held-out reward {reward_first:.3f} before training; 3/7 GRPO, recorded")
             names = setting.policies()
             first = names.index(TUNED)
             for name in names[:first]:
                 run.set_policy(load_policy(name), name)
-                say(str(run.step()))
-            say("4/7 calibrating and tuning a policy in the simulator")
+                report(str(run.step()))
+            report("4/7 calibrating and tuning a policy in the simulator")
             fitted, tuning = fit_and_tune(run.trace(), out, seed)
             for candidate in tuning.candidates[:3]:
-                say(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
-            say(tuning.verdict)
-            say(f"5/7 GRPO goes on under {tuning.name}, from {out / 'policy.json'}, then under {ADAPTIVE}")
+                report(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
+            report(tuning.verdict)
+            report(f"5/7 GRPO goes on under {tuning.name}, from {out / 'policy.json'}, then under {ADAPTIVE}")
             tuned = load_policy(out / "policy.json")
             run.set_policy(tuned, TUNED)
             for _ in range(setting.tuned_steps):
-                say(str(run.step()))
+                report(str(run.step()))
             run.set_policy(load_policy(ADAPTIVE), ADAPTIVE)
             for _ in range(setting.adaptive_steps):
-                say(str(run.step()))
+                report(str(run.step()))
             reward_last = run.evaluate()
-            say(f"held-out reward {reward_last:.3f} after {len(names)} steps")
+            report(f"held-out reward {reward_last:.3f} after {len(names)} steps")
             reports = run.reports
             run.save()
-        say("6/7 predicting every step from the others, while the last run starts")
+        report("6/7 predicting every step from the others, while the last run starts")
         predicting = beside.submit(predict, out, names, fitted, tuned, seed)
-        say("7/7 GRPO once more from the start, four workers, with a drafter that learns on those that are idle")
+        report("7/7 GRPO once more from the start, four workers, with a drafter that learns on those that are idle")
         drafter = run_drafter(
-            out / "model", out / "adaptive", setting.drafter, seed=seed, say=say, before_steps=predicting.result
+            out / "model", out / "adaptive", setting.drafter, seed=seed, report=report, before_steps=predicting.result
         )
         verification, without_s = predicting.result()
     trace = read(out / "trace")
@@ -144,7 +144,7 @@ def run_demo(out: Path, setting: DemoSetting, *, task: str, seed: int) -> dict[s
         "versions": versions(),
     }
     write_json(out / "summary.json", result)
-    say(f"done: {out / 'summary.json'}, {out / 'timeline.png'}")
+    report(f"done: {out / 'summary.json'}, {out / 'timeline.png'}")
     return result
 
 
@@ -269,7 +269,13 @@ def text(result: dict[str, Any]) -> str:
 
 
 def run_drafter(
-    model: Path, out: Path, sizes: Sizes, *, seed: int, say: Callable[[str], None], before_steps: Callable[[], object]
+    model: Path,
+    out: Path,
+    sizes: Sizes,
+    *,
+    seed: int,
+    report: Callable[[str], None],
+    before_steps: Callable[[], object],
 ) -> dict[str, Any]:
     """Warm up a drafter for `model`, run GRPO with it into `out`, and return the effect of its training.
 
@@ -277,7 +283,7 @@ def run_drafter(
     those of the last third of the RL steps: the one that the run began with, and the one in service. `before_steps` is
     called once all has started.
     """
-    head = warmed_up(model, out / "warm-up", sizes, say)
+    head = warmed_up(model, out / "warm-up", sizes, report)
     drafter = trained_beside(head, sizes).model_copy(update={"annotate": 8})
     policy = fixed_depth(out / "fixed.json", sizes.draft_depth)
     recipe = recipe_of(model, sizes, seed=seed, policy=policy, drafter=drafter)
@@ -285,7 +291,7 @@ def run_drafter(
         # Rollouts are measured, so nothing else may run beside them.
         before_steps()
         for _ in range(sizes.steps):
-            say(str(run.step()))
+            report(str(run.step()))
         run.save()
     trace = read(out / "trace")
     write_json(out / "run.json", sealed(run_json(recipe)))

@@ -125,7 +125,7 @@ def tune(
     )  # fmt: skip
     origin = {"command": "tltlab " + shlex.join(sys.argv[1:]), "paths": [str(path) for path in traces]}
     with progress_bar("trials", trials) as done:
-        result = run(sources, config, provenance=origin, done=done, say=progress, journal=journal)
+        result = run(sources, config, provenance=origin, done=done, on_stage=progress, journal=journal)
     result.policy.write(out)
     if plot is not None:
         save_figure(result.history(), plot)

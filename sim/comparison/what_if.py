@@ -80,7 +80,7 @@ def what_if(
     seed: int = 0,
     rl_steps: Sequence[int] | str | None = None,
     jobs: int | None = 1,
-    say: Callable[[str, int], None] = lambda message, total: None,
+    on_stage: Callable[[str, int], None] = lambda message, total: None,
     **misspelt: Any,
 ) -> WhatIf:
     """Simulate these responses with and without speculation; the answer is `verdict`, the rest is behind it.
@@ -97,8 +97,8 @@ def what_if(
     The policy is the exact table of up to four draft depths of that drafter (or of the recorded ones) by batch size for
     these costs and this acceptance: what the best table brings. `rl_steps` (numbers, or text such as "0:5" or "all")
     are simulated, by default a sample where there are more than 24 (`Scenarios.answer`). `jobs` processes (None: one
-    per core) share the acceptances and the systems. `say` receives each stage when it is done, and their number, anew
-    for each larger sample. Costs O(responses) per policy, most of it the bandits among `systems`.
+    per core) share the acceptances and the systems. `on_stage` receives each finished stage and the number of
+    stages, again for each larger sample. Costs O(responses) per policy, most of it the bandits among `systems`.
 
     >>> what_if([200] * 500 + [4000] * 12, gpus="8xH100", model="Qwen2.5-7B").verdict  # doctest: +SKIP
     """
@@ -139,7 +139,7 @@ def what_if(
     compared = compared if SYSTEMS["verl"] in compared else (SYSTEMS["verl"], *compared)
     ask = _Question(
         scenarios=scenarios, strategies=strategies, drafters=drafters, compared=compared,
-        accept=None if recorded else _chance(granted, drafters), block=decisions_apart(trace), jobs=jobs, say=say,
+        accept=None if recorded else _chance(granted, drafters), block=decisions_apart(trace), jobs=jobs, on_stage=on_stage,
         recorded=recorded, logged=logged,
     )  # fmt: skip
     found = scenarios.answer(ask.answer, ask.is_enough)
@@ -237,7 +237,7 @@ class _Question:
     block: int
     logged: LoggedRun
     jobs: int | None
-    say: Callable[[str, int], None]
+    on_stage: Callable[[str, int], None]
 
     def answer(self, rl_steps: Sequence[int]) -> _Found:
         """Simulate these RL steps without speculation, at each acceptance and under each system."""
@@ -245,11 +245,11 @@ class _Question:
         chances: list[float | None] = [None] if accept is None else [*sorted({*_CURVE, LEAST, MOST, accept})]
         total = 4 + len(chances)
         responses = sum(len(step.chains) for step in scenario.steps)
-        self.say(f"{responses} responses of {len(scenario.steps)} RL steps", total)
+        self.on_stage(f"{responses} responses of {len(scenario.steps)} RL steps", total)
         plain = simulated(scenario, load_policy("none"), "none", scenarios.trace.manifest)
         stages = self.logged.stages
         base = _seconds(plain, stages)
-        self.say("no speculation", total)
+        self.on_stage("no speculation", total)
         tasks = [
             partial(_speed_up, self._at(rl_steps, chance), self.strategies, stages, chance, base) for chance in chances
         ]
@@ -257,15 +257,15 @@ class _Question:
         for chance, speed_up in zip(chances, side_by_side(tasks, jobs=self.jobs), strict=True):
             speed_ups.append(speed_up)
             what = "" if chance is None else f" {chance:.2f}"
-            self.say(f"{'recorded ' * self.recorded}acceptance{what}", total)
+            self.on_stage(f"{'recorded ' * self.recorded}acceptance{what}", total)
         chosen = next(s for s in speed_ups if s.accept == accept)
         ranges = self._bands(scenario, chosen, base)
-        self.say("90 % range", total)
+        self.on_stage("90 % range", total)
         systems = SystemComparison(
             scenarios=scenarios.deciding_every(self.block), systems=self.compared,
             beside=[(THE_VERDICT, chosen.policy)], stages=stages, jobs=self.jobs, ranges=False,
         ).table(rl_steps)  # fmt: skip
-        self.say(f"systems {', '.join(systems['system'])}", total)
+        self.on_stage(f"systems {', '.join(systems['system'])}", total)
         return _Found(scenario=scenario, plain=plain, base=base, speed_ups=tuple(speed_ups), chosen=chosen,
                       bands=ranges, running=self._running(scenario, chosen, base), systems=systems)  # fmt: skip
 

@@ -129,15 +129,15 @@ def tune(
     *,
     provenance: Mapping[str, Any] | None = None,
     done: Callable[[str], None] = lambda trial: None,
-    say: Callable[[str], None] = lambda stage: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
     journal: Path | None = None,
     **settings: Any,
 ) -> TuneResult:
     """Search the fastest policy on some RL steps of the traces (or their paths), and judge it on the others.
 
     `settings` are fields of `TuneConfig` that replace those of `config`. `provenance` is written into the policy over
-    what is found here; `done` receives each of the bandit's trials, `say` each stage. `journal` is a file that keeps
-    the trials: an interrupted tuning that is called again with it goes on and finds the same. Raises ConfigError for a
+    what is found here; `done` receives each of the bandit's trials, `on_stage` each stage. `journal` is a file of
+    the trials: an interrupted tuning that is called again with it continues with the same result. Raises ConfigError for a
     trace with fewer than two RL steps, a missing acceptance, and where no policy is possible.
     """
     config = config.changed(settings, tune)
@@ -203,7 +203,7 @@ def tune(
         )
     policies = {name: policy for named in kinds.values() for name, policy in named.items()}
     plain_policy, seeds = {"none": load_policy("none")}, config.seeds()
-    say(f"{len(policies)} fixed, elastic and table policies in fluid mode")
+    on_stage(f"{len(policies)} fixed, elastic and table policies in fluid mode")
     fluid = tuning.makespans(plain_policy | policies, mode="fluid", seeds=[config.seed])
     searched = {name: tuning.score(fluid[name], fluid["none"]) for name in policies}
     best = {kind: min(named, key=lambda n: searched[n]) for kind, named in kinds.items() if named}
@@ -225,13 +225,13 @@ def tune(
         fluid_scores = sorted((name, f"{value:.9g}") for name, value in searched.items())
         identity = hashlib.sha256(repr([fluid_scores, seeds, config.max_buckets, config.search]).encode()).hexdigest()
         for name, space in spaces.items():
-            say(f"{config.trials} settings of {name} in {mode} mode")
+            on_stage(f"{config.trials} settings of {name} in {mode} mode")
             found[name] = search(
                 space, score, trials=config.trials, seed=config.seed, fits=config.holds, done=done, journal=journal,
                 identity=identity, study_name="tltlab tune" + f" {name}" * bool(config.search),
             )  # fmt: skip
         runners = {str(trial.policy): trial.policy for tried in found.values() for trial in _racers(tried)}
-        say(f"{len(runners)} of these settings race in sampled mode")
+        on_stage(f"{len(runners)} of these settings race in sampled mode")
         raced = tuning.race(runners, seeds=seeds, seed=config.seed)
         for tried in found.values():
             tried.sort(key=lambda trial: (raced.get(str(trial.policy), math.inf), trial.score))
@@ -247,7 +247,7 @@ def tune(
     )
     strategies = list(dict.fromkeys([*strategies, *(s for p, _ in further.values() for s in p.strategies)]))
     strategies = [strategy for strategy in strategies if strategy.speculates]
-    say(f"{len(finalists.policies)} finalists on RL steps held out")
+    on_stage(f"{len(finalists.policies)} finalists on RL steps held out")
     scores, num = finalists.scores(tuning, seeds=config.seeds(_SELECTION), seed=config.seed), FIRST
     while True:
         judging = _with_errors(judge_on, strategies, config, processes)

@@ -89,7 +89,7 @@ def bench_quick(
             rounds=rounds, plain_batches=batches,
         )  # fmt: skip
         folder = out.with_suffix("") / plan.model
-        rehearse(plan, folder, minutes=minutes - (time.monotonic() - begun) / 60, say=progress)
+        rehearse(plan, folder, minutes=minutes - (time.monotonic() - begun) / 60, report=progress)
         engine = {"graphs": "planned" if plan.gpus else "none", "scheduling": "synchronous"}
         stock = {"graphs": "vLLM's own" if plan.gpus else "none", "scheduling": "vLLM's own"}
         rows += [row | {"model": name} | (stock if row["engine"] == "stock" else engine) for row in played(folder)]

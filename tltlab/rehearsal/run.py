@@ -23,7 +23,7 @@ _PATIENCE_S = 30.0
 """An engine is killed so long after the deadline."""
 
 
-def rehearse(plan: Play, out: Path, *, minutes: float | None = None, say: Callable[[str], None] = progress) -> None:
+def rehearse(plan: Play, out: Path, *, minutes: float | None = None, report: Callable[[str], None] = progress) -> None:
     """Play what is planned and not yet in `out`; each rollout is on disk as soon as it is over.
 
     Workers' engines run side by side where there are as many GPUs, else one after another. Rollouts that do not fit
@@ -43,14 +43,14 @@ def rehearse(plan: Play, out: Path, *, minutes: float | None = None, say: Callab
         for first in range(0, len(workers), at_once := max(1, plan.gpus)):
             starts = [row["seconds"] for row in played(out) if row["row"] == "started"]
             if deadline is None or time.time() + max(starts, default=START_S[plan.gpus > 0]) < deadline:
-                say(f"starting {engine_name(plan, stock)}")
+                report(f"starting {engine_name(plan, stock)}")
                 _run(plan, out, workers[first : first + at_once], stock, deadline)
     left = [
         v for worker in range(len(plan.lengths)) for stock in (True, False) for v in to_play(plan, out, worker, stock)
     ]
     if left:
         counts = Counter(visit.policy for visit in left)
-        say(f"left out for lack of time, rollouts of {', '.join(f'{name} ({n})' for name, n in counts.items())}")
+        report(f"left out for lack of time, rollouts of {', '.join(f'{name} ({n})' for name, n in counts.items())}")
 
 
 def engine_name(plan: Play, stock: bool) -> str:

@@ -131,7 +131,7 @@ def test_another_rehearsal_does_not_mix_with_it(out: Path):
 
 def test_what_does_not_fit_is_said(tmp_path: Path):
     plan, said = planned(tltlab.read(TINY_TRACE)), []
-    rehearse(plan, tmp_path / "out", minutes=0.01, say=said.append)
+    rehearse(plan, tmp_path / "out", minutes=0.01, report=said.append)
     assert len(said) == 1
     assert all(name in said[0] for name in plan.policies)
     with refused(RunError, naming=(tmp_path / "out",)):

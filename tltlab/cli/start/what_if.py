@@ -99,7 +99,7 @@ def what_if(
     with ExitStack() as stack:
         left: list[Callable[[str], None]] = []
 
-        def say(stage: str, total: int) -> None:
+        def on_stage(stage: str, total: int) -> None:
             if not left:
                 # A larger sample has the same stages again.
                 stack.close()
@@ -109,7 +109,7 @@ def what_if(
         answer = run(
             lengths, gpus=gpus, model=model, engine=engine, tp=tp, costs=costs, workers=workers,
             acceptance=acceptance, accept=accept, drafter=drafter, systems=systems, reading=asked, jobs=jobs, seed=seed,
-            form=readings.known_format(form), rl_steps=rl_steps, say=say,
+            form=readings.known_format(form), rl_steps=rl_steps, on_stage=on_stage,
         )  # fmt: skip
     attributes = ("baseline", "left_out", "num_gpus")
     result: dict[str, Any] = answer.json() | {"systems": system_rows(answer.systems), "figures": "simulated"}
