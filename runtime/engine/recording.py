@@ -466,7 +466,7 @@ class LiveRecording:
                 break
             num_bytes += size
             if isinstance(item, dict):
-                self._recorder.say(**item)
+                self._recorder.set_manifest(**item)
             elif isinstance(item, EndedIterations):
                 iterations, decisions = item.rows()
                 rows.setdefault("iterations", []).extend(iterations)

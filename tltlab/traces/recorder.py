@@ -140,13 +140,13 @@ class Recorder:
     def _begin(self, path: Path) -> None:
         self.path = path
         self._rows: _Rows = {}
-        self._said: dict[str, Any] = {}
+        self._manifest_fields: dict[str, Any] = {}
         self._next_chunk = 0
         self._folder = recording_of(path)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tltlab-recorder")
         self._writing: Future[bool] | None = None
         self._failed_rows: _Rows = {}
-        self._failed_said: dict[str, Any] = {}
+        self._failed_manifest_fields: dict[str, Any] = {}
 
     def rewind(self, rl_steps: int) -> None:
         """Take back every row of RL step `rl_steps` and later, flushed or not: they are to be recorded anew."""
@@ -167,9 +167,9 @@ class Recorder:
             rows = list(rows)
         self._rows.setdefault(table, []).append(rows)
 
-    def say(self, **fields: Any) -> None:
+    def set_manifest(self, **fields: Any) -> None:
         """Set fields of the manifest, such as `notes`, from the next flush on."""
-        self._said |= fields
+        self._manifest_fields |= fields
 
     def flush(self, *, wait: bool = True) -> None:
         """Make everything appended so far durable, as one chunk: after a kill it is there as a whole or not at all.
@@ -179,26 +179,26 @@ class Recorder:
         self._settle()
         rows, self._rows = self._rows, {}
         # Taken here: a thread that writes shares nothing with callers.
-        said, self._said = self._said, {}
+        fields, self._manifest_fields = self._manifest_fields, {}
         if wait:
             # Here and not in the thread: an interpreter that is about to exit, with a trace to finish, starts none.
-            self._count(partial(self._write, rows, said, self._next_chunk))
+            self._count(partial(self._write, rows, fields, self._next_chunk))
         else:
-            self._writing = self._writer.submit(self._write, rows, said, self._next_chunk)
+            self._writing = self._writer.submit(self._write, rows, fields, self._next_chunk)
 
-    def _write(self, rows: _Rows, said: dict[str, Any], number: int) -> bool:
+    def _write(self, rows: _Rows, fields: dict[str, Any], number: int) -> bool:
         """Write the manifest if it has other fields, and rows as chunk `number`; whether there were any."""
         try:
-            if said:
+            if fields:
                 file = self._folder / MANIFEST_FILE
-                manifest = Manifest.read(file).model_copy(update=said)
+                manifest = Manifest.read(file).model_copy(update=fields)
                 replace_durably(file, manifest.to_json().encode())
             tables = {name: _to_arrow(name, rows[name]) for name in TABLES if any(map(len, rows.get(name, ())))}
             if tables:
                 write_chunk(self._folder, number, tables)
             return bool(tables)
         except BaseException as error:
-            self._failed_rows, self._failed_said = rows, said
+            self._failed_rows, self._failed_manifest_fields = rows, fields
             if isinstance(error, OSError):
                 raise RunError(f"cannot record to {self._folder}: {error.strerror or error}") from error
             raise
@@ -218,7 +218,7 @@ class Recorder:
             for table, since in self._rows.items():
                 rows.setdefault(table, []).extend(since)
             self._rows = rows
-            self._said = self._failed_said | self._said
+            self._manifest_fields = self._failed_manifest_fields | self._manifest_fields
             raise
 
     def snapshot(self) -> Trace:

@@ -33,13 +33,13 @@ class Coordinator:
         self.seq = 0
         self.tell(RolloutStarted(rl_step=0))
         for worker in range(workers):
-            self.say(worker, busy=True)
+            self.send(worker, busy=True)
 
     def tell(self, event, now=0.0):
         self.state, self.last = advance(self.state, event, now)
         return list(self.last)
 
-    def say(self, worker, *, busy=False, term=None, acked=None, now=0.0, rl_step=0, incarnation=0):
+    def send(self, worker, *, busy=False, term=None, acked=None, now=0.0, rl_step=0, incarnation=0):
         self.seq += 1
         known = self.state.workers.get(worker)
         acked = (known.sent_seq if known else 0) if acked is None else acked
@@ -49,7 +49,7 @@ class Coordinator:
         return self.tell(report, now)
 
     def idle(self, *workers, now=0.0):
-        return [command for worker in workers for command in self.say(worker, now=now)]
+        return [command for worker in workers for command in self.send(worker, now=now)]
 
     def phase(self, worker):
         return self.state.workers[worker].phase
@@ -84,7 +84,7 @@ def test_ranks_leader_and_term_stay_while_members_come_and_go():
     coordinator.idle(2)
     assert {c.term for c in coordinator.idle(0)} == {1}
     assert coordinator.members == (2, 0)
-    coordinator.say(0, busy=True, term=1)
+    coordinator.send(0, busy=True, term=1)
     assert (coordinator.members, coordinator.state.period.term) == ((2,), 1)
     coordinator.tell(WorkerGone(worker=2))
     (command,) = coordinator.idle(0)
@@ -93,11 +93,11 @@ def test_ranks_leader_and_term_stay_while_members_come_and_go():
 
 
 def idle(*workers, **report):
-    return lambda coordinator: [command for w in workers for command in coordinator.say(w, **report)]
+    return lambda coordinator: [command for w in workers for command in coordinator.send(w, **report)]
 
 
 def busy(worker, **report):
-    return lambda coordinator: coordinator.say(worker, busy=True, **report)
+    return lambda coordinator: coordinator.send(worker, busy=True, **report)
 
 
 def tell(event, now=0.0):
@@ -154,23 +154,23 @@ def test_it_wakes_for_what_is_due():
     coordinator = Coordinator(yield_timeout_s=3.0)
     coordinator.idle(0)
     coordinator.tell(END, now=10.0)
-    coordinator.say(0, term=1, now=10.5)
+    coordinator.send(0, term=1, now=10.5)
     assert wakeup_s(coordinator.state) == 13.0
     coordinator.tell(Tick(), now=13.0)
     assert coordinator.phase(0) is Phase.GONE
-    coordinator.say(0, busy=True, now=14.0)
+    coordinator.send(0, busy=True, now=14.0)
     assert coordinator.phase(0) is Phase.BUSY
 
 
 def test_a_process_replaced_unnoticed_ends_the_period():
     coordinator = Coordinator()
     coordinator.idle(0, 1)
-    coordinator.say(0, term=1)
-    coordinator.say(1, term=1)
-    commands = coordinator.say(1, acked=0, incarnation=50)
+    coordinator.send(0, term=1)
+    coordinator.send(1, term=1)
+    commands = coordinator.send(1, acked=0, incarnation=50)
     assert told(commands, StopTraining) == [0, 1]
     assert coordinator.idle(0) == []
-    command = coordinator.say(1, incarnation=50)[0]
+    command = coordinator.send(1, incarnation=50)[0]
     assert (command.term, command.members) == (2, (0, 1))
     assert [c.incarnation for c in coordinator.last] == [0, 50]
 
@@ -186,11 +186,11 @@ def test_each_composition_of_the_group_has_a_number_of_its_own():
 def test_an_unheard_order_is_repeated_until_it_is_acknowledged():
     coordinator = Coordinator(resend_s=0.5)
     (train,) = coordinator.idle(0)
-    coordinator.say(0, acked=0, now=0.2)
+    coordinator.send(0, acked=0, now=0.2)
     assert coordinator.members == (0,), "not heard is not refused"
     assert coordinator.tell(Tick(), now=0.4) == []
     assert coordinator.tell(Tick(), now=0.5) == [train]
-    coordinator.say(0, term=1, now=0.6)
+    coordinator.send(0, term=1, now=0.6)
     assert coordinator.tell(Tick(), now=9.0) == []
     assert wakeup_s(coordinator.state) == math.inf
 
@@ -201,17 +201,17 @@ def test_a_coordinator_that_took_over_stops_everyone_first():
     coordinator = Coordinator(workers=0)
     coordinator.state, coordinator.seq = state, 500
     coordinator.tell(RolloutStarted(rl_step=4))
-    coordinator.say(0, term=7, rl_step=4)
-    assert coordinator.say(1, busy=True, rl_step=4) == []
-    (command,) = coordinator.say(0, rl_step=4)
+    coordinator.send(0, term=7, rl_step=4)
+    assert coordinator.send(1, busy=True, rl_step=4) == []
+    (command,) = coordinator.send(0, rl_step=4)
     assert isinstance(command, Train)
     assert command.term > 1000
 
 
 def test_a_term_that_a_worker_has_seen_is_never_used_again():
     coordinator = Coordinator()
-    coordinator.say(2, term=41)
-    coordinator.say(2)
+    coordinator.send(2, term=41)
+    coordinator.send(2)
     assert coordinator.state.period.term == 42
 
 

@@ -323,7 +323,7 @@ def test_the_caller_goes_on_while_a_flush_runs(tmp_path, monkeypatch):
 def test_what_a_flush_could_not_write_is_written_later(tmp_path, monkeypatch):
     with Recorder(tmp_path / "t", MANIFEST) as recorder:
         add(recorder, 0)
-        recorder.say(notes="said while the disk is full")
+        recorder.set_manifest(notes="said while the disk is full")
         with monkeypatch.context() as patch:
             patch.setattr(recorder_module, "replace_durably", disk_full)
             recorder.flush(wait=False)
