@@ -256,14 +256,14 @@ class Scenario(SimulationConfig):
         """
         evidence, strategies = self.costs.evidence, list(strategies)
         if evidence is None:
-            says = f"not known: {self.costs_name} does not record what it was fitted to"
-            return {"distance": "unknown", "says": says, "error": None, "speedup_error": None}
+            description = f"not known: {self.costs_name} does not record what it was fitted to"
+            return {"distance": "unknown", "says": description, "error": None, "speedup_error": None}
         speculates = any(s.speculates for s in strategies)
         blocks = any(self.registry.in_blocks(s) for s in strategies if s.drafter in self.registry)
         beyond = [*evidence.beyond((s.draft_depth for s in strategies), blocks=blocks), *outside]
         return {
             "distance": evidence.distance_of(speculates=speculates, beyond=beyond),
-            "says": evidence.says(speculates=speculates, beyond=beyond),
+            "says": evidence.describe(speculates=speculates, beyond=beyond),
             "error": evidence.error(speculates=speculates, extrapolated=bool(beyond)),
             "speedup_error": evidence.speedup_error(extrapolated=bool(beyond)) if speculates else None,
         }
@@ -310,15 +310,15 @@ def is_memoryless(policy: Policy) -> bool:
 
 def described(drafters: Drafters, model: Acceptance | None) -> Drafters:
     """Drafters, and those of other names whose traits the acceptance model has."""
-    said: dict[str, DrafterTraits] = {}
+    traits: dict[str, DrafterTraits] = {}
     for part in [model, *getattr(model, "every", ())]:
         inner: Any = part
         while (base := getattr(inner, "base", None)) is not None:
             inner = base
-        said |= {name: TEXT if copied else NETWORK for name, copied in getattr(inner, "copies", {}).items()}
+        traits |= {name: TEXT if copied else NETWORK for name, copied in getattr(inner, "copies", {}).items()}
         if (trained := getattr(part, "trained_drafter", None)) is not None:
-            said[trained] = NETWORK
-    return Drafters(traits=said | {**drafters})
+            traits[trained] = NETWORK
+    return Drafters(traits=traits | {**drafters})
 
 
 def _streamed(simulator: RolloutSimulator, stream: Stream, k: int, workers: int) -> SimulatedRollout:

@@ -352,10 +352,10 @@ def check_placement(source: Callable[[], Placement] | type[Placement] | Placemen
     for workers, num in ((1, 5), (2, 0), (3, 16), (8, 3)):
         workload = tuple(PlacedRequest((1, f"p{i // 4}", i % 4, 0), 10 + i, 64) for i in range(num))
         for history in ({}, {"p0": [60, 50], "p1": [5, 9], "other": [1]}):
-            told = deepcopy(history)
-            queues, again = ([list(q) for q in placement.place(workload, workers, told)] for _ in range(2))
+            given = deepcopy(history)
+            queues, again = ([list(q) for q in placement.place(workload, workers, given)] for _ in range(2))
             about = f"for {num} requests on {workers} workers"
-            assert told == history, f"place changed the history {about}"
+            assert given == history, f"place changed the history {about}"
             assert len(queues) == workers, f"place must return a queue for each worker, got {len(queues)} {about}"
             found = sorted(i for queue in queues for i in queue)
             assert found == list(range(num)), f"each request must be in one queue once, got {found} {about}"

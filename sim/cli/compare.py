@@ -226,10 +226,10 @@ def system_table(comparison: pd.DataFrame, sampled: bool) -> str:
         f"{of_what} over {comparison.attrs['baseline']}; --json has each system's assumptions and source, and the rest "
         "of its figures and intervals"
     )
-    said = [DRAWS_ONLY, *([] if whole else [REGRET])]
-    said += [] if whole and ranked else ["accept: tokens per request and speculative iteration"]
-    said += ["ranks: over the plausible range of what was assumed"] if ranked else []
-    lines.append("; ".join(said))
+    legend = [DRAWS_ONLY, *([] if whole else [REGRET])]
+    legend += [] if whole and ranked else ["accept: tokens per request and speculative iteration"]
+    legend += ["ranks: over the plausible range of what was assumed"] if ranked else []
+    lines.append("; ".join(legend))
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
     biased = [f"{row.system} {row.length_bias:.2f}" for row in comparison.itertuples() if row.length_bias != 1.0]
     lines += [f"length of what is trained on over what is begun: {', '.join(biased)}"] if biased else []

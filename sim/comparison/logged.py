@@ -101,9 +101,9 @@ class LoggedRun:
         level = float(measured_s.sum() / simulated_s.sum())
         own, _ = scenarios.config.find_costs(trace)
         costs = ScaledCosts.around(own, level=level, switch_s=own.switch_s * level, outside_s=own.outside_s * level)
-        said = "rollouts" if part == "rollout" else "waiting for rollouts, which go on beside training"
+        subject = "rollouts" if part == "rollout" else "waiting for rollouts, which go on beside training"
         note = (
-            f"{said}: {np.median(measured_s):.3g} s in the log, {share.estimate:.0%} of the RL step, {level:.2f} times "
+            f"{subject}: {np.median(measured_s):.3g} s in the log, {share.estimate:.0%} of the RL step, {level:.2f} times "
             f"those of {machine.name if machine else scenarios.costs_name}: simulated ones are scaled to them"
         )
         return cls(
@@ -119,8 +119,8 @@ class LoggedRun:
     def strategy(self, rl_step: int) -> Strategy:
         """Strategy of the log's run in an RL step."""
         drafting = self.drafting
-        told = drafting is not None and drafting.accept_length.get(rl_step, np.nan) >= 1.0
-        return drafting.strategy if drafting is not None and told else NO_SPECULATION
+        drafted = drafting is not None and drafting.accept_length.get(rl_step, np.nan) >= 1.0
+        return drafting.strategy if drafting is not None and drafted else NO_SPECULATION
 
     def seconds(self, rl_steps: Sequence[int]) -> Floats:
         """Simulated seconds of rollouts that draft as the log's did, each with its own accept length."""

@@ -54,14 +54,14 @@ def doctor(
 
     Example: tltlab doctor run
     """
-    told: Diagnosis[RunEvidence] = Diagnosis()
+    diagnosis: Diagnosis[RunEvidence] = Diagnosis()
     known: dict[str, Any] = {}
     if run is not None:
         if runs := _runs_in(run):
             others = f"; there are {', '.join(path.name for path in runs[1:9])} too" if runs[1:] else ""
             raise ConfigError(f"{run} holds runs and is none: name one, as in tltlab doctor {runs[0]}{others}")
         evidence = RunEvidence.of(run, costs)
-        told = examine(evidence)
+        diagnosis = examine(evidence)
         known["engines"] = int(evidence.setting("rollout.num_workers", 0))
         known["kv_bytes"] = evidence.setting("rollout.vllm.kv_cache_memory_bytes")
     elif costs is not None:
@@ -74,17 +74,22 @@ def doctor(
     environment = check_environment(Machine(**known))
     result = {
         "run": None if run is None else str(run),
-        "simulated": told.simulated,
+        "simulated": diagnosis.simulated,
         "environment": [asdict(finding) for finding in environment],
-        "findings": [asdict(finding) for finding in told.findings],
-        "fine": [{"name": check.name, "good": check.good} for check in told.good],
-        "not_checked": [{"name": name, "why": why} for name, why in told.not_checked],
-        "ok": not any(finding.severity == "problem" for finding in (*environment, *told.findings)),
+        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "fine": [{"name": check.name, "good": check.good} for check in diagnosis.good],
+        "not_checked": [{"name": name, "why": why} for name, why in diagnosis.not_checked],
+        "ok": not any(finding.severity == "problem" for finding in (*environment, *diagnosis.findings)),
     }
     good = [finding for finding in environment if finding.severity == "fine"]
     lines = _finding_lines(environment)
     if run is not None:
-        lines = [*_run_lines(run, told), "environment", *lines, *_wrapped("fine", ", ".join(f.title for f in good))]
+        lines = [
+            *_run_lines(run, diagnosis),
+            "environment",
+            *lines,
+            *_wrapped("fine", ", ".join(f.title for f in good)),
+        ]
     else:
         lines += [line for finding in good for line in _wrapped("fine", f"{finding.title}: {finding.evidence}")]
     emit(result, as_json=as_json, text="\n".join(lines))
@@ -113,13 +118,13 @@ def _vllm() -> dict[str, str] | None:
         return None
 
 
-def _run_lines(run: Path, told: Diagnosis[RunEvidence]) -> list[str]:
-    lines = [f"{run}{' (simulated: its figures are predictions)' if told.simulated else ''}", ""]
-    lines += _finding_lines(told.findings) or ["No problem found.", ""]
-    if told.good:
-        lines += _wrapped("fine", "; ".join(check.good for check in told.good))
+def _run_lines(run: Path, diagnosis: Diagnosis[RunEvidence]) -> list[str]:
+    lines = [f"{run}{' (simulated: its figures are predictions)' if diagnosis.simulated else ''}", ""]
+    lines += _finding_lines(diagnosis.findings) or ["No problem found.", ""]
+    if diagnosis.good:
+        lines += _wrapped("fine", "; ".join(check.good for check in diagnosis.good))
     names_of: dict[str, list[str]] = {}
-    for name, why in told.not_checked:
+    for name, why in diagnosis.not_checked:
         names_of.setdefault(why, []).append(name)
     lines += [line for why, names in names_of.items() for line in _wrapped("not checked", f"{', '.join(names)}: {why}")]
     return [*lines, ""]

@@ -134,7 +134,7 @@ def advance(state: CoordinatorState, event: Event, now: float) -> tuple[Coordina
     turn = _Turn(state, now)
     match event:
         case WorkerReport():
-            turn.hear(event)
+            turn.receive(event)
         case WorkerGone():
             turn.lose(event.worker)
         case RolloutStarted():
@@ -198,7 +198,7 @@ class _Turn:
         )
         return state, tuple(self.commands)
 
-    def hear(self, report: WorkerReport) -> None:
+    def receive(self, report: WorkerReport) -> None:
         index = report.worker
         worker = self.workers.get(index, WorkerState(phase=Phase.BUSY))
         if report.seq <= worker.seq:

@@ -98,7 +98,7 @@ class Evidence(FrozenModel):
         deeper = span is not None and not all(span[0] <= depth <= span[1] for depth in drafting)
         return [*(["draft depth"] if deeper else []), *(["block drafts"] if blocks else [])]
 
-    def says(self, *, speculates: bool = False, beyond: Iterable[str] = ()) -> str:
+    def describe(self, *, speculates: bool = False, beyond: Iterable[str] = ()) -> str:
         """In one line: the distance and the error to expect."""
         beyond = list(beyond)
         gaps = [name for name in self.unmeasured if name != _TOGETHER]
@@ -128,7 +128,7 @@ class Evidence(FrozenModel):
         """In one line: the distance, the error to expect, then errors on what was left out of the fit."""
         errors = [f"{fold} {median:.1%} (90%: {most:.0%})" for fold, (median, most) in self.left_out.items()]
         tail = f"; median error on what was left out of its fit, by {', '.join(errors)}" if errors else ""
-        return self.says() + ("" if self.speculation else "; speculation was not measured with it") + tail
+        return self.describe() + ("" if self.speculation else "; speculation was not measured with it") + tail
 
     def _lacking(self, *, speculates: bool) -> tuple[str, ...]:
         """Parts of a use that the measurements lack."""

@@ -293,7 +293,7 @@ def verdict(rows: pd.DataFrame, policy: str, of_best: Ratio) -> str:
     missed = [f"{row['batch']} ({row['arm']})" for row in picks.to_dict("records") if not row["level"]]
     not_at = f", not at {', '.join(missed)}" if missed else ""
     return (
-        f"measured here, {gain}; the arm that {policy} picks most cannot be told from the best one at "
+        f"measured here, {gain}; the arm that {policy} picks most does not differ measurably from the best one at "
         f"{len(picks) - len(missed)} of {len(picks)} batch sizes{not_at}, and it generates {with_interval(*of_best)} "
         "times the tokens per second of the best fixed arm of each batch size."
     )

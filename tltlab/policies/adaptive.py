@@ -344,7 +344,7 @@ class Adaptive(Selector, kind="adaptive"):
             "arms": [str(strategy) for strategy in self.strategies],
             "arrays": {name: getattr(self, name).tolist() for name in _ARRAYS},
             "values": {name: getattr(self, name) for name in _VALUES},
-            "heard": [[*row, list(map(float, accepted))] for *row, accepted in self.pending_],
+            "pending": [[*row, list(map(float, accepted))] for *row, accepted in self.pending_],
             "rng": rng_state(self.rng),
         }
 
@@ -356,7 +356,7 @@ class Adaptive(Selector, kind="adaptive"):
         for name in _VALUES:
             setattr(self, name, state["values"][name])
         self.chances_ = list(self.chances_)
-        self.pending_ = [tuple(row) for row in state["heard"]]
+        self.pending_ = [tuple(row) for row in state["pending"]]
         set_rng_state(self.rng, state["rng"])
 
 

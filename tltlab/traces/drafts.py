@@ -67,10 +67,10 @@ def recorded_drafts(trace: Trace) -> tuple[pd.DataFrame, list[str]]:
     """
     iterations = trace.iterations
     if iterations is None:
-        return _no_drafts(), ["the trace has no accepted_per_request: its drafts cannot be told apart by request"]
+        return _no_drafts(), ["the trace has no accepted_per_request: its drafts cannot be attributed to requests"]
     responses = trace.workload.merge(trace.outcomes, on=list(KEY), how="inner", sort=False)
     if responses["worker"].isna().any() or responses["t_finish"].isna().any():
-        return _no_drafts(), ["outcomes lack worker or t_finish: drafts cannot be told apart by request"]
+        return _no_drafts(), ["outcomes lack worker or t_finish: drafts cannot be attributed to requests"]
     groups = responses.groupby(["rl_step", "prompt_id"])["t_finish"]
     finishes = {group: np.sort(times.to_numpy()) for group, times in groups}
     ordered = responses.sort_values("t_submit", kind="stable") if responses["t_submit"].notna().all() else responses

@@ -25,7 +25,7 @@ for (const head of document.querySelectorAll("thead th")) {
 // A slider in place of several pictures of one kind.
 for (const group of document.querySelectorAll(".slides")) {
   const figures = [...group.querySelectorAll("figure")];
-  const label = document.createElement("label"), told = document.createElement("output");
+  const label = document.createElement("label"), output = document.createElement("output");
   const slider = document.createElement("input");
   slider.type = "range";
   slider.min = 0;
@@ -33,10 +33,10 @@ for (const group of document.querySelectorAll(".slides")) {
   slider.value = group.dataset.first;
   const show = () => {
     figures.forEach((figure, number) => { figure.hidden = number !== Number(slider.value); });
-    told.textContent = figures[slider.value].dataset.name;
+    output.textContent = figures[slider.value].dataset.name;
   };
   slider.addEventListener("input", show);
-  label.append(group.dataset.label + " ", slider, " ", told);
+  label.append(group.dataset.label + " ", slider, " ", output);
   group.prepend(label);
   show();
   window.addEventListener("beforeprint", () => { for (const figure of figures) figure.hidden = false; });
