@@ -9,7 +9,7 @@ from tltlab.calibration.stages import rollout_rows
 from tltlab.stats import mean_of_few
 
 from .check import Facts, NotChecked, rl_steps
-from .evidence import ENOUGH_STEPS, RunEvidence, ratio, spoken
+from .evidence import ENOUGH_STEPS, RunEvidence, ratio, stage_label
 
 UNSURE = 1.05  # fitted plain times miss held-out rollouts by up to 5 %, which an interval over RL steps does not see
 LOSING_SHARE = 0.02  # share of decoding time in losing batches below which a change is not worth the trouble
@@ -112,7 +112,7 @@ def not_bottleneck(run: RunEvidence) -> Facts | None:
     breakdown = ", ".join(f"{spoken(str(name))} {of_step:.0%}" for name, of_step in parts.items() if of_step >= 0.01)
     largest = str(parts.index[0])
     lead = "The rollout" if part == "rollout" else "Waiting for rollouts"
-    facts = {"largest": spoken(largest), "remedy": run.remedy(largest), "breakdown": breakdown, "lead": lead}
+    facts = {"largest": stage_label(largest), "remedy": run.remedy(largest), "breakdown": breakdown, "lead": lead}
     return facts | {"share": share, "gain": share.estimate / 2}
 
 

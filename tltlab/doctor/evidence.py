@@ -261,10 +261,10 @@ class RunEvidence:
         return ratio(by_step["duration"], by_step["plain"]) if len(by_step) >= ENOUGH_STEPS else None
 
 
-def spoken(stage: str) -> str:
+def stage_label(stage: str) -> str:
     """A stage in words.
 
-    >>> spoken("sync"), spoken("timing_s/testing")
+    >>> stage_label("sync"), stage_label("timing_s/testing")
     ('weight sync', 'timing_s/testing')
     """
     return SPOKEN.get(stage, stage)

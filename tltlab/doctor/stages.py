@@ -10,7 +10,7 @@ import pandas as pd
 from tltlab.arrays import Floats
 
 from .check import Facts, NotChecked, rl_steps
-from .evidence import NO_LOG, RunEvidence, spoken
+from .evidence import NO_LOG, RunEvidence, stage_label
 
 LEAST_SIDE = 2  # RL steps before and behind a change: a single slow one is none
 GROWN_SHARE = 0.1  # share of the RL step by which a stage must grow: below it there is little to gain
@@ -47,7 +47,7 @@ def stage_grows(run: RunEvidence) -> Facts | None:
         own = behind[name].sum() / busy
         waiting = "" if round(own, 2) == round(share, 2) else f", {own:.0%} of it without waiting for rollouts"
         found.append({
-            "title": spoken(name)[:1].upper() + spoken(name)[1:], "first": int(behind.index[0]), "was": was,
+            "title": stage_label(name)[:1].upper() + stage_label(name)[1:], "first": int(behind.index[0]), "was": was,
             "share": share, "own": own, "waiting": waiting, "took_s": behind[name].median(),
             "took_before_s": before[name].median(), "step_s": behind["step"].median(), "remedy": run.remedy(name),
             "severity": "problem" if share >= LARGE_SHARE else "hint", "where": rl_steps(behind.index),
