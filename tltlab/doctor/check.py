@@ -85,7 +85,7 @@ class Check(Generic[Subject]):
         cases = [{}] if found is True else [found] if isinstance(found, dict) else found or []
         return [self._finding({"m": subject, **case}) for case in cases]
 
-    def praise(self, subject: Subject) -> Finding:
+    def success(self, subject: Subject) -> Finding:
         """The finding that all is well."""
         title, evidence = self.name.replace("-", " "), _SENTENCES.vformat(self.good, (), {"m": subject})
         return Finding(code=self.name, severity="fine", title=title, evidence=evidence)

@@ -18,7 +18,7 @@ SOCKET_LETTERS = 85 - len("/tltlab-1234567-12345678/d0")  # addresses of sockets
 def check_environment(machine: Machine) -> list[Finding]:
     """One finding for each check that could be made, "fine" ones too, problems first."""
     diagnosis = look(CHECKS, machine)
-    return [*diagnosis.findings, *(check.praise(machine) for check in diagnosis.good)]
+    return [*diagnosis.findings, *(check.success(machine) for check in diagnosis.good)]
 
 
 def _versions(m: Machine) -> Facts | None:
