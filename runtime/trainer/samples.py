@@ -64,7 +64,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worth:
+class TrainingValues:
     """Training values of N responses, [N] each: `lengths` in tokens, and `num_drawn`, those that a policy drew.
 
     `counted` ones have a share in the means of their mini-batch; those of them that are `trained` are computed: without
@@ -78,7 +78,7 @@ class Worth:
     trained: Tensor
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int) -> Worth:
+    def of(cls, samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int) -> TrainingValues:
         lengths = torch.tensor([len(s.token_ids) for s in samples])
         truncated = torch.tensor([s.truncated for s in samples], dtype=torch.bool)
         rewards = shape_rewards(
@@ -116,15 +116,15 @@ def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: i
                 f"RL step {rl_step}: the reward of {sample.name} is {sample.reward:g}, which is not finite as float32, "
                 "and nothing was trained on it: let the reward function, or its weight, give smaller numbers"
             )
-    worth = Worth.of(samples, config, max_response_tokens).advantages
-    if not bool(worth.isfinite().all()):
-        sample = samples[int(worth.isfinite().int().argmin())]
+    values = TrainingValues.of(samples, config, max_response_tokens).advantages
+    if not bool(values.isfinite().all()):
+        sample = samples[int(values.isfinite().int().argmin())]
         raise RunError(
             f"RL step {rl_step}: the advantage of {sample.name}, whose reward is {sample.reward:g}, is not finite with "
             f'train.advantage_scale = "{config.advantage_scale}", and nothing was trained on it: let the reward '
             "function give smaller numbers"
         )
-    if not samples or bool(worth.any()):
+    if not samples or bool(values.any()):
         return None
     rewards = {float(np.float32(sample.reward)) for sample in samples}
     same = (
@@ -149,7 +149,7 @@ def share_out(
     """
     if ranks == 1:
         return [0] * len(samples)
-    trained = Worth.of(samples, config, max_response_tokens).trained
+    trained = TrainingValues.of(samples, config, max_response_tokens).trained
     parts = []
     for rows in minibatches_of(len(samples), config, seed, rl_step):
         parts += [rows[trained[rows]].tolist(), rows[~trained[rows]].tolist()]
@@ -162,7 +162,7 @@ class UpdateBatch:
     """N responses to train on. Lists have an entry for each of them, of its n tokens."""
 
     pairs: list[Pair]
-    worth: Worth
+    values: TrainingValues
     drawn: list[Tensor]  # N of [n], bool: True for tokens that a policy drew
     base: list[Tensor]  # N of [n]: denominators of the ratios
     corrections: list[Tensor]  # N of [n]: importance weights of tokens
@@ -172,8 +172,8 @@ class UpdateBatch:
         """Return [N]: the weight of each token of a response in the mini-batch of `rows`; 0 for all others."""
         weights = torch.zeros(len(self.pairs))
         weights[rows] = token_weights(
-            self.worth.num_drawn[rows],
-            self.worth.counted[rows],
+            self.values.num_drawn[rows],
+            self.values.counted[rows],
             aggregation=config.aggregation,
             max_response_tokens=max_response_tokens,
         )

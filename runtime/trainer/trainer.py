@@ -35,7 +35,7 @@ from .checkpoint import load_trainer, save_trainer
 from .losses import Mismatch, correction_weights, kl_estimate, mismatch, mismatch_sums, policy_loss
 from .model import PackedTokens, PolicyModel, WholeTensors, checkpoint_activations, load_policy_model
 from .ranks import device_of, make_deterministic, meet, micro_batches, own_micro_batches, sequence_groups
-from .samples import Pair, Sample, UpdateBatch, Worth, minibatches_of, pairs_of, share_out
+from .samples import Pair, Sample, TrainingValues, UpdateBatch, minibatches_of, pairs_of, share_out
 from .sender import WeightSender
 
 DRIFT_SAMPLES = 16
@@ -183,7 +183,7 @@ class Trainer:
     def _update(self, rl_step: int) -> UpdateMetrics:
         config, batch = self.config, self._batch(rl_step)
         minibatches = minibatches_of(len(batch.pairs), config, self.seed, rl_step)
-        trained = batch.worth.trained
+        trained = batch.values.trained
         minibatches = [rows for rows in minibatches if trained[rows].any()]
         totals = torch.zeros(4, dtype=torch.float64)
         norms = lr = 0.0
@@ -308,7 +308,7 @@ class Trainer:
     def _batch(self, rl_step: int) -> UpdateBatch:
         """Return the kept samples with all that an update needs of them before it is split."""
         config, samples = self.config, self._samples
-        worth = Worth.of(samples, config, self.max_response_tokens)
+        values = TrainingValues.of(samples, config, self.max_response_tokens)
         behaviour = self._behaviour()
         corrections = [torch.ones(len(old)) for old in self._old]
         if config.correction == "truncated":
@@ -316,14 +316,14 @@ class Trainer:
             corrections = [correction_weights(old, drawn, config.correction_cap) for old, drawn in log_probs]
         reference: list[Tensor] | None = None
         if self.reference is not None:
-            reference, rows = [torch.empty(0)] * len(samples), worth.trained.nonzero()[:, 0].tolist()
+            reference, rows = [torch.empty(0)] * len(samples), values.trained.nonzero()[:, 0].tolist()
             for i, logp in zip(rows, self._own_logprobs(self.reference, rows), strict=True):
                 reference[i] = logp
             subject = f"RL step {rl_step}: the reference model's log-probs, used by train.kl_coef,"
             self._refuse_infinite(reference, subject, "look at the weights of the recipe's model")
         return UpdateBatch(
             pairs=pairs_of(samples),
-            worth=worth,
+            values=values,
             drawn=[sample.drawn() for sample in samples],
             base=behaviour if config.correction == "behaviour" else self._old,
             corrections=corrections,
@@ -335,15 +335,15 @@ class Trainer:
 
         Return its part of the first four `UpdateMetrics` of that mini-batch.
         """
-        config, worth, lengths = self.config, batch.worth, batch.worth.lengths[rows]
-        shares = weights * worth.num_drawn
-        whole, computed = float(shares.sum()), float(shares[worth.trained].sum())
+        config, values, lengths = self.config, batch.values, batch.values.lengths[rows]
+        shares = weights * values.num_drawn
+        whole, computed = float(shares.sum()), float(shares[values.trained].sum())
         correction = self._joined(batch.corrections, rows)
         token_weight = weights[rows].repeat_interleave(lengths).to(self.device) * self._joined(batch.drawn, rows)
         terms = policy_loss(
             self.policy(self._packed([batch.pairs[i] for i in rows])),
             self._joined(batch.base, rows),
-            worth.advantages[rows].repeat_interleave(lengths).to(self.device),
+            values.advantages[rows].repeat_interleave(lengths).to(self.device),
             token_weight,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
