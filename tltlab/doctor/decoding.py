@@ -109,7 +109,9 @@ def not_bottleneck(run: RunEvidence) -> Facts | None:
     if share.high >= HALF:
         return None
     parts = others.sum().sort_values(ascending=False) / rows["step"].sum()
-    breakdown = ", ".join(f"{spoken(str(name))} {of_step:.0%}" for name, of_step in parts.items() if of_step >= 0.01)
+    breakdown = ", ".join(
+        f"{stage_label(str(name))} {of_step:.0%}" for name, of_step in parts.items() if of_step >= 0.01
+    )
     largest = str(parts.index[0])
     lead = "The rollout" if part == "rollout" else "Waiting for rollouts"
     facts = {"largest": stage_label(largest), "remedy": run.remedy(largest), "breakdown": breakdown, "lead": lead}

@@ -58,9 +58,9 @@ def test_the_distance_of_speculation_is_that_of_its_farther_part():
     one = evidence(drafting_unmeasured=("model",), fitted={"all": (0.01, 0.03)})
     assert one.distance_of() == "measured together"
     assert one.distance_of(beyond=["batch"]) == one.distance_of(speculates=True) == "never measured"
-    assert all(fact in one.says() for fact in ("measured together", "mine", "3%"))
-    assert all(fact in one.says(speculates=True) for fact in ("never measured", "speculation", "model"))
-    assert all(fact in one.says(beyond=["draft depth"]) for fact in ("never measured", "draft depth", "40%"))
+    assert all(fact in one.describe() for fact in ("measured together", "mine", "3%"))
+    assert all(fact in one.describe(speculates=True) for fact in ("never measured", "speculation", "model"))
+    assert all(fact in one.describe(beyond=["draft depth"]) for fact in ("never measured", "draft depth", "40%"))
 
 
 @pytest.mark.parametrize("model", ["Llama-3.1-8B", "Qwen3-30B-A3B"])
