@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tltlab.errors import RunError, one_line
 
-Way = Literal["host", "nccl", "ipc"]
+WeightTransport = Literal["host", "nccl", "ipc"]
 BUCKET_BYTES = 32 << 20
 """Bytes of a bucket; more where a single tensor takes more."""
 
@@ -97,7 +97,7 @@ class SharedMemory:
         self.close()
 
 
-class Home(SharedMemory):
+class ModelMemory(SharedMemory):
     """Memory that holds a model's tensors, so that weights are sent by place and only the reader copies.
 
     Tensors move there one by one; assigning their `data` later takes them out again.
@@ -125,7 +125,7 @@ class Home(SharedMemory):
         )
 
 
-class Slots(SharedMemory):
+class BucketSlots(SharedMemory):
     """Memory for `num` buckets of `size` bytes, used in turn.
 
     A bucket takes no further tensor that would make it more than `full_at` bytes.
@@ -137,7 +137,7 @@ class Slots(SharedMemory):
         super().__init__(self.size * num)
 
     @classmethod
-    def fit(cls, weights: Iterable[TensorMeta | Tensor], bucket_bytes: int = 0) -> Slots:
+    def fit(cls, weights: Iterable[TensorMeta | Tensor], bucket_bytes: int = 0) -> BucketSlots:
         """Buckets full at `bucket_bytes`, by default BUCKET_BYTES, with room for the largest tensor."""
         full_at = bucket_bytes or BUCKET_BYTES
         return cls(max([full_at, *(tensor.nbytes for tensor in weights)]), full_at=full_at)
@@ -171,13 +171,13 @@ class Slots(SharedMemory):
         """Return a view of a bucket's bytes, for a machine that cannot map them."""
         return self.memory[bucket.start : bucket.start + bucket.nbytes].numpy()
 
-    def brought(self, bucket: WeightBucket, data: npt.NDArray[np.uint8]) -> WeightBucket:
+    def copy_in(self, bucket: WeightBucket, data: npt.NDArray[np.uint8]) -> WeightBucket:
         """Copy `data`, a bucket of another machine, into this memory; return it as a bucket of this memory."""
         self.memory[: len(data)].numpy()[:] = data
         return replace(bucket, path=self.path, token=self.token, start=0)
 
 
-class Mapped:
+class MappedMemory:
     """Memory of another process's buckets, mapped once per memory."""
 
     def __init__(self) -> None:
@@ -231,7 +231,9 @@ class Engines:
     ranks of an engine.
     """
 
-    def __init__(self, workers: Sequence[Any], version: int, *, way: Way = "host", gpus_each: int = 1) -> None:
+    def __init__(
+        self, workers: Sequence[Any], version: int, *, way: WeightTransport = "host", gpus_each: int = 1
+    ) -> None:
         self.workers = dict(enumerate(workers))
         self.version = version
         self.way = way
@@ -304,7 +306,7 @@ class Engines:
         return answers
 
 
-def load_buckets(weights: Iterable[tuple[str, Tensor]], slots: Slots, engines: Engines) -> None:
+def load_buckets(weights: Iterable[tuple[str, Tensor]], slots: BucketSlots, engines: Engines) -> None:
     """Fill a bucket while engines, whose update has started, load the previous one; then end the update."""
     previous: Calls = []
     for bucket in slots.filled(weights):

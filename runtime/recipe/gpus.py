@@ -63,18 +63,18 @@ def bundles_of(recipe: Recipe) -> Bundles:
     return bundles
 
 
-def weights_way(recipe: Recipe) -> Literal["host", "nccl", "ipc"]:
+def weight_transport(recipe: Recipe) -> Literal["host", "nccl", "ipc"]:
     """Return the transport of the policy's weights to engines: `cluster.weights`; "auto" is over devices if possible.
 
     "ipc" where trainers and engines share each device, "nccl" where each has whole ones of its own, else "host".
     """
-    way, of_devices = recipe.cluster.weights, _way_of_devices(recipe, bundles_of(recipe))
+    way, of_devices = recipe.cluster.weights, _device_transport(recipe, bundles_of(recipe))
     if way == "auto":
         return "host" if recipe.train.backend == "gloo" else of_devices
     return way
 
 
-def _way_of_devices(recipe: Recipe, bundles: Bundles) -> Literal["host", "nccl", "ipc"]:
+def _device_transport(recipe: Recipe, bundles: Bundles) -> Literal["host", "nccl", "ipc"]:
     cluster = recipe.cluster
     if bundles.colocated or (bundles.num_gpus and cluster.num_nodes * cluster.gpus_per_node == 1):
         return "ipc"
@@ -109,7 +109,7 @@ def _of_the_cluster(recipe: Recipe, bundles: Bundles) -> Iterator[str]:
             f"cluster.placement = 'colocated' puts a trainer rank on each of the {bundles.num_gpus:g} GPUs of "
             f"{num_workers} workers x {tp}, got train.ranks = {recipe.train.ranks}: set it to {bundles.num_gpus:g}"
         )
-    if cluster.weights not in ("auto", "host", _way_of_devices(recipe, bundles)):
+    if cluster.weights not in ("auto", "host", _device_transport(recipe, bundles)):
         yield (
             f"cluster.weights = {cluster.weights!r}: that is for "
             + (

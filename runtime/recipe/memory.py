@@ -22,7 +22,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import plan_graphs
 
 from .engines import context_tokens, drafters_of, engine_build, requests_per_engine, shape_of, vllm_batch
-from .gpus import bundles_of, weights_way
+from .gpus import bundles_of, weight_transport
 from .recipe import Recipe
 
 GRAPH_BYTES = 2 << 30
@@ -108,7 +108,7 @@ class Sizes:
     def __init__(self, recipe: Recipe) -> None:
         rollout, drafter = recipe.rollout, recipe.drafter
         self.recipe, self.shape, self.bundles = recipe, shape_of(recipe.model), bundles_of(recipe)
-        self.way, shape = weights_way(recipe), self.shape
+        self.way, shape = weight_transport(recipe), self.shape
         self.on_gpu, self.colocated = bool(self.bundles.all), self.bundles.colocated
         self.gpu = None if recipe.cluster.gpu is None else gpu_by_name(recipe.cluster.gpu)
         if self.gpu is not None and not self.on_gpu:

@@ -31,7 +31,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.planning.placement import PLACEMENTS, PlacedRequest, Placement, placed
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.engine.weights import Way
+from tltlab.runtime.engine.weights import WeightTransport
 from tltlab.runtime.ray.actors import (
     Waiting,
     actor_env,
@@ -59,7 +59,7 @@ EVALUATION = 1 << 31
 Call = Callable[[int, Any], Any]
 """Starts a call: (worker number, actor handle) to an object reference."""
 Shares = Sequence[Sequence[GenerationRequest]]
-SendWeights = Callable[[Sequence[Any], int, Way], None]
+SendWeights = Callable[[Sequence[Any], int, WeightTransport], None]
 """Sends workers the weights of a version (`TrainerGroup.send_weights`)."""
 
 
@@ -254,7 +254,7 @@ class WorkerPool:
             worker.since = [*worker.since, (lengths, n)]
         self._set_all(lambda n, handle: handle.learn_lengths.remote(lengths, n))
 
-    def update_weights(self, send: SendWeights, version: int, way: Way = "host") -> None:
+    def update_weights(self, send: SendWeights, version: int, way: WeightTransport = "host") -> None:
         """Have `send` bring the weights of `version` to every engine, and later to those of restarted workers.
 
         A restarted worker gets the trainers' current weights by way of the host; the next update makes all equal again.

@@ -27,7 +27,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.engine.engine import Engine, capture_room
 from tltlab.runtime.engine.generation import EngineDied, FollowUps, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import CapturedGraphs
-from tltlab.runtime.engine.weights import Slots, visible
+from tltlab.runtime.engine.weights import BucketSlots, visible
 from tltlab.runtime.ray.scratch import leaves_memory
 from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
@@ -51,7 +51,7 @@ class EngineWorker:
         self.temperature = recipe.rollout.temperature
         self.before: Any = None
         self.environment: tuple[EnvironmentPool, EnvironmentConfig, Any, tuple[int, ...]] | None = None
-        self.slots: Slots | None = None
+        self.slots: BucketSlots | None = None
 
     def pid(self) -> int:
         return os.getpid()
@@ -121,8 +121,8 @@ class EngineWorker:
         elif call == "bucket":
             if data is not None:
                 if self.slots is None or self.slots.size < len(data):
-                    self.slots = Slots(len(data), 1)
-                info = self.slots.brought(info, data)
+                    self.slots = BucketSlots(len(data), 1)
+                info = self.slots.copy_in(info, data)
             weights.load(bucket=asdict(info))
         elif call == "device":
             weights.load(device=info)

@@ -14,7 +14,7 @@ from tltlab.runtime.ray.actors import actor_env
 from tltlab.runtime.ray.liveness import StoppedProcesses
 from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.engines import drafters_of, engine_build
-from tltlab.runtime.recipe.gpus import weights_way
+from tltlab.runtime.recipe.gpus import weight_transport
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
@@ -35,7 +35,7 @@ class RunActors:
         self.recipe = recipe
         self._policy, self._drafting, self._events = policy, drafting, events
         self._colocated = recipe.cluster.placement == "colocated"
-        self._way = weights_way(recipe)
+        self._way = weight_transport(recipe)
         self._engines_awake = True
         self._given_up = False
         # As in graphs.json.

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tltlab.errors import RunError, TltlabError
-from tltlab.runtime.engine.weights import Engines, Way
+from tltlab.runtime.engine.weights import Engines, WeightTransport
 from tltlab.runtime.ray.actors import error_of, runtime_env
 from tltlab.runtime.ray.scratch import scratch_folder
 from tltlab.runtime.recipe.recipe import Recipe
@@ -120,7 +120,7 @@ class TrainerGroup:
         memory: ProcessMemory = self._all("memory")[0]
         return memory
 
-    def send_weights(self, workers: Sequence[Any], version: int, way: Way = "host") -> None:
+    def send_weights(self, workers: Sequence[Any], version: int, way: WeightTransport = "host") -> None:
         """Send the policy's weights to rollout workers as `version`; a worker's failure is raised by its next call.
 
         TrainerDied where a rank fails: unfinished workers then have only a part of the weights.

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError, one_line, refuse
-from tltlab.runtime.engine.weights import Home, TensorMeta
+from tltlab.runtime.engine.weights import ModelMemory, TensorMeta
 from tltlab.runtime.recipe.rules import undivided_heads
 
 from .attention import ALONE, SequenceGroup, causal_attention
@@ -148,7 +148,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.home: Home | None = None
+        self.home: ModelMemory | None = None
         self.sequence_ranks = sequence_ranks
 
     def forward(self, batch: PackedTokens, *, whole: bool = False) -> Tensor:
@@ -209,7 +209,7 @@ def load_policy_model(
     policy = PolicyModel(network, temperature, sequence_ranks)
     if mesh is None:
         policy.to(device)
-        policy.home = Home(network.state_dict(keep_vars=True).values()) if device.type == "cpu" else None
+        policy.home = ModelMemory(network.state_dict(keep_vars=True).values()) if device.type == "cpu" else None
         return policy
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [*_layers(network), policy]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tltlab.runtime.engine.weights import Engines, Home, Slots, WeightSource, load_buckets
+from tltlab.runtime.engine.weights import BucketSlots, Engines, ModelMemory, WeightSource, load_buckets
 
 
 class WeightSender:
     """Rank 0 sends, the others help to gather. `home`: the memory that holds the weights."""
 
-    def __init__(self, source: WeightSource, rank: int, home: Home | None = None) -> None:
+    def __init__(self, source: WeightSource, rank: int, home: ModelMemory | None = None) -> None:
         self.source, self.rank, self.home = source, rank, home
-        self._slots: Slots | None = None
+        self._slots: BucketSlots | None = None
         self._device: Any = None
 
     def send(self, engines: Engines) -> dict[int, str]:
@@ -39,7 +39,7 @@ class WeightSender:
                 engines.finish_weight_update()
                 return
         if self._slots is None:
-            self._slots = Slots.fit(self.source.metadata())
+            self._slots = BucketSlots.fit(self.source.metadata())
         if bucket is None:
             engines.start_weight_update(self._slots)
         load_buckets(self.source, self._slots, engines)

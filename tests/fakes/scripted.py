@@ -20,7 +20,7 @@ import ray
 import torch
 
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
-from tltlab.runtime.engine.weights import Way
+from tltlab.runtime.engine.weights import WeightTransport
 from tltlab.runtime.recipe.engines import drafters_of, engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
@@ -302,7 +302,7 @@ def scripted_actors(meter: Meter, case: DriverCase, num_words: int) -> type[RunA
             ranks = range(self.recipe.train.ranks)
             self.handles = [ScriptedActor(ScriptedRank(self.recipe, rank, meter), meter, "rank") for rank in ranks]
 
-        def send_weights(self, workers: Sequence[Any], version: int, way: Way = "host") -> None:
+        def send_weights(self, workers: Sequence[Any], version: int, way: WeightTransport = "host") -> None:
             """Nobody here has any."""
 
         def close(self) -> None:

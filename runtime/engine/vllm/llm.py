@@ -19,7 +19,7 @@ from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse
 from tltlab.runtime.engine.recording import finish_reason_of
-from tltlab.runtime.engine.weights import Slots
+from tltlab.runtime.engine.weights import BucketSlots
 from tltlab.runtime.ray.scratch import scratch_folder
 
 from . import capture, on_cpu, replaced, starting, uncompiled
@@ -361,7 +361,7 @@ class WeightUpdates:
         if _worker(self._llm) is not None:
             self.load(weights=named)
         else:
-            with closing(Slots.fit(tensor for _, tensor in named)) as slots:
+            with closing(BucketSlots.fit(tensor for _, tensor in named)) as slots:
                 for bucket in slots.filled(named):
                     self.load(bucket=asdict(bucket))
         self.finish(version)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tltlab.errors import RunError
-from tltlab.runtime.engine.weights import Engines, Mapped, Way, WeightBucket, WeightSource
+from tltlab.runtime.engine.weights import Engines, MappedMemory, WeightBucket, WeightSource, WeightTransport
 
 from . import starting
 from .capabilities import missing
@@ -68,7 +68,7 @@ def local_weight_transfer() -> type:
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            self._mapped = Mapped()
+            self._mapped = MappedMemory()
             self._device: Any = None
             self._next_bucket = 0
             self._on_device = False
@@ -126,7 +126,7 @@ def local_weight_transfer() -> type:
             else:
                 finalize_layerwise_reload(self.model, self.model_config)
             # Release the memory of a trainer that has ended.
-            self._mapped = Mapped()
+            self._mapped = MappedMemory()
 
         def shutdown(self) -> None:
             if self._device is not None:
@@ -138,7 +138,7 @@ def local_weight_transfer() -> type:
 class DeviceSender:
     """A trainer rank's side of vLLM's backends; the group is formed anew whenever the set of engines changes."""
 
-    def __init__(self, source: WeightSource, rank: int, way: Way) -> None:
+    def __init__(self, source: WeightSource, rank: int, way: WeightTransport) -> None:
         self.source, self.rank, self.way = source, rank, way
         self._members: tuple[Any, ...] = ()
         self._sender: Any = None

@@ -19,7 +19,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import EngineDied
-from tltlab.runtime.engine.weights import Slots
+from tltlab.runtime.engine.weights import BucketSlots
 from tltlab.strategy import Strategy
 
 from .asking import CONTEXT, fixed, raising, request, switching, texts
@@ -129,7 +129,7 @@ def test_a_cut_off_transfer_is_waited_for(narrow: Engine, random_model: Path, ba
     narrow.set_policy(None)
     good = load_file(random_model / "model.safetensors")
     plain = said()
-    with closing(Slots.fit(good.values(), 64 << 10)) as slots:
+    with closing(BucketSlots.fit(good.values(), 64 << 10)) as slots:
         for number, bucket in enumerate(slots.filled(bad.items())):
             if number == 0:
                 narrow.weights.start()

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.refused import refused
 from tltlab.errors import RunError
 from tltlab.runtime.engine.vllm import starting
-from tltlab.runtime.engine.weights import Engines, Home, Mapped, Slots, WeightBucket
+from tltlab.runtime.engine.weights import BucketSlots, Engines, MappedMemory, ModelMemory, WeightBucket
 from tltlab.runtime.trainer.model import WholeTensors
 
 KIB = 1 << 10
@@ -38,15 +38,15 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def slots() -> Iterator[Slots]:
-    slots = Slots.fit(tensors().values(), bucket_bytes=KIB)
+def slots() -> Iterator[BucketSlots]:
+    slots = BucketSlots.fit(tensors().values(), bucket_bytes=KIB)
     yield slots
     slots.close()
 
 
 def reads(pipe: Connection) -> None:
     """Answers each bucket with what it finds in it."""
-    mapped = Mapped()
+    mapped = MappedMemory()
     while (bucket := pipe.recv()) is not None:
         pipe.send([described(name, tensor) for name, tensor in mapped.tensors(bucket)])
 
@@ -55,7 +55,7 @@ def described(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
     return name, tensor.dtype, tensor.shape, float(tensor.detach().double().sum())
 
 
-def test_another_process_reads_while_the_next_bucket_is_filled(slots: Slots):
+def test_another_process_reads_while_the_next_bucket_is_filled(slots: BucketSlots):
     weights = tensors()
     pipe, end = multiprocessing.Pipe()
     # Forked: a process that has yet to import torch takes seconds.
@@ -77,30 +77,30 @@ def test_another_process_reads_while_the_next_bucket_is_filled(slots: Slots):
     assert numbers == [(n, n == len(numbers) - 1) for n in range(len(numbers))]
 
 
-def test_a_bucket_is_no_larger_than_it_must_be(slots: Slots):
+def test_a_bucket_is_no_larger_than_it_must_be(slots: BucketSlots):
     largest = max(tensor.nbytes for tensor in tensors().values())
     assert largest <= slots.size < largest + 2 * 4 * KIB
     assert all(bucket.nbytes <= slots.size for bucket in slots.filled(tensors().items()))
 
 
-def test_a_bucket_comes_to_another_machine_as_its_bytes(slots: Slots):
-    there = Slots(slots.size, 1)
+def test_a_bucket_comes_to_another_machine_as_its_bytes(slots: BucketSlots):
+    there = BucketSlots(slots.size, 1)
     found: dict[str, torch.Tensor] = {}
-    mapped = Mapped()
+    mapped = MappedMemory()
     for bucket in slots.filled(tensors().items()):
-        brought = there.brought(bucket, slots.bytes_of(bucket).copy())
-        found |= {name: tensor.clone() for name, tensor in mapped.tensors(brought)}
+        copy_in = there.copy_in(bucket, slots.bytes_of(bucket).copy())
+        found |= {name: tensor.clone() for name, tensor in mapped.tensors(copy_in)}
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors().items())
 
 
 def test_tensors_at_home_are_read_where_they_are():
     weights = {name: tensor for name, tensor in tensors().items() if name != "transposed"}
     weights["tied"] = weights["embed"]
-    home = Home(weights.values())
+    home = ModelMemory(weights.values())
     assert all(torch.equal(weights[name], tensor) for name, tensor in tensors().items() if name in weights)
     bucket = home.bucket(weights.items())
     assert bucket is not None
-    read = dict(Mapped().tensors(bucket))
+    read = dict(MappedMemory().tensors(bucket))
     with torch.no_grad():
         weights["large"].mul_(2)
         weights["parameter"].add_(1)
@@ -109,11 +109,11 @@ def test_tensors_at_home_are_read_where_they_are():
     assert home.bucket(weights.items()) is None
 
 
-def test_memory_that_is_gone_or_another_is_an_error(slots: Slots, tmp_path: Path):
+def test_memory_that_is_gone_or_another_is_an_error(slots: BucketSlots, tmp_path: Path):
     (bucket, *_) = slots.filled(tensors().items())
     for path in (str(tmp_path / "none"), "/proc/self/fd/0"):
         with refused(RunError):
-            Mapped().tensors(WeightBucket(**asdict(bucket) | {"path": path}))
+            MappedMemory().tensors(WeightBucket(**asdict(bucket) | {"path": path}))
 
 
 def test_vllms_nccl_sender_takes_the_policy_as_a_source(random_model: Path):

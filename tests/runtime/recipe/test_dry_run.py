@@ -12,7 +12,7 @@ from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu
 from tltlab.runtime.recipe.dry_run import RunPlan, plan_of
-from tltlab.runtime.recipe.gpus import weights_way
+from tltlab.runtime.recipe.gpus import weight_transport
 from tltlab.runtime.recipe.recipe import Recipe
 
 
@@ -74,7 +74,7 @@ def test_separate_actors_get_their_own_gpus():
     ],
 )
 def test_weights_go_the_shortest_way(sections: dict[str, Any], way: str):
-    assert weights_way(recipe(**sections)) == way
+    assert weight_transport(recipe(**sections)) == way
 
 
 def test_a_trainer_needs_16_bytes_per_parameter():

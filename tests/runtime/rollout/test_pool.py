@@ -31,7 +31,7 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import plan_graphs
-from tltlab.runtime.engine.weights import Engines, Slots, load_buckets
+from tltlab.runtime.engine.weights import BucketSlots, Engines, load_buckets
 from tltlab.runtime.ray.actors import Waiting, why_lost
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.engines import EngineBuild
@@ -146,7 +146,7 @@ class SendingActor:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield item
 
-        slots = Slots.fit(weights.values(), 16 << 10)
+        slots = BucketSlots.fit(weights.values(), 16 << 10)
         # As where workers are on another machine, for every second version.
         slots.path = "/none" if engines.version % 2 else slots.path
         engines.start_weight_update(slots)

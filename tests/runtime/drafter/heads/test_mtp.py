@@ -119,11 +119,11 @@ def test_vllm_drafts_with_it_what_is_foretold(tmp_path: Path):
 
     with drafting(mimo, {**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="mtp")}, DEPTH) as engine:
         engine.capture(found.append)
-        brought = kept(engine)
+        copy_in = kept(engine)
         head = fresh_mtp(model.config, 1)
         engine.update_draft_weights(head.serving_weights().items())
         untaught = kept(engine)
-        assert brought > untaught + 20
+        assert copy_in > untaught + 20
         training = DrafterTraining(head, frozen, LossConfig(kind="mtp"), OptimConfig(lr=3e-3, warmup=1))
         for _ in range(40):
             training.update(found)
