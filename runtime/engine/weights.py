@@ -232,11 +232,11 @@ class Engines:
     """
 
     def __init__(
-        self, workers: Sequence[Any], version: int, *, way: WeightTransport = "host", gpus_each: int = 1
+        self, workers: Sequence[Any], version: int, *, transport: WeightTransport = "host", gpus_each: int = 1
     ) -> None:
         self.workers = dict(enumerate(workers))
         self.version = version
-        self.way = way
+        self.transport = transport
         self.gpus_each = gpus_each
         self.failed: dict[int, str] = {}
         self.far: set[int] = set()
@@ -247,7 +247,9 @@ class Engines:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         infos = self.joining(init_info)
-        self.wait([(n, worker.weights.remote("init", (self.way, infos[n]))) for n, worker in self.workers.items()])
+        self.wait(
+            [(n, worker.weights.remote("init", (self.transport, infos[n]))) for n, worker in self.workers.items()]
+        )
 
     def joining(self, init_info: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """Return each engine's arguments: its ranks follow those of the previous engine in one shared group."""
@@ -299,7 +301,7 @@ class Engines:
             except RayError as error:
                 self.failed[n] = one_line(error)[-300:]
                 self.workers.pop(n, None)
-                if self.way == "nccl":
+                if self.transport == "nccl":
                     # This process waits in a collective that never ends; only exiting gets it out.
                     print(f"a rollout worker failed in the transfer of weights: {self.failed[n]}", file=sys.stderr)
                     os._exit(1)

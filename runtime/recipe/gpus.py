@@ -68,10 +68,10 @@ def weight_transport(recipe: Recipe) -> Literal["host", "nccl", "ipc"]:
 
     "ipc" where trainers and engines share each device, "nccl" where each has whole ones of its own, else "host".
     """
-    way, of_devices = recipe.cluster.weights, _device_transport(recipe, bundles_of(recipe))
-    if way == "auto":
+    transport, of_devices = recipe.cluster.weights, _device_transport(recipe, bundles_of(recipe))
+    if transport == "auto":
         return "host" if recipe.train.backend == "gloo" else of_devices
-    return way
+    return transport
 
 
 def _device_transport(recipe: Recipe, bundles: Bundles) -> Literal["host", "nccl", "ipc"]:

@@ -108,7 +108,7 @@ class Sizes:
     def __init__(self, recipe: Recipe) -> None:
         rollout, drafter = recipe.rollout, recipe.drafter
         self.recipe, self.shape, self.bundles = recipe, shape_of(recipe.model), bundles_of(recipe)
-        self.way, shape = weight_transport(recipe), self.shape
+        self.transport, shape = weight_transport(recipe), self.shape
         self.on_gpu, self.colocated = bool(self.bundles.all), self.bundles.colocated
         self.gpu = None if recipe.cluster.gpu is None else gpu_by_name(recipe.cluster.gpu)
         if self.gpu is not None and not self.on_gpu:
@@ -169,7 +169,7 @@ def _engine(sizes: Sizes, table: MemoryTable) -> None:
         raise ConfigError(f"rollout.tensor_parallel_size: {error}") from error
     loaded = tuple(phase for phase in PHASES if not (sizes.colocated and phase in TRAINING))
     # Colocated, weights within a device are transferred before the caches are allocated.
-    generating = GENERATING if sizes.colocated and sizes.way == "ipc" else loaded
+    generating = GENERATING if sizes.colocated and sizes.transport == "ipc" else loaded
 
     # vLLM pads the vocabulary to a multiple of 64; the CPU build stores embedding and LM head twice.
     padding = -shape.vocab % 64 * shape.hidden * (1 if shape.tied_embeddings else 2)
@@ -243,7 +243,7 @@ def _trainer(sizes: Sizes, table: MemoryTable) -> None:
     value, share = sizes.trainer_value, shape.stored_params / train.ranks
     add, on_host = partial(table.add, RANK), partial(table.add, RANK, device="host")
     offloads = sizes.colocated and train.offload
-    resident = (TRAINING + SYNC if sizes.way == "ipc" else TRAINING) if offloads else PHASES
+    resident = (TRAINING + SYNC if sizes.transport == "ipc" else TRAINING) if offloads else PHASES
     elsewhere = [phase for phase in PHASES if phase not in resident]
     for name, num_bytes, formula in (
         ("master weights", 4 * share, "4 bytes x parameters / ranks (ZeRO 3)"),
@@ -295,7 +295,7 @@ def _sent(sizes: Sizes, table: MemoryTable, process: str) -> None:
     largest = max(shape.head_params, shape.hidden * shape.intermediate)
     if sizes.on_gpu and process == RANK:
         table.add(process, "gathered tensor", (4 + value) * largest, "the largest tensor in float32, and cast", SYNC)
-    if sizes.way == "host":
+    if sizes.transport == "host":
         formula = "2 buckets of a tensor or more, in shared memory"
         table.add(process, "weights, shared", 2 * max(BUCKET_BYTES, value * largest), formula, device="host")
     else:

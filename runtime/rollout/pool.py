@@ -254,10 +254,10 @@ class WorkerPool:
             worker.since = [*worker.since, (lengths, n)]
         self._set_all(lambda n, handle: handle.learn_lengths.remote(lengths, n))
 
-    def update_weights(self, send: SendWeights, version: int, way: WeightTransport = "host") -> None:
+    def update_weights(self, send: SendWeights, version: int, transport: WeightTransport = "host") -> None:
         """Have `send` bring the weights of `version` to every engine, and later to those of restarted workers.
 
-        A restarted worker gets the trainers' current weights by way of the host; the next update makes all equal again.
+        A restarted worker gets the trainers' current weights through the host; the next update makes all equal again.
         TrainerDied when a trainer fails in the transfer; engines with partial weights are ended. Under
         `rollout.staleness` engines may be in a rollout, which finds and restarts the failed workers.
         """
@@ -265,10 +265,10 @@ class WorkerPool:
         alive = [n for n, worker in enumerate(self._workers) if worker.alive]
         in_flight = self.recipe.rollout.staleness
         try:
-            send([self.handles[n] for n in alive], version, way)
+            send([self.handles[n] for n in alive], version, transport)
         except TrainerDied as error:
             why = f"its transfer of weights was cut off: {error}"
-            for n in alive if way == "nccl" else ():
+            for n in alive if transport == "nccl" else ():
                 # Its engine waits in a collective that never ends.
                 self._note_failure(n, WorkerLost(why), "")
             if in_flight:

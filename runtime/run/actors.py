@@ -35,7 +35,7 @@ class RunActors:
         self.recipe = recipe
         self._policy, self._drafting, self._events = policy, drafting, events
         self._colocated = recipe.cluster.placement == "colocated"
-        self._way = weight_transport(recipe)
+        self._transport = weight_transport(recipe)
         self._engines_awake = True
         self._given_up = False
         # As in graphs.json.
@@ -137,7 +137,7 @@ class RunActors:
 
     def push_weights(self, version: int, before: Callable[[], None] = lambda: None) -> None:
         """Send the policy's weights to the engines as `version`, after `before`, which may call engines."""
-        in_place = self._colocated and self._way == "ipc" and self.pool.all_alive
+        in_place = self._colocated and self._transport == "ipc" and self.pool.all_alive
         if in_place:
             # Both have the devices: there is room for two models without caches and optimizer steps.
             self.trainers_turn()
@@ -145,8 +145,8 @@ class RunActors:
         else:
             self.engines_turn()
         before()
-        way = "host" if self._colocated and not in_place else self._way
-        self.pool.update_weights(self.trainers.send_weights, version, way)
+        transport = "host" if self._colocated and not in_place else self._transport
+        self.pool.update_weights(self.trainers.send_weights, version, transport)
         if in_place:
             self.trainers.offload()
             self.pool.wake_up(["kv_cache"])

@@ -120,12 +120,12 @@ class TrainerGroup:
         memory: ProcessMemory = self._all("memory")[0]
         return memory
 
-    def send_weights(self, workers: Sequence[Any], version: int, way: WeightTransport = "host") -> None:
+    def send_weights(self, workers: Sequence[Any], version: int, transport: WeightTransport = "host") -> None:
         """Send the policy's weights to rollout workers as `version`; a worker's failure is raised by its next call.
 
         TrainerDied where a rank fails: unfinished workers then have only a part of the weights.
         """
-        engines = Engines(workers, version, way=way, gpus_each=self.recipe.rollout.tensor_parallel_size)
+        engines = Engines(workers, version, transport=transport, gpus_each=self.recipe.rollout.tensor_parallel_size)
         # Two calls at once might reach ranks in different orders.
         with self._sending:
             self._all("send_weights", engines)

@@ -139,7 +139,7 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 class PolicyModel(nn.Module):
-    """Log-probs of response tokens under a causal model at `temperature`. On a CPU its weights may have a `home`.
+    """Log-probs of response tokens under a causal model at `temperature`. On a CPU `model_memory` may hold its weights.
 
     Everything happens in `forward`, the LM head too: FSDP2 gathers a module's parameters around its forward alone.
     """
@@ -148,7 +148,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.home: ModelMemory | None = None
+        self.model_memory: ModelMemory | None = None
         self.sequence_ranks = sequence_ranks
 
     def forward(self, batch: PackedTokens, *, whole: bool = False) -> Tensor:
@@ -209,7 +209,7 @@ def load_policy_model(
     policy = PolicyModel(network, temperature, sequence_ranks)
     if mesh is None:
         policy.to(device)
-        policy.home = ModelMemory(network.state_dict(keep_vars=True).values()) if device.type == "cpu" else None
+        policy.model_memory = ModelMemory(network.state_dict(keep_vars=True).values()) if device.type == "cpu" else None
         return policy
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [*_layers(network), policy]:

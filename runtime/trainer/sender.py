@@ -8,10 +8,10 @@ from tltlab.runtime.engine.weights import BucketSlots, Engines, ModelMemory, Wei
 
 
 class WeightSender:
-    """Rank 0 sends, the others help to gather. `home`: the memory that holds the weights."""
+    """Rank 0 sends, the others help to gather. `model_memory`: the memory that holds the weights."""
 
-    def __init__(self, source: WeightSource, rank: int, home: ModelMemory | None = None) -> None:
-        self.source, self.rank, self.home = source, rank, home
+    def __init__(self, source: WeightSource, rank: int, model_memory: ModelMemory | None = None) -> None:
+        self.source, self.rank, self.model_memory = source, rank, model_memory
         self._slots: BucketSlots | None = None
         self._device: Any = None
 
@@ -31,11 +31,11 @@ class WeightSender:
         return engines.failed
 
     def _send(self, engines: Engines) -> None:
-        bucket = self.home.bucket(self.source) if self.home is not None else None
-        if self.home is not None and bucket is not None:
-            engines.start_weight_update(self.home)
+        bucket = self.model_memory.bucket(self.source) if self.model_memory is not None else None
+        if self.model_memory is not None and bucket is not None:
+            engines.start_weight_update(self.model_memory)
             if not engines.far:
-                engines.wait(engines.load(bucket, self.home.memory.numpy()))
+                engines.wait(engines.load(bucket, self.model_memory.memory.numpy()))
                 engines.finish_weight_update()
                 return
         if self._slots is None:

@@ -118,7 +118,7 @@ class Trainer:
         if config.activation_checkpointing:
             checkpoint_activations(self.policy.model)
         self.whole = WholeTensors(self.policy.model, self.dtype)
-        self._sender = WeightSender(self.whole, rank, self.policy.home)
+        self._sender = WeightSender(self.whole, rank, self.policy.model_memory)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True

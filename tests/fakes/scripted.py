@@ -302,7 +302,7 @@ def scripted_actors(meter: Meter, case: DriverCase, num_words: int) -> type[RunA
             ranks = range(self.recipe.train.ranks)
             self.handles = [ScriptedActor(ScriptedRank(self.recipe, rank, meter), meter, "rank") for rank in ranks]
 
-        def send_weights(self, workers: Sequence[Any], version: int, way: WeightTransport = "host") -> None:
+        def send_weights(self, workers: Sequence[Any], version: int, transport: WeightTransport = "host") -> None:
             """Nobody here has any."""
 
         def close(self) -> None:

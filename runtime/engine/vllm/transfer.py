@@ -138,8 +138,8 @@ def local_weight_transfer() -> type:
 class DeviceSender:
     """A trainer rank's side of vLLM's backends; the group is formed anew whenever the set of engines changes."""
 
-    def __init__(self, source: WeightSource, rank: int, way: WeightTransport) -> None:
-        self.source, self.rank, self.way = source, rank, way
+    def __init__(self, source: WeightSource, rank: int, transport: WeightTransport) -> None:
+        self.source, self.rank, self.transport = source, rank, transport
         self._members: tuple[Any, ...] = ()
         self._sender: Any = None
 
@@ -165,7 +165,7 @@ class DeviceSender:
         largest = max(tensor.nbytes for tensor in self.source.metadata())
         # This class has all that vLLM uses of a `WeightSource`.
         source: Any = self.source
-        if self.way == "ipc":
+        if self.transport == "ipc":
             # A bucket must hold the largest tensor: no tensor is split.
             ipc = IPCTrainerInitInfo(
                 rank=self.rank, packed=True, packed_buffer_size_bytes=max(largest, DEVICE_BUCKET_BYTES)

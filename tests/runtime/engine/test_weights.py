@@ -137,7 +137,7 @@ def test_engines_are_a_client_for_vllms_senders():
     with starting():
         from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
         from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
-    engines = Engines([None, None, None], 1, way="nccl", gpus_each=2)
+    engines = Engines([None, None, None], 1, transport="nccl", gpus_each=2)
     assert isinstance(engines, VLLMWeightSyncClient)
     place = {"master_address": "10.0.0.1", "master_port": 1234, "rank_offset": 1, "world_size": 7}
     told = worker_init_payload(NCCLWeightTransferInitInfo(**place))
