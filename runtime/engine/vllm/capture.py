@@ -60,7 +60,7 @@ class Captured:
     failure: str = ""
 
 
-class NoCapture:
+class NullCapture:
     """Null capture, and the interface between scheduler and capture; while `paused`, new requests are not captured."""
 
     paused = False
@@ -93,7 +93,7 @@ class NoCapture:
         return self._previous
 
 
-class Capture(NoCapture, ABC):
+class Capture(NullCapture, ABC):
     """Captures each request that arrives from now on and ends with "stop" or "length"."""
 
     def enter(self, request_id: str, live: Live) -> None:
@@ -127,7 +127,7 @@ class RunnerCapture(Capture):
         self._runner = runner
         self._sink = sink
         self._store = RowStore(max_bytes, max_positions, self._expected)
-        self._way = _DirectWay() if runner.device.type == "cpu" else _PinnedWay(runner.device, max_tokens)
+        self._copies = _HostCopies() if runner.device.type == "cpu" else _PinnedCopies(runner.device, max_tokens)
         self._lengths = LengthClasses()
         self._prompts: dict[str, tuple[str, int]] = {}
         self._active = True
@@ -149,7 +149,7 @@ class RunnerCapture(Capture):
                 return sample(*args, **kwargs)
             finally:
                 # The next replay of a graph overwrites its states.
-                self._way.clear()
+                self._copies.clear()
 
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
@@ -166,14 +166,14 @@ class RunnerCapture(Capture):
     def landed(self) -> None:
         with self._stopwatch:
             try:
-                self._way.land(self._store)
+                self._copies.land(self._store)
             except Exception as error:
                 self._give_up("capturing hidden states", error)
 
     def hand_over(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
         with self._stopwatch:
             try:
-                self._way.settle(self._store)
+                self._copies.settle(self._store)
                 rows = self._store.close(request_id, 0 if text is None else len(text) - 1)
                 self._prompts.pop(request_id, None)
                 if text is not None:
@@ -187,7 +187,7 @@ class RunnerCapture(Capture):
     def _take(self) -> None:
         with self._stopwatch:
             try:
-                self._way.leave(self._store, _batch_of(self._runner) if self._store else None)
+                self._copies.leave(self._store, _batch_of(self._runner) if self._store else None)
             except Exception as error:
                 self._give_up("capturing hidden states", error)
 
@@ -227,7 +227,7 @@ class RunnerCapture(Capture):
         self._active = False
         for name in ("execute_model", "sample_tokens"):
             self._runner.__dict__.pop(name, None)
-        self._way = _DirectWay()
+        self._copies = _HostCopies()
         self._store.clear()
         self._prompts.clear()
         return self.captured
@@ -294,7 +294,7 @@ def start_capture(core: Any, sink: bytes | Sink | None, max_bytes: int) -> None:
     The sink is pickled for other processes. Running requests hold at most `max_bytes`.
     """
     scheduler, executor = core.scheduler, core.model_executor
-    scheduler.capture = NoCapture(scheduler.capture.stop())
+    scheduler.capture = NullCapture(scheduler.capture.stop())
     if sink is not None:
         executor.collective_rpc(_attach, args=(sink, max_bytes))
         worker = getattr(executor, "driver_worker", None)
@@ -363,7 +363,7 @@ def _batch_of(runner: Any) -> _Batch | None:
     return _Batch(batch.req_ids, ends, positions, state.hidden_states, state.aux_hidden_states or ())
 
 
-class _DirectWay:
+class _HostCopies:
     """Storage of states that are already on the host, in fresh tensors each time, so that they can wait.
 
     Rows are stored several iterations at a time: after a forward pass the store is not in the cache, and cache misses
@@ -397,7 +397,7 @@ class _DirectWay:
             batch.put_into(store)
 
 
-class _PinnedWay(_DirectWay):
+class _PinnedCopies(_HostCopies):
     """Copies of iterations that leave a CUDA device while it samples and drafts, and land with their outputs."""
 
     def __init__(self, device: torch.device, max_tokens: int) -> None:

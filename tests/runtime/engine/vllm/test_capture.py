@@ -20,7 +20,7 @@ from tltlab.runtime.audit.models import TinyModels
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.engine.vllm.capture import _Batch, _PinnedWay
+from tltlab.runtime.engine.vllm.capture import _Batch, _PinnedCopies
 from tltlab.runtime.engine.vllm.row_store import RowStore
 from tltlab.strategy import Strategy
 
@@ -292,9 +292,9 @@ def test_on_cuda_an_iteration_lands_after_the_next_has_left(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(_PinnedWay, "_pinned", lambda self, source: torch.empty((16, *source.shape[1:])).to(source))
+    monkeypatch.setattr(_PinnedCopies, "_pinned", lambda self, source: torch.empty((16, *source.shape[1:])).to(source))
     store = RowStore(1 << 20, CONTEXT)
-    way = _PinnedWay(torch.device("cpu"), 16)
+    way = _PinnedCopies(torch.device("cpu"), 16)
     ids, bounds = ["a", "b"], np.array([0, 3, 5])
     positions, hidden = torch.tensor([0, 1, 2, 0, 1, 99]), torch.arange(12.0).view(6, 2)
     expected: dict[str, list[list[float]]] = {name: [] for name in ids}
