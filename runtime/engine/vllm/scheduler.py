@@ -29,7 +29,7 @@ from tltlab.runtime.engine.failures import what_was_raised
 from tltlab.runtime.engine.live import Live
 
 from . import is_registered
-from .capture import NoCapture, pause_capture, start_capture
+from .capture import NullCapture, pause_capture, start_capture
 from .options import Attachment, check_engine, drafts_nothing
 from .runners import NoProposer as NoProposer
 from .runners import captured_graphs, held_bytes
@@ -70,7 +70,7 @@ class PolicyScheduler(Scheduler):
             self._draft_at_most(self.num_spec_tokens)
         self.drafts_here_alone = drafts_nothing(vllm_config.speculative_config)
         self.watch = Watch(self, self.control, settings)
-        self.capture: NoCapture = NoCapture()
+        self.capture: NullCapture = NullCapture()
         self.given_up = False
         # State of the last iteration: the workers' draft depth and seconds, and the requests still without a draft.
         self._worker_depth = 0
