@@ -35,9 +35,9 @@ from tltlab.traces.rows import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
 from .failures import notify, what_was_raised
-from .ledger import Clock, Iteration, Ledger, SampledTokens, Scheduled, Stopwatch
 from .live import BatchRequests, Drafting, Live
 from .metrics import Samples, Tally
+from .tracker import Clock, Iteration, Ledger, SampledTokens, Scheduled, Stopwatch
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from tltlab.errors import ConfigError, RunError, did_you_mean
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
-from .ledger import Clock
+from .tracker import Clock
 
 ResponseTokens = tuple[Key, Sequence[int], Sequence[int]]
 """A key, the tokens of its prompt and the tokens of its response so far."""

@@ -21,7 +21,7 @@ from tltlab.policies.reward import Reward
 from tltlab.state import StepOutcome
 from tltlab.strategy import NO_SPECULATION
 
-from .ledger import Iteration
+from .tracker import Iteration
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

@@ -30,8 +30,8 @@ from tltlab.traces.schema import Manifest
 
 from .control import Control
 from .failures import what_was_raised
-from .ledger import NEWEST, Clock, EndedIterations
 from .live import Live
+from .tracker import NEWEST, Clock, EndedIterations
 
 logger = logging.getLogger(__name__)
 

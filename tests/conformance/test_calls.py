@@ -19,7 +19,7 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.selector import Selector
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.ledger import Scheduled
+from tltlab.runtime.engine.tracker import Scheduled
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.verification.decisions import RecordedIterations

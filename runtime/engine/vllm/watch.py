@@ -25,9 +25,9 @@ from vllm.v1.request import Request
 from tltlab.drafters.base import Key
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.environment import hardware
-from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.runtime.engine.live import Live
 from tltlab.runtime.engine.recording import BRINGS_WEIGHTS, LiveRecording
+from tltlab.runtime.engine.tracker import Scheduled
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.recording import recording_of
 

@@ -13,7 +13,7 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
-from tltlab.runtime.engine.ledger import Scheduled
+from tltlab.runtime.engine.tracker import Scheduled
 from tltlab.runtime.engine.vllm import starting
 from tltlab.strategy import Strategy
 

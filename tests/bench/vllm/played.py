@@ -31,7 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import Policy
-from tltlab.runtime.engine.ledger import Stopwatch
+from tltlab.runtime.engine.tracker import Stopwatch
 from tltlab.runtime.engine.vllm.capture import RunnerCapture
 from tltlab.runtime.engine.vllm.options import vllm_options
 from tltlab.runtime.engine.vllm.scheduler import PolicyScheduler

@@ -14,7 +14,7 @@ import pytest
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.engine.ledger import Iteration, Ledger, Scheduled
+from tltlab.runtime.engine.tracker import Iteration, Ledger, Scheduled
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 CONTEXT, BLOCK = 96, 32

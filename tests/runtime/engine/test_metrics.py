@@ -13,8 +13,8 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.ledger import Iteration
 from tltlab.runtime.engine.metrics import Collector, Tally
+from tltlab.runtime.engine.tracker import Iteration
 from tltlab.state import Choice
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.runtime.engine.ledger import Iteration, Ledger, Scheduled, Stopwatch
+from tltlab.runtime.engine.tracker import Iteration, Ledger, Scheduled, Stopwatch
 from tltlab.state import NO_CHOICE, Choice, StepOutcome
 from tltlab.strategy import Strategy
 
@@ -61,7 +61,7 @@ def test_a_choice_pays_for_its_own_drafting_and_its_verification(times: list[tup
     engine = Engine()
     for forward_s, draft_s, after_s in times:
         engine.iterate(forward_s, draft_s, after_s)
-    engine.ledger.end()
+    engine.tracker.end()
     drafted_in = [draft_s for _, draft_s, _ in times]
     without_drafting = [forward_s + after_s for forward_s, _, after_s in times]
     expected = [draft_s + rest_s for draft_s, rest_s in zip(drafted_in, without_drafting[1:], strict=False)]
@@ -73,8 +73,8 @@ def test_a_row_has_what_its_iteration_verified_and_chose():
     engine = Engine()
     engine.iterate(2.0, 0.5)
     engine.iterate(3.0, 0.25, kept=1)
-    engine.ledger.end()
-    first, second = engine.ledger.iterations
+    engine.tracker.end()
+    first, second = engine.tracker.iterations
     assert (first["rl_step"], first["worker"], first["iteration"], first["drafter"]) == (7, 2, 0, "none")
     assert (first["t_start"], first["duration"], first["draft_duration"]) == (0.0, 2.5, 0.5)
     assert (second["t_start"], second["duration"], second["draft_duration"]) == (2.5, 3.25, 0.25)
@@ -82,7 +82,7 @@ def test_a_row_has_what_its_iteration_verified_and_chose():
     assert (second["num_drafted"], second["num_accepted"], second["num_generated"]) == (2, 1, 3)
     assert second["accepted_per_request"] == [0, 1]  # in the order of the requests: b, a
     assert first["accepted_per_request"] is None
-    (decision,) = engine.ledger.decisions
+    (decision,) = engine.tracker.decisions
     assert decision == {
         "rl_step": 7, "worker": 2, "iteration": 1, "bucket": 1, "drafter": "ngram", "draft_depth": 1, "top_k": 1,
         "tokens_to_verify": 2, "propensity": 0.5, "reward": 10.0,
@@ -95,9 +95,9 @@ def test_only_a_policys_choices_are_decisions_and_some_have_no_outcome():
     engine.iterate(learns=False)
     engine.iterate()
     engine.iterate()
-    engine.ledger.end()
-    assert [row["draft_depth"] for row in engine.ledger.iterations] == [0, 1, 2, 3]
-    assert [(row["draft_depth"], row["reward"]) for row in engine.ledger.decisions] == [(2, None), (3, 10.0)]
+    engine.tracker.end()
+    assert [row["draft_depth"] for row in engine.tracker.iterations] == [0, 1, 2, 3]
+    assert [(row["draft_depth"], row["reward"]) for row in engine.tracker.decisions] == [(2, None), (3, 10.0)]
 
 
 def test_a_pause_is_no_iterations_time():
@@ -105,11 +105,11 @@ def test_a_pause_is_no_iterations_time():
     engine.iterate(1.0)
     engine.iterate(1.0, 0.5)
     engine.now += 100.0
-    engine.ledger.pause()
-    assert engine.ledger.iterations[-1]["duration"] == 1.5
-    assert engine.ledger.in_force is NO_CHOICE
+    engine.tracker.pause()
+    assert engine.tracker.iterations[-1]["duration"] == 1.5
+    assert engine.tracker.in_force is NO_CHOICE
     engine.iterate()
-    engine.ledger.end()
+    engine.tracker.end()
     assert [told.strategy.draft_depth for told, _ in engine.notified] == [1]
 
 
@@ -117,50 +117,50 @@ def test_a_pause_is_no_iterations_time():
 def test_a_wait_ends_no_iteration_that_has_no_output(wait: Callable[[Ledger], None]):
     engine = Engine()
     what = engine.schedule()
-    wait(engine.ledger)
+    wait(engine.tracker)
     engine.now += 2.0
-    engine.ledger.sampled(engine.ledger.verified(what, [1, 1]))
+    engine.tracker.sampled(engine.ledger.verified(what, [1, 1]))
     engine.now += 50.0
-    wait(engine.ledger)
-    assert [row["duration"] for row in engine.ledger.iterations] == [2.0]
+    wait(engine.tracker)
+    assert [row["duration"] for row in engine.tracker.iterations] == [2.0]
 
 
 def test_a_choice_outlasts_a_rest():
     engine = Engine()
     engine.iterate(1.0, 0.5)
     engine.now += 100.0
-    engine.ledger.end_iteration()
-    assert engine.ledger.in_force.strategy.draft_depth == 1
+    engine.tracker.end_iteration()
+    assert engine.tracker.in_force.strategy.draft_depth == 1
     engine.iterate(1.0)
-    engine.ledger.end()
-    assert [row["duration"] for row in engine.ledger.iterations] == [1.5, 1.0]
+    engine.tracker.end()
+    assert [row["duration"] for row in engine.tracker.iterations] == [1.5, 1.0]
     assert len(engine.notified) == 1
 
 
 def test_outside_of_rollouts_outcomes_leave_no_rows():
     engine = Engine()
-    engine.ledger.end()
+    engine.tracker.end()
     engine.iterate()
     engine.iterate()
-    engine.ledger.first_token(KEY)
-    engine.ledger.start()
+    engine.tracker.first_token(KEY)
+    engine.tracker.start()
     assert len(engine.notified) == 1
-    assert engine.ledger.iterations == engine.ledger.decisions == []
-    assert engine.ledger.first_token_s == {}
+    assert engine.tracker.iterations == engine.ledger.decisions == []
+    assert engine.tracker.first_token_s == {}
 
 
 def test_a_rollout_begins_at_0_and_the_choice_in_force_goes_on():
     engine = Engine()
     engine.iterate()
-    engine.ledger.end()
-    engine.ledger.begin(8)
+    engine.tracker.end()
+    engine.tracker.begin(8)
     engine.now += 0.5
-    engine.ledger.first_token(KEY)
+    engine.tracker.first_token(KEY)
     engine.iterate(2.0)
-    engine.ledger.end()
-    (row,) = engine.ledger.iterations
+    engine.tracker.end()
+    (row,) = engine.tracker.iterations
     assert (row["rl_step"], row["iteration"], row["t_start"], row["draft_depth"]) == (8, 0, 0.5, 1)
-    assert engine.ledger.first_token_s == {KEY: 0.5}
+    assert engine.tracker.first_token_s == {KEY: 0.5}
 
 
 def test_overlapped_iterations_run_from_output_to_output():
@@ -170,9 +170,9 @@ def test_overlapped_iterations_run_from_output_to_output():
     second = engine.schedule(draft=1)
     for seconds, work, counts in ((1.0, first, [1, 1]), (3.0, second, [2, 2])):
         engine.now += seconds
-        engine.ledger.sampled(engine.ledger.verified(work, counts))
-    engine.ledger.end()
-    rows = [(r["t_start"], r["duration"], r["draft_duration"]) for r in engine.ledger.iterations]
+        engine.tracker.sampled(engine.ledger.verified(work, counts))
+    engine.tracker.end()
+    rows = [(r["t_start"], r["duration"], r["draft_duration"]) for r in engine.tracker.iterations]
     assert rows == [(0.0, 2.0, None), (2.0, 3.0, None)]
     ((told, outcome),) = engine.notified
     assert (told.strategy.draft_depth, outcome.elapsed_s, outcome.accepted) == (1, 3.0, [1, 1])
@@ -182,12 +182,12 @@ def test_an_iteration_in_flight_goes_on_in_the_next_rollout():
     engine = Engine(overlapped=True)
     in_flight = engine.schedule()
     engine.now += 5.0
-    engine.ledger.begin(8)
+    engine.tracker.begin(8)
     own = engine.schedule()
     for work in (in_flight, own):
         engine.now += 1.0
-        engine.ledger.sampled(engine.ledger.verified(work, [1, 1]))
-    rows = engine.ledger.iterations
+        engine.tracker.sampled(engine.ledger.verified(work, [1, 1]))
+    rows = engine.tracker.iterations
     assert [(row["rl_step"], row["iteration"], row["t_start"], row["duration"]) for row in rows] == [
         (8, 0, 0.0, 1.0),
         (8, 1, 1.0, 1.0),
@@ -197,13 +197,13 @@ def test_an_iteration_in_flight_goes_on_in_the_next_rollout():
 def test_an_iteration_in_flight_of_ended_requests_is_of_no_rollout():
     engine = Engine(overlapped=True)
     stale = engine.schedule()
-    engine.ledger.begin(8)
-    engine.ledger.drop_in_flight()
+    engine.tracker.begin(8)
+    engine.tracker.drop_in_flight()
     own = engine.schedule()
     engine.now += 1.0
-    engine.ledger.sampled(engine.ledger.verified(stale, [0, 0]))
-    engine.ledger.sampled(engine.ledger.verified(own, [1, 1]))
-    assert [row["num_generated"] for row in engine.ledger.iterations] == [2]
+    engine.tracker.sampled(engine.ledger.verified(stale, [0, 0]))
+    engine.tracker.sampled(engine.ledger.verified(own, [1, 1]))
+    assert [row["num_generated"] for row in engine.tracker.iterations] == [2]
 
 
 def test_a_stopwatch_counts_what_ran_inside_it():
