@@ -1,11 +1,11 @@
 """Control between a policy and an engine's scheduler, independent of vLLM.
 
 A scheduler calls `Control`, which holds requests and drafters, the policy in a `PolicyDriver` and iterations in a
-`Ledger`. Order of the calls of one iteration:
+`IterationTracker`. Order of the calls of one iteration:
 
     iteration_starts   the previous iteration ends: its outcome goes to the policy
     scheduled          the batch and the choice that it verifies are known; choose for the next iteration
-    sampled            output: accepted tokens go to requests, drafters and the ledger
+    sampled            output: accepted tokens go to requests, drafters and the tracker
     drafts             drafts for the next iteration, by the choice made in `scheduled`
 """
 
@@ -37,7 +37,7 @@ from .drafter_pool import DrafterPool, ResponseTokens
 from .failures import notify, what_was_raised
 from .live import BatchRequests, Drafting, Live
 from .metrics import Samples, Tally
-from .tracker import Clock, Iteration, Ledger, SampledTokens, Scheduled, Stopwatch
+from .tracker import Clock, Iteration, IterationTracker, SampledTokens, Scheduled, Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Control:
     """Calls a policy once per engine iteration, allots drafts and delivers outcomes.
 
     `add` and `finish` report requests at any time; `awaiting_first_token` holds the ids of those without output.
-    `begin` opens a rollout, `end` closes it and returns its rows (`Ledger`). An iteration calls `iteration_starts`,
+    `begin` opens a rollout, `end` closes it and returns its rows (`IterationTracker`). An iteration calls `iteration_starts`,
     `scheduled`, `sampled` and, if drafts are made beside the scheduler, `drafts`, each O(batch); requests are read one
     by one only to draft or for a policy that reads them. Without a policy `watched` replaces `scheduled`.
     The stopwatch `inside` covers all work here except drafting, `deciding` the policy's part of it.
@@ -74,7 +74,9 @@ class Control:
         self.driver = PolicyDriver(worker=worker)
         self.deciding = Stopwatch(clock)
         self._tally = tally or Tally()
-        self.ledger = Ledger(self._deliver, worker=worker, overlapped=overlapped, clock=clock, on_end=self._tally.add)
+        self.tracker = IterationTracker(
+            self._deliver, worker=worker, overlapped=overlapped, clock=clock, on_end=self._tally.add
+        )
         self._policy: Policy | None = None
         self.inside = Stopwatch(clock)
         self.drafting = Stopwatch(clock)
@@ -176,10 +178,10 @@ class Control:
 
     def begin(self, rl_step: int) -> None:
         """Open a rollout with no rows and time 0. Running requests continue."""
-        self.ledger.begin(rl_step)
+        self.tracker.begin(rl_step)
         if not self.live:
-            self.ledger.drop_in_flight()
-            self.ledger.clear()
+            self.tracker.drop_in_flight()
+            self.tracker.clear()
             self.driver.forget()
         self.drafters.begin(rl_step)
         self.driver.begin(rl_step)
@@ -187,13 +189,13 @@ class Control:
     def end(self) -> tuple[list[Row], list[Row], dict[Key, float]]:
         """Close the rollout; return rows of iterations, rows of decisions, and first-token times by key."""
         with self.inside:
-            self.ledger.end()
-            return self.ledger.iterations, self.ledger.decisions, self.ledger.first_token_s
+            self.tracker.end()
+            return self.tracker.iterations, self.tracker.decisions, self.tracker.first_token_s
 
     def advance(self, rl_step: int) -> None:
         """Outside of rollouts, let drafters drop state of RL steps before `rl_step`."""
-        if not self.ledger.is_open and rl_step > self.ledger.rl_step:
-            self.ledger.rl_step = rl_step
+        if not self.tracker.is_open and rl_step > self.tracker.rl_step:
+            self.tracker.rl_step = rl_step
             self.drafters.begin(rl_step)
 
     def add(
@@ -207,7 +209,7 @@ class Control:
     ) -> Live:
         """Add a request that enters the engine; `output` is a live view of its tokens."""
         if not self.live:
-            self.ledger.drop_in_flight()
+            self.tracker.drop_in_flight()
         live = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens, drafting=drafting)
         self.live[request_id] = live
         if drafting == "none beside":
@@ -260,18 +262,18 @@ class Control:
         self._turn += 1
         self._least_room -= self.drafters.max_depth + 1
         with self.inside:
-            self.ledger.start()
+            self.tracker.start()
 
     def scheduled(self, work: Scheduled) -> int:
         """Choose the strategy of the drafts at the iteration's end; return the draft depth for the engine's workers."""
         with self.inside:
-            self._work, self._verified = work, self.ledger.schedule(work)
+            self._work, self._verified = work, self.tracker.schedule(work)
             if self.driver.selector is None:
                 return 0
-            choice = self.driver.again(len(work.request_ids), work.waiting, self.ledger.rl_step)
+            choice = self.driver.again(len(work.request_ids), work.waiting, self.tracker.rl_step)
             if choice is None and (choice := self._choose(work.request_ids)) is None:
                 return 0
-            self.ledger.choose(choice)
+            self.tracker.choose(choice)
             return self.drafters.worker_depth(choice.strategy)
 
     def _choose(self, request_ids: Sequence[str]) -> Choice | None:
@@ -306,15 +308,15 @@ class Control:
     def watched(self, work: Scheduled, strategy: Strategy) -> None:
         """Record an iteration without a policy, at the end of which the engine itself drafts by `strategy`."""
         with self.inside:
-            self.ledger.schedule(work)
-            self.ledger.choose(Choice(strategy, learns=False), decided=False)
+            self.tracker.schedule(work)
+            self.tracker.choose(Choice(strategy, learns=False), decided=False)
 
     def _state(self, request_ids: Sequence[str]) -> StepState:
         """State of the iteration that was scheduled last, for the policy."""
         work = self._work
         return StepState(
-            rl_step=self.ledger.rl_step,
-            worker=self.ledger.worker,
+            rl_step=self.tracker.rl_step,
+            worker=self.tracker.worker,
             batch=len(request_ids),
             waiting=work.waiting,
             context_tokens=work.context_tokens,
@@ -326,14 +328,16 @@ class Control:
     @property
     def drafts_fit(self) -> bool:
         """True if no draft of the strategy in force needs trimming, by the budget or by a request's length limit."""
-        return self._least_room >= self.ledger.in_force.strategy.reach and isinstance(self.driver.budget, UniformBudget)
+        return self._least_room >= self.tracker.in_force.strategy.reach and isinstance(
+            self.driver.budget, UniformBudget
+        )
 
     def allot(self, request_ids: Sequence[str]) -> list[int]:
         """Allot tokens to the next draft of each request: its share of the budget, within its length limit."""
         with self.inside:
             lives = [self.live[i] for i in request_ids]
             with self.deciding:
-                shares = self._shares(self.ledger.in_force.strategy, lives)
+                shares = self._shares(self.tracker.in_force.strategy, lives)
             # Over all requests, since others may draft next; less the tokens of a batch that may be in flight.
             self._least_room = min(map(self._room, self.live.values()), default=0) - self.drafters.max_depth - 1
             return [min(share, self._room(live)) for share, live in zip(shares, lives, strict=True)]
@@ -357,16 +361,16 @@ class Control:
 
         `learned` are the workers' drafts, made in `learned_s` seconds, or empty.
         """
-        since_s, late_s = self.ledger.clock(), 0.0
-        strategy = self.ledger.in_force.strategy
+        since_s, late_s = self.tracker.clock(), 0.0
+        strategy = self.tracker.in_force.strategy
         drafts: list[list[int]] = []
         if strategy.speculates:
             # In order of admission, not of slots, so that a trace determines the drafters' text at each draft.
             with self.drafting:
-                late_s = self.drafters.feed(strategy, self._turn, self.ledger.clock)
+                late_s = self.drafters.feed(strategy, self._turn, self.tracker.clock)
             if self.drafters.behind(strategy):
                 # Drafts made without the latest text are no evidence about the choice.
-                self.ledger.in_force = replace(self.ledger.in_force, learns=False)
+                self.tracker.in_force = replace(self.tracker.in_force, learns=False)
             with self.inside:
                 places, lives, depths = self._draft_orders(request_ids, strategy)
             with self.drafting:
@@ -378,7 +382,7 @@ class Control:
             if len(places) < len(request_ids):
                 made = dict(zip(places, drafts, strict=True))
                 drafts = [made.get(n) or [] for n in range(len(request_ids))]
-        self.ledger.drafted(since_s, learned_s or 0.0, late_s)
+        self.tracker.drafted(since_s, learned_s or 0.0, late_s)
         return drafts
 
     def _draft_orders(self, request_ids: Sequence[str], strategy: Strategy) -> _DraftOrders:
@@ -409,14 +413,14 @@ class Control:
                 for request_id, count in zip(work.request_ids, counts, strict=True):
                     if count and request_id in self.awaiting_first_token:
                         self.awaiting_first_token.discard(request_id)
-                        self.ledger.first_token(self.live[request_id].key)
-            counted = not self.ledger.drops_next
-            iteration = self.ledger.verified(work, counts)
+                        self.tracker.first_token(self.live[request_id].key)
+            counted = not self.tracker.drops_next
+            iteration = self.tracker.verified(work, counts)
             if counted:
                 self._sampled.add(iteration, work.request_ids, counts)
             if work.drafts:
                 self._learn(work.request_ids, iteration)
-            self.ledger.sampled(iteration)
+            self.tracker.sampled(iteration)
 
     def settle(self) -> None:
         """Add the tokens sampled so far to `computed` of their requests."""
@@ -450,12 +454,12 @@ class Control:
     def end_iteration(self) -> None:
         """End the last iteration at its own end: the engine waits, with requests that continue later."""
         with self.inside:
-            self.ledger.end_iteration()
+            self.tracker.end_iteration()
 
     def idle(self) -> None:
         """End the last iteration, with no request left, and drop the choice for the next one."""
         with self.inside:
-            self.ledger.pause()
+            self.tracker.pause()
             self.alarm.idle()
             self.driver.idle()
 

@@ -295,7 +295,7 @@ class _Profiler:
 
         def enough(_: Sequence[Key]) -> bool:
             nonlocal timed
-            rows = self.engine.control.ledger.iterations
+            rows = self.engine.control.tracker.iterations
             timed += bool(rows) and _is_of(rows[-1], cell)
             return timed >= WARM_UP + self.grid.per_visit
 

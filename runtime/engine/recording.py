@@ -140,7 +140,7 @@ class LiveRecording:
     def __init__(self, path: str | Path, control: Control, *, model: str, hardware: str, engine: str) -> None:
         self.control = control
         self.ended = False
-        self._clock = control.ledger.clock
+        self._clock = control.tracker.clock
         self._grouping = Grouping(self._clock)
         self._start_s = self._clock()
         self._origins: dict[int, float] = {}
@@ -174,7 +174,7 @@ class LiveRecording:
                 model=Path(model).name,
                 hardware=hardware,
                 engine=engine,
-                num_workers=control.ledger.worker + 1,
+                num_workers=control.tracker.worker + 1,
                 source="tltlab",
                 notes=f"recorded by the engine itself; {self._grouping.notes}",
                 drafters=control.drafters.registry.own,
@@ -206,7 +206,7 @@ class LiveRecording:
     def arrives(self, rl_step: int | None) -> None:
         """Announce a request, with the rl_step of its key if it has one; it may begin a rollout."""
         self._is_idle = False
-        newest = self.control.ledger.rl_step
+        newest = self.control.tracker.rl_step
         if not self._origins:
             self._begin(newest if rl_step is None else rl_step)
         elif rl_step is None:
@@ -226,26 +226,26 @@ class LiveRecording:
     def _end_rollout(self) -> None:
         """End the rollout's last iteration at its own end, and hand over all rows."""
         self.control.end_iteration()
-        self.control.ledger.end()
+        self.control.tracker.end()
         self._hand_over()
 
     def _begin(self, rl_step: int) -> None:
         """Begin the rollout of an RL step; requests of the previous one may still run."""
-        ledger = self.control.ledger
-        if self._origins and not ledger.num_scheduled:
+        tracker = self.control.tracker
+        if self._origins and not tracker.num_scheduled:
             # All its requests continue in the iterations of the next RL step.
-            self._has_no_iterations(ledger.rl_step)
+            self._has_no_iterations(tracker.rl_step)
         self._end_rollout()
         for live in self.control.live.values():
-            if (first_s := ledger.first_token_s.get(live.key)) is not None:
-                self._first_token_s[live.key] = ledger.origin + first_s
+            if (first_s := tracker.first_token_s.get(live.key)) is not None:
+                self._first_token_s[live.key] = tracker.origin + first_s
         self.control.begin(rl_step)
         self._grouping.begin()
-        self._origins[rl_step] = ledger.origin
+        self._origins[rl_step] = tracker.origin
         row = columns(
             "steps",
             rl_step=rl_step,
-            t_start=ledger.origin - self._start_s,
+            t_start=tracker.origin - self._start_s,
             policy=self.control.policy_name,
             policy_version=self._grouping.version,
         )
@@ -304,21 +304,21 @@ class LiveRecording:
 
         With `in_flight` the request is in an iteration without output yet, and `landed` follows.
         """
-        ledger = self.control.ledger
+        tracker = self.control.tracker
         self._grouping.left()
         self._num_tokens += len(live.output)
         tokens, prompt = list(live.output)[: live.kept], list(live.prompt)
         finish_reason, end_s = live.ended or (finish_reason, self._clock())
         first_s = self._first_token_s.pop(live.key, None)
-        if (first := ledger.first_token_s.pop(live.key, None)) is not None:
-            first_s = ledger.origin + first
+        if (first := tracker.first_token_s.pop(live.key, None)) is not None:
+            first_s = tracker.origin + first
         origin = self._origins[live.key[0]]
         self._departed[live.key] = (
             live,
             {
                 "response_tokens": len(tokens),
                 "finish_reason": finish_reason_of(finish_reason, len(tokens)),
-                "worker": ledger.worker,
+                "worker": tracker.worker,
                 "t_submit": self._arrival_s.pop(live.key) - origin,
                 "t_first_token": None if first_s is None or not tokens else first_s - origin,
                 "t_finish": end_s - origin,
@@ -346,7 +346,7 @@ class LiveRecording:
 
     def iterated(self) -> None:
         """Note that an iteration has ended, or ends with the next one."""
-        if self.control.ledger.num_ended >= NEWEST + _CHUNK:
+        if self.control.tracker.num_ended >= NEWEST + _CHUNK:
             self._hand_over(NEWEST)
 
     def idle(self) -> None:
@@ -407,7 +407,7 @@ class LiveRecording:
         self._give((table, row), _ROW_BYTES + _TOKEN_BYTES * tokens)
 
     def _hand_over(self, keep: int = 0) -> None:
-        drained = self.control.ledger.drain(keep)
+        drained = self.control.tracker.drain(keep)
         if drained.ended:
             self._give(drained, sum(_ROW_BYTES + 8 * len(it.drafted) for it in drained.ended))
 

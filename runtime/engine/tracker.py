@@ -1,4 +1,4 @@
-"""The ledger of one engine's iterations: the choice that each one verified, its duration, and its accepted tokens.
+"""Tracker of one engine's iterations: the choice that each one verified, its duration, and its accepted tokens.
 
 vLLM drafts at the end of iteration i, and iteration i + 1 verifies these drafts. The outcome of the choice made in
 iteration i therefore comes from iteration i + 1; its time is
@@ -139,7 +139,7 @@ class Stopwatch:
         self.seconds += self._clock() - self._entered
 
 
-class Ledger:
+class IterationTracker:
     """Records iterations as an engine runs them, and notifies the policy of each choice's outcome.
 
     Calls per iteration: `start`, `schedule`, `choose` if there is a choice, `verified`, `sampled`, and `drafted` if

@@ -56,7 +56,7 @@ _VLLM_UTILIZATION, _CPU_KV_BYTES = 0.92, 256 << 20
 _TREE_BYTES = {"suffix": TREE_BYTES_PER_TOKEN, "ngram": 500}
 """Bytes per token of a running response, by kind of drafter."""
 _TEXT_BYTES = 160
-"""Bytes that vLLM and the ledger keep per generated token: ids and log-probs in several Python lists."""
+"""Bytes that vLLM and the tracker keep per generated token: ids and log-probs in several Python lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,14 +56,14 @@ class FreeRolloutWorker(EngineWorker):
         until: Callable[[Sequence[Key]], bool] | None = None,
     ) -> Rollout:
         swaps: list[tuple[int, dict[Key, int]]] = []
-        live, ledger = self.engine.control.live, self.engine.control.ledger
+        live, tracker = self.engine.control.live, self.engine.control.tracker
 
         def after_iteration(ended: Sequence[Key]) -> bool:
             if self.calls.waiting:
                 before, running = self._version(), {each.key: len(each.output) for each in live.values()}
                 seconds = self._take_weights()
                 if running:
-                    ledger.interrupted(seconds)
+                    tracker.interrupted(seconds)
                 if self._version() != before:
                     swaps.append((before, running))
             return until is not None and until(ended)

@@ -103,8 +103,8 @@ class LoggedRun:
         costs = ScaledCosts.around(own, level=level, switch_s=own.switch_s * level, outside_s=own.outside_s * level)
         subject = "rollouts" if part == "rollout" else "waiting for rollouts, which go on beside training"
         note = (
-            f"{subject}: {np.median(measured_s):.3g} s in the log, {share.estimate:.0%} of the RL step, {level:.2f} times "
-            f"those of {machine.name if machine else scenarios.costs_name}: simulated ones are scaled to them"
+            f"{subject}: {np.median(measured_s):.3g} s in the log, {share.estimate:.0%} of the RL step, {level:.2f} "
+            f"times those of {machine.name if machine else scenarios.costs_name}: simulated ones are scaled to them"
         )
         return cls(
             scenarios=scenarios.costing(costs), stages=mean_stages(table, trace.manifest.name or "a log"),

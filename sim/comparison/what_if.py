@@ -139,8 +139,8 @@ def what_if(
     compared = compared if SYSTEMS["verl"] in compared else (SYSTEMS["verl"], *compared)
     ask = _Question(
         scenarios=scenarios, strategies=strategies, drafters=drafters, compared=compared,
-        accept=None if recorded else _chance(granted, drafters), block=decisions_apart(trace), jobs=jobs, on_stage=on_stage,
-        recorded=recorded, logged=logged,
+        accept=None if recorded else _chance(granted, drafters), block=decisions_apart(trace), jobs=jobs,
+        on_stage=on_stage, recorded=recorded, logged=logged,
     )  # fmt: skip
     found = scenarios.answer(ask.answer, ask.is_enough)
     scenario, plain, best, base = found.scenario, found.plain, found.chosen, found.base

@@ -137,8 +137,8 @@ def tune(
 
     `settings` are fields of `TuneConfig` that replace those of `config`. `provenance` is written into the policy over
     what is found here; `done` receives each of the bandit's trials, `on_stage` each stage. `journal` is a file of
-    the trials: an interrupted tuning that is called again with it continues with the same result. Raises ConfigError for a
-    trace with fewer than two RL steps, a missing acceptance, and where no policy is possible.
+    the trials: an interrupted tuning that is called again with it continues with the same result. Raises ConfigError
+    for a trace with fewer than two RL steps, a missing acceptance, and where no policy is possible.
     """
     config = config.changed(settings, tune)
     began = time.perf_counter()

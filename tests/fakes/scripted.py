@@ -203,7 +203,7 @@ class ScriptedWorker:
         return lambda *_, **__: None
 
     def _iteration(self, rl_step: int, number: int, batch: int) -> dict[str, Any]:
-        """As `Ledger.iterations` has it."""
+        """As `IterationTracker.iterations` has it."""
         ran = STRATEGY if batch <= DRAFTS_BELOW else NO_SPECULATION
         accepted = [number % 4] * batch
         return {

@@ -305,7 +305,7 @@ class _Window:
 class Alarm:
     """Compares the acceptance of every drafter with its own before a wake of the engine, or before new weights.
 
-    `note_event` opens a window for each drafter. A window is looked at after `LEAST_DRAFTS` drafts, then each time their
+    `note_event` opens a window for each drafter. A window is examined after `LEAST_DRAFTS` drafts, then whenever their
     number has doubled, and when the engine falls idle. A drafter has collapsed if so few first tokens are accepted
     that their binomial chance, at `COLLAPSE` times the rate before, is at most `FALSE_ALARM` / 2^(i + 1) at look i
     (from 0). A drafter without a network, which depends on the text alone, and one whose rate before is not known

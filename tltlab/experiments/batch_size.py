@@ -180,7 +180,7 @@ class BatchSize(Experiment[BatchSizeSettings]):
 
         def enough(ended: Sequence[Key]) -> bool:
             # A request that has reached the model's context leaves a smaller batch.
-            generated = sum(row["num_generated"] for row in self.engine.control.ledger.iterations)
+            generated = sum(row["num_generated"] for row in self.engine.control.tracker.iterations)
             return bool(ended) or generated >= len(starts) * self.settings.tokens
 
         rollout = self.engine.generate(requests, rl_step=self.number, temperature=TEMPERATURE, until=enough)

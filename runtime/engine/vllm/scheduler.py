@@ -169,7 +169,7 @@ class PolicyScheduler(Scheduler):
         if (work := self.watch.returned(scheduler_output, model_runner_output)) is None:
             return
         self.capture.landed()
-        if self._beside and (self._has_drafts or self.control.ledger.in_force.strategy.speculates):
+        if self._beside and (self._has_drafts or self.control.tracker.in_force.strategy.speculates):
             self._due_ids = work.request_ids
 
     @property

@@ -125,7 +125,7 @@ class Watch:
     def ended(self, request: Request) -> None:
         """Note the end of a request's turn, before vLLM has it await the next one, with a status of its own."""
         if (live := self.control.live.get(request.request_id)) is not None:
-            live.ended = str(request.get_finished_reason()), self.control.ledger.clock()
+            live.ended = str(request.get_finished_reason()), self.control.tracker.clock()
 
     def left(self, request: Request) -> Live | None:
         """Remove and return a request that is about to be freed."""
@@ -134,7 +134,7 @@ class Watch:
             return None
         got = self._got.pop(name, None)
         if got is None and recording is not None:
-            reason, end_s = live.ended or (reason, self.control.ledger.clock())
+            reason, end_s = live.ended or (reason, self.control.tracker.clock())
             if (got := self._stopped_at(request, str(reason) == "stop")) is not None:
                 live.ended = "stop", end_s
         in_flight = any(name in work.request_ids for work in self._in_flight)
@@ -227,8 +227,8 @@ class Watch:
 
     def drafted(self, draft_token_ids: Any) -> None:
         """Record the time of vLLM's own drafting."""
-        ledger = self.control.ledger
-        ledger.drafted(ledger.clock(), getattr(draft_token_ids, "draft_s", None) or 0.0)
+        tracker = self.control.tracker
+        tracker.drafted(tracker.clock(), getattr(draft_token_ids, "draft_s", None) or 0.0)
 
     def new_weights(self, method: str | None = None) -> None:
         """Note that the engine may have new weights (`LiveRecording.new_weights`), after a wait for them."""
@@ -266,9 +266,9 @@ class Watch:
         prompt_id = hashlib.blake2b(tokens.encode(), digest_size=8).hexdigest()
         self._num_nameless += 1
         if self._num_nameless > NAMELESS_PER_STEP and self._open_recording is None:
-            self.control.advance(self.control.ledger.rl_step + 1)
+            self.control.advance(self.control.tracker.rl_step + 1)
             self._num_nameless = 1
-        rl_step = self.control.ledger.rl_step
+        rl_step = self.control.tracker.rl_step
         return rl_step, prompt_id, self._samples.get((rl_step, prompt_id), self._least_sample), 0
 
 

@@ -211,7 +211,7 @@ class PlayedEngine:
         self.control.deciding = Stopwatch(time.thread_time)
         if not record:
             # Speculation pays by this clock, so that a policy that learns goes on drafting.
-            self.control.ledger.clock = lambda: self._now_s
+            self.control.tracker.clock = lambda: self._now_s
             self.control.begin(0)
         self._runner = _capture(self.scheduler) if capture else None
         for n in range(batch):
@@ -303,7 +303,7 @@ class PlayedEngine:
         index = {name: n for n, name in enumerate(ids)}
         result = ModelRunnerOutput(req_ids=list(ids), req_id_to_index=index, sampled_token_ids=sampled)
         self._call(us, scheduler.update_from_output, output, result)
-        strategy, speculates = self.control.ledger.in_force.strategy, False
+        strategy, speculates = self.control.tracker.in_force.strategy, False
         if scheduler.num_spec_tokens:
             speculates = bool(drafts) and strategy.speculates
             self._call(us, scheduler.update_draft_token_ids, DraftTokenIds(list(ids), learned))

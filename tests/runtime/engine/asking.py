@@ -14,7 +14,7 @@ import pytest
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.engine.tracker import Iteration, Ledger, Scheduled
+from tltlab.runtime.engine.tracker import Iteration, IterationTracker, Scheduled
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 CONTEXT, BLOCK = 96, 32
@@ -47,20 +47,20 @@ def groups_of_four(num: int, tokens: int, prompt_tokens: int = 6, rl_step: int =
     return [request(f"p{n // 4}", n % 4, prompts[n // 4], tokens, rl_step=rl_step) for n in range(num)]
 
 
-def timed_by_work(ledger: Ledger, patch: pytest.MonkeyPatch) -> None:
+def timed_by_work(tracker: IterationTracker, patch: pytest.MonkeyPatch) -> None:
     """Have an engine's time go on by its work alone: 10 ms an iteration, and 0.1 ms for each token that it verifies.
 
     What a policy learns from times is then the same on every machine, however busy.
     """
-    now_s, verified = 0.0, ledger.verified
+    now_s, verified = 0.0, tracker.verified
 
     def later(what: Scheduled, counts: Sequence[int]) -> Iteration:
         nonlocal now_s
         now_s += 1e-2 + 1e-4 * (len(what.request_ids) + sum(map(len, what.drafts.values())))
         return verified(what, counts)
 
-    patch.setattr(ledger, "clock", lambda: now_s)
-    patch.setattr(ledger, "verified", later)
+    patch.setattr(tracker, "clock", lambda: now_s)
+    patch.setattr(tracker, "verified", later)
 
 
 def settings() -> dict[str, Any]:

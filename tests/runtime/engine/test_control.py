@@ -396,7 +396,7 @@ def test_where_nobody_opens_rollouts_no_rows_pile_up_and_drafters_may_forget():
     engine.goes_on(0, 0)
     assert len(control.end()[0]) == 2
     engine.goes_on(0, 0)
-    assert len(control.ledger.iterations) == 2
+    assert len(control.tracker.iterations) == 2
     control.finish("r")
     assert control.drafters._drafter("ngram").memory_bytes > 0
     control.advance(1)

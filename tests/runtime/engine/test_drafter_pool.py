@@ -41,7 +41,7 @@ def test_every_drafter_leaves_greedy_tokens_as_they_are(roomy: Engine):
 
 
 def test_a_bandits_choice_follows_the_better_arm(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
-    timed_by_work(roomy.control.ledger, monkeypatch)
+    timed_by_work(roomy.control.tracker, monkeypatch)
     arms = (Strategy.chain("ngram", 2), Strategy.chain("suffix", 4), NO_SPECULATION)
     policy = Policy(selector=BegMabSpec(buckets=(Bucket(min_batch=1, strategies=arms),), epsilon=0.05))
     plain = greedy(roomy, None, tokens=200)

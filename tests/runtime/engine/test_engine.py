@@ -91,7 +91,7 @@ def test_durations_add_up_to_the_rollout_and_counts_to_its_tokens(roomy: Engine,
     roomy.set_policy(fixed("ngram", 2))
     rollout = generate(roomy, 24, 50)
     assert 0 < sum(row["duration"] for row in rollout.iterations) < rollout.duration_s
-    timed_by_work(roomy.control.ledger, monkeypatch)
+    timed_by_work(roomy.control.tracker, monkeypatch)
     rows = generate(roomy, 24, 50).iterations
     for row in rows:
         assert row["duration"] == pytest.approx(1e-2 + 1e-4 * (row["batch"] + row["num_drafted"]))

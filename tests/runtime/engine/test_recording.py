@@ -36,7 +36,7 @@ class Engine:
     def arrives(self, prompt: int = 0, key: tuple[int, str, int, int] | None = None) -> str:
         name = str(next(self._number))
         self.recording.arrives(None if key is None else key[0])
-        rl_step = self.control.ledger.rl_step
+        rl_step = self.control.tracker.rl_step
         live = self.control.add(name, key or (rl_step, f"p{prompt}", int(name), 0), [prompt], [], 99)
         self.recording.arrived(live)
         return name
@@ -339,7 +339,7 @@ class Unspeakable(Exception):
 
 def test_giving_up_raises_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     engine.serves(2)
-    monkeypatch.setattr(engine.control.ledger, "drain", raising(LookupError("the ledger too")))
+    monkeypatch.setattr(engine.control.tracker, "drain", raising(LookupError("the tracker too")))
     engine.recording.give_up(Unspeakable())
     assert "Unspeakable" in caplog.text
     engine.recording.close()

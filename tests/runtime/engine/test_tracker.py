@@ -1,4 +1,4 @@
-"""The ledger of iterations on a clock that is set by hand."""
+"""The tracker of iterations on a clock that is set by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.runtime.engine.tracker import Iteration, Ledger, Scheduled, Stopwatch
+from tltlab.runtime.engine.tracker import Iteration, IterationTracker, Scheduled, Stopwatch
 from tltlab.state import NO_CHOICE, Choice, StepOutcome
 from tltlab.strategy import Strategy
 
@@ -23,8 +23,8 @@ class Engine:
     def __init__(self, **settings: bool) -> None:
         self.now = 50.0
         self.notified: list[tuple[Choice, StepOutcome]] = []
-        self.ledger = Ledger(self.notify, worker=2, clock=lambda: self.now, **settings)
-        self.ledger.begin(7)
+        self.tracker = IterationTracker(self.notify, worker=2, clock=lambda: self.now, **settings)
+        self.tracker.begin(7)
         self.depth = 0
 
     def notify(self, choice: Choice, outcome: StepOutcome, iteration: Iteration) -> None:
@@ -34,22 +34,22 @@ class Engine:
     def schedule(self, draft: int = 0, *, learns: bool = True, decided: bool = True) -> Scheduled:
         drafts = {"a": [9] * draft, "b": [9] * draft} if draft else {}
         what = scheduled("b", "a", drafts=drafts, waiting=3, context_tokens=40)
-        self.ledger.start()
-        self.ledger.schedule(what)
+        self.tracker.start()
+        self.tracker.schedule(what)
         self.depth += 1
         strategy = Strategy.chain("ngram", self.depth)
-        self.ledger.choose(Choice(strategy, 0.5, self.depth % 2, learns), decided=decided)
+        self.tracker.choose(Choice(strategy, 0.5, self.depth % 2, learns), decided=decided)
         return what
 
     def iterate(
         self, forward_s: float = 1.0, draft_s: float = 0.0, after_s: float = 0.0, kept: int = 0, **chosen: bool
     ) -> None:
-        what = self.schedule(self.ledger.in_force.strategy.draft_depth, **chosen)
+        what = self.schedule(self.tracker.in_force.strategy.draft_depth, **chosen)
         self.now += forward_s
-        self.ledger.sampled(self.ledger.verified(what, [1, kept + 1]))
+        self.tracker.sampled(self.tracker.verified(what, [1, kept + 1]))
         since = self.now
         self.now += draft_s
-        self.ledger.drafted(since, 0.0)
+        self.tracker.drafted(since, 0.0)
         self.now += after_s
 
 
@@ -113,13 +113,13 @@ def test_a_pause_is_no_iterations_time():
     assert [told.strategy.draft_depth for told, _ in engine.notified] == [1]
 
 
-@pytest.mark.parametrize("wait", [Ledger.end_iteration, Ledger.pause], ids=["rests", "pauses"])
-def test_a_wait_ends_no_iteration_that_has_no_output(wait: Callable[[Ledger], None]):
+@pytest.mark.parametrize("wait", [IterationTracker.end_iteration, IterationTracker.pause], ids=["rests", "pauses"])
+def test_a_wait_ends_no_iteration_that_has_no_output(wait: Callable[[IterationTracker], None]):
     engine = Engine()
     what = engine.schedule()
     wait(engine.tracker)
     engine.now += 2.0
-    engine.tracker.sampled(engine.ledger.verified(what, [1, 1]))
+    engine.tracker.sampled(engine.tracker.verified(what, [1, 1]))
     engine.now += 50.0
     wait(engine.tracker)
     assert [row["duration"] for row in engine.tracker.iterations] == [2.0]
@@ -145,7 +145,7 @@ def test_outside_of_rollouts_outcomes_leave_no_rows():
     engine.tracker.first_token(KEY)
     engine.tracker.start()
     assert len(engine.notified) == 1
-    assert engine.tracker.iterations == engine.ledger.decisions == []
+    assert engine.tracker.iterations == engine.tracker.decisions == []
     assert engine.tracker.first_token_s == {}
 
 
@@ -170,7 +170,7 @@ def test_overlapped_iterations_run_from_output_to_output():
     second = engine.schedule(draft=1)
     for seconds, work, counts in ((1.0, first, [1, 1]), (3.0, second, [2, 2])):
         engine.now += seconds
-        engine.tracker.sampled(engine.ledger.verified(work, counts))
+        engine.tracker.sampled(engine.tracker.verified(work, counts))
     engine.tracker.end()
     rows = [(r["t_start"], r["duration"], r["draft_duration"]) for r in engine.tracker.iterations]
     assert rows == [(0.0, 2.0, None), (2.0, 3.0, None)]
@@ -186,7 +186,7 @@ def test_an_iteration_in_flight_goes_on_in_the_next_rollout():
     own = engine.schedule()
     for work in (in_flight, own):
         engine.now += 1.0
-        engine.tracker.sampled(engine.ledger.verified(work, [1, 1]))
+        engine.tracker.sampled(engine.tracker.verified(work, [1, 1]))
     rows = engine.tracker.iterations
     assert [(row["rl_step"], row["iteration"], row["t_start"], row["duration"]) for row in rows] == [
         (8, 0, 0.0, 1.0),
@@ -201,8 +201,8 @@ def test_an_iteration_in_flight_of_ended_requests_is_of_no_rollout():
     engine.tracker.drop_in_flight()
     own = engine.schedule()
     engine.now += 1.0
-    engine.tracker.sampled(engine.ledger.verified(stale, [0, 0]))
-    engine.tracker.sampled(engine.ledger.verified(own, [1, 1]))
+    engine.tracker.sampled(engine.tracker.verified(stale, [0, 0]))
+    engine.tracker.sampled(engine.tracker.verified(own, [1, 1]))
     assert [row["num_generated"] for row in engine.tracker.iterations] == [2]
 
 

@@ -306,7 +306,7 @@ def test_no_iteration_lasts_through_a_wait(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch, wait: Callable[[Recorded], None]
 ):
     hours = 0.0
-    for owner, name in ((recorded.recording.control.ledger, "clock"), (recorded.recording, "_clock")):
+    for owner, name in ((recorded.recording.control.tracker, "clock"), (recorded.recording, "_clock")):
         monkeypatch.setattr(owner, name, lambda: time.perf_counter() + 3600.0 * hours)
     recorded.answers(2)
     engine = recorded.llm.llm_engine
@@ -340,7 +340,7 @@ def test_each_turn_of_a_session_ends_when_it_did(recorded: Recorded, monkeypatch
     from vllm.v1.request import Request
 
     hours = 0.0
-    for owner, name in ((recorded.recording.control.ledger, "clock"), (recorded.recording, "_clock")):
+    for owner, name in ((recorded.recording.control.tracker, "clock"), (recorded.recording, "_clock")):
         monkeypatch.setattr(owner, name, lambda: time.perf_counter() + 3600.0 * hours)
     core = recorded.llm.llm_engine.engine_core.engine_core
 
@@ -435,10 +435,10 @@ def test_an_engine_that_is_never_idle_is_written_down_as_it_goes(recorded: Recor
         assert time.monotonic() < deadline
     durable = sum(len(table) for chunk in chunks_of(folder) if (table := chunk.tables().get("iterations")) is not None)
     assert durable > 0
-    ledger = recorded.recording.control.ledger
-    assert ledger.num_ended <= 6
-    assert ledger._iterations == []
-    assert len(ledger.first_token_s) <= 2
+    tracker = recorded.recording.control.tracker
+    assert tracker.num_ended <= 6
+    assert tracker._iterations == []
+    assert len(tracker.first_token_s) <= 2
     while engine.has_unfinished_requests():
         engine.step()
     trace = recorded.trace()

@@ -349,15 +349,15 @@ def test_an_abort_leaves_a_policys_engine_idle(roomy: Engine, tmp_path: Path):
 
     settings = {"tltlab": LEARNS["tltlab"] | {"record": str(tmp_path / "trace")}}
     worker = Overlapped(scheduled_by("policy_scheduler", roomy, asynchronous=False, settings=settings))
-    hours, ledger = 0.0, worker.scheduler.control.ledger
-    ledger.clock = lambda: time.perf_counter() + 3600.0 * hours
+    hours, tracker = 0.0, worker.scheduler.control.tracker
+    tracker.clock = lambda: time.perf_counter() + 3600.0 * hours
     for name in "abc":
         worker.add(40, name, key="none")
         for _ in range(6):
             worker.schedule()
             worker.finish()
         worker.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-        assert ledger.in_force is NO_CHOICE
+        assert tracker.in_force is NO_CHOICE
         hours += 1.0
     worker.scheduler.close_recording()
     trace = read(tmp_path / "trace")
@@ -375,8 +375,8 @@ def test_what_is_in_flight_when_requests_end_is_nobodys(roomy: Engine, tmp_path:
     if policy:
         settings["tltlab"] = BY_MODEL["tltlab"] | {"record": str(tmp_path / "trace")}
     worker = Overlapped(scheduled_by("policy_scheduler" if policy else AsyncScheduler, roomy, settings=settings))
-    hours, ledger = 0.0, worker.scheduler.control.ledger
-    ledger.clock = lambda: time.perf_counter() + 3600.0 * hours
+    hours, tracker = 0.0, worker.scheduler.control.tracker
+    tracker.clock = lambda: time.perf_counter() + 3600.0 * hours
     worker.add(40, "a", "b", key="none")
     worker.goes_on(0, 2)
     # In the one iteration that follows, and in the one that is under way.
