@@ -17,11 +17,11 @@ class WeightSender:
 
     def send(self, engines: Engines) -> dict[int, str]:
         """Send the source's weights to engines; return the errors of those that failed, by number."""
-        if engines.way != "host":
+        if engines.transport != "host":
             from tltlab.runtime.engine.vllm.transfer import DeviceSender
 
-            if self._device is None or self._device.way != engines.way:
-                self._device = DeviceSender(self.source, self.rank, engines.way)
+            if self._device is None or self._device.transport != engines.transport:
+                self._device = DeviceSender(self.source, self.rank, engines.transport)
             self._device.send(engines)
         elif self.rank:
             for _ in self.source:
