@@ -17,7 +17,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.vllm import on_cpu
-from tltlab.runtime.engine.vllm.sampling import unmended_sampling
+from tltlab.runtime.engine.vllm.sampling import unfixed_sampling
 
 from .cases import DRAFTERS, AuditCase, AuditedDrafter, cases, given_cases, policy_of, tiny_drafters
 from .engine import AuditedEngine, settings
@@ -91,7 +91,7 @@ def run_audit(
                 seed=seed,
                 vllm_args=plan.vllm_args,
             )
-            with closing(engine), unmended_sampling() if without_fix else nullcontext():
+            with closing(engine), unfixed_sampling() if without_fix else nullcontext():
                 audited = AuditedEngine(engine, plan.vllm_args["max_num_seqs"])
                 for row in run_plan(plan, auditor, audited):
                     rows.append(row)

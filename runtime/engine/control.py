@@ -34,15 +34,15 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.rows import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
-from .failures import notify, what_was_raised
-from .live import BatchRequests, Drafting, Live
+from .failures import describe_exception, notify
+from .live import BatchRequests, Drafting, LiveRequest
 from .metrics import Samples, Tally
 from .tracker import Clock, Iteration, IterationTracker, SampledTokens, Scheduled, Stopwatch
 
 logger = logging.getLogger(__name__)
 
 
-_DraftOrders = tuple[list[int], list[Live], list[tuple[Key, int]]]
+_DraftOrders = tuple[list[int], list[LiveRequest], list[tuple[Key, int]]]
 """Positions in the batch, requests at these positions, and (key, draft tokens) of each."""
 
 
@@ -81,7 +81,7 @@ class Control:
         self.inside = Stopwatch(clock)
         self.drafting = Stopwatch(clock)
         self.failure = ""
-        self.live: dict[str, Live] = {}
+        self.live: dict[str, LiveRequest] = {}
         self.keys: set[Key] = set()
         self.awaiting_first_token: set[str] = set()
         # Ids of requests that allow no drafts for any request in the batch.
@@ -91,9 +91,9 @@ class Control:
         # Lower bound of `_room` over all requests.
         self._least_room = 0
         # Ids, positions and requests of the last batch, if all its requests have output.
-        self._batch_places: tuple[Sequence[str], list[int], list[Live]] | None = None
+        self._batch_places: tuple[Sequence[str], list[int], list[LiveRequest]] | None = None
         # Requests that have ended with an iteration in flight.
-        self.departing: dict[str, Live] = {}
+        self.departing: dict[str, LiveRequest] = {}
         self._sampled = SampledTokens()
         self.alarm = Alarm(notify)
 
@@ -140,7 +140,7 @@ class Control:
     def learn_lengths(self, lengths: Sequence[tuple[Key, int]]) -> None:
         """Deliver the lengths of other workers' responses to the budget."""
         for key, num_tokens in lengths:
-            live = Live(key=key, prompt=(), output=range(num_tokens), max_response_tokens=max(num_tokens, 1))
+            live = LiveRequest(key=key, prompt=(), output=range(num_tokens), max_response_tokens=max(num_tokens, 1))
             self._notify_budget(live)
 
     @property
@@ -206,11 +206,11 @@ class Control:
         output: Sequence[int],
         max_tokens: int,
         drafting: Drafting = "any",
-    ) -> Live:
+    ) -> LiveRequest:
         """Add a request that enters the engine; `output` is a live view of its tokens."""
         if not self.live:
             self.tracker.drop_in_flight()
-        live = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens, drafting=drafting)
+        live = LiveRequest(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens, drafting=drafting)
         self.live[request_id] = live
         if drafting == "none beside":
             self._draftless.add(request_id)
@@ -221,14 +221,14 @@ class Control:
         self.drafters.open(key, prompt, output, own=drafting == "own" and self.repeats)
         return live
 
-    def _drafts_for(self, live: Live) -> bool:
+    def _drafts_for(self, live: LiveRequest) -> bool:
         return not self._draftless and (live.drafting == "any" or (live.drafting == "own" and self.repeats))
 
-    def _room(self, live: Live) -> int:
+    def _room(self, live: LiveRequest) -> int:
         """Most tokens worth drafting for a request: verification adds one token of its own."""
         return max(live.max_response_tokens - len(live.output) - 1, 0) if self._drafts_for(live) else 0
 
-    def finish(self, request_id: str, got: int | None = None, *, in_flight: bool = False) -> Live | None:
+    def finish(self, request_id: str, got: int | None = None, *, in_flight: bool = False) -> LiveRequest | None:
         """Remove and return a request that leaves the engine, complete or aborted.
 
         Its client `got` its first tokens, by default all of them. With `in_flight` the request is in an iteration
@@ -247,10 +247,10 @@ class Control:
             if in_flight:
                 self.departing[request_id] = live
             else:
-                self._sampled.take_back(request_id, live.computed - live.kept)
+                self._sampled.subtract(request_id, live.computed - live.kept)
         return live
 
-    def _notify_budget(self, live: Live) -> None:
+    def _notify_budget(self, live: LiveRequest) -> None:
         """Deliver an ended request to the budget."""
         try:
             self.driver.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
@@ -300,7 +300,7 @@ class Control:
     def _disable_policy(self, error: Exception) -> None:
         """Decode plainly after the first exception in a policy, so that running requests complete."""
         if not self.failure:
-            failure = f"the policy raised {what_was_raised(error)}"
+            failure = f"the policy raised {describe_exception(error)}"
             logger.error("%s; the engine continues without speculation", failure)
             self.set_selector(None)
             self.failure = failure
@@ -342,7 +342,7 @@ class Control:
             self._least_room = min(map(self._room, self.live.values()), default=0) - self.drafters.max_depth - 1
             return [min(share, self._room(live)) for share, live in zip(shares, lives, strict=True)]
 
-    def _shares(self, strategy: Strategy, lives: Sequence[Live]) -> list[int]:
+    def _shares(self, strategy: Strategy, lives: Sequence[LiveRequest]) -> list[int]:
         """Shares of the budget: tokens of the next draft of each request."""
         if isinstance(self.driver.budget, UniformBudget) or not lives:
             return [strategy.reach] * len(lives)
@@ -432,7 +432,7 @@ class Control:
         """Count the last tokens of a request in `departing`: its last iteration has landed."""
         self.settle()
         live = self.departing.pop(request_id)
-        self._sampled.take_back(request_id, live.computed - (live.kept or 0))
+        self._sampled.subtract(request_id, live.computed - (live.kept or 0))
 
     def _learn(self, request_ids: Sequence[str], iteration: Iteration) -> None:
         """Add the accepted tokens of each draft to its request, and deliver them to its drafter."""

@@ -23,7 +23,7 @@ def notify(line: str) -> None:
             print(f"tltlab: {line}", file=sys.stderr, flush=True)
 
 
-def what_was_raised(error: Exception) -> str:
+def describe_exception(error: Exception) -> str:
     """Describe an exception: type, message, and the innermost file and line outside of tltlab and of libraries.
 
     For messages about errors that do not end the program; this function raises none itself.

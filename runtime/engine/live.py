@@ -16,7 +16,7 @@ beside", which also rules out drafts for the other requests in the batch.
 
 
 @dataclass(slots=True, kw_only=True)
-class Live:
+class LiveRequest:
     """A request in the engine, with the fields of `tltlab.state.RequestState`, always current.
 
     `output` is a live view of its tokens; `drafter` made the draft in flight. `computed` tokens were sampled for it and
@@ -46,14 +46,14 @@ class Live:
         return len(self.output)
 
 
-class BatchRequests(Sequence[Live]):
+class BatchRequests(Sequence[LiveRequest]):
     """The requests of an iteration, looked up when a policy first reads one: most policies never do."""
 
-    def __init__(self, ids: Sequence[str], live: Mapping[str, Live]) -> None:
+    def __init__(self, ids: Sequence[str], live: Mapping[str, LiveRequest]) -> None:
         self._ids, self._live = ids, live
 
     @cached_property
-    def _requests(self) -> list[Live]:
+    def _requests(self) -> list[LiveRequest]:
         return [self._live[i] for i in self._ids if i in self._live]
 
     def __len__(self) -> int:
@@ -62,5 +62,5 @@ class BatchRequests(Sequence[Live]):
     def __getitem__(self, index: Any) -> Any:
         return self._requests[index]
 
-    def __iter__(self) -> Iterator[Live]:
+    def __iter__(self) -> Iterator[LiveRequest]:
         return iter(self._requests)

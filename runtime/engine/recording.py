@@ -29,8 +29,8 @@ from tltlab.traces.rows import Row, columns, key_columns
 from tltlab.traces.schema import Manifest
 
 from .control import Control
-from .failures import what_was_raised
-from .live import Live
+from .failures import describe_exception
+from .live import LiveRequest
 from .tracker import NEWEST, Clock, EndedIterations
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class LiveRecording:
         self._epochs: dict[tuple[int, str], int] = {}
         self._arrival_s: dict[Key, float] = {}
         # Outcomes of ended requests that are still in an iteration in flight.
-        self._departed: dict[Key, tuple[Live, Row]] = {}
+        self._departed: dict[Key, tuple[LiveRequest, Row]] = {}
         self._keys: dict[Key, None] = {}
         self._forgotten_rl_step = -1
         # Fields of the manifest, iterations, and rows of a table. Only the engine's thread adds to `_queued_bytes`.
@@ -270,7 +270,7 @@ class LiveRecording:
             if not before:
                 self._give({"notes": f"recorded by the engine itself; {self._grouping.notes}"}, _ROW_BYTES)
 
-    def arrived(self, live: Live) -> None:
+    def arrived(self, live: LiveRequest) -> None:
         """Record a request that has entered."""
         rl_step, prompt_id, _, _ = live.key
         epoch = self._epochs.get((rl_step, prompt_id))
@@ -299,7 +299,7 @@ class LiveRecording:
             policy_version=self._grouping.version,
         )
 
-    def left(self, live: Live, finish_reason: str | None, *, in_flight: bool = False) -> None:
+    def left(self, live: LiveRequest, finish_reason: str | None, *, in_flight: bool = False) -> None:
         """Record a request that has left for good; `finish_reason` is None where it is unknown.
 
         With `in_flight` the request is in an iteration without output yet, and `landed` follows.
@@ -483,7 +483,7 @@ class LiveRecording:
                 return
             self.ended = True
         if isinstance(why, Exception):
-            why = f"RunError: {why}" if isinstance(why, RunError) else what_was_raised(why)
+            why = f"RunError: {why}" if isinstance(why, RunError) else describe_exception(why)
         logger.error(
             "the recording %s ends here, and the engine continues: %s; durable rows stay in %s",
             *(self.path, why, recording_of(self.path)),

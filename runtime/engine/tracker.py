@@ -112,7 +112,7 @@ class SampledTokens:
         self._drained, self._request_ids, self._sums = [], (), ()
         return drained
 
-    def take_back(self, request_id: str, surplus: int) -> None:
+    def subtract(self, request_id: str, surplus: int) -> None:
         """Subtract the last tokens of a request, which its client did not get, from the iterations that made them."""
         for iteration, request_ids, counts in reversed(self._newest):
             if surplus <= 0:

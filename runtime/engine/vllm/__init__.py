@@ -34,17 +34,17 @@ def guarded_call(owner: Any, part: Callable[..., _Value], *args: Any, otherwise:
     try:
         return part(*args)
     except Exception as error:
-        from tltlab.runtime.engine.failures import what_was_raised
+        from tltlab.runtime.engine.failures import describe_exception
 
         owner.tltlab_failed = True
         # vLLM's log is often off.
         logging.getLogger(__name__).error(
-            "tltlab raised %s; vLLM's %s continues without it", what_was_raised(error), type(owner).__name__
+            "tltlab raised %s; vLLM's %s continues without it", describe_exception(error), type(owner).__name__
         )
         return otherwise
 
 
-def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace vLLM's `owner.name` by the decorated function, which gets the original as its first argument; once."""
 
     def put(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,7 +46,7 @@ CAPABILITIES: Mapping[str, Capability] = {capability.name: capability for capabi
 
 
 @dataclass(frozen=True, slots=True)
-class Touch:
+class RequiredName:
     """A name in vLLM: module, path within it, and the parameters that it must have."""
 
     module: str
@@ -54,7 +54,7 @@ class Touch:
     parameters: tuple[str, ...]
 
     @classmethod
-    def of(cls, text: str) -> Touch:
+    def of(cls, text: str) -> RequiredName:
         match = re.fullmatch(r"([\w.]+):([\w.]+)(?:\((.*)\))?", text)
         assert match is not None, text
         module, path, parameters = match.groups()
@@ -78,10 +78,10 @@ def _sentence(version: str, capability: Capability, lacking: Sequence[str]) -> s
 @cache
 def lacks(capability: str) -> tuple[str, ...]:
     """Return the names of a capability that the vLLM of this process does not have."""
-    return tuple(touch for touch in CAPABILITIES[capability].touches if not _imported_has(Touch.of(touch)))
+    return tuple(touch for touch in CAPABILITIES[capability].touches if not _imported_has(RequiredName.of(touch)))
 
 
-def _imported_has(touch: Touch) -> bool:
+def _imported_has(touch: RequiredName) -> bool:
     try:
         member: Any = import_module(f"vllm.{touch.module}")
     except ImportError:

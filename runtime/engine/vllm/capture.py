@@ -25,7 +25,7 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.length_classes import LengthClasses
 from tltlab.errors import one_line
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.engine.live import Live
+from tltlab.runtime.engine.live import LiveRequest
 from tltlab.runtime.engine.tracker import Stopwatch
 
 from .row_store import Rows, RowStore
@@ -68,7 +68,7 @@ class NullCapture:
     def __init__(self, captured: Captured | None = None) -> None:
         self._previous = captured or Captured()
 
-    def enter(self, request_id: str, live: Live) -> None:
+    def enter(self, request_id: str, live: LiveRequest) -> None:
         """Note a request that entered the engine."""
 
     def scheduled(self, output: Any) -> None:
@@ -77,7 +77,7 @@ class NullCapture:
     def landed(self) -> None:
         """Note that the output of the oldest iteration in flight is known."""
 
-    def leave(self, request_id: str, live: Live, finish_reason: str) -> None:
+    def leave(self, request_id: str, live: LiveRequest, finish_reason: str) -> None:
         """Note a request that left the engine, after `landed` for its last iteration."""
 
     def idle(self) -> None:
@@ -96,11 +96,11 @@ class NullCapture:
 class Capture(NullCapture, ABC):
     """Captures each request that arrives from now on and ends with "stop" or "length"."""
 
-    def enter(self, request_id: str, live: Live) -> None:
+    def enter(self, request_id: str, live: LiveRequest) -> None:
         if not self.paused:
             self.keep(request_id, live.prompt_id, len(live.prompt))
 
-    def leave(self, request_id: str, live: Live, finish_reason: str) -> None:
+    def leave(self, request_id: str, live: LiveRequest, finish_reason: str) -> None:
         whole = finish_reason in ("stop", "length")
         text = np.array([*live.prompt, *live.output], np.int32) if whole else None
         self.hand_over(request_id, live.key, len(live.prompt), text)
@@ -140,7 +140,7 @@ class RunnerCapture(Capture):
         runner, execute, sample = self._runner, self._runner.execute_model, self._runner.sample_tokens
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self.heed(getattr(scheduler_output, _ATTRIBUTE, ()))
+            self.execute(getattr(scheduler_output, _ATTRIBUTE, ()))
             return execute(scheduler_output, *args, **kwargs)
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ class RunnerCapture(Capture):
 
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
-    def heed(self, orders: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+    def execute(self, orders: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
         """Execute the orders of a `RemoteCapture`, in that order."""
         for name, args in orders:
             getattr(self, name)(*args)
@@ -272,7 +272,7 @@ class RemoteCapture(Capture):
     def idle(self) -> None:
         orders, self._orders = self._orders, []
         try:
-            self._ask("heed", orders)
+            self._ask("execute", orders)
         except Exception as error:  # its process has died; the engine's own calls report that
             logger.error("the process that captures hidden states does not answer: %s", one_line(error))
 

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.engine.failures import notify
 
-from . import OPTIONS, POLICY, RECORD, VARIABLES, guarded_call, has_option, in_place_of
+from . import OPTIONS, POLICY, RECORD, VARIABLES, guarded_call, has_option, replacing
 from .capabilities import missing
-from .runners import keep_captured_bytes, model_runners, spare_speculation, time_drafting
+from .runners import bypass_speculation, keep_captured_bytes, model_runners, time_drafting
 from .sampling import (
-    mend_speculative_sampling,
-    mend_top_k_of_nothing,
+    fix_speculative_sampling,
+    fix_top_k_without_drafts,
     sample_beside_drafts,
     speculative_sampling_is_sound,
 )
@@ -74,7 +74,7 @@ def follow_variables() -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    @in_place_of(EngineArgs, "create_engine_config")
+    @replacing(EngineArgs, "create_engine_config")
     def create_engine_config(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         make = partial(stock, self, *args, **kwargs)
         if not any(os.environ.get(name) for name in VARIABLES):
@@ -213,25 +213,25 @@ def attach() -> None:
 
     EngineCore.tltlab = tltlab
 
-    @in_place_of(EngineCore, "post_step")
+    @replacing(EngineCore, "post_step")
     def post_step(stock: Any, self: Any, model_executed: bool) -> None:
         # Asking costs a message to each rank and back.
         if not getattr(self.scheduler, "drafts_here_alone", False):
             stock(self, model_executed)
 
-    @in_place_of(OutputProcessor, "abort_requests")
+    @replacing(OutputProcessor, "abort_requests")
     def abort(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         states = dict(self.request_states)
         names = stock(self, *args, **kwargs)
         return [*guarded_call(self, _delivered_tokens, states, names, otherwise=()), *names]
 
-    @in_place_of(EngineCore, "abort_requests")
+    @replacing(EngineCore, "abort_requests")
     def aborted(stock: Any, self: Any, request_ids: Any) -> Any:
         if hasattr(self.scheduler, "note_delivered"):
             guarded_call(self, _note_delivered, self.scheduler, request_ids, otherwise=None)
         return stock(self, [name for name in request_ids if not name.startswith(GOT)])
 
-    @in_place_of(EngineCore, "shutdown")
+    @replacing(EngineCore, "shutdown")
     def shutdown(stock: Any, self: Any) -> None:
         # First: vLLM gives an engine core seconds to end, and most of them to its workers.
         scheduler: Any = getattr(self, "scheduler", None)
@@ -243,9 +243,9 @@ def attach() -> None:
     # core.
     for name in ("collective_rpc", "set_weight_version", "wake_up"):
         if hasattr(EngineCore, name):
-            in_place_of(EngineCore, name)(_then_note_weights)
+            replacing(EngineCore, name)(_then_note_weights)
 
-    @in_place_of(Scheduler, "__init__")
+    @replacing(Scheduler, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         guarded_call(self, _record_where_asked, self, otherwise=None)
@@ -295,13 +295,13 @@ def wait_for_recordings() -> None:
     """
     from vllm.v1.engine.utils import CoreEngineProcManager
 
-    @in_place_of(CoreEngineProcManager, "__init__")
+    @replacing(CoreEngineProcManager, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         records = guarded_call(self, has_option, kwargs.get("vllm_config"), "record", otherwise=False)
         self.tltlab_grace_s = GRACE_S if records else 0.0
         stock(self, *args, **kwargs)
 
-    @in_place_of(CoreEngineProcManager, "shutdown")
+    @replacing(CoreEngineProcManager, "shutdown")
     def shutdown(stock: Any, self: Any, timeout: float | None = None, *args: Any, **kwargs: Any) -> None:
         grace_s = self.tltlab_grace_s
         stock(self, max(timeout or 0.0, grace_s) if grace_s else timeout, *args, **kwargs)
@@ -315,7 +315,7 @@ def show_metrics() -> None:
     """
     from vllm.v1.engine.core_client import AsyncMPClient
 
-    @in_place_of(AsyncMPClient, "__init__")
+    @replacing(AsyncMPClient, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         guarded_call(self, _show_metrics_of, self, otherwise=None)
@@ -372,14 +372,14 @@ def ask_for_metrics(client: Callable[[], Any]) -> list[tuple[Labels, Samples]]:
 _CHANGES: Mapping[str, Callable[[], None]] = {
     "policies": attach,
     "weight updates": register_backend,
-    "sound sampling on CPU": mend_speculative_sampling,
-    "top-k of nothing on CPU": mend_top_k_of_nothing,
+    "sound sampling on CPU": fix_speculative_sampling,
+    "top-k of nothing on CPU": fix_top_k_without_drafts,
     "requests without drafts": sample_beside_drafts,
-    "plain iterations": spare_speculation,
+    "plain iterations": bypass_speculation,
     "draft times": time_drafting,
     "graph plans": lambda: keep_captured_bytes(*model_runners()),
     "traces of servers": wait_for_recordings,
     "metrics": show_metrics,
     "environment variables": follow_variables,
 }
-"""Changes to vLLM, by the capability that each needs. Drafting is timed with parts that `spare_speculation` adds."""
+"""Changes to vLLM, by the capability that each needs. Drafting is timed with parts that `bypass_speculation` adds."""

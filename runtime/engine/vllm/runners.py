@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from . import guarded_call, in_place_of, replaced
+from . import guarded_call, replaced, replacing
 from .capabilities import missing
 
 if TYPE_CHECKING:
     from tltlab.runtime.engine.graphs import CapturedGraphs, Kind
 
 
-def spare_speculation() -> None:
+def bypass_speculation() -> None:
     """Make the V1 runner run an iteration without drafts as an engine built without speculation does.
 
     Stock vLLM gathers the logits of no drafts, samples by rejection, proposes and runs a draft model's first pass, in
@@ -40,19 +40,19 @@ def spare_speculation() -> None:
 
     arguments = signature(V1Runner.propose_draft_token_ids)
 
-    @in_place_of(V1Runner, "execute_model")
+    @replacing(V1Runner, "execute_model")
     def execute_model(stock: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         plain = guarded_call(self, _begins_plain, self, scheduler_output, otherwise=False)
         with replaced(self, "speculative_config", None) if plain else nullcontext():
             return stock(self, scheduler_output, *args, **kwargs)
 
-    @in_place_of(V1Runner, "sample_tokens")
+    @replacing(V1Runner, "sample_tokens")
     def sample_tokens(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = guarded_call(self, _ends_plain, self, otherwise=False)
         with replaced(self, "speculative_config", None) if plain else nullcontext():
             return stock(self, *args, **kwargs)
 
-    @in_place_of(V1Runner, "_sample")
+    @replacing(V1Runner, "_sample")
     def sample(stock: Any, self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         # Rejection sampling draws more random numbers, even without drafts.
         drafts = guarded_call(self, _has_drafts, spec_decode_metadata, otherwise=True)
@@ -61,7 +61,7 @@ def spare_speculation() -> None:
         with nullcontext() if budgets is None else replaced(budgets, "in_spec_mode", False):
             return stock(self, logits, spec_decode_metadata if drafts else None)
 
-    @in_place_of(V1Runner, "propose_draft_token_ids")
+    @replacing(V1Runner, "propose_draft_token_ids")
     def propose(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = guarded_call(
             self, _skipped_drafts, self, lambda: arguments.bind(self, *args, **kwargs).arguments, otherwise=None
@@ -82,7 +82,7 @@ def _ends_plain(runner: Any) -> bool:
     skipping = _skipping_of(runner)
     plain = skipping.plain and runner.execute_model_state is not None
     if plain:
-        skipping.falls_behind(runner.input_batch)
+        skipping.note_missed(runner.input_batch)
     return plain
 
 
@@ -97,9 +97,9 @@ def _skipped_drafts(runner: Any, arguments: Callable[[], Mapping[str, Any]]) -> 
         return None
     values = arguments()
     if skipping.skips(values["scheduler_output"]):
-        skipping.falls_behind(runner.input_batch)
+        skipping.note_missed(runner.input_batch)
         return torch.empty((runner.input_batch.num_reqs, 0), dtype=torch.int64, device=runner.device)
-    skipping.catches_up(runner, values["common_attn_metadata"], values["hidden_states"], values["sampling_metadata"])
+    skipping.catch_up(runner, values["common_attn_metadata"], values["hidden_states"], values["sampling_metadata"])
     return None
 
 
@@ -143,7 +143,7 @@ class SkippedDrafting:
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         self.behind.update(dict.fromkeys((*(r.req_id for r in output.scheduled_new_reqs), *resumed), 0))
 
-    def falls_behind(self, batch: Any) -> None:
+    def note_missed(self, batch: Any) -> None:
         """Record that the draft model lacks the tokens of this iteration."""
         if not self.of_draft_model:
             return
@@ -151,7 +151,7 @@ class SkippedDrafting:
         for name, computed in zip(batch.req_ids, batch.num_computed_tokens_cpu.tolist(), strict=False):
             self.behind.setdefault(name, computed)
 
-    def catches_up(self, runner: Any, common: Any, hidden: Any, sampling: Any) -> None:
+    def catch_up(self, runner: Any, common: Any, hidden: Any, sampling: Any) -> None:
         """Run the draft model over the tokens that it lacks: vLLM's own first pass, with no drafts to make."""
         batch, drafter = runner.input_batch, runner.drafter
         # A pass takes one more token of each request, the next one.
@@ -242,12 +242,12 @@ def time_drafting() -> None:
     """
     V1Runner, V2Runner = model_runners()
 
-    @in_place_of(V1Runner, "propose_draft_token_ids")
+    @replacing(V1Runner, "propose_draft_token_ids")
     def propose(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return _call_timed(self, stock, self, *args, **kwargs)
 
     for runner in (V1Runner, V2Runner):
-        in_place_of(runner, "take_draft_token_ids")(_take_with_time)
+        replacing(runner, "take_draft_token_ids")(_take_with_time)
 
 
 class _DeviceStopwatch:
@@ -300,7 +300,7 @@ def _time_speculator(runner: Any) -> None:
     """Time the V2 runner's drafter, an object of its own; its first drafts are not timed."""
     speculator = getattr(runner, "speculator", None)
     if speculator is not None and not hasattr(speculator.propose, "tltlab"):
-        in_place_of(speculator, "propose")(lambda propose, *args, **more: _call_timed(runner, propose, *args, **more))
+        replacing(speculator, "propose")(lambda propose, *args, **more: _call_timed(runner, propose, *args, **more))
 
 
 def _stopwatch(runner: Any) -> _DeviceStopwatch:
@@ -368,7 +368,7 @@ def keep_captured_bytes(*runners: Any) -> None:
         return self.tltlab_captured_bytes
 
     for runner in runners:
-        in_place_of(runner, "capture_model")(capture_model)
+        replacing(runner, "capture_model")(capture_model)
 
 
 def captured_bytes(worker: Any) -> int | None:

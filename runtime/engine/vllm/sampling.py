@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import guarded_call, has_option, in_place_of, replaced
+from . import guarded_call, has_option, replaced, replacing
 
 if TYPE_CHECKING:
     from tltlab.runtime.engine.live import Drafting
 
 
-def mend_speculative_sampling() -> None:
+def fix_speculative_sampling() -> None:
     """Expand per-request sampling parameters to draft tokens correctly.
 
     The C++ fallback of the CPU build (0.24 to 0.33) writes the expanded temperature, top-p and top-k into an int64
@@ -38,7 +38,7 @@ def speculative_sampling_is_sound() -> bool:
     return not current_platform.is_cpu() or rejection_sampler.expand_batch_to_tokens is expand_to_tokens
 
 
-def unmended_sampling() -> AbstractContextManager[None]:
+def unfixed_sampling() -> AbstractContextManager[None]:
     """Within the block, engines of this process verify drafts as vLLM's CPU build ships, to test its detection."""
     from vllm.v1.sample import rejection_sampler
 
@@ -60,11 +60,11 @@ def expand_to_tokens(
     return torch.repeat_interleave(replaced, counts, output_size=num_tokens)
 
 
-def mend_top_k_of_nothing() -> None:
+def fix_top_k_without_drafts() -> None:
     """Let top-k-only sampling pass an iteration without draft tokens, where the stock build calls max() on nothing."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    @in_place_of(topk_topp_sampler, "apply_top_k_only")
+    @replacing(topk_topp_sampler, "apply_top_k_only")
     def apply_top_k_only(stock: Any, logits: torch.Tensor, k: torch.Tensor) -> Any:
         return logits if logits.shape[0] == 0 else stock(logits, k)
 
@@ -94,14 +94,14 @@ def sample_beside_drafts() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker import gpu_model_runner
 
-    @in_place_of(InputProcessor, "__init__")
+    @replacing(InputProcessor, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         if guarded_call(self, has_option, self.vllm_config, "policy", otherwise=False):
             # Used only to validate requests.
             self.speculative_config = None
 
-    @in_place_of(gpu_model_runner, "build_logitsprocs")
+    @replacing(gpu_model_runner, "build_logitsprocs")
     def build_logitsprocs(stock: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = has_option(vllm_config, "policy")
         with replaced(vllm_config, "speculative_config", None) if hidden else nullcontext():
@@ -118,7 +118,7 @@ def synthetic_rejection(rates: Sequence[float]) -> dict[str, Any]:
     from vllm.v1.sample import rejection_sampler
 
     if current_platform.is_cpu():
-        in_place_of(rejection_sampler, "rejection_sample")(_rejection_sample)
+        replacing(rejection_sampler, "rejection_sample")(_rejection_sample)
     return {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)}
 
 

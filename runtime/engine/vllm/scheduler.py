@@ -25,8 +25,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.failures import what_was_raised
-from tltlab.runtime.engine.live import Live
+from tltlab.runtime.engine.failures import describe_exception
+from tltlab.runtime.engine.live import LiveRequest
 
 from . import is_registered
 from .capture import NullCapture, pause_capture, start_capture
@@ -92,7 +92,7 @@ class PolicyScheduler(Scheduler):
             return part(*args)
         except Exception as error:
             self.given_up = True
-            failure = f"tltlab raised {what_was_raised(error)}"
+            failure = f"tltlab raised {describe_exception(error)}"
             logger.error("%s; the engine continues without a policy, a recording or a capture", failure)
             self.control.failure = self.control.failure or failure
             self._worker_depth, self._due_ids = 0, None
@@ -124,7 +124,7 @@ class PolicyScheduler(Scheduler):
         if not continues:
             self._guarded(self._enter, self.watch.entered, request)
 
-    def _enter(self, watch: Callable[..., Live | None], request: Request, *before: Live | None) -> None:
+    def _enter(self, watch: Callable[..., LiveRequest | None], request: Request, *before: LiveRequest | None) -> None:
         if (live := watch(request, *before)) is not None:
             self.capture.enter(request.request_id, live)
             if live.drafting == "none beside":

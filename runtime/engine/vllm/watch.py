@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 from tltlab.drafters.base import Key
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.environment import hardware
-from tltlab.runtime.engine.live import Live
+from tltlab.runtime.engine.live import LiveRequest
 from tltlab.runtime.engine.recording import BRINGS_WEIGHTS, LiveRecording
 from tltlab.runtime.engine.tracker import Scheduled
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -86,7 +86,7 @@ class Watch:
     def _open_recording(self) -> LiveRecording | None:
         return self.recording if self.recording is not None and not self.recording.ended else None
 
-    def entered(self, request: Request) -> Live | None:
+    def entered(self, request: Request) -> LiveRequest | None:
         """Add a request of the scheduler."""
         if request.sampling_params is None:
             return None
@@ -97,14 +97,14 @@ class Watch:
             self.control.advance(key[0])
         return self._enter(request, key or self._new_key(request))
 
-    def continued(self, session: Request, before: Live | None) -> Live | None:
+    def continued(self, session: Request, before: LiveRequest | None) -> LiveRequest | None:
         """Add the next turn of a streaming session after turn `before` has `left`, whose output is now prompt."""
         if before is None:
             return None
         rl_step, prompt_id, sample, turn = before.key
         return self._enter(session, (rl_step, prompt_id, sample, turn + 1))
 
-    def _enter(self, request: Request, key: Key) -> Live:
+    def _enter(self, request: Request, key: Key) -> LiveRequest:
         rl_step, prompt_id, sample, _ = key
         if not self.control.live:
             # The last iteration in flight of requests that are gone is not counted (`Control.add`).
@@ -127,7 +127,7 @@ class Watch:
         if (live := self.control.live.get(request.request_id)) is not None:
             live.ended = str(request.get_finished_reason()), self.control.tracker.clock()
 
-    def left(self, request: Request) -> Live | None:
+    def left(self, request: Request) -> LiveRequest | None:
         """Remove and return a request that is about to be freed."""
         name, reason, recording = request.request_id, request.get_finished_reason(), self._open_recording
         if (live := self.control.live.get(name)) is None:
@@ -320,7 +320,7 @@ class _RecordOnly:
     def __init__(self, watch: Watch, recording: LiveRecording) -> None:
         self._watch, self._recording, self._scheduler = watch, recording, watch.scheduler
         self._goes_on = False
-        self._turn: Live | None = None
+        self._turn: LiveRequest | None = None
         # By method: the object's own attribute before, None for its class's method, and the wrapper.
         self._wrapped: dict[str, tuple[Any, Any]] = {}
 

@@ -18,7 +18,7 @@ from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.audit.statistics import cells_check
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import Rollout
-from tltlab.runtime.engine.vllm.sampling import unmended_sampling
+from tltlab.runtime.engine.vllm.sampling import unfixed_sampling
 from tltlab.runtime.ray.scratch import scratch_folder
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -67,7 +67,7 @@ def test_speculative_tokens_follow_the_target(roomy: Engine, exact: ExactModel):
     chance, drafted = p_value(roomy, exact, 6)
     assert drafted > 1000, "the test needs drafts to verify"
     assert chance > 1e-5
-    with unmended_sampling(), Unwritten():
+    with unfixed_sampling(), Unwritten():
         broken, _ = p_value(roomy, exact, 1)
     assert broken < 1e-9, "the stock build samples right now: drop the mend"
 

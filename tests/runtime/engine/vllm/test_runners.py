@@ -103,7 +103,7 @@ def test_a_draft_model_is_as_good_after_a_rest(attentive: Engine, monkeypatch: p
     attentive.llm.reset_prefix_cache()
     always = refused(attentive, off=0, rl_step=1)
     assert refused(attentive, off=30, rl_step=2, first=4) <= always + 0.01
-    monkeypatch.setattr(type(runner.tltlab_skipping), "catches_up", lambda *args: None)
+    monkeypatch.setattr(type(runner.tltlab_skipping), "catch_up", lambda *args: None)
     assert refused(attentive, off=30, rl_step=3, first=8) > always + 0.2
 
 
@@ -136,8 +136,8 @@ def runner(roomy: Engine) -> Iterator[Any]:
 @pytest.mark.parametrize(
     "part",
     [
-        "_skipping_of", "SkippedDrafting.update_requests", "SkippedDrafting.skips", "SkippedDrafting.falls_behind",
-        "SkippedDrafting.catches_up", "_has_drafts",
+        "_skipping_of", "SkippedDrafting.update_requests", "SkippedDrafting.skips", "SkippedDrafting.note_missed",
+        "SkippedDrafting.catch_up", "_has_drafts",
         "_DeviceStopwatch.start", "_DeviceStopwatch.stop", "_DeviceStopwatch.read", "_time_speculator",
     ],
 )  # fmt: skip

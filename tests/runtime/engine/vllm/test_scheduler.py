@@ -302,9 +302,9 @@ def test_the_v2_runner_takes_no_model_free_drafts(roomy: Engine, monkeypatch: py
 
 def test_without_our_plugin_or_its_mend_nothing_starts(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
     from tltlab.runtime.engine.vllm import scheduler
-    from tltlab.runtime.engine.vllm.sampling import unmended_sampling
+    from tltlab.runtime.engine.vllm.sampling import unfixed_sampling
 
-    with unmended_sampling(), refused(ConfigError, naming=("speculative_config",)):
+    with unfixed_sampling(), refused(ConfigError, naming=("speculative_config",)):
         scheduled_by("PolicyScheduler", roomy, asynchronous=False, settings={})
     monkeypatch.setattr(scheduler, "is_registered", lambda: False)
     monkeypatch.setenv("VLLM_PLUGINS", "other")

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tltlab.runtime.engine.vllm.capabilities import CAPABILITIES, VERSIONS, Touch
+from tltlab.runtime.engine.vllm.capabilities import CAPABILITIES, VERSIONS, RequiredName
 
 
 class Sources:
@@ -48,7 +48,7 @@ class Sources:
 
     def has(self, touch: str) -> bool:
         """Whether what is touched is there."""
-        symbol = Touch.of(touch)
+        symbol = RequiredName.of(touch)
         module, node = self._named(symbol.module, symbol.path[0]) or (symbol.module, None)
         if len(symbol.path) > 1:
             node = self._member(module, node, symbol.path[1]) if isinstance(node, ast.ClassDef) else None
