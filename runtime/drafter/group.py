@@ -2,7 +2,7 @@
 
 Built directly on a store and a process group, without torch.distributed's default group: a worker joins and leaves many
 groups in its life, and the engine beside the trainer may have a default group of its own. The store is the run's, at a
-`MeetingPoint` on the driver's machine; members may be on any machine that reaches it and each other.
+`RendezvousServer` on the driver's machine; members may be on any machine that reaches it and each other.
 
 The cost of an update in a group of n, with S bytes in its one message (4 per trained parameter), B bytes a second
 between neighbours and a latency of a: a ring sends 2 (n - 1) / n S bytes per member in 2 (n - 1) rounds,
@@ -43,7 +43,7 @@ class GroupLost(RunError):
     """A member failed, hangs or never came. Nothing of the step under way was applied; the rest may continue."""
 
 
-class MeetingPoint:
+class RendezvousServer:
     """The store where members of a run's groups meet, at `address`, HOST:PORT, until `close`.
 
     It listens at `host` alone, at a free port unless one is given. RunError where it cannot. The entries of groups, a
@@ -70,8 +70,8 @@ class MeetingPoint:
         self._store = None
 
 
-def meeting(address: str, name: str, timeout_s: float) -> Store:
-    """Return the store of group `name` at a `MeetingPoint`; reading a key waits `timeout_s` at most.
+def rendezvous_store(address: str, name: str, timeout_s: float) -> Store:
+    """Return the store of group `name` at a `RendezvousServer`; reading a key waits `timeout_s` at most.
 
     Raises GroupLost where the address does not answer.
     """
@@ -107,7 +107,7 @@ def gather(store: Store, worker: int, members: Sequence[int], updates: int, with
 class DrafterGroup:
     """Members `rank` 0 to `world` - 1; rank 0 leads. After a `GroupLost` the group is closed.
 
-    >>> store = meeting(point.address, "term-7", 20.0)                                              # doctest: +SKIP
+    >>> store = rendezvous_store(point.address, "term-7", 20.0)                                              # doctest: +SKIP
     >>> group = DrafterGroup.join(store, rank=0, world=2, timeout_s=20.0)                           # doctest: +SKIP
     >>> group.sum(gradients)                                                                        # doctest: +SKIP
     """

@@ -23,7 +23,7 @@ from tltlab.runtime.run.state import RunEvents
 
 from .buffer import PARTIAL
 from .service import ServedDrafter
-from .worker import SpotPlace, SpotTrainer
+from .worker import SpotTrainer, TrainerPlacement
 
 MOST_RESTARTS = 3
 """Restarts of a worker's trainer in one run."""
@@ -60,7 +60,7 @@ class _TrainerProcess:
     killed: str = ""
 
 
-class _Died(RunError):
+class _EarlyExit(RunError):
     """A trainer's process ended before it started."""
 
 
@@ -73,7 +73,7 @@ class TrainerProcesses:
 
     def __init__(
         self,
-        places: Sequence[SpotPlace],
+        places: Sequence[TrainerPlacement],
         machines: Machines,
         config: DrafterConfig,
         events: RunEvents,
@@ -99,8 +99,8 @@ class TrainerProcesses:
         self._processes = {worker: self._new(worker, arguments) for worker in range(len(self._places))}
         for process in self._processes.values():
             # The watcher handles trainers that failed meanwhile.
-            with contextlib.suppress(_Died):
-                process.pid, process.run = get(process.ready, died=_Died), process.actor.run.remote()
+            with contextlib.suppress(_EarlyExit):
+                process.pid, process.run = get(process.ready, died=_EarlyExit), process.actor.run.remote()
         self._watcher.start()
 
     def pids(self) -> dict[int, int]:

@@ -37,7 +37,7 @@ from .drafting import Drafting, NullDrafting, Rows
 from .heads.kinds import check_fit, load_head, new_head
 from .service import CanaryWatch, ServedDrafter
 from .spot import IdleWorkerTraining, coordinator_endpoint, machine_addresses
-from .worker import SpotPlace
+from .worker import TrainerPlacement
 
 MOST_LETTERS = 85
 """Most characters of a folder for sockets, whose addresses have at most 107."""
@@ -110,8 +110,10 @@ class DrafterRun(Drafting):
         if self.training is not None:
             self.training.close()
 
-    def _place(self, worker: int, coordinator: str, rendezvous: str, host: str, keys: ClientKeys | None) -> SpotPlace:
-        return SpotPlace(
+    def _place(
+        self, worker: int, coordinator: str, rendezvous: str, host: str, keys: ClientKeys | None
+    ) -> TrainerPlacement:
+        return TrainerPlacement(
             worker=worker,
             coordinator=coordinator,
             feed=self.feed(worker),

@@ -14,10 +14,10 @@ from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.run.state import RunEvents
 
-from .group import LOOPBACK, MeetingPoint
+from .group import LOOPBACK, RendezvousServer
 from .processes import Machines, TrainerProcesses
 from .service import ServedDrafter
-from .worker import SpotPlace
+from .worker import TrainerPlacement
 
 
 class IdleWorkerTraining:
@@ -35,14 +35,14 @@ class IdleWorkerTraining:
         machines: Machines,
         driver: str,
         addresses: Mapping[str, str],
-        place: Callable[[int, str, str, str, ClientKeys | None], SpotPlace],
+        place: Callable[[int, str, str, str, ClientKeys | None], TrainerPlacement],
         events: RunEvents,
     ) -> None:
         self.config, self.events = config, events
         self.num_workers = len(machines)
         # Also on this machine: any process with access to the socket folder could otherwise act as a worker.
         self._server_keys, keys = make_keys(self.num_workers)
-        self._meeting = MeetingPoint(*_host_and_port(config.rendezvous or f"{addresses[driver]}:0"))
+        self._meeting = RendezvousServer(*_host_and_port(config.rendezvous or f"{addresses[driver]}:0"))
         self._lock = threading.Lock()
         self._training_step: int | None = None
         self._began = time.perf_counter()

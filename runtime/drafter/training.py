@@ -142,7 +142,7 @@ class DrafterTraining:
             }
         self._message = _Message(self._params, loss.num_unrolled, self.device)
         self.set_target(frozen)
-        self._backup = self._room_to_keep()
+        self._backup = self._backup_tensors()
         self._keep()
 
     def set_target(self, frozen: FrozenTarget) -> None:
@@ -334,7 +334,7 @@ class DrafterTraining:
         self._adam.step()
         norms = torch.stack(torch._foreach_norm([value.detach() for value in self._params]))
         if not bool(norms.isfinite().all()):
-            self._go_back()
+            self._restore()
             return False
         self.updates += 1
         self._bad = 0
@@ -345,7 +345,7 @@ class DrafterTraining:
         self._bad += 1
         if self._bad < MAX_BAD:
             return
-        self._go_back()
+        self._restore()
         self._bad = 0
         raise RunError(
             f"{MAX_BAD} drafter updates in a row met a loss, gradient or weight that is not finite; the drafter is "
@@ -357,14 +357,14 @@ class DrafterTraining:
             self._backup[name].copy_(value)
         self._backup_at = time.monotonic()
 
-    def _room_to_keep(self) -> dict[str, Tensor]:
+    def _backup_tensors(self) -> dict[str, Tensor]:
         """Return tensors for a backup: on the device if it keeps as much memory free, else on the host."""
         state = self.live_state()
         if self._cuda and torch.cuda.mem_get_info(self.device)[0] < 2 * tensor_bytes(state.values()):
             return {name: torch.empty_like(value, device="cpu", pin_memory=True) for name, value in state.items()}
         return {name: torch.empty_like(value) for name, value in state.items()}
 
-    def _go_back(self) -> None:
+    def _restore(self) -> None:
         bad, skipped = self._bad, self.skipped
         self._restore(self._backup)
         self._bad, self.skipped = bad, skipped

@@ -31,7 +31,7 @@ from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 from .buffer import DataBuffer, TrainerData, data_path, read_data, write_data
 from .checkpoint import DrafterCheckpoint
 from .feed import FeedReceiver
-from .group import LOOPBACK, DrafterGroup, GroupLost, gather, meeting, tokens_of_member
+from .group import LOOPBACK, DrafterGroup, GroupLost, gather, rendezvous_store, tokens_of_member
 from .heads.head import DrafterHead
 from .heads.kinds import load_head
 from .heads.target import FrozenTarget
@@ -57,10 +57,10 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpotPlace:
+class TrainerPlacement:
     """Placement of a trainer: its worker, addresses of coordinator and engine, its folder and the head's.
 
-    `rendezvous` is the address of the run's `MeetingPoint`, and members of a group find this one at `host`.
+    `rendezvous` is the address of the run's `RendezvousServer`, and members of a group find this one at `host`.
     """
 
     worker: int
@@ -82,7 +82,7 @@ class SpotTrainer:
     Made to be a Ray actor with several threads: `run` trains in one of them, and the others answer calls meanwhile.
     """
 
-    def __init__(self, place: SpotPlace, config: DrafterConfig) -> None:
+    def __init__(self, place: TrainerPlacement, config: DrafterConfig) -> None:
         # Engines that still generate have priority.
         os.nice(config.nice)
         torch.set_num_threads(config.threads)
@@ -367,7 +367,7 @@ class SpotTrainer:
                         self.training.share(group)
                 period.setup_s += time.perf_counter() - begin
                 self._train(order, group, period)
-        except Withdrawn:
+        except OrderWithdrawn:
             period.setup_s += time.perf_counter() - begin
         except GroupLost as error:
             period.detail = str(error)
@@ -381,11 +381,11 @@ class SpotTrainer:
     def _train(self, order: Train, group: DrafterGroup | None, period: TrainingPeriod) -> None:
         """Update until this member, or another one, has to leave."""
 
-        def has_to_leave() -> bool:
+        def must_yield() -> bool:
             return self._client.order != order or self._enough() or self._closed.is_set()
 
         while True:
-            leaves = has_to_leave()
+            leaves = must_yield()
             if leaves and group is None:
                 return
             begin = time.perf_counter()
@@ -396,7 +396,7 @@ class SpotTrainer:
                 period.wait_s += time.perf_counter() - begin
                 continue
             with self._lock:
-                report = self.training.update(sequences, group, leave=has_to_leave)
+                report = self.training.update(sequences, group, leave=must_yield)
             period.train_s += time.perf_counter() - begin
             if report.own_rows:
                 self._token_s = report.pass_s / report.own_rows
@@ -423,7 +423,7 @@ class SpotTrainer:
             yield None
             return
         timeout_s = self.config.coordinator.yield_timeout_s / 2
-        store = meeting(self.place.rendezvous, f"{order.term}-{order.group}", timeout_s)
+        store = rendezvous_store(self.place.rendezvous, f"{order.term}-{order.group}", timeout_s)
         ranks = gather(
             store,
             self.place.worker,
@@ -432,7 +432,7 @@ class SpotTrainer:
             lambda: self._client.order != order or self._closed.wait(MEET_S),
         )
         if not ranks:
-            raise Withdrawn
+            raise OrderWithdrawn
         rank, config = ranks.index(self.place.worker), self.config
         with DrafterGroup.join(
             store, rank, len(ranks), timeout_s, host=self.place.host, backend=config.backend
@@ -461,7 +461,7 @@ class SpotTrainer:
         period.unsaved = 0
 
 
-class Withdrawn(Exception):
+class OrderWithdrawn(Exception):
     """The order to train in a group was withdrawn before the group met."""
 
 

@@ -148,7 +148,7 @@ def start_ray(cluster: ClusterConfig = ClusterConfig()) -> bool:
         return False
     _check_host(cluster.host)
     # Ray's own handler of SIGTERM ends the actors before they can be closed.
-    with _on_loopback(cluster.host in LOOPBACK), _workers_as_nice_as_others(), sigterm_does():
+    with _on_loopback(cluster.host in LOOPBACK), _default_niceness(), sigterm_does():
         for starts_left in reversed(range(MOST_STARTS)):
             try:
                 ray.init(
@@ -230,7 +230,7 @@ def _on_loopback(loopback: bool) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _workers_as_nice_as_others() -> Iterator[None]:
+def _default_niceness() -> Iterator[None]:
     """Within the block, a starting Ray gives its workers niceness 0.
 
     With its default of 15 other processes of a busy machine would be served first, and distort measurements.

@@ -38,9 +38,9 @@ from tltlab.runtime.ray.actors import (
     error_of,
     last_line,
     last_lines,
+    loss_reason,
     runtime_env,
     succeeded,
-    why_lost,
 )
 from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
@@ -487,7 +487,7 @@ class WorkerPool:
         except TimeoutError as error:
             raise WorkerLost(f"it did not answer a call within {most_s:g} s") from error
         except RayError as error:
-            if why := why_lost(error, self.handles[n]):
+            if why := loss_reason(error, self.handles[n]):
                 # A failed engine reports its reason; for a process that ended the log may hold it.
                 last_words = "" if isinstance(error, RayTaskError) else last_lines(self.pids[n])
                 raise WorkerLost(why, last_words) from error

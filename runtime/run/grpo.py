@@ -85,7 +85,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
             log.print(f"continues with RL step {run.rl_step}")
         run.watch = lambda report: log.step(report, report.measures)
         begins_at = run.rl_step
-        with Stop(run.wind_down) as stop:
+        with Stop(run.stop_prefetching) as stop:
             while run.rl_step < last_step and not (stop.wanted and run.is_between):
                 stop.due(fmean(r.step_s for r in run.reports[-3:]) if run.reports else 0.0)
                 report = run.step()
@@ -169,7 +169,7 @@ class GrpoRun:
         """True where no rollout is made ahead."""
         return self._ahead.is_empty
 
-    def wind_down(self) -> None:
+    def stop_prefetching(self) -> None:
         """Make no rollout ahead from now on: the run is to end."""
         self._ahead.ending = True
         self.events.note("Ctrl-C: the run ends after this RL step, with a checkpoint; Ctrl-C again ends it at once")

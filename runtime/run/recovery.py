@@ -69,7 +69,7 @@ class Recovery:
                 actors.pool.replay(self._replay)
             return state
         try:
-            state, _ = self._go_back(folder)
+            state, _ = self._restore(folder)
             return state
         except TrainerDied as error:
             return self.restart(error)
@@ -112,14 +112,14 @@ class Recovery:
             self.events.note(f"{error}; trainers are restarted from {'the start' if folder is None else folder.name}")
             try:
                 self.actors.restart_trainers()
-                state, drafter = self._go_back(folder)
+                state, drafter = self._restore(folder)
                 self.drafting.rewind(state.rl_step, drafter, None if folder is None else folder / "drafter")
             except TrainerDied as again:
                 error = again
             else:
                 return state
 
-    def _go_back(self, folder: Path | None) -> tuple[RunState, Mapping[str, Any]]:
+    def _restore(self, folder: Path | None) -> tuple[RunState, Mapping[str, Any]]:
         """Restore everything but the drafter; return the state and the drafter's."""
         pool = self.actors.pool
         pool.lengths = {}

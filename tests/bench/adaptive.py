@@ -18,7 +18,7 @@ from tltlab.experiments.models import folder_or_temporary, made_model
 from tltlab.files import read_json, write_json
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.drafter.offline.runs import (
-    Kept,
+    AcceptedDrafts,
     annotated_drafts,
     by_position,
     idle_times,
@@ -151,16 +151,18 @@ def summary(runs: Sequence[Mapping[str, Any]], rng: np.random.Generator) -> dict
     }
 
 
-def _numbered(runs: Sequence[Mapping[str, Any]], part: str, name: str) -> list[Kept]:
+def _numbered(runs: Sequence[Mapping[str, Any]], part: str, name: str) -> list[AcceptedDrafts]:
     """The steps of all runs, those of run n numbered from n `RUN` on."""
     return [
-        Kept(rl_step=n * RUN + step["rl_step"], drafts=step["drafts"], kept=tuple(step["kept"]))
+        AcceptedDrafts(rl_step=n * RUN + step["rl_step"], drafts=step["drafts"], kept=tuple(step["kept"]))
         for n, run in enumerate(runs)
         for step in run[part][name]
     ]
 
 
-def length_ratio(adaptive: Sequence[Kept], frozen: Sequence[Kept], rng: np.random.Generator) -> Interval | None:
+def length_ratio(
+    adaptive: Sequence[AcceptedDrafts], frozen: Sequence[AcceptedDrafts], rng: np.random.Generator
+) -> Interval | None:
     """Mean accept length of one over that of the other in the RL steps that both have; None where there is none."""
     first, second = ({step.rl_step: step.accept_length for step in steps} for steps in (adaptive, frozen))
     shared = sorted(first.keys() & second.keys())

@@ -13,7 +13,7 @@ import torch
 from torch import multiprocessing
 from transformers import LlamaConfig
 
-from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, MeetingPoint, meeting
+from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, RendezvousServer, rendezvous_store
 from tltlab.runtime.drafter.heads.eagle import EagleHead
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
@@ -46,7 +46,7 @@ def member(rank: int, address: str, dies: bool, out: Any) -> None:
     try:
         torch.cuda.set_device(rank)
         made = training(seed=rank)
-        group = DrafterGroup.join(meeting(address, "term-1", TIMEOUT_S), rank, 2, TIMEOUT_S)
+        group = DrafterGroup.join(rendezvous_store(address, "term-1", TIMEOUT_S), rank, 2, TIMEOUT_S)
         made.share(group)
         for _ in range(3):
             made.update([sequence()], group)
@@ -71,7 +71,7 @@ def member(rank: int, address: str, dies: bool, out: Any) -> None:
 
 
 def run(*, dies: bool) -> dict[int, Any]:
-    context, point = multiprocessing.get_context("spawn"), MeetingPoint()
+    context, point = multiprocessing.get_context("spawn"), RendezvousServer()
     out = context.Queue()
     members = [context.Process(target=member, args=(rank, point.address, dies, out), daemon=True) for rank in range(2)]
     try:

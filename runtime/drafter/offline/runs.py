@@ -16,7 +16,7 @@ from .chains import chances, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class AcceptedDrafts:
     """Drafts of one RL step. `kept[i]`: the number of drafts with at least i + 1 accepted tokens."""
 
     rl_step: int
@@ -29,7 +29,7 @@ class Kept:
         return 1.0 + sum(self.kept) / self.drafts
 
 
-def live_drafts(trace: Trace, drafter: str) -> list[Kept]:
+def live_drafts(trace: Trace, drafter: str) -> list[AcceptedDrafts]:
     """Return the accepted drafts of one drafter, by RL step; RL steps without drafts of it are left out.
 
     Iterations in which some request had fewer drafted tokens than the others, near its end, are not counted: rows do
@@ -50,7 +50,7 @@ def live_drafts(trace: Trace, drafter: str) -> list[Kept]:
     return [_drafts_of(step, accepted, depth) for step, accepted in sorted(by_step.items())]
 
 
-def annotated_drafts(trace: Trace) -> list[tuple[Kept, Kept]]:
+def annotated_drafts(trace: Trace) -> list[tuple[AcceptedDrafts, AcceptedDrafts]]:
     """Return drafts of the initial drafter and of the one in service, on the same responses, by RL step.
 
     From the rows of `acceptance`: the fewest and the most updates annotated of a response; RL steps in which the
@@ -79,12 +79,14 @@ def _verified_drafts(rows: pd.DataFrame) -> list[int]:
     return [kept[at] for kept in rows_kept for at in walk(kept)]
 
 
-def _drafts_of(rl_step: int, accepted: Sequence[int], depth: int) -> Kept:
+def _drafts_of(rl_step: int, accepted: Sequence[int], depth: int) -> AcceptedDrafts:
     counts = np.asarray(accepted, np.int64)
-    return Kept(rl_step=rl_step, drafts=len(counts), kept=tuple(int((counts > i).sum()) for i in range(depth)))
+    return AcceptedDrafts(
+        rl_step=rl_step, drafts=len(counts), kept=tuple(int((counts > i).sum()) for i in range(depth))
+    )
 
 
-def by_position(steps: Sequence[Kept]) -> list[float | None]:
+def by_position(steps: Sequence[AcceptedDrafts]) -> list[float | None]:
     """Return `chances` of the drafts of some RL steps."""
     depth = max((len(step.kept) for step in steps), default=0)
     kept = [sum(step.kept[i] for step in steps if i < len(step.kept)) for i in range(depth)]

@@ -19,7 +19,7 @@ from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.offline.data import load_target
 from tltlab.runtime.drafter.offline.runs import (
-    Kept,
+    AcceptedDrafts,
     annotated_drafts,
     by_position,
     last_third,
@@ -59,14 +59,17 @@ def test_live_drafts_are_those_of_the_learned_drafter_that_had_their_whole_depth
         iteration(1, [3]),
     ]
     found = live_drafts(trace_of(iterations=numbered(rows)), "learned")
-    assert found == [Kept(rl_step=0, drafts=3, kept=(2, 1, 1, 1)), Kept(rl_step=1, drafts=1, kept=(1, 1, 1, 0))]
+    assert found == [
+        AcceptedDrafts(rl_step=0, drafts=3, kept=(2, 1, 1, 1)),
+        AcceptedDrafts(rl_step=1, drafts=1, kept=(1, 1, 1, 0)),
+    ]
     assert found[0].accept_length == pytest.approx(1 + 5 / 3)
 
 
 def test_a_position_counts_only_where_all_before_it_were_kept():
-    steps = [Kept(rl_step=0, drafts=4, kept=(3, 1, 0)), Kept(rl_step=1, drafts=2, kept=(1, 1, 0))]
+    steps = [AcceptedDrafts(rl_step=0, drafts=4, kept=(3, 1, 0)), AcceptedDrafts(rl_step=1, drafts=2, kept=(1, 1, 0))]
     assert by_position(steps) == [pytest.approx(4 / 6), pytest.approx(2 / 4), 0.0]
-    assert by_position([Kept(rl_step=0, drafts=2, kept=(0, 0))]) == [0.0, None]
+    assert by_position([AcceptedDrafts(rl_step=0, drafts=2, kept=(0, 0))]) == [0.0, None]
 
 
 def annotation(rl_step: int, updates: int, kept: list[int], **more) -> dict:
@@ -85,13 +88,13 @@ def test_the_first_and_the_newest_drafter_are_compared_where_an_engine_would_ver
     ]
     # The first token comes with the prompt: the initial drafter is verified at 1, 3, 4, 5; the newest at 1, 4.
     assert annotated_drafts(trace_of(acceptance=rows)) == [
-        (Kept(rl_step=0, drafts=4, kept=(1, 0)), Kept(rl_step=0, drafts=2, kept=(2, 2)))
+        (AcceptedDrafts(rl_step=0, drafts=4, kept=(1, 0)), AcceptedDrafts(rl_step=0, drafts=2, kept=(2, 2)))
     ]
 
 
 def test_ratios_are_of_rl_steps_that_both_runs_have():
-    adaptive = [Kept(rl_step=n, drafts=10, kept=(10 + n, 5)) for n in range(4)]
-    frozen = [Kept(rl_step=n, drafts=20, kept=(10, 10)) for n in range(2, 9)]
+    adaptive = [AcceptedDrafts(rl_step=n, drafts=10, kept=(10 + n, 5)) for n in range(4)]
+    frozen = [AcceptedDrafts(rl_step=n, drafts=20, kept=(10, 10)) for n in range(2, 9)]
     found = runs.length_ratio(adaptive, frozen, np.random.default_rng(0))
     assert found is not None
     assert found.estimate == pytest.approx((2.7 + 2.8) / (2 + 2))

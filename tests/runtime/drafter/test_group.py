@@ -16,7 +16,7 @@ import torch.distributed
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, MeetingPoint, meeting
+from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, RendezvousServer, rendezvous_store
 from tltlab.runtime.drafter.training import DrafterTraining, UpdateReport
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
@@ -28,8 +28,8 @@ TIMEOUT_S, PATIENT_S = 4.0, 120.0
 
 
 @pytest.fixture
-def point() -> Iterator[MeetingPoint]:
-    point = MeetingPoint()
+def point() -> Iterator[RendezvousServer]:
+    point = RendezvousServer()
     yield point
     point.close()
 
@@ -47,14 +47,16 @@ def made(folder: Path, seed: int = 0, kind: str = "eagle") -> DrafterTraining:
 
 def joined(address: str, name: str, rank: int, world: int, timeout_s: float = PATIENT_S) -> DrafterGroup:
     """In the group `name` of a meeting point; each member at an address of its own."""
-    return DrafterGroup.join(meeting(address, name, timeout_s), rank, world, timeout_s, host=f"127.0.0.{2 + rank}")
+    return DrafterGroup.join(
+        rendezvous_store(address, name, timeout_s), rank, world, timeout_s, host=f"127.0.0.{2 + rank}"
+    )
 
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_process_joins_and_leaves_many_groups(point: MeetingPoint):
+def test_a_process_joins_and_leaves_many_groups(point: RendezvousServer):
     default_group, files = torch.distributed.group.WORLD, []
     for term in range(5):
 
@@ -71,7 +73,7 @@ def test_a_process_joins_and_leaves_many_groups(point: MeetingPoint):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hass"])
-def test_two_members_end_where_one_does(point: MeetingPoint, tmp_path: Path, kind: str):
+def test_two_members_end_where_one_does(point: RendezvousServer, tmp_path: Path, kind: str):
     """They begin with heads of their own; sharing makes them the leader's."""
     members = [made(tmp_path / str(rank), seed=rank, kind=kind) for rank in range(2)]
     alone = made(tmp_path / "alone", kind=kind)
@@ -101,7 +103,7 @@ def test_two_members_end_where_one_does(point: MeetingPoint, tmp_path: Path, kin
         assert torch.allclose(left[name], value, rtol=0, atol=1e-6 if name.startswith("exp_avg.") else 1e-5), name
 
 
-def test_members_that_train_differently_share_nothing(point: MeetingPoint, tmp_path: Path):
+def test_members_that_train_differently_share_nothing(point: RendezvousServer, tmp_path: Path):
     def shares_another_drafter(rank: int) -> None:
         training = made(tmp_path / str(rank), kind=["eagle", "hass"][rank])
         before = training.state_dict()
@@ -114,7 +116,7 @@ def test_members_that_train_differently_share_nothing(point: MeetingPoint, tmp_p
 
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["leaves", "hangs"])
-def test_a_lost_member_costs_the_others_one_update(point: MeetingPoint, tmp_path: Path, hangs: bool):
+def test_a_lost_member_costs_the_others_one_update(point: RendezvousServer, tmp_path: Path, hangs: bool):
     """The others go on, first alone and then in a new group."""
     over, met = threading.Event(), threading.Barrier(3, timeout=PATIENT_S)
 
@@ -154,26 +156,26 @@ def test_a_lost_member_costs_the_others_one_update(point: MeetingPoint, tmp_path
         lost.join()
 
 
-def test_a_group_that_never_fills_is_lost(point: MeetingPoint):
+def test_a_group_that_never_fills_is_lost(point: RendezvousServer):
     began = time.perf_counter()
     with refused(GroupLost, naming=("2", "0.2")):
-        DrafterGroup.join(meeting(point.address, "term-1", 0.2), 0, 2, 0.2)
+        DrafterGroup.join(rendezvous_store(point.address, "term-1", 0.2), 0, 2, 0.2)
     point.close()
     with refused(GroupLost, naming=("127",)):
-        meeting(point.address, "term-1", 0.2)
+        rendezvous_store(point.address, "term-1", 0.2)
     assert time.perf_counter() - began < 120
 
 
-def test_a_meeting_point_listens_at_one_address(point: MeetingPoint):
+def test_a_meeting_point_listens_at_one_address(point: RendezvousServer):
     host, port = point.address.split(":")
     with socket.create_connection((host, int(port))), refused(OSError, naming=("refused",)):
         socket.create_connection(("127.0.0.9", int(port)))
     with refused(RunError, naming=("127", port)):
-        MeetingPoint(port=int(port))
+        RendezvousServer(port=int(port))
 
 
-def test_what_cannot_be_is_the_callers_mistake(point: MeetingPoint):
-    store = meeting(point.address, "term-1", 1.0)
+def test_what_cannot_be_is_the_callers_mistake(point: RendezvousServer):
+    store = rendezvous_store(point.address, "term-1", 1.0)
     with refused(ConfigError, naming=("0", "1")):
         DrafterGroup.join(store, 2, 2, 1.0)
     with refused(ConfigError, naming=("CUDA",)):

@@ -17,10 +17,10 @@ from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.messages import Train
 from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.drafter.feed import FeedSender
-from tltlab.runtime.drafter.group import MeetingPoint
+from tltlab.runtime.drafter.group import RendezvousServer
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.training import UpdateReport
-from tltlab.runtime.drafter.worker import HELD_OUT, SpotPlace, SpotTrainer
+from tltlab.runtime.drafter.worker import HELD_OUT, SpotTrainer, TrainerPlacement
 from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
 
 from . import drafting_text as text
@@ -43,7 +43,7 @@ class Bench:
         self.folder, self.sockets = folder, sockets
         text.head(folder / "target").save(folder / "head")
         self.server = CoordinatorServer(CONFIG.coordinator, f"ipc://{sockets}/c", 3, self._kill)
-        self.meeting = MeetingPoint()
+        self.rendezvous_store = RendezvousServer()
         self.trainers: dict[int, SpotTrainer] = {}
         self.senders: dict[int, FeedSender] = {}
         self._threads: list[threading.Thread] = []
@@ -53,12 +53,12 @@ class Bench:
         raise AssertionError(f"worker {worker} did not yield")
 
     def add(self, worker: int, config: DrafterConfig = CONFIG, state: dict[str, Any] | None = None) -> SpotTrainer:
-        place = SpotPlace(
+        place = TrainerPlacement(
             worker=worker,
             coordinator=self.server.endpoint,
             feed=f"ipc://{self.sockets}/f{worker}",
             folder=self.folder / f"worker-{worker}",
-            rendezvous=self.meeting.address,
+            rendezvous=self.rendezvous_store.address,
             head=self.folder / "head",
             seed=0,
             max_depth=4,
@@ -131,7 +131,7 @@ class Bench:
         for sender in self.senders.values():
             sender.close()
         self.server.close()
-        self.meeting.close()
+        self.rendezvous_store.close()
         assert not any(thread.is_alive() for thread in self._threads)
 
 

@@ -41,7 +41,7 @@ class Asked:
         return do
 
 
-class Kept:
+class AcceptedDrafts:
     """Has state, and keeps what is loaded."""
 
     def __init__(self, state: Any) -> None:
@@ -62,7 +62,7 @@ class Pool(Asked):
 
     def __init__(self, log: list[str]) -> None:
         super().__init__(log)
-        self.history = Kept(["all"])
+        self.history = AcceptedDrafts(["all"])
 
     def state_dicts(self) -> list[dict[str, Any]]:
         self.log.append("state_dicts")
@@ -76,7 +76,7 @@ class Actors(Asked):
 
 
 def recovery(out: Path, policy: Policy) -> Recovery:
-    checkpoints, data = RunCheckpoints(out / "checkpoints", 2), Kept({"order": {}, "rollouts": {}})
+    checkpoints, data = RunCheckpoints(out / "checkpoints", 2), AcceptedDrafts({"order": {}, "rollouts": {}})
     return Recovery(small_recipe(), policy, checkpoints, data, NullDrafting(), RunEvents(out / "events.jsonl"))  # type: ignore[arg-type]
 
 
