@@ -107,7 +107,7 @@ def gather(store: Store, worker: int, members: Sequence[int], updates: int, with
 class DrafterGroup:
     """Members `rank` 0 to `world` - 1; rank 0 leads. After a `GroupLost` the group is closed.
 
-    >>> store = rendezvous_store(point.address, "term-7", 20.0)                                              # doctest: +SKIP
+    >>> store = rendezvous_store(point.address, "term-7", 20.0)  # doctest: +SKIP
     >>> group = DrafterGroup.join(store, rank=0, world=2, timeout_s=20.0)                           # doctest: +SKIP
     >>> group.sum(gradients)                                                                        # doctest: +SKIP
     """

@@ -143,7 +143,7 @@ class DrafterTraining:
         self._message = _Message(self._params, loss.num_unrolled, self.device)
         self.set_target(frozen)
         self._backup = self._backup_tensors()
-        self._keep()
+        self._save_backup()
 
     def set_target(self, frozen: FrozenTarget) -> None:
         """Use this embedding and LM head of the target from now on."""
@@ -260,7 +260,7 @@ class DrafterTraining:
             for value, part in zip(tensors, torch.split(flat, [value.numel() for value in tensors]), strict=True):
                 value.copy_(part.view_as(value))
         self._set_counters(counters)
-        self._keep()
+        self._save_backup()
         # Timed now that all are here: in an update a member also waits for slower ones.
         began = time.perf_counter()
         self._message.clear()
@@ -290,7 +290,7 @@ class DrafterTraining:
         """Continue from a state. ConfigError for one of another head."""
         check_tensors("not a training state of this drafter", self.live_state(), state)
         self._restore(state)
-        self._keep()
+        self._save_backup()
 
     def _fill_message(
         self, sequences: Sequence[TrainingSequence], leave: Callable[[], bool]
@@ -326,7 +326,7 @@ class DrafterTraining:
     def _apply(self, norm: float) -> bool:
         """Clip and step; where the step makes weights that are not finite restore the backup and return False."""
         if bool(self._message.keep > 0):
-            self._keep()
+            self._save_backup()
         self._message.gradient.mul_(min(1.0, self.optim.max_grad_norm / (norm + 1e-6)))
         warm = min(1.0, (self.updates + 1) / max(1, self.optim.warmup))
         for settings in self._adam.param_groups:
@@ -334,7 +334,7 @@ class DrafterTraining:
         self._adam.step()
         norms = torch.stack(torch._foreach_norm([value.detach() for value in self._params]))
         if not bool(norms.isfinite().all()):
-            self._restore()
+            self._restore_backup()
             return False
         self.updates += 1
         self._bad = 0
@@ -345,14 +345,14 @@ class DrafterTraining:
         self._bad += 1
         if self._bad < MAX_BAD:
             return
-        self._restore()
+        self._restore_backup()
         self._bad = 0
         raise RunError(
             f"{MAX_BAD} drafter updates in a row met a loss, gradient or weight that is not finite; the drafter is "
             f"back at update {self.updates}: lower its learning rate, or look for NaN in the hidden states"
         )
 
-    def _keep(self) -> None:
+    def _save_backup(self) -> None:
         for name, value in self.live_state().items():
             self._backup[name].copy_(value)
         self._backup_at = time.monotonic()
@@ -364,7 +364,7 @@ class DrafterTraining:
             return {name: torch.empty_like(value, device="cpu", pin_memory=True) for name, value in state.items()}
         return {name: torch.empty_like(value) for name, value in state.items()}
 
-    def _restore(self) -> None:
+    def _restore_backup(self) -> None:
         bad, skipped = self._bad, self.skipped
         self._restore(self._backup)
         self._bad, self.skipped = bad, skipped

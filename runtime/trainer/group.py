@@ -73,8 +73,8 @@ class TrainerGroup:
             actor = TrainerActor.options(**options, runtime_env=runtime_env(env))  # type: ignore[attr-defined]
             self.handles.append(actor.remote(self.recipe, rank))
         places = self._wait([actor.place.remote() for actor in self.handles], "start", timeout_s)
-        rendezvous_store = self._rendezvous(places)
-        self.pids = self._wait([actor.start.remote(rendezvous_store) for actor in self.handles], "start", timeout_s)
+        rendezvous = self._rendezvous(places)
+        self.pids = self._wait([actor.start.remote(rendezvous) for actor in self.handles], "start", timeout_s)
 
     def restart(self) -> None:
         """End the remaining ranks and start all anew, with the weights of the recipe's model."""
@@ -175,7 +175,7 @@ class TrainerGroup:
             return None
         if {node for node, _, _ in places} == {ray.get_runtime_context().get_node_id()}:
             self._meeting = scratch_folder("t")
-            return f"file://{self._meeting / 'rendezvous_store'}"
+            return f"file://{self._meeting / 'rendezvous'}"
         _, address, port = places[0]
         return f"tcp://{address}:{port}"
 

@@ -117,11 +117,11 @@ def test_updates_would_go_astray_in_bfloat16(model: Path):
     assert rounded.grad_norm == pytest.approx(exact.grad_norm, rel=0.05)
 
 
-def shared(rank: int, model: Path, rendezvous_store: Path) -> tuple[list[np.ndarray], float]:
+def shared(rank: int, model: Path, rendezvous: Path) -> tuple[list[np.ndarray], float]:
     """Log-probs and an update's gradient norm by one of two ranks that share sequences, each on its GPU."""
     torch.cuda.set_device(rank)
     config = TrainConfig(tokens_per_microbatch=1024, lr=1e-4, minibatches=1, ranks=2, sequence_parallel=2)
-    place = {"rank": rank, "world": 2, "rendezvous": f"file://{rendezvous_store}", "timeout_s": 120.0}
+    place = {"rank": rank, "world": 2, "rendezvous": f"file://{rendezvous}", "timeout_s": 120.0}
     made = Trainer(str(model), config, temperature=1.0, max_response_tokens=512, seed=0, **place)
     try:
         return made.score(PAIRS), train(made, 0).grad_norm
@@ -135,7 +135,7 @@ def test_ranks_would_not_share_sequences_as_one(model: Path, on_cpu: list[np.nda
     with trainer(model, minibatches=1) as made:
         expected_norm = train(made, 0).grad_norm
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        answers = [pool.submit(shared, rank, model, tmp_path / "rendezvous_store") for rank in range(2)]
+        answers = [pool.submit(shared, rank, model, tmp_path / "rendezvous") for rank in range(2)]
         for scores, norm in (answer.result(300) for answer in answers):
             assert norm == pytest.approx(expected_norm, rel=0.05)
             assert off_by(scores, on_cpu) < 0.02

@@ -43,7 +43,7 @@ class Bench:
         self.folder, self.sockets = folder, sockets
         text.head(folder / "target").save(folder / "head")
         self.server = CoordinatorServer(CONFIG.coordinator, f"ipc://{sockets}/c", 3, self._kill)
-        self.rendezvous_store = RendezvousServer()
+        self.rendezvous = RendezvousServer()
         self.trainers: dict[int, SpotTrainer] = {}
         self.senders: dict[int, FeedSender] = {}
         self._threads: list[threading.Thread] = []
@@ -58,7 +58,7 @@ class Bench:
             coordinator=self.server.endpoint,
             feed=f"ipc://{self.sockets}/f{worker}",
             folder=self.folder / f"worker-{worker}",
-            rendezvous=self.rendezvous_store.address,
+            rendezvous=self.rendezvous.address,
             head=self.folder / "head",
             seed=0,
             max_depth=4,
@@ -131,7 +131,7 @@ class Bench:
         for sender in self.senders.values():
             sender.close()
         self.server.close()
-        self.rendezvous_store.close()
+        self.rendezvous.close()
         assert not any(thread.is_alive() for thread in self._threads)
 
 
