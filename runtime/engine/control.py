@@ -52,8 +52,8 @@ class Control:
     `add` and `finish` report requests at any time; `awaiting_first_token` holds the ids of those without output.
     `begin` opens a rollout, `end` closes it and returns its rows (`IterationTracker`). An iteration calls
     `iteration_starts`, `scheduled`, `sampled` and, if drafts are made beside the scheduler, `drafts`, each O(batch);
-    requests are read one by one only to draft or for a policy that reads them. Without a policy
-    `watched` replaces `scheduled`. The stopwatch `inside` covers all work here except drafting, `deciding` the policy's.
+    requests are read one by one only for drafts or a policy that reads them. Without a policy
+    `watched` replaces `scheduled`. The stopwatch `inside` covers all work here except drafting, `deciding` the policy
 
     An exception in the policy is logged and disables it: the engine decodes plainly, and `failure` has the message
     until another policy is set. A `tally` counts iterations for `metrics`. Where the policy `repeats` its drafts
