@@ -71,7 +71,7 @@ def test_a_drafter_that_collapsed_is_shown():
     control = Control(DrafterPool({}, 0))
     for kept, event in ((2, "the engine woke"), (0, "")):
         control.alarm.observe("eagle", [(3, kept)] * 256, has_network=True)
-        control.alarm.happened(event)
+        control.alarm.note_event(event)
         found = shown(lambda: [(("m", "0"), control.metrics())])
         assert found["tltlab:drafter_collapsed eagle 0 m"] == float(not kept)
 
