@@ -1,4 +1,4 @@
-"""Acceptance that differs by request: a level of its own with drift, or growth with the group's finished samples."""
+"""Acceptance that differs by request: a level of its own, or growth with the group's finished samples."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from statistics import NormalDist
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, TypeAdapter, field_validator, model_validator
 
 from tltlab.arrays import Floats
-from tltlab.config import FiniteModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
@@ -37,8 +36,6 @@ from .measured import MeasuredAcceptance
 from .per_drafter import PerDrafter
 from .trees import TreeAcceptance
 
-POSITION_SCALE_TOKENS = 64.0
-"""Progress is ln(1 + generated / this): acceptance moves fast at first and slowly later."""
 _LEVELS, _WEIGHTS = np.polynomial.hermite_e.hermegauss(41)
 _WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
 Alike = (
@@ -49,89 +46,11 @@ _ALIKE: TypeAdapter[Alike] = TypeAdapter(Annotated[Alike, Field(discriminator="k
 DraftedShare = Annotated[float, Field(gt=0, le=1)]
 
 
-def progress(generated_tokens: Floats) -> Floats:
-    """The drift's argument, 0 at the start of a response."""
-    grown: Floats = np.log1p(generated_tokens / POSITION_SCALE_TOKENS)
-    return grown
-
-
 def normals(seed: int, keys: Iterable[Key]) -> Floats:
     """A standard normal per request, a hash of (seed, key) and of nothing else."""
     quantile = NormalDist().inv_cdf
     digests = (hashlib.blake2b(repr(("level", seed, key)).encode(), digest_size=8).digest() for key in keys)
     return np.array([quantile(((int.from_bytes(d, "little") >> 11) + 0.5) * 2.0**-53) for d in digests], np.float64)
-
-
-class KnownLevel(FiniteModel):
-    """The level that was measured for one response."""
-
-    rl_step: int
-    prompt_id: str
-    sample: int
-    turn: int = 0
-    level: float
-
-
-class RequestCurve(FiniteModel):
-    """One drafter's chances: token i of a draft, given those before it, is kept with probability
-
-        sigmoid(keep_logits[i - 1] + level + drift * progress),
-
-    where `level` is the request's own, normal with standard deviation `spread` over requests. Beyond the last of
-    `keep_logits` the last holds. `drafted_share` is tokens really drafted over tokens asked for; `num_drafts` is how
-    many drafts the curve was fitted to.
-    """
-
-    keep_logits: Annotated[tuple[float, ...], Field(min_length=1)]
-    drift: float = 0.0
-    spread: Annotated[float, Field(ge=0)] = 0.0
-    drafted_share: DraftedShare = 1.0
-    known: tuple[KnownLevel, ...] = ()
-    num_drafts: int | None = None
-
-    def known_levels(self) -> dict[Key, float]:
-        """The measured levels by the response's key."""
-        return {(k.rl_step, k.prompt_id, k.sample, k.turn): k.level for k in self.known}
-
-    def survival(self, depth: int, levels: Floats, generated_tokens: Floats) -> Floats:
-        """P(accepted >= i), i = 1..depth, shape (requests, depth)."""
-        at = np.minimum(np.arange(depth), len(self.keep_logits) - 1)
-        return _survival(np.asarray(self.keep_logits)[at], levels + self.drift * progress(generated_tokens))
-
-
-class CurveAcceptance(AcceptanceModel):
-    """Each request has its own level, and acceptance drifts with the tokens generated so far.
-
-    A response in `known` has its level; another one's is drawn from (seed, key) with the fitted spread, the same
-    quantile for all drafters: what is easy to predict is so for all of them.
-    """
-
-    varies_by = "request"
-    kind: Literal["per-request"] = "per-request"
-    curves: Annotated[dict[str, RequestCurve], Field(alias="drafters")]
-    notes: tuple[str, ...] = ()
-    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return tuple(sorted(self.curves))
-
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
-        curve = self.curves[drafter]
-        measured = curve.known_levels()
-        drawn = curve.spread * normals(seed, keys)
-        return np.array([measured.get(key, level) for key, level in zip(keys, drawn.tolist(), strict=True)], np.float64)
-
-    def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
-        return self._curve(strategy).survival(strategy.reach, requests.levels, requests.generated_tokens)
-
-    def num_drafted(self, strategy: Strategy) -> float:
-        return self._curve(strategy).drafted_share * strategy.reach
-
-    def _curve(self, strategy: Strategy) -> RequestCurve:
-        only_chains(strategy, "per-request acceptance")
-        known_drafter(strategy, self.curves, "the acceptance model")
-        return self.curves[strategy.drafter]
 
 
 class SiblingAcceptance(AcceptanceModel):

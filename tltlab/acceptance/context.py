@@ -14,7 +14,7 @@ from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
 from .base import Acceptance, AcceptanceModel, Positive, RequestArrays, Scaled, Variation, Wrapped, scaled
-from .by_request import Alike, CurveAcceptance, SiblingAcceptance, SpreadAcceptance
+from .by_request import Alike, SiblingAcceptance, SpreadAcceptance
 
 USELESS_AT = 9.0
 """Context, in lengths at which the drafter was trained, from which on the target accepts none of its tokens."""
@@ -33,8 +33,8 @@ _HELD = 16, 128
 _K = 1024
 _WRITTEN = re.compile(r"(.+)@([\w.]+)", re.DOTALL)
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kK]?)")
-_BASE: TypeAdapter[Alike | CurveAcceptance | SiblingAcceptance | SpreadAcceptance] = TypeAdapter(
-    Annotated[Alike | CurveAcceptance | SiblingAcceptance | SpreadAcceptance, Field(discriminator="kind")]
+_BASE: TypeAdapter[Alike | SiblingAcceptance | SpreadAcceptance] = TypeAdapter(
+    Annotated[Alike | SiblingAcceptance | SpreadAcceptance, Field(discriminator="kind")]
 )
 
 
@@ -45,8 +45,8 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
 
         share(c) = 1 for c <= T,      max(0, (9 T - c) / (8 T)) beyond.
 
-    So `base` describes the drafter within the length at which it was trained, and c and T are in tokens. `names` are
-    the drafters that this holds for, () for all. T None is a drafter whose acceptance does not depend on context.
+    So `base` describes the drafter within the length at which it was trained, and c and T are in tokens. T None is a
+    drafter whose acceptance does not depend on context.
 
     Source: accept lengths of an EAGLE-3 head of Qwen3-8B trained at 2K tokens, 2.30 / 2.04 / 1.69 / 1.09 at a context
     of 2K / 4K / 8K / 16K (vllm-project/speculators, PR 684), taken as chains of depth 3: chances .635 / .557 / .427 /
@@ -62,7 +62,6 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
     kind: Literal["context"] = "context"
     base: SerializeAsAny[AcceptanceModel]
     trained_tokens: Positive | None
-    names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @field_validator("base", mode="before")
@@ -94,7 +93,7 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
     def at_context(self, context_tokens: float) -> Acceptance:
         if self.trained_tokens is None:
             return self.base
-        return Scaled(self.base, self.names, float(self.share(np.array(context_tokens))))
+        return Scaled(self.base, (), float(self.share(np.array(context_tokens))))
 
     def within(self, context_tokens: float) -> Acceptance:
         beyond = self.trained_tokens is not None and context_tokens > self.trained_tokens
@@ -109,7 +108,7 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
 
     def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         survival = self.base.survival(strategy, requests)
-        if self.trained_tokens is None or (self.names and strategy.drafter not in self.names):
+        if self.trained_tokens is None:
             return survival
         return scaled(survival, self.share(requests.context_tokens)[:, None])
 

@@ -2,7 +2,7 @@
 
 All kinds are under the contract `Acceptance`: constant; chains by one chance, a chance per token or an accept length
 per depth (base.py); measured distributions, as `calibrate` writes them (measured.py); trees (trees.py); by request,
-with curves, by siblings or with a spread (by_request.py); replayed per position (replay.py). `FreshAcceptance` makes
+by siblings or with a spread (by_request.py); replayed per position (replay.py). `FreshAcceptance` makes
 any of them depend on the drafter's age and training, `ContextAcceptance` on context beyond the length at which the
 drafter was trained, `PerDrafter` gives each drafter its own, `Scaled` multiplies the chances of some drafters.
 """

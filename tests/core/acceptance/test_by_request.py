@@ -1,4 +1,4 @@
-"""Acceptance that differs by request: levels, drift, siblings; what drafts a recording holds, and fits to them."""
+"""Acceptance that differs by request: levels, siblings; what drafts a recording holds, and fits to them."""
 
 from pathlib import Path
 
@@ -10,16 +10,10 @@ from hypothesis import strategies as st
 
 import tltlab
 from tests.core.acceptance.counterfactuals import counterfactuals
+from tests.fakes.curves import CurveAcceptance
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
-from tltlab.acceptance.by_request import (
-    CurveAcceptance,
-    KnownLevel,
-    RequestCurve,
-    SiblingAcceptance,
-    SpreadAcceptance,
-    spread_over_requests,
-)
+from tltlab.acceptance.by_request import SiblingAcceptance, SpreadAcceptance, spread_over_requests
 from tltlab.acceptance.load import load_acceptance
 from tltlab.calibration.acceptance.by_request import fit_siblings
 from tltlab.errors import ConfigError, TraceError
@@ -30,8 +24,8 @@ from tltlab.traces.schema import KEY, Manifest
 from tltlab.traces.trace import Trace
 
 CHAIN = Strategy.chain("ngram", 4)
-CURVE = RequestCurve(keep_logits=(0.0, 0.5, 1.0), drift=0.2, spread=0.8)
-CURVES = CurveAcceptance(curves={"ngram": CURVE, "learned": CURVE})
+SPREAD = SpreadAcceptance(base=GeometricAcceptance(alpha=0.6), spread=0.8)
+SIBLINGS = SiblingAcceptance(drafter="ngram", alone=0.3, most=0.8, exponent=0.7, own_tokens=200)
 KEYS = [(0, f"p{i}", s, 0) for i in range(200) for s in range(2)]
 TRACES = Path(__file__).parents[3] / "traces"
 
@@ -42,45 +36,26 @@ def survival(model, strategy=CHAIN, level=0.0, generated=0.0, siblings=0.0):
 
 @given(st.floats(-8, 8), st.floats(0, 1e5), st.integers(1, 16))
 def test_chances_fall_along_the_draft(level: float, generated: float, depth: int):
-    kept = survival(CURVES, Strategy.chain("ngram", depth), level, generated)
-    assert kept.shape == (depth,)
-    assert (kept >= 0).all()
-    assert (kept <= 1).all()
-    assert (np.diff(kept) <= 0).all()
-
-
-def test_requests_are_kept_by_level_and_progress():
-    assert survival(CURVES)[0] == 0.5
-    assert survival(CURVES, level=1.0)[0] > 0.5 > survival(CURVES, level=-1.0)[0]
-    assert survival(CURVES, generated=5000.0)[0] > survival(CURVES, generated=50.0)[0]
-
-
-def test_beyond_the_fitted_depth_the_last_chance_holds():
-    kept = survival(CURVES, Strategy.chain("ngram", 6))
-    assert kept[4] / kept[3] == pytest.approx(kept[2] / kept[1])
-    assert survival(CURVES, Strategy("ngram", 6, 1, 3)) == pytest.approx(kept[:2])
+    for model in (SPREAD, SIBLINGS):
+        kept = survival(model, Strategy.chain("ngram", depth), level, generated)
+        assert kept.shape == (depth,)
+        assert (kept >= 0).all()
+        assert (kept <= 1).all()
+        assert (np.diff(kept) <= 0).all()
 
 
 def test_levels_depend_on_seed_and_key_alone():
-    levels = CURVES.levels("ngram", KEYS, 1)
-    assert CURVES.levels("learned", KEYS, 1).tolist() == levels.tolist(), "easy for every drafter"
-    assert CURVES.levels("ngram", KEYS[::-1], 1).tolist() == levels[::-1].tolist()
-    assert CURVES.levels("ngram", KEYS[5:6], 1).tolist() == levels[5:6].tolist()
-    assert CURVES.levels("ngram", KEYS, 2).tolist() != levels.tolist()
+    levels = SPREAD.levels("ngram", KEYS, 1)
+    assert SPREAD.levels("learned", KEYS, 1).tolist() == levels.tolist(), "easy for every drafter"
+    assert SPREAD.levels("ngram", KEYS[::-1], 1).tolist() == levels[::-1].tolist()
+    assert SPREAD.levels("ngram", KEYS[5:6], 1).tolist() == levels[5:6].tolist()
+    assert SPREAD.levels("ngram", KEYS, 2).tolist() != levels.tolist()
     assert levels.mean() == pytest.approx(0.0, abs=0.1)
     assert levels.std() == pytest.approx(0.8, rel=0.1)
 
 
-def test_a_known_response_has_its_own_level():
-    row = KnownLevel(rl_step=0, prompt_id="p1", sample=1, level=2.5)
-    model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"known": (row,)})})
-    levels = model.levels("ngram", KEYS, 1)
-    assert levels[3] == 2.5
-    assert np.delete(levels, 3).tolist() == np.delete(CURVES.levels("ngram", KEYS, 1), 3).tolist()
-
-
 def test_siblings_help_and_so_does_own_text():
-    model = SiblingAcceptance(alone=0.3, most=0.8, exponent=0.7, own_tokens=200)
+    model = SIBLINGS
     assert survival(model)[0] == pytest.approx(0.3)
     assert survival(model, siblings=1)[0] == pytest.approx(survival(model, generated=200)[0])
     assert survival(model, siblings=1e9)[0] == pytest.approx(0.8, abs=1e-5)
@@ -88,19 +63,19 @@ def test_siblings_help_and_so_does_own_text():
     assert survival(deaf, generated=1e5)[0] == pytest.approx(0.3)
 
 
-@given(st.floats(-3, 3), st.floats(1, 5000), st.floats(0, 1), st.floats(-0.5, 0.5))
-def test_no_state_beats_the_most_a_request_can_get(level: float, length: float, share: float, drift: float):
-    model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"drift": drift})})
-    (most,) = model.most_tokens(CHAIN, RequestArrays(*(np.array([x]) for x in (level, length, 7.0))))
-    assert 1 + survival(model, level=level, generated=length * share, siblings=7 * share).sum() <= most + 1e-12
+@given(st.floats(-3, 3), st.floats(1, 5000), st.floats(0, 1))
+def test_no_state_beats_the_most_a_request_can_get(level: float, length: float, share: float):
+    for model in (SPREAD, SIBLINGS, CurveAcceptance(keep_logits=(0.0, 0.5), drift=-0.5)):
+        (most,) = model.most_tokens(CHAIN, RequestArrays(*(np.array([x]) for x in (level, length, 7.0))))
+        assert 1 + survival(model, level=level, generated=length * share, siblings=7 * share).sum() <= most + 1e-12
 
 
 @pytest.mark.parametrize(
     ("model", "strategy", "fact"),
     [
-        (CURVES, Strategy("ngram", 4, 2, 8), "tree"),
+        (SIBLINGS, Strategy("ngram", 4, 2, 8), "tree"),
         (load_acceptance("seer-siblings"), Strategy("ngram", 4, 2, 8), "tree"),
-        (CURVES, Strategy.chain("other", 2), "other"),
+        (SIBLINGS, Strategy.chain("other", 2), "other"),
     ],
 )
 def test_chains_of_known_drafters_alone_are_accepted(model, strategy: Strategy, fact: str):
@@ -218,7 +193,7 @@ def test_a_fit_finds_the_siblings_that_made_the_drafts():
 
 
 def test_fits_refuse_too_little_and_the_impossible():
-    drafts = drawn(CurveAcceptance(curves={"ngram": CURVE}), 4, 20)
+    drafts = drawn(SPREAD, 4, 20)
     with refused(ConfigError, naming=("10", "32")):
         fit_siblings(drafts.head(10), "ngram")
     with refused(ConfigError, naming=("finished",)):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
-from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve, SpreadAcceptance, spread_over_requests
+from tltlab.acceptance.by_request import SiblingAcceptance, SpreadAcceptance, spread_over_requests
 from tltlab.acceptance.context import TRAINED_TOKENS, ContextAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import acceptance_text, granted, load_acceptance
@@ -102,8 +102,6 @@ def test_each_drafter_has_its_own_trained_length():
     assert tokens(model, 8192) == tokens(SHORT, 8192)
     assert tokens(model, 8192, strategy=copied) == tokens(SHORT, 0)
     assert granted(model, None, ["learned"]) == {"learned": "geometric:0.64@2k"}
-    only = SHORT.model_copy(update={"names": ("learned",)})
-    assert tokens(only, 8192, strategy=copied) == tokens(SHORT, 0)
 
 
 def test_freshness_and_a_spread_hold_beside_it():
@@ -136,7 +134,7 @@ def test_at_one_context_requests_are_alike():
 
 
 def test_most_tokens_hold_between_the_ends_of_a_response():
-    rising = CurveAcceptance(curves={"learned": RequestCurve(keep_logits=(-2.0,), drift=1.5)})
+    rising = SiblingAcceptance(alone=0.1, most=0.95, exponent=1.0, own_tokens=300.0)
     model = PerDrafter({"learned": ContextAcceptance(base=rising, trained_tokens=400)})
     zero = np.zeros(1)
     (most,) = model.most_tokens(CHAIN, RequestArrays(zero, zero + 3000, zero, 100.0))

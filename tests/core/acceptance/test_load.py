@@ -19,15 +19,15 @@ from tltlab.acceptance.base import (
     LengthsAcceptance,
     RequestArrays,
     Scaled,
+    chain_alpha,
     from_survival,
     scaled,
 )
-from tltlab.acceptance.by_request import CurveAcceptance, RequestCurve, spread_over_requests
+from tltlab.acceptance.by_request import spread_over_requests
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import DEFAULTS, SHIPPED, granted, load_acceptance
 from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance, copied_runs
 from tltlab.acceptance.per_drafter import refuse_one_for_several
-from tltlab.calibration.acceptance.measured import equal_chain
 from tltlab.drafters.specs import Drafters, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
@@ -95,7 +95,6 @@ def test_beyond_the_fit_nothing_is_known():
     [
         FITTED,
         MeasuredAcceptance.model_validate(BANDS),
-        CurveAcceptance(curves={"ngram": RequestCurve(keep_logits=(0.0, 0.5, 1.0), drift=0.2, spread=0.8)}),
         spread_over_requests(GeometricAcceptance(alpha=0.7), 0.5),
         FreshAcceptance(base=SHIPPED["seer-siblings"], freshness=Freshness(floor=0.25)),
         ChainAcceptance(kept=(0.8, 0.6)),
@@ -250,10 +249,7 @@ AGES = ({"untrained": 0.4, "floor": 0.5}, {"untrained": 2}, {"age_steps": 0}, {"
         ("ngram=geometric:0.4,0.5", ("0.5",)),
         ("ngram=golden", ("golden",)),
         ("ngram=default", ("ngram", "default")),
-        *(
-            ({"kind": "per-request", "drafters": {"ngram": wrong}}, ("acceptance",))
-            for wrong in ({"keep_logits": []}, {"keep_logits": [0.1], "spread": -1}, {"keep_logits": [math.nan]})
-        ),
+        *(({"kind": "spread", "base": GEOMETRIC, "spread": wrong}, ("acceptance",)) for wrong in (-1, 6, math.nan)),
         *((SIBLINGS | wrong, ("acceptance",)) for wrong in ({"most": 0.4}, {"most": 1.4}, {"exponent": 0})),
         *(({"kind": "fresh", "base": GEOMETRIC, "freshness": wrong}, ("freshness",)) for wrong in AGES),
         *(
@@ -272,10 +268,9 @@ def test_nonsense_is_refused(source: object, facts: tuple[str, ...]):
 
 
 @given(st.floats(0, 1), st.integers(1, 12))
-def test_a_mean_alone_gives_the_chain_that_has_it(share: float, depth: int):
-    p = equal_chain(share * depth, depth)
-    assert p.sum() == pytest.approx(1)
-    assert p @ np.arange(depth + 1) == pytest.approx(share * depth, abs=1e-6)
+def test_a_mean_alone_gives_its_chain(share: float, depth: int):
+    model = GeometricAcceptance(alpha=chain_alpha(share * depth, depth))
+    assert model.tokens_per_iteration(chain(depth)) == pytest.approx(1 + share * depth, abs=1e-6)
 
 
 def test_batch_sizes_have_bands_of_their_own():

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes.curves import CurveAcceptance
 from tests.refused import refused
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
-from tltlab.acceptance.by_request import CurveAcceptance, KnownLevel, RequestCurve, SiblingAcceptance
+from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
@@ -36,8 +37,7 @@ from ..workloads import COSTS, FREE, HALF, TINY, requests_of, up_to
 from .slow_oracle import finish_times
 
 CHAINS = (Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
-CURVE = RequestCurve(keep_logits=(0.2, 0.6, 0.9), drift=0.3, spread=0.7)
-CURVES = CurveAcceptance(curves={"ngram": CURVE})
+CURVES = CurveAcceptance(keep_logits=(0.2, 0.6, 0.9), drift=0.3, spread=0.7)
 SIBLINGS = SiblingAcceptance(alone=0.3, most=0.8, exponent=0.6, own_tokens=300)
 BY_CONTEXT = load_acceptance("0.8@1k")
 
@@ -161,8 +161,7 @@ def test_fluid_is_the_mean_of_sampled_runs(model: Acceptance, budget: DraftBudge
 
 def known(levels: dict[tuple[int, str, int, int], float]) -> CurveAcceptance:
     """The curves of responses whose levels are known."""
-    rows = tuple(KnownLevel(rl_step=k[0], prompt_id=k[1], sample=k[2], level=level) for k, level in levels.items())
-    return CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"known": rows})})
+    return CURVES.model_copy(update={"known": tuple(levels.items())})
 
 
 def test_a_request_that_is_easier_to_draft_for_finishes_first():
@@ -251,7 +250,7 @@ def test_a_budget_sees_what_was_accepted_lately():
 
 def test_drafts_given_by_acceptance_yield_more_than_even_ones() -> None:
     chain = Strategy("ngram", 8, 1, 4)
-    model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"spread": 1.5, "drift": 0.0})})
+    model = CURVES.model_copy(update={"spread": 1.5, "drift": 0.0})
 
     def first_hundred(budget: DraftBudget) -> float:
         batch = running(Rates(model=model, costs=COSTS, budgets=[budget]), [8000] * 24)

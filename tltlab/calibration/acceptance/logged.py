@@ -9,14 +9,14 @@ from typing import Self
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.base import GeometricAcceptance
+from tltlab.acceptance.base import GeometricAcceptance, chain_alpha
 from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
 COLLAPSED = 1.05
 """Accept length up to which no draft is kept, but for rounding."""
-_DRAFTER, _DEPTH, _MOST_DEPTH = "learned", 3, 16
+_DRAFTER, _DEPTH, _MOST_DEPTH, _MOST_ALPHA = "learned", 3, 16, 0.999
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,19 +75,7 @@ class LoggedDrafting:
 
     def acceptance(self, accept_length: float | None = None) -> PerDrafter:
         """Chains whose mean at the log's depth is this accept length, by default that while drafts were kept."""
-        alpha = _alpha(self.mean_accept_length if accept_length is None else accept_length, self.strategy.reach)
+        tokens = self.mean_accept_length if accept_length is None else accept_length
+        alpha = min(chain_alpha(tokens - 1.0, self.strategy.reach), _MOST_ALPHA)
         drafter = self.strategy.drafter
         return PerDrafter({drafter: GeometricAcceptance(alpha=alpha)}, None, {drafter: self.text})
-
-
-def _alpha(tokens: float, depth: int) -> float:
-    """Chance of each token with which a draft of that depth yields so many tokens on average.
-
-    >>> round(_alpha(1 + 0.7 + 0.49, 2), 6)
-    0.7
-    """
-    low, high = 0.0, 0.999
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**i for i in range(depth + 1)) < tokens else (low, middle)
-    return high if low else 0.0

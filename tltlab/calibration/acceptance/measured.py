@@ -8,6 +8,7 @@ from typing import Self
 import numpy as np
 import pandas as pd
 
+from tltlab.acceptance.base import chain_alpha, from_survival
 from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
 from tltlab.arrays import Flags, Floats, Ints
 from tltlab.drafters.specs import STANDARD, Drafters
@@ -112,16 +113,6 @@ class _Drafts:
             num_samples = requests
             most = self.batch[sample] * depth
             mean = float(np.nansum(np.minimum(self.num_accepted[sample], most))) / requests
-            p = equal_chain(min(mean, depth), depth)
+            alpha = chain_alpha(min(mean, depth), depth)
+            p = from_survival(np.power(alpha, np.arange(1, depth + 1, dtype=np.float64)))
         return FittedDepth(accepted=tuple(p.tolist()), drafted=min(drafted, depth), num_samples=num_samples)
-
-
-def equal_chain(mean: float, depth: int) -> Floats:
-    """P(accepted = j), j = 0..depth, of a chain with equal chances and this mean: alpha + ... + alpha^depth = mean."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        alpha = (low + high) / 2
-        low, high = (alpha, high) if float((alpha ** np.arange(1, depth + 1)).sum()) < mean else (low, alpha)
-    survival = low ** np.arange(depth + 1)
-    chances: Floats = np.append(survival[:-1] - survival[1:], survival[-1])
-    return chances
