@@ -14,6 +14,7 @@ from functools import cache
 from importlib.abc import InspectLoader
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points, metadata, requires, version
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tltlab.console import progress, running, sigterm_interrupts
@@ -138,6 +139,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         missing = _missing_extra(error)
         _fail(str(missing), missing.exit_code)
+    except OSError as error:
+        # A path among the arguments, or a file below it, that the system refuses.
+        path = Path(error.filename or os.devnull)
+        if debug or not {path, *path.parents} & {Path(arg.partition("=")[2] or arg) for arg in args}:
+            raise
+        _fail(f"{path}: {error.strerror}", 2)
     except KeyboardInterrupt:
         _fail("interrupted", _INTERRUPTED)
     finally:

@@ -11,7 +11,7 @@ from tltlab.console import Json, emit
 from tltlab.errors import ConfigError
 from tltlab.report.write import default_out
 from tltlab.report.write import report as make
-from tltlab.traces.trace import is_trace, locate
+from tltlab.traces.trace import check_source, is_trace, locate
 
 
 def report(
@@ -31,12 +31,11 @@ def report(
 
     Example: tltlab report demo
     """
-    if not locate(run).exists():
-        raise ConfigError(f"{run}: no such folder or file; give a RUN, a trace, or a comparison's JSON")
+    inside = locate(run)
+    check_source(inside)
     path = out or default_out(run)
     if path.is_dir() or path.suffix not in (".html", ".htm"):
         raise ConfigError(f"--out {path}: name a file that ends in .html")
-    inside = locate(run)
     if is_trace(inside) and path.resolve().parent == inside.resolve() and out is None:
         raise ConfigError(f"{path} would lie inside the trace: name another place with --out")
     page = make(run, out=path, verify=verify)

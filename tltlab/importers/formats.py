@@ -33,6 +33,7 @@ from .rows import (
     dump_files,
     ending,
     flat,
+    readable,
     rows_of,
     stem,
     step_of,
@@ -119,9 +120,14 @@ def imported(
     source: str | Path | pd.DataFrame, reading: Reading, *, form: Format | None = None, workers: int | None = None
 ) -> Imported:
     """Read a file, a folder of files or a DataFrame, as `import_dump` does."""
-    path = None if isinstance(source, pd.DataFrame) else Path(source)
-    if path is not None and not path.exists():
-        raise TraceError(f"{path}: no such file or folder")
+    if isinstance(source, pd.DataFrame):
+        return _imported(source, reading, form, workers)
+    with readable(Path(source)) as path:
+        return _imported(path, reading, form, workers)
+
+
+def _imported(source: Path | pd.DataFrame, reading: Reading, form: Format | None, workers: int | None) -> Imported:
+    path = None if isinstance(source, pd.DataFrame) else source
     needs: tuple[str, ...] = () if form is None else _NEEDS.get(form, ())
     form = form or ("csv" if path is None else guess(path, reading))
     _check(reading, form, workers)
@@ -212,20 +218,18 @@ def notes_of(trace: Trace) -> tuple[str, ...]:
     return tuple(trace.manifest.notes.split("; ")) if trace.manifest.notes else ()
 
 
-def _records(source: str | Path | pd.DataFrame, form: Format, reader: Reader) -> Iterator[Records]:
+def _records(source: Path | pd.DataFrame, form: Format, reader: Reader) -> Iterator[Records]:
     """The records of a file, of a folder's files in the order of their numbers, or of a DataFrame."""
     if isinstance(source, pd.DataFrame):
         yield from _of_frame(source, "lengths", reader)
         return
-    path = Path(source)
-    files = (
-        dump_files(path, is_trl=form in (None, "trl"))
-        if path.is_dir()
-        else [(path, step_of(path, form in ("verl", "trl")))]
-    )
+    if source.is_dir():
+        files: list[tuple[Path, int | None]] = [*dump_files(source, is_trl=form == "trl")]
+    else:
+        files = [(source, step_of(source, form in ("verl", "trl")))]
     if not files:
         wanted = "completions_<step>.parquet" if form == "trl" else "<step>.jsonl"
-        raise TraceError(f"{path}: no {wanted} in it, nor other files whose names end in the number of an RL step")
+        raise TraceError(f"{source}: no {wanted} in it, nor other files whose names end in the number of an RL step")
     for file, step in files:
         if ending(file) in TABLES or (values := _numbers(file)) is not None:
             frame = table_of(file) if ending(file) in TABLES or not values else frame_of_numbers(str(file), values)

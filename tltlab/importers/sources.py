@@ -19,7 +19,7 @@ from tltlab.traces.trace import read as read_folder
 
 from .formats import Format, Imported, frame_of_numbers, guess, import_dump, imported, notes_of
 from .metrics_log import metrics_files
-from .rows import Reading, dump_files
+from .rows import Reading, dump_files, readable
 from .token_counts import CharsPerToken, NoTokenCounter
 
 CHARS_PER_TOKEN = 3.6
@@ -43,7 +43,7 @@ def read(source: TraceSource) -> Trace:
     if not isinstance(source, str | Path):
         return _of_values(source, _AS_IT_IS).trace
     path = locate(source)
-    if not path.is_file() and not is_log_folder(path):
+    if path.is_dir() and not is_log_folder(path):
         return read_folder(source)
     trace = import_dump(path)
     report(path, trace.manifest.notes)
@@ -71,13 +71,11 @@ def read_lengths(source: TraceSource, reading: Reading = _AS_IT_IS, form: Format
         return Imported(trace=source, used={}, ignored=(), notes=notes_of(source))
     if not isinstance(source, str | Path):
         return _of_values(source, counted)
-    path = Path(source)
-    if not path.exists():
-        raise TraceError(f"{path}: no such file or folder")
-    if path.is_file() or (not _holds_a_trace(path) and dump_files(path)):
-        form = form or guess(path, reading)
-        return imported(path, reading if form == "metrics" else counted, form=form)
-    trace = read(path)
+    with readable(locate(source)) as path:
+        if path.is_file() or (not _holds_a_trace(path) and dump_files(path)):
+            form = form or guess(path, reading)
+            return imported(path, reading if form == "metrics" else counted, form=form)
+    trace = read(source)
     return Imported(trace=trace, used={}, ignored=(), notes=notes_of(trace))
 
 

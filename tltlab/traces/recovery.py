@@ -128,10 +128,11 @@ def repair(path: str | Path, out: str | Path | None = None) -> Trace:
     path = Path(path)
     if not path.name:  # "."
         path = path.absolute()
+    located = locate(path)
     if path.name.endswith(SUFFIX):
         path = path.with_name(path.name.removesuffix(SUFFIX))
     elif not recording_of(path).exists():
-        path = path / "trace" if recording_of(path / "trace").exists() else locate(path)
+        path = path / "trace" if recording_of(path / "trace").exists() else located
     folder = recording_of(path)
     if out is not None and Path(out).absolute() == path.absolute():
         out = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -371,8 +372,9 @@ def _check(trace: Trace) -> None:
 
 def _open_trace(path: Path) -> Trace:
     """Open a trace with valid manifest, columns and RL steps; values are not checked yet. Raises TraceError."""
+    check_source(path)
     if not path.is_dir():
-        raise TraceError(f"{path}: no such folder; a trace is a folder")
+        raise TraceError(f"{path}: a file; a trace is a folder")
     if not (path / MANIFEST_FILE).exists():
         raise TraceError(f"{path}: no {MANIFEST_FILE} in it, so this is not a trace")
     manifest = Manifest.read(path / MANIFEST_FILE)
@@ -415,15 +417,33 @@ def checked(
 
 
 def locate(path: str | Path) -> Path:
-    """The trace folder that `path` means: itself, or `trace/` in a RUN folder; else the recording of either."""
+    """The trace folder that `path` means: itself, or `trace/` in a RUN folder; else the recording of either.
+
+    Raises TraceError for a path that the system refuses, such as a name that is too long.
+    """
     path = Path(path)
     inner = path / "trace"
-    if (path / MANIFEST_FILE).exists():
-        return path
-    if inner.is_dir():
-        return inner
-    recordings = [recording_of(place) for place in (path, inner) if place.name]
-    return next((folder for folder in recordings if folder.is_dir()), path)
+    try:
+        if (path / MANIFEST_FILE).exists():
+            return path
+        if inner.is_dir():
+            return inner
+        recordings = [recording_of(place) for place in (path, inner) if place.name]
+        return next((folder for folder in recordings if folder.is_dir()), path)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def check_source(path: Path) -> None:
+    """Raise TraceError for a path that is not of a folder, a file or a pipe."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise TraceError(f"{path}: no such file or folder") from error
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        raise TraceError(f"{path}: a device or a socket; give a file or a folder")
 
 
 def run_folder(trace: Path) -> Path:

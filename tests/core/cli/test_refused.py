@@ -1,10 +1,16 @@
 """Command lines that make no sense are refused in one line that names what is wrong, and nothing is written."""
 
+import ctypes
+import os
 import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from tltlab import files
 from tltlab.experiments import GONE
 
 from ..conftest import Command
@@ -58,3 +64,79 @@ def test_a_wrong_command_line_is_refused(command: Command, tmp_path: Path, monke
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert all(fact in err for fact in facts)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+ON_A_SOURCE = [
+    "calibrate SOURCE --out costs.json", "compare SOURCE", "doctor SOURCE", "rehearse SOURCE --model m",
+    "report SOURCE --out page.html", "simulate SOURCE", "sweep SOURCE", "timeline SOURCE",
+    "timeline TRACES/tiny --compare SOURCE", "trace annotate SOURCE --drafter ngram", "trace describe SOURCE",
+    "trace generate --like SOURCE --out new", "trace import SOURCE --out new", "trace repair SOURCE",
+    "trace validate SOURCE", "train qwen2.5-0.5b-gsm8k --dry-run --lengths SOURCE", "tune SOURCE --out policy.json",
+    "verify SOURCE", "what-if SOURCE",
+]  # fmt: skip
+LONG = "x" * 300
+SOURCES = ["/dev/null", "/dev/zero", "/proc/self/mem", "empty.csv", "file.csv/below", "folder", LONG, "locked/a.csv",
+           "missing.csv", "pipe", "secret.csv", "socket"]  # fmt: skip
+
+
+@contextmanager
+def without_override() -> Iterator[None]:
+    """Within, permissions stop root too: this thread has neither CAP_DAC_OVERRIDE nor CAP_DAC_READ_SEARCH."""
+    library = ctypes.CDLL(None)
+    header, before = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    library.capget(header, before)
+    within = type(before)(before[0] & ~0b110, *before[1:])
+    library.capset(header, within)
+    try:
+        yield
+    finally:
+        library.capset(header, before)
+
+
+@pytest.fixture
+def sources(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A current folder of sources that no command can read."""
+    folder = tmp_path_factory.mktemp("sources")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(files, "PIPE_S", 0.0)
+    for name in ("folder", "locked"):
+        Path(name).mkdir()
+    for name in ("empty.csv", "file.csv"):
+        Path(name).touch()
+    for name in ("secret.csv", "locked/a.csv"):
+        Path(name).write_text("5\n9\n")
+    os.mkfifo("pipe")
+    with closing(socket.socket(socket.AF_UNIX)) as server:
+        server.bind("socket")
+        for name in ("secret.csv", "locked"):
+            Path(name).chmod(0)
+        yield
+    Path("locked").chmod(0o700)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source[:20])
+@pytest.mark.parametrize("line", ON_A_SOURCE)
+def test_a_source_that_cannot_be_read_is_refused(command: Command, sources, line: str, source: str):
+    words = line.replace("SOURCE", source).replace("TRACES", str(TRACES)).split()
+    with without_override():
+        code, out, err = command(*words)
+    assert (code, out, len(err.splitlines())) == (2, "", 1), err
+    assert source in err
+
+
+def test_a_path_the_system_refuses_is_named(command: Command):
+    for option in ("--costs", "--policy", "--acceptance"):
+        code, out, err = command("simulate", TRACES / "tiny", f"{option}={LONG}")
+        assert (code, out, len(err.splitlines())) == (2, "", 1), err
+        assert LONG in err
+
+
+@pytest.mark.parametrize("line", ["what-if", "simulate --costs cpu-small --workers 2", "trace describe"])
+def test_a_pipe_of_lengths_is_read(command: Command, line: str):
+    reader, writer = os.pipe()
+    os.write(writer, b"response_tokens\n" + b"50\n" * 7)
+    os.close(writer)
+    code, out, _ = command(*line.split(), f"/dev/fd/{reader}", "--json")
+    os.close(reader)
+    assert code == 0
+    assert "7" in out
