@@ -1,4 +1,4 @@
-"""What a run's folder must be, by traces/README.md and the docstring of `run/checkpoints.py`, without any of tltlab.
+"""What a run's folder must be, by the docstrings of `traces/recording.py` and `run/checkpoints.py`, without tltlab.
 
 A function returns what it read, and raises `Fault` where the folder is not what a reader may rely on.
 """

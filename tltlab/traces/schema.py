@@ -108,7 +108,26 @@ TABLES: dict[str, pa.Schema] = {
         " accept:[f32]? detail:str?"
     ),
 }
-"""Arrow schema of each table; where `nullable` is false there is no null."""
+"""Arrow schema of each table; where `nullable` is false there is no null.
+
+`steps`, of the drafter in service during the rollout: `drafter_age` is RL steps since it was published,
+`drafter_updates` its optimizer updates. `drift_kl` is KL(behaviour || updated policy) per token of the step's update.
+Training logs also give `accept_length` (tokens per draft, bonus token included), `draft_rate` (share of drafted tokens
+that is kept), `step_s` (the whole RL step, time between stages included) and `wait_s` (waiting for rollouts that go on
+beside training).
+
+`acceptance` may have several rows per response and drafter: one for the drafter in service and one for each published
+earlier, whose `drafter_age` is counted from the RL step that it was published for to the annotated one.
+
+`spot_training` has one row per worker and training period (`term`, a period of the coordinator); rows of one RL step
+and term are a group. `t_start` is the order to train, `duration` lasts until the device is free again. Within it:
+`setup_s` pauses to form the group, `train_s` completed updates, `wait_s` no data, `blocked_s` checkpoints, and
+`yield_s` from the order to stop until the device is free. `members` is the largest size of the group. `updates`
+counts the group's optimizer updates while the worker was in it, `checkpoints` those written meanwhile, `tokens` and
+`sequences` what this worker trained on, each time it did. At the end of the period: `loss`, and `accept` by draft
+position, the target's mean probability of the drafter's greedy token given that the ones before were kept. `ended` is
+one of `TRAINING_ENDS`; `detail` is an error or a remark.
+"""
 
 
 class Manifest(FrozenModel):
