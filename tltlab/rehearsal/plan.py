@@ -26,7 +26,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import num_workers
 from tltlab.traces.trace import Trace
 
-from .played import STOCK, Play
+from .played import STOCK, RehearsalPlan
 
 TINY = ModelShape(
     name="tiny-shape", hidden=128, intermediate=256, layers=2, heads=4, kv_heads=2, head_dim=32, vocab=1024
@@ -50,7 +50,7 @@ def plan_of(
     gpus: int | None = None,
     seed: int = 0,
     plain_batches: Sequence[int] = (),
-) -> Play:
+) -> RehearsalPlan:
     """Check everything and return what would be played; the arguments are the options of `tltlab rehearse`.
 
     Plain steps are timed at `plain_batches` besides. Raises ConfigError; nothing has been started then.
@@ -67,7 +67,7 @@ def plan_of(
     known = Drafters({name: spec for policy in ours.values() for name, spec in policy.drafters.items()})
     granted = acceptance_by_drafter(acceptance, used, known)
     modules = sorted({part.module for policy in ours.values() for part in policy.own_parts})
-    plan = Play(
+    plan = RehearsalPlan(
         model=shape.name, config=config, kv_token_bytes=shape.kv_bytes_per_token, lengths=lengths,
         prompt_tokens=prompt_tokens, group_size=trace.manifest.group_size or 8, about=about, policies=stock | ours,
         modules=tuple(modules), rates={STOCK: ()} | {name: _rates_of(p, name, granted) for name, p in ours.items()},
@@ -213,7 +213,7 @@ def _num_gpus(asked: int | None) -> int:
     return there if asked is None else asked
 
 
-def _check_memory(plan: Play, shape: ModelShape) -> None:
+def _check_memory(plan: RehearsalPlan, shape: ModelShape) -> None:
     """ConfigError, with what is missing, where weights and cache do not fit, before anything is started."""
     where, room = "free memory here", available_memory()
     need = _FP32_OVER_BF16 * shape.stored_bytes() + max(map(plan.kv_bytes, range(len(plan.lengths))))

@@ -39,7 +39,7 @@ _SETTLING_TOKENS, _PLAIN_TOKENS = 16, 96
 _KV_BLOCK, _LEAST_KV_BYTES = 128, 64 << 20
 
 
-class Visit(FrozenModel):
+class PlannedRollout(FrozenModel):
     """One rollout: its RL step in the trace, its round and its policy's name."""
 
     rl_step: int
@@ -47,7 +47,7 @@ class Visit(FrozenModel):
     policy: str
 
 
-class Play(FrozenModel):
+class RehearsalPlan(FrozenModel):
     """The plan of all engines. `lengths` are tokens by worker and response, `about` describes their source.
 
     `rates[i]` of a policy is the acceptance probability of its drafts up to token i, counted from 0, () where it never
@@ -75,11 +75,11 @@ class Play(FrozenModel):
     seed: int
 
     @property
-    def visits(self) -> list[Visit]:
+    def visits(self) -> list[PlannedRollout]:
         """Every rollout, round by round, each in a random order; its number is its RL step in the trace."""
         names = list(self.policies)
         return [
-            Visit(rl_step=number * len(names) + place, round=number, policy=names[at])
+            PlannedRollout(rl_step=number * len(names) + place, round=number, policy=names[at])
             for number in range(self.rounds)
             for place, at in enumerate(np.random.default_rng([self.seed, number]).permutation(len(names)))
         ]
@@ -101,11 +101,11 @@ class Play(FrozenModel):
         return max(_LEAST_KV_BYTES, 2 * self.kv_token_bytes * (blocks + 1) * _KV_BLOCK)
 
 
-def read_plan(out: Path) -> Play:
+def read_plan(out: Path) -> RehearsalPlan:
     """Read the plan in a folder; the modules of its classes were allowed when it was made."""
     value = read_json(out / PLAN)
     with code_allowed(value["modules"]):
-        return Play.model_validate(value)
+        return RehearsalPlan.model_validate(value)
 
 
 def played(out: Path, engine: str = "engine-*") -> list[dict[str, Any]]:
@@ -118,7 +118,7 @@ def engine_file(worker: int, stock: bool) -> str:
     return f"engine-{STOCK if stock else 'ours'}-{worker}"
 
 
-def details_of(out: Path, visit: Visit, worker: int) -> dict[str, Any]:
+def details_of(out: Path, visit: PlannedRollout, worker: int) -> dict[str, Any]:
     """Return responses, iterations and decisions of a rollout."""
     details: dict[str, Any] = parse_json(_details_file(out, visit.rl_step, worker).read_bytes())
     return details
@@ -128,14 +128,14 @@ def _details_file(out: Path, rl_step: int, worker: int) -> Path:
     return out / "rollouts" / f"{rl_step}-{worker}.json"
 
 
-def to_play(plan: Play, out: Path, worker: int, stock: bool) -> list[Visit]:
+def pending_rollouts(plan: RehearsalPlan, out: Path, worker: int, stock: bool) -> list[PlannedRollout]:
     """Return the rollouts that an engine has not played yet."""
     rows = played(out, engine_file(worker, stock))
     done = {row["rl_step"] for row in rows if row["row"] == "rollout"}
     return [v for v in plan.visits if v.policy in plan.of_engine(stock) and v.rl_step not in done]
 
 
-def requests_of(plan: Play, worker: int, visit: Visit, lengths: list[int]) -> list[GenerationRequest]:
+def requests_of(plan: RehearsalPlan, worker: int, visit: PlannedRollout, lengths: list[int]) -> list[GenerationRequest]:
     """Return one request per length; order and random prompts depend on seed, worker and round alone."""
     rng = np.random.default_rng([plan.seed, worker, visit.round])
     prompts = rng.integers(3, plan.config["vocab_size"], (len(lengths), plan.prompt_tokens)).tolist()
@@ -150,7 +150,9 @@ def requests_of(plan: Play, worker: int, visit: Visit, lengths: list[int]) -> li
     ]
 
 
-def play(plan: Play, out: Path, worker: int, *, stock: bool, deadline: float | None = None) -> Iterator[dict[str, Any]]:
+def play(
+    plan: RehearsalPlan, out: Path, worker: int, *, stock: bool, deadline: float | None = None
+) -> Iterator[dict[str, Any]]:
     """Start the engine; yield a row for the start, per plain batch and per rollout. Engine errors are raised.
 
     No rollout begins after `deadline`, in seconds of `time.time`, or where it would end later by the duration of the
@@ -158,17 +160,17 @@ def play(plan: Play, out: Path, worker: int, *, stock: bool, deadline: float | N
     """
     from tltlab.runtime.engine.vllm.llm import keep_drafts_at
 
-    visits, begun, lengths = to_play(plan, out, worker, stock), time.perf_counter(), list(plan.lengths[worker])
+    visits, begun, lengths = pending_rollouts(plan, out, worker, stock), time.perf_counter(), list(plan.lengths[worker])
     labels = {"worker": worker, "engine": STOCK if stock else "ours"}
     with closing(_engine(plan, out, worker, stock)) as engine:
 
-        def generate(visit: Visit, lengths: list[int]) -> Rollout:
+        def generate(visit: PlannedRollout, lengths: list[int]) -> Rollout:
             engine.llm.reset_prefix_cache()
             requests = requests_of(plan, worker, visit, lengths)
             rollout: Rollout = engine.generate(requests, rl_step=visit.rl_step, temperature=1.0)
             return rollout
 
-        settling = Visit(rl_step=-1, round=0, policy="")
+        settling = PlannedRollout(rl_step=-1, round=0, policy="")
         if not stock:
             engine.warm_up(1.0)
         # Compilation and other one-time work is done then.
@@ -213,13 +215,13 @@ def _rollout_row(rollout: Rollout, stock: bool) -> dict[str, Any]:
     }
 
 
-def _strategies(plan: Play) -> list[Strategy]:
+def _strategies(plan: RehearsalPlan) -> list[Strategy]:
     """Return all strategies that a policy may choose, the deepest last."""
     chosen = {strategy for policy in plan.policies.values() for strategy in policy.strategies}
     return sorted({NO_SPECULATION, *chosen}, key=lambda strategy: (strategy.draft_depth, strategy.drafter))
 
 
-def _engine(plan: Play, out: Path, worker: int, stock: bool) -> Any:
+def _engine(plan: RehearsalPlan, out: Path, worker: int, stock: bool) -> Any:
     """Return stock vLLM, or tltlab's engine with graphs for all strategies; the same arguments otherwise."""
     import torch
 

@@ -34,7 +34,7 @@ from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
-from .played import STOCK, Play, details_of, played
+from .played import STOCK, RehearsalPlan, details_of, played
 
 _MOST_CHOSEN = 3
 
@@ -109,7 +109,7 @@ class Rehearsal:
         return "\n".join([self.about, "", table(header, rows), *why, "", self.sentence + median])
 
 
-def judged(plan: Play, out: Path) -> Rehearsal:
+def judged(plan: RehearsalPlan, out: Path) -> Rehearsal:
     """Compare what was played with predictions; write the trace, `policies.json`, `summary.json` and `picture.png`.
 
     A round in which a worker is missing is left out. RunError where nothing is whole.
@@ -144,7 +144,12 @@ def judged(plan: Play, out: Path) -> Rehearsal:
 
 
 def _row(
-    plan: Play, trace: Trace, forces: Mapping[int, InForce], name: str, seconds: pd.Series, costs: CostModel | None
+    plan: RehearsalPlan,
+    trace: Trace,
+    forces: Mapping[int, InForce],
+    name: str,
+    seconds: pd.Series,
+    costs: CostModel | None,
 ) -> dict[str, Any]:
     steps = [int(step) for step in seconds.index]
     part = trace.select(steps)
@@ -179,7 +184,7 @@ def _row(
     return row
 
 
-def _recorded(plan: Play, out: Path) -> Trace:
+def _recorded(plan: RehearsalPlan, out: Path) -> Trace:
     """Write what was played as the trace of a RUN with one RL step a rollout, and read it."""
     rows: dict[int, dict[int, dict[str, Any]]] = {}
     for row in played(out):
@@ -245,7 +250,7 @@ def _times(ratio: Interval) -> str:
     return f"{ratio.estimate:.2f}x{ends}"
 
 
-def _shipped_costs(plan: Play) -> CostModel | None:
+def _shipped_costs(plan: RehearsalPlan) -> CostModel | None:
     """Costs that come along for this GPU and model; None on a CPU, and for a GPU or model that is not known."""
     if not plan.gpus:
         return None

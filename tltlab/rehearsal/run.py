@@ -15,7 +15,7 @@ from tltlab.console import progress
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_object, write_json
 
-from .played import PLAN, STOCK, Play, engine_file, played, to_play
+from .played import PLAN, STOCK, RehearsalPlan, engine_file, pending_rollouts, played
 
 START_S = {True: 60.0, False: 20.0}
 """Seconds that an engine is expected to take to start, on a GPU and without one, until one has."""
@@ -23,7 +23,9 @@ _PATIENCE_S = 30.0
 """An engine is killed so long after the deadline."""
 
 
-def rehearse(plan: Play, out: Path, *, minutes: float | None = None, report: Callable[[str], None] = progress) -> None:
+def rehearse(
+    plan: RehearsalPlan, out: Path, *, minutes: float | None = None, report: Callable[[str], None] = progress
+) -> None:
     """Play what is planned and not yet in `out`; each rollout is on disk as soon as it is over.
 
     Workers' engines run side by side where there are as many GPUs, else one after another. Rollouts that do not fit
@@ -39,26 +41,29 @@ def rehearse(plan: Play, out: Path, *, minutes: float | None = None, report: Cal
     write_json(out / "model" / "config.json", plan.config)
     deadline = None if minutes is None else time.time() + 60 * minutes
     for stock in (True, False):
-        workers = [worker for worker in range(len(plan.lengths)) if to_play(plan, out, worker, stock)]
+        workers = [worker for worker in range(len(plan.lengths)) if pending_rollouts(plan, out, worker, stock)]
         for first in range(0, len(workers), at_once := max(1, plan.gpus)):
             starts = [row["seconds"] for row in played(out) if row["row"] == "started"]
             if deadline is None or time.time() + max(starts, default=START_S[plan.gpus > 0]) < deadline:
                 report(f"starting {engine_name(plan, stock)}")
                 _run(plan, out, workers[first : first + at_once], stock, deadline)
     left = [
-        v for worker in range(len(plan.lengths)) for stock in (True, False) for v in to_play(plan, out, worker, stock)
+        v
+        for worker in range(len(plan.lengths))
+        for stock in (True, False)
+        for v in pending_rollouts(plan, out, worker, stock)
     ]
     if left:
         counts = Counter(visit.policy for visit in left)
         report(f"left out for lack of time, rollouts of {', '.join(f'{name} ({n})' for name, n in counts.items())}")
 
 
-def engine_name(plan: Play, stock: bool) -> str:
+def engine_name(plan: RehearsalPlan, stock: bool) -> str:
     """An engine in words."""
     return "stock vLLM" if stock else f"an engine for {', '.join(plan.of_engine(stock))}"
 
 
-def _run(plan: Play, out: Path, workers: Sequence[int], stock: bool, deadline: float | None) -> None:
+def _run(plan: RehearsalPlan, out: Path, workers: Sequence[int], stock: bool, deadline: float | None) -> None:
     """Play on engines side by side, each in a process and on a GPU of its own; none outlives this call."""
     engine = STOCK if stock else "ours"
     running: list[tuple[Path, subprocess.Popen[bytes]]] = []

@@ -16,7 +16,7 @@ from tests.refused import refused
 from tltlab.acceptance.load import load_acceptance
 from tltlab.errors import ConfigError
 from tltlab.rehearsal.plan import TINY, acceptance_by_drafter, plan_of, shares
-from tltlab.rehearsal.played import STOCK, Play, requests_of
+from tltlab.rehearsal.played import STOCK, RehearsalPlan, requests_of
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
@@ -28,7 +28,7 @@ def trace() -> Trace:
     return tltlab.read(TINY_TRACE)
 
 
-def planned(trace: Trace, **options: Any) -> Play:
+def planned(trace: Trace, **options: Any) -> RehearsalPlan:
     chosen = {"policies": "stock,none,ngram:4", "acceptance": "all=geometric:0.7", "responses": 6, "cap": 40}
     return plan_of(trace, **{"model": "tiny-shape", **chosen, **options})
 
