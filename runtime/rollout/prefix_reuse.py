@@ -41,7 +41,7 @@ _NO_ROWS: np.ndarray = np.empty((0, 0), np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Earlier:
+class EarlierResponse:
     """A response of N tokens, int32, with their log-probs, float32, under the policy that drew it.
 
     With residual "exact" `rows` are that policy's whole distributions, [N, V] float32 natural log-probs.
@@ -63,7 +63,7 @@ class Prefix:
 
     response: Trajectory
     num_kept: int = 0
-    earlier: Earlier | None = None
+    earlier: EarlierResponse | None = None
     now: np.ndarray = field(default_factory=lambda: _NO_ROWS)
 
 
@@ -112,7 +112,7 @@ class ReusingRollouts(Rollouts):
         self.exact = config.residual == "exact"
         # With leniency 1 the residual corrects for every cut.
         self.on_policy = self.exact and config.leniency == 1.0
-        self._earlier: dict[tuple[str, int], Earlier] = {}
+        self._earlier: dict[tuple[str, int], EarlierResponse] = {}
         if self.exact:
             self._check_exact()
             self._ends = end_tokens(recipe.model)
@@ -163,7 +163,12 @@ class ReusingRollouts(Rollouts):
         return tools.score(pairs, distributions=self.exact) if pairs else []
 
     def _prefix(
-        self, slot: tuple[int, int], blank: Trajectory, earlier: Earlier, scored: np.ndarray, tools: RolloutTools
+        self,
+        slot: tuple[int, int],
+        blank: Trajectory,
+        earlier: EarlierResponse,
+        scored: np.ndarray,
+        tools: RolloutTools,
     ) -> Prefix:
         """Return the part of `earlier` that the policy in force keeps, given its log-probs `scored`."""
         tokens = earlier.token_ids.tolist()
@@ -200,7 +205,7 @@ class ReusingRollouts(Rollouts):
             for n, scored in zip(new, self._scored(pairs, tools), strict=True):
                 rows[n] = scored
         for t, row in zip(trajectories, rows, strict=True):
-            self._earlier[t.prompt.prompt_id, t.sample] = Earlier(
+            self._earlier[t.prompt.prompt_id, t.sample] = EarlierResponse(
                 token_ids=np.array(t.token_ids, np.int32),
                 logprobs=np.array(t.logprobs, np.float32),
                 truncated=t.truncated,
@@ -251,7 +256,9 @@ class ReusingRollouts(Rollouts):
             )
         rows = columns["rows"] if self.exact else [_NO_ROWS] * len(carried)
         self._earlier = {
-            (prompt_id, sample): Earlier(token_ids=token_ids, logprobs=logprobs, truncated=truncated, rows=of_response)
+            (prompt_id, sample): EarlierResponse(
+                token_ids=token_ids, logprobs=logprobs, truncated=truncated, rows=of_response
+            )
             for (prompt_id, sample, truncated), token_ids, logprobs, of_response in zip(
                 carried, columns["token_ids"], columns["logprobs"], rows, strict=True
             )
