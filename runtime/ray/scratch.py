@@ -45,7 +45,7 @@ def leaves(*paths: Path) -> None:
     write_json(folder / ELSEWHERE, sorted(map(str, {*paths, *elsewhere(folder)})))
 
 
-def leaves_memory() -> None:
+def register_memory() -> None:
     """As `leaves`, for the shared memory and semaphores that this process and its children have now.
 
     Their makers remove them at their end, or Python's resource tracker after a kill, if it was not killed too.

@@ -28,7 +28,7 @@ from pebble import ProcessExpired, ProcessPool
 from tltlab.config import counted
 from tltlab.errors import RunError
 from tltlab.files import found_in
-from tltlab.runtime.ray.scratch import leaves_memory
+from tltlab.runtime.ray.scratch import register_memory
 
 from .rewards import NotANumberError, WeightedReward, load_rewards
 
@@ -87,7 +87,7 @@ class UserProcesses:
         except BaseException:
             self.close()  # exiting would wait for those that have started
             raise
-        leaves_memory()
+        register_memory()
         return self._pool
 
     def close(self) -> None:

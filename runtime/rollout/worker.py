@@ -28,7 +28,7 @@ from tltlab.runtime.engine.engine import Engine, capture_room
 from tltlab.runtime.engine.generation import EngineDied, FollowUps, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import BucketSlots, visible
-from tltlab.runtime.ray.scratch import leaves_memory
+from tltlab.runtime.ray.scratch import register_memory
 from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import EnvironmentConfig
@@ -81,7 +81,7 @@ class EngineWorker:
             self.environment = EnvironmentPool(config, code), config, tokenizer, stops
         if isinstance(self.feed, FeedSender):
             self.engine.capture(self.feed.sequence, max_bytes=capture_bytes(self.recipe))
-        leaves_memory()
+        register_memory()
 
     def captured_graphs(self) -> CapturedGraphs:
         return self.engine.captured_graphs()
