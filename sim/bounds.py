@@ -249,7 +249,7 @@ def _sampled(
     for row in fixed:
         drawn = np.array([fix for r, fix in zip(regimes, row, strict=True) if r.cdf is not None])[:, None]
         plain = [fix for r, fix in zip(regimes, row, strict=True) if r.cdf is None]
-        priced.append((min([_fair_price(grid, drawn), *plain]), drawn))
+        priced.append((min([_break_even_price(grid, drawn), *plain]), drawn))
     least = np.empty((len(fixed), len(ids)))
     for j, i in enumerate(ids):
         length, prompt = requests.response_tokens[i], requests.prompt_tokens[i]
@@ -275,7 +275,7 @@ def _gains(cdfs: list[Floats], u: Floats) -> Ints:
     return np.stack([1 + np.searchsorted(cdf, u, side="right") for cdf in cdfs])
 
 
-def _fair_price(gains: Ints, fixed: Floats) -> float:
+def _break_even_price(gains: Ints, fixed: Floats) -> float:
     """Seconds per token at which the best strategy for each draw, known beforehand, breaks even on average."""
     low, high = 0.0, float((fixed[:, 0] / gains.mean(axis=1)).min())
     for _ in range(50):

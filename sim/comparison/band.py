@@ -193,7 +193,7 @@ class Times:
         return np.maximum(self.step_s - self.rollout_s, 0.0)
 
 
-def at_ends(scenario: Scenario, errors: InputErrors) -> dict[Source, list[Scenario]]:
+def at_range_ends(scenario: Scenario, errors: InputErrors) -> dict[Source, list[Scenario]]:
     """Scenarios with costs, and with acceptance, at the lower and at the upper end of its range.
 
     There are none of acceptance where no error of it is open, and where it is replayed and cannot be moved.
@@ -225,7 +225,7 @@ def bands(
     Other stages take what they take in `plain` and `drafting`, in proportion to the tokens. `jobs` as in
     `side_by_side`.
     """
-    moved = at_ends(scenario, errors)
+    moved = at_range_ends(scenario, errors)
     drawn = [] if len(scenario.steps) >= _FEW_STEPS else _draws(scenario)
     used, none = policy(scenario), load_policy("none")
     ends = [end for ends in moved.values() for end in ends]

@@ -67,7 +67,7 @@ class MacroStep:
         return tuple((self.gains.mean(axis=1) - 1.0).tolist())
 
 
-class Ahead(NamedTuple):
+class SpeculativeIterations(NamedTuple):
     """Iterations that speculate: what residents gain in them, and what was `drafted` for each in one of them.
 
     `gains` has a row per resident and a column per iteration, or a single column where all iterations are alike.
@@ -98,7 +98,7 @@ class Gains(ABC):
         return None
 
     @abstractmethod
-    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
+    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> SpeculativeIterations:
         """Return the next iterations: until a request finishes, `limit` of them, or as many as fit, at least one."""
 
     def finish(self, batch: Batch, requests: Sequence[int]) -> None:  # noqa: B027
@@ -111,8 +111,8 @@ _NOBODY: Ints = np.zeros(0, np.int64)
 class Batch:
     """Residents of a worker in order of admission, the newest last; `source` gives the gains of each while drafted for.
 
-    `is_steady` and `steady_gains` are those of the source. With `passes_plainly` iterations without speculation may be
-    passed at once (`pass_plainly`).
+    `is_steady` and `steady_gains` are those of the source. With `advances_plain` iterations without speculation may be
+    passed at once (`advance_plain`).
     """
 
     def __init__(self, requests: Requests, source: Gains) -> None:
@@ -121,11 +121,11 @@ class Batch:
         self.state: StepState | None = None
         """The worker as its policy sees it, without the requests."""
         self.is_steady, self.steady_gains = source.is_steady, source.steady_gains
-        self.passes_plainly = source.is_apart and not source.is_steady
+        self.advances_plain = source.is_apart and not source.is_steady
         self.residents = _NOBODY
         self._finished: list[int] = []
         # Most policies never read what was drafted, so that it is counted when it is read.
-        self._uncounted: list[tuple[Ints, Ahead]] = []
+        self._uncounted: list[tuple[Ints, SpeculativeIterations]] = []
 
     # Arrays as long as a rollout are made when they are first needed: closed forms do without.
     @cached_property
@@ -158,7 +158,7 @@ class Batch:
         return float(self.requests.prompts[self.residents].sum() + self.made[self.residents].sum())
 
     @property
-    def grows_to(self) -> int:
+    def peak_kv_tokens(self) -> int:
         """Tokens that the KV cache never has to exceed for the residents, however they advance."""
         requests, residents = self.requests, self.residents
         return int(requests.prompts[residents].sum() + requests.lengths[residents].sum()) + len(residents)
@@ -186,7 +186,7 @@ class Batch:
         recent, drafted, accepted = self._counts[request].tolist()
         return recent if drafted else None, drafted, accepted
 
-    def _count(self, residents: Ints, ahead: Ahead) -> None:
+    def _count(self, residents: Ints, ahead: SpeculativeIterations) -> None:
         gains, n, drafted = ahead.gains, ahead.num_iterations, ahead.drafted
         if isinstance(drafted, np.ndarray) and not drafted.all():
             residents, gains, drafted = residents[drafted > 0], gains[drafted > 0], drafted[drafted > 0]
@@ -261,7 +261,7 @@ class Batch:
         seconds = n * first_s + slope_s * growth
         return MacroStep(regime, n, batch, seconds, first_s, context, tuple(self._finished), gains, shares)
 
-    def pass_plainly(self, num_iterations: int) -> None:
+    def advance_plain(self, num_iterations: int) -> None:
         """Take these iterations without speculation as having passed; requests that end within them leave."""
         self.made[self.residents] += num_iterations
         self.residents = self.residents[self.remaining > TOLERANCE_TOKENS]
@@ -309,9 +309,9 @@ class Expected(Gains):
 
     is_steady = True
 
-    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
+    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> SpeculativeIterations:
         n = steady_iterations(batch.remaining, regime.tokens, limit, room_tokens)
-        return Ahead(regime, np.full((len(batch), 1), regime.tokens), n, regime.num_drafted)
+        return SpeculativeIterations(regime, np.full((len(batch), 1), regime.tokens), n, regime.num_drafted)
 
 
 _EXPECTED = Expected()
@@ -351,7 +351,7 @@ class FluidBatch(Batch):
         return len(self._offsets) * self._clock + self._base
 
     @property
-    def grows_to(self) -> int:
+    def peak_kv_tokens(self) -> int:
         return self._grows_to
 
     def generated(self, request: int) -> float:

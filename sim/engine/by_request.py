@@ -26,7 +26,7 @@ from tltlab.errors import ConfigError
 from tltlab.state import StepState
 from tltlab.strategy import Strategy
 
-from .batch import Ahead, Batch, Gains, columns_ahead, steady_iterations, until_done
+from .batch import Batch, Gains, SpeculativeIterations, columns_ahead, steady_iterations, until_done
 from .random_numbers import num_reached, uniforms
 from .regime import Regime
 from .requests import Requests
@@ -93,7 +93,7 @@ class Chances(Gains):
                 done = replace(batch.request_state(request), generated_tokens=self._requests.response_tokens[request])
                 self._budget.finished(done, drafted=round(drafted), accepted=round(accepted))
 
-    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
+    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> SpeculativeIterations:
         drafted: Ints | None = None
         each: Array | float = regime.num_drafted
         if self._budget is not None:
@@ -103,9 +103,9 @@ class Chances(Gains):
             limit = min(limit, self._rates.refresh)
         if self._seeds is not None:
             gains = self._drawn(batch, regime.strategy, drafted, limit, room_tokens)
-            return Ahead(regime, gains, gains.shape[1], each)
+            return SpeculativeIterations(regime, gains, gains.shape[1], each)
         gain, n = self._expected(batch, regime.strategy, drafted, limit, room_tokens)
-        return Ahead(regime, gain[:, None], n, each)
+        return SpeculativeIterations(regime, gain[:, None], n, each)
 
     def _expected(
         self, batch: Batch, strategy: Strategy, drafted: Ints | None, limit: float, room_tokens: float
@@ -215,13 +215,13 @@ class Drawn(Gains):
     def __init__(self, requests: Requests, seed: int) -> None:
         self._seeds = requests.seeds(seed)
 
-    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
+    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> SpeculativeIterations:
         residents, remaining = batch.residents, batch.remaining
         count = columns_ahead(remaining, regime.tokens, limit)
         drawn = uniforms(self._seeds[residents], batch.num_drafts[residents], count)
         assert regime.cdf is not None
         gains = until_done(1 + num_reached(drawn, regime.cdf), remaining, room_tokens)
-        return Ahead(regime, gains, gains.shape[1], regime.num_drafted)
+        return SpeculativeIterations(regime, gains, gains.shape[1], regime.num_drafted)
 
 
 class Replayed(Gains):
@@ -233,7 +233,7 @@ class Replayed(Gains):
         self._starts = np.concatenate([[0], np.cumsum(requests.lengths)])[:-1]
         self._flat: dict[str, Bytes] = {}
 
-    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
+    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> SpeculativeIterations:
         residents, remaining, flat = batch.residents, batch.remaining, self._positions(regime.strategy.drafter)
         start, last = self._starts[residents], self._requests.lengths[residents]
         position = batch.made[residents].astype(np.int64)
@@ -245,7 +245,7 @@ class Replayed(Gains):
             if (position >= last).any():
                 break
         gains = until_done(np.stack(columns, axis=1), remaining, room_tokens)
-        return Ahead(regime, gains, gains.shape[1], regime.num_drafted)
+        return SpeculativeIterations(regime, gains, gains.shape[1], regime.num_drafted)
 
     def _positions(self, drafter: str) -> Bytes:
         if drafter not in self._flat:

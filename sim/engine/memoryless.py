@@ -125,7 +125,7 @@ class MemorylessChoices:
         choice, regime = self._by_batch[batch - 1]
         return choice, regime if loaded else self._regimes.at(choice.strategy, batch, loaded=False)
 
-    def plain_down_to(self, batch: int) -> int:
+    def largest_drafting_batch(self, batch: int) -> int:
         """The largest batch up to this one, which `up_to` must have reached, that drafts; 0 for none."""
         return self._drafts_from[batch]
 
@@ -154,11 +154,11 @@ class MemorylessChoices:
         batch = np.arange(n, 0, -1) + down_to
         tokens, fixed_s, unloaded_s, slope_s, speculates = self._terms[:, n + down_to : down_to : -1]
         if gains is None:
-            counts, clocks = _alike(residents.remaining, tokens)
+            counts, clocks = _drain_uniform(residents.remaining, tokens)
             requests, context, growth = residents.requests, residents.context_sums + batch * clocks, batch * tokens
             growth = np.broadcast_to(growth, counts.shape)
         else:
-            requests, counts, context, growth = self._apart(residents, gains)
+            requests, counts, context, growth = self._drain_individual(residents, gains)
         loaded, switches = np.ones(counts.shape, dtype=bool), np.zeros(counts.shape)
         if self._regimes.loads_late and not drafter_ready:
             drafts = (counts > 0) & (speculates > 0)
@@ -187,7 +187,7 @@ class MemorylessChoices:
             down_to=down_to,
         )
 
-    def _apart(
+    def _drain_individual(
         self, initial: Residents, gains: Callable[[Strategy, int], Floats]
     ) -> tuple[Ints, Floats, Floats, Floats]:
         """Requests in order of their ends where each gains its own; of the macro-steps their iterations, the context
@@ -216,7 +216,7 @@ class MemorylessChoices:
         return requests, counts, contexts, growths
 
 
-def _alike(remaining: Floats, tokens: Floats) -> tuple[Floats, Floats]:
+def _drain_uniform(remaining: Floats, tokens: Floats) -> tuple[Floats, Floats]:
     """Macro-steps until all are done whose `remaining` tokens ascend along each row; all gain `tokens[c]` in column c.
 
     Returns the iterations of each, and the tokens that a request gained before it. While the gain stays the same the

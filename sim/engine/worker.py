@@ -153,14 +153,14 @@ class RolloutSimulator:
     def _fits_at_once(self, residents: Residents) -> bool:
         """True if every worker can admit all its requests without ever running out of memory."""
         costs, most = self.costs, residents.remaining.shape[1]
-        grows_to = (
+        peak_kv_tokens = (
             residents.context_sums[:, :1].sum(axis=1) + residents.remaining.sum(axis=1) + residents.present.sum(axis=1)
         )
         return (
             most > 0
             and costs.max_num_batched_tokens is None
             and most <= (costs.max_num_seqs or math.inf)
-            and float(grows_to.max()) <= (costs.kv_capacity_tokens or math.inf)
+            and float(peak_kv_tokens.max()) <= (costs.kv_capacity_tokens or math.inf)
         )
 
     def _drain_all(self, result: SimulatedRollout, residents: Residents, batch: Batch) -> None:
@@ -246,7 +246,7 @@ class Worker:
         noise = simulator.noise
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
         self.shares_out = batch.source.shares_out
-        self.closed = closed and (batch.is_steady or batch.passes_plainly)
+        self.closed = closed and (batch.is_steady or batch.advances_plain)
         self.memoryless = simulator.memoryless
         self.ahead = not self.memoryless and simulator.decision_block == 1 and simulator.ahead is not False
         self.max_iterations: float = math.inf if self.memoryless else simulator.decision_block
@@ -279,7 +279,7 @@ class Worker:
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
             up_front = scheduler.schedule()
             batch = len(self.batch)
-            if self.closed and not scheduler.num_waiting and (down_to := self._drains_to()) < batch:
+            if self.closed and not scheduler.num_waiting and (down_to := self._drain_target()) < batch:
                 yield env.timeout(self._drain(down_to, up_front, env.now) - env.now)
                 if not down_to:
                     return
@@ -433,11 +433,13 @@ class Worker:
         lengths = self.requests.response_tokens
         return [sum(lengths[turn] for turn in self.tools.turns.chain(request)) for request in self.queue.tolist()]
 
-    def _drains_to(self) -> int:
+    def _drain_target(self) -> int:
         """How many residents the closed form leaves: none where gains stay the same, else those drafted for."""
         batch, choices = len(self.batch), self.simulator.choices
-        down_to = 0 if self.batch.is_steady else choices.up_to(batch, self.requests.rl_step).plain_down_to(batch)
-        return down_to if down_to < batch and self.batch.grows_to <= self.scheduler.kv_capacity_tokens else batch
+        down_to = (
+            0 if self.batch.is_steady else choices.up_to(batch, self.requests.rl_step).largest_drafting_batch(batch)
+        )
+        return down_to if down_to < batch and self.batch.peak_kv_tokens <= self.scheduler.kv_capacity_tokens else batch
 
     def _drain(self, down_to: int, to_prefill: float, now: float) -> float:
         """Decode residents until so few are left, after a prefill; returns when the last of the others ends."""
@@ -457,10 +459,10 @@ class Worker:
             down_to=down_to,
         )
         end_s = float(drained.finish_s[0, -1])
-        if self.batch.passes_plainly:
+        if self.batch.advances_plain:
             num_iterations = int(drained.counts.sum())
             self.iteration += num_iterations
-            self.batch.pass_plainly(num_iterations)
+            self.batch.advance_plain(num_iterations)
             self.rollout.note_first_tokens(self.scheduler.take_joined(), float(drained.first_s[0]))
             # Some of the remaining responses may end here; the end of the others is still to come.
             self.rollout.finish_s[residents.requests[0, residents.remaining.shape[1] - down_to :]] = end_s

@@ -97,7 +97,7 @@ class TuningCase:
         steps, queues = tuple(self.scenario.steps[i] for i in at), tuple(self.scenario.queues[i] for i in at)
         return replace(self, scenario=replace(self.scenario, steps=steps, queues=queues))
 
-    def off_by(self, error: float, drafters: tuple[str, ...]) -> list[TuningCase]:
+    def perturbed(self, error: float, drafters: tuple[str, ...]) -> list[TuningCase]:
         """The same steps with the costs of speculation and of plain decoding, and chances of these drafters, off.
 
         Each by this share, the costs either way in turn. Where both costs err alike nothing changes relative to plain

@@ -10,7 +10,7 @@ import numpy as np
 
 from tltlab.arrays import Floats
 from tltlab.policies.policy import Policy
-from tltlab.sim.comparison.band import Band, Effect, InputErrors, Source, at_ends, effect, of_steps, with_overhead
+from tltlab.sim.comparison.band import Band, Effect, InputErrors, Source, at_range_ends, effect, of_steps, with_overhead
 from tltlab.stats import finite, paired_interval
 from tltlab.strategy import Strategy
 
@@ -165,7 +165,7 @@ def _bands(
     nominal = replace(cases, cases=cases.nominal, robust=False)
     strategies = [s for policy in policies.values() for s in policy.strategies]
     errors = [errors_of(case, strategies) for case in nominal.cases]
-    ends = [at_ends(case.scenario, error) for case, error in zip(nominal.cases, errors, strict=True)]
+    ends = [at_range_ends(case.scenario, error) for case, error in zip(nominal.cases, errors, strict=True)]
     for case, error, found in zip(nominal.cases, errors, ends, strict=True):
         found["costs"] += with_overhead(case.scenario, strategies, error.speed_up)
 

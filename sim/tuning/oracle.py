@@ -82,7 +82,7 @@ class Oracle(Selector):
         near = round(context / batch / BUCKET_TOKENS) if self._expected.is_by_context else 0
         if (batch, near) not in self._lines:
             lines = [self._line(s, batch, near * BUCKET_TOKENS * batch) for s in self.strategies]
-            self._lines[batch, near] = _least_somewhere(lines)
+            self._lines[batch, near] = _lower_envelope(lines)
         return min(self._lines[batch, near], key=lambda line: line[0] + line[1] * context)[2]
 
     def _line(self, strategy: Strategy, batch: int, context_tokens: float) -> tuple[float, float, Strategy]:
@@ -101,7 +101,7 @@ def oracle_policy(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
     return Policy(selector=CustomSpec.holding(lambda: Oracle(expected)))
 
 
-def _least_somewhere(lines: list[tuple[float, float, Strategy]]) -> list[tuple[float, float, Strategy]]:
+def _lower_envelope(lines: list[tuple[float, float, Strategy]]) -> list[tuple[float, float, Strategy]]:
     """Lines that no other is below at every context."""
     return [
         line

@@ -365,7 +365,7 @@ def _with_errors(
     cases: Sequence[TuningCase], strategies: Sequence[Strategy], config: TuneConfig, processes: Processes
 ) -> TuningCases:
     error, drafters = config.cost_error, tuple({s.drafter: None for s in strategies})
-    errors = [off for case in cases for off in case.off_by(error, drafters)] if error else []
+    errors = [off for case in cases for off in case.perturbed(error, drafters)] if error else []
     return TuningCases(cases=(*cases, *errors), robust=config.robust, processes=processes)
 
 

@@ -26,7 +26,7 @@ from tltlab.policies.driver import PolicyDriver, Rewarded
 from tltlab.policies.selector import Selector
 from tltlab.sim.comparison.jobs import side_by_side
 from tltlab.sim.engine import record
-from tltlab.sim.engine.batch import Ahead, Batch, Gains, MacroStep
+from tltlab.sim.engine.batch import Batch, Gains, MacroStep, SpeculativeIterations
 from tltlab.sim.engine.log import SimulatedRollout
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
@@ -242,7 +242,7 @@ class Recorded(Gains):
         self._caps = np.array(requests.max_response_tokens, np.int64)
         self.iteration = 0
 
-    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> Ahead:
+    def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> SpeculativeIterations:
         assert isinstance(batch, RecordedBatch)
         at = self.iteration
         gains, drafted = np.ones(len(batch), np.int64), np.zeros(len(batch))
@@ -251,7 +251,7 @@ class Recorded(Gains):
                 kept = np.asarray(accepted, np.int64)[: len(batch)]
                 gains[: len(kept)] += kept
             drafted = self._shares(batch, regime, float(self._drafted[at]))
-        return Ahead(regime, gains[:, None], 1, drafted)
+        return SpeculativeIterations(regime, gains[:, None], 1, drafted)
 
     def _shares(self, batch: RecordedBatch, regime: Regime, total: float) -> Floats:
         residents = batch.residents

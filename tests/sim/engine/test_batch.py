@@ -114,7 +114,7 @@ def test_a_single_clock_is_the_general_batch(lengths, alpha, steps):
             )
         one, other = batches
         assert list(one.running) == list(other.running)
-        assert one.grows_to == other.grows_to
+        assert one.peak_kv_tokens == other.peak_kv_tokens
         assert one.context_tokens == pytest.approx(other.context_tokens, rel=1e-9)
         for request in one.running:
             assert one.generated(request) == pytest.approx(other.generated(request), rel=1e-9, abs=1e-9)

@@ -383,7 +383,7 @@ def test_robust_tuning_minimises_the_worst_case():
     best = min(found.searched, key=found.searched.__getitem__)
     exact, worst = case(rl_steps=[0, 2]), []
     pair = {"none": load_policy("none"), "fixed": fixed(4)}
-    for one in [exact, *exact.off_by(0.3, ("ngram",))]:
+    for one in [exact, *exact.perturbed(0.3, ("ngram",))]:
         made = TuningCases(cases=(one,), robust=False).makespans(pair, mode="fluid", seeds=[0])
         worst.append(made["fixed"][0].sum() / made["none"][0].sum())
     assert found.searched["fixed ngram:4"] == pytest.approx(max(worst))
@@ -393,7 +393,7 @@ def test_robust_tuning_minimises_the_worst_case():
 
 def test_costs_that_are_off_are_off_by_what_was_said():
     strategy, factors = Strategy.chain("ngram", 4), []
-    for off in (each.scenario for each in case(acceptance="geometric:0.6", rl_steps=[0]).off_by(0.2, ("ngram",))):
+    for off in (each.scenario for each in case(acceptance="geometric:0.6", rl_steps=[0]).perturbed(0.2, ("ngram",))):
         speculative, plain = (
             off.costs.iteration(s).seconds(3, 900) / CPU.iteration(s).seconds(3, 900)
             for s in (strategy, NO_SPECULATION)
