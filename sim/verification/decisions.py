@@ -38,7 +38,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
 from .drafter_state import DrafterStates
-from .run_files import InForce, policies_in_force
+from .run_files import ActivePolicy, policies_in_force
 
 _PLACE = ["rl_step", "worker", "iteration"]
 _STRATEGY = ["drafter", "draft_depth", "top_k", "tokens_to_verify"]
@@ -94,7 +94,7 @@ def replay_decisions(
     *,
     rl_steps: Sequence[int] | None = None,
     allow_code: Collection[str] = (),
-    forces: Mapping[int, InForce] | None = None,
+    forces: Mapping[int, ActivePolicy] | None = None,
     jobs: int | None = 1,
 ) -> Decisions:
     """Make every recorded decision of a run again, and compare. O(iterations).
@@ -113,14 +113,16 @@ def replay_decisions(
         [step for step in trace.rl_steps if forces[step].since == since]
         for since in sorted({force.since for force in forces.values()})
     )
-    tasks = [partial(_made_again, trace, span, forces[span[0]], chosen) for span in spans]
+    tasks = [partial(_replayed_decisions, trace, span, forces[span[0]], chosen) for span in spans]
     rows = [row for of_span in side_by_side(tasks, jobs=jobs) for row in of_span]
     if not rows:
         raise ConfigError(f"{run}: no RL step was asked for")
     return Decisions(rows=pd.DataFrame(rows))
 
 
-def _made_again(trace: Trace, span: Sequence[int], force: InForce, chosen: Collection[int]) -> list[dict[str, Any]]:
+def _replayed_decisions(
+    trace: Trace, span: Sequence[int], force: ActivePolicy, chosen: Collection[int]
+) -> list[dict[str, Any]]:
     """Rows of `Decisions` for those RL steps of a span that were chosen; all of them are played."""
     return [
         {"rl_step": rollout.requests.rl_step, "policy": force.name, **_compared(trace, rollout)}
@@ -129,7 +131,7 @@ def _made_again(trace: Trace, span: Sequence[int], force: InForce, chosen: Colle
     ]
 
 
-def _played(trace: Trace, span: Sequence[int], force: InForce) -> list[SimulatedRollout]:
+def _played(trace: Trace, span: Sequence[int], force: ActivePolicy) -> list[SimulatedRollout]:
     """RL steps under one policy that goes on learning, each with its own times and acceptance."""
     iterations = trace.iterations
     assert iterations is not None

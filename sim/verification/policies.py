@@ -37,7 +37,7 @@ from tltlab.stats import kendall_tau, mean_interval, pairs_apart
 from tltlab.traces.trace import Trace, read
 
 from .rollouts import overhead_s
-from .run_files import InForce, policies_in_force, repeats
+from .run_files import ActivePolicy, policies_in_force, repeats
 
 DEFAULT = ("none", "ngram:1", "ngram:2", "ngram:8", "ngram:4@1", "ngram:4@4", "ngram:4@16", "table", "beg-mab")
 WITH_SUFFIX = ("suffix:1", "suffix:8")
@@ -243,7 +243,7 @@ def compared(
 
 def predicted_from_others(
     trace: Trace,
-    forces: Mapping[int, InForce],
+    forces: Mapping[int, ActivePolicy],
     name: str,
     *,
     acceptance: Acceptance | None = None,
@@ -276,7 +276,7 @@ def predicted_from_others(
     return rows
 
 
-def _acceptance(fits: StepFits, rl_steps: Sequence[int], force: InForce) -> MeasuredAcceptance | None:
+def _acceptance(fits: StepFits, rl_steps: Sequence[int], force: ActivePolicy) -> MeasuredAcceptance | None:
     fitted = fits.acceptance(fits.of(rl_steps))
     drafters = set() if fitted is None else set(fitted.bands[0].drafters_by_depth)
     missing = sorted({s.drafter for s in force.policy.strategies if s.speculates} - drafters)
@@ -289,7 +289,7 @@ def _acceptance(fits: StepFits, rl_steps: Sequence[int], force: InForce) -> Meas
 
 
 def _makespan_s(
-    step: Trace, force: InForce, costs: LinearCosts, acceptance: Acceptance | None, samples: int, seed: int
+    step: Trace, force: ActivePolicy, costs: LinearCosts, acceptance: Acceptance | None, samples: int, seed: int
 ) -> float:
     """Mean of sampled simulations of a rollout's lengths; a policy that learns starts as it did on the engines."""
     scenario = Scenario.of(step, costs=costs, acceptance=acceptance, placement="recorded", mode="sampled", seed=seed)

@@ -40,7 +40,7 @@ from tltlab.traces.trace import Trace
 
 from .decisions import most_requests
 from .drafter_state import DrafterStates
-from .run_files import InForce, policies_in_force, repeats
+from .run_files import ActivePolicy, policies_in_force, repeats
 
 FORECASTS = 15
 FEWEST_PLAIN = 20
@@ -127,10 +127,10 @@ def verify(
     if not chosen:
         raise ConfigError(f"{run}: no RL step was asked for")
     measured = _measured(trace)
-    forces = _budgeted_once(policies_in_force(trace, allow_code))
+    forces = _without_budget(policies_in_force(trace, allow_code))
     known = Trace.from_tables(trace.manifest, {name: trace.arrow(name) for name in _TABLES})
     prediction = _Prediction(
-        trace=tools_as_engines_saw(known), drafters=DrafterStates(trace=known), window=window, samples=samples,
+        trace=with_engine_tool_times(known), drafters=DrafterStates(trace=known), window=window, samples=samples,
         forecasts=FORECASTS, seed=seed,
     )  # fmt: skip
     # Backwards: the last RL steps take longest, as they have a past to be forecast from.
@@ -156,7 +156,7 @@ def verify(
     )
 
 
-def _budgeted_once(forces: dict[int, InForce]) -> dict[int, InForce]:
+def _without_budget(forces: dict[int, ActivePolicy]) -> dict[int, ActivePolicy]:
     """The same without the budget that ruled all RL steps: acceptance that is fitted to them is of what it allotted."""
     budgets = [force.policy.budget for force in forces.values()]
     if any(budget != budgets[0] for budget in budgets):
@@ -202,7 +202,7 @@ class _Prediction:
     forecasts: int
     seed: int
 
-    def row(self, force: InForce, step: int, measured_s: float) -> dict[str, Any]:
+    def row(self, force: ActivePolicy, step: int, measured_s: float) -> dict[str, Any]:
         """The RL step's row of `Verification.rows`."""
         trace = self.trace
         fit_on, costs, fitted = self._fitted([s for s in trace.rl_steps if s != step], force.policy, step)
@@ -276,7 +276,7 @@ class _Prediction:
         for size in range(min(self.window, len(candidates)), len(candidates) + 1):
             fit_on = nearest(candidates, step, size)
             rows = self._fits.of(fit_on)
-            costs = _of_one_shape(self._fits.costs(fit_on), self._fits.iterations[rows], policy)
+            costs = _single_shape(self._fits.costs(fit_on), self._fits.iterations[rows], policy)
             acceptance = self._fits.acceptance(rows)
             if not speculates or (acceptance is not None and costs.per_token_s is not None):
                 unlike = self._unlike(rows, policy, step)
@@ -315,7 +315,7 @@ class _Prediction:
             seed=self.seed,
         )
 
-    def _makespan_s(self, scenario: Scenario, force: InForce, sample: int) -> float:
+    def _makespan_s(self, scenario: Scenario, force: ActivePolicy, sample: int) -> float:
         """Seconds of the scenario's last RL step, after those before it."""
         states, last = self.drafters.by_step, scenario.steps[-1].rl_step
         entropy = [[force.seed, worker, force.since] for worker in range(scenario.workers)]
@@ -324,7 +324,7 @@ class _Prediction:
         scenario = replace(scenario, seed=scenario.seed + sample)
         return scenario.rollouts(force.policy, entropy=entropy, drafter=drafter)[-1].makespan_s
 
-    def _forecast(self, force: InForce, step: int) -> tuple[float, float, float]:
+    def _forecast(self, force: ActivePolicy, step: int) -> tuple[float, float, float]:
         """Median and interval of the rollout time as it looks before the step, nan where history is too short."""
         trace, unknown = self.trace, (float("nan"),) * 3
         earlier = [s for s in trace.rl_steps if s < step]
@@ -356,7 +356,7 @@ def _speed(plain: pd.DataFrame, fit_on: pd.DataFrame) -> float:
     return ratio / float((fit_on["duration"] / fit_on["predicted"])[like].median())
 
 
-def _of_one_shape(costs: LinearCosts, iterations: pd.DataFrame, policy: Policy) -> LinearCosts:
+def _single_shape(costs: LinearCosts, iterations: pd.DataFrame, policy: Policy) -> LinearCosts:
     """The same where every draft of the data and of the policy has one shape: what its tokens cost is in other terms
     then, and nothing else is asked of these costs."""
     drafts = iterations.loc[iterations["draft_depth"] > 0, ["draft_depth", "top_k", "tokens_to_verify"]]
@@ -380,7 +380,7 @@ def overhead_s(trace: Trace) -> pd.Series[float]:
     return pd.Series(metrics.rollout_s(trace), dtype=np.float64) - busiest
 
 
-def tools_as_engines_saw(trace: Trace) -> Trace:
+def with_engine_tool_times(trace: Trace) -> Trace:
     """The trace with `tool_s` from the end of a turn's last iteration until its engine could go on with the next turn.
 
     An engine that has nothing else waits until all that came back is handed over, which with tools of microseconds is

@@ -19,7 +19,7 @@ _File = TypeVar("_File", bound="_RunFile")
 
 
 @dataclass(frozen=True, kw_only=True)
-class InForce:
+class ActivePolicy:
     """A policy, its name, and the RL step at which it was set afresh; `seed` is the run's."""
 
     name: str
@@ -28,7 +28,7 @@ class InForce:
     seed: int
 
 
-def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[int, InForce]:
+def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[int, ActivePolicy]:
     """The policy of each RL step: from the run's policies.json, else shipped policies by the name in `steps`;
     none where neither names a policy and nothing was speculated.
 
@@ -50,7 +50,9 @@ def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[in
                         f"RL step {step} was chosen for by {part.path}, a class of the run's own, which is not "
                         f"imported unasked: where you trust it, tltlab verify --allow-code {part.module}"
                     )
-            in_force[step] = InForce(name=set_at[since].name, policy=set_at[since].policy, since=since, seed=file.seed)
+            in_force[step] = ActivePolicy(
+                name=set_at[since].name, policy=set_at[since].policy, since=since, seed=file.seed
+            )
         return in_force
     column = trace.steps["policy"].astype(object).where(trace.steps["policy"].notna(), None)
     names = dict(zip(trace.steps["rl_step"].tolist(), column.tolist(), strict=True))
@@ -68,7 +70,7 @@ def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[in
             )
         since = since if name == last else step
         last = name
-        in_force[step] = InForce(name=str(name), policy=policy, since=since, seed=trace.manifest.seed or 0)
+        in_force[step] = ActivePolicy(name=str(name), policy=policy, since=since, seed=trace.manifest.seed or 0)
     return in_force
 
 
