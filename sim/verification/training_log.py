@@ -24,7 +24,7 @@ import pandas as pd
 
 from tltlab import console
 from tltlab.arrays import Floats
-from tltlab.calibration.cross_validation import left_out_predictions, most_errors
+from tltlab.calibration.cross_validation import error_quantiles, held_out_predictions
 from tltlab.calibration.stages import Constant, StageEstimator
 from tltlab.costs.base import DRAFTING, CalibratedRange, CostModel, LinearCosts
 from tltlab.costs.evidence import LEVEL, Evidence, interval
@@ -195,7 +195,7 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
     evidence = Evidence(
         engine=trace.manifest.name or "this log",
         speculation=bool(speculated.any()),
-        left_out={"RL steps": most_errors(error)},
+        left_out={"RL steps": error_quantiles(error)},
     )
     if columns.shape is None and trace.manifest.num_workers is None and workers is None:
         notes.append("the number of engines is not logged: one is taken, give --workers")
@@ -308,7 +308,7 @@ def verify_log(
     for at, earlier, (estimator, error) in zip(places, histories, fits, strict=True):
         current = columns.rows.iloc[[at]]
         past = [row["error"] for row in predictions[-window:]]
-        _, most = most_errors(np.concatenate([error, past]))
+        _, most = error_quantiles(np.concatenate([error, past]))
         measured_s, predicted_s = float(current["measured_s"].iloc[0]), float(estimator.predict(current)[0])
         span = interval(predicted_s, most)
         assert span is not None
@@ -347,5 +347,5 @@ def _simulated_s(step: Trace, costs: CostModel, workers: int, accept_length: flo
 
 def _left_out(estimator: StageEstimator | Constant, rows: pd.DataFrame) -> Floats:
     """Relative errors of RL steps, each predicted from the others."""
-    predicted_s = left_out_predictions(estimator, rows, "rl_step")
+    predicted_s = held_out_predictions(estimator, rows, "rl_step")
     return np.asarray(predicted_s / rows["measured_s"] - 1, np.float64)

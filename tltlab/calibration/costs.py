@@ -20,7 +20,15 @@ from tltlab.costs.table import Roofline
 from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
 
-from .cross_validation import MOST_FOLDS, Fold, cross_validated, held_out_errors, most_errors, nine_in_ten, step_folds
+from .cross_validation import (
+    MOST_FOLDS,
+    Fold,
+    cross_validated,
+    error_bound_90,
+    error_quantiles,
+    held_out_errors,
+    step_folds,
+)
 from .iterations import CostEstimator, Iterations, iterations_of, measured_rows, recorded_rows
 from .linear import LinearEstimator
 from .residuals import coverage, residuals, worker_sums
@@ -153,13 +161,13 @@ def _evidence(
     """
     depth, fitted, parameter = rows.depth[rows.depth > 0], {}, {}
     if estimator.open_ is not None:
-        parameter = {"all": nine_in_ten(estimator.open_)}
+        parameter = {"all": error_bound_90(estimator.open_)}
         if not any(map(len, fold_errors.values())):
-            fitted = {"all": most_errors(estimator.predictions_ / rows.seconds - 1.0)}
+            fitted = {"all": error_quantiles(estimator.predictions_ / rows.seconds - 1.0)}
     return Evidence(
         engine=engine,
         speculation=bool(len(depth)),
-        left_out={fold: most_errors(errors) for fold, errors in fold_errors.items() if len(errors)},
+        left_out={fold: error_quantiles(errors) for fold, errors in fold_errors.items() if len(errors)},
         fitted=fitted,
         parameter=parameter,
         draft_depth=(float(depth.min()), float(depth.max())) if len(depth) else None,

@@ -45,7 +45,7 @@ class Fold(Generic[Data]):
     test: Data
 
 
-def each_left_out(rows: pd.DataFrame, column: str) -> Iterator[Fold[pd.DataFrame]]:
+def leave_one_group_out(rows: pd.DataFrame, column: str) -> Iterator[Fold[pd.DataFrame]]:
     """A fold for each value of a column, rows without one being in no fold; none where nothing would be left."""
     for value in sorted(rows[column].dropna().unique()):
         mask = rows[column] == value
@@ -64,10 +64,10 @@ def cross_validated(
             yield fold, error
 
 
-def left_out_predictions(estimator: Estimator[pd.DataFrame], rows: pd.DataFrame, column: str) -> pd.Series[float]:
+def held_out_predictions(estimator: Estimator[pd.DataFrame], rows: pd.DataFrame, column: str) -> pd.Series[float]:
     """Each row predicted from a fit to the rows with another value of a column. Raises ConfigError where one cannot."""
     predictions = pd.Series(np.nan, rows.index)
-    for fold, predicted in cross_validated(estimator, each_left_out(rows, column)):
+    for fold, predicted in cross_validated(estimator, leave_one_group_out(rows, column)):
         if isinstance(predicted, ConfigError):
             raise predicted
         predictions[fold.test.index] = predicted
@@ -112,19 +112,19 @@ def held_out_errors(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(errors).reindex(columns=columns)
 
 
-def nine_in_ten(spread: Floats) -> float:
+def error_bound_90(spread: Floats) -> float:
     """Upper bound of nine in ten absolute normal errors of these standard deviations."""
     return round(1.645 * float(np.sqrt(np.mean(spread**2))), 4)
 
 
-def most_errors(errors: pd.Series[float] | Floats) -> tuple[float, float]:
+def error_quantiles(errors: pd.Series[float] | Floats) -> tuple[float, float]:
     """Median of relative errors' sizes, and what the next one does not exceed with a probability of 90 %.
 
     An error's size is a factor less 1, as in `Evidence`: predicting half is as far off as predicting twice. Of nine
     errors or more it is the order statistic of conformal prediction (Vovk et al. 2005), of fewer Student's bound from
     their root mean square: the largest of few is exceeded too often.
 
-    >>> most_errors(np.array([0.01] * 18 + [0.02]))
+    >>> error_quantiles(np.array([0.01] * 18 + [0.02]))
     (0.01, 0.01)
     """
     relative = np.maximum(np.asarray(errors, np.float64), _LEAST - 1.0)

@@ -14,11 +14,11 @@ from tltlab.costs.roofline import (
     Constants,
     Ideal,
     RooflineCosts,
+    added_prefill_s,
     context_slope_s,
     draft_level_s,
     forward_s,
     prefill_token_s,
-    riding_s,
 )
 from tltlab.errors import ConfigError
 from tltlab.hardware import Gpu, ModelShape, gpu, model
@@ -130,8 +130,8 @@ class RooflineRows:
         seconds = self.forward_s(c, self.batch, self.verified, context) + self.drafting_s(c)
         if self.prefill.any():
             # As `RooflineIteration.beside_s` has it: prompts ride where reading weights bounds the iteration.
-            riding = riding_s(self.ideal, c, tokens=self.batch * self.verified, prompt_tokens=self.prefill)
-            seconds = seconds + np.minimum(riding, prefill_token_s(self.ideal, c) * self.prefill)
+            added = added_prefill_s(self.ideal, c, tokens=self.batch * self.verified, prompt_tokens=self.prefill)
+            seconds = seconds + np.minimum(added, prefill_token_s(self.ideal, c) * self.prefill)
         return np.asarray(seconds, np.float64)
 
     def forward_s(self, c: Constants, batch: Floats, queries: Floats, context: Floats) -> Floats:
@@ -148,7 +148,7 @@ class RooflineRows:
             seconds = seconds + self.levels * level + c.tree_s * ((self.levels > 0) & (self.top_k > 1))
         return np.asarray(seconds, np.float64)
 
-    def thinned(self) -> Self:
+    def subsampled(self) -> Self:
         """At most `_ENOUGH` rows, evenly spaced, of each regime: a dozen constants need no more."""
         regime = regimes(self.prefill, self.depth > 0)
         parts = [np.flatnonzero(regime == number) for number in range(len(REGIMES))]
@@ -163,7 +163,7 @@ class RooflineEstimator(CostEstimator):
 
     def fit(self, rows: Iterations) -> Self:
         all_rows = RooflineRows.of(rows, self.hardware)
-        sample = all_rows.thinned() if self.recorded else all_rows
+        sample = all_rows.subsampled() if self.recorded else all_rows
         values, level = fit_constants(sample), 1.0
         notes = notes_of(sample, values)
         if self.recorded:

@@ -30,7 +30,7 @@ from tltlab.stats import Interval, paired_interval
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
-from .cross_validation import left_out_predictions, relative_errors
+from .cross_validation import held_out_predictions, relative_errors
 from .robust import fit
 
 Columns = Callable[[StepWorkload], dict[str, float]]
@@ -206,12 +206,12 @@ def _fit_stage(stage: str, works: dict[int, StepWorkload], measured: pd.DataFram
     table = pd.DataFrame([columns(works[s]) for s in seconds.index], dtype=np.float64)
     terms = [str(name) for name in table]
     rows = table.assign(stage=stage, rl_step=seconds.index, measured_s=seconds.to_numpy(np.float64))
-    rows["constant_s"] = left_out_predictions(Constant(), rows, "rl_step")
+    rows["constant_s"] = held_out_predictions(Constant(), rows, "rl_step")
     best: _Stage | None = None
     affordable = max(1, len(rows) // _STEPS_PER_TERM)
     for num_terms in sorted({min(affordable, len(terms), most) for most in (_ALWAYS, len(terms))}):
         estimator = StageEstimator(terms[:num_terms])
-        held_out = rows.assign(predicted_s=left_out_predictions(estimator, rows, "rl_step"))
+        held_out = rows.assign(predicted_s=held_out_predictions(estimator, rows, "rl_step"))
         candidate = _Stage(terms=estimator.fit(rows).terms_, held_out=held_out[_HELD_OUT])
         if best is None or candidate.error < _WORTH * best.error:
             best = candidate

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from tltlab.arrays import Flags, Floats
-from tltlab.calibration.cross_validation import cross_validated, each_left_out, most_errors
+from tltlab.calibration.cross_validation import cross_validated, error_quantiles, leave_one_group_out
 from tltlab.calibration.roofline import RooflineRows, constants_of, fit_constants, known_terms, notes_of, uncertainty
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.roofline import Constants, Ideal, prefill_token_s
@@ -30,7 +30,7 @@ class Fitted:
 
     `predictions` is the table of measurements with `predicted` and `error` (relative). `cross_validation` has a row per
     fold, each predicted by a fit without it: `fold`, `left_out`, `num_points`, `mean_abs_error`, `max_abs_error`, and
-    as `most_errors` has them `median_error` and `most_error`. `notes` says which constants the data leave open, and the
+    as `error_quantiles` has them `median_error` and `most_error`. `notes` says which constants the data leave open, and the
     context that was fitted where none was given (`context_tokens` per request, None where all are known).
     """
 
@@ -241,9 +241,9 @@ def _fold_errors(values: Mapping[str, float], measurements: pd.DataFrame, column
     if measurements[column].nunique(dropna=False) < 2:
         value = measurements[column].iloc[0]
         raise ConfigError(f"fold {column} has one value only, {value}: nothing would be left to fit")
-    for fold, predicted in cross_validated(PublishedEstimator(values), each_left_out(measurements, column)):
+    for fold, predicted in cross_validated(PublishedEstimator(values), leave_one_group_out(measurements, column)):
         value = fold.test[column].iloc[0]
         if isinstance(predicted, ConfigError):
             raise ConfigError(f"without {column} {value} {predicted}")
         error = np.abs(predicted / fold.test["measured"].to_numpy(np.float64) - 1)
-        yield column, value, len(error), float(error.mean()), float(error.max()), *most_errors(error)
+        yield column, value, len(error), float(error.mean()), float(error.max()), *error_quantiles(error)

@@ -24,7 +24,7 @@ from bench.presets.measurements import (
     tlt_cells,
 )
 from tltlab.arrays import Flags, Floats
-from tltlab.calibration.cross_validation import most_errors, nine_in_ten
+from tltlab.calibration.cross_validation import error_bound_90, error_quantiles
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.evidence import SPECULATING, Evidence
 from tltlab.costs.roofline import Constants, Ideal, RooflineCosts
@@ -121,8 +121,8 @@ def presets(data: Path) -> dict[str, RooflineCosts]:
             evidence = _evidence(fitting, data, name, shape).model_copy(
                 update={
                     "parameter": {
-                        "all": nine_in_ten(spread[~speculates]),
-                        "all" + SPECULATING: nine_in_ten(spread[speculates]),
+                        "all": error_bound_90(spread[~speculates]),
+                        "all" + SPECULATING: error_bound_90(spread[speculates]),
                     }
                 }
             )
@@ -138,12 +138,12 @@ def _evidence(fitting: Fitted, data: Path, gpu: str, model: str) -> Evidence:
         for fold, parts in fitting.cross_validation.groupby("fold", sort=False)
     }
     table, fits = _decode(data, "trtllm")
-    smaller = most_errors(_error(fitting.constants, from_tpot(table[fits], "trtllm")))
+    smaller = error_quantiles(_error(fitting.constants, from_tpot(table[fits], "trtllm")))
     plain, speedup, _ = _table_2(data)
     tp, *speculating = folds.items()
-    left_out = {tp[0]: tp[1], "model": smaller, "gpu": most_errors(plain)}
+    left_out = {tp[0]: tp[1], "model": smaller, "gpu": error_quantiles(plain)}
     left_out |= {name + SPECULATING: errors for name, errors in speculating}
-    left_out["gpu" + SPECULATING] = most_errors(np.array([speedup]))
+    left_out["gpu" + SPECULATING] = error_quantiles(np.array([speedup]))
     depth = fitting.predictions["draft_depth"]
     return Evidence(
         engine="vLLM 0.12 and TLT",

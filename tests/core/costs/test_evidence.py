@@ -6,7 +6,7 @@ from math import expm1, hypot, log1p, sqrt
 import numpy as np
 import pytest
 
-from tltlab.calibration.cross_validation import most_errors
+from tltlab.calibration.cross_validation import error_quantiles
 from tltlab.costs.evidence import LEVEL, SPECULATING, Evidence, interval
 from tltlab.costs.load import load_costs, presets
 from tltlab.costs.profiles import MEASURED, profiles
@@ -92,14 +92,14 @@ def test_an_interval_is_a_factor_either_way():
     assert interval(10.0, 3.0) == (2.5, 40.0)
     assert interval(10.0, None) is None
     assert Evidence(engine="mine").interval(10.0) is None
-    assert most_errors(np.array([-0.5])) == most_errors(np.array([1.0]))
+    assert error_quantiles(np.array([-0.5])) == error_quantiles(np.array([1.0]))
 
 
 def test_most_errors_are_exceeded_as_often_as_said():
     rng = np.random.default_rng(0)
     for num in (3, 12, 40):
         sample = rng.normal(0.0, 0.1, (2000, num + 1))
-        held = np.mean([abs(row[-1]) <= log1p(most_errors(np.expm1(row[:-1]))[1]) for row in sample])
+        held = np.mean([abs(row[-1]) <= log1p(error_quantiles(np.expm1(row[:-1]))[1]) for row in sample])
         assert held == pytest.approx(LEVEL, abs=0.035)
 
 
