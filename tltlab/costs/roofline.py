@@ -148,7 +148,7 @@ def matrices_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Nu
     return _rounded_max(read_s, computed_s, c.knee) + ideal.link_token_s / c.link_efficiency * (tokens + prompt_tokens)
 
 
-def riding_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Numbers) -> Numbers:
+def added_prefill_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Numbers) -> Numbers:
     """Seconds that prompt tokens add to matrices that `tokens` are multiplied by anyway."""
     together: Numbers = matrices_s(ideal, c, tokens=tokens, prompt_tokens=prompt_tokens)
     return together - matrices_s(ideal, c, tokens=tokens)
@@ -315,7 +315,7 @@ class RooflineIteration(IterationCost):
     def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
         """Nearly nothing while reading the weights bounds the iteration; experts that only prompts touch are read."""
         tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
-        return min(float(riding_s(self.ideal, self.constants, tokens=tokens, prompt_tokens=prompt_tokens)), apart_s)
+        return min(float(added_prefill_s(self.ideal, self.constants, tokens=tokens, prompt_tokens=prompt_tokens)), apart_s)
 
     def context_slope_s(self, batch: int) -> float:
         return float(context_slope_s(self.ideal, self.constants, queries=self.tokens_to_verify))
