@@ -121,7 +121,7 @@ class TableCosts(CostModel):
     @field_validator("forward")
     @classmethod
     def _growing_forward(cls, knots: tuple[TokenKnot, ...]) -> tuple[TokenKnot, ...]:
-        seconds = _lifted("tokens", [k.tokens for k in knots], "seconds", [k.seconds for k in knots])
+        seconds = _running_maximum("tokens", [k.tokens for k in knots], "seconds", [k.seconds for k in knots])
         return tuple(k.model_copy(update={"seconds": s}) for k, s in zip(knots, seconds, strict=True))
 
     @field_validator("attention")
@@ -129,10 +129,10 @@ class TableCosts(CostModel):
     def _growing_attention(cls, knots: tuple[AttentionKnot, ...]) -> tuple[AttentionKnot, ...]:
         batch = [float(k.batch) for k in knots]
         per_request = [k.batch * k.per_context_s for k in knots]
-        fixed = _lifted("batch", batch, "fixed_s", [k.fixed_s for k in knots])
-        lifted = _lifted("batch", batch, "batch * per_context_s", per_request)
+        fixed = _running_maximum("batch", batch, "fixed_s", [k.fixed_s for k in knots])
+        monotone = _running_maximum("batch", batch, "batch * per_context_s", per_request)
         grown = []
-        for knot, fixed_s, before, after in zip(knots, fixed, per_request, lifted, strict=True):
+        for knot, fixed_s, before, after in zip(knots, fixed, per_request, monotone, strict=True):
             slope = knot.per_context_s if after == before else after / knot.batch
             grown.append(AttentionKnot(batch=knot.batch, fixed_s=fixed_s, per_context_s=slope))
         return tuple(grown)
@@ -283,13 +283,13 @@ def _line(xs: list[float] | list[int], ys: list[float]) -> Line:
     return Line(xs=line.xs, ys=line.ys, beyond=slope)
 
 
-def _lifted(axis: str, at: list[float], name: str, values: list[float]) -> list[float]:
+def _running_maximum(axis: str, at: list[float], name: str, values: list[float]) -> list[float]:
     """The running maximum of `values`; a ValueError that names the knot where they fall by more than noise."""
     for before, after in pairwise(at):
         if not after > before:
             raise ValueError(f"knot {axis} = {after:g} after {before:g}: give knots in ascending order, each once")
     highest = 0.0
-    lifted = []
+    monotone = []
     for x, value in zip(at, values, strict=True):
         if value < (1.0 - DIP) * highest:
             raise ValueError(
@@ -297,6 +297,6 @@ def _lifted(axis: str, at: list[float], name: str, values: list[float]) -> list[
                 f"more than noise ({DIP:.0%}); measure it again or leave the knot out"
             )
         # Equal up to rounding is equal: a table that was lifted reads back as it was written.
-        lifted.append(value if value >= (1.0 - 1e-12) * highest else highest)
+        monotone.append(value if value >= (1.0 - 1e-12) * highest else highest)
         highest = max(highest, value)
-    return lifted
+    return monotone
