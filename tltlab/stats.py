@@ -175,10 +175,10 @@ def mean_interval(values: Sequence[float] | Floats, level: float = LEVEL) -> Spa
     return interval.low, interval.high
 
 
-def pairs_apart(spans: Sequence[Span]) -> list[Pair]:
+def non_overlapping_pairs(spans: Sequence[Span]) -> list[Pair]:
     """All pairs i < j whose intervals do not overlap; an unknown interval (nan) overlaps with everything.
 
-    >>> pairs_apart([(1.0, 2.0), (1.5, 3.0), (4.0, 5.0)])
+    >>> non_overlapping_pairs([(1.0, 2.0), (1.5, 3.0), (4.0, 5.0)])
     [(0, 2), (1, 2)]
     """
     return [
@@ -241,16 +241,16 @@ def _checked(a: Sequence[float] | Floats, b: Sequence[float] | Floats) -> tuple[
     return first, second
 
 
-def times_as_fast(plain: Floats, seconds: Floats, seed: int) -> Interval:
+def paired_speed_up(plain: Floats, seconds: Floats, seed: int) -> Interval:
     """How many times as fast `seconds` are, by RL step: the reciprocal of their ratio to `plain` and of its ends."""
     ratio = paired_ratio(seconds, plain, rng=np.random.default_rng(seed))
     most = 1.0 / ratio.low if ratio.low else math.inf
     return replace(ratio, estimate=1.0 / ratio.estimate, low=1.0 / ratio.high, high=most)
 
 
-def times_text(interval: Interval) -> str:
+def format_speed_up(interval: Interval) -> str:
     """
-    >>> times_text(Interval(estimate=1.5, low=1.2, high=float("inf"), level=0.95, method="t"))
+    >>> format_speed_up(Interval(estimate=1.5, low=1.2, high=float("inf"), level=0.95, method="t"))
     '1.50x (95 % interval of draws only: 1.20x, no upper end)'
     """
     if interval.low != interval.low:

@@ -21,7 +21,7 @@ from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.stats import Interval, interval_ends, times_as_fast
+from tltlab.stats import Interval, interval_ends, paired_speed_up
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
@@ -166,8 +166,8 @@ class Running:
         """From the seconds of the log's own run and of the policy that was found."""
         rl_step = None
         if own.step_s is not None and found.step_s is not None:
-            rl_step = times_as_fast(own.step_s, found.step_s, seed)
-        rollout = times_as_fast(own.rollout_s, found.rollout_s, seed)
+            rl_step = paired_speed_up(own.step_s, found.step_s, seed)
+        rollout = paired_speed_up(own.rollout_s, found.rollout_s, seed)
         return cls(drafting=drafting, rollout=rollout, rl_step=rl_step, band=bands[0], rl_step_band=bands[1])
 
     @property

@@ -36,7 +36,7 @@ from tltlab.sim.scenario import Scenario
 from tltlab.sim.simulate import SimResult, outside_calibration, simulated
 from tltlab.sim.topology import Colocated
 from tltlab.sim.tuning.drafter_training import best_table, covered_chains, drafter_training
-from tltlab.stats import times_as_fast
+from tltlab.stats import paired_speed_up
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Manifest, Trace
 
@@ -332,8 +332,8 @@ def _speed_up(
     times = _seconds(simulated(scenario, policy, "table", manifest), stages)
     rl_step = None
     if base.step_s is not None and times.step_s is not None:
-        rl_step = times_as_fast(base.step_s, times.step_s, scenario.seed)
-    rollout = times_as_fast(base.rollout_s, times.rollout_s, scenario.seed)
+        rl_step = paired_speed_up(base.step_s, times.step_s, scenario.seed)
+    rollout = paired_speed_up(base.rollout_s, times.rollout_s, scenario.seed)
     return SpeedUp(accept=accept, rollout=rollout, rl_step=rl_step, times=times, policy=policy)
 
 

@@ -18,7 +18,7 @@ from tltlab.policies.policy import Policy
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.scenario import Scenario
 from tltlab.state import DrafterState
-from tltlab.stats import Interval, interval_ends, times_as_fast, times_text
+from tltlab.stats import Interval, format_speed_up, interval_ends, paired_speed_up
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
@@ -54,7 +54,7 @@ class DrafterTraining:
     def __str__(self) -> str:
         held = "" if self.delay_s is None else f"; recorded trainings held a rollout up by {self.delay_s:.2g} s"
         return (
-            f"Training the drafter {self.drafter} would speed up the rollout {times_text(self.speed_up)}, "
+            f"Training the drafter {self.drafter} would speed up the rollout {format_speed_up(self.speed_up)}, "
             f"{self.saved_s:.2g} s less; untrained, a token of it is accepted {self.level:.2f} times as often "
             f"({self.source}){held}."
         )
@@ -85,7 +85,7 @@ def drafter_training(trace: Trace, scenario: Scenario) -> DrafterTraining | None
         drafter=model.drafter,
         source=source,
         level=model.ratio(worst) / model.ratio(best),
-        speed_up=times_as_fast(untrained, trained, scenario.seed),
+        speed_up=paired_speed_up(untrained, trained, scenario.seed),
         saved_s=float((untrained - trained).mean()),
         delay_s=None if delays is None else float(delays.mean()),
     )

@@ -33,7 +33,7 @@ from tltlab.policies.policy import EXPLORE, Policy, load_policy
 from tltlab.sim.comparison.jobs import side_by_side
 from tltlab.sim.comparison.sweep import drafters_text, granted_text
 from tltlab.sim.scenario import Scenario
-from tltlab.stats import kendall_tau, mean_interval, pairs_apart
+from tltlab.stats import kendall_tau, mean_interval, non_overlapping_pairs
 from tltlab.traces.trace import Trace, read
 
 from .rollouts import overhead_s
@@ -228,7 +228,7 @@ def compared(
             row[error] = row[column] / mean - 1
         rows.append(row)
     policies = pd.DataFrame(rows).sort_values("measured_s", ignore_index=True)
-    apart = pairs_apart(list(zip(policies["low"], policies["high"], strict=True)))
+    apart = non_overlapping_pairs(list(zip(policies["low"], policies["high"], strict=True)))
     means, predicted = policies[["measured_s", "predicted_s"]].to_numpy(np.float64).T
     return PolicyVerification(
         rows=policies,

@@ -16,9 +16,9 @@ from tltlab.stats import (
     kendall_tau,
     mean_interval,
     mean_of_few,
+    non_overlapping_pairs,
     paired_interval,
     paired_ratio,
-    pairs_apart,
     student_margin,
 )
 
@@ -145,7 +145,7 @@ def test_a_means_interval_covers_it_as_promised():
 def test_a_mean_needs_two_finite_measurements():
     low, high = mean_interval([3.0])
     assert np.isnan([low, high]).all()
-    assert pairs_apart([(low, high), (9.0, 10.0)]) == []
+    assert non_overlapping_pairs([(low, high), (9.0, 10.0)]) == []
     for values in ([], [1.0, math.nan]):
         with refused(ConfigError, naming=("finite",)):
             mean_interval(values)
@@ -161,7 +161,7 @@ def test_over_all_pairs_tau_is_the_usual_one():
 
 def test_tau_asks_only_the_pairs_that_differ():
     spans = [(1.0, 1.4), (1.3, 1.6), (2.0, 2.1), (5.0, 6.0)]
-    pairs = pairs_apart(spans)
+    pairs = non_overlapping_pairs(spans)
     assert (0, 1) not in pairs
     assert len(pairs) == 5
     measured = [sum(span) / 2 for span in spans]
