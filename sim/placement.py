@@ -13,7 +13,7 @@ from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.planning import placement as core
 from tltlab.planning.dispatch import Seconds, predicted_long, rank_groups, split_pools
-from tltlab.planning.placement import PlacedRequest, Placement, collect, placed, to_the_least
+from tltlab.planning.placement import PlacedRequest, Placement, assign_least_loaded, collect, placed
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.requests import Requests
 from tltlab.strategy import NO_SPECULATION
@@ -108,7 +108,7 @@ def find_placement(source: str | Placement | type[Placement]) -> str | Placement
 def longest_first(lengths: Sequence[int], workers: int) -> list[list[int]]:
     """By falling length, known or predicted, to the worker with the fewest tokens (LPT)."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    return to_the_least(order, lengths, workers)
+    return assign_least_loaded(order, lengths, workers)
 
 
 def _longest_expected(requests: Requests, workers: int, costs: CostModel | None) -> list[list[int]]:
@@ -172,7 +172,7 @@ def _two_pools(requests: Requests, workers: int, costs: CostModel | None) -> lis
     loads = [int(expected[key[1]]) for key in requests.keys]
     queues: list[list[int]] = []
     for pool, share in zip(pools, split, strict=True):
-        queues += to_the_least(pool, loads, share) if share else []
+        queues += assign_least_loaded(pool, loads, share) if share else []
     return queues
 
 

@@ -48,7 +48,7 @@ Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rung:
+class LadderStep:
     """Drafts of a system from `min_batch` running requests on: `trees` where its drafter can, else `chains`."""
 
     min_batch: int
@@ -89,7 +89,7 @@ def length_aware(costs: CostModel) -> BudgetSpec:
     return LengthAwareBudgetSpec(**pass_costs(costs))
 
 
-def climbing(buckets: Sequence[Bucket]) -> SelectorSpec:
+def accept_length_ladder(buckets: Sequence[Bucket]) -> SelectorSpec:
     """The strategies of the first bucket as a ladder by accepted length."""
     return AcceptLadder.Spec(strategies=tuple(sorted(buckets[0].strategies, key=lambda s: s.draft_depth)))
 
@@ -110,7 +110,7 @@ def marginal(costs: CostModel) -> BudgetSpec:
     return MbaBudgetSpec(**pass_costs(costs))
 
 
-def most_per_second(costs: CostModel) -> BudgetSpec:
+def throughput_budget(costs: CostModel) -> BudgetSpec:
     """vLLM's budget of tokens to verify with these costs, or a line through those of a class of one's own."""
     if not is_own(costs):
         with suppress(ConfigError):
@@ -238,7 +238,7 @@ class System:
     title: str
     source: str
     drafters: tuple[str, ...] = ()
-    ladder: tuple[Rung, ...] = ()
+    ladder: tuple[LadderStep, ...] = ()
     selector: Callable[[Sequence[Bucket]], SelectorSpec] = one_strategy
     activation: Activation | None = None
     budget: Callable[[CostModel], BudgetSpec] | None = None
@@ -265,7 +265,7 @@ class System:
     max_staleness: int = 0
     assumptions: tuple[str, ...] = ()
 
-    def policy(self, arms: Callable[[Rung], Iterable[Strategy]], costs: CostModel | None) -> Policy:
+    def policy(self, arms: Callable[[LadderStep], Iterable[Strategy]], costs: CostModel | None) -> Policy:
         """Return the policy of the system that drafts `arms` on each rung of its ladder.
 
         `costs` are what a budget is made from; a system without one takes None.
@@ -288,8 +288,8 @@ class System:
         return self.workload is None and same and self.draft_pass_share is None
 
 
-def strategies(rung: Rung, drafter: str, *, trees: bool) -> tuple[Strategy, ...]:
+def strategies(ladder_step: LadderStep, drafter: str, *, trees: bool) -> tuple[Strategy, ...]:
     """Strategies of a rung for a drafter; no speculation where the rung has none."""
-    if trees and rung.trees:
-        return tuple(Strategy(drafter, *shape) for shape in rung.trees)
-    return tuple(Strategy.chain(drafter, depth) for depth in rung.chains) or (NO_SPECULATION,)
+    if trees and ladder_step.trees:
+        return tuple(Strategy(drafter, *shape) for shape in ladder_step.trees)
+    return tuple(Strategy.chain(drafter, depth) for depth in ladder_step.chains) or (NO_SPECULATION,)

@@ -11,7 +11,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.strategy import Strategy
 
-from .composition import Admission, EarlierEpoch, Regrouped, Rung, SharedBuffer, System, Truncated, strategies
+from .composition import Admission, EarlierEpoch, LadderStep, Regrouped, SharedBuffer, System, Truncated, strategies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,18 +95,18 @@ def engine_run(system: System, costs: CostModel | None, head: str = "learned") -
         raise ConfigError(f"{system.name}: {missing}")
     drafters = Drafters(dict(system.specs))
 
-    def chains(rung: Rung) -> Iterator[Strategy]:
+    def chains(ladder_step: LadderStep) -> Iterator[Strategy]:
         for name in system.drafters:
             drafter, trees = (head, True) if drafters[name].has_network else (name, False)
-            arms = [arm for arm in strategies(rung, drafter, trees=trees) if arm.top_k <= 1]
-            yield from arms or strategies(rung, drafter, trees=False)
+            arms = [arm for arm in strategies(ladder_step, drafter, trees=trees) if arm.top_k <= 1]
+            yield from arms or strategies(ladder_step, drafter, trees=False)
 
     network = network_drafter(system)
     admission = system.admission if isinstance(system.admission, Admission) else Admission()
     asynchronous = admission.staleness is not None
     one_step_off = system.max_staleness > 0 and not asynchronous
     notes = []
-    if network and any(top_k > 1 for rung in system.ladder for _, top_k, _ in rung.trees):
+    if network and any(top_k > 1 for ladder_step in system.ladder for _, top_k, _ in ladder_step.trees):
         notes.append("drafts are chains: vLLM verifies no trees")
     if admission.unit == "response":
         notes.append("an RL step trains whole groups, since an advantage needs all samples of a prompt")

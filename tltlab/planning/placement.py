@@ -69,7 +69,7 @@ class LeastLoaded(Placement):
 
     def place(self, workload: Sequence[PlacedRequest], workers: int, history: Mapping[str, Sequence[int]]) -> Queues:
         loads = [request.prompt_tokens + request.max_response_tokens for request in workload]
-        return to_the_least(range(len(workload)), loads, workers)
+        return assign_least_loaded(range(len(workload)), loads, workers)
 
 
 PLACEMENTS: dict[str, Placement] = {
@@ -131,7 +131,7 @@ def collect(worker_of: Sequence[int], workers: int) -> Queues:
     return queues
 
 
-def to_the_least(order: Iterable[int], loads: Sequence[int], workers: int) -> Queues:
+def assign_least_loaded(order: Iterable[int], loads: Sequence[int], workers: int) -> Queues:
     """Requests in an order, each to the worker with the least load so far. O(n log workers)."""
     queues: Queues = [[] for _ in range(workers)]
     heap = [(0, worker) for worker in range(workers)]

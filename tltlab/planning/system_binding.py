@@ -25,7 +25,7 @@ from tltlab.policies.policy import Policy
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
-from .composition import Rung, System, strategies
+from .composition import LadderStep, System, strategies
 
 LEARNED_DEFAULT, TEXT_DEFAULT = "tlt-qwen2.5-32b-fresh", "seer-siblings"
 """Acceptance of drafters with a network, and of those that draft from text, if neither trace nor user gives any."""
@@ -173,7 +173,7 @@ def bind(system: System, costs: CostModel, acceptance: Acceptance | None, drafte
     """
     drafters = drafters.beside(dict(system.specs))
     if not system.drafters:
-        policy = system.policy(lambda rung: (), costs)
+        policy = system.policy(lambda ladder_step: (), costs)
         return BoundSystem(system=system, policy=policy, acceptance=None, spot=None, assumptions=system.assumptions)
     roles = _Roles(system, acceptance, drafters)
     chosen, stand_ins = roles.together() if system.together else roles.one_kind()
@@ -184,7 +184,9 @@ def bind(system: System, costs: CostModel, acceptance: Acceptance | None, drafte
         notes.append("the drafter was warmed up before RL step 0, so that the model-free one never has to serve")
     if learned and not trained:
         notes.append("acceptance does not depend on the drafter's age and training: a static one would fare alike")
-    policy = system.policy(lambda rung: [arm for name in chosen for arm in _arms(rung, name, model, drafters)], costs)
+    policy = system.policy(
+        lambda ladder_step: [arm for name in chosen for arm in _arms(ladder_step, name, model, drafters)], costs
+    )
     notes += _extrapolations(system, policy, chosen, model)
     if system.budget is not None and model.varies_by == "position":
         raise UnknownAcceptance(
@@ -247,7 +249,7 @@ def _extrapolations(system: System, policy: Policy, chosen: Sequence[str], model
     drafted = [arm for arm in policy.strategies if arm.speculates]
     outside = [str(arm) for arm in drafted if model.outside(arm)]
     options = product(system.ladder, chosen, (True, False))
-    published = {arm for rung, name, trees in options for arm in strategies(rung, name, trees=trees)}
+    published = {arm for ladder_step, name, trees in options for arm in strategies(ladder_step, name, trees=trees)}
     shallower = [str(arm) for arm in drafted if arm not in published]
     notes = [f"acceptance is extrapolated for {'; '.join(outside)}"] if outside else []
     if shallower:
@@ -255,12 +257,12 @@ def _extrapolations(system: System, policy: Policy, chosen: Sequence[str], model
     return notes
 
 
-def _arms(rung: Rung, drafter: str, model: Acceptance, drafters: Drafters) -> list[Strategy]:
+def _arms(ladder_step: LadderStep, drafter: str, model: Acceptance, drafters: Drafters) -> list[Strategy]:
     """Return a rung's covered strategies, trees if any, else the deepest covered chain below; ConfigError if none."""
-    for trees in (True, False) if rung.trees and drafters[drafter].draws_trees else (False,):
-        if covered := [arm for arm in strategies(rung, drafter, trees=trees) if _covers(model, arm)]:
+    for trees in (True, False) if ladder_step.trees and drafters[drafter].draws_trees else (False,):
+        if covered := [arm for arm in strategies(ladder_step, drafter, trees=trees) if _covers(model, arm)]:
             return covered
-    deepest = max(arm.draft_depth for arm in strategies(rung, drafter, trees=False))
+    deepest = max(arm.draft_depth for arm in strategies(ladder_step, drafter, trees=False))
     for depth in range(deepest - 1, 0, -1):
         if _covers(model, arm := Strategy.chain(drafter, depth)):
             return [arm]

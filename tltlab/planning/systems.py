@@ -14,27 +14,27 @@ from tltlab.policies.policy import Activation
 from .composition import (
     Admission,
     EarlierEpoch,
+    LadderStep,
     Regrouped,
-    Rung,
     SharedBuffer,
     System,
     Truncated,
+    accept_length_ladder,
     accepted_thresholds,
     batch_size_table,
     beg_mab,
-    climbing,
     doubling,
     hedge,
     length_aware,
     marginal,
-    most_per_second,
+    throughput_budget,
 )
 
 _TLT_LADDER = (
-    Rung(min_batch=1, trees=((8, 4, 48), (4, 4, 48)), chains=(8, 4)),
-    Rung(min_batch=2, trees=((8, 4, 32), (4, 4, 32)), chains=(6, 3)),
-    Rung(min_batch=5, trees=((8, 4, 16), (4, 4, 16)), chains=(4, 2)),
-    Rung(min_batch=21, trees=((8, 4, 8), (4, 4, 8)), chains=(2, 1)),
+    LadderStep(min_batch=1, trees=((8, 4, 48), (4, 4, 48)), chains=(8, 4)),
+    LadderStep(min_batch=2, trees=((8, 4, 32), (4, 4, 32)), chains=(6, 3)),
+    LadderStep(min_batch=5, trees=((8, 4, 16), (4, 4, 16)), chains=(4, 2)),
+    LadderStep(min_batch=21, trees=((8, 4, 8), (4, 4, 8)), chains=(2, 1)),
 )
 _TLT_ACTIVATION = Activation(max_requests=32, count="running", hold_iterations=10)
 _TLT_ARMS = (
@@ -98,7 +98,7 @@ SYSTEMS: dict[str, System] = {
             algorithm="equations 7 to 9 with 1 / k for k: p = -(l / alpha) ln(1 - (1 - N / l) / k), the N that least "
             "c_base N + c_tok sum p asks for",
             exact=("the optimum of its objective, by bisection", "classes move up as a response grows"),
-            drafters=("suffix",), ladder=(Rung(min_batch=1, chains=(8,)),), budget=length_aware,
+            drafters=("suffix",), ladder=(LadderStep(min_batch=1, chains=(8,)),), budget=length_aware,
             specs=(("suffix", SYSTEM_DRAFTERS["das"]),),
             assumptions=(
                 "length classes are terciles and budgets the corrected optimum of its equations 7 to 9: neither class "
@@ -112,10 +112,10 @@ SYSTEMS: dict[str, System] = {
             algorithm="a table [lo, hi, k] of draft lengths by the number of running requests",
             exact=("one k for the whole batch, from the table",), drafters=("learned",),
             ladder=(
-                Rung(min_batch=1, chains=(8,)),
-                Rung(min_batch=5, chains=(4,)),
-                Rung(min_batch=17, chains=(2,)),
-                Rung(min_batch=33),
+                LadderStep(min_batch=1, chains=(8,)),
+                LadderStep(min_batch=5, chains=(4,)),
+                LadderStep(min_batch=17, chains=(2,)),
+                LadderStep(min_batch=33),
             ),
             selector=batch_size_table,
             assumptions=(
@@ -127,7 +127,7 @@ SYSTEMS: dict[str, System] = {
             name="vllm-static", title="vLLM static SD",
             source="vLLM's num_speculative_tokens, and its table under data parallelism",
             algorithm="k = 3 at every batch size", exact=("the same k for every request and batch",),
-            drafters=("learned",), ladder=(Rung(min_batch=1, chains=(3,)),),
+            drafters=("learned",), ladder=(LadderStep(min_batch=1, chains=(3,)),),
             assumptions=("k = 3, the best of NeMo-RL's sweep (NVIDIA 2604.26779)", "a static drafter"),
         ),
         System(
@@ -136,7 +136,7 @@ SYSTEMS: dict[str, System] = {
             algorithm="draft slots ranked by the chance that they are kept; the batch verifies as many of the best as "
             "yield the most tokens per second",
             exact=("the ranking, the number of slots, and drafts of full depth however few slots are verified",),
-            drafters=("learned",), ladder=(Rung(min_batch=1, chains=(7,)),), budget=most_per_second,
+            drafters=("learned",), ladder=(LadderStep(min_batch=1, chains=(7,)),), budget=throughput_budget,
             assumptions=(
                 "7 drafted tokens, as in its announcement, which is of a block drafter: a chain drafter makes 7 passes",
                 "the cost model stands for the curve that vLLM profiles at its start",
@@ -153,10 +153,10 @@ SYSTEMS: dict[str, System] = {
             exact=("ranges from 1, 8, 32 and 64 requests, their steps, weight, warm-up and hysteresis",),
             drafters=("learned",),
             ladder=(
-                Rung(min_batch=1, chains=(1, 3, 5, 7)),
-                Rung(min_batch=8, chains=(0, 1, 3)),
-                Rung(min_batch=32, chains=(0, 1)),
-                Rung(min_batch=64, chains=(0,)),
+                LadderStep(min_batch=1, chains=(1, 3, 5, 7)),
+                LadderStep(min_batch=8, chains=(0, 1, 3)),
+                LadderStep(min_batch=32, chains=(0, 1)),
+                LadderStep(min_batch=64, chains=(0,)),
             ),
             selector=accepted_thresholds,
             assumptions=("each range begins with the middle of its steps; batches are not padded to captured sizes",),
@@ -167,9 +167,9 @@ SYSTEMS: dict[str, System] = {
             algorithm="a number of steps by the number of running requests", exact=("the tiers",),
             drafters=("learned",),
             ladder=(
-                Rung(min_batch=1, chains=(3,)),
-                Rung(min_batch=64, chains=(2,)),
-                Rung(min_batch=128, chains=(1,)),
+                LadderStep(min_batch=1, chains=(3,)),
+                LadderStep(min_batch=64, chains=(2,)),
+                LadderStep(min_batch=128, chains=(1,)),
             ),
             selector=batch_size_table,
             assumptions=(
@@ -182,7 +182,7 @@ SYSTEMS: dict[str, System] = {
             algorithm="every drafter is scored on the text that the target verified; Hedge weights exp(-eta sum loss) "
             "over drafters",
             exact=("exponential weights over whole drafters, with the theorem's rate",),
-            drafters=("learned", "suffix"), ladder=(Rung(min_batch=1, chains=(4,)),), selector=hedge, together=True,
+            drafters=("learned", "suffix"), ladder=(LadderStep(min_batch=1, chains=(4,)),), selector=hedge, together=True,
             specs=(("suffix", SYSTEM_DRAFTERS["seer"]),),
             assumptions=(
                 "one learned drafter and text of siblings: the paper has drafters by domain",
@@ -195,7 +195,7 @@ SYSTEMS: dict[str, System] = {
             name="dvi", title="DVI", source="arXiv 2510.05421",
             algorithm="the target's first layers draft, verified positions train the draft head online",
             exact=("no drafter besides the target: drafting costs a share of its own pass",), drafters=("learned",),
-            ladder=(Rung(min_batch=1, chains=(4,)),), draft_pass_share=0.15, online_updates=100,
+            ladder=(LadderStep(min_batch=1, chains=(4,)),), draft_pass_share=0.15, online_updates=100,
             assumptions=(
                 "a drafted token takes 0.15 of a plain pass (the share of the layers that draft), which is added to "
                 "verification: the paper's reuse of their hidden states is not credited",
@@ -207,7 +207,7 @@ SYSTEMS: dict[str, System] = {
             name="diffuspec", title="DiffuSpec", source="arXiv 2510.02358",
             algorithm="a diffusion model drafts a block in one pass; its length follows the accepted one",
             exact=("drafting time does not grow with the block's length",), drafters=("learned",),
-            ladder=(Rung(min_batch=1, chains=(4, 8, 16)),), selector=climbing, draft_pass_share=0.25, block_drafts=True,
+            ladder=(LadderStep(min_batch=1, chains=(4, 8, 16)),), selector=accept_length_ladder, draft_pass_share=0.25, block_drafts=True,
             assumptions=(
                 "a block takes a quarter of a plain pass at the same batch: a 7B drafter beside a 32B target",
                 "acceptance as a chain drafter's: the paper reports speed-ups and no survival by position",
@@ -219,7 +219,7 @@ SYSTEMS: dict[str, System] = {
             source="arXiv 2511.14617, grouped speculative decoding alone",
             algorithm="Algorithm 1 (MBA), T_SD = (1 - a)(D + T) / (1 - a^(g + 1))",
             exact=("Algorithm 1 as printed, gamma_max 8, lambda 2", "acceptance by finished siblings, its table"),
-            drafters=("suffix",), ladder=(Rung(min_batch=1, chains=(8,)),), budget=marginal,
+            drafters=("suffix",), ladder=(LadderStep(min_batch=1, chains=(8,)),), budget=marginal,
             specs=(("suffix", SYSTEM_DRAFTERS["seer"]),),
             assumptions=(
                 "benefit is B (b[g] - b[g + 1]) as printed, though its subscripts were lost",
@@ -231,7 +231,7 @@ SYSTEMS: dict[str, System] = {
             name="seer", title="Seer", source="arXiv 2511.14617",
             algorithm="Algorithm 2: a probe of each group first, then the largest L_g, from one buffer; Algorithm 1",
             exact=("the order, L_g the longest finished sample of a group", "as Seer's grouped drafts"),
-            drafters=("suffix",), ladder=(Rung(min_batch=1, chains=(8,)),), budget=marginal,
+            drafters=("suffix",), ladder=(LadderStep(min_batch=1, chains=(8,)),), budget=marginal,
             specs=(("suffix", SYSTEM_DRAFTERS["seer"]),), admission=SharedBuffer(),
             assumptions=(
                 "an engine takes the next request as soon as its prompt and a chunk of 8K tokens fit; what runs does "
@@ -258,7 +258,7 @@ SYSTEMS: dict[str, System] = {
             source="arXiv 2508.18588's released code (He-Jingkai/specRL), drafting alone",
             algorithm="draft length doubles where all of a draft was kept, else it halves, within 2 and 16",
             exact=("the released rule, multiplicative both ways; the paper states AIMD",), drafters=("suffix",),
-            ladder=(Rung(min_batch=1, chains=(2, 4, 8, 16)),), selector=doubling, history=16,
+            ladder=(LadderStep(min_batch=1, chains=(2, 4, 8, 16)),), selector=doubling, history=16,
             specs=(("suffix", SYSTEM_DRAFTERS["histospec"]),),
             assumptions=(
                 "one draft length for the batch where the code has one a request",
@@ -269,7 +269,7 @@ SYSTEMS: dict[str, System] = {
             name="rhymerl", title="RhymeRL", source="arXiv 2508.18588",
             algorithm="HistoSpec on rank groups of prompts, longer ones spread over more workers (HistoPipe)",
             exact=("the split into rank groups is the fastest for the given lengths and step times",),
-            drafters=("suffix",), ladder=(Rung(min_batch=1, chains=(2, 4, 8, 16)),), selector=doubling, history=16,
+            drafters=("suffix",), ladder=(LadderStep(min_batch=1, chains=(2, 4, 8, 16)),), selector=doubling, history=16,
             specs=(("suffix", SYSTEM_DRAFTERS["histospec"]),), placement="rank_groups", topology="separate",
             generating_share=0.75, max_staleness=1, on_policy=False,
             assumptions=(

@@ -113,15 +113,15 @@ class AcceptLadder(Selector, kind="ladder"):
             )
         self.ema, self.warmup, self.hold = ema, warmup, hold
         self.slack, self.hysteresis = slack, hysteresis
-        self.rung_ = 0
+        self.ladder_step_ = 0
         self.left_ = warmup
         self.average_: float | None = None
 
     def choose(self, state: StepState) -> Strategy:
-        return self.strategies[self.rung_]
+        return self.strategies[self.ladder_step_]
 
     def observe(self, choice: Choice, outcome: StepOutcome) -> None:
-        if choice.strategy != self.strategies[self.rung_] or outcome.batch < 1:
+        if choice.strategy != self.strategies[self.ladder_step_] or outcome.batch < 1:
             return
         accepted = outcome.accept_length - 1.0
         before = accepted if self.average_ is None else self.average_
@@ -131,16 +131,16 @@ class AcceptLadder(Selector, kind="ladder"):
             return
         self.left_ = self.hold
         depths = [s.draft_depth for s in self.strategies]
-        if self.average_ > depths[self.rung_] - self.slack and self.rung_ + 1 < len(depths):
-            self.rung_ += 1
-        elif self.rung_ and self.average_ <= depths[self.rung_ - 1] - self.slack - self.hysteresis:
-            self.rung_ -= 1
+        if self.average_ > depths[self.ladder_step_] - self.slack and self.ladder_step_ + 1 < len(depths):
+            self.ladder_step_ += 1
+        elif self.ladder_step_ and self.average_ <= depths[self.ladder_step_ - 1] - self.slack - self.hysteresis:
+            self.ladder_step_ -= 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rung": self.rung_, "left": self.left_, "average": self.average_}
+        return {"ladder_step": self.ladder_step_, "left": self.left_, "average": self.average_}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rung_, self.left_, self.average_ = state["rung"], state["left"], state["average"]
+        self.ladder_step_, self.left_, self.average_ = state["ladder_step"], state["left"], state["average"]
 
 
 class Explore(Selector, kind="explore"):

@@ -10,7 +10,7 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.planning.composition import Admission, Rung, SharedBuffer, System
+from tltlab.planning.composition import Admission, LadderStep, SharedBuffer, System
 from tltlab.planning.execution import engine_run, missing_part, network_drafter
 from tltlab.planning.systems import SYSTEMS
 
@@ -88,7 +88,7 @@ def test_a_row_is_executed_by_its_values(name: str):
 )
 def test_a_system_of_ones_own_is_judged_by_its_parts(changes: dict[str, Any], runs: dict[str, Any] | None):
     own = System(
-        name="own", title="Own", source="this test", drafters=("head",), ladder=(Rung(min_batch=1, chains=(3,)),),
+        name="own", title="Own", source="this test", drafters=("head",), ladder=(LadderStep(min_batch=1, chains=(3,)),),
         specs=(("head", LearnedSpec(method="eagle", model="folder")),),
     )  # fmt: skip
     assert network_drafter(own)

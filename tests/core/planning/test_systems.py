@@ -17,7 +17,7 @@ from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.claims import CLAIMS, difference
-from tltlab.planning.composition import Rung, System, length_aware, strategies
+from tltlab.planning.composition import LadderStep, System, length_aware, strategies
 from tltlab.planning.dispatch import stage_left
 from tltlab.planning.system_binding import bind, bind_assuming
 from tltlab.planning.systems import SYSTEMS, find_systems
@@ -269,7 +269,7 @@ def test_a_systems_policy_is_a_policy_file(tmp_path):
 
 
 def test_a_new_system_is_one_more_row():
-    ladder = (Rung(min_batch=1, chains=(3,)),)
+    ladder = (LadderStep(min_batch=1, chains=(3,)),)
     mine = System(name="mine", title="Mine", source="this test", drafters=("suffix",), ladder=ladder, lossless=False)
     assert find_systems(["verl", mine]) == (SYSTEMS["verl"], mine)
     found = bind(mine, COSTS, GeometricAcceptance(alpha=0.6))
@@ -277,10 +277,10 @@ def test_a_new_system_is_one_more_row():
 
 
 def test_a_rung_drafts_trees_where_it_can():
-    rung = Rung(min_batch=1, trees=((8, 4, 48),), chains=(4,))
-    assert strategies(rung, "learned", trees=True) == (Strategy("learned", 8, 4, 48),)
-    assert strategies(rung, "ngram", trees=False) == (Strategy.chain("ngram", 4),)
-    assert strategies(Rung(min_batch=33), "learned", trees=True) == (NO_SPECULATION,)
+    ladder_step = LadderStep(min_batch=1, trees=((8, 4, 48),), chains=(4,))
+    assert strategies(ladder_step, "learned", trees=True) == (Strategy("learned", 8, 4, 48),)
+    assert strategies(ladder_step, "ngram", trees=False) == (Strategy.chain("ngram", 4),)
+    assert strategies(LadderStep(min_batch=33), "learned", trees=True) == (NO_SPECULATION,)
 
 
 @pytest.mark.parametrize("names", ["", "verl,verl", "verl,nobody"])

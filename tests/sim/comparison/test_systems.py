@@ -20,7 +20,7 @@ from tltlab.costs.load import load_costs
 from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
-from tltlab.planning.composition import EarlierEpoch, Regrouped, Rung, System, Truncated, one_strategy
+from tltlab.planning.composition import EarlierEpoch, LadderStep, Regrouped, System, Truncated, one_strategy
 from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import bind
 from tltlab.planning.systems import SYSTEMS
@@ -200,7 +200,7 @@ def test_training_in_idle_time_is_worth_what_freshness_says():
     model = FreshAcceptance(base=full, freshness=Freshness(untrained=0.0, floor=0.0, updates_to_train=0.1))
     mine = System(
         name="mine", title="Mine", source="this test", drafters=("learned",), selector=one_strategy,
-        ladder=(Rung(min_batch=1, chains=(4,)),), idle_use=SYSTEMS["tlt"].idle_use,
+        ladder=(LadderStep(min_batch=1, chains=(4,)),), idle_use=SYSTEMS["tlt"].idle_use,
     )  # fmt: skip
     costs = load_costs("h100-qwen2.5-7b")
     bound = bind(mine, costs, model)
