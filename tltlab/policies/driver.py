@@ -107,7 +107,7 @@ class PolicyDriver:
         """Deliver the outcome of a choice; `rewarded` receives its reward. A choice of nobody here is ignored."""
         if self._in_flight and self._in_flight[0] is choice:
             self._in_flight.popleft()
-        elif not self._is_ours(choice):
+        elif not self._is_pending(choice):
             return
         if self.delay:
             self._undelivered.append((self._num_asked + self.delay, choice, outcome, rewarded))
@@ -120,7 +120,7 @@ class PolicyDriver:
             self._deliver(*self._undelivered.popleft()[1:])
         self.forget()
 
-    def _is_ours(self, choice: Choice) -> bool:
+    def _is_pending(self, choice: Choice) -> bool:
         """Take a choice out of those in flight, with any before it, whose outcomes never came."""
         in_flight = self._in_flight
         if not any(other is choice for other in in_flight):
@@ -176,7 +176,7 @@ class PolicyDriver:
     def _go_to(self, place: tuple[int, int]) -> None:
         self._replay_place = place
         if isinstance(self.selector, ReplayedDecisions):
-            self.selector.go_to(place)
+            self.selector.seek(place)
 
 
 def refuse_needs(selector: Selector, lacks: Mapping[str, str] = {}) -> None:

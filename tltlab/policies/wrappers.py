@@ -121,14 +121,14 @@ class ReplayedDecisions(Wrapper):
                 "chooses: replay with the policy that recorded them"
             )
         self.strategies = tuple(dict.fromkeys((*inner.strategies, NO_SPECULATION)))
-        self.go_to(START)
+        self.seek(START)
 
     @property
     def place(self) -> Place:
         """The RL step that it is in, and how many iterations of it have run."""
         return self.rl_step_, self.iteration_
 
-    def go_to(self, place: Place) -> None:
+    def seek(self, place: Place) -> None:
         """Go on from a place between two rollouts."""
         self.rl_step_, self.iteration_ = place
         self.unknown_ = False
@@ -162,7 +162,7 @@ class ReplayedDecisions(Wrapper):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         rl_step, iteration = state["place"]
-        self.go_to((rl_step, iteration))
+        self.seek((rl_step, iteration))
         self.inner.load_state_dict(state["inner"])
 
 
