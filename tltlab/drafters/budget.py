@@ -90,11 +90,12 @@ class AcceptanceBudget(DraftBudget):
         if self.max_draft_tokens is not None:
             total = min(total, self.max_draft_tokens)
         return [
-            int(n) for n in share_out(kept_chances(state, self.prior), strategy.draft_depth, total, self.min_tokens)
+            int(n)
+            for n in share_out(accept_probabilities(state, self.prior), strategy.draft_depth, total, self.min_tokens)
         ]
 
 
-def kept_chances(state: StepState, prior: float) -> Floats:
+def accept_probabilities(state: StepState, prior: float) -> Floats:
     """Return each request's chance a / (a + 1) to keep a token, as `AcceptanceBudget` explains it."""
     recent = [request.recent_acceptance for request in state.requests]
     if len(recent) != state.batch:

@@ -14,7 +14,7 @@ import numpy as np
 
 from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel
-from tltlab.drafters.budget import DraftBudget, kept_chances, refuse_trees, share_out
+from tltlab.drafters.budget import DraftBudget, accept_probabilities, refuse_trees, share_out
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.state import Choice, StepOutcome, StepState
@@ -172,7 +172,7 @@ class VerificationBudget(DraftBudget):
         if not strategy.speculates or not state.batch:
             return [0] * state.batch
         refuse_trees(strategy)
-        chances = kept_chances(state, self.prior)
+        chances = accept_probabilities(state, self.prior)
         total = self._best_total(chances, state, strategy)
         self.calls_off_ = 0 if total else self.calls_off_ + 1
         if self.calls_off_ >= self.look_every:
