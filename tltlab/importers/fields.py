@@ -276,7 +276,7 @@ def numbers(cells: pd.Series[Any], *, booleans: bool = False) -> NDArray[np.floa
     return np.array([number(cell, booleans=booleans) for cell in cells], np.float64)
 
 
-def could_be_thousands(cells: pd.Series[Any]) -> str | None:
+def ambiguous_thousands(cells: pd.Series[Any]) -> str | None:
     """Return the first text such as "1.000" that is 1 or 1000, by what the point means; None where there is none.
 
     Where a text has four digits before its point, or another number of them behind it, a point is a point.
@@ -336,7 +336,7 @@ _OUTPUTS = ("output", "result")
 
 
 @dataclass
-class Speech:
+class ConversationTexts:
     """The texts of a conversation: those generated, and the rest; `unread` are kinds of blocks without text."""
 
     generated: list[str] = field(default_factory=list)
@@ -355,14 +355,14 @@ def is_message(value: Any) -> bool:
     return isinstance(named, str) and ("index" not in value or "role" in value or "from" in value)
 
 
-def speech_of(value: Any) -> Speech | None:
+def conversation_texts(value: Any) -> ConversationTexts | None:
     """Return the texts of a cell that holds a text, or messages or blocks; None where it holds neither.
 
     Of a message its content counts, text or blocks, with its reasoning and the names and arguments of its tool calls.
     Messages of tools, users and systems are not generated, those without a role are. A turn is a run of generated
     messages.
     """
-    speech = Speech()
+    speech = ConversationTexts()
     if value is None or isinstance(value, str):
         speech.generated.append(value or "")
         speech.turns = 1
@@ -372,15 +372,15 @@ def speech_of(value: Any) -> Speech | None:
         isinstance(m, str) or is_message(m) or "content" in m for m in messages if m or m == ""
     ):
         return None
-    model_spoke = False
+    was_generated = False
     for message in messages:
         text = "".join(_texts(message, speech.unread))
         if is_generated := _is_generated(message):
             speech.generated.append(text)
-            speech.turns += not model_spoke
+            speech.turns += not was_generated
         else:
             (speech.others if speech.turns else speech.before).append(text)
-        model_spoke = is_generated
+        was_generated = is_generated
     speech.others = [*speech.before, *speech.others]
     return speech
 

@@ -40,7 +40,7 @@ from .rows import (
     table_of,
     unwrapped,
 )
-from .step_metrics import FIRST_OF, Record, plain_key, says_means, steps_of, tables_of_steps
+from .step_metrics import FIRST_OF, Record, has_mean_lengths, plain_key, steps_of, tables_of_steps
 from .token_counts import NoTokenCounter, TokenCounter
 
 Format = Literal["verl", "trl", "vllm", "csv", "metrics"]
@@ -472,7 +472,7 @@ def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading
         return True
     if any(kind_of(name) & _OF_ONE for name in names):
         return False
-    if says_means(names) or any(name not in sizes for name in means):
+    if has_mean_lengths(names) or any(name not in sizes for name in means):
         return True
     for name in sizes:
         values = [number(record.get(name)) for record in fields if not is_missing(record.get(name))]

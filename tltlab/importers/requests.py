@@ -14,7 +14,7 @@ from tltlab.errors import TraceError
 
 from .fields import (
     TIMES,
-    could_be_thousands,
+    ambiguous_thousands,
     is_missing,
     lists_in,
     matches,
@@ -75,10 +75,10 @@ class RequestReader(ListReader):
             cell = cells.iloc[at]
             got = "nothing" if is_missing(cell) and not isinstance(cell, str) else shown(cell)
             hint = ""
-            if isinstance(cells.iloc[at], str) and could_be_thousands(cells.iloc[[at]]):
+            if isinstance(cells.iloc[at], str) and ambiguous_thousands(cells.iloc[[at]]):
                 hint = "; thousands are written 1234 or 1,234"
             records.fault(at, column, f"got {got}, wanted a whole number >= {at_least}{hint}")
-        if (text := could_be_thousands(cells)) is not None:
+        if (text := ambiguous_thousands(cells)) is not None:
             at = cells.to_list().index(text)
             records.fault(
                 at,

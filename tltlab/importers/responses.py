@@ -19,6 +19,7 @@ from tltlab.errors import TraceError
 
 from .fields import (
     Ids,
+    conversation_texts,
     is_list,
     is_message,
     is_missing,
@@ -29,7 +30,6 @@ from .fields import (
     numbers,
     parsed,
     plain,
-    speech_of,
 )
 from .length_table import RECORD
 from .requests import RequestReader
@@ -95,7 +95,7 @@ class Reader(RequestReader):
             return [text_id(cell) for cell in frame[column]]
         for column in self._text_columns(records, "conversation"):
             self._seen.add(column)
-            return [text_id(getattr(speech_of(parsed(cell)), "before", "")) for cell in frame[column]]
+            return [text_id(getattr(conversation_texts(parsed(cell)), "before", "")) for cell in frame[column]]
         for column in self._listed(frame, *_PROMPT_IDS):
             self._seen.add(column)
             return [text_id(cell) for cell in frame[column]]
@@ -320,7 +320,7 @@ class Reader(RequestReader):
             return bool((cells == "").any()) and not records.is_table
         if isinstance(first, str):
             return not records.is_table or bool(np.isnan(numbers(cells)).all())
-        return self._lists.get(column) != "ids" and speech_of(first) is not None
+        return self._lists.get(column) != "ids" and conversation_texts(first) is not None
 
     def _count(self, records: Records, column: str, rows: Any, *, is_prompt: bool = False) -> list[int]:
         """Tokens of the texts in some rows of a column: of a response what was generated, at least 1, its end."""
@@ -330,7 +330,7 @@ class Reader(RequestReader):
             cell = cells.iloc[at]
             if isinstance(cell, str) and cell.startswith("[{") and is_list(messages := parsed(cell)):
                 cell = messages if all(map(is_message, messages)) else cell
-            if (speech := speech_of(cell)) is None:
+            if (speech := conversation_texts(cell)) is None:
                 records.fault(int(at), column, f"got {shown(cells.iloc[at])}, wanted a text or messages")
             for kind in () if is_prompt and is_conversation else speech.unread:
                 self.counts[f"block {kind}"] += 1
@@ -359,7 +359,7 @@ class Reader(RequestReader):
         for kind in ("response_text", "conversation"):
             for column in matches(records.frame.columns, kind):
                 if self._lists.get(column) == "messages":
-                    spoken = [speech_of(cell) for cell in records.frame[column] if is_list(cell)]
+                    spoken = [conversation_texts(cell) for cell in records.frame[column] if is_list(cell)]
                     several = sum(s is not None and (s.turns > 1 or len(s.others) > len(s.before) > 0) for s in spoken)
                     self.counts["turns"] += several
                     self._seen.add(column)

@@ -219,7 +219,7 @@ def framework_of(keys: Iterable[str]) -> Framework | None:
     return max(marked, key=lambda framework: len(framework.keys & keys), default=None)
 
 
-def says_means(names: Iterable[str]) -> bool:
+def has_mean_lengths(names: Iterable[str]) -> bool:
     """Return True if fields are those of an RL step, with the mean length of its responses.
 
     A table with a metric in each row, its name, step and value, counts too. Names that a single response's length may

@@ -15,7 +15,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.errors import TraceError
-from tltlab.importers.fields import speech_of
+from tltlab.importers.fields import conversation_texts
 from tltlab.importers.formats import import_dump
 from tltlab.importers.rows import Reading
 from tltlab.importers.sources import read_lengths
@@ -302,7 +302,7 @@ BLOCKS = [{"type": "text", "text": "two words"}, {"type": "image_url", "image_ur
     ids=["tool call", "blocks", "tool use", "null", "reasoning", "sharegpt", "responses", "bare blocks", "one", "text"],
 )  # fmt: skip
 def test_what_the_model_said_counts(said, generated):
-    assert "".join(speech_of(said).generated) == "".join(generated)
+    assert "".join(conversation_texts(said).generated) == "".join(generated)
 
 
 @pytest.mark.parametrize(
