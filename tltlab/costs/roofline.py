@@ -315,7 +315,9 @@ class RooflineIteration(IterationCost):
     def beside_s(self, batch: int, prompt_tokens: float, apart_s: float) -> float:
         """Nearly nothing while reading the weights bounds the iteration; experts that only prompts touch are read."""
         tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
-        return min(float(added_prefill_s(self.ideal, self.constants, tokens=tokens, prompt_tokens=prompt_tokens)), apart_s)
+        return min(
+            float(added_prefill_s(self.ideal, self.constants, tokens=tokens, prompt_tokens=prompt_tokens)), apart_s
+        )
 
     def context_slope_s(self, batch: int) -> float:
         return float(context_slope_s(self.ideal, self.constants, queries=self.tokens_to_verify))

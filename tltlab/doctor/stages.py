@@ -71,7 +71,7 @@ def drafts_collapse(run: RunEvidence) -> Facts | None:
         at = split
     bad = rows[none_kept] if none_kept.any() else rows.iloc[at:]
     before = rows.iloc[:at] if at else rows[~none_kept]
-    on = bool(bad["drafts_went_on"].all())
+    on = bool(bad["has_drafts"].all())
     if (len(before) and before["accept_length"].median() < KEPT) or len(bad) < (1 if on else LEAST_SIDE):
         return None
     slower = _slower(run, before["rl_step"], bad["rl_step"])

@@ -242,11 +242,11 @@ def _from_lines(path: Path) -> Iterator[Record]:
         joined = _from_entries(wrapping.joined(lines(), _entry, blanks))
         if not wrapping.num_joined:
             break
-        if _said(joined) > _said(found):
+        if _num_values(joined) > _num_values(found):
             found = joined
-        elif _said(joined) == _said(plain) and found is plain:
+        elif _num_values(joined) == _num_values(plain) and found is plain:
             found = _agreed(plain, joined)
-    if _said(found) > _said(plain):
+    if _num_values(found) > _num_values(plain):
         note = f"the lines are wrapped at {wrapping.width} columns: {wrapping.num_joined} were joined to those before"
         found = [replace(found[0], note=note), *found[1:]]
     yield from found
@@ -265,7 +265,7 @@ def _entry(text: str) -> Entry | None:
     return next(entries_of([Line(0, text)], FORMS, HINTS), None)
 
 
-def _said(records: Sequence[Record]) -> tuple[int, int]:
+def _num_values(records: Sequence[Record]) -> tuple[int, int]:
     """Number of values in records, and number of records with an RL step less that of cut records."""
     num_whole = sum((record.rl_step is not None) - record.is_cut for record in records)
     return sum(len(record.values) for record in records), num_whole

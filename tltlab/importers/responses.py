@@ -359,8 +359,10 @@ class Reader(RequestReader):
         for kind in ("response_text", "conversation"):
             for column in matches(records.frame.columns, kind):
                 if self._lists.get(column) == "messages":
-                    spoken = [conversation_texts(cell) for cell in records.frame[column] if is_list(cell)]
-                    several = sum(s is not None and (s.turns > 1 or len(s.others) > len(s.before) > 0) for s in spoken)
+                    conversations = [conversation_texts(cell) for cell in records.frame[column] if is_list(cell)]
+                    several = sum(
+                        s is not None and (s.turns > 1 or len(s.others) > len(s.before) > 0) for s in conversations
+                    )
                     self.counts["turns"] += several
                     self._seen.add(column)
                     return

@@ -168,7 +168,7 @@ class StepMetrics:
         return None
 
     @property
-    def drafts_went_on(self) -> bool:
+    def has_drafts(self) -> bool:
         """True if the log has drafted tokens in this RL step, accepted or not."""
         counts = [value for name in ("drafts", "drafted") if (value := self.get(name)) is not None]
         return any(counts) if counts else self.get("draft_rate") is not None
@@ -420,7 +420,7 @@ def _lengths(step: StepMetrics, num: int, cap: int) -> Ints:
 
 
 def metrics_table(steps: Sequence[StepMetrics]) -> pd.DataFrame:
-    """Table of a log's RL steps, a row each: fields, accept length, `drafts_went_on`; `seconds` by stage."""
+    """Table of a log's RL steps, a row each: fields, accept length, `has_drafts`; `seconds` by stage."""
     names = (
         "mean", "most", "rollout_s", "wait_s", "step_s", "reward_mean", "draft_rate", "tokens_per_s", *STAGES,
     )  # fmt: skip
@@ -428,7 +428,7 @@ def metrics_table(steps: Sequence[StepMetrics]) -> pd.DataFrame:
     table["accept_length"] = np.array([step.accept_length for step in steps], dtype=np.float64)
     table.insert(0, "rl_step", [step.rl_step for step in steps])
     table["num_responses"] = np.array([step.num_responses for step in steps], dtype=np.float64)
-    table["drafts_went_on"] = [step.drafts_went_on for step in steps]
+    table["has_drafts"] = [step.has_drafts for step in steps]
     return table.assign(seconds=pd.Series([step.stages for step in steps], dtype=object))
 
 
