@@ -201,7 +201,7 @@ def _shortest(path: Path) -> str:
     return min(str(path), os.path.relpath(path), key=len)
 
 
-def decisions_apart(trace: Trace) -> int:
+def decision_interval(trace: Trace) -> int:
     """Iterations between decisions of systems: 1, of many or long responses so many that each gets some hundred."""
     cap = trace.workload["max_response_tokens"].max()
     # That of a trace without responses is not a number, and not above anything.

@@ -91,7 +91,7 @@ def counting() -> Iterator[None]:
 
 
 def decisions(block: int | None, trace: Trace, systems: str | None) -> int:
-    """Iterations between decisions: what was asked for, else `decisions_apart` of systems and 1 of policies."""
-    from tltlab.sim.config import decisions_apart
+    """Iterations between decisions: what was asked for, else `decision_interval` of systems and 1 of policies."""
+    from tltlab.sim.config import decision_interval
 
-    return block if block is not None else 1 if systems is None else decisions_apart(trace)
+    return block if block is not None else 1 if systems is None else decision_interval(trace)

@@ -118,7 +118,7 @@ def simulate(
     Example: tltlab simulate traces/tiny --strategy 4,1,5 --sd-threshold 8 --acceptance geometric:0.7 --json
     """
     source = read(trace)
-    refuse_to_replace_a_recording(out)
+    refuse_to_overwrite_recording(out)
     config = SimulationConfig(
         costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
         placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
@@ -149,7 +149,7 @@ def simulate(
         result, whole, assumptions = system_run.result, system_run.whole, system_run.bound.assumptions
     else:
         if strategy is not None and drafter is None:
-            drafter = likely_drafter(config.find_acceptance(source)[0], config.costs)
+            drafter = default_drafter(config.find_acceptance(source)[0], config.costs)
         with code_allowed(allow_code or ()):
             chosen = choose_policy(policy, strategy, sd_threshold, drafter or "")
         result, assumptions = run(source, chosen, config, record_iterations=record_iterations), ()
@@ -186,7 +186,7 @@ def another_step(source: Trace, result: SimResult) -> Makespan | None:
     return outlook(source, timed).makespan
 
 
-def likely_drafter(model: Acceptance | None, costs: CostModel | type[CostModel] | Source | None) -> str:
+def default_drafter(model: Acceptance | None, costs: CostModel | type[CostModel] | Source | None) -> str:
     """The drafter that `--strategy` leaves open: drafts of a learned one cost time, those of n-grams do not."""
     if model is not None and model.trained_drafter is not None:
         return model.trained_drafter
@@ -213,7 +213,7 @@ def choose_policy(name: str, strategy: str | None, sd_threshold: int | None, dra
     return chosen.model_copy(update={"activation": active})
 
 
-def refuse_to_replace_a_recording(out: Path | None) -> None:
+def refuse_to_overwrite_recording(out: Path | None) -> None:
     """ConfigError where `out` is a trace that no simulation wrote."""
     if out is not None and (out / MANIFEST_FILE).exists() and (kind := read(out).manifest.kind) != "simulated":
         raise ConfigError(

@@ -119,7 +119,7 @@ class Scenarios:
         part.trace, part._shared = self._part(rl_steps), {}
         return part
 
-    def deciding_every(self, decision_block: int) -> Scenarios:
+    def with_decision_block(self, decision_block: int) -> Scenarios:
         """The same with so many iterations between decisions."""
         other = copy(self)
         other.config = replace(self.config, decision_block=decision_block)

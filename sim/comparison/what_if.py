@@ -30,7 +30,7 @@ from tltlab.planning.composition import System
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
-from tltlab.sim.config import SimulationConfig, Source, at_least, beside_trace, check_keywords, decisions_apart
+from tltlab.sim.config import SimulationConfig, Source, at_least, beside_trace, check_keywords, decision_interval
 from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.simulate import SimResult, outside_calibration, simulated
@@ -139,7 +139,7 @@ def what_if(
     compared = compared if SYSTEMS["verl"] in compared else (SYSTEMS["verl"], *compared)
     ask = _Question(
         scenarios=scenarios, strategies=strategies, drafters=drafters, compared=compared,
-        accept=None if recorded else _chance(granted, drafters), block=decisions_apart(trace), jobs=jobs,
+        accept=None if recorded else _chance(granted, drafters), block=decision_interval(trace), jobs=jobs,
         on_stage=on_stage, recorded=recorded, logged=logged,
     )  # fmt: skip
     found = scenarios.answer(ask.answer, ask.is_enough)
@@ -262,7 +262,7 @@ class _Question:
         ranges = self._bands(scenario, chosen, base)
         self.on_stage("90 % range", total)
         systems = SystemComparison(
-            scenarios=scenarios.deciding_every(self.block), systems=self.compared,
+            scenarios=scenarios.with_decision_block(self.block), systems=self.compared,
             beside=[(THE_VERDICT, chosen.policy)], stages=stages, jobs=self.jobs, ranges=False,
         ).table(rl_steps)  # fmt: skip
         self.on_stage(f"systems {', '.join(systems['system'])}", total)

@@ -28,7 +28,7 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim.comparison.band import InputErrors
 from tltlab.sim.comparison.sample import ALL_OF, FIRST, small, spread
-from tltlab.sim.config import decisions_apart
+from tltlab.sim.config import decision_interval
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
 from tltlab.stats import Interval
@@ -154,7 +154,7 @@ def tune(
     if any(sampled for *_, sampled in splits) and config.repeats is None:
         config = replace(config, repeats=1)
     if config.decision_block is None:
-        config = replace(config, decision_block=max(decisions_apart(trace) for trace in sources))
+        config = replace(config, decision_block=max(decision_interval(trace) for trace in sources))
     parts = [(tune_steps, spread(rest, FIRST) if sampled else rest) for tune_steps, rest, sampled in splits]
     own = config.named()
     brought: dict[str, DrafterSpec] = {}

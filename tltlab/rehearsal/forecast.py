@@ -21,7 +21,7 @@ from tltlab.runtime.recipe.dry_run import RunPlan
 from tltlab.runtime.recipe.engines import shape_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.sim.comparison.system_run import on_gpus
-from tltlab.sim.config import SimulationConfig, decisions_apart
+from tltlab.sim.config import SimulationConfig, decision_interval
 from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.simulate import simulated
@@ -145,7 +145,7 @@ def _timed(recipe: Recipe, name: str, trace: Trace) -> StepTime:
     tp = rollout.tensor_parallel_size
     config = SimulationConfig(
         gpus=f"{rollout.num_workers * tp}x{recipe.cluster.gpu}", model=shape_of(recipe.model), engine="vllm", tp=tp,
-        acceptance=DEFAULT, seed=recipe.seed, decision_block=decisions_apart(trace), rl_steps=trace.rl_steps[:RL_STEPS],
+        acceptance=DEFAULT, seed=recipe.seed, decision_block=decision_interval(trace), rl_steps=trace.rl_steps[:RL_STEPS],
     )  # fmt: skip
     config, machine = config.on_machine(trace)
     assert machine is not None
