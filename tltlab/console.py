@@ -240,7 +240,7 @@ def progress_bar(unit: str, total: int | None) -> Iterator[Callable[[str], None]
 
 
 @contextmanager
-def sigterm_does(handler: Callable[[int, FrameType | None], Any] | None = None) -> Iterator[None]:
+def sigterm_handler(handler: Callable[[int, FrameType | None], Any] | None = None) -> Iterator[None]:
     """Within, SIGTERM calls `handler`, None for what it calls anyhow; afterwards it does what it did before.
 
     Only the main thread may set a signal's handler: in others nothing changes.
@@ -260,7 +260,7 @@ def sigterm_does(handler: Callable[[int, FrameType | None], Any] | None = None) 
 
 
 @contextmanager
-def sigterm_interrupts() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
     """Within, SIGTERM interrupts the main thread as Ctrl-C does.
 
     An interrupt that strikes in a destructor or a weak reference's callback, from which nothing is raised, comes again.
@@ -282,7 +282,7 @@ def sigterm_interrupts() -> Iterator[None]:
     main = threading.get_ident()
     before, sys.unraisablehook = sys.unraisablehook, again
     try:
-        with sigterm_does(signal.default_int_handler):
+        with sigterm_handler(signal.default_int_handler):
             yield
     finally:
         sys.unraisablehook = before

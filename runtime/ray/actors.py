@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
-from tltlab.console import sigterm_does
+from tltlab.console import sigterm_handler
 from tltlab.errors import RunError, TltlabError, one_line
 from tltlab.runtime.engine.generation import EngineDied
 
@@ -128,7 +128,7 @@ class _Loop(Generic[Done]):
                 self._raised.append(error)
                 self.end()
 
-        with sigterm_does(deferred if main and callable(before) else None), suppress(asyncio.CancelledError):
+        with sigterm_handler(deferred if main and callable(before) else None), suppress(asyncio.CancelledError):
             asyncio.run(self._collect())
         if self._raised:
             raise self._raised[0]

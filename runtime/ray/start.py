@@ -15,7 +15,7 @@ import ray
 from ray._private import ray_constants
 from ray._private.node import Node
 
-from tltlab.console import progress, sigterm_does
+from tltlab.console import progress, sigterm_handler
 from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.runtime.engine.vllm import replaced
 from tltlab.runtime.recipe.sections import ClusterConfig
@@ -141,14 +141,14 @@ def start_ray(cluster: ClusterConfig = ClusterConfig()) -> bool:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address != "local":
         try:
-            with sigterm_does():
+            with sigterm_handler():
                 ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:  # unreachable, of another version, or no address
             raise ConfigError(f"cannot join a Ray cluster at RAY_ADDRESS={address}: {one_line(error)[:200]}") from error
         return False
     _check_host(cluster.host)
     # Ray's own handler of SIGTERM ends the actors before they can be closed.
-    with _on_loopback(cluster.host in LOOPBACK), _default_niceness(), sigterm_does():
+    with _on_loopback(cluster.host in LOOPBACK), _default_niceness(), sigterm_handler():
         for starts_left in reversed(range(MOST_STARTS)):
             try:
                 ray.init(

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
-from tltlab.console import sigterm_does
+from tltlab.console import sigterm_handler
 
 STOP_S = 60.0
 """Most seconds that the RL step under way may take after Ctrl-C; then the run ends at once."""
@@ -35,7 +35,7 @@ class Stop:
             signal.signal(signal.SIGINT, self._interrupted)
             self._stack.callback(signal.signal, signal.SIGINT, before)
             if not callable(signal.getsignal(signal.SIGTERM)):
-                self._stack.enter_context(sigterm_does(signal.default_int_handler))
+                self._stack.enter_context(sigterm_handler(signal.default_int_handler))
         return self
 
     def __exit__(self, *exception: object) -> None:

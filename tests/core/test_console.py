@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.refused import refused
-from tltlab.console import emit, made_by, marked_folder, sigterm_interrupts, table
+from tltlab.console import emit, made_by, marked_folder, sigterm_as_interrupt, table
 from tltlab.errors import ConfigError, InputError, RunError
 
 
@@ -72,7 +72,7 @@ def test_an_interrupt_that_strikes_in_a_destructor_comes_again():
             signal.raise_signal(signal.SIGTERM)
 
     def lost() -> None:
-        with sigterm_interrupts():
+        with sigterm_as_interrupt():
             Struck()
             threading.Event().wait()
 

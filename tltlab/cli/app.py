@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points, metadata, requires, ver
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tltlab.console import progress, running, sigterm_interrupts
+from tltlab.console import progress, running, sigterm_as_interrupt
 from tltlab.errors import ConfigError, TltlabError, did_you_mean, one_line
 
 GROUP = "tltlab.commands"
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.remove("--debug")
     token = running.set(tuple(args))
     try:
-        with sigterm_interrupts():
+        with sigterm_as_interrupt():
             sys.exit(_run(args))
     except TltlabError as error:
         if debug:

@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from tests.refused import refused
-from tltlab.console import sigterm_does, sigterm_interrupts
+from tltlab.console import sigterm_as_interrupt, sigterm_handler
 from tltlab.errors import RunError
 from tltlab.runtime.ray.actors import Waiting
 from tltlab.runtime.ray.liveness import EndedServers, StoppedProcesses, is_stopped
@@ -72,7 +72,7 @@ def test_only_who_is_stopped_too_long_is_killed():
 @pytest.mark.timeout(60)
 def test_the_end_of_a_server_interrupts_who_waits():
     def waits() -> None:
-        with sigterm_interrupts(), EndedServers({"first": lives.pid, "second": dies.pid}) as watch:
+        with sigterm_as_interrupt(), EndedServers({"first": lives.pid, "second": dies.pid}) as watch:
             dies.kill()
             try:
                 threading.Event().wait()
@@ -157,7 +157,7 @@ def test_a_sigterm_at_wakening_ends_the_wait(
         return await asyncio.gather(*(asyncio.sleep(0.001) for _ in range(3)))
 
     monkeypatch.setattr(asyncio.Handle, "_run", terminated_before)
-    with sigterm_does(handler):
+    with sigterm_handler(handler):
         for nth in range(1, 12):
             passed = 0
             with pytest.raises(KeyboardInterrupt) if handler is signal.default_int_handler else nullcontext():

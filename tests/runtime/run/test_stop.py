@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tltlab.console import sigterm_does
+from tltlab.console import sigterm_handler
 from tltlab.runtime.run import stop
 from tltlab.runtime.run.stop import Stop
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 def sigterm(request: pytest.FixtureRequest) -> Iterator[None]:
     """SIGTERM's action by itself, and under our commands; a shell may have started the tests with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with sigterm_does(request.param):
+    with sigterm_handler(request.param):
         yield
         assert signal.getsignal(signal.SIGTERM) == request.param
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
