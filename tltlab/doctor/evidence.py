@@ -50,7 +50,7 @@ LOG_REMEDIES = {
     "inference": "log-probs: micro-batches of more tokens, or those of the rollout engine",
 }
 NO_LOG = "it is looked for in training logs alone"
-SPOKEN = {
+STAGE_LABELS = {
     "sync": "weight sync", "wait": "waiting for rollouts", "advantage": "computing advantages",
     "other": "time that no timer names",
 }  # fmt: skip
@@ -267,7 +267,7 @@ def stage_label(stage: str) -> str:
     >>> stage_label("sync"), stage_label("timing_s/testing")
     ('weight sync', 'timing_s/testing')
     """
-    return SPOKEN.get(stage, stage)
+    return STAGE_LABELS.get(stage, stage)
 
 
 def ratio(measured: Sequence[float] | pd.Series, reference: Sequence[float] | pd.Series) -> Interval:
