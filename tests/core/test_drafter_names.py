@@ -140,10 +140,10 @@ def test_a_trace_says_what_its_drafters_are(folder, old, traits, tmp_path):
     if not traits.has_network:
         fits = [fit_kind(t, "siblings").model for t in (trace, other)]
         assert fits[0].model_copy(update={"drafter": "mine"}) == fits[1]
-    unsaid = renamed(trace, old, "mine")
+    unset = renamed(trace, old, "mine")
     for fit in (calibrate, fit_kind):
         with refused(ConfigError, naming=("'mine'", "drafters", "manifest.json")):
-            fit(unsaid)
+            fit(unset)
 
 
 def test_a_fitted_file_says_of_each_drafter_whether_it_copies():

@@ -52,7 +52,7 @@ class SelectorSpec(Built, init=False):
         self.build(np.random.default_rng(0))
 
     @model_serializer(mode="wrap")
-    def _without_what_is_not_used(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {name: value for name, value in dump(self).items() if value not in ((), [])}
 
 

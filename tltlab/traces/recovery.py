@@ -55,7 +55,7 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
     if is_trace(path):
         trace = read_one(path)
         _check_same_run(path, trace.manifest, manifest)
-        missing = _first_missing((_rl_steps(_tables(part, _TELLING)) for part in trace.parts()), rl_steps)
+        missing = _first_missing((_rl_steps(_tables(part, _RL_STEP_TABLES)) for part in trace.parts()), rl_steps)
         if missing is None:
             original = trace.manifest.model_copy(update={"num_rl_steps": None})
             manifest = with_notes(original, _change_notes(original, manifest, rl_steps))
@@ -76,12 +76,12 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
     return len(chunks_of(folder))
 
 
-_TELLING = (*REQUIRED_TABLES, "steps")
+_RL_STEP_TABLES = (*REQUIRED_TABLES, "steps")
 """The tables that, where there are any rows of them, have rows of every RL step."""
 
 
 def _rl_steps(tables: Mapping[str, pa.Table]) -> dict[str, set[int]]:
-    return {name: set(np.unique(tables[name]["rl_step"]).tolist()) for name in _TELLING if name in tables}
+    return {name: set(np.unique(tables[name]["rl_step"]).tolist()) for name in _RL_STEP_TABLES if name in tables}
 
 
 def _first_missing(pieces: Iterable[Mapping[str, set[int]]], rl_steps: int) -> int | None:

@@ -163,9 +163,9 @@ class Manifest(FrozenModel):
     without_iterations: tuple[int, ...] | None = None
 
     @model_serializer(mode="wrap")
-    def _without_the_unsaid(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        unsaid: dict[str, Any] = {"drafters": {}, "drafting": None, "without_iterations": None}
-        return {name: value for name, value in dump(self).items() if name not in unsaid or value != unsaid[name]}
+    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        unset: dict[str, Any] = {"drafters": {}, "drafting": None, "without_iterations": None}
+        return {name: value for name, value in dump(self).items() if name not in unset or value != unset[name]}
 
     @field_validator("created")
     @classmethod

@@ -271,5 +271,5 @@ def test_an_rl_step_has_the_iterations_of_any_engine(tmp_path, lacking):
         rows = trace.iterations[~trace.iterations["rl_step"].isin(without)]
         parts.append(trace.replace(manifest=manifest, iterations=rows))
     assert together(parts).manifest.without_iterations == (() if lacking == 1 else (1,))
-    unsaid = parts[1].with_manifest(parts[1].manifest.model_copy(update={"without_iterations": None}))
-    assert together([parts[0], unsaid]).manifest.without_iterations is None
+    unset = parts[1].with_manifest(parts[1].manifest.model_copy(update={"without_iterations": None}))
+    assert together([parts[0], unset]).manifest.without_iterations is None
