@@ -265,7 +265,7 @@ class EngineTrace:
         return (other.created_s or 0.0) <= ends[0] and (self.created_s or 0.0) <= ends[1]
 
 
-def put_together(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, pa.Table]]:
+def merge_recordings(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, pa.Table]]:
     """One trace of what the engines of a run recorded each for itself: workers 0 to N - 1, in this order.
 
     RL steps are taken for one that have one number, or, where numbers do not go together, that overlap in time; times

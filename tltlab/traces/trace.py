@@ -18,7 +18,7 @@ from tltlab.drafters.specs import Drafters
 from tltlab.errors import TraceError
 from tltlab.files import in_progress, write_durably
 
-from .recording import EngineTrace, put_together, recorded_tables, recording_of
+from .recording import EngineTrace, merge_recordings, recorded_tables, recording_of
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, SUFFIX, TABLES, Manifest, is_trace
 from .storage import (
     FileTable,
@@ -223,7 +223,7 @@ def read(path: str | Path) -> Trace:
     Where there is no finished trace the recording of one is read, of a run that was killed or still goes on: responses
     that are whole and durable. A note "unfinished: ..." goes to its manifest and to standard error. Recordings that
     several engines of a run made at once as PATH, PATH-1, PATH-2 ... are one trace, at PATH or at the folder that holds
-    nothing else (see `recording.put_together`). Tables are loaded when they are used, at once where a recording goes on
+    nothing else (see `recording.merge_recordings`). Tables are loaded when they are used, at once where a recording goes on
     or several are put together; the check itself streams.
     """
     place = locate(path)
@@ -235,9 +235,9 @@ def read(path: str | Path) -> Trace:
 
 
 def together(traces: Sequence[Trace]) -> Trace:
-    """One trace of what several engines of a run recorded, in memory: see `recording.put_together`."""
+    """One trace of what several engines of a run recorded, in memory: see `recording.merge_recordings`."""
     parts = [_engine_trace(str(trace.path or f"trace {at}"), trace) for at, trace in enumerate(traces)]
-    manifest, tables = put_together(parts)
+    manifest, tables = merge_recordings(parts)
     report(Path(parts[0].place), (manifest.notes or "").rpartition("; ")[2])
     return Trace.from_tables(manifest, tables)
 
