@@ -24,7 +24,7 @@ from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 
 from .collected import load_ragged, save_ragged
 
-ComesAgain = Callable[[Sequence[str]], Sequence[int | None]]
+NextUse = Callable[[Sequence[str]], Sequence[int | None]]
 """For each of these prompt ids, the number of prompts before it occurs again; None for never."""
 
 TEXTS_FILE = "responses.safetensors"
@@ -91,7 +91,7 @@ class RunHistory:
         prompts = dict.fromkeys(request.key[1] for request in requests)
         return [visit.responses for prompt_id in prompts for visit in self._visits.get(prompt_id, ())]
 
-    def add(self, shares: Sequence[Sequence[GenerationRequest]], parts: Sequence[Rollout], due: ComesAgain) -> None:
+    def add(self, shares: Sequence[Sequence[GenerationRequest]], parts: Sequence[Rollout], due: NextUse) -> None:
         """Add the whole responses of an RL step. O(tokens)."""
         if not self.window:
             return
@@ -158,7 +158,7 @@ class RunHistory:
         self._next += 1
         self._visits.setdefault(prompt_id, []).append(visit)
 
-    def _keep_bound(self, due: ComesAgain) -> None:
+    def _keep_bound(self, due: NextUse) -> None:
         surplus = self.num_bytes - self.max_bytes
         if surplus <= 0:
             return

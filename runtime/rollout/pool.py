@@ -49,7 +49,7 @@ from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
 from .collected import delayed, turns_of
-from .history import ComesAgain, RunHistory, anytime
+from .history import NextUse, RunHistory, anytime
 from .in_flight import FreeRolloutWorker
 from .worker import RolloutWorker
 
@@ -66,8 +66,8 @@ SendWeights = Callable[[Sequence[Any], int, WeightTransport], None]
 class WorkerLost(RunError):
     """A worker's process or engine failed, with the reason and the last lines of the process's log."""
 
-    def __init__(self, why: str, last_words: str = "") -> None:
-        super().__init__(f"{why}; last lines of its log: {last_words}" if last_words else why)
+    def __init__(self, why: str, log_tail: str = "") -> None:
+        super().__init__(f"{why}; last lines of its log: {log_tail}" if log_tail else why)
         self.why = why
 
 
@@ -235,12 +235,12 @@ class WorkerPool:
             for request in requests
         ]
 
-    def remember(self, shares: Shares, parts: Sequence[Rollout], comes_again: ComesAgain = anytime) -> None:
+    def remember(self, shares: Shares, parts: Sequence[Rollout], next_use: NextUse = anytime) -> None:
         """Keep responses for drafters of later rollouts, and deliver each budget the lengths of the other workers.
 
-        `comes_again` gives the number of prompts before each of these comes again, None for never.
+        `next_use` gives the number of prompts before each of these comes again, None for never.
         """
-        self.history.add(shares, parts, comes_again)
+        self.history.add(shares, parts, next_use)
         if self.placement not in PLACEMENTS.values():
             whole: Counter[Key] = Counter()
             for key, tokens in chain.from_iterable(_lengths(parts)):
@@ -489,8 +489,8 @@ class WorkerPool:
         except RayError as error:
             if why := loss_reason(error, self.handles[n]):
                 # A failed engine reports its reason; for a process that ended the log may hold it.
-                last_words = "" if isinstance(error, RayTaskError) else last_lines(self.pids[n])
-                raise WorkerLost(why, last_words) from error
+                log_tail = "" if isinstance(error, RayTaskError) else last_lines(self.pids[n])
+                raise WorkerLost(why, log_tail) from error
             if isinstance(error, RayTaskError | RayActorError):
                 raise error_of(error, died=TrainerDied) from error
             raise RunError(f"Ray failed a rollout worker: {last_line(error)}") from error

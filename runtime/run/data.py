@@ -73,7 +73,7 @@ class RolloutsAhead:
         """True where no RL step is rolled out, or begun, ahead."""
         return not self._ahead
 
-    def make_way(self) -> None:
+    def settle_for_update(self) -> None:
         """Make way for new weights: between two rollouts, or at once where engines load them while they generate."""
         if not self._recipe.rollout.staleness:
             self.settle()
@@ -124,7 +124,7 @@ class RunData:
         self.order = DataOrder(len(self.train), self.recipe.seed)
         self.rollouts = rollouts_of(self.recipe, self.train, self.order)
 
-    def comes_again(self, prompt_ids: Sequence[str], rl_steps_left: int) -> list[int | None]:
+    def next_use(self, prompt_ids: Sequence[str], rl_steps_left: int) -> list[int | None]:
         """Return about how many prompts come before each of these comes again; None where the run ends before.
 
         O(prompts of the data).

@@ -298,7 +298,7 @@ class GrpoRun:
         train_s = time.perf_counter() - start
 
         start = time.perf_counter()
-        self._ahead.make_way()
+        self._ahead.settle_for_update()
         # Training predicted the drafter's acceptance for the policy before the update, so its weights come first.
         self.actors.push_weights(self.state.policy_version + 1, before=lambda: self.drafting.publish(rl_step + 1))
         self.drafting.target_moved()
@@ -338,7 +338,7 @@ class GrpoRun:
             self._repeat(*self._first, rl_step)
         self.drafting.annotate()
         steps_left = self.recipe.train.steps - rl_step - 1
-        self.pool.remember(collected.requests, collected.parts, lambda ids: self.data.comes_again(ids, steps_left))
+        self.pool.remember(collected.requests, collected.parts, lambda ids: self.data.next_use(ids, steps_left))
         return RolledOut(collected=collected, version=tools.policy_version, t_start=t_start)
 
     def _tools(self, rl_step: int) -> RolloutTools:
