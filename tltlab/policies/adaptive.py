@@ -35,7 +35,7 @@ BAND_DRAFTS = 64.0
 CHANGE, LOOK_AROUND = 0.64, 30
 """Mean error of the last 20 iterations, squared, over the noise's variance, from which on the machine has changed; and
 the iterations that then count as known, which decide on how much is tried."""
-WANDER, UNREST = 0.01, 0.1
+PROCESS_NOISE, CHANGE_NOISE = 0.01, 0.1
 """Share of the prior's variance that coefficients may wander by within `window` iterations, and when the machine
 changed."""
 CELL_ITERATIONS, CELL_WINDOW = 12.0, 150.0
@@ -122,8 +122,8 @@ class Adaptive(Selector, kind="adaptive"):
         self._forget = 1.0 - 1.0 / window
         means, spreads = _prior(len(names))
         self._most_variance = float((spreads**2).sum())
-        self._wander = np.diag(spreads**2) * (WANDER / window)
-        self._unrest = np.diag(spreads**2) * UNREST
+        self._process_noise = np.diag(spreads**2) * (PROCESS_NOISE / window)
+        self._change_noise = np.diag(spreads**2) * CHANGE_NOISE
         # Coefficients in units of `scale_`, the first iteration's seconds, and their covariance.
         self.coef_, self.covariance_ = means, np.diag(spreads**2)
         self.scale_ = 0.0
@@ -223,7 +223,7 @@ class Adaptive(Selector, kind="adaptive"):
         if self.pending_:
             self._learn()
         if float(self.covariance_.trace()) < self._most_variance:
-            self.covariance_ += self.look_age_ * self._wander
+            self.covariance_ += self.look_age_ * self._process_noise
             if self.bias_ * self.bias_ > CHANGE * self.noise_:
                 self._machine_changed()
         rows = self._rows_at(batch, context_tokens)
@@ -249,7 +249,7 @@ class Adaptive(Selector, kind="adaptive"):
 
     def _machine_changed(self) -> None:
         """Let the coefficients of time move, and explore as at the start."""
-        self.covariance_ += self._unrest
+        self.covariance_ += self._change_noise
         self.errors_ *= 0.2
         self.bias_ = 0.0
         self.iterations_ = min(self.iterations_, LOOK_AROUND)
