@@ -102,13 +102,13 @@ def _serve(folder: str, listening: int, lifeline: int, modules: Sequence[str]) -
                 os.read(ended, 4096)
                 _reap(forks)
             if server.fileno() in places:
-                asker, _ = server.accept()
+                client, _ = server.accept()
                 if (fork := os.fork()) == 0:
                     ready.close()
                     for place in (server.detach(), ended, wake, lifeline, *(peer.detach() for peer in forks.values())):
                         os.close(place)
-                    _become_worker(asker)
-                forks[fork] = asker
+                    _become_worker(client)
+                forks[fork] = client
 
 
 def _reap(forks: dict[int, socket.socket]) -> None:
@@ -116,23 +116,23 @@ def _reap(forks: dict[int, socket.socket]) -> None:
     for fork in list(forks):
         done, status = os.waitpid(fork, os.WNOHANG)
         if done:
-            with forks.pop(fork) as asker, contextlib.suppress(OSError):
-                asker.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            with forks.pop(fork) as client, contextlib.suppress(OSError):
+                client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _become_worker(asker: socket.socket) -> NoReturn:
-    """Become the worker that `asker` stands for, and end with it, in a fork."""
+def _become_worker(client: socket.socket) -> NoReturn:
+    """Become the worker that `client` stands for, and end with it, in a fork."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        message, streams, _, _ = socket.recv_fds(asker, _MOST_BYTES, len(_STREAMS))
+        message, streams, _, _ = socket.recv_fds(client, _MOST_BYTES, len(_STREAMS))
         for stream, number in zip(streams, _STREAMS, strict=True):
             os.dup2(stream, number)
             os.close(stream)
         while not message.endswith(b"\n"):
-            message += asker.recv(_MOST_BYTES)
+            message += client.recv(_MOST_BYTES)
         request = json.loads(message)
         os.chdir(request["folder"])
         os.environ.clear()
@@ -143,7 +143,7 @@ def _become_worker(asker: socket.socket) -> NoReturn:
         sys.path[:1] = [str(Path(script).parent), *(path for path in folders if path not in sys.path)]
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
-        threading.Thread(target=_end_with, args=(asker,), daemon=True).start()
+        threading.Thread(target=_end_with, args=(client,), daemon=True).start()
         runpy.run_path(script, run_name="__main__")
         code = 0
     except SystemExit as end:
@@ -158,9 +158,9 @@ def _become_worker(asker: socket.socket) -> NoReturn:
         os._exit(code)
 
 
-def _end_with(asker: socket.socket) -> None:
-    """Pass on the signals that `asker` receives; a closed connection means it was killed."""
-    while number := asker.recv(1):
+def _end_with(client: socket.socket) -> None:
+    """Pass on the signals that `client` receives; a closed connection means it was killed."""
+    while number := client.recv(1):
         os.kill(os.getpid(), number[0])
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -102,24 +102,24 @@ class Stream:
         """Whole responses that no step has trained on yet, where responses count by themselves."""
 
     def _groups(self) -> Iterator[PromptGroup]:
-        lap = 0
+        repeat = 0
         while True:
             for source, step in enumerate(self._whole):
                 members: dict[str, list[int]] = {}
                 for i, key in enumerate(step.keys):
                     members.setdefault(key[1], []).append(i)
                 for indices in members.values():
-                    yield self._group(source, indices, lap)
-            lap += 1
+                    yield self._group(source, indices, repeat)
+            repeat += 1
 
-    def _group(self, source: int, indices: Sequence[int], lap: int) -> PromptGroup:
+    def _group(self, source: int, indices: Sequence[int], repeat: int) -> PromptGroup:
         step = self._whole[source]
         group = PromptGroup(needed=len(indices))
         extra = math.ceil(self.admission.samples * len(indices)) - len(indices)
         lengths = [step.response_tokens[i] for i in indices]
-        draws: Floats = uniforms(request_seeds(self.seed, [step.keys[indices[0]]]), np.array([(lap + 1) << 41]), extra)[
-            0
-        ]
+        draws: Floats = uniforms(
+            request_seeds(self.seed, [step.keys[indices[0]]]), np.array([(repeat + 1) << 41]), extra
+        )[0]
         chosen = [*indices, *(indices[int(u * len(indices))] for u in draws)]
         lengths += [step.response_tokens[i] for i in chosen[len(indices) :]]
         # The order within a group is independent of lengths: samples are in the trace's order.
