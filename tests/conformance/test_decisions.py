@@ -16,7 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.sim.verification.decisions import Decisions, RecordedDriver, replay_decisions
-from tltlab.sim.verification.run_files import InForce
+from tltlab.sim.verification.run_files import ActivePolicy
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import Strategy
 from tltlab.traces.schema import KEY, Manifest
@@ -101,7 +101,7 @@ def recorded(engine: Any, policy: Policy, rl_steps: int = 2) -> Trace:
 
 
 def played_again(trace: Trace, policy: Policy) -> Decisions:
-    force = InForce(name="played", policy=policy, since=0, seed=7)
+    force = ActivePolicy(name="played", policy=policy, since=0, seed=7)
     return replay_decisions(trace, forces=dict.fromkeys(trace.rl_steps, force))
 
 
@@ -139,7 +139,7 @@ def test_other_tokens_than_the_recorded_ones_show():
     trace = read(TRACES / "gcd-small").select([0])
     assert trace.iterations is not None
     fewer = trace.iterations["accepted_per_request"].map(lambda kept: None if kept is None else [0] * len(kept))
-    force = InForce(name="explore", policy=load_policy("explore"), since=0, seed=trace.manifest.seed or 0)
+    force = ActivePolicy(name="explore", policy=load_policy("explore"), since=0, seed=trace.manifest.seed or 0)
     decisions = replay_decisions(
         trace.replace(iterations=trace.iterations.assign(accepted_per_request=fewer)), forces={0: force}
     )

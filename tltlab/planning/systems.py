@@ -182,8 +182,8 @@ SYSTEMS: dict[str, System] = {
             algorithm="every drafter is scored on the text that the target verified; Hedge weights exp(-eta sum loss) "
             "over drafters",
             exact=("exponential weights over whole drafters, with the theorem's rate",),
-            drafters=("learned", "suffix"), ladder=(LadderStep(min_batch=1, chains=(4,)),), selector=hedge, together=True,
-            specs=(("suffix", SYSTEM_DRAFTERS["seer"]),),
+            drafters=("learned", "suffix"), ladder=(LadderStep(min_batch=1, chains=(4,)),), selector=hedge,
+            together=True, specs=(("suffix", SYSTEM_DRAFTERS["seer"]),),
             assumptions=(
                 "one learned drafter and text of siblings: the paper has drafters by domain",
                 "one choice for the batch, where the paper weighs drafters for each query",
@@ -207,7 +207,8 @@ SYSTEMS: dict[str, System] = {
             name="diffuspec", title="DiffuSpec", source="arXiv 2510.02358",
             algorithm="a diffusion model drafts a block in one pass; its length follows the accepted one",
             exact=("drafting time does not grow with the block's length",), drafters=("learned",),
-            ladder=(LadderStep(min_batch=1, chains=(4, 8, 16)),), selector=accept_length_ladder, draft_pass_share=0.25, block_drafts=True,
+            ladder=(LadderStep(min_batch=1, chains=(4, 8, 16)),), selector=accept_length_ladder,
+            draft_pass_share=0.25, block_drafts=True,
             assumptions=(
                 "a block takes a quarter of a plain pass at the same batch: a 7B drafter beside a 32B target",
                 "acceptance as a chain drafter's: the paper reports speed-ups and no survival by position",
@@ -258,8 +259,8 @@ SYSTEMS: dict[str, System] = {
             source="arXiv 2508.18588's released code (He-Jingkai/specRL), drafting alone",
             algorithm="draft length doubles where all of a draft was kept, else it halves, within 2 and 16",
             exact=("the released rule, multiplicative both ways; the paper states AIMD",), drafters=("suffix",),
-            ladder=(LadderStep(min_batch=1, chains=(2, 4, 8, 16)),), selector=doubling, history=16,
-            specs=(("suffix", SYSTEM_DRAFTERS["histospec"]),),
+            ladder=(LadderStep(min_batch=1, chains=(2, 4, 8, 16)),), selector=doubling,
+            history=16, specs=(("suffix", SYSTEM_DRAFTERS["histospec"]),),
             assumptions=(
                 "one draft length for the batch where the code has one a request",
                 "every prompt was visited an epoch before with 16 samples",
@@ -269,8 +270,8 @@ SYSTEMS: dict[str, System] = {
             name="rhymerl", title="RhymeRL", source="arXiv 2508.18588",
             algorithm="HistoSpec on rank groups of prompts, longer ones spread over more workers (HistoPipe)",
             exact=("the split into rank groups is the fastest for the given lengths and step times",),
-            drafters=("suffix",), ladder=(LadderStep(min_batch=1, chains=(2, 4, 8, 16)),), selector=doubling, history=16,
-            specs=(("suffix", SYSTEM_DRAFTERS["histospec"]),), placement="rank_groups", topology="separate",
+            drafters=("suffix",), ladder=(LadderStep(min_batch=1, chains=(2, 4, 8, 16)),), selector=doubling,
+            history=16, specs=(("suffix", SYSTEM_DRAFTERS["histospec"]),), placement="rank_groups", topology="separate",
             generating_share=0.75, max_staleness=1, on_policy=False,
             assumptions=(
                 "drafting as in HistoSpec; a prompt's mean length is known from the epoch before",

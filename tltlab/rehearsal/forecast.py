@@ -145,7 +145,8 @@ def _timed(recipe: Recipe, name: str, trace: Trace) -> StepTime:
     tp = rollout.tensor_parallel_size
     config = SimulationConfig(
         gpus=f"{rollout.num_workers * tp}x{recipe.cluster.gpu}", model=shape_of(recipe.model), engine="vllm", tp=tp,
-        acceptance=DEFAULT, seed=recipe.seed, decision_block=decision_interval(trace), rl_steps=trace.rl_steps[:RL_STEPS],
+        acceptance=DEFAULT, seed=recipe.seed, decision_block=decision_interval(trace),
+        rl_steps=trace.rl_steps[:RL_STEPS],
     )  # fmt: skip
     config, machine = config.on_machine(trace)
     assert machine is not None

@@ -27,7 +27,7 @@ from tltlab.runtime.engine.generation import GenerationRequest, GenerationRespon
 from tltlab.runtime.run.rows import rollout_alone
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.verification.policies import predicted_from_others
-from tltlab.sim.verification.run_files import InForce, policies_in_force
+from tltlab.sim.verification.run_files import ActivePolicy, policies_in_force
 from tltlab.stats import Interval, interval_json, mean_interval, paired_ratio
 from tltlab.traces.metrics import mean_accept_length, running_requests, tail_window
 from tltlab.traces.recorder import Recorder
@@ -146,7 +146,7 @@ def judged(plan: RehearsalPlan, out: Path) -> Rehearsal:
 def _row(
     plan: RehearsalPlan,
     trace: Trace,
-    forces: Mapping[int, InForce],
+    forces: Mapping[int, ActivePolicy],
     name: str,
     seconds: pd.Series,
     costs: CostModel | None,

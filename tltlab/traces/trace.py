@@ -223,8 +223,8 @@ def read(path: str | Path) -> Trace:
     Where there is no finished trace the recording of one is read, of a run that was killed or still goes on: responses
     that are whole and durable. A note "unfinished: ..." goes to its manifest and to standard error. Recordings that
     several engines of a run made at once as PATH, PATH-1, PATH-2 ... are one trace, at PATH or at the folder that holds
-    nothing else (see `recording.merge_recordings`). Tables are loaded when they are used, at once where a recording goes on
-    or several are put together; the check itself streams.
+    nothing else (see `recording.merge_recordings`). Tables are loaded when they are used, at once where a recording
+    continues or several are merged; the check itself streams.
     """
     place = locate(path)
     if place.is_dir() and not (place / MANIFEST_FILE).exists():

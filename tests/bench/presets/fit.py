@@ -30,8 +30,8 @@ class Fitted:
 
     `predictions` is the table of measurements with `predicted` and `error` (relative). `cross_validation` has a row per
     fold, each predicted by a fit without it: `fold`, `left_out`, `num_points`, `mean_abs_error`, `max_abs_error`, and
-    as `error_quantiles` has them `median_error` and `most_error`. `notes` says which constants the data leave open, and the
-    context that was fitted where none was given (`context_tokens` per request, None where all are known).
+    `median_error` and `most_error` as in `error_quantiles`. `notes` lists the constants that the data leave open, and
+    the context that was fitted where none was given (`context_tokens` per request, None where all are known).
     """
 
     constants: Constants
