@@ -94,13 +94,13 @@ def test_the_end_of_a_server_interrupts_who_waits():
 KILLED = """
 import os, signal, sys, threading
 import ray
-from tltlab.console import sigterm_interrupts
+from tltlab.console import sigterm_as_interrupt
 from tltlab.errors import RunError
 from tltlab.runtime.ray import start
 
 start.MODULES = ()  # no actor starts
 try:
-    with sigterm_interrupts(), start.ray_running():
+    with sigterm_as_interrupt(), start.ray_running():
         os.kill(ray._private.worker._global_node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
         threading.Event().wait()
 except RunError as error:

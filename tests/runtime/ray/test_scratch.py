@@ -94,13 +94,13 @@ def test_agents_of_a_killed_rays_session_end(temporary: Path):
 MEMORY = """
 import multiprocessing, os, signal, sys, tempfile, time
 from multiprocessing import resource_tracker, shared_memory
-from tltlab.runtime.ray.scratch import leaves_memory
+from tltlab.runtime.ray.scratch import register_memory
 
 tempfile.tempdir = sys.argv[1]
 context = multiprocessing.get_context("spawn")
 lock = context.Lock()
 memory = shared_memory.SharedMemory(create=True, size=64)
-leaves_memory()
+register_memory()
 print(lock._semlock.name.lstrip("/"), memory.name.lstrip("/"), flush=True)
 input()
 os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
@@ -130,8 +130,8 @@ def test_memory_of_a_killed_process_goes_unless_used(temporary: Path):
 
 
 def test_a_process_without_shared_memory_makes_no_folder(temporary: Path):
-    code = "import os, sys, tempfile\nfrom tltlab.runtime.ray.scratch import leaves_memory\n"
-    code += "tempfile.tempdir = sys.argv[1]\nleaves_memory()\nos._exit(0)"
+    code = "import os, sys, tempfile\nfrom tltlab.runtime.ray.scratch import register_memory\n"
+    code += "tempfile.tempdir = sys.argv[1]\nregister_memory()\nos._exit(0)"
     subprocess.run([sys.executable, "-c", code, str(temporary)], check=True)
     assert list(temporary.iterdir()) == []
 
