@@ -49,8 +49,8 @@ class ListReader:
 
     @property
     def ignored(self) -> list[str]:
-        """Columns that were not read."""
-        return [name for name in self.columns if name not in self._seen]
+        """Columns with a name that were not read."""
+        return [name for name in self.columns if name and name not in self._seen]
 
     def use(self, name: str, column: str) -> None:
         self.used.setdefault(name, column)

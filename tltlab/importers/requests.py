@@ -77,7 +77,7 @@ class RequestReader(ListReader):
             hint = ""
             if isinstance(cells.iloc[at], str) and ambiguous_thousands(cells.iloc[[at]]):
                 hint = "; thousands are written 1234 or 1,234"
-            records.fault(at, column, f"got {got}, wanted a whole number >= {at_least}{hint}")
+            records.fault(at, column, f"got {got}, wanted a whole number from {at_least} to {MOST_TOKENS}{hint}")
         if (text := ambiguous_thousands(cells)) is not None:
             at = cells.to_list().index(text)
             records.fault(

@@ -7,6 +7,7 @@ lengths are, the first of these that is there: numbers of tokens, masks of gener
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,8 +38,15 @@ from .rows import BY_OPTION, Records, text_id
 from .token_counts import NoTokenCounter
 
 _RESPONSE_IDS = ("response_ids", "response_tokens", "response_text", "response_sizes", "sizes")
+_UNNAMED = re.compile(r"c?\d+")
+"""Names of columns without a heading."""
 _PROMPT_IDS = ("prompt_ids", "prompt_tokens", "prompt_text")
 """Kinds of names under which lists of ids are."""
+_OTHER_UNIT = re.compile(
+    r"(?:^|[^a-z])(?:chars?|characters|bytes|words|lines|sentences|chunks|ns|us|ms|secs?|seconds?|minutes?|times?|"
+    r"latency|duration|ids?|index|idx|rank|seed|scores?|rewards?|loss|rates?|percent|pct)(?:$|[^a-z])"
+)
+"""Words in the name of a column that does not count tokens."""
 
 
 class Reader(RequestReader):
@@ -164,11 +172,14 @@ class Reader(RequestReader):
         left = [str(name) for name in records.frame.columns if name not in known]
         numeric = [name for name in left if not np.isnan(numbers(records.frame[name])).any()]
         chosen = next((group[0] for group in (numeric, left) if len(group) == 1), None)
-        if chosen is None:
+        words = re.sub(r"([a-z])([A-Z])", r"\1_\2", chosen or "").lower()
+        if chosen is None or _OTHER_UNIT.search(words):
             raise TraceError(
                 f"{records.file}: the column with the lengths is not clear: "
                 f"{', '.join(map(str, records.frame.columns))}; name one ({BY_OPTION.format('--column')})"
             )
+        if not _UNNAMED.fullmatch(chosen):
+            self.notes[f"{chosen} is taken for the tokens of each response"] = None
         return chosen
 
     def _listed(self, frame: pd.DataFrame, *kinds: str) -> list[str]:

@@ -151,13 +151,14 @@ def table_of(path: Path, most_bytes: int | None = None) -> pd.DataFrame:
             raise OSError(f"it has more than {MOST_JSON_BYTES >> 20} MiB, the most that is read")
         if (lines := data.count(b"\n")) > MOST_ROWS:
             raise OSError(f"it has {lines:,} lines, and at most {MOST_ROWS:,} are read")
-        first = data.lstrip()[: 1 << 16].partition(b"\n")[0]
+        first = data.lstrip(b"\r\n")[: 1 << 16].partition(b"\n")[0]
         # A comma may also be within a number.
         frame = _csv(data, max(";\t|,", key=lambda mark: first.count(mark.encode())))
     except pd.errors.EmptyDataError as error:
         raise TraceError(f"{path}: empty; wanted one response length per line") from error
     except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: not a CSV of response lengths: {error}") from error
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else error
+        raise TraceError(f"{path}: not a CSV of response lengths: {reason}") from error
     frame = pd.DataFrame({name: cells.fillna("").str.strip() for name, cells in frame.items()})
     frame.index = frame.index + 1
     frame = frame[(frame != "").any(axis=1)]

@@ -231,6 +231,27 @@ def test_a_column_that_is_not_there_is_named(tmp_path, option):
         of(tmp_path, NESTED, **{option: "usage.x"})
 
 
+@pytest.mark.parametrize("name", ["response_chars", "responseWords", "Latency (ms)", "generation_time", "score", "uid"])
+def test_a_lone_column_of_another_unit_is_refused(tmp_path, name):
+    (tmp_path / "a.csv").write_text(f"{name}\n7\n9\n")
+    with refused(TraceError, naming=("a.csv", name, "--column")):
+        import_dump(tmp_path / "a.csv")
+    check(import_dump(tmp_path / "a.csv", column=name), response_tokens=[7, 9])
+
+
+def test_a_lone_column_of_any_name_is_noted(tmp_path):
+    (tmp_path / "a.csv").write_text("n\n7\n9\n")
+    trace = import_dump(tmp_path / "a.csv")
+    check(trace, response_tokens=[7, 9])
+    assert trace.manifest.notes.startswith("n is taken")
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_the_index_of_a_data_frame_has_no_name(tmp_path, mark):
+    pd.DataFrame({"response_length": [7, 9]}).to_csv(tmp_path / "a.csv", sep=mark)
+    check(import_dump(tmp_path / "a.csv"), response_tokens=[7, 9])
+
+
 def test_a_column_of_a_dump_may_be_its_text(tmp_path):
     rows = [{"input": "q", "output": "x", "long": "a b c", "score": 0, "step": s} for s in (1, 2)]
     trace = dump(jsonl(tmp_path / "d" / "1.jsonl", *rows).parent, column="long")
@@ -259,8 +280,9 @@ def test_numbers_may_be_texts(tmp_path):
         (("1,23", "99"), (2, "1,23")),
         (("99", "-1"), (3, "-1")),
         (("99", ""), (3, "''")),
+        (("99", "99999999999"), (3, "99999999999", 2**31 - 1)),
     ],
-    ids=["thousands or decimals", "one or thousand", "millions", "k", "two behind", "negative", "empty"],
+    ids=["thousands or decimals", "one or thousand", "millions", "k", "two behind", "negative", "empty", "too many"],
 )
 def test_a_number_that_is_none_is_named(tmp_path, cells, facts):
     (tmp_path / "a.csv").write_text("step;length\n" + "".join(f"1;{cell}\n" for cell in cells))
