@@ -78,7 +78,6 @@ def compare(
     repeats: Annotated[int, typer.Option(help="Seeds, each the same for all policies.")] = 1,
     decision_block: options.DefaultDecisionBlock = None,
     jobs: options.Jobs = None,
-    ray_address: options.RayAddress = None,
     seed: options.Seed = 0,
     prefix: options.Prefix = "kept",
     max_tools: options.MaxTools = None,
@@ -119,12 +118,11 @@ def compare(
             chosen = named_policies(policies or _POLICIES)
             if len(chosen) < 2:
                 raise ConfigError(f"--policies {policies!r}: give at least two to compare")
-            rows = compare_policies(source, chosen, config, repeats=repeats, jobs=jobs, ray_address=ray_address)
+            rows = compare_policies(source, chosen, config, repeats=repeats, jobs=jobs)
         result, lines = {"policies": json_rows(rows)}, policy_table(rows, sampled=rl_steps is None)
     else:
-        if policies is not None or placement is not None or ray_address is not None:
-            raise ConfigError("--systems bring their policies and placement, and run on --jobs: leave out --policies, "
-                              "--placement and --ray")  # fmt: skip
+        if policies is not None or placement is not None:
+            raise ConfigError("--systems bring their policies and placement: leave out --policies and --placement")
         if gpus_per_worker is not None and stages is None and not config.is_on_machine:
             raise ConfigError("--gpus-per-worker places the stages of RL steps: give --stages")
         from tltlab.sim.comparison.systems import compare_systems

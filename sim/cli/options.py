@@ -72,9 +72,6 @@ MaxTools = Annotated[int | None, typer.Option(help="Tools that may run at once; 
 ToolSeconds = Annotated[
     float | None, typer.Option(help="Seconds of a tool between turns where the trace does not know. [default: refuse]")
 ]
-RayAddress = Annotated[
-    str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
-]
 LogCosts = Annotated[
     str | None,
     typer.Option(help="Of a log: costs whose level it shows, a preset, profile or file. [default: linear ones]"),

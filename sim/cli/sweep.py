@@ -58,7 +58,6 @@ def sweep(
     decision_block: options.DefaultDecisionBlock = None,
     seed: options.Seed = 0,
     jobs: options.Jobs = None,
-    ray_address: options.RayAddress = None,
     out: Annotated[
         Path | None, typer.Option(help="Write .csv, .json, or .png or .svg (a heat map); an interrupted sweep goes on.")
     ] = None,
@@ -96,7 +95,7 @@ def sweep(
     )  # fmt: skip
     journal = None if out is None else out.with_name(out.name + ".points")
     with progress_bar("points", len(axes.points())) as done, code_allowed(allow_code or ()):
-        grid = run(source, axes, policies, config, jobs=jobs, ray_address=ray_address, journal=journal, done=done)
+        grid = run(source, axes, policies, config, jobs=jobs, journal=journal, done=done)
     if grid.resumed:
         progress(f"{grid.resumed} points were done before")
     rows, swept = json_rows(grid.frame), [*axes.names, *(["systems"] if axes.systems else [])]

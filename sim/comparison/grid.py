@@ -150,7 +150,6 @@ def sweep(
     config: SimulationConfig = SimulationConfig(),
     *,
     jobs: int | None = 1,
-    ray_address: str | None = None,
     journal: Path | None = None,
     done: Callable[[str], None] = lambda point: None,
 ) -> SweepGrid:
@@ -162,9 +161,9 @@ def sweep(
     Where `rl_steps` are left open in a trace of more than 24, each point simulates a sample of its own: a point that
     varies more does not make the others slower, and the smaller sample is part of the larger one.
 
-    `jobs` processes, or a Ray cluster as in `compare`, share the points; the numbers do not depend on them. `journal`
-    is a file that each finished point is written to: a sweep of the same trace, settings and policies goes on where it
-    ended, with more values of an axis too, and another one is refused. `done` is called after each point.
+    `jobs` processes share the points; the numbers do not depend on them. `journal` is a file that each finished point
+    is written to: a sweep of the same trace, settings and policies goes on where it ended, with more values of an axis
+    too, and another one is refused. `done` is called after each point.
 
     Raises ConfigError, before anything is simulated, for what cannot be.
 
@@ -208,7 +207,7 @@ def sweep(
     places = dict(zip(map(_key, pending), _at(trace, axes, config, pending), strict=True))
     for rl_steps in [list(config.rl_steps)] if config.rl_steps is not None else samples(trace.rl_steps):
         tasks = [_task(axes, chosen, places[_key(point)], rl_steps) for point in pending]
-        found = zip(pending, side_by_side(tasks, jobs=jobs, ray_address=ray_address), strict=True)
+        found = zip(pending, side_by_side(tasks, jobs=jobs), strict=True)
         pending = []
         for point, (rows, is_enough) in found:
             if not is_enough and config.rl_steps is None and len(rl_steps) < len(trace.rl_steps):

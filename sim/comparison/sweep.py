@@ -54,38 +54,28 @@ class Comparison(pd.DataFrame):
                     xlabel="speed-up over the baseline (intervals: draws only)", reference=1.0)  # fmt: skip
 
 
-def sweep(
-    scenario: Scenario | TraceSource,
-    policies: Policies,
-    *,
-    jobs: int | None = 1,
-    ray_address: str | None = None,
-) -> pd.DataFrame:
+def sweep(scenario: Scenario | TraceSource, policies: Policies, *, jobs: int | None = 1) -> pd.DataFrame:
     """Simulate every policy on the scenario: one row per policy and RL step, in order, with `makespan_s`.
 
     `scenario` may be a trace as `simulate` takes it: then it is that of `Scenario.of`. `policies` are a dict of
     policies by name, a list or names with commas between, each as `simulate` takes it.
-    `jobs` processes share the policies; with `ray_address` ("auto", "local", or an address) they run on a Ray cluster
-    instead, `jobs` at a time, or as many as it has CPUs where jobs is 1. The numbers do not depend on either. Raises
-    ConfigError for jobs < 1 or a missing Ray.
+    `jobs` processes share the policies; the numbers do not depend on them. ConfigError for jobs < 1.
 
     >>> sweep("traces/tiny", "none,beg-mab").makespan_s.tolist()  # doctest: +SKIP
     """
     at_least(1, jobs=jobs)
     scenario = scenario if isinstance(scenario, Scenario) else Scenario.of(scenario)
-    return _swept(scenario, named_policies(policies), jobs, ray_address)
+    return _swept(scenario, named_policies(policies), jobs)
 
 
-def _swept(
-    scenario: Scenario, policies: Mapping[str, Policy], jobs: int | None, ray_address: str | None, outside: bool = False
-) -> pd.DataFrame:
+def _swept(scenario: Scenario, policies: Mapping[str, Policy], jobs: int | None, outside: bool = False) -> pd.DataFrame:
     """The table of `sweep`; with `outside` its `attrs` has `outside_calibration` of each policy."""
     scenario.check_acceptance(policies.values())
     # The longest begin first: the last to end then ends about when the others do.
     seconds = {name: expected_s(scenario, policy) for name, policy in policies.items()}
     order = sorted(policies, key=lambda name: -seconds[name])
     tasks = [partial(_simulated, scenario, policies[name], outside) for name in order]
-    results = side_by_side(tasks, jobs=jobs, ray_address=ray_address, expected_s=[seconds[name] for name in order])
+    results = side_by_side(tasks, jobs=jobs, expected_s=[seconds[name] for name in order])
     found = dict(zip(order, results, strict=True))
     steps = [step.rl_step for step in scenario.steps]
     table = pd.DataFrame(
@@ -127,7 +117,6 @@ def compare(
     baseline: str | None = None,
     repeats: int = 1,
     jobs: int | None = 1,
-    ray_address: str | None = None,
     **settings: Any,
 ) -> Comparison:
     """Compare policies, given as `sweep` takes them: one row each, the fastest first.
@@ -153,7 +142,7 @@ def compare(
     if baseline not in policies:
         raise ConfigError(f"the baseline {baseline!r} is none of the policies {', '.join(policies)}")
     at_least(1, repeats=repeats)
-    table = partial(_compared, policies, baseline, repeats, jobs, ray_address)
+    table = partial(_compared, policies, baseline, repeats, jobs)
     if isinstance(scenario, Scenario):
         return table(scenario, len(scenario.steps))
     scenarios = Scenarios(read(scenario), config.changed(settings, compare))
@@ -170,7 +159,6 @@ def _compared(
     baseline: str,
     repeats: int,
     jobs: int | None,
-    ray_address: str | None,
     scenario: Scenario,
     num_rl_steps_of: int,
 ) -> Comparison:
@@ -178,7 +166,7 @@ def _compared(
     strategies = strategies_run(*policies.values())
     drafters = scenario.registry_of(policies)
     seeded = [replace(scenario, seed=scenario.seed + k) for k in range(repeats)]
-    tables = [_swept(repeat, policies, jobs, ray_address, outside=repeat is seeded[0]) for repeat in seeded]
+    tables = [_swept(repeat, policies, jobs, outside=repeat is seeded[0]) for repeat in seeded]
     means = pd.concat(tables).groupby(["policy", "rl_step"])["makespan_s"].mean()
     bound_s = float(np.mean([repeat.bounds_s(strategies, drafters) for repeat in seeded]))
     base = means[baseline].to_numpy()

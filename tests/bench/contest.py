@@ -20,12 +20,13 @@ from bench.harness import Progress, Table, Text, quiet
 from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.beg_mab import BegMab, paper_buckets
-from tltlab.policies.engines import AcceptedThresholds, ContextTable
+from tltlab.policies.engines import AcceptedThresholds
 from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import Policy
-from tltlab.policies.simple import BatchTable
+from tltlab.policies.simple import BatchTable, bucket_of
 from tltlab.policies.specs import AdaptiveSpec, CustomSpec, NoneSpec
 from tltlab.sim.comparison.jobs import side_by_side
+from tltlab.state import Choice, StepState
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -56,6 +57,19 @@ BANDS = (1, 2, 4, 8, 16, 32, 64)
 """Batches from which buckets begin that pool no rewards of batches further apart than twice."""
 
 GOAL_WORST, GOAL_MEAN, GOAL_ORACLE = 1.02, 0.98, 1.03
+
+
+class ContextTable(BatchTable):
+    """A strategy for each range of mean context per request, in tokens: vLLM's proposal #54801.
+
+    `rows` are (min_tokens, strategy) with ascending min_tokens, as in `BatchTable`.
+    """
+
+    memoryless = False
+
+    def choose(self, state: StepState) -> Choice:
+        bucket = bucket_of(self.thresholds, int(state.context_tokens / max(state.batch, 1)))
+        return Choice(self.rows[bucket], bucket=bucket)
 
 
 def policies_for(regime: PolicyRegime) -> dict[str, Policy]:

@@ -1,4 +1,4 @@
-"""Policies that engines ship: SGLang's thresholds on accepted tokens, vLLM's table over contexts and its budget.
+"""Policies that engines ship: SGLang's thresholds on accepted tokens, and vLLM's budget.
 
 vLLM's table over batch sizes (#32374) is `BatchTable`; SGLang's profiled costs (#28045) are `Goodput` with a measured
 cost model. Built from the public descriptions and sources, to compare with.
@@ -22,7 +22,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .goodput import COSTS
 from .selector import Selector
-from .simple import BatchTable, bucket_of, checked_thresholds
+from .simple import bucket_of, checked_thresholds
 
 SGLANG_STEPS: tuple[tuple[int, tuple[int, ...], float], ...] = (
     (1, (1, 3, 5, 7), -0.25),
@@ -111,23 +111,6 @@ def _moved(slot: _Slot) -> int:
         while at < len(depths) - 1 and slot.accepted > depths[at] - 0.5:
             at += 1
     return at
-
-
-class ContextTable(BatchTable):
-    """A strategy for each range of mean context per request, in tokens: vLLM's proposal #54801.
-
-    `rows` are (min_tokens, strategy) with ascending min_tokens, as in `BatchTable`.
-
-    >>> table = ContextTable([(1, Strategy.chain("learned", 5)), (131072, NO_SPECULATION)])
-    >>> str(table.choose(StepState(rl_step=0, batch=2, context_tokens=3e5)).strategy)
-    'none'
-    """
-
-    memoryless = False
-
-    def choose(self, state: StepState) -> Choice:
-        bucket = bucket_of(self.thresholds, int(state.context_tokens / max(state.batch, 1)))
-        return Choice(self.rows[bucket], bucket=bucket)
 
 
 class VerificationBudget(DraftBudget):

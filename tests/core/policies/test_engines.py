@@ -1,9 +1,8 @@
-"""What engines ship: SGLang's thresholds on accepted tokens, vLLM's table over context lengths."""
+"""What engines ship: SGLang's thresholds on accepted tokens."""
 
 import pytest
 
-from tltlab.policies.engines import AcceptedThresholds, ContextTable
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.policies.engines import AcceptedThresholds
 from tltlab.testing import check_selector
 
 from .iterations import pick, ran, teach
@@ -19,7 +18,6 @@ def depth_after(policy: AcceptedThresholds, accepted: float, times: int, batch: 
 
 def test_they_keep_the_contract_of_selectors():
     check_selector(lambda rng: AcceptedThresholds("learned"))
-    check_selector(lambda rng: ContextTable([(1, Strategy.chain("ngram", 4)), (500, NO_SPECULATION)]))
 
 
 @pytest.mark.parametrize(("accepted", "batch", "depth"), [(7, 2, 7), (0, 2, 1), (2, 2, 3), (7, 64, 0)])
@@ -40,8 +38,3 @@ def test_thresholds_count_outcomes_of_their_depth_only():
     late = next(s for s in policy.strategies if s.speculates and s != pick(policy, 2))
     teach(policy, late, ran(late, 2, 0.01))
     assert policy.state_dict() == before
-
-
-def test_a_context_table_goes_by_the_mean_context_of_a_request():
-    table = ContextTable([(1, Strategy.chain("ngram", 4)), (1000, NO_SPECULATION)])
-    assert [pick(table, 4, context_tokens=tokens).draft_depth for tokens in (3996.0, 4000.0)] == [4, 0]

@@ -82,25 +82,6 @@ def test_a_sweep_is_its_simulations(scenario: Scenario):
     assert found["policy"].tolist() == [name for name in policies for _ in range(4)]
 
 
-@pytest.mark.engine
-def test_a_ray_cluster_does_not_change_the_numbers(scenario: Scenario):
-    policies = random_tables(3)
-    pd.testing.assert_frame_equal(sweep(scenario, policies, jobs=2, ray_address="local"), sweep(scenario, policies))
-
-
-def test_a_local_cluster_is_one_of_its_own(scenario: Scenario, monkeypatch: pytest.MonkeyPatch):
-    asked: list[str | None] = []
-
-    def init(address: str | None, **_: object) -> None:
-        asked.append(address)
-        raise ConnectionError("it does not start")
-
-    monkeypatch.setattr("ray.init", init)
-    with refused(ConfigError):
-        sweep(scenario, random_tables(1), ray_address="local")
-    assert asked == ["local"], "Ray takes None for any cluster that it finds"
-
-
 def test_a_comparison_is_paired(scenario: Scenario):
     found = compare(scenario, {"plain": load_policy("none"), "again": load_policy("none"), **random_tables(1)})
     again = found.set_index("policy").loc["again"]
@@ -216,12 +197,6 @@ def test_what_is_no_trace_is_refused():
     for run in (lambda: tune(3), lambda: simulate(3, "none"), lambda: simulate(None, "none")):
         with refused(TraceError):
             run()
-
-
-@pytest.mark.engine
-def test_an_unknown_cluster_is_refused(scenario: Scenario):
-    with refused(ConfigError, naming=("nonsense://x",)):
-        sweep(scenario, random_tables(2), jobs=2, ray_address="nonsense://x")
 
 
 @pytest.mark.parametrize("source", [Halving, Halving(), Drawing, lambda rng: Drawing(rng=rng)])
