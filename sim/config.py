@@ -20,7 +20,6 @@ from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.calibration.acceptance.logged import LoggedDrafting
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.config import faults_in
-from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.costs.deployment import Deployment
@@ -67,7 +66,6 @@ class SimulationConfig:
 
     `spot` (settings, a file, or "tlt") trains the drafter on idle workers: the next RL step finds it with these
     updates and age 0, which counts where the acceptance is of kind "fresh"; without it the drafter ages.
-    `coordinator` selects which idle workers train.
 
     Of responses of several turns, what a turn leaves in the KV cache is there for the next one while there is room, or
     it is computed again (`prefix`); at most `max_tools` tools run at once, and one takes `tool_s` where the trace does
@@ -91,7 +89,6 @@ class SimulationConfig:
     max_response_tokens: int | None = None
     prefix_caching: bool = False
     spot: SpotTraining | Source | None = None
-    coordinator: CoordinatorConfig | None = None
     workload: Workload | None = None
     online_updates: int = 0
     admission: Admission | SharedBuffer | None = None
@@ -142,11 +139,6 @@ class SimulationConfig:
         )  # fmt: skip
         return resolved, machine
 
-    @property
-    def placement_name(self) -> str:
-        """Name of the placement in texts."""
-        return _label(self.placement, "contiguous")
-
     def changed(self, settings: Mapping[str, Any], function: Callable[..., Any]) -> Self:
         """With these fields in place of its own; ConfigError for a keyword that neither they nor `function` have."""
         names = [field.name for field in fields(self)]
@@ -166,7 +158,7 @@ class SimulationConfig:
         beside = beside_trace(trace, "costs.json")
         default = str(beside or "cpu-small (the default: the trace has no costs)")
         model = load_costs(self.costs if self.costs is not None else beside or "cpu-small")
-        return model, _label(self.costs, default)
+        return model, named(self.costs, default)
 
     def find_acceptance(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
         """The acceptance model, and what a user calls it or where it is from; None where nothing is known."""
@@ -183,7 +175,7 @@ class SimulationConfig:
         if table is not None and len(table):
             return TraceAcceptance(table), "the trace's own"
         if self.acceptance is None and (beside := beside_trace(trace, "acceptance.json")):
-            return load_acceptance(beside), _shortest(beside)
+            return load_acceptance(beside), min(str(beside), os.path.relpath(beside), key=len)
         rows = trace.arrow("iterations")
         if rows is not None and pc.any(pc.greater(rows["draft_depth"], 0)).as_py():
             measured, _ = fit_acceptance(rows.to_pandas(), trace.drafters)
@@ -194,11 +186,6 @@ class SimulationConfig:
         if self.acceptance is not None:
             raise ConfigError(f"acceptance 'trace': {UNKNOWN.format('ngram')}")
         return None, None
-
-
-def _shortest(path: Path) -> str:
-    """The path as it is or from the current folder, whichever is shorter."""
-    return min(str(path), os.path.relpath(path), key=len)
 
 
 def decision_interval(trace: Trace) -> int:
@@ -244,7 +231,7 @@ def beside_trace(trace: Trace, name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
-def _label(source: object, default: str) -> str:
+def named(source: object, default: str) -> str:
     """The name that a user gave the source, else its kind."""
     if source is None:
         return default

@@ -169,7 +169,7 @@ class Scenario(SimulationConfig):
         registry = self.registry_of({"": policy})
         drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
         budgets = budgets_of(policy, self.workers)
-        trainer = None if self.spot is None else SimulatedSpotTrainer(self.spot, self.coordinator)
+        trainer = None if self.spot is None else SimulatedSpotTrainer(self.spot)
         selectors = [policy.build(np.random.default_rng(list(words))) for words in entropy]
         fluid = {WHOLE_TOKENS: "mode 'fluid' has expected tokens; simulate with mode 'sampled'"}
         refuse_needs(selectors[0], fluid if self.mode == "fluid" else {})

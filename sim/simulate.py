@@ -23,7 +23,7 @@ from tltlab.strategy import Strategy
 from tltlab.traces import metrics
 from tltlab.traces.trace import Manifest, Trace
 
-from .config import SimulationConfig
+from .config import SimulationConfig, named
 from .scenario import Scenario, budgets_of, policy_name, strategies_run
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class SimResult:
         bounds_s, found = self.bounds_s(), self._totals
         strategies = dict.fromkeys(strategy for each in found for strategy in each.strategies)
         speculates = any(strategy.speculates for strategy in strategies)
-        outside = _outside_share(self.scenario, found)
+        outside = outside_calibration(self.scenario, self.rollouts, found)
         evidence = self.scenario.evidence(strategies, outside or ())
         bound_s = float(np.mean(bounds_s)) if bounds_s is not None else None
         return metrics.summary(self._measured, workers=self.scenario.workers) | {
@@ -193,12 +193,12 @@ class SimResult:
     @cached_property
     def _totals(self) -> tuple[Totals, ...]:
         """By RL step; the macro-steps themselves are not kept."""
-        return _totals(self.rollouts, self.scenario)
+        return totals(self.rollouts, self.scenario)
 
     @property
     def mean_accept_length(self) -> float | None:
         """Over all speculative iterations, as in `summary`."""
-        return _accept_length(self._totals)
+        return accept_length(self._totals)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +221,7 @@ class Totals:
 _OUTSIDE = ("acceptance", "batch", "verified_tokens", "context_tokens")
 
 
-def _totals(rollouts: Sequence[SimulatedRollout], scenario: Scenario | None = None) -> tuple[Totals, ...]:
+def totals(rollouts: Sequence[SimulatedRollout], scenario: Scenario | None = None) -> tuple[Totals, ...]:
     """The sums over each rollout, one after another; what is outside is that of the scenario's costs and acceptance."""
     found = []
     for rollout in rollouts:
@@ -273,25 +273,20 @@ def _busy_s(c: Columns, worker: Ints, until_s: float) -> dict[str, float]:
     return {f"worker {w}": float(part.sum()) for w, part in zip(dict.fromkeys(at.tolist()), each, strict=False)}
 
 
-def accept_length(rollouts: Sequence[SimulatedRollout]) -> float | None:
+def accept_length(found: Sequence[Totals]) -> float | None:
     """Tokens per request and speculative iteration; None where there was none."""
-    return _accept_length(_totals(rollouts))
-
-
-def _accept_length(found: Sequence[Totals]) -> float | None:
     pairs = sum(each.pairs for each in found)
     return math.fsum(token for each in found for token in each.tokens.tolist()) / pairs if pairs else None
 
 
-def outside_calibration(scenario: Scenario, rollouts: Sequence[SimulatedRollout]) -> dict[str, float] | None:
+def outside_calibration(
+    scenario: Scenario, rollouts: Sequence[SimulatedRollout], found: Sequence[Totals] = ()
+) -> dict[str, float] | None:
     """The shares of iterations outside the range that costs or acceptance were fitted on, only those above 0.
 
-    None where neither records its range.
+    None where neither records its range. `found` are the rollouts' `totals` where they are known.
     """
-    return _outside_share(scenario, _totals(rollouts, scenario))
-
-
-def _outside_share(scenario: Scenario, found: Sequence[Totals]) -> dict[str, float] | None:
+    found = found or totals(rollouts, scenario)
     outside = {name: sum(each.outside[name] for each in found) for name in _OUTSIDE}
     if scenario.costs.calibrated is None and not outside["acceptance"]:
         return None
@@ -351,6 +346,7 @@ def simulated(
     started = time.perf_counter()
     rollouts = tuple(each.settled() for each in scenario.each_rollout(chosen, record_rewards=record_iterations))
     wall_s = time.perf_counter() - started
+    placement = named(scenario.placement, "contiguous")
     manifest = source.model_copy(
         update={
             "kind": "simulated",
@@ -360,7 +356,7 @@ def simulated(
             "seed": scenario.seed,
             "source": source.name or source.source,
             "drafters": drafters.own,
-            "notes": f"simulated: policy {name}, placement {scenario.placement_name}, mode {scenario.mode}",
+            "notes": f"simulated: policy {name}, placement {placement}, mode {scenario.mode}",
         }
     )
     return SimResult(

@@ -96,12 +96,9 @@ class _Joined:
 
     def column(self, name: str) -> Ints:
         """A column of whole numbers."""
-        table, at = self._place(name)
-        return np.asarray(table[name].to_numpy(), np.int64)[at]
-
-    def _place(self, name: str) -> tuple[pa.Table, Ints]:
         workload, outcomes = self.tables
-        return (workload, self.workload) if name in workload.column_names else (outcomes, self.outcomes)
+        table, at = (workload, self.workload) if name in workload.column_names else (outcomes, self.outcomes)
+        return np.asarray(table[name].to_numpy(), np.int64)[at]
 
     def requests(self, rl_steps: Sequence[int], cap: int | None) -> Iterator[Requests]:
         """Yield the requests of each of these RL steps, cut at `cap` tokens. ConfigError for one without a row."""

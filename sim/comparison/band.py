@@ -101,20 +101,15 @@ class Band:
         """True if a slowdown is within the range."""
         return self.low < 1.0
 
-    def ends(self, part: Part) -> Ends:
-        """The speed-up at the ends of one input's range."""
-        return self.estimate * math.exp(part.low), self.estimate * math.exp(part.high)
-
     def ends_json(self) -> dict[str, float]:
         """The speed-up and its range."""
         return {"mean": self.estimate, "low": self.low, "high": self.high}
 
     def json(self) -> dict[str, Any]:
         """The range and, by input, the speed-up at the ends of that one's range and its share of the variance."""
+        at, exp = self.estimate, math.exp
         parts = [
-            {"name": part.name, "low": low, "high": high, "share": part.share}
-            for part in self.parts
-            for low, high in [self.ends(part)]
+            {"name": p.name, "low": at * exp(p.low), "high": at * exp(p.high), "share": p.share} for p in self.parts
         ]
         return {"low": self.low, "high": self.high, "level": LEVEL, "parts": parts}
 
@@ -123,11 +118,9 @@ class Band:
         >>> str(Band.of(1.33, {"costs": (-0.4, 0.45), "acceptance": (-0.2, 0.1)}))
         '1.33x (90 % range 0.9x to 2.1x, mostly cost-model error)'
         """
-        first, *others = sorted(self.parts, key=lambda part: -part.share)
-        named = [part for part in (first, *others) if part.share >= 0.25]
-        why = f", mostly {WORDS[first.name]}" if first.share >= 0.6 else ""
-        if not why and named:
-            why = f", from {' and '.join(WORDS[part.name] for part in named)}"
+        parts = sorted(self.parts, key=lambda part: -part.share)
+        named = [WORDS[part.name] for part in parts if part.share >= 0.25]
+        why = f", mostly {named[0]}" if parts[0].share >= 0.6 else f", from {' and '.join(named)}" if named else ""
         return f"{self.estimate:.2f}x (90 % range {self.range_text}{why})"
 
     @property
@@ -199,8 +192,8 @@ def at_range_ends(scenario: Scenario, errors: InputErrors) -> dict[Source, list[
     There are none of acceptance where no error of it is open, and where it is replayed and cannot be moved.
     """
     model, tokens = scenario.acceptance, errors.tokens
-    ends: dict[Source, list[Scenario]] = {"costs": [_with_costs(scenario, f) for f in _costs_ends(errors.speed_up)]}
-    ends["acceptance"] = []
+    costs = [ScaledCosts.around(scenario.costs, speculative=factor) for factor in _costs_ends(errors.speed_up)]
+    ends: dict[Source, list[Scenario]] = {"costs": [replace(scenario, costs=c) for c in costs], "acceptance": []}
     if model is not None and tokens and model.varies_by != "position":
         ends["acceptance"] = [
             _with_tokens(scenario, model, {name: pair[end] for name, pair in tokens.items()}) for end in (0, 1)
@@ -226,7 +219,8 @@ def bands(
     `side_by_side`.
     """
     moved = at_range_ends(scenario, errors)
-    drawn = [] if len(scenario.steps) >= _FEW_STEPS else _draws(scenario)
+    rng = np.random.default_rng(scenario.seed)
+    drawn = [resampled(scenario, rng) for _ in range(_DRAWS)] if len(scenario.steps) < _FEW_STEPS else []
     used, none = policy(scenario), load_policy("none")
     ends = [end for ends in moved.values() for end in ends]
     runs = [(end, policy(end)) for end in ends] + [(draw, used) for draw in drawn]
@@ -312,11 +306,6 @@ def resampled(scenario: Scenario, rng: np.random.Generator) -> Scenario:
     return replace(scenario, steps=tuple(steps), queues=tuple(queues))
 
 
-def _draws(scenario: Scenario) -> list[Scenario]:
-    rng = np.random.default_rng(scenario.seed)
-    return [resampled(scenario, rng) for _ in range(_DRAWS)]
-
-
 def _drawn(step: Requests, rng: np.random.Generator) -> Requests:
     """An RL step of groups that are drawn, in the order of the step."""
     chains = step.chains
@@ -382,11 +371,6 @@ def with_overhead(scenario: Scenario, strategies: Sequence[Strategy], error: flo
         return []
     factors = (max(0.0, 1.0 + (end - 1.0) * (adds + plain_s) / adds) for end in _costs_ends(error))
     return [replace(scenario, costs=ScaledCosts.around(costs, overhead=factor)) for factor in factors]
-
-
-def _with_costs(scenario: Scenario, factor: float) -> Scenario:
-    """The scenario whose speculative iterations take `factor` times as long."""
-    return replace(scenario, costs=ScaledCosts.around(scenario.costs, speculative=factor))
 
 
 def _with_tokens(scenario: Scenario, model: Acceptance, factors: Mapping[str, float]) -> Scenario:

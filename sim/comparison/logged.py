@@ -97,8 +97,7 @@ class LoggedRun:
             return run
         sample = next(samples(timed))
         measured_s = rows.loc[sample, part].to_numpy()
-        simulated_s = run.seconds(sample)
-        level = float(measured_s.sum() / simulated_s.sum())
+        level = float(measured_s.sum() / run.seconds(sample).sum())
         own, _ = scenarios.config.find_costs(trace)
         costs = ScaledCosts.around(own, level=level, switch_s=own.switch_s * level, outside_s=own.outside_s * level)
         subject = "rollouts" if part == "rollout" else "waiting for rollouts, which go on beside training"
@@ -107,7 +106,7 @@ class LoggedRun:
             f"times those of {machine.name if machine else scenarios.costs_name}: simulated ones are scaled to them"
         )
         return cls(
-            scenarios=scenarios.costing(costs), stages=mean_stages(table, trace.manifest.name or "a log"),
+            scenarios=scenarios.under(costs=costs), stages=mean_stages(table, trace.manifest.name or "a log"),
             drafting=run.drafting, share=share.estimate, level=level, notes=(note,),
         )  # fmt: skip
 
@@ -118,9 +117,9 @@ class LoggedRun:
 
     def strategy(self, rl_step: int) -> Strategy:
         """Strategy of the log's run in an RL step."""
-        drafting = self.drafting
-        drafted = drafting is not None and drafting.accept_length.get(rl_step, np.nan) >= 1.0
-        return drafting.strategy if drafting is not None and drafted else NO_SPECULATION
+        if self.drafting is None or not self.drafting.accept_length.get(rl_step, np.nan) >= 1.0:
+            return NO_SPECULATION
+        return self.drafting.strategy
 
     def seconds(self, rl_steps: Sequence[int]) -> Floats:
         """Simulated seconds of rollouts that draft as the log's did, each with its own accept length."""

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tltlab.acceptance.base import Acceptance
-from tltlab.costs.base import CostModel
 from tltlab.planning.placement import PLACEMENTS
 from tltlab.sim.config import SimulationConfig, load_spot_training
 from tltlab.sim.scenario import Scenario, described
@@ -59,17 +58,6 @@ def samples(rl_steps: Sequence[int]) -> Iterator[list[int]]:
     yield list(rl_steps)
 
 
-def from_a_sample(
-    rl_steps: Sequence[int], answer: Callable[[list[int]], Answer], enough: Callable[[Answer], bool]
-) -> Answer:
-    """Answer from as many of these RL steps as are `enough`: 8, 24, 72, ..., all; from all of 24 or fewer."""
-    for sample in samples(rl_steps):
-        found = answer(sample)
-        if enough(found):
-            break
-    return found
-
-
 def sample_text(nums: Iterable[int], num_of: int, *, sampled: bool) -> str:
     """How many of `num_of` RL steps were simulated, in words; `sampled` if the command chose them.
 
@@ -108,10 +96,13 @@ class Scenarios:
         self._shared: dict[tuple[Any, ...], Scenario] = {}
 
     def answer(self, answer: Callable[[list[int]], Answer], enough: Callable[[Answer], bool]) -> Answer:
-        """Answer from the RL steps of the settings, or from a sample where the settings name none."""
-        if self.config.rl_steps is not None:
-            return answer(list(self.config.rl_steps))
-        return from_a_sample(self.run, answer, enough)
+        """Answer from the RL steps of the settings, or where they name none from as many `samples` as are `enough`."""
+        rl_steps = self.config.rl_steps
+        for sample in samples(self.run) if rl_steps is None else [list(rl_steps)]:
+            found = answer(sample)
+            if enough(found):
+                break
+        return found
 
     def only(self, rl_steps: Sequence[int]) -> Scenarios:
         """The same with no more of the trace than these RL steps: for other processes."""
@@ -119,16 +110,10 @@ class Scenarios:
         part.trace, part._shared = self._part(rl_steps), {}
         return part
 
-    def with_decision_block(self, decision_block: int) -> Scenarios:
-        """The same with so many iterations between decisions."""
+    def under(self, **settings: Any) -> Scenarios:
+        """The same with other costs, or another decision block."""
         other = copy(self)
-        other.config = replace(self.config, decision_block=decision_block)
-        return other
-
-    def costing(self, costs: CostModel) -> Scenarios:
-        """The same with other costs."""
-        other = copy(self)
-        other.config, other._shared = replace(self.config, costs=costs), {}
+        other.config, other._shared = replace(self.config, **settings), {} if "costs" in settings else self._shared
         return other
 
     def of(self, rl_steps: Sequence[int], **changes: Any) -> Scenario:

@@ -15,7 +15,6 @@ from tltlab.acceptance.base import Acceptance, GeometricAcceptance
 from tltlab.acceptance.context import ContextAcceptance
 from tltlab.acceptance.load import DEFAULT, load_acceptance, with_drafter
 from tltlab.acceptance.per_drafter import PerDrafter
-from tltlab.arrays import Floats
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.costs.base import CostModel
 from tltlab.costs.deployment import GPUS
@@ -117,7 +116,9 @@ def what_if(
         gpus=gpus, model=model, engine=engine, tp=tp, costs=costs, workers=workers, acceptance=acceptance, seed=seed,
         rl_steps=chosen,
     )  # fmt: skip
-    if all(option is None for option in (gpus, model, engine, tp, costs)) and not _has_costs(trace, workers):
+    counted = workers is not None or trace.manifest.num_workers is not None
+    has_costs = counted and beside_trace(trace, "costs.json") is not None
+    if all(option is None for option in (gpus, model, engine, tp, costs)) and not has_costs:
         config = replace(config, **({"gpus": GPUS} | machine_of(trace)))
     config, recorded = _with_acceptance(config, trace, accept, drafter)
     logged = LoggedRun.of(Scenarios(trace, config))
@@ -146,6 +147,8 @@ def what_if(
     scenario, plain, best, base = found.scenario, found.plain, found.chosen, found.base
     evidence = scenario.evidence(best.policy.strategies)
     is_known = scenario.costs.evidence is not None
+    # The RL step of median rollout time, the lower of two.
+    median = int(np.argsort(base.rollout_s, kind="stable")[(len(base.rollout_s) - 1) // 2])
     return WhatIf(
         trace=trace, used=source.used, ignored=source.ignored, workers=scenario.workers, chosen=best,
         setting=machine.name if machine else f"costs {scenario.costs_name}", costs_name=scenario.costs_name,
@@ -162,13 +165,8 @@ def what_if(
         training=drafter_training(trace, scenario), drafters=tuple(drafters), recorded=recorded,
         acceptance=scenario.granted(strategies)["acceptance"], num_rl_steps=len(scenario.steps),
         is_sampled=scenarios.is_sampled, wall_s=time.perf_counter() - started,
-        example=scenarios.of([_median_step(scenario, base.rollout_s)]),
+        example=scenarios.of([scenario.steps[median].rl_step]),
     )  # fmt: skip
-
-
-def _median_step(scenario: Scenario, rollout_s: Floats) -> int:
-    """The simulated RL step of median rollout time, the lower of two."""
-    return scenario.steps[int(np.argsort(rollout_s, kind="stable")[(len(rollout_s) - 1) // 2])].rl_step
 
 
 def _with_acceptance(
@@ -184,12 +182,6 @@ def _with_acceptance(
     if known is None:
         return replace(config, acceptance=DEFAULT), False
     return config, config.acceptance in (None, "trace")
-
-
-def _has_costs(trace: Trace, workers: int | None) -> bool:
-    """Return whether a trace in a folder brings costs of its own and the number of workers is known."""
-    counted = workers is not None or trace.manifest.num_workers is not None
-    return counted and beside_trace(trace, "costs.json") is not None
 
 
 def _chance(model: Acceptance, drafters: Sequence[str]) -> float | None:
@@ -216,12 +208,6 @@ class _Found:
     bands: tuple[Band, Band | None]
     running: Running | None
     systems: pd.DataFrame
-
-    @property
-    def speedup_error(self) -> float | None:
-        """How far the verdict's speed-up is off where its costs are at fault; None: not known."""
-        error: float | None = self.scenario.evidence(self.chosen.policy.strategies)["speedup_error"]
-        return error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +248,7 @@ class _Question:
         ranges = self._bands(scenario, chosen, base)
         self.on_stage("90 % range", total)
         systems = SystemComparison(
-            scenarios=scenarios.with_decision_block(self.block), systems=self.compared,
+            scenarios=scenarios.under(decision_block=self.block), systems=self.compared,
             beside=[(THE_VERDICT, chosen.policy)], stages=stages, jobs=self.jobs, ranges=False,
         ).table(rl_steps)  # fmt: skip
         self.on_stage(f"systems {', '.join(systems['system'])}", total)
@@ -283,7 +269,6 @@ class _Question:
         """The ranges of the verdict; a table that drafts nothing has those of the best ones at the inputs' ends."""
         strategies = [s for s in chosen.policy.strategies if s.speculates]
         errors = InputErrors.of(scenario, strategies or self.strategies, self.scenarios.trace, recorded=self.recorded)
-
         if self.logged.share is not None:
             errors = replace(errors, seconds=0.0, stages=0.0)
 
@@ -295,7 +280,8 @@ class _Question:
     def is_enough(self, found: _Found) -> bool:
         """True if RL steps more would not make the speed-ups much surer, as their costs are off."""
         ratios = [ratio for s in found.speed_ups for ratio in (s.rollout, s.rl_step) if ratio is not None]
-        return small(ratios, found.speedup_error) and ratios_are_small(found.systems)
+        error = found.scenario.evidence(found.chosen.policy.strategies)["speedup_error"]
+        return small(ratios, error) and ratios_are_small(found.systems)
 
     def _at(self, rl_steps: Sequence[int], chance: float | None) -> Scenario:
         """The scenario where another share of the drafter's tokens is accepted than is granted."""

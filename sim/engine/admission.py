@@ -9,15 +9,14 @@ done. Lengths of samples beyond a trace's group are drawn from their prompt's ow
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
-from tltlab.arrays import Floats
 from tltlab.planning.composition import Admission, SharedBuffer
 from tltlab.planning.dispatch import group_estimate, may_start
 
@@ -52,11 +51,6 @@ class PromptGroup:
     needed: int
     jobs: list[Job] = field(default_factory=list)
     num_done: int = 0
-
-    @property
-    def oldest(self) -> int | None:
-        """The version that its first response was begun with, None before it has any."""
-        return min((job.version for job in self.jobs if job.version is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,15 +110,10 @@ class Stream:
         step = self._whole[source]
         group = PromptGroup(needed=len(indices))
         extra = math.ceil(self.admission.samples * len(indices)) - len(indices)
-        lengths = [step.response_tokens[i] for i in indices]
-        draws: Floats = uniforms(
-            request_seeds(self.seed, [step.keys[indices[0]]]), np.array([(repeat + 1) << 41]), extra
-        )[0]
-        chosen = [*indices, *(indices[int(u * len(indices))] for u in draws)]
-        lengths += [step.response_tokens[i] for i in chosen[len(indices) :]]
+        (draws,) = uniforms(request_seeds(self.seed, [step.keys[indices[0]]]), np.array([(repeat + 1) << 41]), extra)
         # The order within a group is independent of lengths: samples are in the trace's order.
-        for sample, (i, length) in enumerate(zip(chosen, lengths, strict=True)):
-            group.jobs.append(Job(source=source, index=i, sample=sample, length=length, group=group))
+        for sample, i in enumerate([*indices, *(indices[int(u * len(indices))] for u in draws)]):
+            group.jobs.append(Job(source=source, index=i, sample=sample, length=step.response_tokens[i], group=group))
         return group
 
     def begin(self, k: int) -> Round:
@@ -168,10 +157,12 @@ class Stream:
 
     def _drop(self, max_age: int) -> None:
         """Forget groups that would be too old if this step trained them."""
-        young = [g for g in self._open if g.oldest is None or self.version - g.oldest <= max_age]
-        staying = set(map(id, young))
+        young = []
         for group in self._open:
-            if id(group) not in staying:
+            oldest = min((job.version for job in group.jobs if job.version is not None), default=self.version)
+            if self.version - oldest <= max_age:
+                young.append(group)
+            else:
                 self.num_dropped += sum(job.began for job in group.jobs)
                 self.wasted_tokens += sum(job.generated for job in group.jobs)
         self._open = young
@@ -285,28 +276,25 @@ class Stream:
         return trained
 
 
-class RequestFeed(Protocol):
-    """Hands requests to workers during a rollout."""
+class RequestFeed(ABC):
+    """Hands requests to workers during a rollout, until it has `stopped`."""
 
-    max_iterations: int
-    stopped: bool
+    stopped = False
 
+    @abstractmethod
     def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
         """These are done; what begins on this worker, whose KV cache has so much room left."""
 
-    def leave(self, request: int, generated: float) -> None:
-        """A request that the rollout leaves."""
+    def leave(self, request: int, generated: float) -> None:  # noqa: B027
+        """A request that the rollout leaves, with what it has generated in it."""
 
 
-class BufferFeed:
+class BufferFeed(RequestFeed):
     """One buffer for all workers: probes first, then the group with the largest estimate (`SharedBuffer`).
 
     Running requests may outgrow their reservation; then the scheduler preempts as ever. O(waiting) per request taken
     where estimates have changed.
     """
-
-    max_iterations = MOST_ITERATIONS
-    stopped = False
 
     def __init__(self, requests: Requests, num_workers: int, capacity: int | None, rule: SharedBuffer) -> None:
         self._requests = requests
@@ -357,7 +345,6 @@ class BufferFeed:
             queues[worker].append(chosen)
 
     def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
-        """These are done; what begins on this worker."""
         for request in (self._first[last] for last in requests if last in self._first):
             name = self._requests.keys[request][1]
             self._finished.setdefault(name, []).append(self._tokens[request])
@@ -370,23 +357,17 @@ class BufferFeed:
             room_tokens -= self._needs(chosen)
         return admissions
 
-    def leave(self, request: int, generated: float) -> None:
-        """Nothing is left: a rollout ends when all have ended."""
 
-
-class RoundFeed:
+class RoundFeed(RequestFeed):
     """Hands the requests of a round to its workers, and signals the end of the round.
 
     Those that may run at once are shared out in order to the worker with the fewest; each end lets the next begin.
     """
 
-    max_iterations = MOST_ITERATIONS
-
     def __init__(self, stream: Stream, work: Round, num_workers: int) -> None:
         self.stream = stream
         self.work = work
         self.counts = [0] * num_workers
-        self.stopped = False
         self._next = 0
         self._running = 0
         # A response without tokens (an abort before its first) takes no time.
@@ -417,7 +398,6 @@ class RoundFeed:
         return self.work.first_of[self._next - 1]
 
     def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
-        """These are done; what begins on this worker in their place, whatever its room."""
         work, num_ended = self.work, 0
         for request in requests:
             job = work.job_of[request]
@@ -435,5 +415,4 @@ class RoundFeed:
         return admissions
 
     def leave(self, request: int, generated: float) -> None:
-        """A request that the round leaves, with what it has generated in it."""
         self.work.job_of[request].generated += generated

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,13 +89,10 @@ class Gains(ABC):
     """
 
     is_steady: bool = False
+    steady_gains: Callable[[Strategy, int], Floats] | None = None
     is_apart: bool = True
     shares_out: bool = False
     """A budget sets how many tokens are drafted for each request, and sees `Batch.state`."""
-
-    @property
-    def steady_gains(self) -> Callable[[Strategy, int], Floats] | None:
-        return None
 
     @abstractmethod
     def ahead(self, batch: Batch, regime: Regime, limit: float, room_tokens: float) -> SpeculativeIterations:
@@ -445,11 +442,7 @@ class RequestsView(Sequence[RequestState]):
     def __len__(self) -> int:
         return len(self._batch)
 
-    @overload
-    def __getitem__(self, index: int) -> RequestState: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[RequestState]: ...
-    def __getitem__(self, index: int | slice) -> RequestState | Sequence[RequestState]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if self._running is None:

@@ -12,7 +12,7 @@ their mean, which leaves the tokens of the batch as they are. Drafting is paid a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -71,11 +71,7 @@ class Chances(Gains):
         self.is_steady = self._model.steady and not rates.sampled and budget is None
         self.shares_out = budget is not None
 
-    @property
-    def steady_gains(self) -> Callable[[Strategy, int], Floats]:
-        return self._steady_gains
-
-    def _steady_gains(self, strategy: Strategy, batch: int) -> Floats:
+    def steady_gains(self, strategy: Strategy, batch: int) -> Floats:
         if not strategy.speculates:
             return np.ones(len(self._requests))
         model, gains = self._model.at(batch), self._groups.gains
@@ -114,7 +110,7 @@ class Chances(Gains):
 
         def rates(ahead: Floats) -> tuple[Floats, int]:
             if self._model.steady and drafted is None:
-                gain = self._steady_gains(strategy, len(batch))[batch.residents]
+                gain = self.steady_gains(strategy, len(batch))[batch.residents]
             else:
                 gain = 1.0 + self._survival(batch, strategy, drafted, ahead).sum(axis=1)
             return gain, steady_iterations(batch.remaining, gain, limit, room_tokens)

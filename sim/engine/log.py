@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,7 +113,6 @@ class WorkerLog:
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._parts: list[Callable[[], Columns]] = []
-        self._columns: Columns | None = None
 
     def append(self, entry: Entry) -> None:
         self._entries.append(entry)
@@ -129,17 +128,12 @@ class WorkerLog:
         self._parts += [partial(Columns.of, self._entries), columns]
         self._entries = []
 
-    @property
+    @cached_property
     def columns(self) -> Columns:
-        """All of it."""
-        return self.settle()
-
-    def settle(self) -> Columns:
-        """Make arrays of all of it, to which nothing can be added."""
-        if self._columns is None:
-            parts = [*(part() for part in self._parts), Columns.of(self._entries)]
-            self._columns, self._parts, self._entries = Columns.joined(parts), [], []
-        return self._columns
+        """All of it, to which nothing can be added from now on."""
+        parts = [*(part() for part in self._parts), Columns.of(self._entries)]
+        self._parts, self._entries = [], []
+        return Columns.joined(parts)
 
 
 @dataclass(slots=True)
@@ -183,7 +177,7 @@ class SimulatedRollout:
         """Itself, with its macro-steps as arrays: a fifth of the memory, where rollouts are kept."""
         if self.drained is None:
             for log in self.logs:
-                log.settle()
+                len(log.columns)
         return self
 
     @property

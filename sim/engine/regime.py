@@ -80,25 +80,24 @@ class Regimes:
                 model = model.at(batch)
             key = (strategy, id(model), loaded)
             if key not in self._by_model:
-                self._by_model[key] = _regime(strategy, self._costs, model, self._loaded and loaded, self._drafters)
+                self._by_model[key] = self._regime(strategy, model, self._loaded and loaded)
             regime = self._by_batch[strategy, batch, loaded] = self._by_model[key]
         return regime
+
+    def _regime(self, strategy: Strategy, acceptance: Acceptance | None, loaded: bool) -> Regime:
+        tokens, drafted, cdf = 1.0, 0.0, None
+        if strategy.speculates:
+            if acceptance is None:
+                raise ConfigError(f"the policy speculates ({strategy}) and {UNKNOWN.format(strategy.drafter)}")
+            acceptance.check(strategy)
+            tokens, drafted = acceptance.tokens_per_iteration(strategy), acceptance.num_drafted(strategy)
+            cdf = acceptance.cdf(strategy)
+        cost = self._costs.iteration(
+            strategy, tokens_to_verify=1.0 + drafted, drafter_loaded=loaded, drafters=self._drafters
+        )
+        return Regime(strategy=strategy, cost=cost, tokens=tokens, num_drafted=drafted, most=strategy.reach, cdf=cdf)
 
     def up_to(self, batch: int) -> list[Regime]:
         """All regimes that batches 1 to `batch` can meet, plain decoding as cheap as it ever is."""
         regimes = [self.at(s, n, loaded=not self.loads_late) for s in self.strategies for n in range(1, batch + 1)]
         return list({id(regime): regime for regime in regimes}.values())
-
-
-def _regime(
-    strategy: Strategy, costs: CostModel, acceptance: Acceptance | None, loaded: bool, drafters: Drafters
-) -> Regime:
-    tokens, drafted, cdf = 1.0, 0.0, None
-    if strategy.speculates:
-        if acceptance is None:
-            raise ConfigError(f"the policy speculates ({strategy}) and {UNKNOWN.format(strategy.drafter)}")
-        acceptance.check(strategy)
-        tokens, drafted = acceptance.tokens_per_iteration(strategy), acceptance.num_drafted(strategy)
-        cdf = acceptance.cdf(strategy)
-    cost = costs.iteration(strategy, tokens_to_verify=1.0 + drafted, drafter_loaded=loaded, drafters=drafters)
-    return Regime(strategy=strategy, cost=cost, tokens=tokens, num_drafted=drafted, most=strategy.reach, cdf=cdf)

@@ -105,7 +105,7 @@ def suffix_sums(values: Floats) -> Floats:
     return np.cumsum(values[:, ::-1], axis=1)[:, ::-1]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Requests:
     """One RL step's workload with what became of it, as arrays by request. `recorded_worker` is nan where unknown.
 
@@ -126,13 +126,9 @@ class Requests:
     turns: Turns | None = None
     prefix_caching: bool = False
     kept: Ints | None = None
-    _seeds: dict[int, Words] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _levels: dict[tuple[str, int], tuple[Acceptance, Floats]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _placed: list[tuple[list[list[int]], Ints, Residents]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
+    _seeds: dict[int, Words] = field(default_factory=dict, init=False)
+    _levels: dict[tuple[str, int], tuple[Acceptance, Floats]] = field(default_factory=dict, init=False)
+    _placed: list[tuple[list[list[int]], Ints, Residents]] = field(default_factory=list, init=False)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -40,7 +40,7 @@ from tltlab.sim.idle_training import IdleUse
 from tltlab.state import NO_CHOICE, Choice, DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION
 
-from .admission import RequestFeed
+from .admission import MOST_ITERATIONS, RequestFeed
 from .batch import Batch, MacroStep, RequestsView
 from .log import Entry, SimulatedRollout, WorkerLog
 from .memoryless import Drained, MemorylessChoices
@@ -310,7 +310,7 @@ class Worker:
         listed = choice is not NO_CHOICE or NO_SPECULATION in regimes.strategies
         loaded = listed and (self.drafter_ready or not regimes.loads_late)
         regime = regimes.at(choice.strategy, batch, loaded=loaded)
-        most = self.max_iterations if self.feed is None else min(self.max_iterations, self.feed.max_iterations)
+        most = self.max_iterations if self.feed is None else min(self.max_iterations, MOST_ITERATIONS)
         if self.away:
             most = min(most, self._until(regime, self.away[0][0] - start_s - switch_s - prefill_s))
         limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, most) if scheduler.prefilling else (most, 0.0)

@@ -17,7 +17,7 @@ from tltlab.policies.selector import Selector
 from tltlab.policies.specs import CustomSpec, FixedSpec
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.simulate import accept_length
+from tltlab.sim.simulate import accept_length, totals
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -114,4 +114,5 @@ def _lower_envelope(lines: list[tuple[float, float, Strategy]]) -> list[tuple[fl
 
 
 def _mean_tokens(scenario: Scenario, strategy: Strategy) -> float:
-    return max(1.0, accept_length(scenario.rollouts(Policy(selector=FixedSpec(strategy=strategy)))) or 1.0)
+    found = totals(scenario.rollouts(Policy(selector=FixedSpec(strategy=strategy))))
+    return max(1.0, accept_length(found) or 1.0)
