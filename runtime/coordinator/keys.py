@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 import zmq
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.ray.scratch import scratch_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +50,6 @@ def check_endpoint(endpoint: str, keys: ServerKeys | ClientKeys | None) -> None:
         raise ConfigError(
             f"other machines can reach the coordinator at {endpoint}: give ipc:// or tcp://127.0.0.1, or CURVE keys"
         )
-
-
-def private_endpoint() -> str:
-    """Return a new ipc:// address in a folder that only this user can enter, removed with this process."""
-    # Not removed with the server: a server that takes over has the same address.
-    return f"ipc://{scratch_folder('c')}/coordinator"
 
 
 def _is_loopback(netloc: str) -> bool:

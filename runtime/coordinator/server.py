@@ -20,7 +20,6 @@ from tltlab.coordination.machine import (
     Phase,
     WorkerState,
     advance,
-    restarted,
     wakeup_s,
 )
 from tltlab.coordination.messages import (
@@ -33,9 +32,9 @@ from tltlab.coordination.messages import (
     Tick,
     WorkerGone,
 )
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import RunError
 
-from .keys import ServerKeys, check_endpoint, private_endpoint
+from .keys import ServerKeys, check_endpoint
 from .thread import SocketThread, identity, prepare
 from .wire import decode_report, encode
 
@@ -48,10 +47,8 @@ log = logging.getLogger(__name__)
 class CoordinatorServer(SocketThread):
     """Decides which idle ones of workers 0 to `num_workers` - 1 train, and stops them when the rollout ends.
 
-    `endpoint`: the address for workers, afterwards `.endpoint`; None for an address that only this user can reach; see
-    `keys.check_endpoint`. `on_kill(worker)` kills the process of that worker's trainer and returns when it is dead; it
-    runs in this thread and blocks it. `take_over`: an earlier coordinator failed, and the trainers' states are unknown:
-    all are stopped first, and those that do not answer in time are killed; give it the `.endpoint` of the failed one.
+    `endpoint`: the address for workers, afterwards `.endpoint`; see `keys.check_endpoint`. `on_kill(worker)` kills the
+    process of that worker's trainer and returns when it is dead; it runs in this thread and blocks it.
 
     The rollout never waits for a trainer: `rollout_ended` returns at most `yield_timeout_s` after the call, plus the
     time of `on_kill`, for any lost messages.
@@ -62,29 +59,22 @@ class CoordinatorServer(SocketThread):
     def __init__(
         self,
         config: CoordinatorConfig,
-        endpoint: str | None,
+        endpoint: str,
         num_workers: int,
         on_kill: Callable[[int], None],
         keys: ServerKeys | None = None,
-        *,
-        take_over: bool = False,
     ) -> None:
         super().__init__("worker coordinator")
-        self.endpoint = endpoint or private_endpoint()
-        check_endpoint(self.endpoint, keys)
-        if keys is not None and len(keys.workers) != num_workers:
-            raise ConfigError(f"{len(keys.workers)} workers' keys for {num_workers} workers: make_keys({num_workers})")
+        check_endpoint(endpoint, keys)
+        self.endpoint = endpoint
         self.config, self.num_workers = config, num_workers
         self._keys, self._on_kill = keys, on_kill
         self._events: deque[Event] = deque()
         self._released: int | None = None
-        self._first: tuple[Command, ...] = ()
         now, above = time.perf_counter(), time.time_ns() // 1_000_000
-        if take_over:
-            self._state, self._first = restarted(config, range(num_workers), now, above=above)
-        else:
-            workers = {worker: WorkerState(phase=Phase.BUSY, reported_s=now) for worker in range(num_workers)}
-            self._state = CoordinatorState(config=config, term=above, seq=above, workers=workers)
+        workers = {worker: WorkerState(phase=Phase.BUSY, reported_s=now) for worker in range(num_workers)}
+        # Above all numbers of an earlier coordinator.
+        self._state = CoordinatorState(config=config, term=above, seq=above, workers=workers)
         self._start()
 
     def rollout_started(self, rl_step: int) -> None:
@@ -94,8 +84,7 @@ class CoordinatorServer(SocketThread):
     def rollout_ended(self, rl_step: int) -> float:
         """Take all devices back; return the seconds waited until no trainer holds one any more.
 
-        RunError where the coordinator's thread has failed, before or meanwhile: start another with `take_over`, and
-        call that.
+        RunError where the coordinator's thread has failed, before or meanwhile.
         """
         started = time.perf_counter()
         with self._changed:
@@ -151,8 +140,6 @@ class CoordinatorServer(SocketThread):
         return socket
 
     def _turn(self) -> float:
-        first, self._first = self._first, ()
-        self._carry_out(first)
         while self._events:
             self._advance(self._events.popleft())
         while (due_s := wakeup_s(self._state)) <= time.perf_counter():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,13 +40,14 @@ class IdleWorkerTraining:
         self.config, self.events = config, events
         self.num_workers = len(machines)
         # Also on this machine: any process with access to the socket folder could otherwise act as a worker.
-        self._server_keys, keys = make_keys(self.num_workers)
+        keys_of_server, keys = make_keys(self.num_workers)
         self._meeting = RendezvousServer(*_host_and_port(config.rendezvous or f"{addresses[driver]}:0"))
-        self._lock = threading.Lock()
         self._training_step: int | None = None
         self._began = time.perf_counter()
         self._lost: list[tuple[int, int, float]] = []
-        self.server: CoordinatorServer | None = self._new_server(endpoint)
+        self.server: CoordinatorServer | None = CoordinatorServer(
+            config.coordinator, endpoint, self.num_workers, self._kill, keys_of_server
+        )
         places = [
             place(worker, self.server.endpoint, self._meeting.address, addresses[node], keys[worker])
             for worker, (node, _) in enumerate(machines)
@@ -96,15 +96,9 @@ class IdleWorkerTraining:
     def close(self) -> None:
         self.processes.close()
         self._meeting.close()
-        with self._lock:
-            server, self.server = self.server, None
+        server, self.server = self.server, None
         if server is not None:
             server.close()
-
-    def _new_server(self, endpoint: str, *, take_over: bool = False) -> CoordinatorServer:
-        return CoordinatorServer(
-            self.config.coordinator, endpoint, self.num_workers, self._kill, self._server_keys, take_over=take_over
-        )
 
     def _kill(self, worker: int) -> None:
         self._note_lost(worker)
@@ -120,39 +114,19 @@ class IdleWorkerTraining:
             self._lost.append((worker, self.server.term, time.perf_counter() - self._began))
 
     def _notify(self, call: Callable[[CoordinatorServer], Any]) -> None:
-        """Call the coordinator; where its thread has failed another one takes over, and is called."""
+        """Call the coordinator; where its thread has failed end training for good: nothing else frees the devices."""
         server = self.server
-        for _ in range(2):
-            if server is None:
-                return
-            try:
-                call(server)
-                return
-            except RunError as error:
-                server = self._take_over(server, error)
-        self._give_up("the worker coordinator failed twice")
-
-    def _take_over(self, dead: CoordinatorServer, why: RunError) -> CoordinatorServer | None:
-        with self._lock:
-            # Another thread may have been first, or the run has ended.
-            if self.server is not dead:
-                return self.server
-            dead.close()
-            try:
-                self.server = self._new_server(dead.endpoint, take_over=True)
-                if self._training_step is not None:
-                    self.server.rollout_started(self._training_step)
-            except RunError as error:
+        if server is None:
+            return
+        try:
+            call(server)
+        except RunError as error:
+            # None where the run has ended meanwhile.
+            if self.server is server:
                 self.server = None
-                self._give_up(f"no worker coordinator could take over ({error})")
-                return None
-            self.events.note(f"{why}; another one has taken over")
-            return self.server
-
-    def _give_up(self, why: str) -> None:
-        """Continue without training: no coordinator could free the devices."""
-        self.events.note(f"{why}: the drafter is not trained any more in this run")
-        self.processes.close()
+                server.close()
+                self.events.note(f"{error}: the drafter is not trained any more in this run")
+                self.processes.close()
 
 
 def _lost_row(rl_step: int, worker: int, term: int, died_s: float) -> dict[str, Any]:

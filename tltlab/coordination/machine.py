@@ -9,14 +9,13 @@ rollout, or no busy worker being left, stops training.
 State is soft: it holds the last report of each worker, and repeated reports rebuild it after losses and restarts.
 
 The end of a rollout is answered by `Released` at most `yield_timeout_s` after `advance` received it, whatever is lost
-and whoever dies, if `Tick` comes at `wakeup_s`: a trainer that has not yielded by then is killed. A coordinator that
-takes over counts anew from when it receives the end.
+and whoever dies, if `Tick` comes at `wakeup_s`: a trainer that has not yielded by then is killed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated, Any
@@ -144,22 +143,6 @@ def advance(state: CoordinatorState, event: Event, now: float) -> tuple[Coordina
         case Tick():
             turn.tick()
     turn.settle()
-    return turn.result()
-
-
-def restarted(
-    config: CoordinatorConfig, workers: Iterable[int], now: float, *, above: int
-) -> tuple[CoordinatorState, tuple[Command, ...]]:
-    """The state of a coordinator that took over from one that died, and the commands that it begins with.
-
-    It does not know which of `workers` train, so it stops them all and releases nothing before they have answered or
-    were killed. `above` must be at least every term and `seq` used before: a clock in milliseconds serves, for the
-    first coordinator's state too.
-    """
-    turn = _Turn(CoordinatorState(config=config, term=above, seq=above), now)
-    for worker in sorted(workers):
-        turn.workers[worker] = WorkerState(phase=Phase.BUSY, reported_s=now)
-        turn.stop(worker)
     return turn.result()
 
 

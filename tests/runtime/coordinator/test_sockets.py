@@ -11,7 +11,7 @@ import zmq
 from tests.refused import refused
 from tltlab.coordination.agent import Hold
 from tltlab.coordination.machine import CoordinatorConfig
-from tltlab.coordination.messages import Kill, StopTraining, Train, WorkerReport
+from tltlab.coordination.messages import Kill, RolloutEnded, StopTraining, Train, WorkerReport
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.coordinator import thread as coordinator_thread
 from tltlab.runtime.coordinator.client import CoordinatorClient
@@ -103,13 +103,13 @@ class LossyServer(OpenServer):
 
 
 @pytest.fixture
-def cluster():
+def cluster(sockets):
     """Makes a server and its workers; closes them afterwards."""
     with contextlib.ExitStack() as stack:
 
-        def make(num_workers=4, endpoint=None, kind=OpenServer, on_kill=print, **config):
+        def make(num_workers=4, kind=OpenServer, on_kill=print, **config):
             settings = {"yield_timeout_s": 100.0, "resend_s": 0.1} | config
-            server = kind(CoordinatorConfig(**settings), endpoint, num_workers, on_kill)
+            server = kind(CoordinatorConfig(**settings), f"ipc://{sockets}/c", num_workers, on_kill)
             stack.callback(server.close)
             workers = [Worker(server.endpoint, i) for i in range(num_workers)]
             for worker in workers:
@@ -211,49 +211,6 @@ def test_a_changed_order_gives_no_device(cluster):
         client.requests(0, True)
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
-def test_a_server_takes_over_under_a_higher_term(cluster, sockets, transport):
-    killed = []
-    endpoint = f"ipc://{sockets}/coordinator" if transport == "ipc" else "tcp://127.0.0.1:*"
-    first, workers = cluster(endpoint=endpoint, on_kill=killed.append)
-    train(first, workers, 1, 2)
-    first.close()
-    with refused(RunError, naming=("closed",)):
-        first.rollout_ended(0)
-    assert workers[1].training, "the trainers do not notice"
-    second = CoordinatorServer(first.config, first.endpoint, 4, killed.append, take_over=True)
-    second.rollout_started(0)
-    until(lambda: second._state.period)
-    until(lambda: workers[1].training and workers[2].training)
-    assert second.term > first.term
-    assert second.rollout_ended(0) < second.config.yield_timeout_s
-    assert not any(worker.training for worker in workers)
-    assert killed == []
-    second.close()
-
-
-def test_another_server_takes_over_from_a_failed_thread(cluster):
-    def cannot(worker):
-        raise OSError("no such process")
-
-    server, workers = cluster(on_kill=cannot, yield_timeout_s=0.3)
-    workers[1].step_s = 60.0
-    train(server, workers, 1)
-    with refused(RunError):
-        server.rollout_ended(0)
-    with refused(RunError):
-        server.rollout_started(1)
-    killed = []
-    config = server.config.model_copy(update={"yield_timeout_s": 30.0})
-    second = CoordinatorServer(config, server.endpoint, 4, killed.append, take_over=True)
-    assert workers[1].training
-    workers[1].step_ends.set()
-    assert second.rollout_ended(0) < config.yield_timeout_s
-    assert not workers[1].training
-    assert killed == []
-    second.close()
-
-
 def test_a_lost_worker_ends_the_period_only(cluster):
     server, workers = cluster()
     train(server, workers, 0, 1, 2)
@@ -295,10 +252,10 @@ def test_bytes_that_are_no_message_are_counted(cluster):
     assert not [message for message in server.messages if message == REPORT], "only worker 0 may speak for worker 0"
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", None])
-def test_only_workers_with_their_own_key_are_heard(endpoint):
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "ipc://{}/c"])
+def test_only_workers_with_their_own_key_are_heard(endpoint, sockets):
     keys, clients = make_keys(3)
-    server = OpenServer(CoordinatorConfig(), endpoint, 3, print, keys)
+    server = OpenServer(CoordinatorConfig(), endpoint.format(sockets), 3, print, keys)
     stranger = make_keys(1)[1][0]
     wrong = ClientKeys(public=stranger.public, secret=stranger.secret, server=keys.public)
     links = [
@@ -335,16 +292,28 @@ def test_addresses_that_others_can_reach_need_keys(endpoint, refusal):
         CoordinatorClient(endpoint, 0)
 
 
-def test_used_addresses_and_keys_of_others_are_refused():
+def test_a_used_address_is_refused():
     server = CoordinatorServer(CoordinatorConfig(), "tcp://127.0.0.1:*", 2, print)
     with refused(RunError, naming=("tcp://127.0.0.1",)):
         CoordinatorServer(CoordinatorConfig(), server.endpoint, 2, print)
     server.close()
-    with refused(ConfigError, naming=("3", "2")):
-        CoordinatorServer(CoordinatorConfig(), None, 2, print, make_keys(3)[0])
 
 
-def test_a_hanging_server_is_left_behind(monkeypatch, sockets):
+def test_a_failed_thread_is_reported(cluster):
+    def cannot(worker):
+        raise OSError("no such process")
+
+    server, workers = cluster(on_kill=cannot, yield_timeout_s=0.3)
+    workers[1].step_s = 60.0
+    train(server, workers, 1)
+    with refused(RunError, naming=("no such process",)):
+        server.rollout_ended(0)
+    with refused(RunError):
+        server.rollout_started(1)
+    workers[1].step_ends.set()
+
+
+def test_a_hanging_server_is_left_behind(monkeypatch, cluster):
     monkeypatch.setattr(coordinator_thread, "_CLOSE_S", 0.2)
     goes_on, hangs = threading.Event(), threading.Event()
 
@@ -352,17 +321,17 @@ def test_a_hanging_server_is_left_behind(monkeypatch, sockets):
         hangs.set()
         goes_on.wait(500)
 
-    config = CoordinatorConfig(yield_timeout_s=0.1)
-    server = CoordinatorServer(config, f"ipc://{sockets}/c", 1, on_kill, take_over=True)
+    server, workers = cluster(on_kill=on_kill, yield_timeout_s=0.1)
+    workers[1].step_s = 60.0
+    train(server, workers, 1)
+    server._tell(RolloutEnded(rl_step=0))
     assert hangs.wait(300)
     begin = time.perf_counter()
     server.close()
     assert time.perf_counter() - begin < 120.0
     with refused(RunError, naming=("closed",)):
         server.rollout_ended(0)
-    second = CoordinatorServer(config, server.endpoint, 1, print, take_over=True)
-    assert second.rollout_ended(0) < 30.0
-    second.close()
+    workers[1].step_ends.set()
     goes_on.set()
     server._thread.join(300)
     assert not server._thread.is_alive()
