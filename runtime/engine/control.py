@@ -25,7 +25,6 @@ import numpy as np
 from tltlab.coordination.canary import Alarm
 from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
-from tltlab.errors import ConfigError
 from tltlab.policies.driver import PolicyDriver, refuse_needs
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
@@ -101,16 +100,6 @@ class Control:
         """Use a fresh selector and budget of `policy`, with a generator seeded by `seed`."""
         self.set_selector(policy.build(np.random.default_rng(list(seed))), policy.build_budget())
         self._policy = policy
-
-    def replace_policy(self, policy: Policy, seed: Sequence[int]) -> None:
-        """Set a policy while requests run. ConfigError, with the old policy in force, if this engine cannot run it."""
-        for name, spec in policy.drafters.items():
-            if self.drafters.specs.get(name) != spec:
-                raise ConfigError(
-                    f"drafter {name} is not set so in this engine, and drafters are there from its start: leave it out "
-                    "of the policy, or start the engine with this one"
-                )
-        self.set_policy(policy, seed)
 
     def set_selector(self, selector: Selector | None, budget: DraftBudget | None = None) -> None:
         """Use `selector` from now on, None for plain decoding; ConfigError if this engine cannot run it."""

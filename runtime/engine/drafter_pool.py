@@ -233,9 +233,7 @@ class DrafterPool(Mapping[str, DrafterState]):
     def propose(
         self, strategy: Strategy, depths: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
     ) -> tuple[list[str], list[list[int]]]:
-        """Return drafters and drafts of at most `depth` tokens per (key, depth), given the workers'
-        `learned` drafts.
-        """
+        """Return drafters and drafts of at most `depth` tokens per (key, depth); workers made the `learned` drafts."""
         if not depths:
             return [], []
         spec = self.specs[strategy.drafter]

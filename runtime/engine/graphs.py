@@ -34,7 +34,6 @@ from tltlab.drafters.specs import (
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_for
 from tltlab.policies.policy import Policy
-from tltlab.policies.specs import ExploreSpec, FixedSpec, TableRow, TableSpec
 from tltlab.strategy import Strategy
 
 GIB = 2**30
@@ -381,22 +380,6 @@ def fitting_plan(plan: Callable[[float, bool], GraphPlan], pool: GraphPool, cap_
     if not fitting:
         check_memory(pool, plans[-1], cap_bytes)
     return min(fitting, key=lambda each: len(each.without_full_graph()))
-
-
-def chain_policies(drafter: str = "learned") -> dict[str, Policy]:
-    """The policies of TLT's table of graph memory by name, as chains of one drafter."""
-    depths = (8, 4, 2)
-    rows = tuple(
-        TableRow(min_batch=batch, strategy=Strategy.chain(drafter, depth))
-        for batch, depth in zip((1, 5, 17), depths, strict=True)
-    )
-    every = tuple(Strategy.chain(drafter, depth) for depth in depths)
-    return {
-        "no speculation": Policy(selector=FixedSpec(strategy=Strategy.chain(drafter, 0))),
-        "one strategy": Policy(selector=FixedSpec(strategy=every[0])),
-        "every strategy apart": Policy(selector=ExploreSpec(strategies=every)),
-        "bucketed": Policy(selector=TableSpec(rows=rows)),
-    }
 
 
 def vllm_pool(num_layers: int, hidden_size: int, vocab_size: int, *, tensor_parallel: int = 1) -> GraphPool:

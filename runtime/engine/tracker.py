@@ -1,8 +1,7 @@
 """Tracker of one engine's iterations: the choice that each one verified, its duration, and its accepted tokens.
 
 vLLM drafts at the end of iteration i, and iteration i + 1 verifies these drafts. The outcome of the choice made in
-iteration i therefore comes from iteration i + 1; its time is
-`duration[i+1] - draft_duration[i+1] + draft_duration[i]`.
+iteration i therefore comes from iteration i + 1; its time is `duration[i+1] - draft_duration[i+1] + draft_duration[i]`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ from bench.harness import Progress, Table, Text, in_turn, shown
 from tltlab.console import table as table_text
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
+from tltlab.policies.policy import Policy
+from tltlab.policies.specs import ExploreSpec, FixedSpec, TableRow, TableSpec
 from tltlab.stats import interval_json, paired_interval
+from tltlab.strategy import Strategy
 
 PARTS = ("graphs", "seam", "sync", "update")
 QUICK_SHAPES, QUICK = ("Qwen2.5-1.5B", "Qwen2.5-7B"), "stock,none,ngram:4,adaptive"
@@ -46,7 +49,7 @@ SEAM_MODES = (
 which it decodes plainly is the V1 runner's, which has full graphs for plain steps where they are planned alone."""
 SYNC_WAYS = ("host, this process", "device, this process", "host, own process")
 GRAPH_PLANS = ("no speculation", "one strategy", "every strategy apart", "bucketed")
-"""Of `chain_policies`: TLT's Table 5, of chains."""
+"""Of `_chain_policies`: TLT's Table 5, of chains."""
 WARM_UP = 1
 _WITHOUT_WEIGHTS = {"load_format": "dummy", "skip_tokenizer_init": True}
 _PROMPT_TOKENS = 64
@@ -218,6 +221,22 @@ def _alone(part: str, arguments: dict[str, Any], environment: dict[str, str]) ->
     return row | {"seconds": time.perf_counter() - start}
 
 
+def _chain_policies(drafter: str) -> dict[str, Policy]:
+    """The policies of TLT's table of graph memory by name, as chains of one drafter."""
+    depths = (8, 4, 2)
+    rows = tuple(
+        TableRow(min_batch=batch, strategy=Strategy.chain(drafter, depth))
+        for batch, depth in zip((1, 5, 17), depths, strict=True)
+    )
+    every = tuple(Strategy.chain(drafter, depth) for depth in depths)
+    return {
+        "no speculation": Policy(selector=FixedSpec(strategy=Strategy.chain(drafter, 0))),
+        "one strategy": Policy(selector=FixedSpec(strategy=every[0])),
+        "every strategy apart": Policy(selector=ExploreSpec(strategies=every)),
+        "bucketed": Policy(selector=TableSpec(rows=rows)),
+    }
+
+
 def _graphs(
     plan: str, runner: str, graphs: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int
 ) -> dict[str, Any]:
@@ -233,12 +252,12 @@ def _graphs(
     from tltlab.runtime.drafter.heads.kinds import new_head
     from tltlab.runtime.engine.engine import Engine
     from tltlab.runtime.engine.generation import GenerationRequest
-    from tltlab.runtime.engine.graphs import chain_policies, memory_bytes, plan_graphs, vllm_pool
+    from tltlab.runtime.engine.graphs import memory_bytes, plan_graphs, vllm_pool
     from tltlab.runtime.engine.profile import ForcedDrafter
     from tltlab.strategy import Strategy
 
     drafter = "ngram" if runner == "V1" else "learned"
-    policy = chain_policies(drafter)[plan]
+    policy = _chain_policies(drafter)[plan]
     planned = plan_graphs(
         policy, max(batches), runner="V1" if runner == "V1" else "V2", any_lengths=graphs == "planned", plain=True
     )
@@ -313,8 +332,9 @@ def _memory(predicted: float, measured: int | None) -> dict[str, float | None]:
 
 def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> dict[str, Any]:
     """Tokens per second of rollouts of fixed length, by batch size, after a rollout that warms up."""
+    import vllm
+
     from tltlab.runtime import vllm_options
-    from tltlab.runtime.engine.vllm.stock import fixed_length, stock_llm
 
     arguments = _WITHOUT_WEIGHTS | {
         "max_num_seqs": max(batches), "max_model_len": _PROMPT_TOKENS + tokens,
@@ -330,10 +350,10 @@ def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int,
             most = max(batches) if "planned" in mode else None
             arguments |= vllm_options(policy, max_batch=most, async_scheduling="asynchronous" in mode, record=record)
         start = time.perf_counter()
-        llm = stock_llm(model, **arguments)
+        llm = vllm.LLM(model, **arguments)
         try:
             started_s = time.perf_counter() - start
-            params = fixed_length(tokens)
+            params = vllm.SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
             rates: dict[int, list[float]] = {}
             for batch in batches:
                 for visit in range(WARM_UP + rounds):

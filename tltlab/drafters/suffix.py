@@ -63,9 +63,8 @@ class SuffixDrafter(Drafter):
     and prompts come on top.
 
     Time: about 2 us per token inserted and 4 us per look-up and tree; a problem that comes again pays for its window.
-    Text is inserted when its tree is next searched: what never is costs nothing.
-    Memory: 0.2 to 0.4 kB per token in a tree, 4 bytes per token of text. ConfigError where the settings make no sense
-    or the library is missing.
+    Text is inserted when its tree is next searched: what never is costs nothing. Memory: 0.2 to 0.4 kB per token in a
+    tree, 4 bytes per token of text. ConfigError where the settings make no sense or the library is missing.
 
     >>> drafter = SuffixDrafter(scopes=("group",))
     >>> drafter.remember((0, "p", 0, 0), [1, 2, 3], [7, 8, 9])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,11 @@ from typing import Any
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 
-from . import on_cpu, replaced, starting, uncompiled
+from . import on_cpu, starting, uncompiled
 from .llm import add_request, client_errors, engine_arguments, response, running, sampling_params, scheduler_of
-from .options import vllm_options
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
-
-
-def stock_llm(model: str, **arguments: Any) -> Any:
-    """Create a `vllm.LLM` with vLLM's own arguments."""
-    import vllm
-
-    return vllm.LLM(model, **arguments)
-
-
-def fixed_length(num_tokens: int) -> Any:
-    """Return vLLM's sampling parameters for responses of exactly `num_tokens` at temperature 1."""
-    import vllm
-
-    return vllm.SamplingParams(temperature=1.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
 
 
 class PlainStock:
@@ -45,24 +29,13 @@ class PlainStock:
             # Left to vLLM, which schedules asynchronously wherever it can.
             args["async_scheduling"] = vllm_args.get("async_scheduling")
             with uncompiled(on_cpu() and args["enforce_eager"]):
-                self.llm = stock_llm(model, **args)
+                import vllm
+
+                self.llm = vllm.LLM(model, **args)
 
     def close(self) -> None:
         """Release the engine's memory and threads."""
         self.llm.llm_engine.engine_core.shutdown()
-
-    @contextmanager
-    def recorded(self, path: Path) -> Iterator[None]:
-        """Record the engine within the block, as by `vllm_options(None, record=path)`; then complete the trace."""
-        from .watch import record_only
-
-        scheduler = scheduler_of(self.llm)
-        with replaced(scheduler.vllm_config, "additional_config", vllm_options(None, record=path)["additional_config"]):
-            try:
-                record_only(scheduler)
-                yield
-            finally:
-                scheduler.close_recording()
 
     def generate(self, requests: Sequence[GenerationRequest], *, rl_step: int, temperature: float) -> Rollout:
         """Generate every request to its end, in the loop of `Engine.generate`. Nothing may be running.
@@ -144,7 +117,9 @@ class StockEngine:
             # A process of its own releases all of a device's memory when it ends.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cpu else "1"
             try:
-                self._llm = stock_llm(
+                import vllm
+
+                self._llm = vllm.LLM(
                     str(target),
                     max_model_len=max_model_len,
                     speculative_config={"method": method, "model": str(drafter), "num_speculative_tokens": depth},

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,12 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.policies.policy import LengthAwareBudgetSpec, Policy, load_policy
 from tltlab.policies.specs import AdaptiveSpec, BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
+from tltlab.runtime import vllm_options
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
+from tltlab.runtime.engine.vllm import replaced
 from tltlab.runtime.engine.vllm.stock import PlainStock
 from tltlab.runtime.models.make import MAX_RESPONSE_TOKENS
 from tltlab.runtime.models.runs import prompts_of
@@ -42,6 +44,21 @@ OFF_TOKENS = 64
 """Of each response where engines without drafts are compared."""
 BLOCK_S = 2.0
 """Seconds for which stock vLLM runs at a time, recorded or not: a recording writes about once a second."""
+
+
+@contextmanager
+def _recording(stock: PlainStock, path: Path) -> Iterator[None]:
+    """Record the engine within the block, as by `vllm_options(None, record=path)`; then complete the trace."""
+    from tltlab.runtime.engine.vllm.llm import scheduler_of
+    from tltlab.runtime.engine.vllm.watch import record_only
+
+    scheduler = scheduler_of(stock.llm)
+    with replaced(scheduler.vllm_config, "additional_config", vllm_options(None, record=path)["additional_config"]):
+        try:
+            record_only(scheduler)
+            yield
+        finally:
+            scheduler.close_recording()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +320,10 @@ class _ModeBench:
     def _tokens_per_s(self, batch: int, repeats: int, recorded: bool) -> tuple[float, float]:
         """Tokens per second of so many rollouts on stock vLLM, and their seconds."""
         assert self.stock is not None
-        with TemporaryDirectory() as folder, self.stock.recorded(Path(folder) / "trace") if recorded else nullcontext():
+        with (
+            TemporaryDirectory() as folder,
+            _recording(self.stock, Path(folder) / "trace") if recorded else nullcontext(),
+        ):
             rollouts = [self._generate(self.stock, self._of_fixed_length(batch)) for _ in range(repeats)]
         took_s = sum(rollout.duration_s for rollout in rollouts)
         return repeats * batch * OFF_TOKENS / took_s, took_s

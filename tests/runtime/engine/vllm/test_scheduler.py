@@ -240,7 +240,7 @@ def test_a_utility_call_puts_another_policy_in_force_while_requests_run(roomy: E
     for depth in (2, 9):
         policy = fixed("learned", depth).model_copy(update={"drafters": {"learned": HEAD}})
         with refused(ConfigError, naming=("4",)) if depth > 4 else nullcontext():
-            call_control(core, pickle.dumps(("replace_policy", (policy, [1]))))
+            call_control(core, pickle.dumps(("set_policy", (policy, [1]))))
         worker.finish()
         outputs.append(worker.schedule())
     assert [output.num_spec_tokens_to_schedule for output in outputs] == [4, 4, 2, 2]
