@@ -64,7 +64,7 @@ class Drafting:
         already.
         """
 
-    def rows(self, rl_step: int, drift_kl: float | None, *, rollout_s: float = 0.0, tokens: int = 0) -> Rows:
+    def rows(self, rl_step: int, *, rollout_s: float = 0.0, tokens: int = 0) -> Rows:
         """Return rows for the trace's tables of the RL step that has just ended; of `steps` only some columns.
 
         Its rollout took `rollout_s` seconds, its wait for trainers included, for `tokens` tokens.

@@ -6,10 +6,8 @@ one.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -249,9 +247,9 @@ class DrafterRun(Drafting):
             self._ask_engines("update_draft_weights", ray.put(weights), list(served.predicted), served.updates)
         self._start_training()
 
-    def rows(self, rl_step: int, drift_kl: float | None, *, rollout_s: float = 0.0, tokens: int = 0) -> Rows:
+    def rows(self, rl_step: int, *, rollout_s: float = 0.0, tokens: int = 0) -> Rows:
         length, drafts = self.watch.accept_length, self.watch.drafts
-        self.schedule.rollout_done(rl_step, length, drift_kl, drafts=drafts, rollout_s=rollout_s, tokens=tokens)
+        self.schedule.rollout_done(rl_step, length, drafts=drafts, rollout_s=rollout_s, tokens=tokens)
         rows, self._rows = self._rows, {}
         return rows | {"steps": [self._in_service]}
 
@@ -259,11 +257,7 @@ class DrafterRun(Drafting):
         return [] if self.training is None else list(self.training.processes.answers("memory").values())
 
     def summary(self) -> dict[str, Any] | None:
-        drift = {
-            name: None if isinstance(value, float) and math.isnan(value) else value
-            for name, value in asdict(self.schedule.summary()).items()
-        }
-        return {"name": self.config.name, "updates": self.served.updates, "swaps": self.served.swaps, "drift": drift}
+        return {"name": self.config.name, "updates": self.served.updates, "swaps": self.served.swaps}
 
     def save(self) -> None:
         """Write the drafter to `drafter/final`, as a head's folder."""

@@ -411,9 +411,7 @@ class GrpoRun:
             policy_version=rolled.version,
             t_start=rolled.t_start - self._started,
             stages_s=stages_s if rollout.one_step_off or rollout.staleness else None,
-            drafter=self.drafting.rows(
-                report.rl_step, report.metrics["drift_kl"], rollout_s=report.rollout_s, tokens=report.num_tokens
-            ),
+            drafter=self.drafting.rows(report.rl_step, rollout_s=report.rollout_s, tokens=report.num_tokens),
         )
         for table, new in rows.items():
             self._recorder.append(table, new)

@@ -67,20 +67,16 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutDrift:
-    """One rollout of the drift record.
+    """One rollout of the record.
 
     `accept_length` is the mean number of tokens per verified draft of the learned drafter, bonus included, over
-    `drafts` of them; None where it drafted nothing. `drift_kl` is how far the policy update after it moved the target,
-    in nats per token. `age` counts RL steps since the training numbered `training`, or, for the number 0, since the
-    first RL step. The rollout took `rollout_s` seconds for `tokens` tokens, any delay by a training included; 0 where
-    unknown.
+    `drafts` of them; None where it drafted nothing. `training` numbers the last training before it, 0 where there was
+    none. The rollout took `rollout_s` seconds for `tokens` tokens, any delay by a training included; 0 where unknown.
     """
 
     rl_step: int
     accept_length: float | None
     drafts: int = 0
-    drift_kl: float | None = None
-    age: int = 0
     training: int = 0
     rollout_s: float = 0.0
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""When idle workers train the drafter: always, now and then, once acceptance drops, while it pays; and its drift."""
+"""When idle workers train the drafter: always, now and then, once acceptance drops, while it pays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pydantic import Field
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.state import DrafterState
-from tltlab.stats import student_margin
 
 from .gate import Attempt, RolloutDrift, worth_training
 
@@ -56,25 +55,8 @@ class Decision:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriftSummary:
-    """How the drafter ages without training: the relative `change` of its accepted length per RL step.
-
-    `low` and `high` bound it with 95 % confidence; NaN where `num_rollouts` are too few. `ages` are the lowest and the
-    highest seen, `drift_kl` the mean movement of the target per RL step, None where it is unknown.
-    """
-
-    change: float
-    low: float
-    high: float
-    num_rollouts: int
-    ages: tuple[int, int]
-    drift_kl: float | None
-    sentence: str
-
-
 class TrainingSchedule:
-    """Decides before each rollout whether idle workers train the drafter, and keeps the record of its drift.
+    """Decides before each rollout whether idle workers train the drafter, and keeps a record of its acceptance.
 
     Call `rollout_done` and, where updates were made, `attempted` and, if they went into service, `trained`, in any
     order; only the gated kind uses `attempted`. A drafter trained in RL step r serves from r + 1 on, so rollout r still
@@ -126,15 +108,13 @@ class TrainingSchedule:
         self,
         rl_step: int,
         accept_length: float | None,
-        drift_kl: float | None = None,
         *,
         drafts: int,
         rollout_s: float = 0.0,
         tokens: int = 0,
     ) -> None:
         """Record a rollout, in place of an earlier record of its RL step; `RolloutDrift` explains the arguments."""
-        first = self._first_step(rl_step)
-        trainings = [step for step in self.trainings if step < rl_step]
+        self._first_step(rl_step)
         drafted = accept_length is not None and drafts > 0
         self.record = [row for row in self.record if row.rl_step != rl_step]
         self.record.append(
@@ -142,10 +122,7 @@ class TrainingSchedule:
                 rl_step=rl_step,
                 accept_length=accept_length if drafted else None,
                 drafts=drafts if drafted else 0,
-                # A policy that has jumped may be infinitely far, which JSON does not know.
-                drift_kl=drift_kl if drift_kl is not None and math.isfinite(drift_kl) else None,
-                age=rl_step - (trainings[-1] if trainings else min(first, rl_step)),
-                training=len(trainings),
+                training=sum(step < rl_step for step in self.trainings),
                 rollout_s=rollout_s,
                 tokens=tokens,
             )
@@ -161,26 +138,6 @@ class TrainingSchedule:
         """Workers trained in a rollout, whatever became of it; in place of an earlier attempt in that RL step."""
         earlier = [past for past in self.attempts if past.rl_step != attempt.rl_step]
         self.attempts = sorted([*earlier, attempt], key=lambda past: past.rl_step)
-
-    def summary(self) -> DriftSummary:
-        """How the drafter ages, from all rollouts that follow one another without training in between.
-
-        Weighted least squares of log(accepted length) on age with a level per training, weights the drafts.
-        """
-        rows = [row for row in self.record if row.accept_length is not None and (self.pretrained or row.training)]
-        kls = [row.drift_kl for row in self.record if row.drift_kl is not None]
-        change, low, high, used = _fit(rows)
-        ages = (min((row.age for row in used), default=0), max((row.age for row in used), default=0))
-        drift_kl = float(np.mean(kls)) if kls else None
-        return DriftSummary(
-            change=change,
-            low=low,
-            high=high,
-            num_rollouts=len(used),
-            ages=ages,
-            drift_kl=drift_kl,
-            sentence=_sentence(change, low, high, len(used), ages, drift_kl),
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """The record, as JSON."""
@@ -302,41 +259,3 @@ def _best(lengths: Floats, drafts: Floats, noise: float, level: float) -> tuple[
     pooled = (_pooled(lengths[run], drafts[run], noise, level) for run in runs)
     best, error = max(pooled, key=lambda mean_and_error: mean_and_error[0] - mean_and_error[1])
     return best, best - error
-
-
-def _fit(rows: Sequence[RolloutDrift]) -> tuple[float, float, float, list[RolloutDrift]]:
-    """Change per RL step with its 95 % interval, and the rollouts it is from; NaN where they are too few."""
-    periods = {row.training: [peer for peer in rows if peer.training == row.training] for row in rows}
-    fitted_rows = [row for row in rows if len(periods[row.training]) > 1]
-    levels = len({row.training for row in fitted_rows})
-    freedom = len(fitted_rows) - levels - 1
-    if freedom < 1:
-        return math.nan, math.nan, math.nan, fitted_rows
-    age = np.array([row.age for row in fitted_rows], np.float64)
-    log = np.log([row.accept_length or 1.0 for row in fitted_rows])
-    weight = np.array([row.drafts for row in fitted_rows], np.float64)
-    group = np.array([row.training for row in fitted_rows])
-    for values in (age, log):
-        for training in np.unique(group):
-            inside = group == training
-            values[inside] -= np.average(values[inside], weights=weight[inside])
-    spread = float(weight @ age**2)
-    slope = float(weight @ (age * log)) / spread
-    variance = float(weight @ (log - slope * age) ** 2) / freedom / spread
-    margin = student_margin(math.sqrt(variance), freedom)
-    change, low, high = (math.expm1(value) for value in (slope, slope - margin, slope + margin))
-    return change, low, high, fitted_rows
-
-
-def _sentence(
-    change: float, low: float, high: float, num_rollouts: int, ages: tuple[int, int], drift_kl: float | None
-) -> str:
-    moved = f"; the target moves by {drift_kl:.2g} nats per token and RL step" if drift_kl is not None else ""
-    if math.isnan(change):
-        return f"Too few RL steps without training to say how the drafter ages{moved}."
-    basis = f"95 % interval {low:+.2%} to {high:+.2%}, {num_rollouts} rollouts at ages {ages[0]} to {ages[1]}{moved}"
-    if high < 0:
-        return f"Without training the drafter loses {-change:.2%} of its accepted length per RL step ({basis})."
-    if low > 0:
-        return f"Without training the drafter gains {change:.2%} of accepted length per RL step ({basis})."
-    return f"The drafter shows no change with age, {change:+.2%} of its accepted length per RL step ({basis})."

@@ -38,7 +38,7 @@ def play(schedule: TrainingSchedule, drafter: Drafter, rl_steps: int, first: int
     trained = []
     for rl_step in range(first, first + rl_steps):
         train = schedule.decide(rl_step, TRAINED).train
-        schedule.rollout_done(rl_step, drafter.rollout(), 0.01, drafts=drafter.drafts)
+        schedule.rollout_done(rl_step, drafter.rollout(), drafts=drafter.drafts)
         if train:
             trained.append(rl_step)
             schedule.trained(rl_step, updates=100)
@@ -151,7 +151,7 @@ def test_the_order_within_an_rl_step_is_free():
 
     first, last = told(True), told(False)
     assert first.state_dict() == last.state_dict()
-    assert [(row.age, row.training) for row in first.record] == [(0, 0), (1, 0), (1, 1), (2, 1)]
+    assert [row.training for row in first.record] == [0, 0, 1, 1]
     assert first.decide(4, TRAINED) == last.decide(4, TRAINED)
 
 
@@ -162,47 +162,6 @@ def test_a_rollout_done_again_replaces_the_first():
     schedule.rollout_done(1, 3.0, drafts=4000)
     assert not schedule.decide(2, TRAINED).train
     assert len(schedule.record) == 2
-
-
-@pytest.mark.parametrize("drift", [0.004, 0.03])
-def test_the_record_tells_how_fast_a_drafter_ages(drift: float):
-    """The planted drift lies in the 95 % interval about 19 times of 20."""
-    inside = 0
-    for seed in range(40):
-        schedule = TrainingSchedule(ScheduleConfig(kind="every", every=8), pretrained=True)
-        play(schedule, Drafter(drift, seed=seed), 40)
-        summary = schedule.summary()
-        inside += summary.low <= -drift <= summary.high
-    assert inside >= 34
-    assert summary.change == pytest.approx(-drift, abs=0.004)
-    assert len(schedule.trainings) == 4
-    assert summary.ages == (0, 8)
-    assert "Without training the drafter loses" in summary.sentence
-    assert "the target moves by 0.01 nats per token and RL step" in summary.sentence
-
-
-def test_trainings_between_hide_no_drift():
-    """A drafter trained at every other step stays as good over all, yet falls within each pair of rollouts."""
-    schedule = TrainingSchedule(ScheduleConfig(kind="every", every=2), pretrained=True)
-    play(schedule, Drafter(0.05, drafts=20_000), 40)
-    assert schedule.summary().change == pytest.approx(-0.05, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("kind", "pretrained", "drift", "known", "sentence"),
-    [
-        ("never", True, 0.0, True, "no change"),
-        ("always", True, 0.05, False, "Too few"),
-        ("never", False, 0.05, False, "Too few"),
-    ],
-)
-def test_the_summary_tells_what_can_be_told(kind, pretrained, drift, known, sentence):
-    schedule = TrainingSchedule(ScheduleConfig(kind=kind), pretrained=pretrained)
-    play(schedule, Drafter(drift, seed=4), 30)
-    summary = schedule.summary()
-    assert bool(summary.num_rollouts) == known
-    assert summary.low < 0 < summary.high if known else math.isnan(summary.change)
-    assert sentence in summary.sentence
 
 
 @given(
@@ -218,7 +177,7 @@ def test_a_schedule_goes_on_from_its_state(rollouts: list[tuple[float, int, bool
         for rl_step in steps:
             length, drafts, may_train = rollouts[rl_step]
             decisions.append(schedule.decide(rl_step, DrafterState(updates=len(schedule.trainings))))
-            schedule.rollout_done(rl_step, length, 0.02, drafts=drafts)
+            schedule.rollout_done(rl_step, length, drafts=drafts)
             if may_train and decisions[-1].train:
                 schedule.trained(rl_step, updates=drafts)
         return decisions
@@ -229,12 +188,4 @@ def test_a_schedule_goes_on_from_its_state(rollouts: list[tuple[float, int, bool
     before = follow(first, range(split))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert before + follow(second, range(split, len(rollouts))) == expected
-    assert repr(second.summary()) == repr(whole.summary())
-
-
-@pytest.mark.parametrize("movement", [math.inf, math.nan])
-def test_a_movement_that_is_no_number_is_not_known(movement: float):
-    schedule = TrainingSchedule(ScheduleConfig(kind="acceptance-drops"))
-    schedule.rollout_done(0, 2.0, movement, drafts=100)
-    (row,) = json.loads(json.dumps(schedule.state_dict(), allow_nan=False))["record"]
-    assert row["drift_kl"] is None
+    assert second.state_dict() == whole.state_dict()

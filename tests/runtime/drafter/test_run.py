@@ -196,7 +196,7 @@ class Story:
         self.run.annotate()
         self.run.publish(self.rl_step + 1)
         self.run.target_moved()
-        self.rows = self.run.rows(self.rl_step, 0.01)
+        self.rows = self.run.rows(self.rl_step)
         self.said = self.events.take()
         return waited
 
