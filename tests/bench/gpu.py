@@ -332,8 +332,7 @@ def _memory(predicted: float, measured: int | None) -> dict[str, float | None]:
 
 def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> dict[str, Any]:
     """Tokens per second of rollouts of fixed length, by batch size, after a rollout that warms up."""
-    import vllm
-
+    from bench.vllm.plain import fixed_length, stock_llm
     from tltlab.runtime import vllm_options
 
     arguments = _WITHOUT_WEIGHTS | {
@@ -350,10 +349,10 @@ def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int,
             most = max(batches) if "planned" in mode else None
             arguments |= vllm_options(policy, max_batch=most, async_scheduling="asynchronous" in mode, record=record)
         start = time.perf_counter()
-        llm = vllm.LLM(model, **arguments)
+        llm = stock_llm(model, **arguments)
         try:
             started_s = time.perf_counter() - start
-            params = vllm.SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            params = fixed_length(tokens)
             rates: dict[int, list[float]] = {}
             for batch in batches:
                 for visit in range(WARM_UP + rounds):

@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback, trainer
 
+from bench.vllm.plain import keep_linear_weights
 from tltlab.files import write_json
 
 
@@ -49,19 +50,6 @@ class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 "lengths": [float(logs["completions/mean_length"]) for logs in self._logs],
             },
         )
-
-
-def keep_linear_weights() -> None:
-    """Make vLLM multiply by torch's linear, its own fallback where the build has neither oneDNN nor AMX kernels.
-
-    On CPU it otherwise packs weights after loading, and `load_weights`, by which TRL writes new ones, finds no
-    parameter to write to.
-    """
-    from vllm import _custom_ops
-    from vllm.model_executor.layers import utils
-
-    _custom_ops._supports_onednn = False
-    utils.check_cpu_sgl_kernel = lambda *_: False
 
 
 def main(script: str, times: str, *options: str) -> None:
