@@ -33,8 +33,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.rows import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
-from .failures import describe_exception, notify
-from .live import BatchRequests, Drafting, LiveRequest
+from .generation import BatchRequests, Drafting, LiveRequest, describe_exception, notify
 from .metrics import Samples, Tally
 from .tracker import Clock, Iteration, IterationTracker, SampledTokens, Scheduled, Stopwatch
 

@@ -27,8 +27,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control
 from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport, ResponseTokens
-from .failures import PolicyFailed
-from .generation import EngineDied, FollowUp, FollowUps, GenerationRequest, Rollout
+from .generation import EngineDied, FollowUp, FollowUps, GenerationRequest, PolicyFailed, Rollout
 from .graphs import CapturedGraphs, GraphPlan
 
 ASK_EVERY_S = 1.0

@@ -29,8 +29,7 @@ from tltlab.traces.rows import Row, columns, key_columns
 from tltlab.traces.schema import Manifest
 
 from .control import Control
-from .failures import describe_exception
-from .live import LiveRequest
+from .generation import LiveRequest, describe_exception
 from .tracker import NEWEST, Clock, EndedIterations
 
 logger = logging.getLogger(__name__)

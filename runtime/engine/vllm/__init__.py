@@ -34,7 +34,7 @@ def guarded_call(owner: Any, part: Callable[..., _Value], *args: Any, otherwise:
     try:
         return part(*args)
     except Exception as error:
-        from tltlab.runtime.engine.failures import describe_exception
+        from tltlab.runtime.engine.generation import describe_exception
 
         owner.tltlab_failed = True
         # vLLM's log is often off.

@@ -25,7 +25,7 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.length_classes import LengthClasses
 from tltlab.errors import one_line
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.engine.live import LiveRequest
+from tltlab.runtime.engine.generation import LiveRequest
 from tltlab.runtime.engine.tracker import Stopwatch
 
 from .row_store import Rows, RowStore

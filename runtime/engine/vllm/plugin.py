@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tltlab.errors import ConfigError, one_line
-from tltlab.runtime.engine.failures import notify
+from tltlab.runtime.engine.generation import notify
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES, guarded_call, has_option, replacing
 from .capabilities import missing

@@ -12,7 +12,7 @@ import torch
 from . import guarded_call, has_option, replaced, replacing
 
 if TYPE_CHECKING:
-    from tltlab.runtime.engine.live import Drafting
+    from tltlab.runtime.engine.generation import Drafting
 
 
 def fix_speculative_sampling() -> None:

@@ -25,8 +25,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.failures import describe_exception
-from tltlab.runtime.engine.live import LiveRequest
+from tltlab.runtime.engine.generation import LiveRequest, describe_exception
 
 from . import is_registered
 from .capture import NullCapture, pause_capture, start_capture

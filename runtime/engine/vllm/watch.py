@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 from tltlab.drafters.base import Key
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.environment import hardware
-from tltlab.runtime.engine.live import LiveRequest
+from tltlab.runtime.engine.generation import LiveRequest
 from tltlab.runtime.engine.recording import BRINGS_WEIGHTS, LiveRecording
 from tltlab.runtime.engine.tracker import Scheduled
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -23,7 +23,7 @@ from tltlab.policies.simple import Fixed
 from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.live import Drafting
+from tltlab.runtime.engine.generation import Drafting
 from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 

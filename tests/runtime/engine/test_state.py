@@ -17,8 +17,7 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.specs import BegMabSpec, Bucket, ExploreSpec
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.failures import PolicyFailed
-from tltlab.runtime.engine.generation import Rollout
+from tltlab.runtime.engine.generation import PolicyFailed, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import fixed, request
