@@ -128,9 +128,9 @@ class GenerationResponse:
     """One response. `logprobs` are at the sampling temperature; times are in seconds since `generate`.
 
     `finish_reason` is "stop", "length" or "abort". Tokens and log-probs are lists from an engine, and arrays of 4 bytes
-    each from a rollout worker. A turn after the first was submitted at `t_submit`, after `tool_s` at a tool; `observed`
-    are the tool's tokens, the end of its prompt. `versions` are (policy version, tokens) of its spans where weights may
-    change while it runs, else empty.
+    each from a rollout worker. `t_submit` is the time of its submission, 0 at the start of the rollout. A turn after
+    the first comes after `tool_s` at a tool; `observed` are the tool's tokens, the end of its prompt. `versions` are
+    (policy version, tokens) of its spans where weights may change while it runs, else empty.
     """
 
     key: Key

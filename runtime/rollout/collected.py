@@ -115,10 +115,10 @@ class Collected:
 
     `trajectories` are whole groups with their rewards; `groups[i]` numbers the prompt of trajectory i.
     `parts[w].responses[i]` answers `requests[w][i]` on worker w. All rounds are merged: times are since the first began
-    and iterations are numbered through. By key of the request: `epochs`, the `rewards` of whole responses (a cut one
-    has none), and, where it is not 0, `submitted_s`, the time when the request went to its engine. `rollout_s` runs
-    from the first round to the end of the last, rewards between them included; `reward_s` is the time of later rewards
-    and `score_s` that of the trainer's scoring; the three add up. `figures` are for the RL step's metrics, by name.
+    and iterations are numbered through. By key of the request: `epochs`, and the `rewards` of whole responses (a cut
+    one has none). `rollout_s` runs from the first round to the end of the last, rewards between them included;
+    `reward_s` is the time of later rewards and `score_s` that of the trainer's scoring; the three add up. `figures` are
+    for the RL step's metrics, by name.
     """
 
     trajectories: list[Trajectory]
@@ -127,7 +127,6 @@ class Collected:
     parts: list[Rollout]
     epochs: dict[Key, int]
     rewards: dict[Key, float]
-    submitted_s: dict[Key, float] = field(default_factory=dict)
     rollout_s: float
     reward_s: float = 0.0
     score_s: float = 0.0
@@ -141,7 +140,6 @@ class Rounds:
     def __init__(self, tools: RolloutTools) -> None:
         self.requests: Shares = []
         self.parts: list[Rollout] = []
-        self.submitted_s: dict[Key, float] = {}
         self.notes: list[str] = []
         self.num_rounds = 0
         self.rollout_s = 0.0
@@ -163,7 +161,6 @@ class Rounds:
         if self.num_rounds:
             self.requests = [before + new for before, new in zip(self.requests, started, strict=True)]
             self.parts = [_joined(part, new, start_s) for part, new in zip(self.parts, rollouts, strict=True)]
-            self.submitted_s |= {request.key: start_s for share in started for request in share}
         else:
             self.requests, self.parts = started, rollouts
         self.num_rounds += 1
@@ -173,8 +170,6 @@ class Rounds:
 class Rollouts(ABC):
     """A way to collect an RL step's responses. `carries` is its key in `state_dict` for state of later RL steps."""
 
-    on_policy: bool
-    """True if every response follows the distribution of the policy that is about to be trained."""
     carries = ""
 
     def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder) -> None:
@@ -202,7 +197,9 @@ class Rollouts(ABC):
         ConfigError where the run cannot continue with it.
         """
         self._drop_notes = [
-            sentence(state[key]) for key, sentence in _DROP_NOTES.items() if key != self.carries and state.get(key)
+            f"{counted(len(state[key]), noun)} of the checkpoint dropped: the run continues without {setting}"
+            for key, (noun, setting) in _CARRIED.items()
+            if key != self.carries and state.get(key)
         ]
         self._load(state.get(self.carries), folder)
 
@@ -244,8 +241,6 @@ class SynchronousRollouts(Rollouts):
     difference, or fewer than prompts_per_step where the rounds do not yield enough.
     """
 
-    on_policy = True
-
     def collect(self, tools: RolloutTools) -> Collected:
         """Roll out one RL step; every round requests exactly the missing groups."""
         rollout, max_rounds = self.recipe.rollout, self.recipe.train.sampling_rounds
@@ -277,7 +272,6 @@ class SynchronousRollouts(Rollouts):
             parts=rounds.parts,
             epochs=epochs,
             rewards=rewards,
-            submitted_s=rounds.submitted_s,
             rollout_s=rounds.rollout_s,
             reward_s=reward_s,
             notes=self._take_drop_notes() + rounds.notes + self._notes(len(groups), len(numbers), rounds.num_rounds),
@@ -295,22 +289,8 @@ class SynchronousRollouts(Rollouts):
         return [note if num_kept == num_prompts else f"{note}: trained on those, not on {num_prompts}"]
 
 
-def _pending_dropped(groups: Sequence[Mapping[str, Any]]) -> str:
-    ended = sum(sample["finish_reason"] is not None for group in groups for sample in group["samples"])
-    return (
-        f"{counted(len(groups), 'group')} under way in the checkpoint dropped, with {counted(ended, 'whole response')}"
-        ": the run continues without rollout.partial"
-    )
-
-
-def _earlier_dropped(responses: Sequence[Any]) -> str:
-    return (
-        f"{counted(len(responses), 'response')} of the checkpoint not reused: the run continues without rollout.reuse"
-    )
-
-
-_DROP_NOTES: dict[str, Callable[[Sequence[Any]], str]] = {"pending": _pending_dropped, "earlier": _earlier_dropped}
-
+_CARRIED = {"pending": ("unfinished group", "rollout.partial"), "earlier": ("earlier response", "rollout.reuse")}
+"""What is stored under each `Rollouts.carries`, and its setting."""
 
 Number = TypeVar("Number", int, float)
 
@@ -393,7 +373,7 @@ def _joined(part: Rollout, new: Rollout, start_s: float) -> Rollout:
         return ColumnRows.joined(name, [before, after.with_column("iteration", after.column("iteration") + first)])
 
     return Rollout(
-        responses=part.responses + new.responses,
+        responses=part.responses + [replace(r, t_submit=r.t_submit or start_s) for r in new.responses],
         iterations=joined("iterations", part.iterations, new.iterations),
         decisions=joined("decisions", part.decisions, new.decisions),
         duration_s=new.duration_s,

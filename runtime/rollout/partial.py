@@ -122,7 +122,6 @@ class PartialRollouts(Rollouts):
     cut before its first token has none.
     """
 
-    on_policy = False
     carries = "pending"
 
     def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder, config: PartialConfig) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from tltlab.files import read_json, sealed, write_json
 from tltlab.policies.policy import EXPLORE, Policy
 from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.data.order import prompt_batch
-from tltlab.runtime.data.prompts import load_prompts
+from tltlab.runtime.data.prompts import Prompt, load_prompts
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.environment import run_json
@@ -56,16 +55,6 @@ class RunToVerify:
     recipe: Recipe
     drafters: dict[str, DrafterSpec]
     num_rl_steps: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundRollout:
-    """One recorded rollout: its RL step in the trace, its round, its policy, and its seconds."""
-
-    rl_step: int
-    round: int
-    policy: str
-    rollout_s: float
 
 
 def run_to_verify(run: Path) -> RunToVerify:
@@ -148,84 +137,70 @@ def roll_out(
     `out` becomes a RUN with one RL step per rollout; RUN itself is unchanged. ConfigError for policies that the engines
     cannot run, RunError where an engine fails.
     """
-    session = PolicyRounds(run_to_verify(run), policies, out, seed=seed)
-    session.events.watch = report
-    report(f"starting {session.recipe.rollout.num_workers} engines on {session.recipe.model}")
-    with session:
+    source = run_to_verify(run)
+    specs, exploring = all_drafters(source, policies), explore_all(policies)
+    recipe = _engines_alone(source.recipe, deepest(source, policies), seed)
+    prompts = load_prompts(recipe.data.train, recipe.data, load_tokenizer(recipe.model))
+    events = RunEvents(out / "events.jsonl")
+    events.watch = report
+    report(f"starting {recipe.rollout.num_workers} engines on {recipe.model}")
+    with ExitStack() as stack:
+        stack.enter_context(ray_running(recipe.cluster))
+        place = stack.enter_context(Placement(recipe))
+        build = engine_build(recipe, exploring, specs)
+        pool = WorkerPool(
+            recipe, build, lambda worker: None, place.worker_options, events=events, on_restart=lambda worker: None
+        )
+        stack.callback(pool.close)
+        pool.start()
+        notes = "tltlab verify: each RL step is one policy's rollout, the model does not move"
+        recorder = stack.enter_context(Recorder(out / "trace", run_manifest(recipe, out.name, specs, notes)))
+        write_json(out / "run.json", run_json(recipe))
+        session = PolicyRounds(source, {EXPLORE: exploring, **policies}, out, seed, pool, recorder, prompts)
         session.settle()
         for number in range(rounds):
-            done = session.round(number, num_repeated=NUM_REPEATED)
-            report(f"round {number + 1} of {rounds}: " + ", ".join(f"{r.policy} {r.rollout_s:.2f} s" for r in done))
+            seconds = session.round(number)
+            report(f"round {number + 1} of {rounds}: " + ", ".join(f"{name} {s:.2f} s" for name, s in seconds.items()))
 
 
 class PolicyRounds:
-    """The engines of a session and its recording in `out`; a context manager. Leaving it ends engines and own Ray."""
+    """Rollouts of `policies`, of which one explores, on started engines, recorded in `out`."""
 
-    def __init__(self, run: RunToVerify, policies: Mapping[str, Policy], out: Path, *, seed: int) -> None:
-        self.run = run
-        self.policies = dict(policies)
-        self.out = Path(out)
-        self.seed = seed
-        self.specs = all_drafters(run, policies)
-        depth = deepest(run, policies)
-        self.recipe = _engines_alone(run.recipe, depth, seed)
-        self.prompts = load_prompts(self.recipe.data.train, self.recipe.data, load_tokenizer(self.recipe.model))
-        self.rollouts: list[RoundRollout] = []
+    def __init__(
+        self,
+        source: RunToVerify,
+        policies: Mapping[str, Policy],
+        out: Path,
+        seed: int,
+        pool: WorkerPool,
+        recorder: Recorder,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        self.source, self.policies, self.out, self.seed = source, dict(policies), out, seed
+        self._pool, self._recorder, self._prompts = pool, recorder, prompts
         self._in_force: list[dict[str, Any]] = []
         self._repeats: list[dict[str, Any]] = []
-        self.events = RunEvents(self.out / "events.jsonl")
-        self._stack = ExitStack()
-
-    def __enter__(self) -> PolicyRounds:
-        try:
-            self._stack.enter_context(ray_running(self.recipe.cluster))
-            place = self._stack.enter_context(Placement(self.recipe))
-            self._pool = WorkerPool(
-                self.recipe,
-                engine_build(self.recipe, explore_all(self.policies), self.specs),
-                lambda worker: None,
-                place.worker_options,
-                events=self.events,
-                on_restart=lambda worker: None,
-            )
-            self._stack.callback(self._pool.close)
-            self._pool.start()
-            notes = "tltlab verify: each RL step is one policy's rollout, the model does not move"
-            self._recorder = Recorder(self.out / "trace", run_manifest(self.recipe, self.out.name, self.specs, notes))
-            write_json(self.out / "run.json", run_json(self.recipe))
-        except BaseException:
-            self._stack.close()
-            raise
         self._started = time.perf_counter()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        try:
-            self._recorder.__exit__(kind, error, tb)
-        finally:
-            self._stack.close()
 
     def settle(self) -> None:
         """Run an uncounted rollout, so that one-time work of engines is done."""
-        self._pool.set_policy(explore_all(self.policies), 0)
+        self._pool.set_policy(self.policies[EXPLORE], 0)
         self._pool.rehearse(self._pool.share(self._requests(0, 0)[0]), 0)
 
-    def round(self, number: int, *, num_repeated: int) -> list[RoundRollout]:
-        """Roll out each policy once and an exploring one, in random order, on the prompts of round `number`.
+    def round(self, number: int) -> dict[str, float]:
+        """Roll out each policy once, in random order, on the prompts of round `number`; return seconds by policy.
 
-        The first `num_repeated` of that order run twice.
+        The first `NUM_REPEATED` of that order run twice.
         """
-        rng = np.random.default_rng([self.seed, number])
-        names = [EXPLORE, *self.policies]
-        order = [names[i] for i in rng.permutation(len(names))]
-        rollouts = [self._rollout(name, number, again=n < num_repeated) for n, name in enumerate(order)]
+        names = list(self.policies)
+        order = [names[i] for i in np.random.default_rng([self.seed, number]).permutation(len(names))]
+        seconds = {name: self._rollout(name, number, again=n < NUM_REPEATED) for n, name in enumerate(order)}
         self._recorder.flush()
-        self.rollouts += rollouts
-        return rollouts
+        return seconds
 
-    def _rollout(self, name: str, number: int, *, again: bool) -> RoundRollout:
-        rl_step = self.events.rl_step = len(self._in_force)
-        policy = explore_all(self.policies) if name == EXPLORE else self.policies[name]
+    def _rollout(self, name: str, number: int, *, again: bool) -> float:
+        rl_step = self._pool.events.rl_step = len(self._in_force)
+        policy = self.policies[name]
         self._pool.set_policy(policy, rl_step)
         self._in_force.append({"rl_step": rl_step, "name": name, "policy": policy.model_dump(mode="json")})
         write_json(self.out / "policies.json", sealed({"seed": self.seed, "policies": self._in_force}))
@@ -245,15 +220,13 @@ class PolicyRounds:
             again_s = max(part.duration_s for part in repeated)
             self._repeats.append(repeat_row(rl_step, parts, repeated, rollout_s=rollout_s, repeat_s=again_s))
             write_json(self.out / "repeats.json", sealed({"repeats": self._repeats}))
-        return RoundRollout(rl_step=rl_step, round=number, policy=name, rollout_s=rollout_s)
+        return rollout_s
 
     def _requests(self, number: int, rl_step: int) -> tuple[list[GenerationRequest], list[int]]:
         """Return the prompts that follow the run's own, round by round, and the epoch of each response."""
-        rollout, run = self.recipe.rollout, self.run
-        batch = prompt_batch(len(self.prompts), run.num_rl_steps + number, rollout.prompts_per_step, run.recipe.seed)
-        groups = [
-            requests_of(self.prompts[i], rl_step, rollout.group_size, rollout.max_response_tokens) for _, i in batch
-        ]
+        rollout, run, prompts = self.source.recipe.rollout, self.source, self._prompts
+        batch = prompt_batch(len(prompts), run.num_rl_steps + number, rollout.prompts_per_step, run.recipe.seed)
+        groups = [requests_of(prompts[i], rl_step, rollout.group_size, rollout.max_response_tokens) for _, i in batch]
         return [r for group in groups for r in group], [epoch for epoch, _ in batch for _ in range(rollout.group_size)]
 
 

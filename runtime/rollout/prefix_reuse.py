@@ -110,8 +110,6 @@ class ReusingRollouts(Rollouts):
         super().__init__(recipe, prompts, order)
         self.config = config
         self.exact = config.residual == "exact"
-        # With leniency 1 the residual corrects for every cut.
-        self.on_policy = self.exact and config.leniency == 1.0
         self._earlier: dict[tuple[str, int], EarlierResponse] = {}
         if self.exact:
             self._check_exact()

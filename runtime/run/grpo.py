@@ -407,7 +407,6 @@ class GrpoRun:
             collected.parts,
             [collected.rewards.get(request.key) for request in requests],
             epochs=[collected.epochs[*request.key[:3], 0] for request in requests],
-            submitted_s=[collected.submitted_s.get(request.key, 0.0) for request in requests],
             policy_version=rolled.version,
             t_start=rolled.t_start - self._started,
             stages_s=stages_s if rollout.one_step_off or rollout.staleness else None,

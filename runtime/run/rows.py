@@ -87,7 +87,6 @@ def step_rows(
     rewards: Sequence[float | None],
     *,
     epochs: Sequence[int],
-    submitted_s: Sequence[float] | None = None,
     policy_version: int,
     t_start: float,
     drafter: Mapping[str, Sequence[Row]],
@@ -95,18 +94,15 @@ def step_rows(
 ) -> dict[str, Sequence[Mapping[str, Any]]]:
     """Return the step's rows by table, those of tokens and iterations by column.
 
-    By response, in the order of `parts`, one per worker: `requests`, `rewards` (None where a response was cut),
-    `epochs` and `submitted_s`, the time when it went to its engine (by default at the start of the rollout).
-    `policy_version` sampled responses without versions of their own; `t_start` is in seconds since the start of the
-    run. `drafter` are the rows of its training, of `steps` only some columns. The stages after the rollout began
+    By response, in the order of `parts`, one per worker: `requests`, `rewards` (None where a response was cut) and
+    `epochs`. `policy_version` sampled responses without versions of their own; `t_start` is in seconds since the start
+    of the run. `drafter` are the rows of its training, of `steps` only some columns. The stages after the rollout began
     `stages_s` seconds after its start, by default at its end.
     """
     placed = [(worker, response) for worker, part in enumerate(parts) for response in part.responses]
     workload: list[Row] = []
     outcomes: list[Row] = []
-    submitted_s = [0.0] * len(requests) if submitted_s is None else submitted_s
-    by_response = zip(requests, placed, rewards, epochs, submitted_s, strict=True)
-    for request, (worker, response), reward, epoch, t_submit in by_response:
+    for request, (worker, response), reward, epoch in zip(requests, placed, rewards, epochs, strict=True):
         key = key_columns(request.key)
         workload.append(
             columns(
@@ -126,7 +122,7 @@ def step_rows(
                 finish_reason=response.finish_reason,
                 reward=reward,
                 worker=worker,
-                t_submit=response.t_submit or t_submit,
+                t_submit=response.t_submit,
                 t_first_token=response.t_first_token,
                 t_finish=response.t_finish,
                 tool_s=response.tool_s,

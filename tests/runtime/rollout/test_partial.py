@@ -51,7 +51,6 @@ def run(engines: ScriptedEngines, rollouts: Any, steps: range) -> list[Collected
 @pytest.fixture(scope="module")
 def twelve_steps() -> tuple[ScriptedEngines, list[Collected]]:
     engines, rollouts = made()
-    assert not rollouts.on_policy
     return engines, run(engines, rollouts, range(12))
 
 
