@@ -140,17 +140,20 @@ def dotted(place: Place) -> str:
     return ".".join(map(str, place))
 
 
-def leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value in nested objects with its path, such as train.lr; an empty object is a value.
+def leaves(value: Any, path: str = "", *, in_lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """Each value in nested objects, or lists too, with its path, such as train.lr; an empty object is a value.
 
     >>> dict(leaves({"train": {"lr": 0.1}, "log": {}}))
     {'train.lr': 0.1, 'log': {}}
     """
-    for key, inner in value.items():
-        if isinstance(inner, Mapping) and inner:
-            yield from leaves(inner, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", inner
+    if isinstance(value, Mapping) and (value or not path):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}" if path else str(key), in_lists=in_lists)
+    elif in_lists and isinstance(value, list):
+        for inner in value:
+            yield from leaves(inner, path, in_lists=True)
+    else:
+        yield path, value
 
 
 def faults(error: ValidationError, place: Callable[[Place], str] = dotted) -> str:

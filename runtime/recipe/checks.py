@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from threading import Thread
@@ -55,25 +55,16 @@ def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
     refuse(complaints)
 
 
-def _all_of(rule: Callable[..., Iterable[str]], *arguments: object) -> Iterator[str]:
-    """Yield a rule's complaints, or the InputError that ends the rule."""
+def _all_of(rule: Callable[..., object], *arguments: object) -> Iterator[str]:
+    """Yield the complaints of a rule that yields some, or the InputError that ends it."""
     try:
-        yield from rule(*arguments)
+        if isinstance(complaints := rule(*arguments), Iterator):
+            yield from complaints
     except InputError as error:
         yield str(error)
 
 
-def _raising(part: Callable[..., object]) -> Callable[..., Iterable[str]]:
-    """Return the rule of a function that raises its complaint."""
-
-    def rule(*arguments: object) -> Iterable[str]:
-        part(*arguments)
-        return ()
-
-    return rule
-
-
-def policy(recipe: Recipe) -> Iterable[str]:
+def policy(recipe: Recipe) -> Iterator[str]:
     return policy_on_engines(recipe, recipe.read_policy())
 
 
@@ -98,7 +89,7 @@ def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
             return
 
 
-def model(recipe: Recipe) -> Iterable[str]:
+def model(recipe: Recipe) -> Iterator[str]:
     return model_folder(recipe.model, "model")
 
 
@@ -141,7 +132,7 @@ def first_rows(recipe: Recipe) -> Iterator[str]:
     """Complain about columns that the first row of a file lacks."""
     for source in (recipe.data.train, recipe.data.heldout):
         if source is not None:
-            yield from _all_of(_raising(first_row), source, recipe.data)
+            yield from _all_of(first_row, source, recipe.data)
 
 
 def enough_prompts(recipe: Recipe) -> Iterator[str]:
@@ -279,8 +270,8 @@ def tried_reward(recipe: Recipe) -> Iterator[str]:
 
 
 RULES = (
-    _raising(RewardPool), policy, _raising(Recipe.read_placement), model, sequence_parallel, data, first_rows,
-    enough_prompts, context, cpu_engine, engine_dtype, learning_rate, _raising(bundles_of), _raising(engines_of),
+    RewardPool, policy, Recipe.read_placement, model, sequence_parallel, data, first_rows, enough_prompts, context,
+    cpu_engine, engine_dtype, learning_rate, bundles_of, engines_of,
 )  # fmt: skip
 """Rules for a recipe on this machine."""
 
@@ -293,15 +284,14 @@ def writable_folder(out: Path) -> Iterator[str]:
         yield f"cannot write to {out}: you may not write to {above}; name another folder with --out"
 
 
-def same_run(recipe: Recipe, out: Path) -> Iterable[str]:
-    """Complain about a newest whole checkpoint of a run that the recipe cannot continue."""
+def same_run(recipe: Recipe, out: Path) -> None:
+    """Raise ConfigError for a newest whole checkpoint of a run that the recipe cannot continue."""
     # Imported here: it imports torch, which is slow, and most runs do not need it.
     from tltlab.runtime.run.state import read_state
 
     newest = newest_whole(out / "checkpoints")
     if newest is not None:
         read_state(newest, recipe)
-    return ()
 
 
 def recorded_decisions(recipe: Recipe, replay: Path) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tltlab.config import json_or_text
+from tltlab.config import json_or_text, leaves
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean, refuse
 from tltlab.files import found_in, read_json, read_text
@@ -22,7 +22,7 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.data.text import whole_text
 
 from .rules import RULES
-from .sections import SYSTEMS_POLICY, Sections, leaves
+from .sections import SYSTEMS_POLICY, Sections
 from .system import engine_run_of, give_way, sections_of_system
 from .user_code import CODE, code_of, refuse_code
 
@@ -186,7 +186,7 @@ def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Re
             if not isinstance(section, dict):
                 raise ConfigError(f"override {override!r}: {parent} is not a section of the recipe")
         section[leaf] = json_or_text(text)
-    for name, value in leaves(fields):
+    for name, value in leaves(fields, in_lists=True):
         # JSON permits it, TOML does not; neither files nor tokenizers accept it.
         if isinstance(value, str) and whole_text(value) != value:
             raise ConfigError(f"{source}: {name} has half a surrogate pair, which is no Unicode text")

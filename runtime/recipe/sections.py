@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tltlab.config import FiniteModel
+from tltlab.config import FiniteModel, leaves
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import refuse
 from tltlab.own import OwnPart, paths_in
@@ -17,7 +17,7 @@ from tltlab.runtime.trainer.algorithms import ALGORITHMS
 
 from .drafter import Beta, DrafterConfig
 
-_SECRET = re.compile(r"(^|[_-])(hf_token|api_key|password|secret|access_token|auth_token)$", re.IGNORECASE)
+_SECRET = re.compile(r"(^|[._-])(hf_token|api_key|password|secret|access_token|auth_token)$", re.IGNORECASE)
 SYSTEMS_POLICY = "system"
 """`rollout.policy` of a recipe whose `rollout.system` defines the policy."""
 _VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
@@ -365,7 +365,7 @@ class Sections(FiniteModel):
 
 def vllm_arguments(vllm: Mapping[str, Any]) -> Iterator[str]:
     """Check `rollout.vllm`: vLLM reports faults of its arguments much later, and in a traceback."""
-    for name, value in leaves(vllm):
+    for name, value in leaves(vllm, in_lists=True):
         if isinstance(value, str) and _SECRET.search(name):
             yield f"{name} would be written into the run's folder: give it by an environment variable"
         if isinstance(value, float) and not isfinite(value):
@@ -377,15 +377,3 @@ def vllm_arguments(vllm: Mapping[str, Any]) -> Iterator[str]:
     share = vllm.get("gpu_memory_utilization", 0.5)
     if type(share) not in (int, float) or not 0 < share <= 1:
         yield f"gpu_memory_utilization = {share!r} is not a number above 0 and up to 1"
-
-
-def leaves(fields: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value in nested tables and lists, with its name."""
-    if isinstance(fields, Mapping):
-        for key, value in fields.items():
-            yield from leaves(value, str(key))
-    elif isinstance(fields, list):
-        for value in fields:
-            yield from leaves(value, name)
-    else:
-        yield name, fields

@@ -75,7 +75,8 @@ def system_settings(recipe: Sections) -> tuple[dict[str, Any] | None, list[str]]
         return None, []
     system, run = find_system(recipe.rollout.system), engine_run_of(recipe)
     decided = set(DECIDED) - {"policy"}
-    settings = dict(leaves(recipe.rollout.model_dump(include=decided, exclude_defaults=True), "rollout."))
+    rollout = recipe.rollout.model_dump(include=decided, exclude_defaults=True)
+    settings = {f"rollout.{name}": value for name, value in leaves(rollout)}
     if recipe.drafter is not None:
         settings["drafter.schedule.kind"] = recipe.drafter.schedule.kind
     strategies = [str(strategy) for strategy in run.policy.strategies]

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tltlab.config import leaves
 from tltlab.errors import ConfigError
 from tltlab.files import write_file
 from tltlab.own import OwnPart, allowed_modules, paths_in
 
-from .sections import RolloutConfig, Sections, leaves
+from .sections import RolloutConfig, Sections
 
 CODE = "code"
 """Folder of a run with copies of the user's own modules."""
@@ -84,8 +85,9 @@ def code_of_engines(rollout: RolloutConfig) -> Iterator[str]:
     if rollout.environment is not None:
         yield from _foreign(rollout.environment.path)
     for argument, value in rollout.vllm.items():
-        parts = [(argument, value), *leaves({argument: value})]
-        if any(part and (_IMPORTS.fullmatch(name) or _IMPORT_PATH.fullmatch(str(part))) for name, part in parts):
+        parts = [(argument, value), *leaves(value, argument, in_lists=True)]
+        names = [name.rpartition(".")[2] for name, part in parts if part]
+        if any(map(_IMPORTS.fullmatch, names)) or any(_IMPORT_PATH.fullmatch(str(part)) for _, part in parts if part):
             yield f"rollout.vllm.{argument}"
 
 

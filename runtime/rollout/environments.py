@@ -15,17 +15,15 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pebble import ProcessExpired, ProcessPool
-
 from tltlab.config import counted
 from tltlab.drafters.base import Key
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import ConfigError
 from tltlab.files import found_in
 from tltlab.own import load_name
 from tltlab.runtime.data.text import whole_text
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest
 
-from .reward_pool import UserProcesses, error_place, exit_reason, process_object
+from .reward_pool import UserProcesses, error_place, process_object
 
 if TYPE_CHECKING:
     from tltlab.runtime.recipe.sections import EnvironmentConfig
@@ -116,9 +114,9 @@ class EnvironmentPool(UserProcesses):
     """
 
     def __init__(self, config: EnvironmentConfig, code: Sequence[str]) -> None:
-        self._config, self._code = config, tuple(code)
+        super().__init__(config.processes, "rollout.environment.processes", load_environment, config.path, tuple(code))
+        self._config = config
         self._local = None if config.processes else load_environment(config.path, code)
-        self._starts = 0
         self._failures: Counter[str] = Counter()
 
     def ask(self, messages: list[Message]) -> Future[Answer]:
@@ -128,9 +126,8 @@ class EnvironmentPool(UserProcesses):
             future.set_result(_observation(self._local, messages))
             return future
         while True:
-            pool = self._pool if self._pool is not None and self._pool.active else self._start()
             try:
-                task: Future[Answer] = pool.schedule(_step, (messages,), timeout=self._config.timeout_s)
+                task: Future[Answer] = self.ready().schedule(_step, (messages,), timeout=self._config.timeout_s)
             except RuntimeError:
                 continue  # the pool broke after the check
             return task
@@ -138,18 +135,12 @@ class EnvironmentPool(UserProcesses):
     def answer(self, task: Future[Answer]) -> str | None:
         """Return the observation of a finished call; None, and counted, where it failed."""
         try:
-            observation, failure = task.result()
-        except TimeoutError:
-            failure = f"took more than {self._config.timeout_s:g} s"
-        except ProcessExpired as death:
-            failure = f"ended their process ({exit_reason(death.exitcode)})"
+            answer, failure = self.result(task, self._config.timeout_s)
         except BrokenProcessPool:
-            failure = "lost their process"
-        else:
-            if not failure:
-                return observation
-        self._failures[failure] += 1
-        return None
+            answer, failure = None, "lost their process"
+        observation, error = answer or (None, failure)
+        self._failures.update([error] if error else [])
+        return observation
 
     def take_failures(self) -> list[str]:
         """Return and clear a sentence for each kind of failure."""
@@ -159,16 +150,7 @@ class EnvironmentPool(UserProcesses):
         self._failures.clear()
         return sentences
 
-    def _start(self) -> ProcessPool:
-        self.close()
-        self._starts += 1
-        if self._starts > _MAX_STARTS:
-            raise RunError(f"the processes of environment {self._config.path!r} failed {_MAX_STARTS} times")
-        setting = "rollout.environment.processes"
-        return self._begin(self._config.processes, setting, load_environment, self._config.path, self._code)
 
-
-_MAX_STARTS = 8
 _MOST_LETTERS = 256
 """Bound on the characters of a token, above those of known vocabularies."""
 

@@ -40,8 +40,8 @@ Item = tuple[str, str | Sequence[int], str]
 # A reward, or the reason for its absence.
 Outcome = float | str
 
-# Deaths in a row of processes that began no reward, after which they cannot start here at all.
-_MAX_BREAKS = 3
+# Starts in a row without a result, after which processes cannot start here at all.
+_MAX_STARTS = 3
 _PR_SET_PDEATHSIG = 1
 
 
@@ -69,29 +69,57 @@ class Decoder:
 
 
 class UserProcesses:
-    """Processes that run user code with a time limit for each call."""
+    """`processes` processes that run user code with a time limit for each call; a `setting` has their number.
 
-    _pool: ProcessPool | None = None
+    They begin with `make(*args)`, when they are first needed.
+    """
 
-    def _begin(self, processes: int, setting: str, make: Callable[..., Any], *args: Any) -> ProcessPool:
-        """Start a new pool, whose processes begin with `make(*args)`; RunError, which names the setting, on failure."""
+    def __init__(self, processes: int, setting: str, make: Callable[..., Any], *args: Any) -> None:
+        self._processes, self._setting, self._make, self._args = processes, setting, make, args
+        self._pool: ProcessPool | None = None
+        self._starts = 0  # since the last result
+
+    def ready(self) -> ProcessPool:
+        """Return the pool, a new one where the last one broke. RunError where its processes cannot start."""
+        if self._pool is not None and self._pool.active:
+            return self._pool
+        starts = self._starts + 1
+        self.close()
+        if starts > _MAX_STARTS:
+            raise RunError(
+                f"processes of {self._setting} ended {_MAX_STARTS} times before a result. Each imports the main "
+                'program: a script trains under `if __name__ == "__main__":`, or with 0 processes'
+            )
+        self._starts = starts
         self._pool = ProcessPool(
-            max_workers=processes,
+            max_workers=self._processes,
             initializer=_start_process,
-            initargs=(os.getpid(), make, args),
+            initargs=(os.getpid(), self._make, self._args),
             context=multiprocessing.get_context("spawn"),
         )
         try:
             if not self._pool.active:  # asking starts it
-                raise RunError(f"{processes} processes cannot be started: set {setting} lower")
+                raise RunError(f"{self._processes} processes cannot be started: set {self._setting} lower")
         except BaseException:
             self.close()  # exiting would wait for those that have started
             raise
         register_memory()
         return self._pool
 
+    def result(self, task: Future[Any], limit_s: float) -> tuple[Any, str]:
+        """Return the result of an ended call, and the reason where there is none. BrokenProcessPool for a lost one."""
+        try:
+            answer = task.result()
+        except TimeoutError:
+            return None, f"took more than {limit_s:g} s"
+        except ProcessExpired as death:
+            return None, f"ended their process ({exit_reason(death.exitcode)})"
+        self._starts = 1
+        return answer, ""
+
     def close(self) -> None:
         """Kill the processes."""
+        self._starts = 0
         if self._pool is not None:
             self._pool.stop()  # type: ignore[no-untyped-call]
             self._pool.join()
@@ -107,18 +135,19 @@ class RewardPool(UserProcesses):
     """
 
     def __init__(self, recipe: Recipe, tokenizer: Any = None) -> None:
-        self._terms, self._code = recipe.reward_terms, recipe.code
-        self._reward = load_rewards(self._terms, self._code)
-        self._config = recipe.reward_pool
+        terms, self._code, self._config = recipe.reward_terms, recipe.code, recipe.reward_pool
+        self._reward = load_rewards(terms, self._code)
         self._start_timeout_s = recipe.faults.start_timeout_s
         self._failures: Counter[str] = Counter()
         self._num_rewards = 0
         self._tokenizer = tokenizer
         self._decoder = None if tokenizer is None else Decoder.of(tokenizer)
+        args = (terms, self._code, self._decoder, self._config.memory_bytes)
+        super().__init__(self._config.processes, "reward_pool.processes", _own_reward, *args)
 
     def __enter__(self) -> RewardPool:
         if self._config.processes:
-            self._start()
+            self.ready()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -154,11 +183,6 @@ class RewardPool(UserProcesses):
         with redirect_stdout(sys.stderr), found_in(self._code):
             return [_outcome(self._reward, item, self._decoder) for item in items]
 
-    def _start(self) -> ProcessPool:
-        """Start a new pool; its processes import the reward functions."""
-        args = (self._terms, self._code, self._decoder, self._config.memory_bytes)
-        return self._begin(self._config.processes, "reward_pool.processes", _own_reward, *args)
-
     def _in_processes(self, items: Sequence[Item]) -> list[Outcome]:
         try:
             return self._computed(items)
@@ -167,14 +191,11 @@ class RewardPool(UserProcesses):
             raise
 
     def _computed(self, items: Sequence[Item]) -> list[Outcome]:
-        pool = self._pool
-        if pool is None or not pool.active:
-            pool = self._restart()
+        pool = self.ready()
         limit, patience = self._config.timeout_s, self._start_timeout_s
         outcomes: dict[int, Outcome] = {}
         waiting = deque(range(len(items)))
         tasks: dict[Future[Outcome], int] = {}
-        breaks = 0
         while len(outcomes) < len(items):
             # Two tasks per process: tasks in flight when the pool breaks are lost.
             while waiting and len(tasks) < 2 * self._config.processes:
@@ -193,29 +214,15 @@ class RewardPool(UserProcesses):
             for ended in done:
                 number = tasks.pop(ended)
                 try:
-                    outcomes[number] = ended.result()
-                    breaks = 0
-                except TimeoutError:
-                    outcomes[number] = f"took more than {limit:g} s"
-                except ProcessExpired as death:
-                    outcomes[number] = f"ended their process ({exit_reason(death.exitcode)})"
+                    outcome, failure = self.result(ended, limit)
+                    outcomes[number] = failure or outcome
                 except BrokenProcessPool:
                     waiting.appendleft(number)  # a process failed between rewards, and the pool is no longer active
             if not pool.active:
                 waiting.extendleft(tasks.values())
                 tasks.clear()
-                breaks += 1
-                if breaks == _MAX_BREAKS:
-                    raise RunError(
-                        f"reward processes ended {breaks} times before a reward. Each imports the main program: "
-                        'a script trains under `if __name__ == "__main__":`, or with reward_pool.processes = 0'
-                    )
-                pool = self._restart()
+                pool = self.ready()
         return [outcomes[i] for i in range(len(items))]
-
-    def _restart(self) -> ProcessPool:
-        self.close()
-        return self._start()
 
 
 def _outcome(

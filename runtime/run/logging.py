@@ -328,8 +328,7 @@ def step_text(report: StepReport, measures: Mapping[str, float], time_left: str)
         lengths.append(f"cut {measures['length/truncated_fraction']:.0%}")
     return "\n".join(
         [
-            f"step {report.rl_step}: reward {report.reward_mean:.3f}, {report.num_tokens} tokens "
-            f"in {report.seconds:.2f} s, policy {report.policy}, {time_left} left",
+            f"{report}, {time_left} left",
             f"  seconds: {', '.join(stages)}",
             *([f"  {', '.join(figures)}"] if figures else []),
             *([f"  length {', '.join(lengths)}"] if lengths else []),

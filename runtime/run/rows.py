@@ -71,13 +71,10 @@ class StepReport:
         return self.step_s or sum(self.stages.values())
 
     def __str__(self) -> str:
-        rate = self.num_tokens / self.rollout_s
-        lines = [
-            f"step {self.rl_step}: reward {self.reward_mean:.3f}, {self.num_tokens} tokens in {self.rollout_s:.2f} s "
-            f"({rate:.0f}/s), train {self.inference_s + self.train_s:.2f} s, sync {self.sync_s:.2f} s, {self.policy}",
-            *(f"  {note}" for note in self.notes),
-        ]
-        return "\n".join(lines)
+        return (
+            f"step {self.rl_step}: reward {self.reward_mean:.3f}, {self.num_tokens} tokens in {self.seconds:.2f} s, "
+            f"policy {self.policy}"
+        )
 
 
 def step_rows(

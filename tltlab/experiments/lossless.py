@@ -18,7 +18,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from tltlab.charts import lines
-from tltlab.stats import interval_json, mean_of_few
+from tltlab.stats import finite, mean_of_few
 
 from . import Progress, models
 from .harness import Case, Row
@@ -77,8 +77,7 @@ class Lossless(RunsExperiment[LosslessSettings]):
     def table(self, readings: Sequence[Row]) -> list[Row]:
         self.rewards = readings
         chances = {"held_out": self.settings.heldout, "trained": self.settings.steps * self.settings.prompts}
-        compared = differences(readings, chances)
-        return [reward_row(kind, compared[kind], readings) for kind in _REWARDS]
+        return [reward_row(kind, chances[kind], readings) for kind in _REWARDS]
 
     def verdict(self, rows: pd.DataFrame) -> str:
         return verdict(rows.to_dict("records"))
@@ -113,32 +112,20 @@ def rewards_of_run(recipe: Any, out: Path, steps: int, progress: Progress) -> tu
         return {"held_out": grpo.evaluate(), "trained": float(np.mean(by_step))}, by_step
 
 
-def differences(rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, int]) -> dict[str, Any]:
-    """With minus without, of each kind of reward, over seeds; `equal` is None from one seed: it allows no interval.
+def reward_row(kind: str, num_prompts: int, runs: Sequence[Mapping[str, Any]]) -> Row:
+    """A row of the table: a reward with minus without, and Student's interval over seeds; one seed allows none.
 
-    `prompts`: on how many a reward is a mean, in each run. Its chance is known from that, and no interval is narrower.
+    The reward is a mean over `num_prompts` in each run. Its chance is known from that, and no interval is narrower.
     """
-    intervals = {}
-    for name, count in prompts.items():
-        values = [row["with"][name] - row["without"][name] for row in rows]
-        chance = [row[side][name] * (1 - row[side][name]) / count for row in rows for side in _SIDES]
-        intervals[name] = mean_of_few(values, least_error=math.sqrt(max(sum(chance), 0.0)) / len(rows))
-    has_interval = len(rows) > 1
-    return {
-        **{name: interval_json(interval) for name, interval in intervals.items()},
-        "equal": all(interval.low <= 0 <= interval.high for interval in intervals.values()) if has_interval else None,
-    }
-
-
-def reward_row(kind: str, difference: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> Row:
-    """A row of the table: a reward with minus without, and Student's interval over seeds."""
-    low, high = difference["low"], difference["high"]
-    has_interval = low is not None and high is not None
+    values = [run["with"][kind] - run["without"][kind] for run in runs]
+    chance = sum(run[side][kind] * (1 - run[side][kind]) / num_prompts for run in runs for side in _SIDES)
+    difference = mean_of_few(values, least_error=math.sqrt(max(chance, 0.0)) / len(runs))
+    low, high = finite(difference.low), finite(difference.high)
     return {
         "case": _REWARDS[kind],
-        "verdict": UNKNOWN if not has_interval else SAME if low <= 0 <= high else DIFFERENT,
+        "verdict": UNKNOWN if low is None or high is None else SAME if low <= 0 <= high else DIFFERENT,
         **{side: float(np.mean([run[side][kind] for run in runs])) for side in _SIDES},
-        "difference": difference["estimate"],
+        "difference": difference.estimate,
         "low": low,
         "high": high,
         "samples": len(runs),

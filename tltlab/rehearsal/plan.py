@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from tltlab.acceptance.base import ChainAcceptance
-from tltlab.acceptance.load import DEFAULT, DEFAULTS, load_acceptance, split_by_drafter
-from tltlab.acceptance.per_drafter import EVERY, refuse_one_for_several
+from tltlab.acceptance.load import DEFAULT, load_acceptance
+from tltlab.acceptance.per_drafter import EVERY, PerDrafter, refuse_one_for_several
 from tltlab.costs.profiles import find_model
 from tltlab.drafters.specs import STANDARD, Drafters, HybridSpec
 from tltlab.errors import ConfigError
@@ -71,7 +71,8 @@ def plan_of(
         model=shape.name, config=config, kv_token_bytes=shape.kv_bytes_per_token, lengths=lengths,
         prompt_tokens=prompt_tokens, group_size=trace.manifest.group_size or 8, about=about, policies=stock | ours,
         modules=tuple(modules), rates={STOCK: ()} | {name: _rates_of(p, name, granted) for name, p in ours.items()},
-        granted=granted, learned=learned, forced=tuple(name for name in used if name not in learned),
+        granted={name: granted.text(name) for name in used}, learned=learned,
+        forced=tuple(name for name in used if name not in learned),
         plain_batches=tuple(sorted(plain_batches)), rounds=rounds, gpus=_num_gpus(gpus), seed=seed,
     )  # fmt: skip
     _check_memory(plan, shape)
@@ -109,37 +110,32 @@ def shares(
     return tuple(tuple(sorted(map(int, share))) for share in dealt), prompt_tokens, about
 
 
-def acceptance_by_drafter(text: str, drafters: Sequence[str], known: Drafters = STANDARD) -> dict[str, str]:
-    """Return each drafter's acceptance from `learned=geometric:0.7,ngram=geometric:0.42`; `all=` is for the others.
+def acceptance_by_drafter(text: str, drafters: Sequence[str], known: Drafters = STANDARD) -> PerDrafter:
+    """Return the acceptance of these drafters alone, from `learned=geometric:0.7,ngram=geometric:0.42`.
 
     ConfigError for a drafter that no policy uses, for a drafter without an acceptance, and for a model without a name
     where drafters are of different kinds.
 
-    >>> acceptance_by_drafter("all=geometric:0.7", ["ngram"])
-    {'ngram': 'geometric:0.7'}
+    >>> str(acceptance_by_drafter("all=geometric:0.7", ["ngram"]))
+    'ngram=geometric:0.7'
     """
-    given = (
-        {name: DEFAULTS[name] for name in drafters if name in DEFAULTS} if text == DEFAULT else split_by_drafter(text)
-    )
-    if given is None:
-        refuse_one_for_several(load_acceptance(text), text, drafters, known)
-        given = {EVERY: text}
-    if unknown := given.keys() - {EVERY, *drafters}:
+    model = load_acceptance(text)
+    if not isinstance(model, PerDrafter):
+        refuse_one_for_several(model, text, drafters, known)
+        model = PerDrafter({}, model, {EVERY: text})
+    if text != DEFAULT and (unknown := model.models.keys() - set(drafters)):
         raise ConfigError(
             f"--acceptance {text}: no policy drafts with {min(unknown)}; drafters: {', '.join(drafters) or 'none'}"
         )
-    granted = {name: given.get(name, given.get(EVERY, "")) for name in drafters}
-    if missing := [name for name, source in granted.items() if not source]:
-        raise ConfigError(f"--acceptance {text}: no acceptance for {', '.join(missing)}")
-    return granted
+    return model.only(drafters)
 
 
-def rates(source: str, drafter: str, depth: int) -> tuple[float, ...]:
+def rates(granted: PerDrafter, drafter: str, depth: int) -> tuple[float, ...]:
     """Chances that the draft of a chain is kept up to each of its tokens: given, as in `0.8/0.6/0.5`, or a model's.
 
     ConfigError where they rise or are too few, or differ by request, by what was generated or by batch size.
     """
-    acceptance = load_acceptance(source)
+    acceptance, source = granted.of(drafter), granted.text(drafter)
     if isinstance(acceptance, ChainAcceptance):
         if len(acceptance.kept) < depth:
             raise ConfigError(f"--acceptance {drafter}={source}: give {depth} chances, one for each token of a draft")
@@ -173,18 +169,18 @@ def learned_drafters(policies: Mapping[str, Policy], used: Sequence[str]) -> tup
     return learned
 
 
-def _rates_of(policy: Policy, name: str, granted: Mapping[str, str]) -> tuple[float, ...]:
+def _rates_of(policy: Policy, name: str, granted: PerDrafter) -> tuple[float, ...]:
     """Return the chances of a policy's drafts. ConfigError where its drafters differ: an engine has one set of them."""
     deepest: dict[str, int] = {}
     for strategy in policy.strategies:
         if strategy.speculates:
             deepest[strategy.drafter] = max(deepest.get(strategy.drafter, 0), strategy.draft_depth)
-    if len({granted[drafter] for drafter in deepest}) > 1:
+    if len({granted.text(drafter) for drafter in deepest}) > 1:
         raise ConfigError(
             f"policy {name} drafts with {' and '.join(deepest)}, which are to be accepted differently: an engine keeps "
             "all drafts of a rollout at one set of chances"
         )
-    by_drafter = [rates(granted[drafter], drafter, depth) for drafter, depth in deepest.items()]
+    by_drafter = [rates(granted, drafter, depth) for drafter, depth in deepest.items()]
     return max(by_drafter, key=len, default=())
 
 
