@@ -157,7 +157,7 @@ def settings_of(path: Path) -> dict[str, Any]:
         return {}
     said = settings_in(islice(_lines(path), _CONFIG_LINES), SETUP)
     counts = {name: int(said.get(name, other) or 0) for name, other in _COUNTS.items()}
-    gpus = counts["gpus"] or counts["gpus_per_node"] * counts["nodes"]
+    gpus = counts["gpus"] or counts["gpus_per_node"] * counts["nodes"] or counts["engines"] * counts["tp"]
     found: dict[str, Any] = {"model": said.get("model")}
     if gpus:
         found["hardware"] = f"{gpus}x{said['gpu']}" if said.get("gpu") else f"{gpus} GPUs"

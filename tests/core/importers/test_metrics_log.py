@@ -15,7 +15,7 @@ from tests.refused import refused
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers.formats import guess, import_dump
 from tltlab.importers.max_entropy import max_entropy_lengths
-from tltlab.importers.metrics_log import number
+from tltlab.importers.metrics_log import number, settings_of
 from tltlab.importers.sources import read, read_lengths
 from tltlab.traces.metrics import mean_accept_length, rollout_s
 
@@ -417,3 +417,47 @@ def test_the_command_takes_a_log(command, verl_log, tmp_path):
     assert "assumed" in err
     assert read(tmp_path / "t").steps["rollout_s"].notna().all()
     assert importing("--responses", 8, "--format", "csv")[0] == 2
+
+
+CONFIGURATIONS = {
+    "sglang": (
+        "[2026-03-25 12:50:41] server_args=ServerArgs(model_path='Qwen/Qwen3-8B', tokenizer_path='Qwen/Qwen3-8B', "
+        "tp_size=2, speculative_algorithm='EAGLE3', speculative_num_steps=3, speculative_num_draft_tokens=4)",
+        {"model": "Qwen/Qwen3-8B", "engine": "sglang", "drafting": "learned:3"},
+    ),
+    "sglang without drafts": (
+        "server_args=ServerArgs(model_path='Qwen/Qwen3-8B', speculative_algorithm=None, speculative_num_steps=None)",
+        {"model": "Qwen/Qwen3-8B", "engine": "sglang"},
+    ),
+    "slime": (
+        "  hf_checkpoint ................................... /root/Qwen3-4B\n"
+        "  rollout_num_gpus ................................ 8\n"
+        "  rollout_num_gpus_per_engine ..................... 2\n"
+        "  sglang_speculative_algorithm .................... None\n"
+        "  tensor_model_parallel_size ...................... 4\n",
+        {"model": "/root/Qwen3-4B", "hardware": "8 GPUs", "num_workers": 4},
+    ),
+    "openrlhf": (
+        "Namespace(actor_num_gpus_per_node=8, pretrain='OpenRLHF/Llama-3-8b-sft', vllm_num_engines=4, "
+        "vllm_tensor_parallel_size=2)\n(pid=7) NVIDIA A100-SXM4-80GB",
+        {"model": "OpenRLHF/Llama-3-8b-sft", "hardware": "8xA100", "num_workers": 4},
+    ),
+    "nemo-rl": (
+        "{'cluster': {'gpus_per_node': 8, 'num_nodes': 2},\n 'policy': {'generation': {'vllm_cfg': "
+        "{'tensor_parallel_size': 4}},\n  'megatron_cfg': {'tensor_model_parallel_size': 4},\n"
+        "  'model_name': 'Qwen/Qwen2.5-32B'}}\n",
+        {"model": "Qwen/Qwen2.5-32B", "hardware": "16 GPUs", "num_workers": 4},
+    ),
+    "nemo-rl, trainer with another tp": (
+        "{'cluster': {'gpus_per_node': 8, 'num_nodes': 2},\n 'policy': {'generation': {'vllm_cfg': "
+        "{'tensor_parallel_size': 2}},\n  'megatron_cfg': {'tensor_model_parallel_size': 4},\n"
+        "  'model_name': 'Qwen/Qwen2.5-32B'}}\n",
+        {"model": "Qwen/Qwen2.5-32B", "hardware": "16 GPUs"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_printed_configurations_give_the_set_up(tmp_path, text, expected):
+    (tmp_path / "run.log").write_text(text)
+    assert settings_of(tmp_path / "run.log") == expected
