@@ -151,11 +151,15 @@ def has_each(sources: Sources) -> dict[str, bool]:
 
 
 def table(versions: Mapping[str, Any]) -> str:
-    """The README's table of what `VERSIONS` holds, the newest version first."""
-    lines = ["| vLLM | torch | all but |", "|---|---|---|"]
+    """The README's table of what `VERSIONS` holds, the newest version first: what each lacks, beside the later ones."""
+    lines = ["| vLLM | torch | lacks, beside what later ones lack |", "|---|---|---|"]
+    lacking: set[str] = set()
     for version in sorted(versions, key=_numbers, reverse=True):
-        lacking = [name for name, has in versions[version]["has"].items() if not has]
-        lines.append(f"| {version} | {versions[version]['torch']} | {', '.join(lacking)} |")
+        lacks = [name for name, has in versions[version]["has"].items() if not has]
+        assert lacking.issubset(lacks), f"{version} has {lacking.difference(lacks)}, which a later version lacks"
+        more = ", ".join(name for name in lacks if name not in lacking)
+        lines.append(f"| {version} | {versions[version]['torch']} | {more} |")
+        lacking.update(lacks)
     return "\n".join(lines) + "\n"
 
 
