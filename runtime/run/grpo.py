@@ -86,7 +86,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         run.watch = lambda report: log.step(report, report.measures)
         begins_at = run.rl_step
         with Stop(run.stop_prefetching) as stop:
-            while run.rl_step < last_step and not (stop.wanted and run.is_between):
+            while run.rl_step < last_step and not (stop.requested and run.is_between):
                 stop.due(fmean(r.step_s for r in run.reports[-3:]) if run.reports else 0.0)
                 report = run.step()
                 if run.rl_step in (begins_at + 1, last_step):

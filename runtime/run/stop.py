@@ -17,15 +17,15 @@ STOP_S = 60.0
 
 
 class Stop:
-    """Context manager in which the first Ctrl-C sets `wanted` and calls `when_wanted` in another thread.
+    """Context manager in which the first Ctrl-C sets `requested` and calls `on_request` in another thread.
 
     A second Ctrl-C interrupts the main thread as SIGTERM does. So do `STOP_S` seconds, and the first Ctrl-C where the
     RL step, by `due`, takes longer. Outside of the main thread, and where Ctrl-C is ignored, nothing changes.
     """
 
-    def __init__(self, when_wanted: Callable[[], None]) -> None:
-        self.wanted = False
-        self._when_wanted = when_wanted
+    def __init__(self, on_request: Callable[[], None]) -> None:
+        self.requested = False
+        self._on_request = on_request
         self._due_s = 0.0
         self._stack = ExitStack()
 
@@ -46,15 +46,15 @@ class Stop:
         self._due_s = time.monotonic() + seconds
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted or self._due_s - time.monotonic() > STOP_S:
+        if self.requested or self._due_s - time.monotonic() > STOP_S:
             # SIGTERM cleanly ends `Waiting`, in which the main thread waits for actors.
             signal.raise_signal(signal.SIGTERM)
             return
-        self.wanted = True
+        self.requested = True
         main = threading.get_ident()
         late = threading.Timer(STOP_S, signal.pthread_kill, (main, signal.SIGINT))
         late.daemon = True
         self._stack.callback(late.cancel)
         late.start()
         # In a thread: the main thread may be in the middle of a line of its own.
-        threading.Thread(target=self._when_wanted, daemon=True).start()
+        threading.Thread(target=self._on_request, daemon=True).start()

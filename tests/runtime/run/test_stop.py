@@ -35,10 +35,10 @@ def test_the_first_is_a_wish_the_second_an_order():
     heard = threading.Event()
 
     def wait() -> None:
-        assert not stopping.wanted
+        assert not stopping.requested
         press()
         assert heard.wait(30)
-        assert stopping.wanted
+        assert stopping.requested
         press()
         threading.Event().wait()
 
@@ -50,12 +50,12 @@ def test_a_long_rl_step_is_not_waited_for():
     with Stop(lambda: None) as stopping:
         stopping.due(stop.STOP_S - 1)
         press()
-    assert stopping.wanted
+    assert stopping.requested
     with Stop(lambda: None) as stopping:
         stopping.due(stop.STOP_S + 60)
         with pytest.raises(KeyboardInterrupt):
             press()
-    assert not stopping.wanted
+    assert not stopping.requested
 
 
 def test_a_step_that_takes_longer_than_thought_is_ended(monkeypatch: pytest.MonkeyPatch):
@@ -74,6 +74,6 @@ def test_where_ctrl_c_is_ignored_it_stays_so():
     try:
         with Stop(lambda: None) as stopping:
             press()
-        assert not stopping.wanted
+        assert not stopping.requested
     finally:
         signal.signal(signal.SIGINT, before)
