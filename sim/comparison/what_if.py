@@ -290,7 +290,7 @@ class _Question:
             return self.scenarios.of(rl_steps)
         own, part = GeometricAcceptance(alpha=chance), _part(granted, self.drafters[0])
         # The curve is over chances within the trained length.
-        curve = part.around([own]) if isinstance(part, ContextAcceptance) else own
+        curve = part.with_parts([own]) if isinstance(part, ContextAcceptance) else own
         model = with_drafter(granted, self.drafters[0], curve)
         return self.scenarios.of(rl_steps, acceptance=model)
 

@@ -236,7 +236,7 @@ class Wrapped(Acceptance):
         return self.base
 
     @abstractmethod
-    def around(self, parts: Sequence[Acceptance]) -> Self:
+    def with_parts(self, parts: Sequence[Acceptance]) -> Self:
         """The same with other models inside."""
 
     @property
@@ -258,25 +258,25 @@ class Wrapped(Acceptance):
         return self.of(strategy.drafter).outside(strategy)
 
     def in_state(self, drafters: Mapping[str, DrafterState]) -> Acceptance:
-        return self._around([part.in_state(drafters) for part in self.parts])
+        return self._with_parts([part.in_state(drafters) for part in self.parts])
 
     def at_best(self, drafters: Iterable[str]) -> Acceptance:
         names = list(drafters)
-        return self._around([part.at_best(names) for part in self.parts])
+        return self._with_parts([part.at_best(names) for part in self.parts])
 
     def at(self, batch: int) -> Acceptance:
         if batch not in self._at_batch:
-            self._at_batch[batch] = self._around([part.at(batch) for part in self.parts], self._known)
+            self._at_batch[batch] = self._with_parts([part.at(batch) for part in self.parts], self._known)
         return self._at_batch[batch]
 
     def by_batch(self, drafter: str) -> tuple[Acceptance, ...]:
-        return tuple(self._around([model], self._known) for model in self.base.by_batch(drafter))
+        return tuple(self._with_parts([model], self._known) for model in self.base.by_batch(drafter))
 
     def at_context(self, context_tokens: float) -> Acceptance:
-        return self._around([part.at_context(context_tokens) for part in self.parts])
+        return self._with_parts([part.at_context(context_tokens) for part in self.parts])
 
     def within(self, context_tokens: float) -> Acceptance:
-        return self._around([part.within(context_tokens) for part in self.parts], self._known)
+        return self._with_parts([part.within(context_tokens) for part in self.parts], self._known)
 
     @property
     def steady(self) -> bool:
@@ -295,13 +295,13 @@ class Wrapped(Acceptance):
     def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         return self.of(strategy.drafter).survival(strategy, requests)
 
-    def _around(self, parts: Sequence[Acceptance], known: list[Self] | None = None) -> Self:
+    def _with_parts(self, parts: Sequence[Acceptance], known: list[Self] | None = None) -> Self:
         """Return the model around `parts`: itself, one of `known`, or a new one, which is added to `known`."""
         models: list[Self] = [self, *(known or ())]
         for model in models:
             if all(a is b for a, b in zip(model.parts, parts, strict=True)):
                 return model
-        made = self.around(parts)
+        made = self.with_parts(parts)
         if known is not None:
             known.append(made)
         return made
@@ -324,7 +324,7 @@ class Scaled(Wrapped):
     names: tuple[str, ...]
     ratio: float
 
-    def around(self, parts: Sequence[Acceptance]) -> Scaled:
+    def with_parts(self, parts: Sequence[Acceptance]) -> Scaled:
         return replace(self, base=parts[0])
 
     def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:

@@ -131,7 +131,7 @@ class SpreadAcceptance(Wrapped, AcceptanceModel):
             raise ValueError(f"base: acceptance of kind {getattr(model, 'kind', '')!r} varies by request already")
         return model
 
-    def around(self, parts: Sequence[Acceptance]) -> SpreadAcceptance:
+    def with_parts(self, parts: Sequence[Acceptance]) -> SpreadAcceptance:
         return SpreadAcceptance.model_validate({**dict(self), "base": parts[0]})
 
     @property
@@ -182,7 +182,7 @@ def spread_over_requests(model: Acceptance, spread: float) -> Acceptance:
         return model.changed(lambda part: spread_over_requests(part, spread), f", spread {spread:g}")
     if isinstance(model, Wrapped) and not isinstance(model, SpreadAcceptance):
         # Freshness and context hold around it.
-        return model.around([spread_over_requests(part, spread) for part in model.parts])
+        return model.with_parts([spread_over_requests(part, spread) for part in model.parts])
     if isinstance(model, AcceptanceModel) and model.varies_by == "nothing":
         return SpreadAcceptance(base=model, spread=spread)
     raise ConfigError(

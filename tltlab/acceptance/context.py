@@ -72,7 +72,7 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
             raise ValueError("base: one length at which the drafter was trained is enough")
         return model
 
-    def around(self, parts: Sequence[Acceptance]) -> ContextAcceptance:
+    def with_parts(self, parts: Sequence[Acceptance]) -> ContextAcceptance:
         return ContextAcceptance.model_validate({**dict(self), "base": parts[0]})
 
     @property
@@ -161,5 +161,5 @@ def trained_at(model: Acceptance, trained_tokens: float | None, text: str) -> Ac
         known = trained_text(model.trained_tokens)
         raise ConfigError(f"acceptance {text}: the model has a trained length already, {known}: leave out the other")
     if isinstance(model, Wrapped) and model.trained_drafter is not None:
-        return model.around([trained_at(part, trained_tokens, text) for part in model.parts])
+        return model.with_parts([trained_at(part, trained_tokens, text) for part in model.parts])
     return ContextAcceptance(base=model, trained_tokens=trained_tokens)

@@ -86,7 +86,7 @@ class FreshAcceptance(Wrapped, AcceptanceModel):
     def trained_drafter(self) -> str:
         return self.drafter
 
-    def around(self, parts: Sequence[Acceptance]) -> FreshAcceptance:
+    def with_parts(self, parts: Sequence[Acceptance]) -> FreshAcceptance:
         return FreshAcceptance.model_validate({**dict(self), "base": parts[0]})
 
     def in_state(self, drafters: Mapping[str, DrafterState]) -> Scaled:

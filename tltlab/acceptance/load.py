@@ -196,7 +196,7 @@ def _named(model: Acceptance, drafter: str) -> Acceptance:
     if isinstance(model, FreshAcceptance):
         return model.model_copy(update={"base": _named(model.base, drafter), "drafter": drafter})
     if isinstance(model, ContextAcceptance):
-        return model.around([_named(model.base, drafter)])
+        return model.with_parts([_named(model.base, drafter)])
     if isinstance(model, SiblingAcceptance | TreeAcceptance) and model.drafter is None:
         return model.model_copy(update={"drafter": drafter})
     return model

@@ -45,7 +45,7 @@ class PerDrafter(Wrapped):
             )
         return model
 
-    def around(self, parts: Sequence[Acceptance]) -> PerDrafter:
+    def with_parts(self, parts: Sequence[Acceptance]) -> PerDrafter:
         others = None if self.others is None else parts[-1]
         return replace(self, models=dict(zip(self.models, parts, strict=False)), others=others)
 
@@ -84,7 +84,7 @@ class PerDrafter(Wrapped):
 
     def changed(self, change: Callable[[Acceptance], Acceptance], text: str = "") -> PerDrafter:
         """Apply `change` to each model and append `text` to how it is written; itself where nothing changes."""
-        model = self._around([change(part) for part in self.parts])
+        model = self._with_parts([change(part) for part in self.parts])
         texts = {name: f"{written}{text}" for name, written in self.texts.items()}
         return replace(model, texts=texts) if text else model
 

@@ -237,7 +237,7 @@ def _with_history(model: Acceptance, responses: int) -> Acceptance:
     """Return a model of siblings with so many earlier responses beside them, and any other one as it is."""
     if isinstance(model, ContextAcceptance):
         base = _with_history(model.base, responses)
-        return model if base is model.base else model.around([base])
+        return model if base is model.base else model.with_parts([base])
     if not responses or not isinstance(model, SiblingAcceptance):
         return model
     alpha = float(model.alpha(np.array([float(responses)]), np.zeros(1))[0])
