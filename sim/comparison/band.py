@@ -370,7 +370,7 @@ def with_overhead(scenario: Scenario, strategies: Sequence[Strategy], error: flo
     if adds <= 0.0:
         return []
     factors = (max(0.0, 1.0 + (end - 1.0) * (adds + plain_s) / adds) for end in _costs_ends(error))
-    return [replace(scenario, costs=ScaledCosts.around(costs, overhead=factor)) for factor in factors]
+    return [replace(scenario, costs=ScaledCosts.wrapping(costs, overhead=factor)) for factor in factors]
 
 
 def _with_tokens(scenario: Scenario, model: Acceptance, factors: Mapping[str, float]) -> Scenario:

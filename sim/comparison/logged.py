@@ -99,7 +99,7 @@ class LoggedRun:
         measured_s = rows.loc[sample, part].to_numpy()
         level = float(measured_s.sum() / run.seconds(sample).sum())
         own, _ = scenarios.config.find_costs(trace)
-        costs = ScaledCosts.around(own, level=level, switch_s=own.switch_s * level, outside_s=own.outside_s * level)
+        costs = ScaledCosts.wrapping(own, level=level, switch_s=own.switch_s * level, outside_s=own.outside_s * level)
         subject = "rollouts" if part == "rollout" else "waiting for rollouts, which go on beside training"
         note = (
             f"{subject}: {np.median(measured_s):.3g} s in the log, {share.estimate:.0%} of the RL step, {level:.2f} "

@@ -63,7 +63,7 @@ def _overhead(variant: Variant, factor: float) -> Variant | None:
     bound, costs = variant
     if not any(s.speculates for s in bound.policy.strategies):
         return None
-    return bound, ScaledCosts.around(costs, overhead=factor)
+    return bound, ScaledCosts.wrapping(costs, overhead=factor)
 
 
 RANGES = (

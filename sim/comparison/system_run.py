@@ -69,7 +69,7 @@ def settings_of(bound: BoundSystem, workers: int, config: SimulationConfig, cost
         "placement": config.placement or system.placement,
     }  # fmt: skip
     if system.draft_pass_share is not None:
-        settings["costs"] = ScaledCosts.around(costs, pass_share=system.draft_pass_share, block=system.block_drafts)
+        settings["costs"] = ScaledCosts.wrapping(costs, pass_share=system.draft_pass_share, block=system.block_drafts)
     return settings
 
 

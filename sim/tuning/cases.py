@@ -109,7 +109,7 @@ class TuningCase:
             raise ConfigError("a cost error needs an acceptance model, such as a fitted one or geometric:ALPHA")
         cases = []
         for how, dearer in (("cheaper", 1.0 - error), ("dearer", 1.0 + error)):
-            off = ScaledCosts.around(costs, level=2.0 - dearer, speculative=dearer / (2.0 - dearer))
+            off = ScaledCosts.wrapping(costs, level=2.0 - dearer, speculative=dearer / (2.0 - dearer))
             for word, accepted in (("less", 1.0 - error), ("more", 1.0 + error)):
                 scenario = replace(self.scenario, costs=off, acceptance=Scaled(known, drafters, accepted))
                 name = f"{self.name}: speculation {how} than thought, {word} accepted"

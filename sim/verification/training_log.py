@@ -210,7 +210,7 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
         fitted = LinearCosts(**coefficients)
     else:
         level, switch_s = terms["level"], columns.shape.switch_s * terms["level"]
-        fitted = ScaledCosts.around(
+        fitted = ScaledCosts.wrapping(
             columns.shape, level=level, switch_s=switch_s, outside_s=terms["outside_s"], noise=None, **origin
         )
     accepted = columns.accept_length[speculated]

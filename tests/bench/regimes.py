@@ -195,7 +195,7 @@ def _slows_down(rl_steps: int) -> PolicyRegime:
 
 def _wrong_costs(speculative: float, name: str) -> _Make:
     def make(rl_steps: int) -> PolicyRegime:
-        costs = ScaledCosts.around(_gpu(), speculative=speculative)
+        costs = ScaledCosts.wrapping(_gpu(), speculative=speculative)
         about = f"speculation takes {speculative:g} times what the cost file says"
         return _regime(name, _lengths(rl_steps), [(costs, _drafters(learned=_FAIR))], about, file_costs=_gpu())
 

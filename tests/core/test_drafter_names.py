@@ -79,7 +79,7 @@ def test_no_code_compares_the_name_of_a_drafter():
 def test_a_renamed_drafter_costs_and_captures_the_same(name, spec, standard):
     drafters = Drafters({name: spec})
     own, known = Strategy.chain(name, 4), Strategy.chain(standard, 4)
-    for costs in (ROOFLINE, LINEAR, ScaledCosts.around(ROOFLINE, overhead=0.5)):
+    for costs in (ROOFLINE, LINEAR, ScaledCosts.wrapping(ROOFLINE, overhead=0.5)):
         assert costs.iteration(own, drafters=drafters) == costs.iteration(known)
     policy = Policy(selector=FixedSpec(strategy=own), drafters={name: spec})
     other = load_policy(known)

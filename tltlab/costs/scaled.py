@@ -47,7 +47,7 @@ class ScaledCosts(CostModel):
     block: bool = False
 
     @classmethod
-    def around(cls, costs: CostModel, **changes: Any) -> Self:
+    def wrapping(cls, costs: CostModel, **changes: Any) -> Self:
         """`costs` changed; `changes` are fields, and what they do not name of limits, noise and notes is theirs."""
         return cls(**costs.limits() | {"of": costs} | changes)
 

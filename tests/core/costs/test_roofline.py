@@ -103,7 +103,7 @@ def test_prompts_beside_decoding_take_no_longer_than_apart(
     name: str, batch: int, prompt: float, strategy: Strategy, level: float
 ):
     shape = load_costs(name)
-    for costs in (shape, ScaledCosts.around(shape, level=level), ScaledCosts.around(shape, overhead=level)):
+    for costs in (shape, ScaledCosts.wrapping(shape, level=level), ScaledCosts.wrapping(shape, overhead=level)):
         cost, apart = costs.iteration(strategy), costs.prefill_s(prompt)
         alone = cost.without_context_s(batch)
         together = alone + cost.beside_s(batch, prompt, apart)

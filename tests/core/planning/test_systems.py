@@ -109,7 +109,7 @@ def test_a_block_is_drafted_in_one_pass():
     costs = COSTS.model_copy(update={"draft_level_s": 0.0})
     four, eight = Strategy.chain("learned", 4), Strategy.chain("learned", 8)
     plain = COSTS.iteration(NO_SPECULATION).seconds(4, 0)
-    chain, block = (ScaledCosts.around(costs, pass_share=0.25, block=block) for block in (False, True))
+    chain, block = (ScaledCosts.wrapping(costs, pass_share=0.25, block=block) for block in (False, True))
     for strategy, passes in ((four, 4), (eight, 8)):
         verified = costs.iteration(strategy).seconds(4, 0)
         assert chain.iteration(strategy).seconds(4, 0) == pytest.approx(verified + 0.25 * passes * plain)
