@@ -39,14 +39,14 @@ def scratch_folder(name: str = "") -> Path:
     return subfolder
 
 
-def leaves(*paths: Path) -> None:
+def register(*paths: Path) -> None:
     """Register `paths` outside the scratch folder that this process's run leaves: swept once it has ended."""
     folder = scratch_folder()
     write_json(folder / ELSEWHERE, sorted(map(str, {*paths, *elsewhere(folder)})))
 
 
 def register_memory() -> None:
-    """As `leaves`, for the shared memory and semaphores that this process and its children have now.
+    """As `register`, for the shared memory and semaphores that this process and its children have now.
 
     Their makers remove them at their end, or Python's resource tracker after a kill, if it was not killed too.
     """
@@ -59,7 +59,7 @@ def register_memory() -> None:
     with suppress(OSError, InputError):
         # A process without leftovers needs no folder to list them.
         if paths := [path for path in filter(is_leftover, SHARED.iterdir()) if path.lstat().st_ino in inodes]:
-            leaves(*paths)
+            register(*paths)
 
 
 def _mapped_memory(process: Path) -> set[int]:

@@ -22,7 +22,7 @@ from tltlab.runtime.recipe.sections import ClusterConfig
 
 from .liveness import EndedServers
 from .prefork import Prefork
-from .scratch import leaves
+from .scratch import register
 
 ENV = {
     # One thread per process: two on a busy machine stall for seconds. Numba's own belong to vLLM's n-gram drafter.
@@ -88,7 +88,7 @@ def ray_running(cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
         node = ray._private.worker._global_node
         assert node is not None
         session = Path(node.get_session_dir_path())
-        leaves(session)
+        register(session)
         servers = {name: node.all_processes[name][0].process.pid for name in ("raylet", "gcs_server")}
         watch = EndedServers(servers)
         with _one_line_each():

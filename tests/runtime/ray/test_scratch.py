@@ -14,7 +14,7 @@ import pytest
 
 from tltlab.files import leftovers
 from tltlab.runtime.ray import scratch
-from tltlab.runtime.ray.scratch import leaves, scratch_folder, sweep
+from tltlab.runtime.ray.scratch import register, scratch_folder, sweep
 
 KILLED = """
 import os, signal, sys, tempfile
@@ -50,7 +50,7 @@ def test_what_a_killed_process_left_goes(temporary: Path):
     mine = temporary / "tltlab-123-abcdefgh"
     mine.mkdir()
     own = scratch_folder()
-    leaves(session)
+    register(session)
     subprocess.run([sys.executable, "-c", KILLED, str(temporary), str(session), str(foreign)], check=False)
     (left,) = (path for path in temporary.glob("tltlab-*") if path not in (mine, own))
     assert leftovers() == [session, left]
@@ -148,7 +148,7 @@ def test_a_process_takes_its_scratch_folder_with_it(temporary: Path):
     assert first.stat().st_mode & 0o777 == 0o700
     assert first.parent.stat().st_mode & 0o777 == 0o700
     session = session_in(temporary)
-    leaves(session)
+    register(session)
     scratch._end_scratch(os.getpid())
     assert not first.exists()
     assert leftovers() == [session, first.parent]
