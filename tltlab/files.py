@@ -448,7 +448,7 @@ def in_progress(folder: Path) -> bool:
 
 
 SCRATCH = re.compile(r"tltlab-\d+-\w{8}")
-ELSEWHERE = "elsewhere.json"
+ELSEWHERE = "registered_leftovers.json"
 _OF_RUNS = re.compile(r"session_\d{4}-\d\d-\d\d_[\d_-]+|(psm_|vllm_dist_|sem\.mp-)[\w:\[\]-]+")
 """Names of what runs leave elsewhere: Ray's sessions, shared memory of vLLM's processes, semaphores of Python's."""
 SHARED = Path("/dev/shm")
@@ -462,11 +462,11 @@ def leftovers() -> list[Path]:
             status = folder.lstat()
             ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and (folder / _LOCK).is_file()
             if ours and SCRATCH.fullmatch(folder.name) and not in_progress(folder):
-                paths += [*filter(is_leftover, elsewhere(folder)), folder]
+                paths += [*filter(is_leftover, registered_leftovers(folder)), folder]
     return paths
 
 
-def elsewhere(folder: Path) -> list[Path]:
+def registered_leftovers(folder: Path) -> list[Path]:
     """Paths registered with `leaves` outside the scratch folder of a run."""
     return [Path(path) for path in _read_as(list, folder / ELSEWHERE) if isinstance(path, str)]
 

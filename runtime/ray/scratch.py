@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from tltlab.errors import InputError
-from tltlab.files import ELSEWHERE, SCRATCH, SHARED, elsewhere, is_leftover, leftovers, lock, write_json
+from tltlab.files import ELSEWHERE, SCRATCH, SHARED, is_leftover, leftovers, lock, registered_leftovers, write_json
 
 _scratch: dict[int, tuple[Path, ExitStack]] = {}
 _numbers = count()
@@ -42,7 +42,7 @@ def scratch_folder(name: str = "") -> Path:
 def register(*paths: Path) -> None:
     """Register `paths` outside the scratch folder that this process's run leaves: swept once it has ended."""
     folder = scratch_folder()
-    write_json(folder / ELSEWHERE, sorted(map(str, {*paths, *elsewhere(folder)})))
+    write_json(folder / ELSEWHERE, sorted(map(str, {*paths, *registered_leftovers(folder)})))
 
 
 def register_memory() -> None:
@@ -80,7 +80,7 @@ def sweep() -> list[Path]:
             _end_agents(path)
         # A scratch folder stays as long as a leftover that it lists exists.
         is_scratch = SCRATCH.fullmatch(path.name)
-        if not (any(map(is_leftover, elsewhere(path))) if is_scratch else _in_use(path)):
+        if not (any(map(is_leftover, registered_leftovers(path))) if is_scratch else _in_use(path)):
             _remove(path)
             removed.append(path)
     return removed
@@ -122,7 +122,7 @@ def _end_scratch(pid: int) -> None:
         return
     folder, lock_file = _scratch.pop(pid)
     # Python removes its semaphores at its end, which may come after this.
-    if any(is_leftover(path) for path in elsewhere(folder) if not path.name.startswith("sem.")):
+    if any(is_leftover(path) for path in registered_leftovers(folder) if not path.name.startswith("sem.")):
         for path in filter(Path.is_dir, folder.iterdir()):
             _remove(path)
     else:

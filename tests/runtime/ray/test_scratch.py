@@ -19,7 +19,7 @@ from tltlab.runtime.ray.scratch import register, scratch_folder, sweep
 KILLED = """
 import os, signal, sys, tempfile
 from pathlib import Path
-from tltlab.runtime.ray.scratch import leaves, scratch_folder
+from tltlab.runtime.ray.scratch import register, scratch_folder
 
 tempfile.tempdir = sys.argv[1]
 (scratch_folder("d") / "socket").touch()
