@@ -187,7 +187,7 @@ class DrafterRun(Drafting):
         except ConfigError as error:
             self.events.note(f"the drafter that worker {best} trained does not go into service: {error}")
             return
-        if self.schedule.config.kind == "gated" and not self._passes_the_gate(rl_step - 1, best):
+        if self.schedule.config.kind == "gated" and not self._passes_gate(rl_step - 1, best):
             return
         self._ask_engines("update_draft_weights", ray.put(weights), predicted, updates)
         self.schedule.trained(rl_step - 1, updates - self.served.updates)
@@ -201,7 +201,7 @@ class DrafterRun(Drafting):
         )
         self.training.publish(self.served)
 
-    def _passes_the_gate(self, rl_step: int, worker: int) -> bool:
+    def _passes_gate(self, rl_step: int, worker: int) -> bool:
         """Return True if the drafter trained in the rollout of `rl_step` goes into service, by `worker`'s data.
 
         A rejected drafter is judged again when it has been trained further.

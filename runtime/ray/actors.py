@@ -178,7 +178,7 @@ def succeeded(call: Any) -> bool:
         return False
 
 
-def loss_reason(error: RayError, handle: Any) -> str:
+def death_cause(error: RayError, handle: Any) -> str:
     """Why the worker is gone, in a line; empty where it is not."""
     if isinstance(error, RayTaskError):
         cause = error.cause

@@ -47,7 +47,7 @@ def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         complaints = [complaint for rule in RULES for complaint in _all_of(rule, recipe)]
     complaints += writable_folder(out)
     if tries and not complaints:
-        complaints += _all_of(tried_reward, recipe)
+        complaints += _all_of(check_reward, recipe)
     if resume:
         complaints += _all_of(same_run, recipe, out)
     if replay is not None:
@@ -241,7 +241,7 @@ def prompt_notes(recipe: Recipe) -> tuple[str, ...]:
     return tuple(RunData(recipe, load_tokenizer(recipe.model)).notes)
 
 
-def tried_reward(recipe: Recipe) -> Iterator[str]:
+def check_reward(recipe: Recipe) -> Iterator[str]:
     """Complain about a reward that raises, or returns no number, for the first prompt's own answer as response."""
     row = first_row(recipe.data.train, recipe.data)
     if row is None:

@@ -45,7 +45,7 @@ def sections_of_system(recipe: Sections) -> dict[str, Any]:
         # An engine built for deeper drafts serves as well.
         decided |= {name: value for name, value in given.items() if name == "max_draft_depth"}
     kind = "always" if run.trains_drafter else "never"
-    refuse([*_lacking(recipe, run), *_contradictions(recipe, run, given, decided, kind)])
+    refuse([*_missing(recipe, run), *_contradictions(recipe, run, given, decided, kind)])
     sections: dict[str, Any] = {"rollout": rollout.model_copy(update=decided)}
     if drafter is not None:
         schedule = drafter.schedule.model_copy(update={"kind": kind})
@@ -101,7 +101,7 @@ def _head(recipe: Sections) -> str | None:
     return next((name for name, spec in recipe.rollout.drafters.items() if isinstance(spec, LearnedSpec)), None)
 
 
-def _lacking(recipe: Sections, run: EngineRun) -> Iterator[str]:
+def _missing(recipe: Sections, run: EngineRun) -> Iterator[str]:
     name, drafter = recipe.rollout.system, recipe.drafter
     if run.trains_drafter and drafter is None:
         yield f"{name} trains its drafter on idle workers: add a [drafter]"

@@ -38,7 +38,7 @@ from tltlab.runtime.ray.actors import (
     error_of,
     last_line,
     last_lines,
-    loss_reason,
+    death_cause,
     runtime_env,
     succeeded,
 )
@@ -487,7 +487,7 @@ class WorkerPool:
         except TimeoutError as error:
             raise WorkerLost(f"it did not answer a call within {most_s:g} s") from error
         except RayError as error:
-            if why := loss_reason(error, self.handles[n]):
+            if why := death_cause(error, self.handles[n]):
                 # A failed engine reports its reason; for a process that ended the log may hold it.
                 log_tail = "" if isinstance(error, RayTaskError) else last_lines(self.pids[n])
                 raise WorkerLost(why, log_tail) from error

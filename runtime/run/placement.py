@@ -44,7 +44,7 @@ class Placement:
         self._group = placement_group([{"GPU": gpus} for gpus in self.bundles.all], strategy="PACK")
         try:
             if not self._group.wait(timeout_seconds=self.ready_s):
-                raise ConfigError(self._lacking(f"are not free within {self.ready_s:g} s"))
+                raise ConfigError(self._missing(f"are not free within {self.ready_s:g} s"))
             if self.bundles.colocated:
                 self._hold()
         except BaseException:
@@ -112,9 +112,9 @@ class Placement:
             raise ConfigError(f"cluster.num_nodes = {self.num_nodes}, and Ray has {len(nodes)} nodes")
         sizes = [node["Resources"].get("GPU", 0) for node in nodes]
         if self.bundles.num_gpus > sum(sizes) + 1e-9 or max(self.bundles.all) > max(sizes):
-            raise ConfigError(self._lacking("are more than that"))
+            raise ConfigError(self._missing("are more than that"))
 
-    def _lacking(self, why: str) -> str:
+    def _missing(self, why: str) -> str:
         sizes = sorted((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), reverse=True)
         workers, ranks = self.bundles.workers, self.bundles.ranks
         demand = f"{len(workers)} rollout workers of {workers[0]:g} GPUs"

@@ -243,7 +243,7 @@ def attach() -> None:
     # core.
     for name in ("collective_rpc", "set_weight_version", "wake_up"):
         if hasattr(EngineCore, name):
-            replacing(EngineCore, name)(_then_note_weights)
+            replacing(EngineCore, name)(_note_weights_after)
 
     @replacing(Scheduler, "__init__")
     def start(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -266,7 +266,7 @@ def _note_delivered(scheduler: Any, request_ids: Sequence[str]) -> None:
     scheduler.note_delivered({name: int(num_tokens) for num_tokens, name in notes})
 
 
-def _then_note_weights(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _note_weights_after(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     result = stock(self, *args, **kwargs)
     scheduler: Any = getattr(self, "scheduler", None)
     if hasattr(scheduler, "new_weights"):

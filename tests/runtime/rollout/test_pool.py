@@ -32,7 +32,7 @@ from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.weights import BucketSlots, Engines, load_buckets
-from tltlab.runtime.ray.actors import Waiting, loss_reason
+from tltlab.runtime.ray.actors import Waiting, death_cause
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
@@ -381,11 +381,11 @@ def test_what_workers_return_is_not_spelled_out():
 
 def test_a_worker_is_lost_when_its_process_or_its_engine_is():
     handle = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "aa"))
-    assert loss_reason(RayActorError("aa", "The actor died\n  pid: 7\nEnd of file"), handle) == "End of file"
-    assert loss_reason(RayTaskError("generate", "", EngineDied("it lost 3 of 4 responses")), handle)
-    assert loss_reason(OutOfMemoryError("too much memory"), handle)
+    assert death_cause(RayActorError("aa", "The actor died\n  pid: 7\nEnd of file"), handle) == "End of file"
+    assert death_cause(RayTaskError("generate", "", EngineDied("it lost 3 of 4 responses")), handle)
+    assert death_cause(OutOfMemoryError("too much memory"), handle)
     for error in (RayActorError("bb"), RayTaskError("generate", "", ConfigError("no such drafter"))):
-        assert not loss_reason(error, handle)
+        assert not death_cause(error, handle)
 
 
 def test_a_quota_counts_prompts_and_not_responses():
