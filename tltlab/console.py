@@ -272,10 +272,10 @@ def sigterm_as_interrupt() -> Iterator[None]:
             before(lost)
             return
         # Not at once: that would be in here.
-        timers.append(threading.Timer(AGAIN_S, strike))
+        timers.append(threading.Timer(AGAIN_S, send_again))
         timers[-1].start()
 
-    def strike() -> None:
+    def send_again() -> None:
         if callable(signal.getsignal(signal.SIGTERM)):
             signal.pthread_kill(main, signal.SIGTERM)
 

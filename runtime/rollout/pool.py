@@ -35,10 +35,10 @@ from tltlab.runtime.engine.weights import WeightTransport
 from tltlab.runtime.ray.actors import (
     Waiting,
     actor_env,
+    death_cause,
     error_of,
     last_line,
     last_lines,
-    death_cause,
     runtime_env,
     succeeded,
 )

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Valid
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import code_allowed, named_in
-from tltlab.policies.policy import SHIPPED, Policy, drafts_in_short
+from tltlab.policies.policy import SHIPPED, Policy, policy_of_drafts
 from tltlab.traces.trace import Trace, run_folder
 
 _File = TypeVar("_File", bound="_RunFile")
@@ -62,7 +62,7 @@ def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[in
     in_force, since, last = {}, 0, None
     for step in trace.rl_steps:
         name = names.get(step)
-        policy = SHIPPED.get(str(name)) or drafts_in_short(str(name))
+        policy = SHIPPED.get(str(name)) or policy_of_drafts(str(name))
         if policy is None:
             raise ConfigError(
                 f"{trace.path or 'the trace'}: RL step {step} ran policy {name!r}, which no policies.json has and "

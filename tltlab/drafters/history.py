@@ -37,7 +37,7 @@ class _ProblemHistory:
 class History:
     """Finished responses in the order they finished, `texts`, of at most `max_bytes`.
 
-    Prompts are held once. What is over the budget is for the owner to take out (`leaving`): first the oldest visits of
+    Prompts are held once. What is over the budget is for the owner to take out (`evictable`): first the oldest visits of
     problems that were seen again since, so that many problems keep something; then whole problems, those seen longest
     ago first, among equals those that ever had the fewest tokens accepted. Problems with a running request go last.
     """
@@ -83,7 +83,7 @@ class History:
         del problem.keys[key]
         self._drop_if_unused(key[1], problem)
 
-    def leaving(self) -> Iterator[list[Key]]:
+    def evictable(self) -> Iterator[list[Key]]:
         """The texts of one visit or problem after the other, to be released at once, until the budget has some room."""
         if self.num_bytes <= self.max_bytes:
             return

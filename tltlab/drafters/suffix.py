@@ -328,17 +328,17 @@ class SuffixDrafter(Drafter):
             tree = self._trees.get(name)
             if tree is None:
                 continue
-            leaving = [key for key in keys if key in tree.finished]
-            if not tree.running and len(leaving) == len(tree.finished):
+            evictable = [key for key in keys if key in tree.finished]
+            if not tree.running and len(evictable) == len(tree.finished):
                 self._drop(name)
             else:
-                for key in leaving:
+                for key in evictable:
                     tree.remove(key)
-            for key in leaving:
+            for key in evictable:
                 self._history.release(key)
 
     def _keep_budget(self) -> None:
-        for keys in self._history.leaving():
+        for keys in self._history.evictable():
             self._take_out(keys)
         if self._held_bound <= self._most_tokens or self._make_room() >= 0:
             return

@@ -149,7 +149,7 @@ class Policy(FiniteModel):
             return self.selector.path
         if isinstance(self.selector, FixedSpec):
             text = f"{self.selector.strategy}{f'@{self.activation.max_requests}' if self.activation else ''}"
-            if drafts_in_short(text) == self:
+            if policy_of_drafts(text) == self:
                 return text
         return next((name for name, policy in SHIPPED.items() if policy == self), None)
 
@@ -227,7 +227,7 @@ def load_policy(source: PolicySource, *, held: bool = False) -> Policy:
     path = Path(source)
     # `os.path` takes a name that is too long for a file as none.
     if isinstance(source, str) and not os.path.isfile(path):
-        if (drafts := drafts_in_short(source)) is not None:
+        if (drafts := policy_of_drafts(source)) is not None:
             return drafts
         if (own := CustomSpec.parse(source)) is not None:
             return _checked(Policy(selector=own))
@@ -247,7 +247,7 @@ def load_policy(source: PolicySource, *, held: bool = False) -> Policy:
     return _checked(policy)
 
 
-def drafts_in_short(text: str) -> Policy | None:
+def policy_of_drafts(text: str) -> Policy | None:
     """The policy that `ngram:4`, `ngram:4@8` or `learned:8x4/48` stands for; None for another text."""
     drafts = re.fullmatch(r"([\w-]+:[1-9]\d*(?:x[1-9]\d*)?(?:/[1-9]\d*)?)(?:@([1-9]\d*))?", text)
     if drafts is None:

@@ -160,13 +160,13 @@ def finish(folder: Path, target: Path, *, salvage: bool, keep: bool = False, ear
         manifest = with_notes(trace.manifest, [f"repaired: {'; '.join(['the recording was interrupted', *notes])}"])
         trace = trace.with_manifest(manifest)
     if earlier is not None:
-        _check_goes_on(earlier, trace, folder)
+        _check_continuation(earlier, trace, folder)
     trace.write(target)
     if not keep:
         _remove(folder)
 
 
-def _check_goes_on(earlier: Trace, later: Trace, folder: Path) -> None:
+def _check_continuation(earlier: Trace, later: Trace, folder: Path) -> None:
     """Raise ConfigError unless `later`, of the recording `folder`, has every response of `earlier`, of the same run."""
     apart = {"notes": None, "num_rl_steps": None, "without_iterations": None}
     now, before = (t.manifest.model_copy(update=apart) for t in (later, earlier))
