@@ -124,8 +124,8 @@ class _Fields(string.Formatter):
         scale, spec = (float(scaled[1]), scaled[2]) if scaled else (1.0, format_spec)
         if isinstance(value, Mapping) and "low" in value:
             ends = [value.get("estimate", value.get("ratio")), value["low"], value["high"]]
-            middle, *wrapping = (self.format_field(end, f"{scale}*{spec or '.2f'}") for end in ends)
-            return middle if ends[1] is None else f"{middle} [{', '.join(wrapping)}]"
+            middle, *around = (self.format_field(end, f"{scale}*{spec or '.2f'}") for end in ends)
+            return middle if ends[1] is None else f"{middle} [{', '.join(around)}]"
         return format(value * scale if scaled else value, spec)
 
 

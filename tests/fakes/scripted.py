@@ -69,16 +69,16 @@ class Meter:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        wrapping: list[float] = self._open.__dict__.setdefault("parts", [])
+        around: list[float] = self._open.__dict__.setdefault("parts", [])
         start = time.thread_time()
-        wrapping.append(0.0)
+        around.append(0.0)
         try:
             yield
         finally:
             took = time.thread_time() - start
-            self.seconds[name] += took - wrapping.pop()
-            if wrapping:
-                wrapping[-1] += took
+            self.seconds[name] += took - around.pop()
+            if around:
+                around[-1] += took
 
     def wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)

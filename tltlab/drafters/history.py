@@ -37,8 +37,8 @@ class _ProblemHistory:
 class History:
     """Finished responses in the order they finished, `texts`, of at most `max_bytes`.
 
-    Prompts are held once. What is over the budget is for the owner to take out (`evictable`): first the oldest visits of
-    problems that were seen again since, so that many problems keep something; then whole problems, those seen longest
+    Prompts are held once. The owner evicts what exceeds the budget (`evictable`): first the oldest visits of problems
+    that were seen again since, so that many problems keep something; then whole problems, those seen longest
     ago first, among equals those that ever had the fewest tokens accepted. Problems with a running request go last.
     """
 

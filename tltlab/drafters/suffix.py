@@ -328,13 +328,13 @@ class SuffixDrafter(Drafter):
             tree = self._trees.get(name)
             if tree is None:
                 continue
-            evictable = [key for key in keys if key in tree.finished]
-            if not tree.running and len(evictable) == len(tree.finished):
+            leaving = [key for key in keys if key in tree.finished]
+            if not tree.running and len(leaving) == len(tree.finished):
                 self._drop(name)
             else:
-                for key in evictable:
+                for key in leaving:
                     tree.remove(key)
-            for key in evictable:
+            for key in leaving:
                 self._history.release(key)
 
     def _keep_budget(self) -> None:

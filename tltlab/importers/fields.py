@@ -175,16 +175,16 @@ def matches(columns: Iterable[str], kind: str, fits: Callable[[str], bool] = lam
     order = {name: at for at, name in enumerate(NAMES[kind])}
     found = []
     for column in columns:
-        *wrapping, last = plain(column).split(".")
-        depth = len(wrapping)
-        name = next((n for n in ("".join(wrapping[-1:]) + last, last) if n in order), None)
+        *around, last = plain(column).split(".")
+        depth = len(around)
+        name = next((n for n in ("".join(around[-1:]) + last, last) if n in order), None)
         if name is None and kind in TIMES:
             name = next(
                 (last.removesuffix(u) for u in UNITS if u and last.endswith(u) and last.removesuffix(u) in order), None
             )
-        if kind == "row_id" and wrapping and last in ("index", "idx"):
+        if kind == "row_id" and around and last in ("index", "idx"):
             continue  # Of a choice among several.
-        if name is None or (kind in _ANYWHERE and not ENVELOPES.issuperset(wrapping)) or not fits(column):
+        if name is None or (kind in _ANYWHERE and not ENVELOPES.issuperset(around)) or not fits(column):
             continue
         found.append((depth, order[name], column))
     return [column for _, _, column in sorted(found, key=lambda item: item[:2])]

@@ -277,20 +277,20 @@ def test_warming_up_leaves_the_training_as_it_was(method: str):
 
 def test_who_has_to_leave_gives_what_it_has(monkeypatch: pytest.MonkeyPatch):
     """A rollout waits for one pass, not for an update, and nothing that was computed is lost."""
-    evictable, whole, alone = (
+    leaving, whole, alone = (
         DrafterTraining(small_heads.made_head("eagle"), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
         for _ in range(3)
     )
     texts = [small_heads.made_sequence(rows, seed=rows) for rows in (20, 25, 30, 10)]
     monkeypatch.setitem(PART_ROWS, "cpu", 45)
     asked: list[int] = []
-    left = evictable.update(texts, leave=lambda: asked.append(0) is None)
-    assert (left.own_sequences, left.own_rows, left.leave, evictable.updates) == (2, 45, True, 1)
+    left = leaving.update(texts, leave=lambda: asked.append(0) is None)
+    assert (left.own_sequences, left.own_rows, left.leave, leaving.updates) == (2, 45, True, 1)
     assert len(asked) == 2
     assert alone.update(texts[:2]).tokens == left.tokens
-    assert same(evictable.state_dict(), alone.state_dict())
+    assert same(leaving.state_dict(), alone.state_dict())
     assert whole.update(texts).own_rows == 85
-    assert not same(evictable.state_dict(), whole.state_dict())
+    assert not same(leaving.state_dict(), whole.state_dict())
 
 
 def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch):
