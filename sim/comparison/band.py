@@ -192,7 +192,7 @@ def at_range_ends(scenario: Scenario, errors: InputErrors) -> dict[Source, list[
     There are none of acceptance where no error of it is open, and where it is replayed and cannot be moved.
     """
     model, tokens = scenario.acceptance, errors.tokens
-    costs = [ScaledCosts.around(scenario.costs, speculative=factor) for factor in _costs_ends(errors.speed_up)]
+    costs = [ScaledCosts.wrapping(scenario.costs, speculative=factor) for factor in _costs_ends(errors.speed_up)]
     ends: dict[Source, list[Scenario]] = {"costs": [replace(scenario, costs=c) for c in costs], "acceptance": []}
     if model is not None and tokens and model.varies_by != "position":
         ends["acceptance"] = [

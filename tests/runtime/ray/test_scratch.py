@@ -24,7 +24,7 @@ from tltlab.runtime.ray.scratch import register, scratch_folder
 tempfile.tempdir = sys.argv[1]
 (scratch_folder("d") / "socket").touch()
 for path in sys.argv[2:]:
-    leaves(Path(path))
+    register(Path(path))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
