@@ -47,66 +47,51 @@ def overlong_responses(recipe: Sections) -> Iterator[str]:
         yield "train.overlong_buffer is more than rollout.max_response_tokens"
 
 
-def partial_rollouts(recipe: Sections) -> Iterator[str]:
-    rollout = recipe.rollout
-    if rollout.partial is None:
-        return
-    if rollout.reuse is not None:
-        yield "rollout.partial and rollout.reuse do not go together: choose one"
-    if rollout.prompts_per_step < rollout.num_workers:
-        yield (
-            f"rollout.partial needs a group for every worker to complete in an RL step, and there are "
-            f"{counted(rollout.num_workers, 'worker')} for rollout.prompts_per_step = {rollout.prompts_per_step}"
-        )
-    if recipe.train.correction == "none":
-        yield "rollout.partial is off-policy and needs train.correction to be 'truncated' or 'behaviour'"
-    if rollout.repeat_every:
-        yield "rollout.repeat_every repeats whole rollouts, and rollout.partial has none"
-
-
-def environments(recipe: Sections) -> Iterator[str]:
-    rollout = recipe.rollout
-    if rollout.environment is not None and (rollout.partial is not None or rollout.reuse is not None):
-        yield "rollout.environment has responses of several turns, which rollout.partial and rollout.reuse cannot cut"
-
-
-def off_policy(recipe: Sections) -> Iterator[str]:
-    """Rollouts in parallel with training."""
-    rollout = recipe.rollout
-    if not (rollout.one_step_off or rollout.staleness):
-        return
-    name = "rollout.staleness" if rollout.staleness else "rollout.one_step_off"
-    if recipe.cluster.placement == "colocated":
-        yield f"{name} needs devices of the engines' own: set cluster.placement = 'separate'"
-    if recipe.train.correction == "none":
-        yield f"{name} is off-policy and needs train.correction to be 'truncated' or 'behaviour'"
-    conflicts: dict[str, object] = {
-        "[drafter]": recipe.drafter, "rollout.reuse": rollout.reuse, "rollout.partial": rollout.partial,
-        "rollout.repeat_every": rollout.repeat_every,
-    }  # fmt: skip
-    if rollout.staleness:
-        conflicts |= {
-            "rollout.one_step_off, which is a staleness of 1 whose weights wait for the rollout": rollout.one_step_off,
-            "rollout.environment, whose turns it cannot cut": rollout.environment,
-            "train.sampling_rounds above 1": recipe.train.sampling_rounds > 1,
-            "rollout.vllm.async_scheduling": rollout.vllm.get("async_scheduling"),
-        }
-        if rollout.prompts_per_step < rollout.num_workers:
+def modes(recipe: Sections) -> Iterator[str]:
+    """Settings of rollouts that do not go together, and what some of them need."""
+    rollout, train = recipe.rollout, recipe.train
+    is_set = {
+        "rollout.partial": rollout.partial is not None,
+        "rollout.reuse": rollout.reuse is not None,
+        "rollout.one_step_off": rollout.one_step_off,
+        "rollout.staleness": rollout.staleness > 0,
+        "rollout.environment": rollout.environment is not None,
+        "rollout.repeat_every": rollout.repeat_every > 0,
+        f"rollout.placement = {rollout.placement!r}": rollout.placement != "contiguous",
+        "rollout.vllm.async_scheduling": bool(rollout.vllm.get("async_scheduling")),
+        "train.sampling_rounds above 1": train.sampling_rounds > 1,
+        "train.correction = 'none'": train.correction == "none",
+        "cluster.placement = 'colocated'": recipe.cluster.placement == "colocated",
+        "[drafter]": recipe.drafter is not None,
+    }
+    chosen = [name for name, chosen in is_set.items() if chosen]
+    for names, others, why in _APART:
+        for name in (name for name in chosen if name.startswith(names)):
+            for other in (other for other in chosen if other.startswith(others)):
+                yield f"{name} does not go with {other}: {why}"
+    for name in chosen:
+        if name in ("rollout.partial", "rollout.staleness") and rollout.prompts_per_step < rollout.num_workers:
             yield (
-                "rollout.staleness needs a group for every worker in an RL step, and there are "
+                f"{name} needs a group for every worker in an RL step, and there are "
                 f"{counted(rollout.num_workers, 'worker')} for rollout.prompts_per_step = {rollout.prompts_per_step}"
             )
-    yield from (f"{name} does not go with {setting}" for setting, is_set in conflicts.items() if is_set)
 
 
-def placement(recipe: Sections) -> Iterator[str]:
-    """Only whole rollouts can be placed, not requests that begin as others end."""
-    rollout = recipe.rollout
-    if rollout.placement == "contiguous":
-        return
-    modes = {"partial": rollout.partial, "one_step_off": rollout.one_step_off, "staleness": rollout.staleness}
-    for mode in (name for name, value in modes.items() if value):
-        yield f"rollout.placement = {rollout.placement!r} places whole rollouts: leave out rollout.{mode}"
+_CUTS = ("rollout.partial", "rollout.staleness")
+_AHEAD = ("rollout.one_step_off", "rollout.staleness")
+_APART = (
+    (_CUTS, ("rollout.reuse", "rollout.repeat_every", "train.sampling_rounds"), "there are no whole rollouts"),
+    (("rollout.environment",), ("rollout.partial", "rollout.reuse", "rollout.staleness"), "turns cannot be cut"),
+    (("rollout.reuse",), ("train.sampling_rounds",), "choose one"),
+    (("rollout.placement",), ("rollout.partial", *_AHEAD), "only whole rollouts can be placed"),
+    (("rollout.partial", *_AHEAD), ("train.correction",), "off-policy training needs 'truncated' or 'behaviour'"),
+    (_AHEAD, ("cluster.placement",), "engines need devices of their own, 'separate'"),
+    (_AHEAD, ("rollout.partial", "[drafter]"), "they need rollouts between two updates"),
+    (("rollout.one_step_off",), ("rollout.reuse", "rollout.repeat_every"), "it overlaps with training"),
+    (("rollout.staleness",), ("rollout.one_step_off",), "that is a staleness of 1 whose weights wait for the rollout"),
+    (("rollout.staleness",), ("rollout.vllm.async_scheduling",), "weights come between two iterations"),
+)
+"""Settings of the first kind exclude those of the second; the reason."""
 
 
 def uneven_minibatches(recipe: Sections) -> Iterator[str]:
@@ -125,12 +110,6 @@ def uneven_minibatches(recipe: Sections) -> Iterator[str]:
             f"train.minibatches = {minibatches} does not divide the {num} responses of an RL step "
             f"(rollout.prompts_per_step x rollout.group_size): {sizes}; {divisor} divides them"
         )
-
-
-def sampling_rounds(recipe: Sections) -> Iterator[str]:
-    rollout = recipe.rollout
-    if (rollout.partial is not None or rollout.reuse is not None) and recipe.train.sampling_rounds > 1:
-        yield "train.sampling_rounds above 1 needs neither rollout.partial nor rollout.reuse"
 
 
 def exact_replay(recipe: Sections) -> Iterator[str]:
@@ -164,7 +143,6 @@ def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterato
 
 
 RULES = (
-    biased_sampling, drafting, overlong_responses, partial_rollouts, environments, off_policy, placement,
-    sampling_rounds, sequence_parallel,
+    biased_sampling, drafting, overlong_responses, modes, sequence_parallel,
 )  # fmt: skip
 """Rules for a whole recipe, whose fields are each valid by themselves."""

@@ -12,7 +12,6 @@ from pydantic import Field, field_validator, model_validator
 from tltlab.config import FiniteModel, leaves
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import refuse
-from tltlab.own import OwnPart, paths_in
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
 
 from .drafter import Beta, DrafterConfig
@@ -345,15 +344,6 @@ class Sections(FiniteModel):
     faults: FaultConfig = FaultConfig()
     code: tuple[str, ...] = ()
     seed: int = Field(default=0, ge=0, lt=2**32)
-
-    @property
-    def own_modules(self) -> list[str]:
-        """Modules of rewards, the environment, drafters and the placement."""
-        environment = self.rollout.environment
-        paths = [path for path, _ in self.reward_terms] + ([environment.path] if environment is not None else [])
-        paths += [spec.path for spec in self.rollout.drafters.values() if isinstance(spec, OwnPart)]
-        paths += paths_in(self.rollout.placement)
-        return [path.partition(":")[0] for path in paths]
 
     @property
     def reward_terms(self) -> tuple[tuple[str, float], ...]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, sealed, write_json
@@ -211,10 +212,8 @@ class PolicyRounds:
         # The engines' state is restored, so the repeated rollout is the same.
         repeated = self._pool.repeat(shares, rl_step) if again else []
         rollout_s = max(part.duration_s for part in parts)
-        epoch_of = dict(zip((request.key for request in requests), epochs, strict=True))
-        requests = [request for share in all_requests(shares, parts) for request in share]
-        epochs = [epoch_of[*request.key[:3], 0] for request in requests]
-        for table, new in rollout_alone(rl_step, name, requests, parts, epochs=epochs, t_start=t_start).items():
+        asked = all_requests(shares, parts)
+        for table, new in rollout_alone(rl_step, name, asked, parts, epochs=epochs, t_start=t_start).items():
             self._recorder.append(table, new)
         if repeated:
             again_s = max(part.duration_s for part in repeated)
@@ -222,12 +221,13 @@ class PolicyRounds:
             write_json(self.out / "repeats.json", sealed({"repeats": self._repeats}))
         return rollout_s
 
-    def _requests(self, number: int, rl_step: int) -> tuple[list[GenerationRequest], list[int]]:
-        """Return the prompts that follow the run's own, round by round, and the epoch of each response."""
+    def _requests(self, number: int, rl_step: int) -> tuple[list[GenerationRequest], dict[Key, int]]:
+        """Return the prompts that follow the run's own, round by round, and the epochs of the responses by key."""
         rollout, run, prompts = self.source.recipe.rollout, self.source, self._prompts
         batch = prompt_batch(len(prompts), run.num_rl_steps + number, rollout.prompts_per_step, run.recipe.seed)
         groups = [requests_of(prompts[i], rl_step, rollout.group_size, rollout.max_response_tokens) for _, i in batch]
-        return [r for group in groups for r in group], [epoch for epoch, _ in batch for _ in range(rollout.group_size)]
+        epochs = {r.key: epoch for group, (epoch, _) in zip(groups, batch, strict=True) for r in group}
+        return [r for group in groups for r in group], epochs
 
 
 def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:

@@ -26,7 +26,7 @@ from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.engines import drafters_of
 from tltlab.runtime.recipe.recipe import Recipe, located
 from tltlab.runtime.recipe.rules import exact_replay, uneven_minibatches
-from tltlab.runtime.recipe.user_code import keep_code
+from tltlab.runtime.recipe.user_code import code_of, keep_code
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
@@ -184,7 +184,7 @@ class GrpoRun:
         with ExitStack() as stack:
             stack.enter_context(self.locked())
             modules = [part.module for part in self.policy.own_parts]
-            keep_code(self.recipe.code, [*self.recipe.own_modules, *modules], self.out)
+            keep_code(self.recipe.code, [*code_of(self.recipe), *modules], self.out)
             folder = self.recovery.newest() if self._resume else None
             self.recovery.prepare(folder)
             for note in (*uneven_minibatches(self.recipe), *self.data.notes):
@@ -400,13 +400,12 @@ class GrpoRun:
     def _record(self, report: StepReport, rolled: RolledOut, t_step: float, stages_s: float) -> StepReport:
         """Write the RL step's rows to the trace; return the report with their figures. `t_step`: its start."""
         start, collected, rollout = time.perf_counter(), rolled.collected, self.recipe.rollout
-        requests = [request for share in collected.requests for request in share]
         rows = step_rows(
             report,
-            requests,
+            collected.requests,
             collected.parts,
-            [collected.rewards.get(request.key) for request in requests],
-            epochs=[collected.epochs[*request.key[:3], 0] for request in requests],
+            rewards=collected.rewards,
+            epochs=collected.epochs,
             policy_version=rolled.version,
             t_start=rolled.t_start - self._started,
             stages_s=stages_s if rollout.one_step_off or rollout.staleness else None,

@@ -15,6 +15,7 @@ import pandas as pd
 import pyarrow as pa
 
 from tltlab.arrays import Array
+from tltlab.drafters.base import Key
 from tltlab.drafters.specs import Drafters, DrafterSpec
 from tltlab.errors import TraceError
 from tltlab.files import found_in
@@ -79,11 +80,11 @@ class StepReport:
 
 def step_rows(
     report: StepReport,
-    requests: Sequence[GenerationRequest],
+    shares: Sequence[Sequence[GenerationRequest]],
     parts: Sequence[Rollout],
-    rewards: Sequence[float | None],
     *,
-    epochs: Sequence[int],
+    rewards: Mapping[Key, float],
+    epochs: Mapping[Key, int],
     policy_version: int,
     t_start: float,
     drafter: Mapping[str, Sequence[Row]],
@@ -91,21 +92,22 @@ def step_rows(
 ) -> dict[str, Sequence[Mapping[str, Any]]]:
     """Return the step's rows by table, those of tokens and iterations by column.
 
-    By response, in the order of `parts`, one per worker: `requests`, `rewards` (None where a response was cut) and
-    `epochs`. `policy_version` sampled responses without versions of their own; `t_start` is in seconds since the start
-    of the run. `drafter` are the rows of its training, of `steps` only some columns. The stages after the rollout began
-    `stages_s` seconds after its start, by default at its end.
+    `parts[w].responses[i]` answers `shares[w][i]` on worker w. `rewards` are by the key of a request, none where it was
+    cut, `epochs` by that of its first turn. `policy_version` sampled responses without versions of their
+    own; `t_start` is in seconds since the start of the run. `drafter` are the rows of its training, of `steps` only
+    some columns. The stages after the rollout began `stages_s` seconds after its start, by default at its end.
     """
+    requests = [request for share in shares for request in share]
     placed = [(worker, response) for worker, part in enumerate(parts) for response in part.responses]
     workload: list[Row] = []
     outcomes: list[Row] = []
-    for request, (worker, response), reward, epoch in zip(requests, placed, rewards, epochs, strict=True):
+    for request, (worker, response) in zip(requests, placed, strict=True):
         key = key_columns(request.key)
         workload.append(
             columns(
                 "workload",
                 **key,
-                epoch=epoch,
+                epoch=epochs[*request.key[:3], 0],
                 prompt_tokens=len(request.prompt_token_ids),
                 max_response_tokens=request.max_response_tokens,
                 policy_version=response.versions[0][0] if response.versions else policy_version,
@@ -117,7 +119,7 @@ def step_rows(
                 **key,
                 response_tokens=len(response.token_ids),
                 finish_reason=response.finish_reason,
-                reward=reward,
+                reward=rewards.get(request.key),
                 worker=worker,
                 t_submit=response.t_submit,
                 t_first_token=response.t_first_token,
@@ -151,10 +153,10 @@ def step_rows(
 def rollout_alone(
     rl_step: int,
     policy: str,
-    requests: Sequence[GenerationRequest],
+    shares: Sequence[Sequence[GenerationRequest]],
     parts: Sequence[Rollout],
     *,
-    epochs: Sequence[int],
+    epochs: Mapping[Key, int],
     t_start: float,
 ) -> dict[str, Sequence[Mapping[str, Any]]]:
     """Return the rows of an RL step that is only a rollout, as `step_rows`: no reward, and no later stage."""
@@ -163,8 +165,7 @@ def rollout_alone(
         num_tokens=sum(len(response.token_ids) for part in parts for response in part.responses),
         rollout_s=max(part.duration_s for part in parts), recorder_s=max(part.recorder_s for part in parts),
     )  # fmt: skip
-    nothing: Sequence[None] = [None] * len(requests)
-    rows = step_rows(report, requests, parts, nothing, epochs=epochs, policy_version=0, t_start=t_start, drafter={})
+    rows = step_rows(report, shares, parts, rewards={}, epochs=epochs, policy_version=0, t_start=t_start, drafter={})
     unknown = {"reward_mean", "reward_s", "inference_s", "train_s", "sync_s", "drift_kl"}
     steps = [{**row, **dict.fromkeys(row.keys() & unknown)} for row in rows["steps"]]
     return {**rows, "steps": steps, "spans": [row for row in rows["spans"] if row["lane"] != "trainer"]}

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -207,15 +207,11 @@ def _recorded(plan: RehearsalPlan, out: Path) -> Trace:
         for visit in whole:
             by_worker = rows[visit.rl_step]
             parts = [_rollout(by_worker[worker] | details_of(out, visit, worker)) for worker in sorted(by_worker)]
-            requests = [
-                GenerationRequest(
-                    key=response.key, prompt_token_ids=[0] * plan.prompt_tokens, max_response_tokens=longest
-                )
-                for part in parts
-                for response in part.responses
-            ]
-            epochs = [0] * len(requests)
-            tables = rollout_alone(visit.rl_step, visit.policy, requests, parts, epochs=epochs, t_start=started)
+            prompt = [0] * plan.prompt_tokens
+            like = GenerationRequest(key=(0, "", 0, 0), prompt_token_ids=prompt, max_response_tokens=longest)
+            shares = [[replace(like, key=response.key) for response in part.responses] for part in parts]
+            epochs = {request.key: 0 for share in shares for request in share}
+            tables = rollout_alone(visit.rl_step, visit.policy, shares, parts, epochs=epochs, t_start=started)
             for name, new in tables.items():
                 if name != "tokens":
                     recorder.append(name, new)

@@ -273,12 +273,10 @@ def test_turns_become_one_response_of_which_only_the_models_tokens_count():
     assert sample.in_arrays().without_tokens().num_drawn == 4
     assert sample.drawn().tolist() == [True, True, False, True, True]
 
-    requests = [r for share in got.requests for r in share]
     figures = {"reward_mean": 0.0, "num_tokens": 1, "rollout_s": 4.0, "metrics": {"drift_kl": 0.0}}
     report = StepReport(rl_step=0, policy="none", **figures)
-    rewards = [got.rewards.get(r.key) for r in requests]
-    epochs = [got.epochs[*r.key[:3], 0] for r in requests]
-    rows = step_rows(report, requests, got.parts, rewards, epochs=epochs, policy_version=5, t_start=0.0, drafter={})
+    by_key = {"rewards": got.rewards, "epochs": got.epochs}
+    rows = step_rows(report, got.requests, got.parts, **by_key, policy_version=5, t_start=0.0, drafter={})
     (second,) = [row for row in rows["outcomes"] if row["turn"] == 1]
     assert (second["t_submit"], second["tool_s"], second["reward"]) == (3.0, 0.5, None)
     assert [row["tool_s"] for row in rows["outcomes"] if row["turn"] == 0] == [None] * 4

@@ -52,8 +52,9 @@ def rows_of(step: StepReport, *, speculates: bool = False, drafter: dict[str, li
         ]
         iterations = [iteration(n, 0, 0.0, busy, [3, 1] if speculates else None)]
         parts.append(rollout(responses, iterations, busy))
-    given = {"epochs": [0] * 4, "policy_version": 3, "t_start": 1.0, "drafter": drafter or {}}
-    return step_rows(step, requests, parts, [1.0, 0.0, 1.0, 1.0], **given)
+    rewards = dict(zip(keys, [1.0, 0.0, 1.0, 1.0], strict=True))
+    given = {"rewards": rewards, "epochs": dict.fromkeys(keys, 0), "policy_version": 3, "t_start": 1.0}
+    return step_rows(step, [requests[:2], requests[2:]], parts, **given, drafter=drafter or {})
 
 
 def rollout(responses: list[GenerationResponse], iterations: list[Row], duration_s: float) -> Rollout:
@@ -81,8 +82,8 @@ def test_speculation_has_an_accept_length():
 
 def test_a_step_without_requests_has_figures():
     """As where every response is known from an epoch before."""
-    idle, given = rollout([], [], 0.0), {"epochs": [], "policy_version": 3, "t_start": 1.0, "drafter": {}}
-    rows = step_rows(report(), [], [idle, idle], [], **given)
+    idle, given = rollout([], [], 0.0), {"policy_version": 3, "t_start": 1.0, "drafter": {}}
+    rows = step_rows(report(), [], [idle, idle], rewards={}, epochs={}, **given)
     found = step_metrics(report(), rows)
     assert (found["reward/mean"], found["time/step_s"]) == (0.5, 14.0)
     assert not any(name.startswith(("rollout/", "length/")) for name in found)
@@ -138,8 +139,8 @@ def test_spans_name_strategies_terms_and_idle_time():
     training = [
         {"worker": 0, "t_start": t_start, "duration": 1.0, "term": term} for t_start, term in ((7.0, 5), (4.5, 4))
     ]
-    given = {"epochs": [], "policy_version": 3, "t_start": 0.0, "drafter": {"spot_training": training}}
-    rows = step_rows(report(), [], [rollout([], made, 5.0)], [], **given)
+    given = {"policy_version": 3, "t_start": 0.0, "drafter": {"spot_training": training}}
+    rows = step_rows(report(), [], [rollout([], made, 5.0)], rewards={}, epochs={}, **given)
     names = ("kind", "t_start", "duration", "batch", "detail")
     assert [tuple(row[name] for name in names) for row in rows["spans"] if row["lane"] == "worker 0"] == [
         ("prefill", 0.0, 1.0, 2, None),

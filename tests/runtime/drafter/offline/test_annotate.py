@@ -148,9 +148,10 @@ def recorded(folder: Path, engine: Engine, strategy: Strategy, *, rl_step: int, 
     rollout = engine.generate(requests, rl_step=rl_step, temperature=temperature)
     metrics = {"drift_kl": 0.0}
     step = StepReport(rl_step=rl_step, policy="", reward_mean=0.0, num_tokens=0, rollout_s=1.0, metrics=metrics)
-    at = {"epochs": [0] * 16, "policy_version": 0, "t_start": 0.0, "drafter": {}}
+    epochs = {request.key: 0 for request in requests}
+    at = {"rewards": {}, "epochs": epochs, "policy_version": 0, "t_start": 0.0, "drafter": {}}
     with Recorder(folder, Manifest(kind="recorded", num_workers=1)) as recorder:
-        for table, rows in step_rows(step, requests, [rollout], [0.0] * 16, **at).items():
+        for table, rows in step_rows(step, [requests], [rollout], **at).items():
             recorder.append(table, rows)
     return tltlab.read(folder)
 
