@@ -16,9 +16,8 @@ import pandas as pd
 from tltlab.arrays import Ints
 from tltlab.errors import TraceError
 
-from .length_table import tables_of_lengths
+from .length_table import max_entropy_lengths, tables_of_lengths
 from .log_lines import Form, few
-from .max_entropy import max_entropy_lengths
 
 STAGES = ("inference_s", "reward_s", "advantage_s", "train_s", "sync_s")
 """Fields that are sums of their keys: the stages behind the rollout."""
