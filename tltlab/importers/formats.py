@@ -25,11 +25,9 @@ from .rows import (
     BY_OPTION,
     RECORDS,
     TABLES,
-    Lists,
     Reading,
     Records,
     Row,
-    TimeUnit,
     dump_files,
     ending,
     flat,
@@ -40,8 +38,8 @@ from .rows import (
     table_of,
     unwrapped,
 )
-from .step_metrics import FIRST_OF, Record, has_mean_lengths, plain_key, steps_of, tables_of_steps
-from .token_counts import NoTokenCounter, TokenCounter
+from .step_metrics import FIRST_OF, Record, plain_key, says_means, steps_of, tables_of_steps
+from .token_counts import NoTokenCounter
 
 Format = Literal["verl", "trl", "vllm", "csv", "metrics"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -84,36 +82,13 @@ class Imported:
     notes: Sequence[str]
 
 
-def import_dump(
-    path: str | Path,
-    *,
-    form: Format | None = None,
-    tokens: TokenCounter | None = None,
-    workers: int | None = None,
-    group_size: int | None = None,
-    max_response_tokens: int | None = None,
-    column: str | None = None,
-    reward_columns: Sequence[str] = (),
-    responses: int | None = None,
-    step_column: str | None = None,
-    group_column: str | None = None,
-    lists: Lists | None = None,
-    time_unit: TimeUnit | None = None,
-) -> Trace:
+def import_dump(path: str | Path, *, form: Format | None = None, workers: int | None = None, **facts: Any) -> Trace:
     """Make a trace of kind "imported" of a dump; its manifest has the source and every assumption (`notes`).
 
-    `form` is guessed from the content by default (`guess`). `tokens` counts the tokens of dumps that hold text alone.
-    `max_response_tokens` is the run's cap: unknown, the longest response is taken for it. `reward_columns` goes with
-    trl, `responses` per RL step, where a log does not have them, with metrics; the rest is `rows.Reading`'s, for
-    all formats but metrics. The dump's numbers, not its texts, are held in memory. Raises TraceError naming file, line
-    and field, ConfigError.
+    `form` is guessed from the content by default (`guess`), `facts` are fields of `rows.Reading`. The dump's numbers,
+    not its texts, are held in memory. Raises TraceError naming file, line and field, ConfigError.
     """
-    reading = Reading(
-        column=column, step_column=step_column, group_column=group_column, lists=lists, time_unit=time_unit,
-        group_size=group_size, max_response_tokens=max_response_tokens, reward_columns=tuple(reward_columns),
-        tokens=NoTokenCounter() if tokens is None else tokens, responses=responses,
-    )  # fmt: skip
-    return imported(path, reading, form=form, workers=workers).trace
+    return imported(path, Reading(**facts), form=form, workers=workers).trace
 
 
 def imported(
@@ -236,8 +211,7 @@ def _records(source: Path | pd.DataFrame, form: Format, reader: Reader) -> Itera
             for records in _of_frame(frame, str(file), reader):
                 yield replace(records, rl_step=step)
         else:
-            rows = ((row.place, row.fields) for row in unwrapped(rows_of(file)))
-            yield from reader.chunks(rows, str(file), step)
+            yield from reader.chunks(unwrapped(rows_of(file)), str(file), step)
 
 
 def _of_frame(frame: pd.DataFrame, file: str, reader: Reader) -> Iterator[Records]:
@@ -388,7 +362,7 @@ def _format_of_table(path: Path, fields: Sequence[Mapping[str, Any]], reading: R
 
 
 def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None) -> Format:
-    fields = [flat(row.fields) for row in rows]
+    fields = [flat(record) for _, record in rows]
     # A request that failed has other fields than those that did not.
     first = {name: value for record in reversed(fields) for name, value in record.items() if not is_missing(value)}
     if reading is not None and (reading.column or reading.lists):
@@ -406,7 +380,7 @@ def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None)
     kinds = {kind for name in names for kind in kind_of(name)}
     is_summary = "totaloutputtokens" in map(plain, first) and not any(is_list(first[name]) for name in sizes)
     if is_summary or not (sizes or kinds & _ENOUGH):
-        place = f"{rows[0].file}, {rows[0].place}"
+        place = f"{path}, {rows[0][0]}"
         if (named := _named(first)) is not None:
             raise TraceError(f"{place}: {named}")
         raise TraceError(unknown_log(path) or f"{place}: {_unknown(first)}")
@@ -497,14 +471,14 @@ def _metrics(path: Path) -> Iterator[Record]:
         rows = first_rows(path)
     except TraceError:
         rows = []
-    names = list(dict.fromkeys(name for row in rows for name in flat(row.fields)))
+    names = list(dict.fromkeys(name for _, fields in rows for name in flat(fields)))
     sizes = [c for kind in _SIZES for c in matches(names, kind)]
     own = [name for name in names if _statistic(name) == "response_length/mean"] or sizes[:1]
     if not own or any(plain_key(name) in FIRST_OF["mean"] for name in names):
         yield from records_of(path)
         return
-    for row in rows_of(path):
-        fields = flat(row.fields)
+    for place, record in rows_of(path):
+        fields = flat(record)
         metrics = {name: _statistic(name) for name in fields} | {own[0]: "response_length/mean"}
         values = {
             metric: value
@@ -513,4 +487,4 @@ def _metrics(path: Path) -> Iterator[Record]:
         }  # fmt: skip
         step = next((number(fields[name]) for name in matches(fields, "rl_step")), np.nan)
         if values:
-            yield Record(rl_step=int(step) if np.isfinite(step) else None, place=row.place, values=values)
+            yield Record(rl_step=int(step) if np.isfinite(step) else None, place=place, values=values)

@@ -174,19 +174,18 @@ def _csv(path: Path) -> Iterator[Record]:
     """A history as W&B, MLflow or TensorBoard export it: a row for each RL step, or for each metric of one."""
     call_times: dict[str, float] = {}
     cut = _cut_row(path) if ending(path) == ".csv" else None
-    for at, row in enumerate(rows_of(path)):
-        fields = row.fields
+    for at, (place, fields) in enumerate(rows_of(path)):
         if at == 0:
             keys = [plain_key(name) for name in fields if " - " in name]
             if twice := [key for key in keys if key is not None and keys.count(key) > 1]:
                 raise TraceError(f"{path}: several columns for {twice[0]}, of several runs: leave the columns of one")
-        if row.place == cut:
-            yield Record(rl_step=None, place=row.place, values={}, is_cut=True)
-        elif (name := row.find(LONG_NAMES)) is not None and fields.keys() >= LONG_FIELDS:
-            step = row.number("step")
-            yield from _record(None if step is None else int(step), row.place, {str(fields[name]): fields["value"]})
+        if place == cut:
+            yield Record(rl_step=None, place=place, values={}, is_cut=True)
+        elif fields.keys() >= LONG_FIELDS and (name := next((n for n in LONG_NAMES if fields.get(n)), None)):
+            step = number(str(fields["step"]))
+            yield from _record(None if step is None else int(step), place, {str(fields[name]): fields["value"]})
         else:
-            yield from _from_fields(row.place, fields, call_times)
+            yield from _from_fields(place, fields, call_times)
 
 
 def _cut_row(path: Path) -> str | None:

@@ -8,10 +8,10 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TextIO
 
@@ -26,7 +26,7 @@ from tltlab.files import MOST_JSON_BYTES, PACKED, open_input, open_unpacked, par
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 from tltlab.traces.trace import check_source
 
-from .fields import ENVELOPES, LISTS, NAMES, UNITS, is_list, is_message, is_missing, kind_of, number, parsed, plain
+from .fields import ENVELOPES, LISTS, NAMES, UNITS, is_list, is_message, kind_of, parsed, plain
 from .token_counts import NoTokenCounter, TokenCounter
 
 Lists = Literal["lengths", "ids"]
@@ -44,22 +44,8 @@ TABLES = (".csv", ".tsv", ".tab")
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *TABLES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One record: its fields, and where it stands ("line 3", "row 0")."""
-
-    file: str
-    place: str
-    fields: Mapping[str, Any]
-
-    def find(self, names: Iterable[str]) -> str | None:
-        """Return the first of some names that is a field with a value."""
-        return next((name for name in names if not is_missing(self.fields.get(name))), None)
-
-    def number(self, field: str) -> float | None:
-        """Return the number in a field; None where there is none."""
-        value = number(self.fields.get(field))
-        return value if np.isfinite(value) else None
+Row = tuple[str, Mapping[str, Any]]
+"""One record: where it stands ("line 3", "row 0"), and its fields."""
 
 
 def ending(path: Path) -> str:
@@ -92,32 +78,32 @@ def rows_of(path: Path) -> Iterator[Row]:
     if ending(path) in TABLES:
         frame = table_of(path)
         for line, *cells in frame.itertuples():
-            fields = dict(zip(frame.columns, map(_cell, cells), strict=True))
-            yield Row(file=str(path), place=f"line {line}", fields=fields)
+            yield f"line {line}", dict(zip(frame.columns, map(_cell, cells), strict=True))
         return
     try:
         with io.TextIOWrapper(open_unpacked(path), encoding="utf-8-sig") as file:
             lines = ((n, line) for n, line in _lines(file, path) if line.strip())
-            number, line = next(lines, (0, ""))
-            if not line:
-                raise TraceError(f"{path}: empty; wanted one JSON object per line")
-            try:
-                first = parse_json(line)
-            except ValueError as error:
-                file.seek(0)
-                try:
-                    first = parse_json(file.read(MOST_JSON_BYTES))
-                except ValueError:
-                    raise TraceError(f"{path}, line {number}: not JSON (cut off?): {error}") from error
-            yield from _json_rows(path, f"line {number}", first)
+            is_first = True
             for number, line in lines:
                 try:
                     value = parse_json(line)
                 except ValueError as error:
-                    raise TraceError(f"{path}, line {number}: not JSON (cut off?): {error}") from error
+                    value = _whole(file) if is_first else None
+                    if value is None:
+                        raise TraceError(f"{path}, line {number}: not JSON (cut off?): {error}") from error
+                is_first = False
                 yield from _json_rows(path, f"line {number}", value)
+            if is_first:
+                raise TraceError(f"{path}: empty; wanted one JSON object per line")
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
+
+
+def _whole(file: TextIO) -> Any:
+    """The JSON value that a file is as a whole; None where it is none."""
+    file.seek(0)
+    with suppress(ValueError):
+        return parse_json(file.read(MOST_JSON_BYTES))
 
 
 def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
@@ -153,7 +139,11 @@ def table_of(path: Path, most_bytes: int | None = None) -> pd.DataFrame:
             raise OSError(f"it has {lines:,} lines, and at most {MOST_ROWS:,} are read")
         first = data.lstrip(b"\r\n")[: 1 << 16].partition(b"\n")[0]
         # A comma may also be within a number.
-        frame = _csv(data, max(";\t|,", key=lambda mark: first.count(mark.encode())))
+        separator = max(";\t|,", key=lambda mark: first.count(mark.encode()))
+        frame = pd.read_csv(
+            io.BytesIO(data), header=None, dtype=str, keep_default_na=False, skip_blank_lines=False,
+            encoding="utf-8-sig", sep=separator,
+        )  # fmt: skip
     except pd.errors.EmptyDataError as error:
         raise TraceError(f"{path}: empty; wanted one response length per line") from error
     except (OSError, ValueError) as error:
@@ -170,13 +160,6 @@ def table_of(path: Path, most_bytes: int | None = None) -> pd.DataFrame:
     return frame
 
 
-def _csv(data: bytes, separator: str) -> pd.DataFrame:
-    return pd.read_csv(
-        io.BytesIO(data), header=None, dtype=str, keep_default_na=False, skip_blank_lines=False, encoding="utf-8-sig",
-        sep=separator,
-    )  # fmt: skip
-
-
 def _cell(text: str | None) -> str | float | None:
     try:
         return float(text) if text else None
@@ -190,9 +173,9 @@ def _json_rows(path: Path, place: str, value: Any) -> Iterator[Row]:
         for number, cells in enumerate(value["data"]):
             if not isinstance(cells, list) or len(cells) != len(names):
                 raise TraceError(f"{path}, {place}, data {number}: got {shown(cells)}, wanted {len(names)} cells")
-            yield Row(file=str(path), place=f"row {number}", fields=dict(zip(names, cells, strict=True)))
+            yield f"row {number}", dict(zip(names, cells, strict=True))
     elif isinstance(value, dict):
-        yield Row(file=str(path), place=place, fields=value)
+        yield place, value
     elif isinstance(value, list):
         for number, item in enumerate(value):
             yield from _json_rows(path, f"{place}, item {number}", item)
@@ -219,30 +202,24 @@ def _unpacked_parquet(path: Path) -> Iterator[Path]:
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    number = 0
     try:
         with _unpacked_parquet(path) as place, pq.ParquetFile(place) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for fields in batch.to_pylist():
-                    yield Row(file=str(path), place=f"row {number}", fields=fields)
-                    number += 1
+            rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
+            yield from ((f"row {number}", fields) for number, fields in enumerate(rows))
     except (OSError, pa.ArrowException) as error:
         raise TraceError(f"{path}: not a readable Parquet file: {error}") from error
 
 
 def unwrapped(rows: Iterator[Row]) -> Iterator[Row]:
     """Records, those within an object that has a list of them, such as `{"simulations": [...]}`, one by one."""
-    for row in rows:
-        names = [name for name, value in row.fields.items() if isinstance(value, list) and plain(name) in _WRAPPERS]
-        items = row.fields[names[0]] if len(names) == 1 else None
-        is_wrapper = (
-            is_list(items) and items and all(isinstance(item, Mapping) and not is_message(item) for item in items)
-        )
-        if not is_wrapper or any(kind_of(str(name)) & _OF_RESPONSES for name in row.fields):
-            yield row
-            continue
-        for at, item in enumerate(items or ()):
-            yield Row(file=row.file, place=f"{row.place}, {names[0]} {at}", fields=item)
+    for place, fields in rows:
+        names = [name for name, value in fields.items() if isinstance(value, list) and plain(name) in _WRAPPERS]
+        items = fields[names[0]] if len(names) == 1 else []
+        is_wrapper = items and all(isinstance(item, Mapping) and not is_message(item) for item in items)
+        if is_wrapper and not any(kind_of(str(name)) & _OF_RESPONSES for name in fields):
+            yield from ((f"{place}, {names[0]} {at}", item) for at, item in enumerate(items))
+        else:
+            yield place, fields
 
 
 @contextmanager
@@ -298,8 +275,9 @@ class Reading:
 
     `column` has the lengths, `step_column` the RL steps, `group_column` what is the same for all samples of a prompt:
     each a field's name, with points where it is within objects. `lists` is the meaning of numbers in a list,
-    `time_unit` the unit of times. `responses` is their number in each RL step of a log. `tokens` counts texts. `needs`
-    are columns of a trace that no record may lack.
+    `time_unit` the unit of times. `max_response_tokens` is the run's cap, unknown the longest response. `responses` is
+    their number in each RL step of a log, for metrics alone; `reward_columns` are for trl alone. `tokens` counts texts.
+    `needs` are columns of a trace that no record may lack.
     """
 
     column: str | None = None
