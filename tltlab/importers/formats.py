@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -58,16 +58,8 @@ _PROMPTS = ("prompt_sizes", "prompt_tokens")
 _MEANS = frozenset(FIRST_OF["mean"])
 _ENOUGH = {"mask", "response_ids", "all_ids", "logprobs", "response_text", "conversation", "total"}
 """Kinds of fields of which any has a response's length."""
-_OF_ONE = {
-    "prompt_id",
-    "sample",
-    "finish_reason",
-    "prompt_text",
-    "response_text",
-    "conversation",
-    "mask",
-    "response_ids",
-}
+_OF_ONE = {"prompt_id", "sample", "finish_reason", "prompt_text", "response_text", "conversation", "mask",
+           "response_ids"}  # fmt: skip
 """Kinds of fields that RL steps have not."""
 _STATISTICS = {"mean": "mean", "avg": "mean", "average": "mean", "max": "max", "min": "min"}
 
@@ -80,6 +72,12 @@ class Imported:
     used: Mapping[str, str]
     ignored: Sequence[str]
     notes: Sequence[str]
+
+    @classmethod
+    def whole(cls, trace: Trace) -> Imported:
+        """A trace that is not made of columns; its notes are those of its manifest."""
+        notes = trace.manifest.notes.split("; ") if trace.manifest.notes else ()
+        return cls(trace=trace, used={}, ignored=(), notes=notes)
 
 
 def import_dump(path: str | Path, *, form: Format | None = None, workers: int | None = None, **facts: Any) -> Trace:
@@ -117,7 +115,7 @@ def _imported(source: Path | pd.DataFrame, reading: Reading, form: Format | None
         if said:
             notes.append(f"the log's configuration: {', '.join(f'{name} {value}' for name, value in said.items())}")
         trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers, said=said)
-        return Imported(trace=trace, used={}, ignored=(), notes=notes_of(trace))
+        return Imported.whole(trace)
     if form in ("verl", "trl"):
         needs = _NEEDS[form]
     reader = Reader(replace(reading, needs=needs))
@@ -188,26 +186,18 @@ def _trace(
     return Trace.from_tables(manifest, tables)
 
 
-def notes_of(trace: Trace) -> tuple[str, ...]:
-    """Return what a trace's manifest notes."""
-    return tuple(trace.manifest.notes.split("; ")) if trace.manifest.notes else ()
-
-
 def _records(source: Path | pd.DataFrame, form: Format, reader: Reader) -> Iterator[Records]:
     """The records of a file, of a folder's files in the order of their numbers, or of a DataFrame."""
     if isinstance(source, pd.DataFrame):
         yield from _of_frame(source, "lengths", reader)
         return
-    if source.is_dir():
-        files: list[tuple[Path, int | None]] = [*dump_files(source, is_trl=form == "trl")]
-    else:
-        files = [(source, step_of(source, form in ("verl", "trl")))]
-    if not files:
+    files: Sequence[tuple[Path, int | None]] = [(source, step_of(source, form in ("verl", "trl")))]
+    if source.is_dir() and not (files := dump_files(source, is_trl=form == "trl")):
         wanted = "completions_<step>.parquet" if form == "trl" else "<step>.jsonl"
         raise TraceError(f"{source}: no {wanted} in it, nor other files whose names end in the number of an RL step")
     for file, step in files:
-        if ending(file) in TABLES or (values := _numbers(file)) is not None:
-            frame = table_of(file) if ending(file) in TABLES or not values else frame_of_numbers(str(file), values)
+        if (values := [] if ending(file) in TABLES else _numbers(file)) is not None:
+            frame = frame_of_numbers(str(file), values) if values else table_of(file)
             for records in _of_frame(frame, str(file), reader):
                 yield replace(records, rl_step=step)
         else:
@@ -355,10 +345,11 @@ def _format_of_table(path: Path, fields: Sequence[Mapping[str, Any]], reading: R
     if _has_means(path, fields, reading):
         return "metrics"
     names = list(fields[0])
-    is_timed = bool(matches(names, "t_submit")) and bool(
-        matches(names, "prompt_sizes") or matches(names, "prompt_tokens")
-    )
-    return "vllm" if is_timed else "csv"
+    return "vllm" if matches(names, "t_submit") and _of_kinds(names, _PROMPTS) else "csv"
+
+
+def _of_kinds(names: Iterable[str], kinds: Sequence[str]) -> list[str]:
+    return [column for kind in kinds for column in matches(names, kind)]
 
 
 def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None) -> Format:
@@ -374,16 +365,19 @@ def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None)
         return "trl"
     if _has_means(path, fields, reading):
         return "metrics"
-    names = [name for name in first if not is_missing(first[name])]
-    sizes = [c for kind in _SIZES for c in matches(names, kind)]
-    prompts = [c for kind in _PROMPTS for c in matches(names, kind)]
-    kinds = {kind for name in names for kind in kind_of(name)}
+    sizes, prompts = _of_kinds(first, _SIZES), _of_kinds(first, _PROMPTS)
+    kinds = {kind for name in first for kind in kind_of(name)}
     is_summary = "totaloutputtokens" in map(plain, first) and not any(is_list(first[name]) for name in sizes)
     if is_summary or not (sizes or kinds & _ENOUGH):
         place = f"{path}, {rows[0][0]}"
         if (named := _named(first)) is not None:
             raise TraceError(f"{place}: {named}")
-        raise TraceError(unknown_log(path) or f"{place}: {_unknown(first)}")
+        raise TraceError(
+            unknown_log(path)
+            or f"{place}: no response's length in it (response_tokens, output_len, usage, token ids) nor text (output, "
+            f"completion, messages); there are: {', '.join(map(str, first))}; name the field with the lengths or the "
+            f"text, or the format ({BY_OPTION.format('--column and --format')})"
+        )
     is_request = bool(sizes) and (prompts or all("." in name for name in sizes))
     return "vllm" if is_request and not any(is_list(first[name]) for name in (*sizes, *prompts)) else "csv"
 
@@ -397,25 +391,13 @@ def _named(fields: Mapping[str, Any]) -> str | None:
             "--output-details (sglang.bench_serving)"
         )
     for name, value in fields.items():
-        if is_list(value) and any(isinstance(item, Mapping) and _has_length(flat(item)) for item in value):
+        calls = [flat(item) for item in value if isinstance(item, Mapping)] if is_list(value) else []
+        if any(kind_of(n) & {"response_sizes", "response_tokens", "response_ids"} for call in calls for n in call):
             return (
                 f"{name} has {len(value)} calls of the model with tokens of their own, as agents' traces have them: "
                 "write a record for each call"
             )
     return None
-
-
-def _unknown(fields: Mapping[str, Any]) -> str:
-    """Message on a record that is not understood."""
-    return (
-        f"no response's length in it (response_tokens, output_len, usage, token ids) nor text (output, completion, "
-        f"messages); there are: {', '.join(map(str, fields))}; name the field with the lengths or the text, or the "
-        f"format ({BY_OPTION.format('--column and --format')})"
-    )
-
-
-def _has_length(fields: Mapping[str, Any]) -> bool:
-    return any(kind_of(name) & {"response_sizes", "response_tokens", "response_ids"} for name in fields)
 
 
 def _statistic(name: str) -> str | None:
@@ -427,8 +409,7 @@ def _statistic(name: str) -> str | None:
     *before, last = [plain(part) for part in re.split(r"[/.]", name)]
     for word, statistic in _STATISTICS.items():
         base = before[-1] if last == word and before else last.replace(word, "", 1) if word in last else None
-        for kinds, metric in ((_SIZES, "response_length"),
-                              (_PROMPTS, "prompt_length")):  # fmt: skip
+        for kinds, metric in ((_SIZES, "response_length"), (_PROMPTS, "prompt_length")):
             if base and any(base in NAMES[kind] for kind in kinds):
                 return f"{metric}/{statistic}"
     return None
@@ -437,7 +418,7 @@ def _statistic(name: str) -> str | None:
 def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading | None) -> bool:
     """Return True if records are RL steps with a mean response length. TraceError where that is not decided."""
     names = list(map(str, fields[0]))
-    sizes = [c for kind in _SIZES for c in matches(names, kind)]
+    sizes = _of_kinds(names, _SIZES)
     means = [n for n in names if _statistic(n) in (*FIRST_OF["mean"], "response_length/mean")]
     if means and any("prompt_id" in kind_of(name) for name in names) and not sizes:
         raise TraceError(f"{path}: {means[0]} by prompt: wanted a length of each response, or a mean of each RL step")
@@ -472,19 +453,15 @@ def _metrics(path: Path) -> Iterator[Record]:
     except TraceError:
         rows = []
     names = list(dict.fromkeys(name for _, fields in rows for name in flat(fields)))
-    sizes = [c for kind in _SIZES for c in matches(names, kind)]
-    own = [name for name in names if _statistic(name) == "response_length/mean"] or sizes[:1]
+    own = [name for name in names if _statistic(name) == "response_length/mean"] or _of_kinds(names, _SIZES)[:1]
     if not own or any(plain_key(name) in FIRST_OF["mean"] for name in names):
         yield from records_of(path)
         return
     for place, record in rows_of(path):
         fields = flat(record)
         metrics = {name: _statistic(name) for name in fields} | {own[0]: "response_length/mean"}
-        values = {
-            metric: value
-            for name, metric in metrics.items()
-            if metric and np.isfinite(value := number(fields.get(name)))
-        }  # fmt: skip
+        numbers = ((metric, number(fields.get(name))) for name, metric in metrics.items() if metric)
+        values = {metric: value for metric, value in numbers if np.isfinite(value)}
         step = next((number(fields[name]) for name in matches(fields, "rl_step")), np.nan)
         if values:
             yield Record(rl_step=int(step) if np.isfinite(step) else None, place=place, values=values)

@@ -17,7 +17,7 @@ from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.trace import Trace, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
 
-from .formats import Format, Imported, frame_of_numbers, guess, import_dump, imported, notes_of
+from .formats import Format, Imported, frame_of_numbers, guess, import_dump, imported
 from .metrics_log import metrics_files
 from .rows import Reading, dump_files, readable
 from .token_counts import CharsPerToken, NoTokenCounter
@@ -68,15 +68,14 @@ def read_lengths(source: TraceSource, reading: Reading = _AS_IT_IS, form: Format
     counts = isinstance(reading.tokens, NoTokenCounter)
     counted = replace(reading, tokens=CharsPerToken(CHARS_PER_TOKEN)) if counts else reading
     if isinstance(source, Trace):
-        return Imported(trace=source, used={}, ignored=(), notes=notes_of(source))
+        return Imported.whole(source)
     if not isinstance(source, str | Path):
         return _of_values(source, counted)
     with readable(locate(source)) as path:
         if path.is_file() or (not _holds_a_trace(path) and dump_files(path)):
             form = form or guess(path, reading)
             return imported(path, reading if form == "metrics" else counted, form=form)
-    trace = read(source)
-    return Imported(trace=trace, used={}, ignored=(), notes=notes_of(trace))
+    return Imported.whole(read(source))
 
 
 def _of_values(source: Any, reading: Reading) -> Imported:
