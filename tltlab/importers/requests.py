@@ -16,6 +16,7 @@ from tltlab.errors import TraceError
 
 from .fields import (
     TIMES,
+    UNITS,
     could_be_thousands,
     is_list,
     is_message,
@@ -30,7 +31,7 @@ from .fields import (
     unit_of,
 )
 from .length_table import RECORD
-from .rows import BY_OPTION, Reading, Records, TimeUnit, flat
+from .rows import BY_OPTION, Reading, Records, Row, flat
 
 RUN = "#run"
 """Column of the number of the record that a length was in a list of, where it has no RL step."""
@@ -46,7 +47,6 @@ _SHARED = {"rl_step", "epoch", "prompt_id", "row_id", "prompt_text", "prompt_ids
 """Kinds of fields that hold for all responses of a record."""
 _NAMED = {"rl_step", "epoch", "prompt_id", "prompt_text", "prompt_ids"}
 """Kinds of fields that name the RL step or the prompt of a record's responses."""
-SECONDS: dict[TimeUnit, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 REASONS: dict[str, tuple[str, ...]] = {
     "stop": (
         "stop", "eos", "eos_token", "stop_sequence", "stop_token", "end_turn", "tool_calls", "tool_use",
@@ -64,6 +64,7 @@ REASONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The trace's word for a program's finish reason."""
 _MOST_EPOCHS = 1e6
+_NO_ERROR: tuple[Any, ...] = ("False", "0", 0, [], {})
 MOST_TOKENS = 2**31 - 1
 _OWN = {
     "epoch": "rl_step",
@@ -72,6 +73,9 @@ _OWN = {
     "prompt_sizes": "prompt_tokens",
 }
 """Columns of a trace for which names are of several kinds."""
+
+
+_Flat = tuple[str, dict[str, Any]]
 
 
 class RequestReader:
@@ -96,6 +100,9 @@ class RequestReader:
     def use(self, name: str, column: str) -> None:
         self.used.setdefault(name, column)
         self._seen.add(column)
+
+    def note(self, text: str) -> None:
+        self.notes[text] = None
 
     def described(self) -> str:
         """Note on the columns that were read and those that were not."""
@@ -133,10 +140,8 @@ class RequestReader:
             raise TraceError(f"{place}: no column {name!r}; there are: {', '.join(own)}")
         return column
 
-    def chunks(
-        self, rows: Iterator[tuple[str, Mapping[str, Any]]], file: str, rl_step: int | None
-    ) -> Iterator[Records]:
-        """Flat records, those with lists of responses spread; `rows` are places and fields."""
+    def chunks(self, rows: Iterator[Row], file: str, rl_step: int | None) -> Iterator[Records]:
+        """Flat records, those with lists of responses spread."""
         flats = ((place, flat(fields)) for place, fields in rows)
         while chunk := list(islice(flats, _CHUNK)):
             for _ in range(3):
@@ -147,7 +152,7 @@ class RequestReader:
             frame = pd.DataFrame([fields for _, fields in chunk], index=[place for place, _ in chunk], dtype=object)
             yield Records(file=file, frame=frame, rl_step=rl_step)
 
-    def _learn(self, file: str, chunk: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    def _learn(self, file: str, chunk: Sequence[_Flat]) -> None:
         """Decide what the lists in each column are, by the first records that have the column."""
         cells: dict[str, list[tuple[str, dict[str, Any], Any]]] = {}
         for place, fields in chunk[:_SAMPLED]:
@@ -161,9 +166,7 @@ class RequestReader:
                 others = "responses" if "response_text" in kinds else ""
                 self._lists[name] = "messages" if is_message(first) else others
             elif first is not None and is_list(first):
-                is_batch = kinds & _RESPONSE_KINDS and (
-                    kinds & _OF_TEXT or all(isinstance(item, int) for item in first)
-                )
+                is_batch = kinds & _RESPONSE_KINDS and (kinds & _OF_TEXT or all(isinstance(i, int) for i in first))
                 self._lists[name] = "responses" if is_batch else ""
             elif isinstance(first, str):
                 is_text = not kinds & {"tokens", "response_tokens"}
@@ -179,14 +182,18 @@ class RequestReader:
             return "ids"
         sizes, tokens = bool(kinds & {"response_sizes", "sizes"}), bool(kinds & {"response_tokens", "tokens"})
         if not sizes and not tokens:
-            return "ids" if kinds & {"prompt_tokens"} and not self._has_lengths(found[0][1]) else ""
+            fields = found[0][1].items()
+            has_lengths = any(
+                is_list(value) and kind_of(other) & {"response_sizes", "sizes"} for other, value in fields
+            )
+            return "ids" if kinds & {"prompt_tokens"} and not has_lengths else ""
         if self.reading.lists is not None:
             return self.reading.lists
         evidence = next(filter(None, (self._evidence(name, fields, values) for _, fields, values in found)), None)
         if evidence is None and tokens:
             evidence = self._evidence_of_values([cell for _, _, cell in found])
         if tokens and evidence:
-            self.notes[f"{name}: token ids, which are counted (a record {evidence})"] = None
+            self.note(f"{name}: token ids, which are counted (a record {evidence})")
             return "ids"
         if sizes and not evidence:
             return "lengths"
@@ -211,9 +218,6 @@ class RequestReader:
             return f"always ends in {ends.pop()}"
         return None
 
-    def _has_lengths(self, fields: Mapping[str, Any]) -> bool:
-        return any(is_list(v) and kind_of(n) & {"response_sizes", "sizes"} for n, v in fields.items())
-
     def _evidence(self, name: str, fields: Mapping[str, Any], values: Sequence[Any]) -> str | None:
         """Return the evidence that a record is one response, so that its list has an entry for each token."""
         for other, value in fields.items():
@@ -232,14 +236,12 @@ class RequestReader:
                 return f"has one {other}"
         return None
 
-    def _spread(
-        self, file: str, chunk: Sequence[tuple[str, dict[str, Any]]]
-    ) -> list[tuple[str, dict[str, Any]]] | None:
+    def _spread(self, file: str, chunk: Sequence[_Flat]) -> list[_Flat] | None:
         """Records with a list of responses as one record for each; None where there are none."""
         drivers = [name for name, what in self._lists.items() if what in ("responses", "lengths")]
         if not any(is_list(fields.get(name)) for name in drivers for _, fields in chunk):
             return None
-        result: list[tuple[str, dict[str, Any]]] = []
+        result: list[_Flat] = []
         for place, fields in chunk:
             sizes = {name: len(fields[name]) for name in drivers if is_list(fields.get(name))}
             self._record += 1
@@ -284,27 +286,22 @@ class RequestReader:
         """A column's whole numbers; missing ones are NaN where they may be, and 0 where the request failed."""
         cells = records.frame[column]
         values = numbers(cells)
-        missing = np.isnan(values)
-        if missing.any():
-            absent = missing & missing_in(cells) & (failed | np.bool_(may_miss))
+        absent = np.isnan(values)
+        if absent.any():
+            absent = absent & missing_in(cells) & (failed | np.bool_(may_miss))
             values = np.where(absent & failed, 0.0, values)
-            missing = absent
-        ok = missing | ((values >= at_least) & (values <= MOST_TOKENS) & (values == np.floor(values)))
+        ok = absent | ((values >= at_least) & (values <= MOST_TOKENS) & (values == np.floor(values)))
         if not ok.all():
             at = int(np.argmin(ok))
             cell = cells.iloc[at]
             got = "nothing" if is_missing(cell) and not isinstance(cell, str) else shown(cell)
-            hint = ""
-            if isinstance(cells.iloc[at], str) and ambiguous_thousands(cells.iloc[[at]]):
-                hint = "; thousands are written 1234 or 1,234"
-            records.fault(at, column, f"got {got}, wanted a whole number from {at_least} to {MOST_TOKENS}{hint}")
-        if (text := ambiguous_thousands(cells)) is not None:
-            at = cells.to_list().index(text)
-            records.fault(
-                at,
-                column,
-                f"{text} may be {float(text):g} or thousands: write {text.replace('.', '')} or {float(text):g}",
-            )
+            is_grouped = isinstance(cell, str) and could_be_thousands(cells.iloc[[at]])
+            hint = "; thousands are written 1234 or 1,234" if is_grouped else ""
+            records.fault(at, column, f"got {got}, wanted a whole number >= {at_least}{hint}")
+        if (text := could_be_thousands(cells)) is not None:
+            written = f"write {text.replace('.', '')} or {float(text):g}"
+            fault = f"{text} may be {float(text):g} or thousands: {written}"
+            records.fault(cells.to_list().index(text), column, fault)
         return values
 
     def _column(self, records: Records, *kinds: str, fits: Callable[[str], Any] | None = None) -> str | None:
@@ -326,9 +323,8 @@ class RequestReader:
         own = _OWN.get(kinds[0], kinds[0])
         chosen = next((column for column in found if plain(column) == plain(own)), found[0])
         for other in found if len(found) > 1 else ():
-            differs = (numbers(frame[other]) != numbers(frame[chosen])) & ~(
-                missing_in(frame[other]) | missing_in(frame[chosen])
-            )
+            unknown = missing_in(frame[other]) | missing_in(frame[chosen])
+            differs = (numbers(frame[other]) != numbers(frame[chosen])) & ~unknown
             same_depth = other.count(".") == chosen.count(".")
             if differs.any() and same_depth and plain(chosen) != plain(own) and kinds[0] in (*_OWN, "rl_step"):
                 option = "--step-column" if own == "rl_step" else "--column"
@@ -357,7 +353,7 @@ class RequestReader:
         elif RUN in frame:
             values = frame[RUN].to_numpy(np.float64)
             if len(set(values)) > 1:
-                self.notes["each list of lengths is an RL step"] = None
+                self.note("each list of lengths is an RL step")
         if records.rl_step is None and "rl_step" in self.reading.needs and np.isnan(values).any():
             at = int(np.argmax(np.isnan(values)))
             raise TraceError(
@@ -371,9 +367,7 @@ class RequestReader:
         failed = np.full(len(frame), False)
         within = [column for column in frame.columns if "error" in plain(column).split(".")[:-1]]
         for column in (*matches(frame.columns, "error"), *within):
-            failed |= np.array(
-                [not is_missing(c) and c is not False and c not in ("False", "0", 0, [], {}) for c in frame[column]]
-            )
+            failed |= np.array([not (is_missing(c) or c is False or c in _NO_ERROR) for c in frame[column]])
             self._seen.add(column)
         for column in matches(frame.columns, "success"):
             failed |= np.array([number(cell, booleans=True) == 0 for cell in frame[column]])
@@ -416,11 +410,10 @@ class RequestReader:
         names = list(self.reading.reward_columns)
         if not names:
             names = matches(frame.columns, "reward", lambda c: not lists_in(frame[c]).any())[:1]
-            if not strict and any(
-                np.isnan(numbers(frame[c], booleans=True)[~missing_in(frame[c])]).any() for c in names
-            ):
+            texts = [frame[name][~missing_in(frame[name])] for name in names]
+            if not strict and any(np.isnan(numbers(cells, booleans=True)).any() for cells in texts):
                 return np.full(len(frame), np.nan)
-        columns = []
+        total = np.full(len(frame), np.nan)
         for name in names:
             column = self._given(records, name)
             self.use("reward", column)
@@ -429,11 +422,8 @@ class RequestReader:
             if wrong.any() and strict:
                 at = int(np.argmax(wrong))
                 records.fault(at, column, f"got {shown(frame[column].iloc[at])}, wanted a number")
-            columns.append(np.where(np.isfinite(values), values, np.nan))
-        if not columns:
-            return np.full(len(frame), np.nan)
-        stacked = np.stack(columns)
-        return np.where(np.isnan(stacked).all(axis=0), np.nan, np.nansum(stacked, axis=0))
+            total = np.where(np.isfinite(values), np.nan_to_num(total) + values, total)
+        return total
 
     def _times(self, records: Records) -> dict[str, Any]:
         """Seconds of submission, first token and finish on the dump's clock; NaN where the first is unknown."""
@@ -465,7 +455,7 @@ class RequestReader:
                 dated = dated or column
                 continue
             self.use(kind, column)
-            scale = unit_of(column) or (SECONDS[self.reading.time_unit] if self.reading.time_unit else None)
+            scale = unit_of(column) or UNITS[self.reading.time_unit or ""]
             if scale is None and column not in self._scales:
                 self._scales[column] = self._scale(frame, kind, column, values)
             if (scale := scale or self._scales[column]) is not None:
@@ -489,22 +479,16 @@ class RequestReader:
         largest = np.nanmax(np.abs(values), initial=0.0)
         whole = bool((np.isnan(values) | (values == np.floor(values))).all())
         if "hashids" in names and whole:
-            self.notes[f"{column}: milliseconds, as Mooncake's traces have them"] = None
+            self.note(f"{column}: milliseconds, as Mooncake's traces have them")
             return 1e-3
         if kind not in ("ttft", "latency"):
             for least, unit in ((1e17, "ns"), (1e14, "us"), (1e11, "ms")):
                 if largest >= least:
-                    self.notes[f"{column}: taken for {unit} since 1970, by its size"] = None
-                    return SECONDS[unit]  # type: ignore[index]
-        if (
-            "logtype" in names
-            or largest >= 1e8
-            or not whole
-            or largest < (100 if kind in ("ttft", "latency") else 1000)
-        ):
+                    self.note(f"{column}: taken for {unit} since 1970, by its size")
+                    return UNITS[unit]
+        least_unclear = 100 if kind in ("ttft", "latency") else 1000
+        if "logtype" in names or largest >= 1e8 or not whole or largest < least_unclear:
             return 1.0
-        unknown = (
-            f"{column} has whole numbers without a unit: times are not read ({BY_OPTION.format('--time-unit s or ms')})"
-        )
-        self.notes[unknown] = None
+        option = BY_OPTION.format("--time-unit s or ms")
+        self.note(f"{column} has whole numbers without a unit: times are not read ({option})")
         return None

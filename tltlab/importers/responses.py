@@ -57,14 +57,11 @@ class Reader(RequestReader):
         frame = records.frame
         self.columns |= dict.fromkeys(name for name in map(str, frame.columns) if not name.startswith("#"))
         own = list(frame.columns)
-        size = len(frame)
         failed = self._failed(records)
         lengths, exact = self._response_tokens(records, failed)
         prompts = self._prompt_tokens(records, lengths)
         self._note_turns(records)
-        result = pd.DataFrame(
-            {"response_tokens": lengths, "is_exact": exact, "prompt_tokens": prompts}, index=np.arange(size)
-        )
+        result = pd.DataFrame({"response_tokens": lengths, "is_exact": exact, "prompt_tokens": prompts})
         result["rl_step"] = self._rl_steps(records)
         result["place"] = frame.index.to_numpy()
         result["file"] = records.file
@@ -88,7 +85,7 @@ class Reader(RequestReader):
                 is_text = frame[name].dtype == "str"
                 result[f"id:{name}"] = (frame[name] if is_text else frame[name].map(_identity)).to_numpy(object)
             elif not missing.all() and "prompt_id" in kind_of(name):
-                self.notes[f"{name} is not one value in each record: it does not name the prompts"] = None
+                self.note(f"{name} is not one value in each record: it does not name the prompts")
             if wanted and missing.any():
                 records.fault(int(np.argmax(missing)), name, "no value, although it was named as the column of groups")
         if RECORD in frame:
@@ -97,17 +94,14 @@ class Reader(RequestReader):
 
     def _prompts(self, records: Records) -> Any:
         """The `text_id` of each prompt's text, of what a conversation begins with, or of its token ids; else None."""
-        frame = records.frame
-        for column in self._text_columns(records, "prompt_text"):
-            self._seen.add(column)
-            return [text_id(cell) for cell in frame[column]]
-        for column in self._text_columns(records, "conversation"):
-            self._seen.add(column)
-            return [text_id(getattr(conversation_texts(parsed(cell)), "before", "")) for cell in frame[column]]
-        for column in self._listed(frame, *_PROMPT_IDS):
-            self._seen.add(column)
-            return [text_id(cell) for cell in frame[column]]
-        return None
+        frame, texts = records.frame, self._text_columns(records, "prompt_text")
+        talks = [] if texts else self._text_columns(records, "conversation")
+        column = next(iter([*texts, *talks, *self._listed(frame, *_PROMPT_IDS)]), None)
+        if column is None:
+            return None
+        self._seen.add(column)
+        cells = [getattr(speech_of(parsed(c)), "before", "") for c in frame[column]] if talks else frame[column]
+        return [text_id(cell) for cell in cells]
 
     def _response_tokens(self, records: Records, failed: NDArray[np.bool_]) -> tuple[Any, NDArray[np.bool_]]:
         """Tokens of each response, 0 of failed requests, and whether they are more than a count of the text."""
@@ -120,13 +114,10 @@ class Reader(RequestReader):
             self.use("response_tokens", chosen)
             if self._lists.get(chosen) == "ids":
                 lists, texts = [chosen], []
-                chosen = None
             elif np.isnan(numbers(frame[chosen])).all() and self._text_of(records, chosen):
                 lists, texts = [], [chosen]
-                chosen = None
             else:
-                values = self._whole(records, chosen, 0, failed=failed)
-                return values, exact
+                return self._whole(records, chosen, 0, failed=failed), exact
         chosen = self._column(records, "response_sizes", "response_tokens") or self._column(records, "sizes", "tokens")
         others = self._listed(frame, "all_ids", "tokens")
         wholes = [frame[column].map(_size) for column in others]
@@ -200,19 +191,14 @@ class Reader(RequestReader):
         if "mask" in kind_of(column):
             ones = np.array([np.nan if ids is None else ids.ones or ids.size for ids in lists])
             if np.nansum(sizes - ones) > 0:
-                self.notes[f"{column}: ones are the tokens generated, zeros (tools' tokens, padding) are left out"] = (
-                    None
-                )
+                self.note(f"{column}: ones are the tokens generated, zeros (tools' tokens, padding) are left out")
             if any(ids is not None and ids.size and not ids.ones for ids in lists):
-                self.notes[f"{column}: where it has no ones its size is taken"] = None
+                self.note(f"{column}: where it has no ones its size is taken")
             return ones
-        runs = np.array(
-            [0 if ids is None or getattr(ids, end) in (1, ids.size) else getattr(ids, end) for ids in lists]
-        )
+        ends = [(0, 0) if ids is None else (getattr(ids, end), ids.size) for ids in lists]
+        runs = np.array([0 if run in (1, size) else run for run, size in ends])
         if len(lists) > 1 and len(set(sizes)) == 1 and 2 * (runs > 0).sum() > len(lists):
-            self.notes[f"{column}: lists of one size with repeated ids at the {end}, which are taken for padding"] = (
-                None
-            )
+            self.note(f"{column}: lists of one size with repeated ids at the {end}, which are taken for padding")
             return sizes - runs
         return sizes
 
@@ -242,25 +228,21 @@ class Reader(RequestReader):
         known = self._known_prompts(records)
         for column in others:
             sizes = frame[column].map(_size).to_numpy(np.float64)
-            alone = (
-                plain(column).rpartition(".")[2] in ("tokens", "tokenids", "ids", "toks")
-                or column == self.reading.column
-            )
+            is_named = plain(column).rpartition(".")[2] in ("tokens", "tokenids", "ids", "toks")
+            alone = is_named or column == self.reading.column
             begins = [
                 is_list(cell) and any(is_list(p) and len(p) and list(cell[: len(p)]) == list(p) for p in prompts)
-                for cell, *prompts in zip(
-                    frame[column], *(frame[c] for c in self._listed(frame, *_PROMPT_IDS)), strict=True
-                )
+                for cell, *prompts in frame[[column, *self._listed(frame, *_PROMPT_IDS)]].itertuples(index=False)
             ]
             if known is not None and (not alone or all(begins)):
                 values = self._fill(values, failed, column, lambda sizes=sizes: sizes - known)
             elif alone:
                 values = self._fill(values, failed, column, lambda sizes=sizes: np.where(sizes < 0, np.nan, sizes))
-                self.notes[f"{column} are taken for the tokens of the response alone"] = None
+                self.note(f"{column} are taken for the tokens of the response alone")
         total = self._column(records, "total") if known is not None and np.isnan(values[~failed]).any() else None
         if total is not None:
             values = self._fill(values, failed, total, lambda: self._whole(records, total, 0, may_miss=True) - known)
-            self.notes[f"response tokens are {total} less the prompt's"] = None
+            self.note(f"response tokens are {total} less the prompt's")
         return values
 
     def _known_prompts(self, records: Records) -> Any:
@@ -345,16 +327,12 @@ class Reader(RequestReader):
                 records.fault(int(at), column, f"got {shown(cells.iloc[at])}, wanted a text or messages")
             for kind in () if is_prompt and is_conversation else speech.unread:
                 self.counts[f"block {kind}"] += 1
+            parts = speech.generated
             if is_prompt:
-                texts.append(
-                    "\n".join(
-                        speech.before if is_conversation and speech.turns else [*speech.others, *speech.generated]
-                    )
-                )
-                continue
-            if is_conversation and not speech.turns:
+                parts = speech.before if is_conversation and speech.turns else [*speech.others, *speech.generated]
+            elif is_conversation and not speech.turns:
                 records.fault(int(at), column, "no message of the model: these are prompts without responses")
-            texts.append("\n".join(speech.generated))
+            texts.append("\n".join(parts))
         unique = list(dict.fromkeys(texts))
         count_of = dict(zip(unique, self.reading.tokens.count(unique), strict=True))
         return [count_of[text] if is_prompt else max(1, count_of[text]) for text in texts]
@@ -363,7 +341,7 @@ class Reader(RequestReader):
         """Count responses with several turns, by their number or by messages after the first generated one."""
         for column in matches(records.frame.columns, "turn")[:1]:
             self._seen.add(column)
-            self.notes[f"{column}: each turn counts as a response of its own"] = None
+            self.note(f"{column}: each turn counts as a response of its own")
         if (number := self._column(records, "turns")) is not None:
             self.counts["turns"] += int((numbers(records.frame[number]) > 1).sum())
             return
