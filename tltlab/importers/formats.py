@@ -38,7 +38,7 @@ from .rows import (
     table_of,
     unwrapped,
 )
-from .step_metrics import FIRST_OF, Record, plain_key, says_means, steps_of, tables_of_steps
+from .step_metrics import FIRST_OF, Record, has_mean_lengths, plain_key, steps_of, tables_of_steps
 from .token_counts import NoTokenCounter
 
 Format = Literal["verl", "trl", "vllm", "csv", "metrics"]

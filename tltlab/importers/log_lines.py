@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -135,12 +135,11 @@ def entries_of(lines: Iterable[Line], forms: Sequence[Form], hints: Sequence[str
             fields, last, is_cut = ITEMS[form.items](line.text[match.end() : end])
             if form.items in ("table", "bullet"):
                 if any(in_block.get(name, value) != value for name, value in fields.items()):
-                    # The line that begins the next block is lost.
-                    block = None
+                    block = None  # The line that begins the next block is lost.
                     continue
                 in_block |= fields
             if end < len(line.text) and last is not None:
-                fields, last, is_cut = {name: value for name, value in fields.items() if name != last}, None, True
+                fields, last, is_cut = _without(fields, last), None, True
             yield Entry(rl_step, line, form, fields, last, is_cut)
 
 
@@ -180,7 +179,7 @@ def _split(separator: str, colon: str) -> Callable[[str], Items]:
 
 
 def _equals(text: str) -> Items:
-    fields: dict[str, Any] = dict(_EQUALS.findall(text))
+    fields = dict(_EQUALS.findall(text))
     return fields, next(reversed(fields), None), False
 
 
@@ -196,8 +195,7 @@ def _dict(text: str) -> Items:
             pass
         else:
             return fields if isinstance(fields, dict) else {}, None, False
-    items = {name: value.strip().strip("'\"") for _, name, value in _DICT_ITEM.findall(whole)}
-    return items, None, end is None
+    return {name: value.strip().strip("'\"") for _, name, value in _DICT_ITEM.findall(whole)}, None, end is None
 
 
 def _closing(text: str) -> int | None:
@@ -263,9 +261,7 @@ def settled(
         # Numbers that are written with all their digits have now and then a few less.
         fewest = min(of_name)[0] if of_name else 0
         fewest -= _DIGITS_LESS * (len(of_name) > 1 or fewest > _MANY_DIGITS)
-        if of_name and (unit not in {unit for _, unit in of_name} or decimals < fewest):
-            return False
-        if unit == "e":
+        if unit == "e" or (of_name and (unit not in {unit for _, unit in of_name} or decimals < fewest)):
             return False
         if unit or items == "bullet":
             return entry.line.is_ended or bool(of_name)
@@ -283,35 +279,36 @@ def settled(
         ends = len(entry.line.text) < _SHORT or any(map(is_step, map(entry.form.key, entry.fields)))
         return ends and items in ("dashes", "equals") and fewest <= decimals <= _MANY_DIGITS
 
-    found = []
-    for entry in entries:
+    def settle(entry: Entry) -> Entry:
         name = entry.last
         doubtful = entry.line.is_full or entry.line.is_last
         if name is None or (is_whole(entry, name) if doubtful else usual.get(entry.form.items, name) in entry.fields):
-            found.append(entry)
-        else:
-            fields = {other: value for other, value in entry.fields.items() if other != name}
-            found.append(replace(entry, fields=fields, last=None, is_cut=True))
-    return found
+            return entry
+        return replace(entry, fields=_without(entry.fields, name), last=None, is_cut=True)
+
+    return [*map(settle, entries)]
+
+
+def _without(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {other: value for other, value in fields.items() if other != name}
 
 
 def _usual(entries: Sequence[Entry]) -> dict[str, str]:
     """The last name of nearly all lines whose items are written in a way, where it is."""
-    found = {}
-    for items in {entry.form.items for entry in entries if entry.form.items != "bullet"}:
-        lasts = [entry.last for entry in entries if entry.form.items == items and entry.last is not None]
-        name, num = Counter(lasts).most_common(1)[0] if lasts else ("", 0)
-        if num >= max(_NEARLY_ALL * len(lasts), 3):
-            found[items] = name
-    return found
+    lasts: dict[str, Counter[str]] = {}
+    for entry in entries:
+        if entry.last is not None and entry.form.items != "bullet":
+            lasts.setdefault(entry.form.items, Counter())[entry.last] += 1
+    usual = {items: counts.most_common(1)[0] for items, counts in lasts.items()}
+    return {n: name for n, (name, num) in usual.items() if num >= max(_NEARLY_ALL * lasts[n].total(), 3)}
 
 
 def _shapes(entries: Iterable[Entry]) -> dict[str, dict[str, set[tuple[int, str]]]]:
     """By how items are written and by last names: decimals and units of the numbers there."""
-    shapes: dict[str, dict[str, set[tuple[int, str]]]] = {}
+    shapes: dict[str, dict[str, set[tuple[int, str]]]] = defaultdict(lambda: defaultdict(set))
     for entry in entries:
         if entry.last is not None:
-            shapes.setdefault(entry.form.items, {}).setdefault(entry.last, set()).add(_shape(entry))
+            shapes[entry.form.items][entry.last].add(_shape(entry))
     return shapes
 
 
@@ -367,7 +364,8 @@ class Wrapping:
                 prefix = _RAY.match(text)
                 text = text.removeprefix(prefix[0]) if prefix and whole.text.startswith(prefix[0]) else text
                 more = whole.text.endswith(" -") or _CONTINUES.match(text)
-                goes_on = bool(more) and read(text) is None and _is_open(read(whole.text))
+                entry = read(whole.text) if more and read(text) is None else None
+                goes_on = entry is not None and (entry.is_cut or entry.last is not None)
                 fill = " " if text[:1] == "-" or (text[:1] != " " and whole.text[-1:] in ("-", ",")) else ""
             if goes_on and len(whole.text) < _MOST_LETTERS:
                 self.num_joined += 1
@@ -389,11 +387,6 @@ class Wrapping:
             before = replace(line, is_full=True) if is_full else line
         if before is not None:
             yield before
-
-
-def _is_open(entry: Entry | None) -> bool:
-    """Return True if the end of a line of metrics is not certain."""
-    return entry is not None and (entry.is_cut or entry.last is not None)
 
 
 def _start(text: str) -> str:

@@ -1,10 +1,9 @@
-"""Metrics of RL steps as frameworks print and store them: logs, JSON, CSV, TensorBoard, MLflow, vLLM's counters.
+"""Metrics of RL steps as frameworks print and store them: logs, JSON, CSV, TensorBoard, MLflow.
 
 Lines of consoles are read by `log_lines` with the keys of `frameworks.toml`. Other readable sources: JSON Lines with a
 step each, a JSON object of `{metric: {step: value}}` (NeMo-RL) or with a `log_history` (Trainer), event files of
-TensorBoard, MLflow's folders of metrics, histories exported from W&B, MLflow or TensorBoard (CSV, JSON Lines), and
-scrapes of vLLM's `/metrics`. Lines of other programs in between, Ray's prefixes, colours and progress bars do not
-matter.
+TensorBoard, MLflow's folders of metrics, and histories exported from W&B, MLflow or TensorBoard (CSV, JSON Lines).
+Lines of other programs in between, Ray's prefixes, colours and progress bars do not matter.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -56,7 +56,6 @@ _COUNTS = {"gpus": "0", "gpus_per_node": "0", "nodes": "1", "tp": "0", "engines"
 """Numbers of a configuration, with their defaults."""
 _MOST_HELD_BYTES = 1 << 26
 """Of a log that is held in memory; larger ones are read anew each time."""
-_SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+0-9.eEinfINFnaN]+)(?: \d+)?$")
 
 
 def metrics_files(folder: Path) -> list[Path]:
@@ -134,18 +133,19 @@ def records_of(path: Path) -> Iterator[Record]:
         if ".csv" in path.suffixes:
             yield from _csv(path)
             return
+        whole = None
         with open_unpacked(path) as file:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t")
             file.seek(0)
             if b"\0" in start:
                 refuse_wandb(path)
                 raise TraceError(f"{path}: not text")
-            if start[:1] in b"{[" and (whole := _json(file.read(MOST_JSON_BYTES))) is not None:
+            if start[:1] in b"{[":
+                with suppress(ValueError):
+                    whole = parse_json(file.read(MOST_JSON_BYTES))
+            if whole is not None:
                 yield from _from_json(whole)
                 return
-            file.seek(0)
-            lines = (line.decode("utf-8", "replace") for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
-            yield from _from_scrapes(lines)
         yield from _from_lines(path)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
@@ -232,7 +232,6 @@ def _from_lines(path: Path) -> Iterator[Record]:
 
     On what the two disagree is unknown.
     """
-
     held = list(_lines(path)) if path.stat().st_size < _MOST_HELD_BYTES else None
     lines = partial(_lines, path) if held is None else held.copy
     wrapping = Wrapping.of(lines)
@@ -296,21 +295,6 @@ def _from_entries(lines: Iterable[Line]) -> list[Record]:
     return records
 
 
-def _from_scrapes(lines: Iterable[str]) -> Iterator[Record]:
-    scrape: dict[tuple[str, str], float] = {}
-    before: dict[tuple[str, str], float] = {}
-    num_scrapes = 0
-    for line_number, line in enumerate(lines, 1):
-        if line.startswith("vllm:") and (sample := _sample(line)) is not None:
-            if sample[0] in scrape:
-                num_scrapes += 1
-                yield from _from_counters(num_scrapes, f"line {line_number}", before, scrape)
-                before, scrape = scrape, {}
-            scrape[sample[0]] = sample[1]
-    if scrape:
-        yield from _from_counters(num_scrapes + 1, "the last scrape", before, scrape)
-
-
 def _from_json(whole: Any) -> Iterator[Record]:
     """A whole file of JSON: a history, records, or `{metric: {step: value}}`."""
     if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
@@ -362,44 +346,6 @@ def _record(rl_step: int | None, place: str, fields: Mapping[str, Any]) -> Itera
         yield Record(rl_step=rl_step, place=place, values=values)
 
 
-def _sample(text: str) -> tuple[tuple[str, str], float] | None:
-    if (match := _SAMPLE.match(text.strip())) is None or (value := number(match[3])) is None:
-        return None
-    return (match[1], match[2] or ""), value
-
-
-def _from_counters(
-    rl_step: int, place: str, before: Mapping[tuple[str, str], float], scrape: Mapping[tuple[str, str], float]
-) -> Iterator[Record]:
-    """Yield the sums of vLLM's counters between two scrapes of `/metrics`, over engines; each scrape ends an RL step.
-
-    The longest response is the upper bound of its bucket. A counter that fell belongs to a restarted engine.
-    """
-    counts = {s: value - earlier if value >= (earlier := before.get(s, 0.0)) else value for s, value in scrape.items()}
-
-    def total(name: str, label: str = "") -> float:
-        return sum(value for (series, labels), value in counts.items() if series == f"vllm:{name}" and label in labels)
-
-    if not (requests := total("request_generation_tokens_count")):
-        return
-    mean = total("request_generation_tokens_sum") / requests
-    values = {"vllm/num_requests": requests, "vllm/mean_generation_tokens": mean}
-    if prompts := total("request_prompt_tokens_count"):
-        values["vllm/mean_prompt_tokens"] = total("request_prompt_tokens_sum") / prompts
-    if successes := total("request_success_total"):
-        values["vllm/cut_share"] = total("request_success_total", 'finished_reason="length"') / successes
-    if drafts := total("spec_decode_num_drafts_total"):
-        values["vllm/num_drafts"] = drafts
-        values["vllm/num_accepted_tokens"] = total("spec_decode_num_accepted_tokens_total")
-    below: dict[float, float] = {}
-    for (series, labels), value in counts.items():
-        if series == "vllm:request_generation_tokens_bucket" and (bound := re.search(r'le="([^"]+)"', labels)):
-            below[float(bound[1])] = below.get(float(bound[1]), 0.0) + value
-    if holding_all := [bound for bound, count in below.items() if count >= requests and math.isfinite(bound)]:
-        values["vllm/max_generation_tokens"] = min(holding_all)
-    yield Record(rl_step=rl_step, place=place, values=values)
-
-
 def _tensorboard(files: list[Path]) -> Iterator[Record]:
     try:
         loader = import_module("tensorboard.backend.event_processing.event_file_loader")
@@ -417,14 +363,6 @@ def _tensorboard(files: list[Path]) -> Iterator[Record]:
                     scalar = float(array.reshape(())) if array.size == 1 and array.dtype.kind in "fiu" else None
                 if scalar is not None:
                     yield from _record(int(event.step), path.name, {value.tag: scalar})
-
-
-def _json(text: str | bytes) -> Any:
-    """A JSON value, None for what is none."""
-    try:
-        return parse_json(text)
-    except ValueError:
-        return None
 
 
 def _is_step(name: Any) -> bool:

@@ -17,7 +17,7 @@ from tltlab.errors import TraceError
 from .fields import (
     TIMES,
     UNITS,
-    could_be_thousands,
+    ambiguous_thousands,
     is_list,
     is_message,
     is_missing,
@@ -295,10 +295,10 @@ class RequestReader:
             at = int(np.argmin(ok))
             cell = cells.iloc[at]
             got = "nothing" if is_missing(cell) and not isinstance(cell, str) else shown(cell)
-            is_grouped = isinstance(cell, str) and could_be_thousands(cells.iloc[[at]])
+            is_grouped = isinstance(cell, str) and ambiguous_thousands(cells.iloc[[at]])
             hint = "; thousands are written 1234 or 1,234" if is_grouped else ""
             records.fault(at, column, f"got {got}, wanted a whole number >= {at_least}{hint}")
-        if (text := could_be_thousands(cells)) is not None:
+        if (text := ambiguous_thousands(cells)) is not None:
             written = f"write {text.replace('.', '')} or {float(text):g}"
             fault = f"{text} may be {float(text):g} or thousands: {written}"
             records.fault(cells.to_list().index(text), column, fault)

@@ -100,7 +100,9 @@ class Reader(RequestReader):
         if column is None:
             return None
         self._seen.add(column)
-        cells = [getattr(speech_of(parsed(c)), "before", "") for c in frame[column]] if talks else frame[column]
+        cells = (
+            [getattr(conversation_texts(parsed(c)), "before", "") for c in frame[column]] if talks else frame[column]
+        )
         return [text_id(cell) for cell in cells]
 
     def _response_tokens(self, records: Records, failed: NDArray[np.bool_]) -> tuple[Any, NDArray[np.bool_]]:
