@@ -54,8 +54,12 @@ class Freshness(FiniteModel):
         >>> Freshness(untrained=0.5, floor=0.5, age_steps=10).level(age=0, updates=0)
         0.5
         """
-        fresh = 1.0 - (1.0 - self.untrained) * float(np.exp(-updates / self.updates_to_train))
-        return self.floor + (fresh - self.floor) * float(np.exp(-age / self.age_steps))
+        return float(self.levels(np.array(age), np.array(updates)))
+
+    def levels(self, age: Floats, updates: Floats) -> Floats:
+        """The levels of many states."""
+        fresh = 1.0 - (1.0 - self.untrained) * np.exp(-updates / self.updates_to_train)
+        return np.asarray(self.floor + (fresh - self.floor) * np.exp(-age / self.age_steps), np.float64)
 
 
 class MeasuredState(FiniteModel):

@@ -11,7 +11,7 @@ import pandas as pd
 
 from tltlab.arrays import Bytes
 from tltlab.drafters.specs import STANDARD, Drafters
-from tltlab.errors import ConfigError, TraceError
+from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
@@ -28,8 +28,6 @@ class TraceAcceptance(Acceptance):
     Position p is before the request's token p (p tokens stand). Of several rows of one request and drafter, at
     different drafter ages, the one with the smallest age that is at least `drafter_age` counts; where all are younger,
     the oldest. Nothing is interpolated. None asks for the youngest.
-
-    Raises TraceError for an accepted length outside [0, max_depth].
     """
 
     varies_by: ClassVar[Variation] = "position"
@@ -41,15 +39,8 @@ class TraceAcceptance(Acceptance):
         self._rows: dict[tuple[str, Key], dict[int, _Row]] = {}
         columns = [table[c].tolist() for c in (*_KEY, "drafter", "drafter_age", "max_depth", "accept_if_drafted")]
         for rl_step, prompt_id, sample, turn, drafter, age, max_depth, listed in zip(*columns, strict=True):
-            key = (rl_step, prompt_id, sample, turn)
-            positions = np.asarray(listed)
-            if len(wrong := positions[(positions < 0) | (positions > max_depth)]):
-                raise TraceError(
-                    f"acceptance.parquet: accept_if_drafted of {key}, drafter {drafter!r}: got {wrong[0]}, "
-                    f"outside [0, max_depth = {max_depth}]"
-                )
-            ages = self._rows.setdefault((drafter, key), {})
-            ages[age] = max_depth, positions.astype(np.uint8)
+            ages = self._rows.setdefault((drafter, (rl_step, prompt_id, sample, turn)), {})
+            ages[age] = max_depth, np.asarray(listed, np.uint8)
 
     def pooled(self, drafters: Drafters = STANDARD) -> MeasuredAcceptance:
         """All positions and responses alike, by each drafter's youngest rows, as deep as all of them go."""

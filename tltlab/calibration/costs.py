@@ -16,7 +16,7 @@ from tltlab.arrays import Flags, Floats
 from tltlab.costs.base import CostModel
 from tltlab.costs.evidence import Evidence
 from tltlab.costs.noise import IterationNoise, fit_noise
-from tltlab.costs.table import Roofline
+from tltlab.costs.roofline import Hardware
 from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
 
@@ -32,7 +32,7 @@ from .cross_validation import (
 from .iterations import CostEstimator, Iterations, iterations_of, measured_rows, recorded_rows
 from .linear import LinearEstimator
 from .residuals import coverage, residuals, worker_sums
-from .roofline import Hardware, RooflineEstimator
+from .roofline import RooflineEstimator
 from .table import MeasuredTableEstimator, RecordedTableEstimator
 
 KINDS = ("linear", "roofline", "table")
@@ -79,10 +79,7 @@ def estimator_of(kind: str, hardware: Hardware | None, *, recorded: bool) -> Cos
         raise ConfigError(f"{subject} have no use for GPU, model and tp: leave these out, or take --kind roofline")
     if kind == "linear":
         return LinearEstimator(recorded=recorded)
-    if recorded:
-        return RecordedTableEstimator()
-    roofline = None if hardware is None else Roofline(gpu=hardware.gpu, model=hardware.model, tp=hardware.tp)
-    return MeasuredTableEstimator(roofline)
+    return RecordedTableEstimator() if recorded else MeasuredTableEstimator(hardware)
 
 
 def fit_trace(

@@ -12,6 +12,7 @@ import numpy as np
 from tltlab.arrays import Flags, Floats, Ints
 from tltlab.costs.roofline import (
     Constants,
+    Hardware,
     Ideal,
     RooflineCosts,
     added_prefill_s,
@@ -21,7 +22,7 @@ from tltlab.costs.roofline import (
     prefill_token_s,
 )
 from tltlab.errors import ConfigError
-from tltlab.hardware import Gpu, ModelShape, gpu, model
+from tltlab.hardware import gpu, model
 
 from .iterations import CostEstimator, Iterations
 from .residuals import REGIMES, regimes
@@ -50,20 +51,6 @@ _NOISE, _NOISE_ROWS = 0.03, 3.0
 _LEVEL = 0.02
 """Outliers that add less to a rollout than this are left alone."""
 _ENOUGH = 400
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """Hardware of the measured times; names as in `tltlab.hardware`, else ConfigError, or records."""
-
-    gpu: str | Gpu
-    model: str | ModelShape
-    tp: int
-
-    def __post_init__(self) -> None:
-        gpu(self.gpu), model(self.model)
-        if self.tp < 1:
-            raise ConfigError(f"tp counts GPUs, got {self.tp}: it is at least 1")
 
 
 class Measurements(Protocol):

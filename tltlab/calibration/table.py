@@ -11,7 +11,8 @@ import pandas as pd
 
 from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, IterationCost
-from tltlab.costs.table import Roofline, TableCosts
+from tltlab.costs.roofline import Hardware
+from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -93,8 +94,8 @@ class MeasuredTableEstimator(TableEstimator):
     nothing of attention.
     """
 
-    def __init__(self, roofline: Roofline | None = None) -> None:
-        self.roofline = roofline
+    def __init__(self, hardware: Hardware | None = None) -> None:
+        self.hardware = hardware
 
     def fit(self, rows: Iterations) -> Self:
         costs = self._decoding(rows.where(rows.prefill == 0))
@@ -102,10 +103,10 @@ class MeasuredTableEstimator(TableEstimator):
         if len(prefilled):
             rest_s = predict_iterations(costs, replace(prefilled, prefill=np.zeros(len(prefilled))))
             each_s = max(float(np.median((prefilled.seconds - rest_s) / prefilled.prefill)), 0.0)
-            self.costs_ = costs.model_copy(update={"prefill_per_token_s": each_s})
+            update: dict[str, Any] = {"prefill_per_token_s": each_s}
         else:
-            notes = (*costs.notes, "no iteration prefilled: prefill_per_token_s is null")
-            self.costs_ = costs.model_copy(update={"notes": notes})
+            update = {"notes": (*costs.notes, "no iteration prefilled: prefill_per_token_s is null")}
+        self.costs_ = costs.model_copy(update=update)
         self.predictions_ = self.predict(rows)
         return self
 
@@ -138,7 +139,7 @@ class MeasuredTableEstimator(TableEstimator):
         knots: dict[str, Any] = {
             "forward": forward_knots(coefficients, forward_at),
             "attention": attention_knots(coefficients, batch_at),
-            "roofline": self.roofline,
+            "roofline": self.hardware,
             "calibrated": rows.covered,
             "notes": tuple(notes),
         }

@@ -19,12 +19,12 @@ from tltlab.calibration.costs import KINDS, CostFit, fit_points, fit_trace
 from tltlab.calibration.idle_training import SpotFit, fit_spot
 from tltlab.calibration.iterations import read_step_times
 from tltlab.calibration.residuals import held_out_table, residuals_table
-from tltlab.calibration.roofline import Hardware
 from tltlab.calibration.stages import StageFit, fit_stages
+from tltlab.config import faults_in
 from tltlab.console import Json, emit, table
 from tltlab.costs.base import CostModel
 from tltlab.costs.profiles import find_gpu, find_model, listed
-from tltlab.costs.roofline import RooflineCosts
+from tltlab.costs.roofline import Hardware, RooflineCosts
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.files import sealed, write_json
@@ -138,7 +138,8 @@ def hardware(gpu: str | None, model: str | None, tp: int | None) -> Hardware | N
     if gpu is None or model is None or tp is None:
         missing = [f"--{name}" for name, value in (("gpu", gpu), ("model", model), ("tp", tp)) if value is None]
         raise ConfigError(f"GPU, model and tp belong together: give {' and '.join(missing)} too")
-    return Hardware(gpu=listed(find_gpu(gpu)), model=listed(find_model(model)), tp=tp)
+    with faults_in("hardware"):
+        return Hardware(gpu=listed(find_gpu(gpu)), model=listed(find_model(model)), tp=tp)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
@@ -19,6 +19,20 @@ from .base import Coefficients, CostModel, IterationCost, Seconds, padded
 
 Numbers = float | Floats
 Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Hardware(FrozenModel):
+    """Hardware of one worker; names as in `tltlab.hardware`, else ConfigError, or records."""
+
+    gpu: str | Gpu
+    model: str | ModelShape
+    tp: Annotated[int, Field(gt=0)] = 1
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Hardware:
+        gpu(self.gpu)
+        per_gpu_heads(model(self.model), self.tp)
+        return self
 
 
 class Constants(Coefficients, FrozenModel):
@@ -219,21 +233,9 @@ class RooflineCosts(CostModel):
     draft_vocab: Annotated[int, Field(gt=0)] | None = None
     constants: Constants
 
-    @field_validator("gpu")
-    @classmethod
-    def _known_gpu(cls, value: str | Gpu) -> str | Gpu:
-        gpu(value)
-        return value
-
-    @field_validator("model")
-    @classmethod
-    def _known_model(cls, value: str | ModelShape) -> str | ModelShape:
-        model(value)
-        return value
-
     @model_validator(mode="after")
-    def _check_heads(self) -> RooflineCosts:
-        per_gpu_heads(model(self.model), self.tp)
+    def _check_names(self) -> RooflineCosts:
+        Hardware(gpu=self.gpu, model=self.model, tp=self.tp)
         return self
 
     @property

@@ -13,10 +13,11 @@ from pydantic import Field, field_validator, model_validator
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
-from tltlab.hardware import Gpu, ModelShape, gpu, model, per_gpu_heads
+from tltlab.hardware import gpu, model
 from tltlab.strategy import Strategy
 
 from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
+from .roofline import Hardware
 
 DIP = 0.05
 """How far a knot may lie below the one before it, as a share of that: noise, lifted to it. More is an error."""
@@ -39,27 +40,6 @@ class AttentionKnot(FrozenModel):
     per_context_s: Seconds = 0.0
 
 
-class Roofline(FrozenModel):
-    """Hardware whose ideal time the table's utilisation refers to; names as in `tltlab.hardware`, or records."""
-
-    gpu: str | Gpu
-    model: str | ModelShape
-    tp: Annotated[int, Field(gt=0)] = 1
-
-    @model_validator(mode="after")
-    def _known(self) -> Roofline:
-        gpu(self.gpu)
-        per_gpu_heads(model(self.model), self.tp)
-        return self
-
-    def shape(self) -> IdealForward:
-        device, weights = gpu(self.gpu), model(self.model).weight_params
-        return IdealForward(
-            memory_s=2 * weights / (self.tp * device.hbm_bytes_per_s),
-            compute_s=2 * weights / (self.tp * device.peak_flops),
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdealForward:
     """Seconds of a perfect forward: reading the weights, or computing, whichever takes longer, with a rounded knee.
@@ -70,6 +50,14 @@ class IdealForward:
 
     memory_s: float
     compute_s: float
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> IdealForward:
+        device, weights = gpu(hardware.gpu), model(hardware.model).weight_params
+        return cls(
+            memory_s=2 * weights / (hardware.tp * device.hbm_bytes_per_s),
+            compute_s=2 * weights / (hardware.tp * device.peak_flops),
+        )
 
     def at(self, tokens: float) -> float:
         return smooth_max(self.memory_s, self.compute_s * tokens)
@@ -108,7 +96,7 @@ class TableCosts(CostModel):
     kind: Literal["table"] = "table"
     forward: Annotated[tuple[TokenKnot, ...], Field(min_length=1)]
     attention: Annotated[tuple[AttentionKnot, ...], Field(min_length=1)]
-    roofline: Roofline | None = None
+    roofline: Hardware | None = None
     base_s: Seconds = 0.0
     per_request_s: Seconds = 0.0
     sd_base_s: Seconds | None = None
@@ -192,7 +180,7 @@ class TableCosts(CostModel):
         tokens, seconds = [k.tokens for k in self.forward], [k.seconds for k in self.forward]
         if self.roofline is None:
             return _line(tokens, seconds)
-        ideal = self.roofline.shape()
+        ideal = IdealForward.of(self.roofline)
         excess = tuple(math.log(s / ideal.at(m)) for m, s in zip(tokens, seconds, strict=True))
         return Utilisation(xs=tuple(tokens), ys=tuple(seconds), excess=excess, ideal=ideal)
 

@@ -34,7 +34,7 @@ def walked_drafts(acceptance: pd.DataFrame, depth: int) -> pd.DataFrame:
 
     A draft at position p that keeps a tokens is followed by one at p + a + 1: what a run meets, while a mean over all
     positions counts a long match once for each of its tokens. Of several drafter ages the youngest is walked. Raises
-    TraceError for an accepted length outside [0, max_depth], ConfigError for a depth that was not recorded.
+    ConfigError for a depth that was not recorded.
     """
     if depth < 1:
         raise ConfigError(f"drafts of depth {depth}: give at least 1")
@@ -44,13 +44,7 @@ def walked_drafts(acceptance: pd.DataFrame, depth: int) -> pd.DataFrame:
     for *key, drafter, max_depth, lengths in zip(*columns, strict=True):
         if depth > max_depth:
             raise ConfigError(f"acceptance.parquet goes to depth {max_depth} for {tuple(key)}, asked for {depth}")
-        positions = np.asarray(lengths, np.int64)
-        if len(wrong := positions[(positions < 0) | (positions > max_depth)]):
-            raise TraceError(
-                f"acceptance.parquet: accept_if_drafted of {tuple(key)}, drafter {drafter!r}: got {wrong[0]}, "
-                f"outside [0, max_depth = {max_depth}]"
-            )
-        accepted = np.minimum(positions, depth).tolist()
+        accepted = np.minimum(np.asarray(lengths, np.int64), depth).tolist()
         at = 0
         while at < len(accepted):
             rows.append((*key, drafter, depth, at, accepted[at]))

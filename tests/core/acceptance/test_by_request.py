@@ -95,13 +95,9 @@ def test_a_walk_goes_from_draft_to_draft():
 
 
 def test_a_walk_refuses_what_was_not_recorded():
-    for depth, most, accepted, error in (
-        (9, 8, [1], ConfigError),
-        (0, 1, [1], ConfigError),
-        (4, 9, [1, 9], TraceError),
-    ):
-        with refused(error, naming=(most,)):
-            walked_drafts(recorded(accepted), depth)
+    for depth, most in ((9, 8), (0, 1)):
+        with refused(ConfigError, naming=(most,)):
+            walked_drafts(recorded([1]), depth)
 
 
 def recording(accepted: list[list[int] | None], batch: list[int], lengths: list[int]) -> Trace:

@@ -6,7 +6,7 @@ from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.refused import refused
 from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.acceptance.replay import TraceAcceptance
-from tltlab.errors import ConfigError, TraceError
+from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
@@ -41,14 +41,6 @@ def test_a_state_of_the_drafter_chooses_the_age():
     assert older.positions("learned", KEY_A, 3).tolist() == [3, 1, 0]
     assert model.positions("learned", KEY_A, 3).tolist() == [4, 2, 0]
     assert older.drafters == ("learned",)
-
-
-@pytest.mark.parametrize("accepted", [[0, 5, 0], [0, -1, 0]])
-def test_acceptance_outside_the_draft_is_refused(accepted: list[int]):
-    table = TABLE.copy()
-    table.at[1, "accept_if_drafted"] = accepted
-    with refused(TraceError, naming=("got", accepted[1], "max_depth")):
-        TraceAcceptance(table)
 
 
 def test_a_trace_says_what_it_lacks():

@@ -16,7 +16,8 @@ from tltlab.calibration.iterations import iterations_of, recorded_rows
 from tltlab.calibration.linear import LinearEstimator
 from tltlab.calibration.table import RecordedTableEstimator, predict_iterations
 from tltlab.costs.load import load_costs
-from tltlab.costs.table import Roofline, TableCosts
+from tltlab.costs.roofline import Hardware
+from tltlab.costs.table import IdealForward, TableCosts
 from tltlab.hardware import gpu, model
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
@@ -51,8 +52,8 @@ def test_context_costs_follow_the_slope():
 
 @given(st.floats(0.2, 1.0), st.lists(st.integers(1, 12), min_size=1, max_size=5, unique=True), st.integers(1, 8192))
 def test_at_one_utilisation_a_roofline_table_is_that_roofline(used: float, powers: list[int], tokens: int):
-    roofline = Roofline(gpu="H100", model="Qwen2.5-7B")
-    ideal = roofline.shape()
+    roofline = Hardware(gpu="H100", model="Qwen2.5-7B")
+    ideal = IdealForward.of(roofline)
     knots = [{"tokens": 2**p, "seconds": ideal.at(2**p) / used} for p in sorted(powers)]
     table = TableCosts.model_validate({"forward": knots, "attention": [{"batch": 1}], "roofline": roofline})
     cost = table.iteration(NO_SPECULATION, tokens_to_verify=tokens)
@@ -60,7 +61,7 @@ def test_at_one_utilisation_a_roofline_table_is_that_roofline(used: float, power
 
 
 def test_times_do_not_dip_where_utilisation_rises():
-    ideal = Roofline(gpu="H100", model="Qwen2.5-7B").shape()
+    ideal = IdealForward.of(Hardware(gpu="H100", model="Qwen2.5-7B"))
     knots = [{"tokens": 64, "seconds": ideal.at(64) / 0.5}, {"tokens": 512, "seconds": ideal.at(512) / 0.9}]
     cost = load_costs({**SHAPED, "forward": knots}).iteration
     times = [cost(NO_SPECULATION, tokens_to_verify=m).without_context_s(1) for m in range(64, 513, 16)]
@@ -69,7 +70,7 @@ def test_times_do_not_dip_where_utilisation_rises():
 
 
 def test_the_ideal_reads_the_weights_or_multiplies_by_them():
-    ideal = Roofline(gpu="H100", model="Qwen2.5-32B", tp=4).shape()
+    ideal = IdealForward.of(Hardware(gpu="H100", model="Qwen2.5-32B", tp=4))
     weights, device = model("Qwen2.5-32B").weight_params, gpu("H100")
     assert ideal.at(1) == pytest.approx(2 * weights / 4 / device.hbm_bytes_per_s, rel=1e-3)
     assert ideal.at(8192) == pytest.approx(8192 * 2 * weights / 4 / device.peak_flops, rel=1e-3)
