@@ -160,7 +160,7 @@ def mean_of_few(values: Sequence[float] | Floats, *, least_error: float = 0.0, l
     return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=level, method="none")
 
 
-def mean_interval(values: Sequence[float] | Floats, level: float = LEVEL) -> Span:
+def mean_interval(values: Sequence[float] | Floats) -> Span:
     """Student's interval of the mean of repeated measurements; (nan, nan) for a single one.
 
     Raises ConfigError for no value and for values that are not finite.
@@ -171,7 +171,7 @@ def mean_interval(values: Sequence[float] | Floats, level: float = LEVEL) -> Spa
     measured = np.asarray(values, np.float64)
     if not len(measured) or not np.isfinite(measured).all():
         raise ConfigError(f"an interval needs finite measurements, got {measured.tolist()}")
-    interval = mean_of_few(measured, level=level)
+    interval = mean_of_few(measured)
     return interval.low, interval.high
 
 

@@ -170,9 +170,9 @@ def attention_knots(
 
 
 def non_negative(
-    columns: dict[str, Floats], y: Floats, known: Floats | float = 0.0, small: Sequence[Mapping[str, float]] = ()
+    columns: dict[str, Floats], y: Floats, small: Sequence[Mapping[str, float]] = ()
 ) -> dict[str, float | None]:
-    """Non-negative coefficients of least relative error of `known` + columns against y.
+    """Non-negative coefficients of least relative error of the columns against y.
 
     Each of `small` is a sum of coefficients, by their factors, that counts as an error a tenth its size: what the data
     leave open is decided by it. None for a column that is a combination of those before it.
@@ -184,7 +184,7 @@ def non_negative(
     names = identified(rows)
     x = np.column_stack([rows[name] for name in names])
     scale = np.linalg.norm(x, axis=0)
-    target = np.concatenate([(y - known) / y, np.zeros(len(small))])
+    target = np.concatenate([np.ones(len(y)), np.zeros(len(small))])
     solution = _not_negative(x / scale, target) / scale
     return dict.fromkeys(columns) | {name: float(c) for name, c in zip(names, solution, strict=True)}
 

@@ -401,11 +401,11 @@ def _length(text: str, width: int) -> int:
     return width if width in (columns, len(text.encode())) else len(text)
 
 
-def few(numbers: Iterable[Any], most: int = 5) -> str:
-    """The first of some numbers.
+def few(numbers: Iterable[Any]) -> str:
+    """The first five of some numbers.
 
     >>> few(range(7))
     '0, 1, 2, 3, 4, ...'
     """
     values = list(numbers)
-    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
+    return ", ".join(map(str, values[:5])) + (", ..." if len(values) > 5 else "")

@@ -15,6 +15,7 @@ from tltlab.config import shown
 from tltlab.errors import TraceError
 
 from .fields import (
+    REASONS,
     TIMES,
     UNITS,
     ambiguous_thousands,
@@ -47,22 +48,6 @@ _SHARED = {"rl_step", "epoch", "prompt_id", "row_id", "prompt_text", "prompt_ids
 """Kinds of fields that hold for all responses of a record."""
 _NAMED = {"rl_step", "epoch", "prompt_id", "prompt_text", "prompt_ids"}
 """Kinds of fields that name the RL step or the prompt of a record's responses."""
-REASONS: dict[str, tuple[str, ...]] = {
-    "stop": (
-        "stop", "eos", "eos_token", "stop_sequence", "stop_token", "end_turn", "tool_calls", "tool_use",
-        "function_call", "completed", "complete", "finished", "done", "success", "succeeded", "content_filter",
-        "refusal", "repetition", "pause_turn", "eos_token_id", "stop_str",
-    ),
-    "length": (
-        "length", "max_tokens", "max_length", "max_output_tokens", "max_new_tokens", "max_completion_tokens",
-        "truncated", "incomplete", "token_limit", "model_context_window_exceeded", "context_length",
-    ),
-    "abort": (
-        "abort", "aborted", "cancelled", "canceled", "error", "timeout", "failed", "failure", "pending", "in_progress",
-        "rejected", "expired",
-    ),
-}  # fmt: skip
-"""The trace's word for a program's finish reason."""
 _MOST_EPOCHS = 1e6
 _NO_ERROR: tuple[Any, ...] = ("False", "0", 0, [], {})
 MOST_TOKENS = 2**31 - 1
@@ -297,7 +282,7 @@ class RequestReader:
             got = "nothing" if is_missing(cell) and not isinstance(cell, str) else shown(cell)
             is_grouped = isinstance(cell, str) and ambiguous_thousands(cells.iloc[[at]])
             hint = "; thousands are written 1234 or 1,234" if is_grouped else ""
-            records.fault(at, column, f"got {got}, wanted a whole number >= {at_least}{hint}")
+            records.fault(at, column, f"got {got}, wanted a whole number from {at_least} to {MOST_TOKENS}{hint}")
         if (text := ambiguous_thousands(cells)) is not None:
             written = f"write {text.replace('.', '')} or {float(text):g}"
             fault = f"{text} may be {float(text):g} or thousands: {written}"

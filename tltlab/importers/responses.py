@@ -172,7 +172,7 @@ class Reader(RequestReader):
                 f"{', '.join(map(str, records.frame.columns))}; name one ({BY_OPTION.format('--column')})"
             )
         if not _UNNAMED.fullmatch(chosen):
-            self.notes[f"{chosen} is taken for the tokens of each response"] = None
+            self.note(f"{chosen} is taken for the tokens of each response")
         return chosen
 
     def _listed(self, frame: pd.DataFrame, *kinds: str) -> list[str]:

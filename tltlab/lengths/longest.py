@@ -106,7 +106,7 @@ def step_score(law: LengthModel, tokens: float, num_responses: int, rl_step: int
     return min(_NORMAL.pdf(score) / (1 - _NORMAL.cdf(score)), _FAR) if cut else score
 
 
-def longest(law: LengthModel, num_responses: int, *, rl_step: int = 0, level: float = LEVEL) -> Longest:
+def longest(law: LengthModel, num_responses: int, *, rl_step: int = 0) -> Longest:
     """Predict the longest of `num_responses` in another RL step.
 
     The predictive distribution is Student's over scores. `law.step_scores` has the score of each RL step that the law
@@ -124,11 +124,11 @@ def longest(law: LengthModel, num_responses: int, *, rl_step: int = 0, level: fl
     variance += _tail_variance(law, center, num_responses, rl_step)
     from scipy.special import stdtrit
 
-    half = float(stdtrit(freedom, (1 + level) / 2)) if freedom else _NORMAL.inv_cdf((1 + level) / 2)
+    half = float(stdtrit(freedom, (1 + LEVEL) / 2)) if freedom else _NORMAL.inv_cdf((1 + LEVEL) / 2)
     ends = (mean - half * math.sqrt(variance), mean, mean + half * math.sqrt(variance))
     low, median, high = (_length_at(law, score, num_responses, rl_step) for score in ends)
     return Longest(
-        num_responses=num_responses, num_steps=len(law.step_scores), level=level, low=low, median=median, high=high
+        num_responses=num_responses, num_steps=len(law.step_scores), level=LEVEL, low=low, median=median, high=high
     )
 
 
