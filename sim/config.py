@@ -59,7 +59,7 @@ class SimulationConfig:
     the mean over drafts kept; acceptance that varies by request brings its own.
 
     With `prefix_caching` samples of a group on one worker share their prompt: it is prefilled, and held, once. A
-    preempted request goes on from what is left of it in the cache.
+    preempted request continues from what is left of it in the cache.
 
     `workload` is what a system changes about the responses, `online_updates` how often its drafter is trained beside
     each rollout, and `admission` what its RL steps begin and leave (`tltlab.planning.composition`).

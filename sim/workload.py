@@ -226,7 +226,7 @@ def cut(rows: pd.DataFrame, max_response_tokens: int) -> pd.DataFrame:
 
 
 def with_lengths(requests: Requests, lengths: list[int], prefix: str) -> Requests:
-    """The requests of a trace with other response lengths; `rows` stay as they are."""
+    """The requests of a trace with other response lengths; `rows` stay unchanged."""
     requests = replace(requests, lengths=np.array(lengths, np.int64))
     return replace(requests, turns=_turns(requests, prefix, None))
 

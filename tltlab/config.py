@@ -53,7 +53,7 @@ class InFile:
 
 
 class Built(FiniteModel):
-    """Settings of a class of ours: the parameters of its constructor, which alone defines their types and defaults.
+    """Settings of a class of tltlab: the parameters of its constructor, which alone defines their types and defaults.
 
     A subclass names the class that it `builds`. A sequence is a tuple in the settings; an annotation with `InFile`
     gives the form in a file. `init=False` declares to type checkers that there are more fields. Values that the

@@ -29,7 +29,7 @@ running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
 LINE_S = 2.0
 """Seconds between two lines of progress whose total is not known."""
 AGAIN_S = 0.1
-"""After which an interrupt that was lost comes again, seconds."""
+"""After which an interrupt that was lost recurs, seconds."""
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -198,7 +198,7 @@ def made_by(*packages: str) -> dict[str, Any]:
 
 
 def progress(message: str) -> None:
-    """Say on standard error what is going on."""
+    """Report progress on standard error."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -263,7 +263,7 @@ def sigterm_handler(handler: Callable[[int, FrameType | None], Any] | None = Non
 def sigterm_as_interrupt() -> Iterator[None]:
     """Within, SIGTERM interrupts the main thread as Ctrl-C does.
 
-    An interrupt that strikes in a destructor or a weak reference's callback, from which nothing is raised, comes again.
+    An interrupt that strikes in a destructor or a weak reference's callback, from which nothing is raised, recurs.
     """
     timers: list[threading.Timer] = []
 

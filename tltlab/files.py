@@ -78,7 +78,7 @@ def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(data: str | bytes) -> Any:
-    """As `parse_json`, for files of ours: what is `sealed` is checked and comes without its seal. Raises ValueError."""
+    """As `parse_json`, for files of tltlab: a `sealed` object is checked and loses its seal. Raises ValueError."""
     value = parse_json(data)
     if isinstance(value, dict) and _SEAL in value and value.pop(_SEAL) != sealed(value)[_SEAL]:
         raise ValueError(f"its {_SEAL} is that of another content: damaged, or changed by hand (then remove it)")
@@ -254,7 +254,7 @@ def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path, *, durable: bool = False, replace: bool = True) -> Iterator[Path]:
-    """Give an empty folder, which becomes `path` when the block ends well; else `path` stays as it was.
+    """Give an empty folder, which becomes `path` when the block ends well; else `path` stays unchanged.
 
     The parents of `path` are made. `durable` makes the names in both durable; what is in the files is for who writes
     them. Raises OSError, without `replace` also where there is something at `path`.

@@ -65,7 +65,7 @@ def allowed_modules() -> frozenset[str]:
 
 
 def split(text: str, between: str = ",") -> list[str]:
-    """Parts of a list with commas, or another sign, between them but for those in brackets; empty ones are left out.
+    """Parts of a list with commas, or another sign, between them except those in brackets; empty ones are left out.
 
     >>> split("none, goodput(window=100,epsilon=0.1)")
     ['none', 'goodput(window=100,epsilon=0.1)']

@@ -44,9 +44,9 @@ def check_selector(source: Factory | type[Selector] | Selector, drafters: Drafte
     those that strategies may name; None leaves that open.
 
     They choose only from `strategies`, with a propensity in (0, 1]; the same generator seed gives the same choices;
-    `state_dict` survives JSON and a restored selector goes on identically; `reward` changes nothing; no requests in the
-    state, a batch of 1 or 4096, an outcome with nothing accepted, a prefill, outcomes that arrive several choices late
-    from another batch size, or never, do no harm; and a `memoryless` selector looks only at batch and waiting.
+    `state_dict` survives JSON and a restored selector continues identically; `reward` changes nothing; no requests in
+    the state, a batch of 1 or 4096, an outcome with nothing accepted, a prefill, outcomes that arrive several choices
+    late from another batch size, or never, do no harm; and a `memoryless` selector looks only at batch and waiting.
     """
     factory = _factory(source)
     check_strategies(factory, drafters)
@@ -252,7 +252,7 @@ def check_drafter(source: Callable[[], Drafter] | type[Drafter] | Drafter) -> No
     """Check that a drafter keeps every promise of `Drafter`; AssertionError if it does not. An instance is copied.
 
     It proposes at most as many tokens as are asked for, and expects no more to be kept; the same calls give the same
-    drafts, and one `extend` as many; asking changes nothing, and the tokens that it is handed stay as they are;
+    drafts, and one `extend` as many; asking changes nothing, and the tokens that it is handed stay unchanged;
     `propose_all` is `propose` of each; `remember` needs no open request, `observe` no draft that was proposed, `begin`
     leaves open requests alone, and closed ones may be opened again. After `recall` nothing of earlier rollouts shows
     but what was recalled, so that a worker that starts again drafts as before; after `forget` and `load_state_dict({})`

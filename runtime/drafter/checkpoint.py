@@ -88,7 +88,7 @@ class DrafterCheckpoint:
     def load(self, state: Mapping[str, Tensor]) -> Path | None:
         """Read the newest readable checkpoint into `state`'s tensors, in place; None where there is none.
 
-        The error of an unreadable one goes to `failures`, and `state` stays as it was.
+        The error of an unreadable one goes to `failures`, and `state` stays unchanged.
         """
         self.finish()
         for path in _numbered(self.folder):

@@ -36,7 +36,7 @@ _WARM_UP_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """One update, the same for all members but for `seconds`.
+    """One update, the same for all members except `seconds`.
 
     `loss` and `accept` (`DrafterLoss`'s, by unrolled step) are means over all members' rows; `tokens`, those that
     counted, and `sequences` are sums. All are 0, and `accept` is empty, where nothing was applied: no member had data,

@@ -49,7 +49,7 @@ class Control:
 
     `add` and `finish` report requests at any time; `awaiting_first_token` holds the ids of those without output.
     `begin` opens a rollout, `end` closes it and returns its rows (`IterationTracker`). An iteration calls
-    `iteration_starts`, `scheduled`, `sampled` and, if drafts are made beside the scheduler, `drafts`, each O(batch);
+    `iteration_starts`, `scheduled`, `sampled` and, if drafts are made next to the scheduler, `drafts`, each O(batch);
     requests are read one by one only for drafts or a policy that reads them. Without a policy
     `watched` replaces `scheduled`. The stopwatch `inside` covers all work here except drafting, `deciding` the policy
 
@@ -144,7 +144,7 @@ class Control:
         return self._policy.name or f"{self._policy.selector.kind} {_digest(self._policy)}"
 
     def metrics(self) -> Samples:
-        """Return counts of iterations by arm since the start, and the policy in force, by `metrics.FAMILIES`."""
+        """Return counts of iterations by arm since the start, and the active policy, by `metrics.FAMILIES`."""
         samples: dict[tuple[str, ...], float] = {}
         if self._policy is not None:
             samples["policy_info", self._policy.selector.kind, _digest(self._policy), self.failure] = 1
@@ -315,7 +315,7 @@ class Control:
 
     @property
     def drafts_fit(self) -> bool:
-        """True if no draft of the strategy in force needs trimming, by the budget or by a request's length limit."""
+        """True if no draft of the active strategy needs trimming, by the budget or by a request's length limit."""
         return self._least_room >= self.tracker.in_force.strategy.reach and isinstance(
             self.driver.budget, UniformBudget
         )

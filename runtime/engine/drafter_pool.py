@@ -1,6 +1,6 @@
 """The drafters of one engine by name: strategies an engine can run, drafts per request, recent acceptance.
 
-Model-free drafters propose here, beside the scheduler. A learned drafter proposes in the engine's workers and its
+Model-free drafters propose here, next to the scheduler. A learned drafter proposes in the engine's workers and its
 tokens pass through. A hybrid decides between the two for each request.
 """
 
@@ -116,7 +116,7 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     @property
     def registry(self) -> Drafters:
-        """Return the drafters by name; `Drafter` objects draft beside the scheduler."""
+        """Return the drafters by name; `Drafter` objects draft next to the scheduler."""
         specs = {name: spec for name, spec in self.specs.items() if not isinstance(spec, Drafter)}
         own = {name: traits_of(type(spec)) for name, spec in self.specs.items() if isinstance(spec, Drafter)}
         return Drafters(specs, own)

@@ -106,7 +106,7 @@ class Engine:
 
     @property
     def control(self) -> Control:
-        """The control beside the scheduler; only for an engine core of this process."""
+        """The control next to the scheduler; only for an engine core of this process."""
         scheduler = adapter.scheduler_of(self.llm)
         if scheduler is None:
             raise ConfigError("the engine core is in another process: its policy cannot be touched as an object")
@@ -146,7 +146,7 @@ class Engine:
     def evaluate(
         self, requests: Sequence[GenerationRequest], *, temperature: float, follow_ups: FollowUps | None = None
     ) -> Rollout:
-        """Generate without speculation and uncaptured; the policy in force neither chooses nor learns."""
+        """Generate without speculation and uncaptured; the active policy neither chooses nor learns."""
         self._call("suspend")
         try:
             with self.uncaptured():

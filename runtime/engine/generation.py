@@ -150,7 +150,7 @@ class Rollout:
     """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
 
     `recorder_s` were spent in the tracker, `policy_s` on choosing, sharing out and learning, `drafting_s` in drafters
-    beside the scheduler (feeding and look-ups). `follow_ups` are the requests of later turns; their responses come
+    next to the scheduler (feeding and look-ups). `follow_ups` are the requests of later turns; their responses come
     after the others. `notes` are messages for the user.
     """
 

@@ -6,7 +6,7 @@ depends on the model runner. The rules were read in vLLM 0.32; tests compare the
 - V2 (`CudaGraphManager`), for drafts of a network alone: every capture size is rounded up to each K+1 of the schedule,
   so each K gets graphs of all sizes. A batch runs in a full graph only if the next larger captured number of tokens,
   of any K, is one of its own K. Other batches run in piecewise graphs, which go by tokens.
-- V1 (`CudagraphDispatcher`), needed for drafts made beside the scheduler. By default its full graphs are for the
+- V1 (`CudagraphDispatcher`), needed for drafts made next to the scheduler. By default its full graphs are for the
   engine's deepest K alone: any other depth, *plain decoding too*, and drafts of unequal length run in piecewise graphs,
   attention launched layer by layer. A table of depths by batch size would demote all of them to piecewise graphs. With
   the setting `cudagraph_mode = "FULL"` one full graph a size serves any mix of lengths. vLLM accepts that setting where

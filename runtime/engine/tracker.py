@@ -142,7 +142,7 @@ class IterationTracker:
     """Records iterations as an engine runs them, and notifies the policy of each choice's outcome.
 
     Calls per iteration: `start`, `schedule`, `choose` if there is a choice, `verified`, `sampled`, and `drafted` if
-    drafts are made beside the scheduler. An iteration lasts until the next one starts; `late_s` of a drafter's feeding
+    drafts are made next to the scheduler. An iteration lasts until the next one starts; `late_s` of a drafter's feeding
     does not count. With `overlapped` (asynchronous scheduling) durations run from output to output, and drafting time
     is unknown.
 
@@ -176,7 +176,7 @@ class IterationTracker:
         self.is_open = False
 
     def begin(self, rl_step: int) -> None:
-        """Open a rollout with no rows, iteration 0 and time 0. A choice in force stays in force."""
+        """Open a rollout with no rows, iteration 0 and time 0. An active choice stays in force."""
         self.rl_step = rl_step
         self.is_open = True
         self.first_token_s: dict[Key, float] = {}
@@ -269,7 +269,7 @@ class IterationTracker:
             self._finish(iteration, self._busy_until_s)
 
     def drafted(self, since_s: float, learned_s: float, late_s: float = 0.0) -> None:
-        """Record drafting for the next iteration: beside the scheduler since `since_s`, in workers for `learned_s`.
+        """Record drafting for the next iteration: next to the scheduler since `since_s`, in workers for `learned_s`.
 
         `late_s` of it fed drafters text of earlier iterations, and is charged to no choice.
         """
@@ -289,12 +289,12 @@ class IterationTracker:
             self._close(self._busy_until_s)
 
     def pause(self) -> None:
-        """End the last iteration as `end_iteration` does, with no request left, and clear the choice in force."""
+        """End the last iteration as `end_iteration` does, with no request left, and clear the active choice."""
         self.end_iteration()
         self.clear()
 
     def clear(self) -> None:
-        """Clear the choice in force: the next iteration verifies nothing."""
+        """Clear the active choice: the next iteration verifies nothing."""
         self.in_force, self._decided = NO_CHOICE, False
 
     def _close(self, now: float) -> None:

@@ -163,7 +163,7 @@ class QueuedRequests:
     def whole(self, rollout: Rollout, swaps: Sequence[tuple[int, Mapping[Key, int]]]) -> Rollout:
         """Return the rollout with a response to every request, in their order; those that never began are empty aborts.
 
-        `swaps` are the weights in force, in order: (version, tokens at their end by key of running requests).
+        `swaps` are the active weights, in order: (version, tokens at their end by key of running requests).
         """
         responses = {
             request.key: GenerationResponse(

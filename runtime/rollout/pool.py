@@ -238,7 +238,7 @@ class WorkerPool:
     def remember(self, shares: Shares, parts: Sequence[Rollout], next_use: NextUse = anytime) -> None:
         """Keep responses for drafters of later rollouts, and deliver each budget the lengths of the other workers.
 
-        `next_use` gives the number of prompts before each of these comes again, None for never.
+        `next_use` gives the number of prompts before each of these recurs, None for never.
         """
         self.history.add(shares, parts, next_use)
         if self.placement not in PLACEMENTS.values():
@@ -302,7 +302,7 @@ class WorkerPool:
         return states
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restore the result of `state_dicts`, under the policy in force at that time."""
+        """Restore the result of `state_dicts`, under the active policy at that time."""
         for worker, state in zip(self._workers, states, strict=True):
             worker.keep(self._policy, state)
         self._set_all(lambda n, handle: handle.load_state_dict.remote(states[n]))

@@ -55,7 +55,7 @@ class EarlierResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """The kept part of a response, with log-probs under the policy in force.
+    """The kept part of a response, with log-probs under the active policy.
 
     The first `num_kept` tokens are those of the response `earlier`, whose log-probs are now `now`, as the trainer
     scores them; one more may be drawn from the residual. With a `finish_reason` it has ended.
@@ -95,12 +95,12 @@ def residual(now: np.ndarray, then: np.ndarray) -> np.ndarray:
 class ReusingRollouts(Rollouts):
     """Every RL step draws prompts_per_step groups; responses of an earlier epoch are continued, not redrawn.
 
-    The trainer scores the last response to the same prompt and sample under the policy in force, each token is kept by
+    The trainer scores the last response to the same prompt and sample under the active policy, each token is kept by
     `keep_chances`, and an engine continues after the last kept one. With residual "exact" the token at the cut is drawn
     from `residual`, which makes leniency 1 on-policy. Without it, or with any other leniency, responses are biased
     towards the previous policy. Draws depend on seed, RL step, prompt and sample.
 
-    Kept tokens have the log-probs and the version of the policy in force. The trace holds the engines' work: the new
+    Kept tokens have the log-probs and the version of the active policy. The trace holds the engines' work: the new
     tokens, with prompt and prefix as `prompt_token_ids`. A response that is kept whole, its end included, has no row.
     """
 
@@ -157,7 +157,7 @@ class ReusingRollouts(Rollouts):
         )
 
     def _scored(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tools: RolloutTools) -> list[np.ndarray]:
-        """Score responses under the policy in force: [N] each, with "exact" whole distributions [N, V]."""
+        """Score responses under the active policy: [N] each, with "exact" whole distributions [N, V]."""
         return tools.score(pairs, distributions=self.exact) if pairs else []
 
     def _prefix(
@@ -168,7 +168,7 @@ class ReusingRollouts(Rollouts):
         scored: np.ndarray,
         tools: RolloutTools,
     ) -> Prefix:
-        """Return the part of `earlier` that the policy in force keeps, given its log-probs `scored`."""
+        """Return the part of `earlier` that the active policy keeps, given its log-probs `scored`."""
         tokens = earlier.token_ids.tolist()
         rng = np.random.default_rng([self.recipe.seed, tools.rl_step, *slot])
         then = _of_tokens(earlier.rows, tokens) if self.exact else earlier.logprobs

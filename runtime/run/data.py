@@ -125,7 +125,7 @@ class RunData:
         self.rollouts = rollouts_of(self.recipe, self.train, self.order)
 
     def next_use(self, prompt_ids: Sequence[str], rl_steps_left: int) -> list[int | None]:
-        """Return about how many prompts come before each of these comes again; None where the run ends before.
+        """Return about how many prompts come before each of these recurs; None where the run ends before.
 
         O(prompts of the data).
         """

@@ -252,7 +252,7 @@ class GrpoRun:
         self.pool.set_policy(policy, self.rl_step)
 
     def step(self) -> StepReport:
-        """Run one RL step under the policy in force; after a trainer's failure repeat steps since the checkpoint."""
+        """Run one RL step under the active policy; after a trainer's failure repeat steps since the checkpoint."""
         return self._through(self._step)
 
     def _through(self, do: Callable[[], Done]) -> Done:

@@ -47,7 +47,7 @@ class RunState:
 
     @property
     def policy_name(self) -> str:
-        """Name of the policy in force."""
+        """Name of the active policy."""
         return str(self.policies[-1]["name"])
 
     def in_force(self, policy: Policy, name: str | None = None) -> None:

@@ -67,7 +67,7 @@ def sweep(
     """Simulate policies, or systems, at every combination of workers, caps, group sizes, GPUs and acceptance.
 
     The result is a table or a heat map. Speed-ups are over plain decoding at the same point. With --out each point is
-    kept as it ends, in OUT.points, until all are done: the same command goes on where it was interrupted, also with
+    kept as it ends, in OUT.points, until all are done: the same command continues where it was interrupted, also with
     more values.
 
     Example: tltlab sweep traces/tiny --workers 1,2,4 --acceptance 0.5,0.7 --policies ngram:4,beg-mab --out sweep.csv

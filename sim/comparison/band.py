@@ -148,7 +148,7 @@ class InputErrors:
     def of(cls, scenario: Scenario, strategies: Iterable[Strategy], trace: Trace, *, recorded: bool) -> InputErrors:
         """The errors where these strategies run; `recorded` if the trace has the acceptance.
 
-        Acceptance that a user gives is taken as it is.
+        Acceptance that a user gives is taken unchanged.
         """
         strategies = list(strategies)
         speed_up, seconds = scenario.evidence(strategies)["speedup_error"], scenario.evidence([])["error"]

@@ -162,8 +162,8 @@ def sweep(
     varies more does not make the others slower, and the smaller sample is part of the larger one.
 
     `jobs` processes share the points; the numbers do not depend on them. `journal` is a file that each finished point
-    is written to: a sweep of the same trace, settings and policies goes on where it ended, with more values of an axis
-    too, and another one is refused. `done` is called after each point.
+    is written to: a sweep of the same trace, settings and policies continues where it ended, with more values of an
+    axis too, and another one is refused. `done` is called after each point.
 
     Raises ConfigError, before anything is simulated, for what cannot be.
 

@@ -173,7 +173,7 @@ def generating_workers(system: System, workers: int) -> int:
 def on_gpus(stages: StageCosts, num_gpus: int) -> StageCosts:
     """The same stages on other GPUs: log-probs and training inversely proportional, grading and sync unchanged.
 
-    Costs that are not counted in GPUs stay as they are.
+    Costs that are not counted in GPUs stay unchanged.
     """
     if stages.num_gpus is None:
         return stages

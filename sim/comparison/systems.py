@@ -110,7 +110,7 @@ def ratios_are_small(table: pd.DataFrame) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SystemComparison:
-    """The question of `compare_systems`, but for the RL steps.
+    """The question of `compare_systems` without its RL steps.
 
     `beside` are systems whose policy is made already, which draft with the acceptance that is given.
     """

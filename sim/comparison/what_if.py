@@ -212,7 +212,7 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """The question, but for the RL steps."""
+    """A question without its RL steps."""
 
     scenarios: Scenarios
     strategies: Sequence[Strategy]

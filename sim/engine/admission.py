@@ -168,7 +168,7 @@ class Stream:
         self._open = young
 
     def start(self, job: Job) -> None:
-        """Begin a response, or go on with it."""
+        """Begin a response, or continue with it."""
         job.began = True
         if job.version is None:
             job.version = self.version
@@ -305,7 +305,7 @@ class BufferFeed(RequestFeed):
         self._finished: dict[str, list[int]] = {}
         self._ordered = False
         self._first = {chain[-1]: chain[0] for chain in requests.chains}
-        """First turn by a response's last: a response goes on where it began, and is finished with its last turn."""
+        """First turn by a response's last: a response continues where it began, and is finished with its last turn."""
         self._tokens = {chain[0]: sum(requests.response_tokens[i] for i in chain) for chain in requests.chains}
         # From the back: the last is the next.
         self._waiting = [chain[0] for chain in requests.chains if requests.response_tokens[chain[0]]][::-1]

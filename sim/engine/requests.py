@@ -239,7 +239,7 @@ class Requests:
     def shared(self) -> Ints:
         """Tokens of each prompt that another sample of its group has in the cache: whole blocks, never the last token.
 
-        The shortest prompt of a group is what its samples have in common: a response that goes on has its own text
+        The shortest prompt of a group is what its samples have in common: a response that continues has its own text
         behind it. Zeros without prefix caching, and for a sample that is alone.
         """
         if not self.prefix_caching or not len(self):

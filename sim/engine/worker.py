@@ -250,7 +250,7 @@ class Worker:
         self.memoryless = simulator.memoryless
         self.ahead = not self.memoryless and simulator.decision_block == 1 and simulator.ahead is not False
         self.max_iterations: float = math.inf if self.memoryless else simulator.decision_block
-        # The choice in force, whether the policy made it, and the batch and queue for which a memoryless one did.
+        # The active choice, whether the policy made it, and the batch and queue for which a memoryless one did.
         self.in_force, self.decided = NO_CHOICE, False
         self.asked_at: tuple[int, int] | None = None
 

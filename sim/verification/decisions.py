@@ -132,7 +132,7 @@ def _replayed_decisions(
 
 
 def _played(trace: Trace, span: Sequence[int], force: ActivePolicy) -> list[SimulatedRollout]:
-    """RL steps under one policy that goes on learning, each with its own times and acceptance."""
+    """RL steps under one policy that continues learning, each with its own times and acceptance."""
     iterations = trace.iterations
     assert iterations is not None
     assert trace.decisions is not None

@@ -381,7 +381,8 @@ def overhead_s(trace: Trace) -> pd.Series[float]:
 
 
 def with_engine_tool_times(trace: Trace) -> Trace:
-    """The trace with `tool_s` from the end of a turn's last iteration until its engine could go on with the next turn.
+    """The trace with `tool_s` from the end of a turn's last iteration until its engine could continue with the next
+    turn.
 
     An engine that has nothing else waits until all that came back is handed over, which with tools of microseconds is
     most of the time.

@@ -1,4 +1,4 @@
-"""Files of a run beside its trace: the policy in force in each RL step, and the time of a repeated rollout."""
+"""Files of a run beside its trace: the active policy in each RL step, and the time of a repeated rollout."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class WholeSteps:
 def whole_steps(trace: Trace, log: LogVerification, window: int) -> WholeSteps:
     """Predict the RL steps that `log` predicts the rollouts of, with the `window` before each.
 
-    What lies beside a rollout is fitted to earlier RL steps and this one's tokens. Where rollouts go on beside training
-    the RL step as a whole is.
+    What lies beside a rollout is fitted to earlier RL steps and this one's tokens. Where rollouts continue beside
+    training the RL step as a whole is.
     """
     predicted = log.rows[["rl_step", "measured_s", "predicted_s", "error"]]
     steps = trace.steps

@@ -23,18 +23,18 @@ from .base import Distribution, Share, from_survival, known_drafter, only_chains
 FARTHEST = 4
 """Copies are extrapolated to drafts so many times as deep as the deepest measured ones."""
 _LONGEST_RUN = 0.999
-"""Chance at most that a run goes on: what was never seen to end may still do so."""
+"""Chance at most that a run continues: what was never seen to end may still do so."""
 
 
 def copied_runs(accepted: Sequence[float], depth: int) -> Floats:
     """P(accepted = j), j = 0..depth, of a drafter that copies text, from what it was at another depth.
 
     Such a drafter is right for a run of tokens and then wrong. A draft of depth D takes at most D + 1 tokens of a run,
-    and the next one goes on inside it; so shallow drafts meet long runs more often than deep ones, and a deep one cut
+    and the next one continues inside it; so shallow drafts meet long runs more often than deep ones, and a deep one cut
     short is no shallow one. Let S(i) be the measured P(accepted >= i), F(r) the chance that a run which begins is right
-    for at least r tokens, and let runs of D - 1 tokens and more go on with the chance g. A share S(D) g of the drafts
-    begins inside a run, so S(i) = (1 - S(D) g) F(i) + S(D) g^(i + 1), which makes g = S(D) / S(D - 1) and gives F. At
-    another depth d, over the drafts of a run,
+    for at least r tokens, and let runs of D - 1 tokens and more continue with the chance g. A share S(D) g of the
+    drafts begins inside a run, so S(i) = (1 - S(D) g) F(i) + S(D) g^(i + 1), which makes g = S(D) / S(D - 1) and gives
+    F. At another depth d, over the drafts of a run,
 
         P(accepted >= i) = sum_k F(k (d + 1) + i) / sum_k F(k (d + 1)).
 

@@ -99,7 +99,7 @@ def _commands() -> dict[str, EntryPoint]:
 
 
 def _missing_extra(error: ModuleNotFoundError) -> TltlabError:
-    """The sentence that names the extra which brings a missing module; raises `error` where none of ours does."""
+    """The sentence that names the extra which brings a missing module; raises `error` where none of tltlab's does."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 

@@ -75,11 +75,11 @@ def repair(
     out: Annotated[Path | None, typer.Option(help="Write the trace there and leave PATH as it is.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Turn an interrupted recording into a valid trace; a valid trace stays as it is.
+    """Turn an interrupted recording into a valid trace; a valid trace stays unchanged.
 
-    Commands read a recording as it is, of a run that was killed or goes on; this makes room and puts an end to it. A
+    Commands read a recording as it is, of a run that was killed or continues; this makes room and puts an end to it. A
     run that was resumed and interrupted has a finished trace of its earlier part beside the recording. The recording
-    goes on from that trace and replaces it; where responses would be lost, nothing is done without --out.
+    continues from that trace and replaces it; where responses would be lost, nothing is done without --out.
 
     Example: tltlab trace repair runs/demo/trace
     """

@@ -97,7 +97,7 @@ def train(
 
 
 def resuming(recipe: Recipe, run: Path, replay: Path | None, *overrides: str) -> str:
-    """The command by which a run goes on, with the permissions that it needs."""
+    """The command by which a run continues, with the permissions that it needs."""
     from tltlab.runtime.recipe.user_code import code_of
 
     options = [f"--allow-code={name}" for name in dict.fromkeys(code_of(recipe))]

@@ -290,7 +290,7 @@ class _Window:
         return kept / max(drafts, 1)
 
     def note_event(self, event: str) -> None:
-        """Open another window; one with too few accepted drafts goes on, until it is enough for a verdict."""
+        """Open another window; one with too few accepted drafts continues, until it is enough for a verdict."""
         if not self.collapsed and self.kept <= COLLAPSE * self.rate * self.drafts:
             earlier = self.events if self.drafts or self.events != START else []
             self.events = list(dict.fromkeys([*earlier, event]))

@@ -25,9 +25,9 @@ class WorkerReport:
     """Report of a worker on itself.
 
     `busy`: it has requests of RL step `rl_step` left. `term`: the training period for which a trainer holds its
-    device, be it still being set up; None where the device is free of training. `acked`: the `seq` of the last command
-    it handled. `incarnation`: the number of the first report of this worker's process, larger for each that replaces
-    another.
+    device, even if still being set up; None where the device is free of training. `acked`: the `seq` of the last
+    command it handled. `incarnation`: the number of the first report of this worker's process, larger for each that
+    replaces another.
 
     >>> WorkerReport(worker=3, seq=17, rl_step=0, busy=False).term is None
     True
@@ -76,7 +76,7 @@ Event = WorkerReport | WorkerGone | RolloutStarted | RolloutEnded | Tick
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
-    """Be in this group: set it up, join it, or go on in it with other members from the next optimizer step on.
+    """Be in this group: set it up, join it, or continue in it with other members from the next optimizer step on.
 
     `members` are in rank order, the leader first. `term` numbers the training period: a term has one leader. `group`
     numbers the composition, the same for all its members and larger at each change: enough to name their rendezvous by.

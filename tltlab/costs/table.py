@@ -83,8 +83,8 @@ class TableCosts(CostModel):
     `forward` is through the knots of that name. With a `roofline` the utilisation, ideal time over measured, is
     interpolated in the logarithm of the tokens and stays constant beyond the knots, so that what was not measured still
     bends where the hardware does (AIConfigurator, arXiv 2601.06288). Without, it is piecewise linear, constant
-    below the knots, and beyond them goes on with the slope of the last doubling. `attention` gives `fixed` and, linear
-    in b between the knots, the seconds that a token of context in every request takes, per_context(b)*b.
+    below the knots, and beyond them continues with the slope of the last doubling. `attention` gives `fixed` and,
+    linear in b between the knots, the seconds that a token of context in every request takes, per_context(b)*b.
 
     With `network_levels` the levels are those of a drafter with weights, and model-free ones pay `sd_base_s` alone. A
     block drafter counts as one level.

@@ -43,7 +43,7 @@ def slower_than_plain(run: RunEvidence) -> Facts | None:
 
 
 def large_batches(run: RunEvidence) -> Facts | None:
-    """Speculation goes on at batches where it loses, though it gains at smaller ones."""
+    """Speculation continues at batches where it loses, though it gains at smaller ones."""
     rows = run.speculating
     of_band = rows.groupby(2 ** np.log2(rows["batch"].clip(lower=1)).astype(int))
     intervals = {int(least): run.against_plain(in_band) for least, in_band in of_band}

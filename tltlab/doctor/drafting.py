@@ -72,7 +72,7 @@ def switching_time(run: RunEvidence) -> Facts | None:
 
 
 def switches_often(run: RunEvidence) -> Facts | None:
-    """Speculation goes on and off again and again."""
+    """Speculation switches on and off repeatedly."""
     table = run.decoding
     on = table["draft_depth"].to_numpy() > 0
     begins = table[["rl_step", "worker"]].diff().fillna(1).to_numpy().any(axis=1)

@@ -64,7 +64,7 @@ class RunEvidence:
     `complaint` is the reason why there is no trace. `log` is the `metrics_table` of a training log, `turns` the note
     that its responses are not of one turn ("": they are, None: no log), `unit` the name of its rows. `events` are the
     lines of events.jsonl, `logs` the ends of log files by name, `recipe` the resolved recipe of run.json, `policies`
-    the policies in force (first RL step, name, kind of selector).
+    the active policies (first RL step, name, kind of selector).
     """
 
     trace: Trace | None = None
@@ -205,7 +205,7 @@ class RunEvidence:
 
     @cached_property
     def policy_of_step(self) -> dict[int, tuple[str, str | None]]:
-        """Name and, where known, kind of selector of the policy in force in each RL step."""
+        """Name and, where known, kind of selector of the active policy in each RL step."""
         steps = self.known.steps
         names = {} if steps is None else dict(zip(steps["rl_step"], steps["policy"], strict=True))
         policies: dict[int, tuple[str, str | None]] = {}

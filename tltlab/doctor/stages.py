@@ -15,7 +15,7 @@ from .evidence import NO_LOG, RunEvidence, stage_label
 LEAST_SIDE = 2  # RL steps before and behind a change: a single slow one is none
 GROWN_SHARE = 0.1  # share of the RL step by which a stage must grow: below it there is little to gain
 LARGE_SHARE = 0.3  # share of the RL step from which a stage that grew is a problem
-COLLAPSED = 1.05  # accept length up to which no draft is kept, but for rounding
+COLLAPSED = 1.05  # accept length up to which no draft is kept, up to rounding
 KEPT = 1.2  # accept length of a drafter that did work: TLT's Fig 13 has its cheapest step at 1.71 plain ones
 LOST = 0.5  # share of the tokens gained per draft that a fall must take
 SLOWER = 1.3  # seconds per token over those before: single rollouts vary by some 10 %
@@ -56,7 +56,7 @@ def stage_grows(run: RunEvidence) -> Facts | None:
 
 
 def drafts_collapse(run: RunEvidence) -> Facts | None:
-    """Accept length falls, to one token or far down, while drafts go on."""
+    """Accept length falls, to one token or far down, while drafts continue."""
     rows = _drafted(run)
     length = rows["accept_length"].to_numpy(np.float64)
     none_kept = length <= COLLAPSED
@@ -124,7 +124,7 @@ def several_turns(run: RunEvidence) -> Facts | None:
 def change(values: Floats) -> int | None:
     """Where a series rises for good: the first index behind; None where it does not.
 
-    It is the split with the largest variance between both sides, whose values must be apart but for one in ten.
+    It is the split with the largest variance between both sides, whose values must be apart except for one in ten.
     """
     num = len(values)
     if num < 2 * LEAST_SIDE + 1 or not np.isfinite(values).all():

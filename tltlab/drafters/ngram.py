@@ -71,7 +71,7 @@ class NgramDrafter(Drafter):
         self._free_bytes = self._most_bytes
 
     def begin(self, rl_step: int) -> None:
-        """Drop the groups of earlier RL steps, but for those in which a request is still open."""
+        """Drop the groups of earlier RL steps, except those in which a request is still open."""
         used = {self._name(key) for key in self._running}
         self._stores = {name: store for name, store in self._stores.items() if name[0] >= rl_step or name in used}
 

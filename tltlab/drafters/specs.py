@@ -26,7 +26,7 @@ class DrafterTraits:
 
     With `has_network` a draft level is a forward pass on the GPU, and its graphs are captured; else drafting takes host
     time alone. `needs_text` drafters look up the tokens that requests generate. `draws_trees`: a draft may branch.
-    `made_by` is where drafts are made: beside the scheduler in the "engine" core, or in the model's "workers".
+    `made_by` is where drafts are made: next to the scheduler in the "engine" core, or in the model's "workers".
     A drafter that `drafts_blocks` makes all tokens of a draft in one pass, else each level is a pass. `layers` counts
     decoder layers of the network.
     """

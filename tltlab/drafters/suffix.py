@@ -39,7 +39,7 @@ class SuffixDrafter(Drafter):
     probability `count(match + path) / count(match)`, counts being occurrences in the tree. A draft ends before the
     first token whose path falls below `min_token_prob`. The draft's `expected` is the sum of its path probabilities,
     and the highest `expected` wins: among the lengths of match in a tree (ties to the longest), then among trees
-    (ties to the scope named first). So a short match that always went on alike beats a long one that did not.
+    (ties to the scope named first). So a short match that always continued alike beats a long one that did not.
 
     `scopes` are all searched. "request" is the request's own prompt and text; "group" the texts of its (rl_step,
     prompt_id), dropped by `begin` of a later RL step; "problem" those of its prompt_id over all RL steps; "global"
@@ -62,7 +62,7 @@ class SuffixDrafter(Drafter):
     nobody drafts from go first, then the oldest responses leave trees in use, and their texts stay. Running responses
     and prompts come on top.
 
-    Time: about 2 us per token inserted and 4 us per look-up and tree; a problem that comes again pays for its window.
+    Time: about 2 us per token inserted and 4 us per look-up and tree; a problem that recurs pays for its window.
     Text is inserted when its tree is next searched: what never is costs nothing. Memory: 0.2 to 0.4 kB per token in a
     tree, 4 bytes per token of text. ConfigError where the settings make no sense or the library is missing.
 
@@ -124,7 +124,7 @@ class SuffixDrafter(Drafter):
             self._free_if_done(name)
 
     def open(self, key: Key, tokens: Sequence[int]) -> None:
-        """Begin request `key` with its prompt. A finished response of the same key makes way for the new one."""
+        """Begin request `key` with its prompt. A finished response of the same key is replaced by the new one."""
         assert key not in self._running, f"request {key!r} is open already"
         prompt = np.array(tokens, dtype=np.int32)
         if key in self._history.texts:

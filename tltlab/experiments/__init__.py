@@ -13,7 +13,7 @@ from typing import Any
 from tltlab.errors import ConfigError, did_you_mean
 
 Progress = Callable[[str], None]
-"""Says what is going on."""
+"""Reports progress."""
 
 EXPERIMENTS = {
     "baseline": (

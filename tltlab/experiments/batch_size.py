@@ -1,8 +1,8 @@
 """batch-size: at each forced batch size, what every fixed strategy gives, and what the bandit picks and reaches.
 
-One engine, arms and bandit in a new order in every round; the bandit goes on learning. Requests go on from within long
-responses that the model gave before, and past the end of the text, so that the batch stays what it is. Only iterations
-of the whole batch without prefill count.
+One engine, arms and bandit in a new order in every round; the bandit continues learning. Requests continue from within
+long responses that the model gave before, and past the end of the text, so that the batch stays what it is. Only
+iterations of the whole batch without prefill count.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class BatchSize(Experiment[BatchSizeSettings]):
             yield Case(f"round {number + 1} of {settings.rounds}", "every arm at every batch size", number)
 
     def _open(self, drafters: dict[str, Any]) -> None:
-        """Open the engine; `starts` are token ids to go on from: prompts, each with half of a long response."""
+        """Open the engine; `starts` are token ids to continue from: prompts, each with half of a long response."""
         import torch
         from transformers import AutoConfig
 

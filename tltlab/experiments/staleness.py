@@ -1,7 +1,7 @@
 """staleness: the same GRPO run with a drafter that is trained throughout, for the first RL steps only, and not at all.
 
-Speculation is lossless, so the policy goes the same way in all three but for chance. Accept lengths are of what engines
-kept of the drafts.
+Speculation is lossless, so the policy goes the same way in all three, except for chance. Accept lengths are of what
+engines kept of the drafts.
 """
 
 from __future__ import annotations

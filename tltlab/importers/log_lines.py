@@ -323,7 +323,7 @@ def _shape(entry: Entry) -> tuple[int, str]:
 class Wrapping:
     """How a log's lines may have been wrapped: `width`, and how lines begin that follow a shorter one.
 
-    `num_joined` counts the lines that `joined` found to go on.
+    `num_joined` counts the lines that `joined` found to continue.
     """
 
     width: int = 0

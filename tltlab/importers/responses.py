@@ -159,7 +159,7 @@ class Reader(RequestReader):
         return values, exact
 
     def _only_numbers(self, records: Records) -> str | None:
-        """The only column of a table, but for those that are known as something else, or the only one of numbers."""
+        """The only column of a table, except those that are known as something else, or the only one of numbers."""
         of_text = {"reward", "prompt_text", "response_text"}
         known = set(self.used.values()) | {c for c in records.frame.columns if kind_of(str(c)) - of_text}
         left = [str(name) for name in records.frame.columns if name not in known]

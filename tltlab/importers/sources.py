@@ -33,7 +33,7 @@ TraceSource = str | Path | Trace | pd.DataFrame | pd.Series | NDArray[Any] | Seq
 def read(source: TraceSource) -> Trace:
     """Read and check a trace folder, a RUN folder (its `trace/`), a CSV of response lengths or a training log.
 
-    A Trace stays as it is. Folders of traces and recordings are read by `tltlab.traces.trace.read`; other files, and
+    A Trace stays unchanged. Folders of traces and recordings are read by `tltlab.traces.trace.read`; other files, and
     folders of TensorBoard, go through `import_dump`, and its notes and assumptions go to standard error. A
     DataFrame is read as a CSV is; an array or list holds lengths, of one RL step or as (RL steps, responses). Raises
     TraceError.

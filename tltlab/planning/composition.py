@@ -169,10 +169,10 @@ class Admission:
 
     A step that trains P prompts of G samples (N = P * G) begins ceil(`issue` * P) of them with ceil(`samples` * G)
     samples each, or keeps `concurrency` * N responses in flight, the next beginning when one ends. It ends with P
-    complete prompts, or, by `unit` "response", with N responses. What is left goes on in the next step before anything
-    new begins ("resume", its prefix prefilled again under the new weights), or begins anew ("restart") in a long round
-    of its own once there are P such prompts. With `staleness` eta AReaL's bound limits what may begin; with `max_age`
-    a prompt of which a response was begun more than so many RL steps ago is dropped with all that it has.
+    complete prompts, or, by `unit` "response", with N responses. What is left continues in the next step before
+    anything new begins ("resume", its prefix prefilled again under the new weights), or begins anew ("restart") in a
+    long round of its own once there are P such prompts. With `staleness` eta AReaL's bound limits what may begin; with
+    `max_age` a prompt of which a response was begun more than so many RL steps ago is dropped with all that it has.
     """
 
     issue: float = 1.0
@@ -185,7 +185,7 @@ class Admission:
 
 
 def asynchronous(staleness: int, *, stale: str = "hold", concurrency: float = 1.0) -> Admission | None:
-    """Engines that go on from RL step to RL step, with `concurrency` times what a step trains under way.
+    """Engines that continue from RL step to RL step, with `concurrency` times what a step trains under way.
 
     `stale` selects what `staleness` bounds: with "drop" the updates since the first response of a group was begun, and
     groups that are older are dropped; with "hold" how many responses may be begun, as in AReaL, which holds others back

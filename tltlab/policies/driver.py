@@ -64,7 +64,7 @@ class PolicyDriver:
         self._num_asked = 0
 
     def begin(self, rl_step: int) -> None:
-        """A rollout of `rl_step` begins; requests that run already, and their drafts, go on."""
+        """A rollout of `rl_step` begins; requests that run already, and their drafts, continue."""
         self._last = None
         if isinstance(self.selector, ReplayedDecisions):
             self.selector.begin(rl_step)
@@ -164,7 +164,7 @@ class PolicyDriver:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what `state_dict` gave. A replay, now or to come, goes on where it was."""
+        """Go back to what `state_dict` gave. A replay, now or to come, continues where it was."""
         self.forget()
         rl_step, iteration = state["replayed"]
         self._go_to((rl_step, iteration))

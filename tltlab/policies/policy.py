@@ -276,7 +276,7 @@ def parse_policy(value: Any, path: Path, part: str = "") -> Policy:
 
 
 def _place(loc: tuple[int | str, ...]) -> str:
-    # Inside a union pydantic's place goes on with the kind; the file has no such level.
+    # Inside a union pydantic's location also has the kind; the file has no such level.
     kind_at = {"selector": 1, "budget": 1, "drafters": 2}.get(str(loc[0])) if loc else None
     parts = [str(part) for i, part in enumerate(loc) if i != kind_at]
     return ".".join(parts) or "policy"

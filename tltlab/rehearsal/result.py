@@ -48,7 +48,7 @@ class Rehearsal:
     iterations; `kv_tokens`, the most in the cache; `predicted_s` and `error`, from costs fitted to the other policies'
     rollouts, `shipped_s` and `shipped_error`, from shipped costs; `why_not` is the reason for a missing prediction.
 
-    `speedup` is that of `best`, the fastest policy of ours, over stock vLLM, or plain decoding where stock was not
+    `speedup` is that of `best`, the fastest policy of tltlab, over stock vLLM, or plain decoding where stock was not
     played; `simulated` the ratio of their predictions.
     """
 

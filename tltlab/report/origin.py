@@ -1,4 +1,4 @@
-"""Parts of a report on where a run came from and what went on in it: command, versions, events, findings."""
+"""Parts of a report on where a run came from and what happened in it: command, versions, events, findings."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ Part = Section | Absent
 class Served:
     """Additions to a page that `tltlab ui` serves.
 
-    `home` leads to the list; with `live` the run goes on, and the page is loaded again every ten seconds.
+    `home` leads to the list; with `live` the run continues, and the page is loaded again every ten seconds.
     """
 
     home: str = ""

@@ -113,8 +113,8 @@ TABLES: dict[str, pa.Schema] = {
 `steps`, of the drafter in service during the rollout: `drafter_age` is RL steps since it was published,
 `drafter_updates` its optimizer updates. `drift_kl` is KL(behaviour || updated policy) per token of the step's update.
 Training logs also give `accept_length` (tokens per draft, bonus token included), `draft_rate` (share of drafted tokens
-that is kept), `step_s` (the whole RL step, time between stages included) and `wait_s` (waiting for rollouts that go on
-beside training).
+that is kept), `step_s` (the whole RL step, time between stages included) and `wait_s` (waiting for rollouts that
+continue beside training).
 
 `acceptance` may have several rows per response and drafter: one for the drafter in service and one for each published
 earlier, whose `drafter_age` is counted from the RL step that it was published for to the annotated one.

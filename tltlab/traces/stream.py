@@ -89,7 +89,7 @@ class StreamWriter:
             self._stack.__exit__(kind, error, trace)
             return
         with self._stack:
-            if self._failure is not None:  # The caller went on, but part of an RL step may be missing.
+            if self._failure is not None:  # The caller continued, but part of an RL step may be missing.
                 raise self._failure
             try:
                 for name in dict.fromkeys((*REQUIRED_TABLES, *self._writers)):

@@ -220,11 +220,11 @@ def read(path: str | Path) -> Trace:
 
     `tltlab.read` takes dumps, logs and response lengths too.
 
-    Where there is no finished trace the recording of one is read, of a run that was killed or still goes on: responses
-    that are whole and durable. A note "unfinished: ..." goes to its manifest and to standard error. Recordings that
-    several engines of a run made at once as PATH, PATH-1, PATH-2 ... are one trace, at PATH or at the folder that holds
-    nothing else (see `recording.merge_recordings`). Tables are loaded when they are used, at once where a recording
-    continues or several are merged; the check itself streams.
+    Where there is no finished trace the recording of one is read, of a run that was killed or still continues:
+    responses that are whole and durable. A note "unfinished: ..." goes to its manifest and to standard error.
+    Recordings that several engines of a run made at once as PATH, PATH-1, PATH-2 ... are one trace, at PATH or at the
+    folder that holds nothing else (see `recording.merge_recordings`). Tables are loaded when they are used, at once
+    where a recording continues or several are merged; the check itself streams.
     """
     place = locate(path)
     if place.is_dir() and not (place / MANIFEST_FILE).exists():
@@ -309,7 +309,7 @@ def read_one(place: Path) -> Trace:
 
 
 def _read_unfinished(folder: Path) -> Trace:
-    """Read a recording that was interrupted, or that goes on."""
+    """Read a recording that was interrupted, or that continues."""
     goes_on = in_progress(folder)
     notes: list[str] = []
     trace = read_recording(folder, notes, salvage=True)

@@ -56,10 +56,10 @@ def start(
     """Start a `vllm.LLM` with the policy scheduler; return it, and True if it takes drafts. ConfigError if it fails.
 
     `vllm_args` override the `planned` arguments and the defaults here, those of `compilation_config` one by one. With
-    `beside` drafts are made beside the scheduler too, which only the V1 model runner takes. With a tensor_parallel_size
-    above 1 the model runs in as many processes below the engine core's. `enable_sleep_mode` is ignored on CPU, where
-    `sleep` does nothing. The process's environment, `sys.path` and torch's settings of compilation are restored; vLLM's
-    own modules stay patched (`plugin`).
+    `beside` drafts are made next to the scheduler too, which only the V1 model runner takes. With a
+    tensor_parallel_size above 1 the model runs in as many processes below the engine core's. `enable_sleep_mode` is
+    ignored on CPU, where `sleep` does nothing. The process's environment, `sys.path` and torch's settings of
+    compilation are restored; vLLM's own modules stay patched (`plugin`).
     """
     with starting():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"

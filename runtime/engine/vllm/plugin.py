@@ -197,7 +197,7 @@ def _check_configuration(config: Any, variables: Variables) -> str:
 
 
 def attach() -> None:
-    """Route vLLM's utility messages to the control beside the scheduler, `engine_core.call_utility("tltlab", bytes)`.
+    """Route vLLM's utility messages to the control next to the scheduler, `engine_core.call_utility("tltlab", bytes)`.
 
     A recording is finished before the engine core ends, and workers that draft nothing are not asked for drafts. vLLM's
     own schedulers are recorded where an engine's settings request a recording and no policy (`record_only`).

@@ -215,7 +215,7 @@ def _skipping_of(runner: Any) -> SkippedDrafting:
 
 
 class NoProposer:
-    """A `custom_class` proposer that drafts nothing: model-free drafts are made beside the scheduler."""
+    """A `custom_class` proposer that drafts nothing: model-free drafts are made next to the scheduler."""
 
     def __init__(self, vllm_config: Any) -> None:
         pass

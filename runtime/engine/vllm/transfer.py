@@ -76,7 +76,7 @@ def local_weight_transfer() -> type:
         def init_transfer_engine(self, init_info: LocalInit) -> None:
             if not init_info.backend:
                 return
-            # The previous one may wait for a dead peer: it is left as it is.
+            # The previous one may wait for a dead peer: it is left unchanged.
             self._device = WeightTransferEngineFactory.create_engine(
                 WeightTransferConfig(backend=init_info.backend), self.vllm_config, self.device, self.model
             )
@@ -146,7 +146,7 @@ class DeviceSender:
     def send(self, engines: Engines) -> None:
         members = tuple(worker._actor_id for worker in engines.workers.values())
         if members != self._members:
-            # An older group is left as it is: ending it waits for members, which may be dead.
+            # An older group is left unchanged: ending it waits for members, which may be dead.
             self._sender = self._join(engines)
             self._members = members
         self._sender.client = engines

@@ -174,7 +174,7 @@ def _replay(drafter: Drafter, responses: Sequence[RecordedResponse], counts: Seq
 
 
 def num_equal(draft: Sequence[int], text: Sequence[int], at: int) -> int:
-    """How many leading tokens of `draft` are what `text` goes on with at position `at`.
+    """How many leading tokens of `draft` are what `text` continues with at position `at`.
 
     >>> num_equal([5, 6, 9], [4, 5, 6, 7], at=1)
     2

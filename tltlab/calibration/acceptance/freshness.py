@@ -50,7 +50,7 @@ def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> FreshnessFit:
     """Fit age and training to acceptance.parquet, where it has a drafter at several ages or numbers of updates.
 
     A variable that does not vary is not identified: it has no effect, and a note. A drafter's age is the RL step less
-    the one that it was published for, so a change of the text itself that goes on in one direction from RL step to RL
+    the one that it was published for, so a change of the text itself that continues in one direction from RL step to RL
     step is confounded with ageing and training; none is assumed. Raises ConfigError where neither age nor updates
     vary.
     """
@@ -133,7 +133,7 @@ class _FreshnessLikelihood:
         self.names = list(self.start)
 
     def solve(self, start: Mapping[str, float]) -> Any:
-        """From the usual start but for `start`; the prior is the usual one. Returns SciPy's solution."""
+        """Solve from the usual start unless `start` is given, with the usual prior. Returns SciPy's solution."""
         from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
         initial = [start.get(name, value) for name, value in self.start.items()]

@@ -15,7 +15,7 @@ from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
 COLLAPSED = 1.05
-"""Accept length up to which no draft is kept, but for rounding."""
+"""Accept length up to which no draft is kept, up to rounding."""
 _DRAFTER, _DEPTH, _MOST_DEPTH, _MOST_ALPHA = "learned", 3, 16, 0.999
 
 
