@@ -3,7 +3,7 @@
 `simulate` replays a trace's responses under a policy; `SimulationConfig` is all that a user sets beside these two, and
 `Scenario` a trace under such settings, to be simulated under many policies (`sweep`, `compare`). `run_steps` makes
 whole RL steps of rollouts, on GPUs that share the work (`Colocated`) or split it (`Separate`). `tuning` searches
-policies in simulation, `verify` holds predictions against recorded runs. What an engine does is in `engine`.
+policies in simulation, `verify` holds predictions against recorded runs. `engine` simulates an engine.
 """
 
 if __name__ == "sim":

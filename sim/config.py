@@ -40,7 +40,7 @@ Source = dict[str, Any] | str | Path
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationConfig:
-    """Everything of a simulation but the trace and the policy.
+    """Settings of a simulation, apart from trace and policy.
 
     Where left open: costs from the trace folder's `costs.json`, else the preset `cpu-small`; acceptance from the
     trace's acceptance.parquet, else the folder's `acceptance.json`, else what the recorded iterations accepted
@@ -67,9 +67,8 @@ class SimulationConfig:
     `spot` (settings, a file, or "tlt") trains the drafter on idle workers: the next RL step finds it with these
     updates and age 0, which counts where the acceptance is of kind "fresh"; without it the drafter ages.
 
-    Of responses of several turns, what a turn leaves in the KV cache is there for the next one while there is room, or
-    it is computed again (`prefix`); at most `max_tools` tools run at once, and one takes `tool_s` where the trace does
-    not know.
+    In a response of several turns, the KV cache of a turn is kept for the next one while there is room, or computed
+    again (`prefix`). At most `max_tools` tools run at once; each takes `tool_s` where the trace has no time.
 
     Raises ConfigError for an unknown mode, and a decision block or seed out of range.
 
@@ -125,7 +124,7 @@ class SimulationConfig:
         return any(value is not None for value in self._machine.values())
 
     def on_machine(self, trace: Trace) -> tuple[Self, Deployment | None]:
-        """Costs, workers and acceptance of the GPUs and the model in their place; None where nobody asks for any."""
+        """Replace GPUs and model by their costs, workers and acceptance; None where neither is set."""
         if not self.is_on_machine:
             return self, None
         cap = math.inf if self.max_response_tokens is None else self.max_response_tokens
@@ -161,7 +160,7 @@ class SimulationConfig:
         return model, named(self.costs, default)
 
     def find_acceptance(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
-        """The acceptance model, and what a user calls it or where it is from; None where nothing is known."""
+        """The acceptance model, and its name or source; None where no acceptance is known."""
         model, name = self._base_acceptance(trace)
         if model is None or not self.acceptance_spread:
             return model, name
@@ -191,7 +190,7 @@ class SimulationConfig:
 def decision_interval(trace: Trace) -> int:
     """Iterations between decisions of systems: 1, of many or long responses so many that each gets some hundred."""
     cap = trace.workload["max_response_tokens"].max()
-    # That of a trace without responses is not a number, and not above anything.
+    # The share of a trace without responses is NaN, and not above anything.
     return max(1, int(cap) // 256) if cap >= 4096 or trace.num_rows("outcomes") > 1024 else 1
 
 

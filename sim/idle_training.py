@@ -1,7 +1,7 @@
 """Spot training in virtual time: the worker coordinator stepped by a rollout's simulation, and the training it gives.
 
-Nothing here adds events to the simulation: training does not change the rollout beside it, so the coordinator, the
-trainers and their progress are brought up to date at each event of the rollout.
+Nothing here adds events to the simulation: training does not change the rollout, so the coordinator, the trainers and
+their progress are updated at each event of the rollout.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SimulatedSpotTrainer(IdleUse):
         self._rollout = -1
         self._has_data = False
         self.result: SpotResult
-        """Of the rollout that ended last."""
+        """Report of the last rollout."""
 
     def rollout_started(self, num_workers: int, now: float) -> None:
         """A rollout begins."""

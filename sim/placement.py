@@ -19,7 +19,7 @@ from tltlab.sim.engine.requests import Requests
 from tltlab.strategy import NO_SPECULATION
 
 RANKER_RECALL = 0.87
-"""Of the longest fifth, what StreamRL's ranker finds (arXiv 2504.15930, 7B)."""
+"""Share of the longest fifth that StreamRL's ranker finds (arXiv 2504.15930, 7B)."""
 LONG_SHARE = 0.2
 
 
@@ -33,11 +33,11 @@ def place(
     """The queue of each worker: request indices in the order in which they are admitted.
 
     A placement is one of `tltlab.planning.placement`, a user's own as `module:Class(...)`, class or instance, which
-    gets the `history`, or one that knows what nobody can know beforehand. `longest_first`: clairvoyant, by falling
-    response length to the worker with the fewest response tokens (LPT). `recorded`: as the trace has it. Those that
-    know a prompt's mean length: `longest_expected`, LPT by that mean. And those that know the `costs` too: `two_pools`,
-    StreamRL's split, which takes a fifth of the prompts for long with the recall of its ranker, and `rank_groups`,
-    RhymeRL's. Ties go to the lower worker and the earlier request.
+    gets the `history`, or a clairvoyant one. `longest_first`: clairvoyant, by falling
+    response length to the worker with the fewest response tokens (LPT). `recorded`: as the trace has it. Placements
+    that know a prompt's mean length: `longest_expected`, LPT by that mean. And those that know the `costs` too:
+    `two_pools`, StreamRL's split, which takes a fifth of the prompts for long with the recall of its ranker, and
+    `rank_groups`, RhymeRL's. Ties go to the lower worker and the earlier request.
     """
     if requests.turns is not None:
         # All turns of a response run where the first one did.
@@ -183,5 +183,5 @@ _CLAIRVOYANT: dict[str, Callable[[Requests, int, Any], list[list[int]]]] = {
     "two_pools": _two_pools,
     "rank_groups": _rank_groups,
 }
-"""Placements that know what nobody can know beforehand, by name."""
+"""Clairvoyant placements by name."""
 PLACEMENTS: tuple[str, ...] = (*core.PLACEMENTS, *_CLAIRVOYANT)

@@ -110,11 +110,11 @@ def run_steps(
     """Make whole RL steps of a simulation's rollouts; the topology defaults to `Colocated()`.
 
     The RL steps of `result` follow each other. `fused`: GPUs that are done with a rollout compute log-probs of what has
-    ended (`stage_left`). `streamed`: a trainer on GPUs of its own takes each group as soon as its last sample is graded
-    (StreamRL, arXiv 2504.15930), for a time in proportion to its tokens, and the optimizer's share at the end; grading
-    is then part of its waiting. Training takes `num_updates` optimizer steps on each. Responses without a reward count
-    as trained. Raises ConfigError for no RL step, an RL step without responses or workers, a stage of unknown cost,
-    stage costs for another number of GPUs, and streaming where all GPUs generate.
+    ended (`stage_left`). `streamed`: a trainer on separate GPUs takes each group once its last sample is graded
+    (StreamRL, arXiv 2504.15930). The time is proportional to the group's tokens; the optimizer's share follows at the
+    end. Grading is then part of the trainer's waiting. Training takes `num_updates` optimizer steps on each. Responses
+    without a reward count as trained. Raises ConfigError for no RL step, an RL step without responses or workers, a
+    stage of unknown cost, stage costs for another number of GPUs, and streaming where all GPUs generate.
     """
     topology = topology or Colocated()
     rollouts = list(result.rollouts)

@@ -76,7 +76,7 @@ def named_policies(sources: Mapping[str, PolicySource] | Sequence[PolicySource] 
 class Scenario(SimulationConfig):
     """All of a simulation but the policy: settings for one trace, with what they left open filled in.
 
-    It is what `sweep` holds fixed while policies change.
+    `sweep` holds a scenario fixed while policies change.
     """
 
     steps: tuple[Requests, ...]

@@ -90,8 +90,8 @@ class SimResult:
         `outside_calibration` the share of iterations outside the range that costs ("batch", "verified_tokens",
         "context_tokens") or acceptance ("acceptance") were fitted on; `costs` and `acceptance` name what was used;
         `prefix_caching` records whether samples shared their prompts, `prefilled_tokens` the tokens prefilled in all;
-        `evidence` is that of `Scenario.evidence`, and `makespan_interval_s` has the measured makespan with a
-        probability of 90 %, as far as costs are at fault: lengths and acceptance are taken as they are.
+        `evidence` is that of `Scenario.evidence`, and `makespan_interval_s` is the 90 % range of the makespan from
+        cost-model error, at the given lengths and acceptance.
         """
         bounds_s, found = self.bounds_s(), self._totals
         strategies = dict.fromkeys(strategy for each in found for strategy in each.strategies)
@@ -148,7 +148,7 @@ class SimResult:
 
     @cached_property
     def asynchronous(self) -> dict[str, Any] | None:
-        """How stale and how biased what RL steps train on is; None where they are apart.
+        """Staleness and length bias of the training data; None where RL steps do not overlap.
 
         `length_bias` is the mean length of responses that were trained on over that of all that were begun, each as
         long as it would have become: below 1 long responses are starved. Means of `staleness` are over responses.
@@ -323,9 +323,9 @@ def simulate(
     selector, of which every worker gets a copy. `settings` are the fields of `SimulationConfig` (costs, acceptance,
     workers, placement, mode, seed, ...), which replace those of `config`.
 
-    A selector is built per worker from `np.random.default_rng([seed, worker])` and lives through all RL steps. It is
-    asked before every iteration and receives its outcome after it, or once per `decision_block` iterations with their
-    mean; a memoryless one is asked once for each batch and number of waiting requests. `record_iterations` adds
+    A selector is built per worker from `np.random.default_rng([seed, worker])` and lives through all RL steps. A policy
+    chooses before every iteration and receives its outcome afterwards, or once per `decision_block` iterations with
+    their mean. A memoryless policy chooses once for each batch and number of waiting requests. `record_iterations` adds
     iterations and decisions to the result's trace.
 
     Raises ConfigError for no policy, and a term, an acceptance or a placement that is missing or unknown.

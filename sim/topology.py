@@ -1,4 +1,4 @@
-"""Assignment of GPUs in an RL step: engines and trainer on the same ones, or on pools of their own."""
+"""Assignment of GPUs in an RL step: engines and trainer share them or have separate pools."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Colocated:
 
 @dataclass(frozen=True, kw_only=True)
 class Separate:
-    """Engines on GPUs of their own beside the trainer's, as in Open-R1.
+    """Engines and trainer on separate GPUs, as in Open-R1.
 
     With `max_staleness` 0 one side waits for the other; with 1 the next rollout runs during training, on weights one
     update old, with more rollouts run ahead of training where it is the slower side for a while. `train_gpus` defaults

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-"""Of any type: what several kinds of column pass through."""
+"""Array of any type, for functions that take several kinds of column."""
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

@@ -30,7 +30,7 @@ _MOST_MARKERS = 24
 _ROUND = (1, 2, 2.5, 5, 10)
 """Distances of ticks, times a power of ten."""
 _LEAST_SHAPE_BYTES, _LEAST_DOTS_BYTES = 60, 200_000
-"""Of one polygon of a collection, and of a hatch of dots, in SVG."""
+"""Bytes of one polygon of a collection, and of a hatch of dots, in SVG."""
 FORMATS = (".png", ".svg")
 
 Values = Sequence[float | None] | np.ndarray
@@ -113,7 +113,7 @@ def bars(
     """Horizontal bars, the first on top; `low` and `high` are the ends of an interval around each, in `values`' unit.
 
     None or NaN leaves out a bar, or its interval. `reference` draws a dashed line to compare with (1.0 for a ratio).
-    They are drawn into a panel of another figure where `axes` is given.
+    With `axes` the chart is drawn into a panel of another figure.
     """
     if axes is None:
         axes = Chart(figsize=(_WIDTH_IN, 0.85 + 0.3 * max(len(labels), 1)), layout="constrained").subplots()

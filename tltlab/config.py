@@ -53,7 +53,7 @@ class InFile:
 
 
 class Built(FiniteModel):
-    """Settings of a class of tltlab: the parameters of its constructor, which alone defines their types and defaults.
+    """Settings of a class: the parameters of its constructor, which defines their types and defaults.
 
     A subclass names the class that it `builds`. A sequence is a tuple in the settings; an annotation with `InFile`
     gives the form in a file. `init=False` declares to type checkers that there are more fields. Values that the
@@ -157,7 +157,8 @@ def leaves(value: Any, path: str = "", *, in_lists: bool = False) -> Iterator[tu
 
 
 def faults(error: ValidationError, place: Callable[[Place], str] = dotted) -> str:
-    """All faults, each with its place, which `place` writes; an empty one is left out. What was got is cut short.
+    """All faults, each with its place, which `place` writes; an empty one is left out. The value in the message is cut
+    short.
 
     A fault in `base_s` reads "base_s: Input should be a valid number, unable to parse string as a number (got 'fast')".
     """

@@ -29,7 +29,7 @@ running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
 LINE_S = 2.0
 """Seconds between two lines of progress whose total is not known."""
 AGAIN_S = 0.1
-"""After which an interrupt that was lost recurs, seconds."""
+"""Seconds after which a lost interrupt is sent again."""
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -198,7 +198,7 @@ def made_by(*packages: str) -> dict[str, Any]:
 
 
 def progress(message: str) -> None:
-    """Report progress on standard error."""
+    """Print a progress message on standard error."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -263,7 +263,7 @@ def sigterm_handler(handler: Callable[[int, FrameType | None], Any] | None = Non
 def sigterm_as_interrupt() -> Iterator[None]:
     """Within, SIGTERM interrupts the main thread as Ctrl-C does.
 
-    An interrupt that strikes in a destructor or a weak reference's callback, from which nothing is raised, recurs.
+    An interrupt in a destructor or a weak reference's callback, which cannot raise, is sent again.
     """
     timers: list[threading.Timer] = []
 

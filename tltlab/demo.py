@@ -288,7 +288,7 @@ def run_drafter(
     policy = fixed_depth(out / "fixed.json", sizes.draft_depth)
     recipe = recipe_of(model, sizes, seed=seed, policy=policy, drafter=drafter)
     with GrpoRun(recipe, out) as run:
-        # Rollouts are measured, so nothing else may run beside them.
+        # Rollouts are measured, so nothing else may run meanwhile.
         before_steps()
         for _ in range(sizes.steps):
             report(str(run.step()))

@@ -1,6 +1,6 @@
 """Files and folders that are there as a whole or not at all, what is written becoming `path` in one move; and locks.
 
-What is not durable is whole after a kill; what is durable (`fsync`) also after the machine went down.
+Every file is whole after a kill; a durable one (`fsync`) also after the machine went down.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .errors import ConfigError, InputError
 
 _SEAL = "sha256"
 MOST_JSON_BYTES = 256 << 20
-"""Of a JSON file, which is read as a whole."""
+"""Most bytes of a JSON file, which is read as a whole."""
 PIPE_S = 10.0
 """How long a pipe may take to have something to read, seconds."""
 SUM_SUFFIX = ".sha256"
@@ -86,7 +86,7 @@ def unsealed(data: str | bytes) -> Any:
 
 
 def open_input(path: Path) -> BufferedReader:
-    """A file to read from. Raises OSError, also for a pipe that nobody writes to within PIPE_S seconds."""
+    """A file to read from. Raises OSError, also for a pipe without a writer for PIPE_S seconds."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
@@ -105,7 +105,7 @@ def open_input(path: Path) -> BufferedReader:
 def open_unpacked(path: Path) -> BinaryIO:
     """Open a file, unpacked where its first bytes are those of gzip, zstd, bz2, xz, lz4 or zip. Raises OSError.
 
-    What is read later raises OSError too; the way back, `seek(0)`, unpacks anew.
+    Later reads raise OSError too; `seek(0)` unpacks anew.
     """
     file = open_input(path)
     head = file.peek(6)[:6]
@@ -349,8 +349,8 @@ def replace_durably(path: Path, data: bytes | memoryview) -> None:
 def replaced_durably(path: Path, name: Callable[[str], str] | None = None) -> Iterator[Hashing]:
     """Write a file in one move and wait until it is on the disk: within, the file to write to. Raises OSError.
 
-    It is written beside `path` with the ending `.tmp`; after a kill that may be left. `name` makes of the SHA-256 of
-    what was written the file's name, in place of `path`'s.
+    The new file is written as `path` with the ending `.tmp`, which a kill may leave behind. `name` makes of the SHA-256
+    of what was written the file's name, in place of `path`'s.
     """
     new = path.with_suffix(".tmp")
     try:
@@ -379,7 +379,7 @@ def sha256_of(path: Path) -> str:
 
 
 def write_sum(path: Path, sha256: str) -> None:
-    """Say durably, beside a file and as sha256sum does, what its SHA-256 is."""
+    """Write the SHA-256 of a file next to it, durably and in the format of sha256sum."""
     write_durably(path.with_name(path.name + SUM_SUFFIX), f"{sha256}  {path.name}\n".encode())
 
 

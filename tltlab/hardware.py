@@ -1,8 +1,8 @@
 """GPUs and models as step times need them: bandwidth, FLOPs, memory, and shapes of weights; and the memory that this
 machine has left.
 
-Those that are known by name stand in hardware.json: dense figures of vendors' data sheets, and published model
-configurations; bf16 where no other type is named.
+Named ones are in hardware.json: dense figures of vendors' data sheets, and published model configurations, in bf16
+unless stated.
 """
 
 from __future__ import annotations

@@ -325,7 +325,7 @@ def raised(error: Exception, name: str) -> ConfigError:
 
 
 def from_user(error: Exception) -> bool:
-    """Tell whether an exception came out of code that tltlab called and that is neither tltlab's nor installed."""
+    """Return True if an exception came from code that tltlab called and that is neither tltlab's nor installed."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     ours = max((n for n, file in enumerate(files) if file.startswith(_PACKAGE)), default=-1)
     return any(not file.startswith((*_INSTALLED, "<frozen")) for file in files[ours + 1 :])

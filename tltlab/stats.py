@@ -89,7 +89,7 @@ def paired_interval(
     ratios = first / second
     if np.ptp(ratios) <= 1e-12 * ratios.max():
         return Interval(estimate=estimate, low=estimate, high=estimate, level=level, method="percentile")
-    # It takes half a second to import, and most that need an interval need Student's.
+    # SciPy takes half a second to import; most intervals need only Student's quantiles.
     from scipy.stats import bootstrap
 
     with warnings.catch_warnings():

@@ -28,7 +28,7 @@ PROMPTS = tuple(tuple(_ALL_PAIRS[i:] + _ALL_PAIRS[: i + 1]) for i in (0, 7))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRequest:
-    """A request of the audit; `updated` says that the updated weights answer it."""
+    """A request of the audit; with `updated` the updated weights answer it."""
 
     prompt: int
     sampling: Sampling

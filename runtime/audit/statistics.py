@@ -22,7 +22,7 @@ _CRESSIE_READ = 2 / 3
 class ChiSquare:
     """A statistic that is chi-square with `dof` where the samples follow their distribution.
 
-    It is infinite where an impossible outcome occurred. `num_samples` is the denominator of frequencies.
+    The statistic is infinite where an impossible outcome occurred. `num_samples` is the denominator of frequencies.
     """
 
     statistic: float

@@ -49,7 +49,7 @@ class CoordinatorClient(SocketThread):
             return self._agent.order
 
     def wait_for_order(self, timeout_s: float) -> Order:
-        """Return the order, once it is no longer `Hold`, or after `timeout_s`."""
+        """Return the order once it is not `Hold`, or after `timeout_s`."""
 
         def ready() -> bool:
             return self._agent.order != Hold() or self._failure is not None or self._closing

@@ -1,6 +1,6 @@
 """The worker coordinator as a server.
 
-It is `tltlab.coordination.machine` behind a ZeroMQ ROUTER, in a thread of the driver.
+The coordinator is `tltlab.coordination.machine` behind a ZeroMQ ROUTER, in a thread of the driver.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Drafting:
 
 
 class NullDrafting(Drafting):
-    """A run without a drafter of its own to train."""
+    """A run that trains no drafter."""
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
         if state:

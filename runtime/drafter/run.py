@@ -270,9 +270,9 @@ class DrafterRun(Drafting):
     def state_dict(self, folder: Path) -> dict[str, Any]:
         """Return the drafter in service, and all training state and data.
 
-        These are its weights, AdamW's moments and counters, the RL step since which it serves, the training schedule
-        and the canaries' verdicts; and for every live trainer its buffer, held-out sequences and random state, in a
-        file of its own. Older drafters are not kept; the trace has their acceptance.
+        State of the drafter: weights, AdamW's moments and counters, the RL step since which it serves, the training
+        schedule and the canaries' verdicts. Every live trainer has its own file: buffer, held-out sequences, random
+        state. Older drafters are not kept; the trace has their acceptance.
         """
         if self.training is not None:
             self.training.processes.save_data(folder)

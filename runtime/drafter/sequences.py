@@ -1,7 +1,7 @@
 """Training data of a drafter: a response's text with the target's hidden states, and several packed in one row.
 
-They are packed back to back, without padding: attention goes over each sequence alone (`trainer.attention`) and
-positions are each sequence's own. TLT (arXiv 2511.16665, Fig. 17) reports 2.2 times the samples per second of padding.
+Sequences are packed without padding: attention and positions are per sequence (`trainer.attention`). TLT (arXiv
+2511.16665, Fig. 17) reports 2.2 times the samples per second of padding.
 """
 
 from __future__ import annotations

@@ -160,9 +160,9 @@ class DrafterTraining:
 
         Members with parts of a batch therefore compute the same as one with all of it: exactly where one step is
         trained. Unrolled steps have fewer tokens than the first and are weighted by the first's. A member without data
-        has no weight. `leave` returns True if this member has to leave. It is called after each pass over `PART_ROWS`
-        rows, after which the member contributes its result so far, and just before the exchange, so that all leave with
-        the update under way.
+        has no weight. `leave` returns True if this member has to leave, and is called after each pass over
+        `PART_ROWS` rows and just before the exchange. A member that leaves contributes its result so far, and all leave
+        after the current update.
 
         Where a loss or gradient of any member is not finite, no member applies the update. Where the step makes weights
         that are not finite, all restore the last backup, `keep_s` seconds old or a little more. After three such
@@ -229,7 +229,8 @@ class DrafterTraining:
     def predict(self, sequences: Sequence[TrainingSequence], head: DrafterHead | None = None) -> list[float]:
         """Return the acceptance rate (`DrafterLoss.accept`) by unrolled step; [] without data.
 
-        It is unbiased on sequences that were not trained on. It is the trained head's, or that of `head`.
+        The estimate is unbiased on sequences that were not trained on. The acceptance is that of the trained head, or
+        of `head`.
         """
         teaching = [sequence for sequence in sequences if sequence.teaches]
         if not teaching:

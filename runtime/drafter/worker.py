@@ -211,7 +211,7 @@ class SpotTrainer:
     def save_data(self, folder: Path) -> None:
         """Write the training data into a checkpoint's folder, between two rollouts; nothing if there is none.
 
-        It is the buffer, the held-out sequences and the state of the generator that draws from them.
+        The data are the buffer, the held-out sequences and the state of the generator that draws from them.
         """
         self._feed.settle(SETTLE_S)
         with self._data:

@@ -16,8 +16,8 @@ from tltlab.drafters.base import Key
 from tltlab.errors import RunError
 
 Drafting = Literal["any", "own", "none", "none beside"]
-"""Drafts that a request may have: "any"; from its "own" text alone, so that a seed repeats its tokens; "none"; or "none
-beside", which also rules out drafts for the other requests in the batch.
+"""Drafts that a request may have: "any"; only from its "own" text, which makes its tokens repeatable by seed; "none";
+or "none beside", which also excludes drafts for other requests in the batch.
 """
 
 
@@ -100,7 +100,7 @@ class GenerationRequest:
 class FollowUp:
     """The next turn of a response: its request, whose prompt ends with the tokens `observed` of a tool's output.
 
-    It was submitted at `submit_s`, seconds since the rollout began, `tool_s` after the previous turn ended.
+    The request was submitted at `submit_s`, seconds since the rollout began, `tool_s` after the previous turn ended.
     """
 
     request: GenerationRequest

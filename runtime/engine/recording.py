@@ -218,7 +218,7 @@ class LiveRecording:
             self._has_no_iterations(rl_step)
 
     def _has_no_iterations(self, rl_step: int) -> None:
-        """Note in the manifest that this RL step has no iterations of its own."""
+        """Note in the manifest that this RL step has no iterations."""
         self._without_iterations += (rl_step,)
         self._give({"without_iterations": self._without_iterations}, _ROW_BYTES)
 

@@ -61,7 +61,7 @@ class WeightSource(Protocol):
 class WeightBucket:
     """Places of whole tensors: (name, dtype, shape, offset) each, from byte `start` on in the memory at `path`.
 
-    It is bucket `number` of its update, counted from 0. `token` identifies the memory.
+    `number` counts the buckets of an update from 0. `token` identifies the memory.
     """
 
     path: str

@@ -97,7 +97,7 @@ def _remove(path: Path) -> None:
 def _end_agents(session: Path) -> None:
     """Kill the processes of a Ray session whose driver was killed: its agents retry its servers for a minute.
 
-    They are found by Ray's process titles and logs in the session.
+    Ray's process titles and logs in the session identify its processes.
     """
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

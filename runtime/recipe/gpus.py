@@ -66,7 +66,7 @@ def bundles_of(recipe: Recipe) -> Bundles:
 def weight_transport(recipe: Recipe) -> Literal["host", "nccl", "ipc"]:
     """Return the transport of the policy's weights to engines: `cluster.weights`; "auto" is over devices if possible.
 
-    "ipc" where trainers and engines share each device, "nccl" where each has whole ones of its own, else "host".
+    "ipc" where trainers and engines share devices, "nccl" where each has its own whole devices, else "host".
     """
     transport, of_devices = recipe.cluster.weights, _device_transport(recipe, bundles_of(recipe))
     if transport == "auto":

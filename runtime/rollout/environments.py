@@ -33,7 +33,7 @@ Message = dict[str, str]
 
 
 class Environment(Protocol):
-    """Answers tool calls. One is made, without arguments, in every process; all its input is in messages.
+    """Answers tool calls. Every process makes one environment, without arguments; its only input is messages.
 
     A class may have `stop`, the strings that end a turn, for recipes that name none.
     """

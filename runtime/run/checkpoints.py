@@ -4,7 +4,7 @@
     step-000020/checkpoint.json  {"rl_step": 20, "files": {NAME: {"bytes": 123, "sha256": ...}}}, written last
 
 Large files are hashed while they are written, into `NAME.sha256` beside them, so that a save reads no gigabytes back.
-They are read and checked when a run goes back to a checkpoint; otherwise only their size is checked.
+Files are read and checked when a run returns to a checkpoint; otherwise only their size is checked.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class RolloutsAhead:
         return not self._ahead
 
     def settle_for_update(self) -> None:
-        """Make way for new weights: between two rollouts, or at once where engines load them while they generate."""
+        """Wait until weights may change: between two rollouts, or at once where engines load them while generating."""
         if not self._recipe.rollout.staleness:
             self.settle()
 

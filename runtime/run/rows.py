@@ -93,9 +93,9 @@ def step_rows(
     """Return the step's rows by table, those of tokens and iterations by column.
 
     `parts[w].responses[i]` answers `shares[w][i]` on worker w. `rewards` are by the key of a request, none where it was
-    cut, `epochs` by that of its first turn. `policy_version` sampled responses without versions of their
-    own; `t_start` is in seconds since the start of the run. `drafter` are the rows of its training, of `steps` only
-    some columns. The stages after the rollout began `stages_s` seconds after its start, by default at its end.
+    cut, `epochs` by that of its first turn. `policy_version` is the version of responses without their own; `t_start`
+    is in seconds since the start of the run. `drafter` are the rows of its training, of `steps` only some columns. The
+    stages after the rollout began `stages_s` seconds after its start, by default at its end.
     """
     requests = [request for share in shares for request in share]
     placed = [(worker, response) for worker, part in enumerate(parts) for response in part.responses]

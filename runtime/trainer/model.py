@@ -35,8 +35,8 @@ _OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm
 class PackedTokens:
     """Sequences back to back, T tokens in all, and the R positions whose next token is one of a response.
 
-    Each of P ranks that compute them together has its own T / P tokens, token_ids and positions [1, T / P], and r of
-    the R positions: rows and next_tokens [r], in the order of sequences, are number `own` of `num_rows`. boundaries
+    Each of P ranks that compute them together has T / P tokens, token_ids and positions [1, T / P], and r of the R
+    positions. Its rows and next_tokens [r], in the order of sequences, are numbers `own` of `num_rows`. boundaries
     [sequences + 1], as FlashAttention takes them, are those of all T. Padding tokens that make T a multiple of P are a
     sequence of their own, without rows. Without sequences there is one such token per rank: an idle rank still takes
     part in the collectives of a sharded model.
@@ -189,8 +189,8 @@ def load_policy_model(
 ) -> PolicyModel:
     """Load the model of a folder or an id with float32 weights on `device`; ConfigError if it cannot be trained here.
 
-    With a `mesh` it is sharded over its ranks, layer by layer, and computes in `dtype` with gradients reduced in
-    float32: rank 0 reads the weights and sends them, so the host holds one copy of them and no device a whole one.
+    With a `mesh` the model is sharded over its ranks, layer by layer, and computes in `dtype` with gradients reduced in
+    float32. Rank 0 reads and sends the weights: the host holds one copy, and no device a whole one.
     """
     try:
         config = AutoConfig.from_pretrained(model)

@@ -62,7 +62,7 @@ def sequence_groups(
 ) -> tuple[SequenceGroup, dist.ProcessGroup | None]:
     """Return the group of `size` neighbours that share sequences with `rank`, and the group of ranks in its place.
 
-    With 4 ranks and size 2, (0, 1) and (2, 3) share sequences, and (0, 2) and (1, 3) sum over all sequences. None is
+    With 4 ranks and size 2, (0, 1) and (2, 3) share sequences, and (0, 2) and (1, 3) sum over all sequences. None means
     all ranks. All ranks call it once they have met. ConfigError where `size` does not divide `world`.
     """
     if world % size:

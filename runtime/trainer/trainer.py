@@ -1,10 +1,10 @@
 """The trainer: log-probs of recorded responses and policy updates of a Hugging Face causal model, on one or more ranks.
 
-Ranks share weights, gradients and optimizer state through FSDP2 and split every batch by tokens. Each has the tokens of
-its own samples, and for all samples the data from which every rank computes advantages, weights and the order of
-mini-batches alike. With `train.sequence_parallel` that many neighbours have the same samples and split each micro-batch
-(`SequenceGroup`): together they are one data rank. Results are the same for any number of ranks and any size of
-micro-batches, up to rounding; the same state and samples on the same number of ranks give the same bits.
+Ranks share weights, gradients and optimizer state through FSDP2 and split every batch by tokens. Each rank has the
+tokens of its own samples, and the data of all samples that determine advantages, weights and the order of mini-batches.
+With `train.sequence_parallel` that many neighbours have the same samples and split each micro-batch (`SequenceGroup`):
+together they are one data rank. Results are the same for any number of ranks and any size of micro-batches, up to
+rounding; the same state and samples on the same number of ranks give the same bits.
 """
 
 from __future__ import annotations

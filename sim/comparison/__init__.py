@@ -1,1 +1,1 @@
-"""Policies, systems and settings beside each other: rows, points of a grid, and what speculation would bring."""
+"""Comparison of policies, systems and settings: rows, points of a grid, and the gain of speculation."""

@@ -1,4 +1,4 @@
-"""The 90 % range of a speed-up: what costs, acceptance and lengths may be wrong by, together and each by itself.
+"""The 90 % range of a speed-up: the effect of errors in costs, acceptance and lengths, jointly and separately.
 
 Each input is moved to the ends of its own 90 % range while the policy stays the same, and the speed-up is simulated
 again. Logarithms of the effects add up as independent errors do, the lower and the upper ones apart.
@@ -189,7 +189,7 @@ class Times:
 def at_range_ends(scenario: Scenario, errors: InputErrors) -> dict[Source, list[Scenario]]:
     """Scenarios with costs, and with acceptance, at the lower and at the upper end of its range.
 
-    There are none of acceptance where no error of it is open, and where it is replayed and cannot be moved.
+    Acceptance has no scenarios where its error is unknown, or where replay fixes it.
     """
     model, tokens = scenario.acceptance, errors.tokens
     costs = [ScaledCosts.wrapping(scenario.costs, speculative=factor) for factor in _costs_ends(errors.speed_up)]
@@ -213,8 +213,8 @@ def bands(
 ) -> tuple[Band, Band | None]:
     """The ranges of the speed-ups of rollouts and of RL steps, from `plain` and `drafting`, which were simulated.
 
-    `policy` returns the policy of a scenario whose inputs are off: the one that was simulated, or the best there where
-    that one drafts nothing. `plain` are the times of plain decoding or of the `baseline`, whose ends are simulated too.
+    `policy` returns the policy of a scenario with changed inputs: the simulated one, or the best one there if that
+    drafts nothing. `plain` are the times of plain decoding or of the `baseline`, whose ends are simulated too.
     Other stages take what they take in `plain` and `drafting`, in proportion to the tokens. `jobs` as in
     `side_by_side`.
     """
@@ -381,7 +381,7 @@ def _with_tokens(scenario: Scenario, model: Acceptance, factors: Mapping[str, fl
 
 
 def chance_ratio(model: Acceptance, drafter: str, factor: float) -> float:
-    """Ratio of every token's chance for which a draft brings `factor` times the tokens, as far as a draft can.
+    """Ratio of every token's chance for which a draft brings `factor` times the tokens, up to the most a draft can.
 
     >>> from tltlab.acceptance.base import GeometricAcceptance
     >>> round(0.7 * chance_ratio(GeometricAcceptance(alpha=0.7), "learned", 0.64), 2)

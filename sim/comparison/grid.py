@@ -73,7 +73,7 @@ class Axes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those of the points that have values, in the order of their columns."""
+        """Names of axes with values, in the order of their columns."""
         every = (field.name for field in fields(self) if field.name not in ("systems", "model"))
         return tuple(name for name in every if getattr(self, name))
 
@@ -158,8 +158,8 @@ def sweep(
     All have common random numbers. `policies` are as `compare` takes them, by default adaptive. Systems are compared
     to verl, which is always among them, as `compare_systems` does without ranges.
 
-    Where `rl_steps` are left open in a trace of more than 24, each point simulates a sample of its own: a point that
-    varies more does not make the others slower, and the smaller sample is part of the larger one.
+    Where `rl_steps` are left open in a trace of more than 24, each point simulates its own sample, so a point that
+    varies more does not slow down the others. The smaller sample is part of the larger one.
 
     `jobs` processes share the points; the numbers do not depend on them. `journal` is a file that each finished point
     is written to: a sweep of the same trace, settings and policies continues where it ended, with more values of an

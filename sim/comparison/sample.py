@@ -1,8 +1,8 @@
 """As many RL steps as an answer needs, spread over the run: a figure from a sample, whose size it finds itself.
 
-A comparison is off by what its costs are off by, and by the draw of its RL steps. More RL steps narrow the latter only:
-a sample is large enough once its band is small beside that of the costs. RL steps of a run drift (lengths grow), so a
-sample has the middle one of each of n parts of the run that are equally long. Three times as many parts have these
+A comparison is off by what its costs are off by, and by the draw of its RL steps. More RL steps narrow only the latter:
+a sample is large enough once its band is small compared with that of the costs. RL steps of a run drift (lengths grow),
+so a sample has the middle one of each of n parts of the run that are equally long. Three times as many parts have these
 among their middles, so that a sample grows by adding to it.
 """
 

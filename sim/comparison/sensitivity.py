@@ -1,6 +1,6 @@
 """How the order of systems changes where numbers that had to be assumed lie elsewhere in their plausible range.
 
-Each range is tried at both ends, all else as it was, on the same responses with common random numbers. Only the systems
+Both ends of each range are tried separately, on the same responses with common random numbers. Only the systems
 that the number touches are simulated again.
 """
 
@@ -72,7 +72,7 @@ RANGES = (
     Range(name="what a learned drafter loses untrained or old", ends=(0.5, 2.0), change=_age_faster),
     Range(name="what speculation adds to an iteration", ends=(0.7, 1.3), change=_overhead),
 )
-"""What is varied, as factors: acceptance where a default stands for it, and costs by 30 % either way."""
+"""Varied inputs, as factors: acceptance where a default stands for it, and costs by 30 % either way."""
 
 
 def over_ranges(

@@ -109,7 +109,7 @@ def by_name(
 ) -> SystemRun:
     """Simulate the system of that name; the `options` are those of `simulate_system`.
 
-    What `config` trains on idle workers replaces what the system does. Raises ConfigError for an unknown name, and with
+    Training on idle workers in `config` replaces that of the system. Raises ConfigError for an unknown name, and with
     the reason for a system that cannot be simulated here.
     """
     (system,), trace = find_systems([name]), read(trace)

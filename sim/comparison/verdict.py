@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEAST, MOST = 0.5, 0.85
-"""Acceptance that is asked beside the one granted, where nobody measured it."""
+"""Acceptance values that are also tried where none was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

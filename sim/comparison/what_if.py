@@ -47,7 +47,7 @@ from .systems import SystemComparison, ratios_are_small
 from .verdict import LEAST, MOST, SpeedUp, WhatIf
 
 USUAL = "learned"
-"""The drafter of the verdict where nobody names one."""
+"""Default drafter of the verdict."""
 _CURVE = (0.3, 0.6, 0.95)
 _DEFAULT_SYSTEMS = ("verl", "tlt", "tlt-base", "vllm-dynamic")
 THE_VERDICT = System(
@@ -57,7 +57,7 @@ THE_VERDICT = System(
     algorithm="the exact table of up to four draft depths by batch size for these costs and this acceptance",
     assumptions=("a static split, as VeRL's; the acceptance that the verdict names",),
 )
-"""The row of `systems` that the verdict speaks of."""
+"""The row of `systems` that the verdict is about."""
 
 
 def what_if(

@@ -361,7 +361,7 @@ class BufferFeed(RequestFeed):
 class RoundFeed(RequestFeed):
     """Hands the requests of a round to its workers, and signals the end of the round.
 
-    Those that may run at once are shared out in order to the worker with the fewest; each end lets the next begin.
+    Requests that may run at once go in order to the worker with the fewest; each end lets the next begin.
     """
 
     def __init__(self, stream: Stream, work: Round, num_workers: int) -> None:

@@ -51,7 +51,7 @@ class Groups:
 
 
 class Chances(Gains):
-    """Gains at chances of each request's own, for drafts that a budget shares out where there is one.
+    """Gains at per-request acceptance, for drafts that are shared out by a budget if there is one.
 
     Requests that finish count for their siblings and the budget from then on (`finish`). Without a budget the given
     regime's cost holds; with one, the costs of `rates` price the drafts that it allots.
@@ -176,7 +176,7 @@ class Chances(Gains):
 
 @dataclass(slots=True, kw_only=True)
 class Rates:
-    """Makes the batches of a simulation. Those of one rollout, known by its `Requests`, share their groups.
+    """Makes the batches of a simulation. Batches of one rollout (of the same `Requests`) share their groups.
 
     `budgets` are those of the workers in order, none where the strategy alone sets what is drafted: a rollout's first
     batch gets the first one.

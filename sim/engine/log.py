@@ -188,7 +188,7 @@ class SimulatedRollout:
         return math.fsum(float(part.sum()) for part in np.split(c.switch_s + c.prefill_s + c.seconds, ends))
 
     def note_first_tokens(self, requests: Sequence[int], now: float) -> None:
-        """These have got tokens by now; what is known of one from before a preemption stays."""
+        """Record the first tokens of requests; a time from before a preemption stays."""
         for request in requests:
             if math.isnan(self.first_token_s[request]):
                 self.first_token_s[request] = now

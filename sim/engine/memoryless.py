@@ -1,8 +1,8 @@
 """Memoryless policies: asked once for each batch and queue, and followed to the end of a rollout in closed form.
 
-Such a policy depends on nothing but batch and waiting. While nothing waits and every resident gains alike, the whole
-course is known: residents finish in order of the tokens they lack, and between two finishes batch, strategy and gain
-stay the same, so that all macro-steps come out of a few array operations. Where each has a gain of its own, they finish
+Such a policy depends on nothing but batch and waiting. While nothing waits and every resident gains alike, residents
+finish in order of their remaining tokens. Between two finishes batch, strategy and gain stay the same, so a few array
+operations compute all macro-steps. Where each has a gain of its own, they finish
 in order of the iterations they lack, which is another one for each strategy: one such sort for each. Where gains are
 drawn or replayed, all this holds as long as the policy does without a drafter.
 """
@@ -143,7 +143,7 @@ class MemorylessChoices:
     ) -> Drained:
         """Run residents to their ends after a prefill of each worker; `up_to` must have reached the largest batch.
 
-        Beside them run `down_to` more that lack no less: they stay.
+        `down_to` further residents, which lack at least as much, keep running.
 
         `gains` of a strategy at a batch size are the tokens of every request of the rollout in an iteration, None where
         all gain what the regime has. `switch_s` is paid when speculation first comes in, unless the rollout begins

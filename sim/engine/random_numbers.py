@@ -1,7 +1,7 @@
 """Common random numbers: request r's k-th speculative iteration draws the same uniform under every policy.
 
-A uniform is a hash of (seed, request, k), SplitMix64 (Steele et al. 2014), so nothing is stored, blocks are drawn in
-one vectorised call, and neither the order of events nor the number of workers changes what a request draws.
+A uniform is a hash of (seed, request, k), SplitMix64 (Steele et al. 2014), so nothing is stored and blocks are drawn in
+one vectorised call. The draws of a request do not depend on the order of events or the number of workers.
 """
 
 from __future__ import annotations

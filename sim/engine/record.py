@@ -150,9 +150,9 @@ def _idle(rollout: SimulatedRollout, worker: int) -> Iterator[Row]:
 def _iterations(of: _Worker) -> Row:
     """One row per iteration, in the recorder's attribution: what an iteration drafts, the next one verifies.
 
-    So row i lasts from the start of its verification to the start of the next one and holds the drafting for i + 1;
-    the first row of a macro-step also holds its switch and what it prefilled up front, the first of all also its own
-    drafting; chunks of prompts are spread over the iterations beside which they were prefilled.
+    So row i lasts from the start of its verification to the start of the next one and includes the drafting for i + 1.
+    The first row of a macro-step includes its switch and its prefill before the first iteration; the very first row
+    also includes its own drafting. Chunks of prompts are spread over the iterations in which they were prefilled.
     """
     rollout, worker, c = of
     counts = c.num_iterations

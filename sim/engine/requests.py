@@ -22,8 +22,8 @@ from .random_numbers import request_seeds
 class Turns:
     """Responses with tool calls, each of several requests: a turn's tokens, a tool, the next turn behind its output.
 
-    By request: `after` is the request of the next turn, -1 where there is none, `tool_s` the seconds away from the
-    engine before it, 0 for a first turn, and `cached_tokens` what of its prompt is in the cache from the turn before.
+    By request: `after` is the request of the next turn, or -1. `tool_s` are the seconds away from the engine before a
+    turn, 0 for a first one. `cached_tokens` of its prompt are in the cache from the previous turn.
     `first` are the requests of first turns.
     """
 
@@ -239,8 +239,8 @@ class Requests:
     def shared(self) -> Ints:
         """Tokens of each prompt that another sample of its group has in the cache: whole blocks, never the last token.
 
-        The shortest prompt of a group is what its samples have in common: a response that continues has its own text
-        behind it. Zeros without prefix caching, and for a sample that is alone.
+        The samples of a group share its shortest prompt; in a continued response its own text follows. Zeros without
+        prefix caching, and for a sample that is alone.
         """
         if not self.prefix_caching or not len(self):
             return np.zeros(len(self), np.int64)

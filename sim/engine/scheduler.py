@@ -5,13 +5,13 @@ fit. An iteration fits while the contexts plus one token per resident fit into t
 counted). A preempted request goes to the head of the queue and has its prompt and generated tokens prefilled again:
 all of them, or with prefix caching those whose room others have taken since.
 
-Where the cost model limits the tokens of an iteration (`max_num_batched_tokens`), prompts are prefilled in chunks: the
-running requests come first, what they leave goes to the admitted prompts in order, and a request decodes from the
-iteration after its prompt is done. Its KV space is taken at admission.
+Where the cost model limits the tokens of an iteration (`max_num_batched_tokens`), prompts are prefilled in chunks.
+Running requests have priority; the remaining tokens go to admitted prompts in order. A request decodes from the
+iteration after its prompt is complete. Its KV space is taken at admission.
 
 With prefix caching (`Requests.prefix_caching`) what a group's samples share of their prompt is prefilled by the first
-of them on a worker, and held once while any of them is there. It is taken to stay in the cache from then on. What a
-preempted request had computed stays while nothing else needs the room, and is taken from its end first.
+of them on a worker, and held once while any of them is there. It is taken to stay in the cache from then on. The cache
+of a preempted request is kept while nothing else needs the room, and freed from its end.
 """
 
 from __future__ import annotations
@@ -205,6 +205,6 @@ class Scheduler:
         return [*((r, self.batch.generated(r)) for r in self.batch.running), *self.waiting, *prefilled]
 
     def take_joined(self) -> list[int]:
-        """Those that have entered the batch since this was last called."""
+        """Requests that entered the batch since the last call."""
         joined, self.joined = self.joined, []
         return joined

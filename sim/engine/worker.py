@@ -68,8 +68,8 @@ class RolloutSimulator:
     """State shared by all rollouts of a simulation. Selectors persist across RL steps, one per worker.
 
     `noise` multiplies the time of each iteration, drawn from `seed`; prefill and switches have none. A choice is made
-    one iteration `ahead` of the one that verifies it, and its outcome comes `delay` choices later than that iteration
-    ends; where these are None, policies that learn are ahead, and outcomes of blocks come one block late.
+    one iteration `ahead` of the one that verifies it, and its outcome arrives `delay` choices after that iteration
+    ends. Where both are None, learning policies are ahead, and outcomes of blocks arrive one block late.
     """
 
     costs: CostModel

@@ -189,9 +189,8 @@ class TuningCases:
     def race(self, policies: Mapping[str, Policy], *, seeds: Sequence[int], seed: int) -> dict[str, float]:
         """Scores of policies in sampled mode, relative to the best one's, over as many of the `seeds` as that takes.
 
-        After each seed those leave whose interval over the leader lies above 1, and the race ends when the others
-        are `LEVEL` with the leader; the leader's runs under the same seeds are what a policy that has left is
-        compared with.
+        After each seed, policies whose interval over the leader lies above 1 are dropped. The race ends when the others
+        are `LEVEL` with the leader. A dropped policy is compared with the leader's runs under the same seeds.
         """
         if not policies:
             return {}

@@ -30,7 +30,7 @@ class Finalists:
     best_fixed: str
 
     def scores(self, cases: TuningCases, *, seeds: Sequence[int], seed: int) -> dict[str, float]:
-        """Scores of those that may be taken: of what is tuned, and of what is not, each by a race of its own."""
+        """Scores of the candidates to choose from; tuned and fixed policies race separately."""
         tuned, simple = ({n: p for n, p in self.policies.items() if self.kind_of[n] in k} for k in (TUNED, ORDER[:2]))
         races = (cases.race(runners, seeds=seeds, seed=seed) for runners in (tuned, simple) if runners)
         return {name: score for race in races for name, score in race.items()}
@@ -146,7 +146,7 @@ def judge(
 def _reaches(
     cases: TuningCases, seconds: Sequence[Floats], best: Sequence[Floats], plain: Sequence[Floats], seed: int
 ) -> bool:
-    """Return whether a policy may be as good as the best one; with a single pair, which has no interval, if it is."""
+    """Return True if a policy may be as good as the best one; a single pair has no interval, so it must be as good."""
     interval = cases.ratio(seconds, best, plain, seed=seed, paired=paired_interval)
     return (interval.estimate if math.isnan(interval.low) else interval.low) <= 1.0
 

@@ -180,8 +180,8 @@ class Parameters:
 def values_of(name: str, text: str) -> tuple[Any, ...]:
     """The values of a setting that `low..high` or `a|b|c` stands for; ConfigError for another text.
 
-    Whole numbers are all of a range of at most 32, else 17 of it; ranges from above 0 to ten times as much or more are
-    divided by ratios, others by differences.
+    Whole numbers are all tried in a range of at most 32, else 17 of them. Positive ranges of a factor of ten or more
+    are divided by ratios, others by differences.
 
     >>> values_of("few", "2..5"), values_of("epsilon", "0.01..0.1")[::8], values_of("reward", "paper|relative")
     ((2, 3, 4, 5), (0.01, 0.031622777, 0.1), ('paper', 'relative'))

@@ -53,10 +53,10 @@ _TUNED_ON = 4
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult(Judged):
-    """The chosen policy with its provenance, and what it was measured against; all times are simulated.
+    """The chosen policy with its provenance and the baselines it was compared with; all times are simulated.
 
-    `searched` maps every policy that was tried in fluid mode to its score on the tuning steps, `trials` are the
-    settings of policy `tuned` that were tried, the best first: of the bandit, or of the best policy that is searched.
+    `searched` maps every policy tried in fluid mode to its score on the tuning steps. `trials` are the settings tried
+    for policy `tuned`, the best first: the bandit, or the best searched policy.
     """
 
     policy: Policy
@@ -337,7 +337,7 @@ def _adaptive(cases: Sequence[TuningCase], strategies: Sequence[Strategy], confi
 def _case(
     trace: Trace, at: int, rl_steps: Sequence[int], config: TuneConfig, brought: Mapping[str, DrafterSpec]
 ) -> TuningCase:
-    """With the recorded placement, where nobody asks for another one and the trace knows it of these workers.
+    """The config with the recorded placement, if none is set and the trace has one for these workers.
 
     `brought` are drafters that further candidates bring along.
     """
@@ -350,7 +350,7 @@ def _case(
 
 
 def _is_clear(judged: Judged, cases: Sequence[TuningCase], finalists: Finalists) -> bool:
-    """True if the champion's interval lies on one side of 1, or is small beside the error of the costs."""
+    """True if the champion's interval lies on one side of 1, or is small compared with the error of the costs."""
     row = next(row for row in judged.candidates if row.name == judged.champion)
     if judged.champion == judged.best_fixed or row.ratio_low is None or row.ratio_high is None:
         return judged.champion == judged.best_fixed

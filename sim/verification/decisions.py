@@ -48,7 +48,7 @@ STATE = ("batch", "num_waiting", "context_tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """Recorded decisions beside those that the simulator makes.
+    """Recorded decisions and those of the simulator.
 
     Columns of `rows`: `rl_step`, `policy`, `decisions`, `same` (share of them made again), and for each field of the
     state in which they were made the share that is equal: `batch`, `num_waiting`, `context_tokens`, `strategy` (the one
@@ -286,7 +286,7 @@ class RecordedBatch(Batch):
 
 
 def own_seconds(rows: pd.DataFrame) -> Floats:
-    """Seconds of each iteration with the drafting of its own drafts in place of those that it made for the next."""
+    """Seconds of each iteration with the time of the drafts that it verifies instead of those that it makes."""
     drafting = rows["draft_duration"].fillna(0.0).to_numpy(np.float64)
     seconds: Floats = rows["duration"].to_numpy(np.float64) - drafting
     seconds[1:] += drafting[:-1]

@@ -1,9 +1,9 @@
 """Predicted against measured: every RL step of a run from fits to the other steps, and a forecast from earlier ones.
 
 A step is predicted from its recorded lengths, its policy and its drafter's age and updates where the run records them;
-costs, acceptance and freshness are fitted to other steps only, the acceptance of drafters that remember earlier RL
-steps to those whose prompts were as new to them. Beside it stands a forecast as one has it before the step: fitted to
-earlier steps, with lengths drawn from theirs.
+costs, acceptance and freshness are fitted to other steps only. The acceptance of drafters that remember earlier RL
+steps is fitted to steps whose prompts were as new to them. A forecast uses only what is known before the step: it is
+fitted to earlier steps, with lengths drawn from them.
 """
 
 from __future__ import annotations

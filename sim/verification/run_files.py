@@ -1,4 +1,4 @@
-"""Files of a run beside its trace: the active policy in each RL step, and the time of a repeated rollout."""
+"""Files of a run other than its trace: the active policy of each RL step, and the time of a repeated rollout."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[in
 
 
 def repeats(trace: Trace) -> tuple[float | None, float | None]:
-    """By how much a second run of the same rollout is slower, and how far that varies; None where there is none."""
+    """Slowdown of a repeated rollout, and its spread; None without repeats."""
     file = _beside(trace, "repeats.json", _Repeats)
     twice = [] if file is None else [r for r in file.repeats if r.same_tokens]
     if not twice:

@@ -1,4 +1,4 @@
-"""Whole RL steps of a training log from earlier ones: the predicted rollout, and what lies beside it."""
+"""Whole RL steps of a training log from earlier ones: the predicted rollout and the time outside it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tltlab.traces.trace import Trace
 from .training_log import FEWEST, LogVerification, StepColumns
 
 TERMS = (("base_s",), ("base_s", "per_token_s"))
-"""What lies beside a rollout: a constant, and where it lowers the left-out error a time per token of the RL step."""
+"""Terms of the time outside a rollout: a constant and, where it lowers the left-out error, a time per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeSteps:
-    """Predictions of whole RL steps of a log, beside those of its rollouts.
+    """Predictions of whole RL steps and of rollouts of a log.
 
     Columns of `rows`: `rl_step`, `measured_s`, `predicted_s`, `error`. Empty where the log does not time whole RL
     steps. `share` is the rollout's of the RL step, None where that is not known.
@@ -54,7 +54,7 @@ class WholeSteps:
 def whole_steps(trace: Trace, log: LogVerification, window: int) -> WholeSteps:
     """Predict the RL steps that `log` predicts the rollouts of, with the `window` before each.
 
-    What lies beside a rollout is fitted to earlier RL steps and this one's tokens. Where rollouts continue beside
+    The time outside a rollout is fitted to earlier RL steps and this one's tokens. Where rollouts continue beside
     training the RL step as a whole is.
     """
     predicted = log.rows[["rl_step", "measured_s", "predicted_s", "error"]]

@@ -450,7 +450,7 @@ def from_survival(survival: Floats) -> Floats:
 def scaled(survival: Floats, ratio: Floats | float) -> Floats:
     """The survival when each drafted token's chance, given those before it, is `ratio` times as large, at most 1.
 
-    The last axis runs over the draft's tokens. Of several ratios each holds for a row: shape (rows, 1).
+    The last axis runs over the draft's tokens. Several ratios have shape (rows, 1), one for each row.
     """
     rescaled: Floats = np.cumprod(np.minimum(1.0, chances(survival) * ratio), axis=-1)
     return rescaled

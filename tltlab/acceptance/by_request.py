@@ -108,8 +108,8 @@ class SiblingAcceptance(AcceptanceModel):
 class SpreadAcceptance(Wrapped, AcceptanceModel):
     """A model that treats requests alike, as it is where each has a level of its own: some are easier to draft for.
 
-    A drafted token is kept, given those before it, with the chance whose logit is that of `base` plus a shift plus the
-    request's level: normal with standard deviation `spread`, drawn once from (seed, key), the same quantile for all
+    The logit of a drafted token's conditional acceptance is that of `base` plus a shift plus the request's level. The
+    level is normal with standard deviation `spread`, drawn once from (seed, key), with the same quantile for all
     drafters. The shift, one for each strategy and batch size, keeps the mean over drafts, which is what is measured:
     responses of one length take drafts in inverse proportion to their tokens per draft A, so that 1 / E[1 / A] is the
     base's. The work is then the same, and what changes is who ends last. Trees too: their chances are by level.

@@ -28,13 +28,15 @@ class Freshness(FiniteModel):
         fresh(updates)      = 1 - (1 - untrained) * exp(-updates / updates_to_train)
         level(age, updates) = floor + (fresh(updates) - floor) * exp(-age / age_steps)
 
-    `age` counts RL steps since the last update, `updates` the updates so far. What is never updated falls to `floor`.
+    `age` counts RL steps since the last update, `updates` the updates so far. A drafter that is never updated falls to
+    `floor`.
 
     The defaults are an assumption, not a fit. TLT accepts 6.53 tokens with an adaptive drafter and 4.59 with the one it
     began with (arXiv 2511.16665, table 6, bonus included): `untrained` is the factor on every token's chance that leads
     from the one to the other on the curve fitted to its figure 13, at 8 levels, 4 branches, 48 tokens. A stale drafter
     is taken to fall back to that. Figure 15 shows top-3 accuracy dropping at each target update and back within a few
-    training iterations, hence the few updates; over how many RL steps acceptance falls without any, nobody reports.
+    training iterations, hence the few updates. No source reports over how many RL steps acceptance falls without
+    updates.
     """
 
     untrained: Share = 0.885

@@ -1,4 +1,4 @@
-"""Acceptance models from a value, a name or a file, and those that come along.
+"""Acceptance models from a value, a name or a file, and the shipped ones.
 
 All kinds are under the contract `Acceptance`: constant; chains by one chance, a chance per token or an accept length
 per depth (base.py); measured distributions, as `calibrate` writes them (measured.py); trees (trees.py); by request,
@@ -55,7 +55,7 @@ SHIPPED: dict[str, Base | FreshAcceptance] = {
 """Models that come along, by name."""
 
 DEFAULTS = {"learned": "geometric:0.7", "ngram": "geometric:0.42", "suffix": "geometric:0.57"}
-"""Acceptance of each drafter where nobody measured it, which "default" names.
+"""Assumed acceptance of each drafter, named "default".
 
 - `learned`: an assumption, 3.2 tokens per iteration at depth 8; with trees TLT reports 4.6 to 6.5 (arXiv 2511.16665,
   table 6).

@@ -23,18 +23,18 @@ from .base import Distribution, Share, from_survival, known_drafter, only_chains
 FARTHEST = 4
 """Copies are extrapolated to drafts so many times as deep as the deepest measured ones."""
 _LONGEST_RUN = 0.999
-"""Chance at most that a run continues: what was never seen to end may still do so."""
+"""Highest probability that a run continues, also where no end was observed."""
 
 
 def copied_runs(accepted: Sequence[float], depth: int) -> Floats:
-    """P(accepted = j), j = 0..depth, of a drafter that copies text, from what it was at another depth.
+    """P(accepted = j), j = 0..depth, of a drafter that copies text, from the distribution at another depth.
 
     Such a drafter is right for a run of tokens and then wrong. A draft of depth D takes at most D + 1 tokens of a run,
-    and the next one continues inside it; so shallow drafts meet long runs more often than deep ones, and a deep one cut
-    short is no shallow one. Let S(i) be the measured P(accepted >= i), F(r) the chance that a run which begins is right
-    for at least r tokens, and let runs of D - 1 tokens and more continue with the chance g. A share S(D) g of the
-    drafts begins inside a run, so S(i) = (1 - S(D) g) F(i) + S(D) g^(i + 1), which makes g = S(D) / S(D - 1) and gives
-    F. At another depth d, over the drafts of a run,
+    and the next draft continues inside the run. Shallow drafts therefore meet long runs more often, and a truncated
+    deep draft differs from a shallow one. Let S(i) be the measured P(accepted >= i), F(r) the chance that a run which
+    begins is right for at least r tokens, and let runs of D - 1 tokens and more continue with the chance g. A share
+    S(D) g of the drafts begins inside a run, so S(i) = (1 - S(D) g) F(i) + S(D) g^(i + 1), which makes g = S(D) / S(D -
+    1) and gives F. At another depth d, over the drafts of a run,
 
         P(accepted >= i) = sum_k F(k (d + 1) + i) / sum_k F(k (d + 1)).
 
@@ -103,9 +103,9 @@ class MeasuredAcceptance(Distribution):
 
     A depth that was not measured follows from the next larger measured one: its first d tokens for a learned drafter,
     `copied_runs` of it for one that copies text. On the n-gram drafts of arXiv 2601.11580 that errs by .1 % of
-    the tokens per draft at most, where cutting short errs by 11 %. Beyond the largest measured depth nothing is known
-    of a learned drafter, which is a ConfigError; copies are extrapolated from depth 2 or more, up to `FARTHEST` times
-    as deep (by .5 % there, while from depth 1 it is 12 %). `outside` marks copies at depths that were not measured.
+    the tokens per draft at most, where cutting short errs by 11 %. Beyond the largest measured depth a learned drafter
+    raises ConfigError. Copies are extrapolated from depth 2 or more, up to `FARTHEST` times as deep (error .5 % there,
+    12 % from depth 1). `outside` marks copies at depths that were not measured.
     Tokens drafted scale with the depth. `copies` records for each drafter whether it copies text; names of `STANDARD`
     may be left out.
 

@@ -69,7 +69,7 @@ class PerDrafter(Wrapped):
         return own if self.varies_by == "nothing" else math.nan
 
     def text(self, drafter: str) -> str:
-        """How the drafter's model is written, its kind where nobody wrote it."""
+        """The text of the drafter's model, or its kind if it has none."""
         written = self.texts.get(drafter if drafter in self.models else EVERY)
         return written or str(getattr(self.of(drafter), "kind", "a model"))
 

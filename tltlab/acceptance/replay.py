@@ -25,9 +25,9 @@ _Row = tuple[int, Bytes]
 class TraceAcceptance(Acceptance):
     """Counterfactual acceptance per position, from acceptance.parquet: a draft at position p keeps min(reach, row[p]).
 
-    Position p is before the request's token p (p tokens stand). Of several rows of one request and drafter, at
-    different drafter ages, the one with the smallest age that is at least `drafter_age` counts; where all are younger,
-    the oldest. Nothing is interpolated. None asks for the youngest.
+    Position p is before the request's token p (p tokens stand). Where a request and drafter have rows at several ages,
+    the row with the smallest age of at least `drafter_age` counts; where all are younger, the oldest. Nothing is
+    interpolated. None asks for the youngest.
     """
 
     varies_by: ClassVar[Variation] = "position"

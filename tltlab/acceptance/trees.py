@@ -37,8 +37,8 @@ class TreeAcceptance(AcceptanceModel):
     the level and the fewer the nodes, the likelier the right node was pruned. Means follow as 1 + sum_i prod (1 - h_i).
 
     A chain (top_k = 1) has i nodes down to level i, so its budget term is `pruned` at every level, and branching does
-    not enter: the first d tokens of a longer chain are the chain of depth d. That is an extrapolation where the fit
-    saw trees only; `outside` reports it. The spread around the mean, too, follows from h_i and was not measured.
+    not enter: the first d tokens of a longer chain are the chain of depth d. A chain is extrapolated where the fit saw
+    trees only; `outside` reports it. The spread around the mean, too, follows from h_i and was not measured.
     """
 
     kind: Literal["tree"] = "tree"

@@ -120,9 +120,9 @@ def error_bound_90(spread: Floats) -> float:
 def error_quantiles(errors: pd.Series[float] | Floats) -> tuple[float, float]:
     """Median of relative errors' sizes, and what the next one does not exceed with a probability of 90 %.
 
-    An error's size is a factor less 1, as in `Evidence`: predicting half is as far off as predicting twice. Of nine
-    errors or more it is the order statistic of conformal prediction (Vovk et al. 2005), of fewer Student's bound from
-    their root mean square: the largest of few is exceeded too often.
+    An error's size is a factor less 1, as in `Evidence`: predicting half is as far off as predicting twice. With nine
+    errors or more it is the order statistic of conformal prediction (Vovk et al. 2005). With fewer it is Student's
+    bound from their root mean square, as the largest of few is exceeded too often.
 
     >>> error_quantiles(np.array([0.01] * 18 + [0.02]))
     (0.01, 0.01)

@@ -32,8 +32,8 @@ _WHOLE = ("batch", "draft_depth", "top_k")
 class Iterations:
     """One entry per iteration; contexts and verified tokens are sums over the batch.
 
-    What an iteration verified: `verified` tokens (`tokens_to_verify` per request) of drafts that are `depth` deep. What
-    it drafted within its `seconds`: `next_depth` and `draft_s`, 0 where `draft_known` is False. `drafted_depth` is the
+    An iteration verified: `verified` tokens (`tokens_to_verify` per request) of drafts that are `depth` deep. Within
+    its `seconds` it drafted: `next_depth` and `draft_s`, 0 where `draft_known` is False. `drafted_depth` is the
     depth that counts where only one is known for an iteration, and `levels` the part of it that a network drafted.
     `loaded`: a drafter was in memory in that RL step. `block` numbers the rollouts of workers from 0.
     """

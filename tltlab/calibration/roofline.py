@@ -58,7 +58,7 @@ class Measurements(Protocol):
 
     @property
     def ranges(self) -> Mapping[str, tuple[float, float, float]]:
-        """Typical value, least and most of each constant that these measurements speak about."""
+        """Typical value, least and most of each constant that these measurements can identify."""
 
     @property
     def measured(self) -> Floats: ...
@@ -192,7 +192,7 @@ class RooflineEstimator(CostEstimator):
 
 
 def fit_constants(rows: Measurements, start: Mapping[str, float] | None = None) -> dict[str, float]:
-    """All constants that the measurements speak about.
+    """All constants that the measurements can identify.
 
     Relative errors, softened beyond 10 %; a weak pull (a factor e off weighs as much as an error of 0.3 % of one row)
     holds what the data leave open near typical values.

@@ -1,7 +1,7 @@
 """Fits stage costs to a recorded run: its steps.parquet against the tokens of each RL step, and how well that holds.
 
-The error is of RL steps left out of the fit, one at a time. Beside it stands that of the median of the other steps, a
-constant: where the fit is no better, the stage's time does not depend on tokens within what noise lets one see.
+The error is of RL steps left out of the fit, one at a time. It is compared with a constant, the median of the other
+steps: where the fit is no better, noise hides any dependence of the stage on tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .cross_validation import held_out_predictions, relative_errors
 from .robust import fit
 
 Columns = Callable[[StepWorkload], dict[str, float]]
-"""What each coefficient of a stage is multiplied with, the terms in the order in which they are tried."""
+"""Regressors of a stage, in the order in which its terms are tried."""
 
 _HELD_OUT = ["measured_s", "predicted_s", "constant_s", "stage", "rl_step"]
 _STEPS_PER_TERM = 2
@@ -227,7 +227,7 @@ class StageEstimator:
     def fit(self, rows: pd.DataFrame) -> Self:
         columns = {name: rows[name].to_numpy() for name in self.terms}
         seconds, num = rows["measured_s"].to_numpy(), len(rows)
-        # Each RL step is a block of its own: one that a neighbour slowed down does not raise the level of all others.
+        # Each RL step is a separate block, so a step slowed down by other load does not raise the level of all others.
         solution = fit(columns, seconds, groups=np.zeros(num, np.int64), blocks=np.arange(num))
         self.terms_ = {name: value or 0.0 for name, value in solution.coefficients.items()}
         return self

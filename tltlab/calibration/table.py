@@ -125,8 +125,8 @@ class MeasuredTableEstimator(TableEstimator):
         if drafts:
             columns |= {"sd_base_s": rows.spec.astype(np.float64)}
             columns |= {"draft_level_s": rows.next_depth, "draft_level_per_request_s": rows.next_depth * rows.batch}
-        # Every batch and depth has tokens of its own: the curve could bend through all of them, and no time were left
-        # for drafting. Of all that the measurements allow the straightest is taken.
+        # Every batch and depth has different tokens: a curve through all of them would leave no time for drafting.
+        # Among the curves that fit the measurements, the straightest is taken.
         bends = forward_bends(rows.verified, rows.seconds, forward_at) if drafts else []
         coefficients = non_negative(columns, rows.seconds, small=bends)
         if drafts:

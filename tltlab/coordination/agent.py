@@ -1,8 +1,8 @@
 """The worker's side of the worker coordinator, without its wires: what it reports and which order its trainer is under.
 
-`WorkerAgent` keeps the rules of `messages`. It stands between three parties: the engine, which reports whether
-requests are left; the coordinator, whose commands it receives; and the trainer, which follows `order`, takes the device
-with `trainer(term)` before it does anything with it and gives it back with `trainer(None)`.
+`WorkerAgent` keeps the rules of `messages`. The agent connects three parties. The engine reports if requests are left.
+The coordinator sends commands. The trainer follows `order`, takes the device with `trainer(term)` before using it, and
+returns it with `trainer(None)`.
 """
 
 from __future__ import annotations

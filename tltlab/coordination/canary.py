@@ -154,7 +154,7 @@ class Canary:
     `reset` open a window, which is looked at after `min_drafts` drafts, then each time their number has doubled. At
     look i (from 0) the drafter has collapsed if the binomial chance of so few first tokens at the bound is at most
     `FALSE_ALARM` / 2^(i + 1): over all looks of a window a drafter at or above the bound raises a false alarm with
-    probability `FALSE_ALARM` at most, as far as drafts are independent. A collapsed drafter is not trusted until the
+    probability at most `FALSE_ALARM`, if drafts are independent. A collapsed drafter is not trusted until the
     next `expect`. Without a prediction every drafter is trusted.
 
     >>> canary = Canary(CanaryConfig(min_drafts=50))

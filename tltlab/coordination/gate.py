@@ -1,7 +1,7 @@
 """Decision whether one more training of the drafter is worth its time, from costs and gains of earlier trainings.
 
-Training again and again at a fixed price against a loss that grows until it is done is the problem of economic lot
-size (Harris 1913): for a steady drift, time is least where the loss since the last training has come to its price.
+Repeated training at a fixed price against a growing loss is the economic lot size problem (Harris 1913): under a steady
+drift, the total time is least if training starts once the loss since the last one equals its price.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def training_cost(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt])
 def loss_and_gain(attempts: Sequence[Attempt], first: int) -> tuple[float, float]:
     """Loss of drafters per RL step as the target moves, and lasting gain of a training: shares of accepted length.
 
-    Over successive attempts the gains on the same responses add up to the net growth of the serving drafter and to its
-    loss in between: so the loss is the drop of a drafter's accepted length from its training to the next judgement.
+    Over successive attempts, the gains on the same responses sum to the net growth of the serving drafter plus its
+    losses in between. The loss is therefore the drop of accepted length from a training to the next judgement.
     Loss and gain are at their lower ends, a standard error down, so that noise adds next to nothing. `first` is the RL
     step that the record begins at.
     """
@@ -175,9 +175,9 @@ def loss_and_gain(attempts: Sequence[Attempt], first: int) -> tuple[float, float
 def above_end(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt]) -> float:
     """Shares of accepted length by which rollouts were above the end of their period, summed: the mean of the latest.
 
-    A period goes from one attempt to the next, the last one until now. A drafter that ages for long has lost as much as
-    it ever will, and training brings that back for a while only: the next period is worth no more than what the ones
-    before were above their ends (the marginal value of renewal; where the loss is steady, the same as the loss so far).
+    A period goes from one attempt to the next, the last one until now. A drafter that has aged for long has reached its
+    full loss, and training recovers it only for a while. The next period is worth at most what earlier periods were
+    above their ends: the marginal value of renewal, which equals the loss so far under a steady loss.
     Infinite where no period has enough rollouts.
     """
     logs = {row.rl_step: math.log(row.accept_length) for row in rollouts if row.accept_length}

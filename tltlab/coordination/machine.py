@@ -107,7 +107,7 @@ class Period:
 class CoordinatorState:
     """Whole state of the coordinator.
 
-    `release_by_s`: when `Released` is due at the latest, infinity where nobody waits for it. `term` and `seq` are the
+    `release_by_s`: when `Released` is due at the latest, infinity where it is not awaited. `term` and `seq` are the
     highest ones that the coordinator used or received in a report.
     """
 
@@ -187,7 +187,7 @@ class _Turn:
         if report.seq <= worker.seq:
             return
         if report.incarnation > worker.incarnation >= 0:
-            # Nobody saw the process before this one end, but its training ended with it.
+            # The end of the previous process was not observed, but its training ended with it.
             self.lose(index)
             worker = self.workers[index]
         self.term, self.seq = max(self.term, report.term or 0), max(self.seq, report.acked)

@@ -36,9 +36,9 @@ class ScheduleConfig(FrozenModel):
     neither was trained on, and training pauses while it brings less than it takes (`gate.worth_training`).
 
     Acceptance has dropped when the mean accepted length of the latest rollouts, weighted by drafts, is below 1 - `drop`
-    times the best since the last training, by more than their noise: with 3,000 drafts a rollout, and rollouts that
-    differ by 4 % anyway, a drafter that does not age is trained some 3 times in 100 RL steps, one that loses 0.5 % a
-    step 8 times. Training also continues while the last one that can be judged raised it by more than `drop`.
+    times the best since the last training, by more than their noise. With 3,000 drafts a rollout and 4 % variation
+    between rollouts, a drafter that does not age is trained some 3 times in 100 RL steps; one that loses 0.5 % a step,
+    8 times. Training also continues while the last one that can be judged raised it by more than `drop`.
     Whatever the kind, except `never`, a drafter that was never trained or that its canary distrusts is trained.
     """
 

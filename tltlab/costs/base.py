@@ -80,8 +80,8 @@ class CostModel(Coefficients, StoredModel, ABC):
     cut, at the cost `IterationCost.beside_s`. `graph_sizes` pads an iteration's tokens up to the next size, beyond
     the largest nothing is padded. `switch_s` is what it takes to bring speculation in after plain decoding, once in a
     rollout: the drafter then stays loaded (`sd_idle_s`). `outside_s` is what a rollout takes before its first
-    iteration, and beside all of them: starting, collecting. `calibrated` is what the fit's data covered, `noise` how
-    iterations scattered around the fit, `evidence` what speaks for the fit.
+    iteration, and beside all of them: starting, collecting. `calibrated` is the range of the fit's data, `noise` the
+    scatter of iterations around the fit, `evidence` its errors.
     """
 
     switch_s: Seconds = 0.0

@@ -14,7 +14,7 @@ from .stages import RooflineStages, StageCosts
 
 GPUS = "8xH100"
 MODEL = "Qwen2.5-7B"
-"""What a question about a machine is about where it names the other one only."""
+"""Default GPUs and model of a question that names only one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ SPECULATING = ", speculating"
 """Ends the name of a fold whose errors are those of speed-ups, not of times."""
 LEVEL = 0.9
 FURTHER = "each further gap"
-"""What of `Evidence.left_out` counts for all that was not measured but the first."""
+"""Key of `Evidence.left_out` for everything that was not measured, except its first part."""
 _TOGETHER = "together"
 
 
@@ -57,10 +57,10 @@ class Evidence(FrozenModel):
     def error(self, *, speculates: bool = False, extrapolated: bool = False) -> float | None:
         """The error of an iteration's or a rollout's time that nine in ten predictions do not exceed.
 
-        Of what was measured together it is the error of those measurements. Of what was not, or where batches or drafts
-        are `extrapolated` beyond them, it is that of leaving out what is missing; where all was measured, but apart, it
-        is the geometric mean of both. Several errors, and what is open of the parameters, are added up as independent
-        ones. None where no error is known.
+        For parts measured together it is the error of those measurements. For other parts, or batches or drafts
+        `extrapolated` beyond them, it is the error of leaving out the missing part; where all parts were measured
+        separately, it is the geometric mean of both. Several errors, and what is open of the parameters, are added up
+        as independent ones. None where no error is known.
         """
         plain = self._with_parameters("", extrapolated)
         if not speculates or plain is None:

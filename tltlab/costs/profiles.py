@@ -29,11 +29,11 @@ Factor = Annotated[float, Field(gt=0, le=10)]
 Bound = tuple[Error, Error]
 MEASURED = "a third of its measurements"
 LEFT_OUT = "model, GPU, engine or weights"
-"""What is left out of a fit that its errors are of, as `Profiles.errors` and `Evidence.left_out` name it."""
+"""Parts left out of a fit to measure its errors, as `Profiles.errors` and `Evidence.left_out` name them."""
 MOST_EFFICIENT = 1.0
 """Share of a data sheet's rates: no kernel reads or computes faster."""
 MOST_OF_EXPERTS = 1.2
-"""Efficiency of reading experts beside that of other weights: more would be fewer experts than are touched."""
+"""Efficiency of reading experts relative to other weights; above 1 fewer experts would be read than are used."""
 _SHARPNESS = 12.0
 _LONG_PROMPT = 8_000
 _SHORT_OF_INTERPOLATED = 0.45
@@ -243,7 +243,7 @@ def profile_costs(
     engine: str, gpu_source: str | Gpu, model_source: str | ModelShape, tp: int = 1,
     *, weights: Dtype | None = None, kv: Dtype = "bf16",
 ) -> RooflineCosts:  # fmt: skip
-    """Costs of a model on `tp` GPUs under one engine, with what speaks for them as `evidence`.
+    """Costs of a model on `tp` GPUs under one engine, with their errors as `evidence`.
 
     `gpu_source` is a name, a JSON file of a `Gpu`; `model_source` a name, a Hugging Face `config.json` or its folder.
     Raises ConfigError for what is not known, and where the weights do not fit.

@@ -153,7 +153,7 @@ def forward_s(ideal: Ideal, c: Constants, *, tokens: Numbers, batch: Numbers) ->
 
 
 def matrices_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Numbers = 0.0) -> Numbers:
-    """Reading weights and multiplying tokens, and those of prompts beside them, by these; all-reduces' bytes."""
+    """Bytes of weights, operations of tokens and of prompts in the same iteration; bytes of all-reduces."""
     read_s = ideal.weights_s / c.memory_efficiency
     if isinstance(ideal.experts_s, np.ndarray) or ideal.experts_s:
         touched = expected_experts(ideal.chosen, (tokens + prompt_tokens) ** c.expert_spread)
@@ -218,8 +218,8 @@ class RooflineCosts(CostModel):
           + [a drafter loaded, d = 0]  sd_idle_s
 
     with rounded_max(x, y) = (x**knee + y**knee)**(1/knee). Model-free drafters have no levels, only `sd_base_s`; drafts
-    of several branches pay `tree_s`. A block drafter runs once on b*(d + 1) tokens in place of d times on b*top_k. Of a
-    mixture of experts the weights are those that b*v tokens are expected to touch. `weights` is how the layers'
+    of several branches pay `tree_s`. A block drafter runs once on b*(d + 1) tokens in place of d times on b*top_k. In a
+    mixture of experts, only the weights that b*v tokens are expected to use are read. `weights` is how the layers'
     matrices lie in memory (None: as in the checkpoint), `kv` keys and values; `draft_vocab` the drafter's vocabulary
     where it has one of its own.
     """

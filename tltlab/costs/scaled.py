@@ -28,8 +28,7 @@ class ScaledCosts(CostModel):
 
     Speculative iterations take `speculative` times that. `overhead` multiplies all that speculation adds to a plain
     iteration at the same batch, drafting and verification alike. With `pass_share` drafting takes that share of the
-    target's own plain pass: once for each drafted token, as the first layers of the target do, or once in all where it
-    drafts a `block`.
+    target's plain pass: once per drafted token, like the first layers of the target, or once in all for a `block`.
 
     >>> base = LinearCosts(base_s=4e-3, per_request_s=0, per_token_s=1e-3, per_context_s=0, sd_base_s=0,
     ...                    sd_idle_s=0, draft_level_s=1e-3, draft_level_per_request_s=0)

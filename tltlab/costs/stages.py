@@ -1,4 +1,4 @@
-"""Costs of an RL step beside its rollout: log-probs, reward, training, weight sync, each linear in the work.
+"""Costs of an RL step outside its rollout: log-probs, reward, training, weight sync, each linear in the work.
 
 A response of n tokens, prompt included, attends over about n^2 / 2 (query, key) pairs. At 32K tokens that term is half
 of what the weights cost in a 7B model (4 * 28 * 3584 * 16K FLOPs per token against 2 * 7.07e9), so it is its own term.

@@ -120,7 +120,7 @@ class Diagnosis(Generic[Subject]):
 
 
 def look(checks: Iterable[Check[Subject]], subject: Subject) -> Diagnosis[Subject]:
-    """Make checks in turn. Rows of one name in a row are alternatives: the first that finds something speaks."""
+    """Make checks in turn. Consecutive rows of one name are alternatives: only the first finding is reported."""
     findings: list[Finding] = []
     good, not_checked = [], []
     for name, group in groupby(checks, key=lambda check: check.name):

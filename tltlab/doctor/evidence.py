@@ -197,7 +197,7 @@ class RunEvidence:
 
     @cached_property
     def speculating(self) -> pd.DataFrame:
-        """Those of `decoding` that verified, or could have verified, drafts."""
+        """Iterations of `decoding` that verified, or could have verified, drafts."""
         table = self.decoding[self.decoding["draft_depth"] > 0]
         if table.empty:
             raise NotChecked("nothing was speculated outside policy explore")

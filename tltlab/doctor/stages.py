@@ -124,7 +124,7 @@ def several_turns(run: RunEvidence) -> Facts | None:
 def change(values: Floats) -> int | None:
     """Where a series rises for good: the first index behind; None where it does not.
 
-    It is the split with the largest variance between both sides, whose values must be apart except for one in ten.
+    The change is the split with the largest variance between both sides; at most one value in ten may overlap.
     """
     num = len(values)
     if num < 2 * LEAST_SIDE + 1 or not np.isfinite(values).all():

@@ -58,7 +58,7 @@ class Drafter(ABC):
     def catch_up(self, most: int | None = None) -> bool:
         """Put in the text that waits to be looked up for open requests, so that the next look-ups only look up.
 
-        At most `most` tokens of it: then the next look-ups find what is in. Whether nothing waits any more.
+        At most `most` tokens of it: then the next look-ups find what is in. True once nothing waits any more.
         """
         return True
 
@@ -101,7 +101,7 @@ class Drafter(ABC):
     def recall(self, responses: Iterable[tuple[Key, Sequence[int], Sequence[int]]]) -> None:  # noqa: B027
         """Remember these (key, prompt, response) and no others; nothing is open.
 
-        It is asked before each rollout by whoever keeps the history of a run. A drafter that keeps nothing beyond a
+        The owner of a run's history calls this before each rollout. A drafter that keeps nothing beyond a
         group has nothing to do.
         """
 

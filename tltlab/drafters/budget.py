@@ -16,7 +16,7 @@ from .specs import Drafters
 
 
 class DraftBudget(ABC):
-    """Says how many tokens to draft for each running request under a chosen strategy.
+    """Allots draft tokens to running requests under a chosen strategy.
 
     Like a selector it holds no clock and draws nothing; after the same calls the same state gives the same answer. It
     is asked for chains: `draft_depth` is the most for one request, batch * (tokens_to_verify - 1) what the strategy

@@ -22,7 +22,8 @@ class _RunningText:
 class DrafterFeed:
     """A model-free drafter in use, the requests in the order they came, and the turn at which it was last fed.
 
-    It is `behind` where text was left to wait. A request in `own` has a drafter to itself, which sees no other text.
+    `behind` is True while text waits to be looked up. A request in `own` has a drafter to itself, which sees no other
+    text.
     """
 
     drafter: Drafter

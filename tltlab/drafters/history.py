@@ -10,7 +10,7 @@ from tltlab.arrays import Tokens
 from .base import Key
 
 TEXT_BYTES = 1024
-"""What a text takes beside its tokens: names, places in dictionaries."""
+"""Bytes of a text apart from its tokens: names, places in dictionaries."""
 LOW = 15 / 16
 """How full a budget is once something had to leave: the order of leaving is worked out now and then only."""
 

@@ -39,8 +39,8 @@ def optimal_budget(
 ) -> tuple[float, Floats]:
     """The number of forward passes N to finish in, and the tokens p_i to draft for each request until then.
 
-    Of p_i drafted tokens a request of l_i tokens has A_i = k_i l_i (1 - exp(-alpha_i p_i / l_i)) accepted (`reach` k_i,
-    `efficiency` alpha_i, k_i alpha_i <= 1: a drafted token yields at most one), and it takes l_i - A_i passes.
+    A request of l_i tokens with p_i drafted tokens has A_i = k_i l_i (1 - exp(-alpha_i p_i / l_i)) accepted (`reach`
+    k_i, `efficiency` alpha_i, k_i alpha_i <= 1: a drafted token yields at most one), and it takes l_i - A_i passes.
     Minimised is base_s * N + token_s * sum p_i. Longer requests are pushed down to a common N, the others get nothing:
 
         p_i = -(l_i / alpha_i) ln(1 - (1 - N / l_i) / k_i),    N > max_i (1 - k_i) l_i,

@@ -40,7 +40,7 @@ def marginal_depths(
 ) -> tuple[int, int]:  # fmt: skip
     """Depths of the high- and the low-priority requests: Algorithm 1 of arXiv 2511.14617, `total` tokens in all.
 
-    Where the total does not give each high-priority request one token, nobody drafts. Then these get one each and the
+    If the total is less than one token per high-priority request, no request drafts. Then these get one each and the
     rest is handed out level by level: to the high ones if benefit_h > `weight` * benefit_l, the total covers them and
     they have fewer than `most`, else to the low ones if it covers them, else it stops.
 

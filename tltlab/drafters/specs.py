@@ -126,8 +126,8 @@ class HybridSpec(FiniteModel):
     def choose(self, first: Draft, other_expected: float) -> bool:
         """Return True if the draft `first` is to be used.
 
-        It is used where it has tokens and expects at least `min_expected` and `other_expected` accepted tokens; the
-        latter is the recent result of the other drafter's drafts.
+        The first draft is used where it has tokens and expects at least `min_expected` and `other_expected` accepted
+        tokens; the latter is the recent result of the other drafter.
         """
         return bool(first.tokens) and first.expected >= max(self.min_expected, other_expected)
 
@@ -269,14 +269,14 @@ class Drafters(Mapping[str, DrafterTraits]):
 
 
 STANDARD = Drafters()
-"""The drafters that a run has which brings none of its own."""
+"""Drafters of a run that defines none."""
 
 SYSTEM_DRAFTERS: dict[str, ModelFreeSpec] = {
     # arXiv 2511.16665 section 5: retrieval among the responses of the group. Match lengths are not published.
     "tlt-base": NgramSpec(scope="group"),
     # arXiv 2511.13841: one tree per problem over its most recent rollouts; windows of 16 to 32 do best there.
     "das": SuffixSpec(scopes=("problem",), window=16),
-    # arXiv 2511.14617: a tree per group, filled as its members generate. What is filtered out is not published.
+    # arXiv 2511.14617: a tree per group, filled as its members generate. Its filter is not published.
     "seer": SuffixSpec(scopes=("group",), window=None),
     # arXiv 2601.09083: a tree per prompt, all history, running siblings included.
     "srt": SuffixSpec(scopes=("problem",), window=None),

@@ -26,9 +26,9 @@ WIDTHS = 2, 16
 # Stands before a request's first token. The tree never matches the first token of a context, only what follows it.
 BEFORE_TEXT = -1
 TREE_BYTES_PER_TOKEN = 300
-"""What a token of a response takes in a tree, about; the more texts differ the more."""
+"""Bytes of a response's token in a tree, about; more where texts differ more."""
 TEXT_SHARE = 0.25
-"""Of the budget for history, what texts may take; the rest is for trees. A token of a text takes 4 bytes."""
+"""Share of the history budget for texts; the rest is for trees. A token of a text takes 4 bytes."""
 
 
 class SuffixDrafter(Drafter):
@@ -58,8 +58,8 @@ class SuffixDrafter(Drafter):
 
     `history_mib` bounds what finished responses take, in MiB; None is no bound. A quarter of it is for texts: over that
     problems' older visits leave, then problems, those seen longest ago first, among equals those that ever had the
-    fewest tokens accepted. The rest is for trees. A problem's tree is built when a request of it is opened; trees that
-    nobody drafts from go first, then the oldest responses leave trees in use, and their texts stay. Running responses
+    fewest tokens accepted. The rest is for trees. A problem's tree is built when a request of it is opened; unused
+    trees are dropped first, then the oldest responses leave trees in use, and their texts stay. Running responses
     and prompts come on top.
 
     Time: about 2 us per token inserted and 4 us per look-up and tree; a problem that recurs pays for its window.
@@ -233,7 +233,7 @@ class SuffixDrafter(Drafter):
         self._keep_budget()
 
     def remember(self, key: Key, prompt: Sequence[int], response: Sequence[int]) -> None:
-        """Take a whole response; trees that nobody drafts from are not built for it."""
+        """Add a whole response; unused trees are not built for it."""
         assert key not in self._running, f"request {key!r} is open"
         if key in self._history.texts:
             self._take_out([key])
@@ -352,7 +352,7 @@ class SuffixDrafter(Drafter):
                 return
 
     def _make_room(self, tree: TextTree | None = None) -> float:
-        """Empty trees that nobody drafts from until what `tree` is to hold has room; how many tokens have."""
+        """Empty unused trees until the tokens for `tree` have room; return how many fit."""
         texts = self._history.texts
         needed = sum(tree.size(texts[key]) for key in tree.finished) if tree is not None else 0
         total = self._held_tokens()

@@ -1,7 +1,7 @@
 """The experiments that everyone asks of TLT, one command each: `tltlab experiment NAME`.
 
-Each is a subclass of `harness.Experiment` in a module of its name. An experiment leaves no engine and no Ray behind.
-Every size stands in its settings, so the same command with larger ones and a `model=` of your own runs on GPUs.
+Each experiment is a subclass of `harness.Experiment` in a module of its name. An experiment leaves no engine and no Ray
+behind. Every size stands in its settings, so the same command with larger ones and a `model=` of your own runs on GPUs.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def table(visits: pd.DataFrame, arms: Sequence[str], policy: str) -> list[Row]:
 
 
 def of_best_by_round(logs: pd.DataFrame, policy: str) -> pd.Series:
-    """The log of the policy's pace over that of the arm that is fastest in the other rounds, round by round."""
+    """Log ratio of the policy's speed to that of the arm fastest in the other rounds, by round."""
     fixed = logs.drop(columns=policy).to_numpy()
     best = (fixed.sum(axis=0) - fixed if len(fixed) > 1 else fixed).argmax(axis=1)
     return pd.Series(logs[policy].to_numpy() - fixed[np.arange(len(fixed)), best], index=logs.index)

@@ -32,8 +32,8 @@ class Experiment(ABC, Generic[S]):
     """An experiment under way; `run` calls each of the methods that a subclass has.
 
     `Settings` is the frozen dataclass of what may be set as key=value, `FAST` what --fast changes. `folder` is where
-    the command writes, for what is kept between experiments, as a trained model. What is opened on `stack` is closed at
-    the end, also where a case fails. `prediction`: whether all figures are simulated or modelled.
+    the command writes, for what is kept between experiments, as a trained model. Resources opened on `stack` are closed
+    at the end, also where a case fails. `prediction`: whether all figures are simulated or modelled.
     """
 
     Settings: ClassVar[type[Any]]

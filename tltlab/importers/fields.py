@@ -74,7 +74,7 @@ def matches(columns: Iterable[str], kind: str, fits: Callable[[str], bool] = lam
                 (last.removesuffix(u) for u in UNITS if u and last.endswith(u) and last.removesuffix(u) in order), None
             )
         if kind == "row_id" and around and last in ("index", "idx"):
-            continue  # Of a choice among several.
+            continue  # Words of a choice among several.
         if name is None or (kind in _IN_ENVELOPES and not ENVELOPES.issuperset(around)) or not fits(column):
             continue
         found.append((depth, order[name], column))
@@ -249,7 +249,7 @@ def is_message(value: Any) -> bool:
 def conversation_texts(value: Any) -> ConversationTexts | None:
     """Return the texts of a cell that holds a text, or messages or blocks; None where it holds neither.
 
-    Of a message its content counts, text or blocks, with its reasoning and the names and arguments of its tool calls.
+    A message consists of its content (text or blocks), its reasoning, and the names and arguments of its tool calls.
     Messages of tools, users and systems are not generated, those without a role are. A turn is a run of generated
     messages.
     """

@@ -26,9 +26,9 @@ _DIGITS_LESS, _MANY_DIGITS = 3, 6
 _SHORT = 200
 """Letters of a line that may lack what frameworks write of the whole RL step."""
 _START_LETTERS = 16
-"""Of a line that show how lines of the log begin, digits apart."""
+"""Letters that show how lines of the log begin, apart from digits."""
 _MOST_LETTERS = 1 << 18
-"""Of lines that were joined."""
+"""Most letters of joined lines."""
 _TRIMMED = 2
 """Blanks at most that a terminal takes from the end of a wrapped line: those of a separator."""
 _CONTINUES = re.compile(

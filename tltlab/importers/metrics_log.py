@@ -55,7 +55,7 @@ _CONFIG_LINES = 20_000
 _COUNTS = {"gpus": "0", "gpus_per_node": "0", "nodes": "1", "tp": "0", "engines": "0", "depth": "0"}
 """Numbers of a configuration, with their defaults."""
 _MOST_HELD_BYTES = 1 << 26
-"""Of a log that is held in memory; larger ones are read anew each time."""
+"""Most bytes of a log held in memory; larger ones are read anew each time."""
 
 
 def metrics_files(folder: Path) -> list[Path]:

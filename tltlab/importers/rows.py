@@ -34,7 +34,7 @@ TimeUnit = Literal["s", "ms", "us", "ns"]
 _WRAPPERS = ("simulations", "results", "records", "requests", "trajectories", "rows", "entries", "episodes", "items")
 _OF_RESPONSES = {"prompt_text", "prompt_ids", "prompt_id", "response_sizes", "response_tokens", "sizes", "tokens"}
 _MOST_FIELDS, _MOST_DEPTH = 256, 32
-"""Of objects within a record that are taken apart."""
+"""Most levels of objects within a record that are taken apart."""
 _STEP_OF_NAME = re.compile(r"(?:.*?[_.-])?(?:step)?(\d+)")
 _HEADING = re.compile(r'\ufeff?"?[^\W\d][\w.-]*"?(,"?[\w ./-]*"?)*\r?\n')
 """First line of a CSV: names, the first of them without spaces."""

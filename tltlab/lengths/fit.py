@@ -22,7 +22,7 @@ from .model import LengthModel, ParetoTail
 from .summaries import Summaries, summaries_of
 
 MAX_RESPONSES = 1_000_000
-"""Of a larger trace only evenly spaced RL steps with about so many responses are looked at."""
+"""Responses used at most: larger traces are sampled at evenly spaced RL steps."""
 
 LEVELS = (
     0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 0.995, 0.999,
@@ -115,8 +115,8 @@ def outlook(trace: Trace, timed: Sequence[tuple[Floats, Floats, float]] | None =
 
     `timed` replaces the trace's own times: tokens and ends of the responses, and the makespan, of each RL step. Drift
     stays where the last RL step has it. A cap that the longest response equals without being cut is not known, and
-    bounds no interval. Responses with several turns are not predicted. Of a larger trace only RL steps with about
-    100,000 responses are looked at.
+    bounds no interval. Responses with several turns are not predicted. A larger trace is sampled: RL steps with about
+    100,000 responses.
     """
     try:
         rows, sampled = _rows(trace, _OUTLOOK_RESPONSES)

@@ -187,7 +187,7 @@ while three in four stay far below. Drift is 0: no public rollouts span enough R
 
 
 def of_regime(regime: str) -> LengthModel:
-    """One of REGIMES by name. Raises ConfigError."""
+    """Return a regime of REGIMES by name. Raises ConfigError."""
     if regime not in REGIMES:
         raise ConfigError(f"no regime {regime!r}; there are: {', '.join(sorted(REGIMES))}")
     return REGIMES[regime]

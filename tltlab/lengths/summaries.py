@@ -39,7 +39,7 @@ class Summaries:
     `responses` still run, where all start at once and decode a token an iteration: 1 - E[33rd longest] / E[longest].
     TLT counts running requests on one engine, so for the tail of an engine `responses` are those of the engine. A
     share of *seconds* is smaller, for iterations are shorter in the tail. A prompt has `group` responses, and explains
-    `prompt_share` of the variance of log length. None is unknown.
+    `prompt_share` of the variance of log length. None means unknown.
     """
 
     quantiles: Mapping[float, float] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Buckets chosen exactly: which strategy for which batch sizes, within a memory cap for their CUDA graphs.
 
-As responses end, a worker's batch falls. What it generates at batch b takes some seconds under each strategy. A plan
+As responses end, a worker's batch falls. The tokens generated at batch b take some seconds under each strategy. A plan
 gives contiguous ranges of batch sizes one strategy each; borders may lie anywhere in 1..max_batch. Its graphs take what
 `graph_pool` counts, to rounding.
 

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 Of = Literal["RL step", "rollout", "tokens per second"]
-"""Whose speed-up: the whole RL step's, the rollout's time, or the tokens that it generates per second."""
+"""Quantity of the speed-up: time of the whole RL step or of the rollout, or generated tokens per second."""
 
 
 @dataclass(frozen=True, kw_only=True)

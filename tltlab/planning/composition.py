@@ -160,7 +160,7 @@ class Regrouped:
 
 
 Workload = EarlierEpoch | Truncated | Regrouped
-"""What a system changes about the responses that it is given."""
+"""Changes that a system makes to its responses."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,7 +127,7 @@ def group_estimate(finished: Sequence[int], cap: int) -> int:
 def may_start(running: int, accepted: int, version: int, *, batch: int, staleness: int, most_running: int) -> int:
     """Rollouts that AReaL may start now: min(most - running, (eta + version + 1) * batch - (accepted + running)).
 
-    Of arXiv 2505.24298: no response is trained on more than eta versions after it was begun; at least 0.
+    As in arXiv 2505.24298, no response is trained on more than eta versions after it was begun; at least 0.
 
     >>> may_start(running=100, accepted=512, version=1, batch=512, staleness=4, most_running=4096)
     2460

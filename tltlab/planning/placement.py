@@ -1,7 +1,7 @@
 """Placement: which worker gets which requests of a rollout, and in which order they begin there.
 
-The simulator and the workers of a training run both call `Placement.place`. Those that look at lengths which nobody
-knows beforehand (`longest_first`, `two_pools`, ...) are the simulator's alone (`tltlab.sim.placement`).
+The simulator and the workers of a training run both call `Placement.place`. Clairvoyant placements (`longest_first`,
+`two_pools`, ...) exist only in the simulator (`tltlab.sim.placement`).
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class PolicyDriver:
             self.selector.begin(rl_step)
 
     def again(self, batch: int, waiting: int, rl_step: int) -> Choice | None:
-        """Make the last choice again where the policy would, so that no state need be put together; None elsewhere."""
+        """Repeat the last choice where the policy would, which saves building a state; None elsewhere."""
         last = self._last
         if last is None or last[0] != batch or last[1] != waiting or last[2] != rl_step:
             return None

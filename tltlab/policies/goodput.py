@@ -58,8 +58,8 @@ class Goodput(Selector, kind="goodput"):
     Plain decoding is always among the strategies and wins ties, so speculation is off where it does not pay.
 
     E[accepted] of a chain is the sum of its survival, the product of the chances to keep each drafted token once all
-    before it were kept. They are counted per drafter and depth: kept over reached, where a token that was asked for and
-    not drafted counts as not kept. Counts lose their weight over `window` iterations under whatever strategy, while
+    before it were kept. Rates are counted per drafter and depth: accepted over reached. A token that was requested and
+    not drafted counts as not accepted. Counts lose their weight over `window` iterations under whatever strategy, while
     each depth starts with, and so falls back to, 16 drafts that kept a token with chance `prior`: a drafter that is off
     looks as good as new after a while. With chance `epsilon` a strategy is picked at random.
 

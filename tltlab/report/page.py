@@ -35,8 +35,8 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 class Picture:
     """A chart in the page. `alt` describes it for readers who cannot see it, `caption` explains how to read it.
 
-    It is an image at `source`, or `svg`, whose series (`names`) can be hidden one by one. `readings` are a chart's
-    places (`Chart.places`) as JSON: the texts shown under the pointer.
+    The chart is an image at `source`, or `svg`, whose series (`names`) can be hidden one by one. `readings` are a
+    chart's places (`Chart.places`) as JSON: the texts shown under the pointer.
     """
 
     source: str = ""

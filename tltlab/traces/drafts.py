@@ -33,7 +33,7 @@ def walked_drafts(acceptance: pd.DataFrame, depth: int) -> pd.DataFrame:
     """The drafts that decoding at `depth` would make along acceptance.parquet, first position to last.
 
     A draft at position p that keeps a tokens is followed by one at p + a + 1: what a run meets, while a mean over all
-    positions counts a long match once for each of its tokens. Of several drafter ages the youngest is walked. Raises
+    positions counts a long match once for each of its tokens. With several drafter ages the youngest is used. Raises
     ConfigError for a depth that was not recorded.
     """
     if depth < 1:

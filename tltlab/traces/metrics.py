@@ -2,7 +2,7 @@
 
 Notation, for one RL step: responses r with submit and finish times s_r, f_r and lengths L_r; W workers; the rollout
 lasts from t0 = min s_r for D seconds. Every function takes a trace and covers all its RL steps as ratios of sums, over
-those where the quantity is known; `trace.select([k])` gives one RL step. None is "unknown" (no times, no workers).
+those where the quantity is known; `trace.select([k])` gives one RL step. None means "unknown" (no times, no workers).
 A trace larger than memory is read in parts of neighbouring RL steps.
 """
 

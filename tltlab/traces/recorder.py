@@ -35,7 +35,7 @@ Row = Mapping[str, Any]
 class ColumnRows(Sequence[Row]):
     """Rows of the table `name` held by column: `table` has the columns of its schema, any of them with null.
 
-    A row is a dict once it is looked at. It is equal to a list of equal rows, unknown columns None.
+    A row is a dict once it is looked at. Equal to a list of the same rows, with None for unknown columns.
     """
 
     def __init__(self, name: str, table: pa.Table) -> None:
@@ -263,7 +263,7 @@ def _refuse_unknown(name: str, rows: Sequence[Row]) -> None:
 
 
 def _before(rows: Sequence[Row], rl_steps: int) -> Sequence[Row]:
-    """Those of RL steps before `rl_steps`."""
+    """Rows of RL steps before `rl_steps`."""
     if isinstance(rows, ColumnRows):
         return ColumnRows(rows.name, rows.table.filter(pc.less(rows.table["rl_step"], rl_steps)))
     return [row for row in rows if row["rl_step"] < rl_steps]

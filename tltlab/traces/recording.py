@@ -188,7 +188,7 @@ def recorded_tables(folder: Path, notes: list[str], *, salvage: bool) -> dict[st
 
 
 def read_chunks(chunks: Iterable[Chunk], notes: list[str] | None) -> Iterator[tuple[Chunk, dict[str, pa.Table]]]:
-    """Each chunk with its tables. One that cannot be read is left out with a note, without `notes` a TraceError."""
+    """Each chunk with its tables. A chunk that cannot be read is left out with a note; without `notes` TraceError."""
     for chunk in chunks:
         try:
             chunk.check()
@@ -309,7 +309,7 @@ def merge_recordings(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, 
 
 
 _Places = dict[tuple[int, int], tuple[int, float]]
-"""Of a part's RL step: the RL step of the whole that it is of, and the seconds by which it began later."""
+"""For a part's RL step: the RL step of the whole, and the seconds by which the part began later."""
 
 
 def _places(parts: Sequence[EngineTrace]) -> _Places:

@@ -25,7 +25,7 @@ SAME = ("kind", "model", "num_workers", "max_response_tokens", "group_size", "se
 def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
     """Make the recording of the trace `path` hold the rows of RL steps before `rl_steps`, and no others.
 
-    They are taken from the recording that is there, else from the finished trace at `path`, which stays unchanged. A
+    Rows are taken from the existing recording, else from the finished trace at `path`, which stays unchanged. A
     kill at any moment leaves what was there, or the recording as it should be. Returns the number of its next chunk.
     Raises ConfigError where another process records, or `manifest` is that of another run; RunError where neither
     holds every one of these RL steps.

@@ -41,7 +41,7 @@ TRAINING_ENDS = ("stopped", "killed", "failed", "declined")
 error of its own, or by itself because it has trained all that it may."""
 
 GRAPH_KINDS = ("full", "piecewise", "eager")
-"""What the target's pass of an iteration ran in: one CUDA graph, graphs between which attention is launched, none."""
+"""CUDA graphs of the target's pass in an iteration: one full graph, piecewise graphs around attention, or none."""
 
 SPAN_KINDS = (
     "prefill", "decode", "speculative_decode", "idle", "spot_train", "weight_sync", "switch",

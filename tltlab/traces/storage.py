@@ -35,11 +35,11 @@ from .schema import MANIFEST_FILE, SUFFIX, SUMS, TABLES, Manifest, is_trace
 from .validate import TablePart, check_columns, conform
 
 MOST_ROWS = 1 << 24
-"""Of a table that is read as a whole, or of a row group of one that is not."""
+"""Most rows of a table that is read as a whole, or of a row group of one that is not."""
 _STRING_BYTES = 16
-"""Of one string in memory: its offset and about a dozen characters."""
+"""Bytes of one string in memory: its offset and about a dozen characters."""
 _ROWS_AT_ONCE = 1 << 14
-"""Of which RL steps they are is read of about so many rows in one go."""
+"""Rows per batch when scanning `rl_step`."""
 
 
 def check_parquet(path: Path) -> None:

@@ -5,9 +5,9 @@
 - speculators (type `eagle3`): the layer's config is nested, the layer is called `layers.0`, a Llama's or a Qwen3's.
 
 Weights are in safetensors, one file or several, or in `pytorch_model.bin`. Biases are converted to Llama's form:
-attention has them at q, k, v and o or nowhere. The bias b of an EAGLE head's `fc` is merged into them, as W b into
-those of q, k, v and b into that of o: nothing else reads the output of `fc`, and vLLM's class (`llama_eagle.py`) has no
-such bias.
+attention has them at q, k, v and o or nowhere. The bias b of an EAGLE head's `fc` is merged into them: W b into those
+of q, k and v, b into that of o. Only these read the output of `fc`, and vLLM's class (`llama_eagle.py`) has no such
+bias.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ class Chains:
     def step(self) -> tuple[Tensor, Tensor, Tensor]:
         """Run one step of the chain from each row s (T); return states, rows and a mask.
 
-        The states (T, H), of step i, stand for the row after s + i; the rows s + i themselves (T) are cut at the
-        sequence's last; the mask (T) is True where s + i is within the sequence. Beyond its end a chain repeats the
+        The states (T, H), of step i, stand for the row after s + i. The rows s + i (T) are cut at the last one of the
+        sequence. The mask (T) is True where s + i is within the sequence. Beyond its end a chain repeats the
         last row's token, and its states are meaningless.
         """
         batch, layer = self.batch, self.head.layer

@@ -226,8 +226,7 @@ def find_source(
 def _resolved(path: str | Path, source: Path, from_folders: Sequence[str]) -> Path:
     """Resolve a path in a run's or a head's file, from any current folder.
 
-    It was relative to a folder above the source, as a rule, or to one that a run names; failing these, it is relative
-    to the current one.
+    The path is tried relative to the folders above the source, to one that a run names, then to the current one.
     """
     folders = [*source.resolve().parents, *map(Path, from_folders)]
     return next((folder / path for folder in folders if (folder / path).exists()), Path(path))

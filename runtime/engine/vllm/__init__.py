@@ -1,9 +1,9 @@
 """The only code that depends on vLLM: hooks in its scheduler, drafting times, fixes of its CPU build, weight updates.
 
-Everything else in tltlab calls `llm`'s functions here. vLLM's own mechanisms are used where there are any: the depth of
-the next draft travels in its `SchedulerOutput`, keys of requests in `SamplingParams.extra_args`, the policy in
-`additional_config`, new weights through its weight-transfer sessions, and calls to an engine core in another process
-through its utility messages. No vLLM source is copied or replaced.
+Everything else in tltlab calls `llm`'s functions here. vLLM's own mechanisms are used where possible. The depth of the
+next draft travels in its `SchedulerOutput`, keys of requests in `SamplingParams.extra_args`, and the policy in
+`additional_config`. New weights use its weight-transfer sessions, and calls to an engine core in another process its
+utility messages. No vLLM source is copied or replaced.
 """
 
 import logging

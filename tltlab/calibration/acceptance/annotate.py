@@ -1,8 +1,8 @@
 """Accepted lengths of drafters at each position of recorded text, by replay: the rows of acceptance.parquet.
 
-A greedy draft x is kept with the target's probability of x, and that is the chance that the recorded token is x; so
-the number of leading drafted tokens that equal the recorded ones is an exact sample of what verification would have
-kept there, the bonus token not counted. It holds at any temperature, for the policy that sampled the text.
+A greedy draft x is accepted with the target's probability of x, which is the probability that the recorded token is x.
+The number of leading drafted tokens equal to the recorded ones is therefore an exact sample of the accepted tokens,
+without the bonus token. It holds at any temperature, for the policy that sampled the text.
 
 An engine drafts at the borders of its iterations; here every position has a draft. Between the tokens of one
 iteration it is made before later requests of the batch got theirs. Drafts have the depth that is asked for: a shorter

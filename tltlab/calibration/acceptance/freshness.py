@@ -1,8 +1,8 @@
 """Fits how a drafter's acceptance falls with age and rises with training to acceptance.parquet.
 
 A run annotates its responses with the drafter in service and with older ones, so the same text is drafted by drafters
-of several ages and numbers of updates. Some texts are easier than others: each RL step has a factor of its own, with
-the spread that its responses show, so that drafters are compared along the same text first and across RL steps second.
+of several ages and numbers of updates. Some texts are easier than others, so each RL step has its own factor, with the
+spread of its responses. Drafters are compared on the same text first and across RL steps second.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> FreshnessFit:
     """Fit age and training to acceptance.parquet, where it has a drafter at several ages or numbers of updates.
 
     A variable that does not vary is not identified: it has no effect, and a note. A drafter's age is the RL step less
-    the one that it was published for, so a change of the text itself that continues in one direction from RL step to RL
-    step is confounded with ageing and training; none is assumed. Raises ConfigError where neither age nor updates
+    the one that it was published for, so a trend of the text over RL steps is confounded with ageing and training; no
+    trend is assumed. Raises ConfigError where neither age nor updates
     vary.
     """
     rows = _tries(drafter_states(acceptance[acceptance["drafter"] == drafter]))
@@ -156,7 +156,7 @@ class _FreshnessLikelihood:
         return float(np.abs(predicted - self.chance).max())
 
     def unidentified(self, jacobian: Floats) -> tuple[tuple[str, ...], bool]:
-        """Parameters that the data hardly narrow, and whether the effects of age and training are as good as one."""
+        """Parameters that the data hardly constrain, and True if age and training are confounded."""
         covariance = np.linalg.pinv(jacobian.T @ jacobian)
         sd = np.sqrt(np.diag(covariance))
         unidentified = tuple(n for n, s in zip(self.names, sd.tolist(), strict=True) if s > _NARROWED * _PRIOR_SD)

@@ -16,7 +16,7 @@ from tltlab.drafters.specs import STANDARD, Drafters
 BANDS = (4, 16, 48)
 """Upper ends of the batch bands; a last one is open."""
 ENOUGH = 64
-"""Request-iterations that make a cell of its own; one with fewer takes over the nearest band that has enough."""
+"""Least request-iterations of a cell; a cell with fewer uses the nearest band with enough."""
 
 
 def fit_acceptance(
