@@ -76,6 +76,8 @@ def _serve(folder: str, listening: int, lifeline: int, modules: Sequence[str]) -
     # A Ray that was imported before the fork cannot connect after it, so vLLM must not find it.
     sys.modules["ray"] = None  # type: ignore[assignment]
     gc.disable()
+    # Not at the top: workers start this file as a script, without packages.
+    import_module("tltlab.runtime.engine.vllm").quieten()
     for module in modules:
         with contextlib.suppress(ImportError):
             import_module(module)

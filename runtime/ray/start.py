@@ -28,7 +28,7 @@ ENV = {
     # One thread per process: two on a busy machine stall for seconds. Numba's own belong to vLLM's n-gram drafter.
     "OMP_NUM_THREADS": "1",
     "NUMBA_NUM_THREADS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     "TQDM_DISABLE": "1",
     "RAY_DEDUP_LOGS": "0",
 }

@@ -94,6 +94,7 @@ def starting() -> Iterator[None]:
         os.environ.pop(name, None)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    quieten()
     try:
         yield
     finally:
@@ -103,6 +104,13 @@ def starting() -> Iterator[None]:
             if os.environ.get(name) != value:
                 os.environ[name] = value
         sys.path[:] = path
+
+
+def quieten() -> None:
+    """Give vLLM's logger its level before vLLM is imported: until it sets the level, it prints its warnings plainly."""
+    logger = logging.getLogger("vllm")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", _QUIET["VLLM_LOGGING_LEVEL"]).upper())
 
 
 @contextmanager

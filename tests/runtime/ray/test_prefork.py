@@ -90,3 +90,14 @@ def test_actors_are_forks_and_die_as_actors_do(monkeypatch: pytest.MonkeyPatch):
     assert start.fork_command() is None
     assert not ray.is_initialized()
     assert not psutil.pid_exists(parent)
+
+
+@pytest.mark.parametrize("level", [None, "info"])
+def test_warnings_of_vllms_imports_are_not_printed(tmp_path: Path, capfd, monkeypatch, level: str | None):
+    (tmp_path / "noisy.py").write_text("import logging; logging.getLogger('vllm.noisy').warning('Triton is installed')")
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
+    env |= {} if level is None else {"VLLM_LOGGING_LEVEL": level}
+    with Prefork(["noisy"], env) as prefork, run(prefork, "", tmp_path) as asked:
+        assert asked.wait(WAIT_S) == 0
+    assert ("Triton" in capfd.readouterr().err) is (level is not None)
