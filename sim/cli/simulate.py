@@ -27,7 +27,7 @@ from tltlab.sim.config import SimulationConfig, Source
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps
 from tltlab.sim.rl_steps import summary as whole_steps
-from tltlab.sim.simulate import SimResult, outside_text
+from tltlab.sim.simulate import SimResult, outside_text, simulated
 from tltlab.sim.simulate import simulate as run
 from tltlab.sim.topology import load_topology
 from tltlab.traces.schema import MANIFEST_FILE
@@ -134,6 +134,7 @@ def simulate(
             "--topology, --gpus-per-worker and --max-staleness place the stages of RL steps: give --stages or --gpus"
         )
     whole: RunResult | None = None
+    speed_up: dict[str, float | None] | None = None
     if system is not None:
         if policy != "none" or any(option is not None for option in (strategy, drafter, sd_threshold)):
             raise ConfigError(
@@ -157,13 +158,18 @@ def simulate(
             each = gpus_per_worker or result.scenario.costs.tensor_parallel
             placed = load_topology(topology or "colocated", gpus_per_worker=each, max_staleness=max_staleness)
             whole = run_steps(result, load_stages(others), topology=placed)
+        if any(each.speculates for each in chosen.strategies) and not staleness and spot_training is None:
+            plain = simulated(result.scenario, load_policy("none"), "none", source.manifest)
+            speed_up = {"rollout": plain.makespan_s / result.makespan_s, "rl_step": None}
+            if whole is not None and others is not None:
+                speed_up["rl_step"] = run_steps(plain, load_stages(others), topology=placed).step_s / whole.step_s
     if machine is not None and whole is not None and not stages:
         assumptions = (*assumptions, *machine.assumed)
     ahead = None if system is not None or staleness or max_response_tokens is not None else another_step(source, result)
     composed = {} if system is None else {"system": system, "assumptions": list(assumptions)}
     summary = (
         result.summary
-        | {"another_rl_step": ahead and asdict(ahead)}
+        | {"another_rl_step": ahead and asdict(ahead), "speedup": speed_up}
         | composed
         | ({} if whole is None else whole_steps(whole))
     )
@@ -235,8 +241,13 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     accept = "no speculation" if summary["mean_accept_length"] is None else shown("mean_accept_length", ".3f")
     steps = len(summary["makespan_s_per_step"])
     bound = f"{shown('lower_bound_s', '.4g')} s, any use of the policy's strategies (regret {shown('regret', '.1%')})"
+    speed_up = None
+    if ratios := summary["speedup"]:
+        step = "" if ratios["rl_step"] is None else f", of the RL step {ratios['rl_step']:.2f}x"
+        speed_up = f"{ratios['rollout']:.2f}x over no speculation{step}"
     lines = [
         ("makespan", f"{shown('makespan_s', '.4g')} s (mean of {steps} RL steps){between}"),
+        *([] if speed_up is None else [("speed-up", speed_up)]),
         ("costs", summary["evidence"]["says"]),
         ("lower bound", bound),
         ("throughput", f"{shown('tokens_per_s', '.4g')} tokens/s"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +13,7 @@ import typer
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.charts import FORMATS, save_figure
 from tltlab.config import faults_in
-from tltlab.console import Json, emit, progress, progress_bar, table, whole_numbers
+from tltlab.console import Json, emit, made_by, progress, progress_bar, table, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable, read_json
 from tltlab.importers.sources import read
@@ -123,7 +121,7 @@ def tune(
         policies=policies or (), search=_searched(search or ()), repeats=repeats, robust=robust,
         cost_error=cost_error, jobs=jobs, graphs=graphs, gpus=gpus, model=model, engine=engine, tp=tp,
     )  # fmt: skip
-    origin = {"command": "tltlab " + shlex.join(sys.argv[1:]), "paths": [str(path) for path in traces]}
+    origin = made_by("numpy", "scipy", "simpy", "optuna") | {"paths": [str(path) for path in traces]}
     with progress_bar("trials", trials) as done:
         result = run(sources, config, provenance=origin, done=done, on_stage=progress, journal=journal)
     result.policy.write(out)

@@ -11,6 +11,7 @@ import pandas as pd
 from tltlab.importers.step_metrics import SEVERAL_TURNS
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
+from tltlab.sim.config import SimulationConfig
 from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.sim.simulate import simulated
 from tltlab.sim.tuning.drafter_training import DrafterTraining
@@ -54,7 +55,8 @@ class WhatIf:
     `crowded_share` the share of worker time with more requests than the policy drafts for. `band` is the range of the
     rollout's speed-up, `rl_step_band` that of the RL step's, None as in `SpeedUp`. `training` is what
     training the drafter would bring, None where the trace does not know. `num_rl_steps` were simulated, `is_sampled`
-    if they are a sample. `example` is the RL step of median rollout time.
+    if they are a sample. `example` is the RL step of median rollout time, `config` are the settings that
+    were asked for.
     """
 
     trace: Trace
@@ -84,6 +86,7 @@ class WhatIf:
     is_sampled: bool
     wall_s: float
     example: Scenario = field(repr=False)
+    config: SimulationConfig = field(repr=False)
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -134,6 +137,16 @@ class WhatIf:
         if not limits:
             limits.append("how many drafted tokens are accepted")
         return f"Limited by: {'; '.join(limits)}."
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that was found, with its provenance."""
+        return self.chosen.policy.with_provenance(
+            trace=[self.trace.manifest.name], machine=self.setting, costs=[self.costs_name],
+            acceptance=[" and ".join(self.acceptance.values())], seed=self.config.seed,
+            num_rl_steps=[len(self.trace.rl_steps)], makespan_s=float(self.chosen.times.rollout_s.mean()),
+            compared_with="none", band={"rollout": [self.band.low, self.band.high]}, simulated=True,
+        )  # fmt: skip
 
     @property
     def drafting(self) -> tuple[Any, ...]:
@@ -190,7 +203,7 @@ class WhatIf:
             "running": self.running and self.running.json(),
             "crowded_share": self.crowded_share,
             "drafter_training": None if self.training is None else self.training.json(),
-            "policy": self.chosen.policy.model_dump(mode="json"),
+            "policy": self.policy.model_dump(mode="json"),
             "drafting": [{"min_batch": row.min_batch, "strategy": str(row.strategy)} for row in self.drafting],
             "columns": {"used": dict(self.used), "ignored": list(self.ignored)},
             "decision_block": self.decision_block,

@@ -165,7 +165,7 @@ def what_if(
         training=drafter_training(trace, scenario), drafters=tuple(drafters), recorded=recorded,
         acceptance=scenario.granted(strategies)["acceptance"], num_rl_steps=len(scenario.steps),
         is_sampled=scenarios.is_sampled, wall_s=time.perf_counter() - started,
-        example=scenarios.of([scenario.steps[median].rl_step]),
+        example=scenarios.of([scenario.steps[median].rl_step]), config=config,
     )  # fmt: skip
 
 

@@ -181,6 +181,10 @@ class Policy(FiniteModel):
         """Everything the policy may choose."""
         return self.build(np.random.default_rng(0)).strategies
 
+    def with_provenance(self, **facts: Any) -> Policy:
+        """The same policy with these facts in its provenance too."""
+        return self.model_copy(update={"provenance": self.provenance | facts})
+
     def write(self, path: str | Path) -> None:
         """Write the policy file in one move."""
         write_json(Path(path), self.model_dump(mode="json"))

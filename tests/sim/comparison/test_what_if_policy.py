@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from tltlab.policies.policy import load_policy
 from tltlab.sim.comparison.what_if import what_if
 from tltlab.traces.metrics import rollout_s
 
-ASKED = ("--gpus", "2xH100", "--model", "Qwen2.5-7B", "--systems", "verl")
+MACHINE = ("--gpus", "2xH100", "--model", "Qwen2.5-7B")
+ASKED = (*MACHINE, "--systems", "verl")
 
 
 @pytest.fixture
@@ -22,15 +25,28 @@ def lengths(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_policy_found_runs_in_the_simulator(lengths: Path, capsys):
-    out = lengths.parent / "policy.json"
-    code, printed, _ = typed(capsys, "what-if", str(lengths), *ASKED, "--policy-out", str(out), "--json")
+@pytest.mark.parametrize(
+    "options",
+    [MACHINE, ("--costs", "h100-qwen2.5-7b", "--workers", "2", "--accept", "0.8"), ("--rl-steps", "0", "--seed", "3")],
+)
+def test_the_command_printed_simulates_the_policy_found(lengths: Path, capsys, options: tuple[str, ...]):
+    out = lengths.parent / "policy file.json"
+    asked = ("what-if", str(lengths), *options, "--systems", "verl", "--policy-out", str(out))
+    code, printed, _ = typed(capsys, *asked, "--json")
     found = json.loads(printed)
     assert (code, found["policy_out"]) == (0, str(out))
-    assert load_policy(out).model_dump(mode="json")["selector"] == found["policy"]["selector"]
-    replayed = json.loads(typed(capsys, "simulate", str(lengths), *ASKED[:4], "--policy", str(out), "--json")[1])
+    told = load_policy(out).provenance
+    assert told["command"] == found["command"]
+    assert told["simulated"]
+    assert (told["versions"]["tltlab"], told["machine"]) == (version("tltlab"), found["setting"])
+    line = next(line for line in typed(capsys, *asked)[1].splitlines() if "tltlab simulate" in line)
+    _, *command = shlex.split(line.partition(": ")[2])
+    replayed = json.loads(typed(capsys, *command, "--json")[1])
     row = next(row for row in found["systems"] if row["system"] == "verdict-table")
     assert replayed["makespan_s"] == pytest.approx(row["makespan_s"])
+    for name, ratio in found["speedup"].items():
+        assert replayed["speedup"][name] == (ratio and pytest.approx(ratio["mean"]))
+    assert f"{replayed['speedup']['rollout']:.2f}x" in typed(capsys, *command)[1]
 
 
 def test_the_verdict_is_first_and_last(lengths: Path, capsys):

@@ -92,10 +92,12 @@ def what_if(
     from tltlab.sim.cli.compare import system_rows, system_table
     from tltlab.sim.comparison.what_if import what_if as run
 
-    asked = readings.reading(
-        column=column, step_column=step_column, group_column=group_column, lists=lists, time_unit=time_unit,
-        tokenizer=tokenizer, chars_per_token=chars_per_token, group_size=group_size, cap=cap, responses=responses,
-    )  # fmt: skip
+    facts: dict[str, Any] = {
+        "column": column, "step_column": step_column, "group_column": group_column, "lists": lists,
+        "time_unit": time_unit, "tokenizer": tokenizer, "chars_per_token": chars_per_token, "group_size": group_size,
+        "cap": cap, "responses": responses,
+    }  # fmt: skip
+    asked = readings.reading(**facts)
     with ExitStack() as stack:
         left: list[Callable[[str], None]] = []
 
@@ -114,14 +116,10 @@ def what_if(
     attributes = ("baseline", "left_out", "num_gpus")
     result: dict[str, Any] = answer.json() | {"systems": system_rows(answer.systems), "figures": "simulated"}
     result |= {key: answer.systems.attrs[key] for key in attributes}
-    result |= {
-        "policy_out": None if policy_out is None else str(policy_out),
-        "trace": str(lengths),
-        "seed": seed,
-        **made_by("numpy", "scipy", "simpy"),
-    }
+    origin = made_by("numpy", "scipy", "simpy")
+    result |= {"policy_out": policy_out and str(policy_out), "trace": str(lengths), "seed": seed, **origin}
     if policy_out is not None:
-        answer.chosen.policy.write(policy_out)
+        answer.policy.with_provenance(**origin, paths=[str(lengths)]).write(policy_out)
     if out is not None and out.suffix in _PAGES:
         page = comparison_page(result, lengths)
         write_file(out, render(replace(page, parts=(*page.parts[:1], *_pictures(answer), *page.parts[1:]))))
@@ -134,9 +132,22 @@ def what_if(
     lines += ["", answer.verdict]
     if policy_out is not None:
         lines.append(f"next: TLTLAB_POLICY={shlex.quote(str(policy_out.absolute()))} python train.py")
+        if not any([*facts.values(), form, answer.share_of == "log", lengths.is_fifo()]):
+            lines.append(f"  or: {_simulation(answer, lengths, policy_out, accept, rl_steps)}")
     elif answer.drafts:
         lines.append("next: --policy-out policy.json, then TLTLAB_POLICY=policy.json python train.py")
     emit(result, as_json=as_json, text="\n".join(lines))
+
+
+def _simulation(answer: WhatIf, lengths: Path, policy: Path, accept: float | None, rl_steps: str | None) -> str:
+    """The command that simulates the policy that was found as it was found."""
+    asked = answer.config
+    named = {name: getattr(asked, name) for name in ("gpus", "model", "engine", "tp", "costs", "workers", "acceptance")}
+    if accept is not None:
+        named["acceptance"] = f"{answer.drafters[0]}=geometric:{accept:g}"
+    named |= {"rl-steps": rl_steps, "seed": asked.seed or None}
+    options = [word for name, value in named.items() if value is not None for word in (f"--{name}", str(value))]
+    return shlex.join(["tltlab", "simulate", str(lengths), "--policy", str(policy), *options])
 
 
 def _pictures(answer: WhatIf) -> tuple[Part, ...]:
