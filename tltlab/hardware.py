@@ -8,6 +8,7 @@ unless stated.
 from __future__ import annotations
 
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -194,10 +195,15 @@ _SUFFIXES = ("-FP8", "-2507", "-Instruct", "-Thinking")
 
 
 def gpu(name: str | Gpu) -> Gpu:
-    """The GPU of that name (SXM, 80 GB where there are several), or itself; ConfigError names those that are known."""
+    """Return the GPU of that name (SXM, 80 GB where there are several), or `name` itself. Raises ConfigError.
+
+    >>> gpu("a100-sxm4-80gb").name
+    'A100'
+    """
     if isinstance(name, Gpu):
         return name
-    return _find(name, {g.name: g for g in GPUS}, "GPU", "hbm_bytes_per_s, peak_flops and so on")
+    bare = re.sub(r"(?i)-(?:sxm\d?|80gb)\b", "", name)
+    return _find(bare, {g.name: g for g in GPUS}, "GPU", "hbm_bytes_per_s, peak_flops and so on")
 
 
 def model(name: str | ModelShape) -> ModelShape:
