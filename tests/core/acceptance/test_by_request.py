@@ -15,7 +15,7 @@ from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
 from tltlab.acceptance.by_request import SiblingAcceptance, SpreadAcceptance, spread_over_requests
 from tltlab.acceptance.load import load_acceptance
-from tltlab.calibration.acceptance.by_request import fit_siblings
+from tltlab.calibration.acceptance.fits import fit_siblings
 from tltlab.errors import ConfigError, TraceError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
