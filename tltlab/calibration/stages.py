@@ -79,19 +79,15 @@ def fit_stages(trace: Trace) -> StageFit:
     base. A stage with no known time is None in the costs. Raises TraceError where no stage is known at all.
     """
     works, measured = _workloads(trace)
-    fits = {
-        "inference_s": _fit_stage("inference_s", works, measured, _all_responses),
-        "reward_s": _fit_stage("reward_s", works, measured, _reward),
-        "train_s": _fit_stage("train_s", works, measured, _all_responses),
-        "sync_s": _fit_stage("sync_s", works, measured, lambda work: {"base_s": 1.0}),
+    columns = {"inference_s": _all_responses, "reward_s": _reward, "train_s": _all_responses, "sync_s": _no_tokens}
+    models = {
+        stage: _fit_stage(stage, works, measured, columns[stage]) for stage in STAGES if measured[stage].notna().any()
     }
     trains: Trained = "all"
-    if (unfiltered := fits["train_s"]) is not None:
+    if "train_s" in models:
         informative = _fit_stage("train_s", works, measured, _informative)
-        assert informative is not None
-        if informative.error < unfiltered.error:
-            trains, fits["train_s"] = "informative", informative
-    models = {stage: fitted for stage, fitted in fits.items() if fitted is not None}
+        if informative.error < models["train_s"].error:
+            trains, models["train_s"] = "informative", informative
     if not models:
         raise TraceError(
             f"{trace.path or 'the trace'}: no stage of an RL step has a time in steps.parquet; a recorded run has"
@@ -184,6 +180,10 @@ def _reward(work: StepWorkload) -> dict[str, float]:
     return {"per_response_s": work.num_responses, "per_token_s": work.num_response_tokens}
 
 
+def _no_tokens(work: StepWorkload) -> dict[str, float]:
+    return {"base_s": 1.0}
+
+
 def _informative(work: StepWorkload) -> dict[str, float]:
     return {"per_token_s": work.informative_tokens, "base_s": 1.0, "per_pair_s": work.informative_pairs}
 
@@ -198,24 +198,20 @@ class _Stage:
         return float(relative_errors(self.held_out).mean())
 
 
-def _fit_stage(stage: str, works: dict[int, StepWorkload], measured: pd.DataFrame, columns: Columns) -> _Stage | None:
-    """The stage with as many terms as pay; None where it has no known time."""
+def _fit_stage(stage: str, works: dict[int, StepWorkload], measured: pd.DataFrame, columns: Columns) -> _Stage:
+    """The stage with as many terms as pay."""
     seconds = measured[stage].dropna()
-    if seconds.empty:
-        return None
     table = pd.DataFrame([columns(works[s]) for s in seconds.index], dtype=np.float64)
     terms = [str(name) for name in table]
     rows = table.assign(stage=stage, rl_step=seconds.index, measured_s=seconds.to_numpy(np.float64))
     rows["constant_s"] = held_out_predictions(Constant(), rows, "rl_step")
-    best: _Stage | None = None
     affordable = max(1, len(rows) // _STEPS_PER_TERM)
+    fits = []
     for num_terms in sorted({min(affordable, len(terms), most) for most in (_ALWAYS, len(terms))}):
         estimator = StageEstimator(terms[:num_terms])
         held_out = rows.assign(predicted_s=held_out_predictions(estimator, rows, "rl_step"))
-        candidate = _Stage(terms=estimator.fit(rows).terms_, held_out=held_out[_HELD_OUT])
-        if best is None or candidate.error < _WORTH * best.error:
-            best = candidate
-    return best
+        fits.append(_Stage(terms=estimator.fit(rows).terms_, held_out=held_out[_HELD_OUT]))
+    return fits[-1] if fits[-1].error < _WORTH * fits[0].error else fits[0]
 
 
 class StageEstimator:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats, Ints
+from tltlab.config import faults_in
 from tltlab.errors import ConfigError
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
@@ -94,18 +95,12 @@ def generate(
     See `generate_steps`, which serves where a trace is larger than memory.
     """
     manifest = manifest_of(model, group_size=group_size, num_workers=num_workers, seed=seed, name=name)
-    steps = list(
-        generate_steps(
-            model,
-            num_rl_steps=num_rl_steps,
-            prompts_per_step=prompts_per_step,
-            group_size=group_size,
-            seed=seed,
-            num_prompts=num_prompts,
-        )
-    )
+    steps = generate_steps(
+        model, num_rl_steps=num_rl_steps, prompts_per_step=prompts_per_step, group_size=group_size, seed=seed,
+        num_prompts=num_prompts,
+    )  # fmt: skip
     if tools is not None:
-        steps = [tools.cut(step, seed) for step in steps]
+        steps = (tools.cut(step, seed) for step in steps)
     workload, outcomes = (pd.concat(tables, ignore_index=True) for tables in zip(*steps, strict=True))
     return Trace.from_tables(manifest, {"workload": workload, "outcomes": outcomes})
 
@@ -130,14 +125,9 @@ def log_normal(
     shape = {"prompt_share": prompt_share, "max_response_tokens": cap, "prompt_tokens_sigma": 0.0}
     model = REGIMES["base-rl"].with_changes(sigma=sigma, median=median, prompt_tokens_median=128.0, **shape)
     return generate(
-        model,
-        num_rl_steps=rl_steps,
-        prompts_per_step=prompts,
-        group_size=group_size,
-        seed=seed,
-        num_workers=workers,
+        model, num_rl_steps=rl_steps, prompts_per_step=prompts, group_size=group_size, seed=seed, num_workers=workers,
         name="log-normal",
-    )
+    )  # fmt: skip
 
 
 def generate_steps(
@@ -180,20 +170,15 @@ def manifest_of(
     model: LengthModel, *, group_size: int, num_workers: int | None, seed: int, name: str | None
 ) -> Manifest:
     """The manifest of a trace drawn from `model`. Raises ConfigError."""
-    if num_workers is not None and num_workers < 1:
-        raise ConfigError(f"workers is {num_workers}, it must be at least 1")
-    if group_size < 1:
-        raise ConfigError(f"group size is {group_size}, it must be at least 1")
-    return Manifest(
-        kind="synthetic",
-        name=name,
-        num_workers=num_workers,
-        max_response_tokens=model.max_response_tokens,
-        group_size=group_size,
-        seed=seed,
-        notes=f"lengths drawn: median {model.quantile(0.5):.0f} in RL step 0, growing by {model.median_growth:.3g} per "
-        f"step (above the median by a further {model.tail_growth:.3g}), prompt share {model.prompt_share:.3g}",
+    notes = (
+        f"lengths drawn: median {model.quantile(0.5):.0f} in RL step 0, growing by {model.median_growth:.3g} per step "
+        f"(above the median by a further {model.tail_growth:.3g}), prompt share {model.prompt_share:.3g}"
     )
+    with faults_in("the trace to draw"):
+        return Manifest(
+            kind="synthetic", name=name, num_workers=num_workers, max_response_tokens=model.max_response_tokens,
+            group_size=group_size, seed=seed, notes=notes,
+        )  # fmt: skip
 
 
 _Group = tuple[int, Ints, Floats, Ints]

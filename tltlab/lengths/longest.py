@@ -98,9 +98,10 @@ def step_score(law: LengthModel, tokens: float, num_responses: int, rl_step: int
     The chance, under the law, that the longest of `num_responses` independent responses is no longer, as a score. The
     score of a response that was `cut` is the mean of the scores beyond.
     """
+    from scipy.special import log_ndtr
+
     reached = np.searchsorted(law.log_tokens(_SCORES, rl_step), math.log(tokens))
-    # Only the logarithm of the upper tail keeps its digits.
-    log_chance = num_responses * _log_below(float(_SCORES[min(int(reached), len(_SCORES) - 1)]))
+    log_chance = num_responses * float(log_ndtr(_SCORES[min(int(reached), len(_SCORES) - 1)]))
     chance = min(max(math.exp(max(log_chance, -700.0)), 1e-300), 1 - 1e-12)
     score = min(max(_NORMAL.inv_cdf(chance), -_FAR), _FAR)
     return min(_NORMAL.pdf(score) / (1 - _NORMAL.cdf(score)), _FAR) if cut else score
@@ -158,18 +159,10 @@ def _tail_variance(law: LengthModel, tokens: float, num_responses: int, rl_step:
 
 def _length_at(law: LengthModel, score: float, num_responses: int, rl_step: int) -> float:
     """Tokens, cut at the cap, of the longest response at a score of the RL step."""
-    log_share = _log_below(score) / num_responses
-    beyond = -math.expm1(log_share)
+    from scipy.special import log_ndtr
+
+    beyond = -math.expm1(float(log_ndtr(score)) / num_responses)
     own = -_NORMAL.inv_cdf(beyond) if beyond < 1 - 1e-15 else -_FAR
     logs: Floats = law.log_tokens(np.array([own]), rl_step)
     cap = float(law.max_response_tokens)
     return min(math.exp(min(max(float(logs[0]), 0.0), math.log(cap))), cap)
-
-
-def _log_below(score: float) -> float:
-    """Logarithm of the chance that a standard normal does not exceed `score`."""
-    return (
-        math.log1p(-math.erfc(score / math.sqrt(2)) / 2)
-        if score > -5
-        else math.log(math.erfc(-score / math.sqrt(2)) / 2)
-    )

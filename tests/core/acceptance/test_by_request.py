@@ -188,16 +188,9 @@ def test_a_fit_finds_the_siblings_that_made_the_drafts():
         assert found == pytest.approx(true, abs=0.04)
 
 
-def test_fits_refuse_too_little_and_the_impossible():
-    drafts = drawn(SPREAD, 4, 20)
+def test_fits_refuse_too_little():
     with refused(ConfigError, naming=("10", "32")):
-        fit_siblings(drafts.head(10), "ngram")
-    with refused(ConfigError, naming=("finished",)):
-        fit_siblings(drafts.drop(columns="num_siblings"), "ngram")
-    for wrong in (5, -1):
-        drafts.loc[3, "accepted"] = wrong
-        with refused(ConfigError, naming=("accepted", wrong)):
-            fit_siblings(drafts, "ngram")
+        fit_siblings(drawn(SPREAD, 4, 20).head(10), "ngram")
 
 
 # Acceptance that is spread over requests

@@ -14,7 +14,6 @@ from tltlab.arrays import Floats
 from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
-from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
 from .freshness import drafter_states, fit_freshness, measured_state
@@ -61,7 +60,10 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
 
 
 def _siblings(trace: Trace) -> AcceptanceFit:
-    drafts, notes = _recorded_drafts(trace)
+    drafts, notes = recorded_drafts(trace)
+    if drafts.empty:
+        why = "".join(f"; {note}" for note in notes)
+        raise ConfigError(f"{trace.path or 'the trace'} has no drafts to fit to{why}: record a run that speculates")
     names = sorted(drafts["drafter"].unique())
     candidates = [name for name in names if not trace.drafters[name].has_network] or names
     if len(candidates) > 1:
@@ -109,20 +111,10 @@ def _walked_drafts(trace: Trace) -> pd.DataFrame:
     """The drafts of each drafter at the depth to which all of its rows go."""
     assert trace.acceptance is not None
     parts = [walked_drafts(rows, int(rows["max_depth"].min())) for _, rows in trace.acceptance.groupby("drafter")]
-    drafts = pd.concat(parts, ignore_index=True)
-    if drafts.empty:
-        raise ConfigError(
-            f"{trace.path or 'the trace'} has no drafts to fit to: its acceptance.parquet has no position"
-        )
+    if (drafts := pd.concat(parts, ignore_index=True)).empty:
+        place = trace.path or "the trace"
+        raise ConfigError(f"{place} has no drafts to fit to: its acceptance.parquet has no position")
     return drafts
-
-
-def _recorded_drafts(trace: Trace) -> tuple[pd.DataFrame, list[str]]:
-    drafts, notes = recorded_drafts(trace)
-    if drafts.empty:
-        why = "".join(f"; {note}" for note in notes)
-        raise ConfigError(f"{trace.path or 'the trace'} has no drafts to fit to{why}: record a run that speculates")
-    return drafts, notes
 
 
 def _pool(drafts: pd.DataFrame, drafters: Drafters) -> MeasuredAcceptance:
@@ -141,25 +133,15 @@ CELL_TOKENS = 16
 MIN_DRAFTS = 32
 
 
-def _check(drafts: pd.DataFrame) -> None:
-    wrong = drafts[(drafts["accepted"] < 0) | (drafts["accepted"] > drafts["reach"])]
-    if len(wrong):
-        row = wrong.iloc[0]
-        raise ConfigError(
-            f"drafts: accepted {row['accepted']} of response {tuple(row[list(KEY)])} is outside [0, {row['reach']}]"
-        )
-
-
 def fit_siblings(drafts: pd.DataFrame, drafter: str) -> SiblingAcceptance:
-    """Fit the growth curve to drafts with `num_siblings`, weighted least squares on counted chances.
+    """Fit the growth curve to recorded drafts, weighted least squares on counted chances.
 
-    Raises ConfigError without `num_siblings`, below MIN_DRAFTS drafts, or for an accepted length outside [0, reach].
+    Raises ConfigError below MIN_DRAFTS drafts.
     """
     from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
-    _check(drafts)
     rows = drafts[drafts["drafter"] == drafter]
-    if "num_siblings" not in rows or len(rows) < MIN_DRAFTS:
+    if len(rows) < MIN_DRAFTS:
         raise ConfigError(
             f"drafter {drafter!r} has {len(rows)} drafts with a known number of finished siblings, "
             f"at least {MIN_DRAFTS} are needed"
@@ -176,8 +158,8 @@ def fit_siblings(drafts: pd.DataFrame, drafter: str) -> SiblingAcceptance:
     by = table.groupby(["siblings", "stretch"], as_index=False)
     cells = by.agg(position=("position", "mean"), tried=("tried", "sum"), kept=("kept", "sum"))
     siblings, position = np.asarray(cells["siblings"]), np.asarray(cells["position"])
-    tried = np.asarray(cells["tried"], np.float64)
-    rate = np.asarray(cells["kept"], np.float64) / tried
+    tried = np.asarray(cells["tried"])
+    rate = np.asarray(cells["kept"]) / tried
 
     def model(p: Floats) -> SiblingAcceptance:
         low, gap = 1.0 / (1.0 + np.exp(-np.clip(p[:2], -30, 30)))
@@ -189,12 +171,8 @@ def fit_siblings(drafts: pd.DataFrame, drafter: str) -> SiblingAcceptance:
             own_tokens=float(np.exp(np.clip(p[3], 0, 10))),
         )
 
-    # One draft's tokens are kept or lost together more often than apart; the weights need only the right proportions.
-    weight = np.sqrt(tried)
-    start = np.array([-1.0, 0.0, -0.7, 4.0])
-
     def residuals(p: Floats) -> Floats:
-        error: Floats = weight * (model(p).alpha(siblings, position) - rate)
-        return error
+        # One draft's tokens are kept or lost together more often than apart; weights need only the right proportions.
+        return np.asarray(np.sqrt(tried) * (model(p).alpha(siblings, position) - rate), np.float64)
 
-    return model(least_squares(residuals, start, x_scale="jac", max_nfev=2000).x)
+    return model(least_squares(residuals, [-1.0, 0.0, -0.7, 4.0], x_scale="jac", max_nfev=2000).x)
