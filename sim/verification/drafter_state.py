@@ -50,16 +50,16 @@ class DrafterStates:
         drafted = iterations.loc[iterations["rl_step"].isin(fit_on) & (iterations["draft_depth"] > 0), "drafter"]
         for drafter in sorted(set(base.drafters) & set(history["drafter"]) & set(drafted)):
             try:
-                fitted = fit_freshness(history, drafter)
+                freshness, _ = fit_freshness(history, drafter)
             except ConfigError:
                 continue
             state = self.by_step[step]
-            level = {s: fitted.freshness.level(self.by_step[s].age, self.by_step[s].updates) for s in (*fit_on, step)}
+            level = {s: freshness.level(self.by_step[s].age, self.by_step[s].updates) for s in (*fit_on, step)}
             ratios = [(level[step] / level[s], self._drafted(drafter, s)) for s in fit_on if level[s] > 0.0]
             return FreshAcceptance(
                 base=rescaled(base, drafter, ratios),
                 drafter=drafter,
-                freshness=fitted.freshness,
+                freshness=freshness,
                 measured=MeasuredState(age=state.age, updates=state.updates),
             )
         return base

@@ -93,18 +93,18 @@ def _fresh(trace: Trace) -> AcceptanceFit:
             f"freshness is fitted to one drafter, acceptance.parquet has {', '.join(drafters)} at several ages"
         )
     annotated = states[states["drafter"] == drafters[0]].reset_index(drop=True)
-    fitted = fit_freshness(annotated, drafters[0])
+    freshness, notes = fit_freshness(annotated, drafters[0])
     # The base is what the youngest drafter has accepted, one for all batches.
     youngest = annotated[annotated["age"] == annotated["age"].min()]
     length = youngest["accept_if_drafted"].map(len)
     model = FreshAcceptance(
         base=_pool(walked_drafts(youngest, int(annotated["max_depth"].min())), trace.drafters),
         drafter=drafters[0],
-        freshness=fitted.freshness,
-        measured=measured_state(fitted.freshness, youngest["age"], youngest["updates"], length),
-        notes=fitted.notes,
+        freshness=freshness,
+        measured=measured_state(freshness, youngest["age"], youngest["updates"], length),
+        notes=notes,
     )
-    return AcceptanceFit(kind="fresh", model=model, notes=fitted.notes)
+    return AcceptanceFit(kind="fresh", model=model, notes=notes)
 
 
 def _walked_drafts(trace: Trace) -> pd.DataFrame:

@@ -8,7 +8,6 @@ spread of its responses. Drafters are compared on the same text first and across
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,22 +31,10 @@ _STEP_SPREAD = 0.1
 """Relative spread of an RL step's level where no RL step has two responses of the same drafter."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreshnessFit:
-    """`chance` is that of a drafted token of the fresh and trained drafter, `worst` the largest absolute residual.
-
-    `unidentified` names parameters that the data hardly narrow: they stay near an assumption. `notes` explains them.
-    """
-
-    freshness: Freshness
-    chance: float
-    worst: float
-    unidentified: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
-def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> FreshnessFit:
+def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> tuple[Freshness, tuple[str, ...]]:
     """Fit age and training to acceptance.parquet, where it has a drafter at several ages or numbers of updates.
+
+    The notes name parameters that the data hardly narrow, which stay near an assumption.
 
     A variable that does not vary is not identified: it has no effect, and a note. A drafter's age is the RL step less
     the one that it was published for, so a trend of the text over RL steps is confounded with ageing and training; no
@@ -78,13 +65,7 @@ def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> FreshnessFit:
         )
     if confounded:
         notes.append(f"{drafter}: age and updates vary together, so that the effect of each alone is uncertain")
-    return FreshnessFit(
-        freshness=freshness,
-        chance=chance,
-        worst=likelihood.worst(solution.x),
-        unidentified=unidentified,
-        notes=tuple(notes),
-    )
+    return freshness, tuple(notes)
 
 
 def measured_state(
@@ -149,11 +130,6 @@ class _FreshnessLikelihood:
             floor=untrained * _share(at["floor"]) if "floor" in at else untrained,
             age_steps=_span(at["age_steps"]) if "age_steps" in at else _FOREVER,
         )
-
-    def worst(self, p: Floats) -> float:
-        """Largest difference of a cell's chance from the model's."""
-        predicted, _ = self._predict(p)
-        return float(np.abs(predicted - self.chance).max())
 
     def unidentified(self, jacobian: Floats) -> tuple[tuple[str, ...], bool]:
         """Parameters that the data hardly constrain, and True if age and training are confounded."""
