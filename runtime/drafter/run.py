@@ -33,8 +33,8 @@ from tltlab.state import DrafterState
 
 from .drafting import Drafting, NullDrafting, Rows
 from .heads.kinds import check_fit, load_head, new_head
+from .processes import IdleWorkerTraining, coordinator_endpoint, machine_addresses
 from .service import CanaryWatch, ServedDrafter
-from .spot import IdleWorkerTraining, coordinator_endpoint, machine_addresses
 from .worker import TrainerPlacement
 
 MOST_LETTERS = 85

@@ -35,8 +35,8 @@ from tltlab.runtime.drafter.buffer import read_data
 from tltlab.runtime.drafter.drafting import NullDrafting
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
+from tltlab.runtime.drafter.processes import _host_and_port, coordinator_endpoint, machine_addresses
 from tltlab.runtime.drafter.run import DrafterRun, drafter_of
-from tltlab.runtime.drafter.spot import _host_and_port, coordinator_endpoint, machine_addresses
 from tltlab.runtime.drafter.worker import SpotTrainer
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.recipe.drafter import DrafterConfig
