@@ -19,7 +19,7 @@ import torch
 
 from tltlab.calibration.iterations import checked, measured_rows
 from tltlab.calibration.table import MeasuredTableEstimator
-from tltlab.drafters.base import Draft, Drafter, Key
+from tltlab.drafters.base import Draft, Key, TextDrafter
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
@@ -40,31 +40,12 @@ _PREFILLS = 3
 """Prefills per visit and cell, each of new prompts."""
 
 
-class ForcedDrafter(Drafter):
-    """Drafts exactly as deep as asked, at no cost to the device: the start of the prompt, repeated."""
-
-    def __init__(self) -> None:
-        self._prompts: dict[Key, list[int]] = {}
-
-    def open(self, key: Key, tokens: Sequence[int]) -> None:
-        self._prompts[key] = list(tokens)
-
-    def extend(self, key: Key, tokens: Sequence[int]) -> None:
-        """Do nothing: drafts come from the prompt alone."""
+class ForcedDrafter(TextDrafter):
+    """Drafts exactly as deep as asked, at no cost to the device: the start of the text, repeated."""
 
     def propose(self, key: Key, depth: int) -> Draft:
-        prompt = self._prompts[key]
-        return Draft((prompt * (depth // len(prompt) + 1))[:depth], 0.0)
-
-    def close(self, key: Key) -> None:
-        del self._prompts[key]
-
-    def forget(self) -> None:
-        self._prompts.clear()
-
-    @property
-    def memory_bytes(self) -> int:
-        return 8 * sum(map(len, self._prompts.values()))
+        text = self.texts[key][:depth]
+        return Draft((text * (depth // len(text) + 1))[:depth], 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -164,32 +165,24 @@ class RunnerCapture(Capture):
             self._prompts[request_id] = prompt_id, prompt_tokens
 
     def landed(self) -> None:
-        with self._stopwatch:
-            try:
-                self._copies.land(self._store)
-            except Exception as error:
-                self._give_up("capturing hidden states", error)
+        with self._guarded("capturing hidden states"):
+            self._copies.land(self._store)
 
     def hand_over(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
-        with self._stopwatch:
-            try:
-                self._copies.settle(self._store)
-                rows = self._store.close(request_id, 0 if text is None else len(text) - 1)
-                self._prompts.pop(request_id, None)
-                if text is not None:
-                    self._lengths.finished(key[1], len(text) - prompt_tokens)
-            except Exception as error:
-                self._give_up("capturing hidden states", error)
-                return
-            if rows is not None and text is not None:
+        rows = None
+        with self._guarded("capturing hidden states"):
+            self._copies.settle(self._store)
+            rows = self._store.close(request_id, 0 if text is None else len(text) - 1)
+            self._prompts.pop(request_id, None)
+            if text is not None:
+                self._lengths.finished(key[1], len(text) - prompt_tokens)
+        if rows is not None and text is not None:
+            with self._guarded("the sink of captured hidden states"):
                 self._give_to_sink(key, prompt_tokens, text, rows)
 
     def _take(self) -> None:
-        with self._stopwatch:
-            try:
-                self._copies.leave(self._store, _batch_of(self._runner) if self._store else None)
-            except Exception as error:
-                self._give_up("capturing hidden states", error)
+        with self._guarded("capturing hidden states"):
+            self._copies.leave(self._store, _batch_of(self._runner) if self._store else None)
 
     def _give_to_sink(self, key: Key, prompt_tokens: int, text: Tokens, rows: Rows) -> None:
         # Workers call this in inference mode, whose tensors cannot be used for training.
@@ -202,19 +195,20 @@ class RunnerCapture(Capture):
                 first_position=rows.first,
                 prompt_tokens=max(prompt_tokens - rows.first, 0),
             )
-            try:
-                self._sink(sequence)
-            except Exception as error:
-                self._give_up("the sink of captured hidden states", error)
-                return
+            self._sink(sequence)
         self._sequences += 1
         self._rows += sequence.num_rows
 
-    def _give_up(self, part: str, error: Exception) -> None:
-        """End the capture after an error; the rollout continues."""
-        self._failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        logger.error("%s failed, so capture ends: %s", part, self._failure)
-        self.stop()
+    @contextmanager
+    def _guarded(self, part: str) -> Iterator[None]:
+        """Time the block; an exception in it ends the capture, and the rollout continues."""
+        with self._stopwatch:
+            try:
+                yield
+            except Exception as error:
+                self._failure = f"{type(error).__name__}: {one_line(error)[:300]}"
+                logger.error("%s failed, so capture ends: %s", part, self._failure)
+                self.stop()
 
     def _expected(self, request_ids: Sequence[str], ends: Array) -> Floats:
         """Return the expected response lengths of requests that end at these positions so far."""

@@ -253,19 +253,16 @@ def time_drafting() -> None:
 class _DeviceStopwatch:
     """Seconds from `start` to `stop`, on the device where there is one."""
 
-    def __init__(self) -> None:
-        self.events: tuple[Any, Any] | None = None
-        self.seconds = 0.0
+    events: tuple[Any, Any] | None = None
+    seconds = 0.0
 
     def start(self) -> None:
-        """Begin an interval."""
         if torch.cuda.is_available():
             self.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self.events[0].record()
         self.seconds = -time.perf_counter()
 
     def stop(self) -> None:
-        """End the interval."""
         self.seconds += time.perf_counter()
         if self.events is not None:
             self.events[1].record()
@@ -345,16 +342,8 @@ def _weight_bytes(model: Any) -> dict[int, int]:
     return sizes
 
 
-_KINDS: Mapping[str, Kind] = {"FULL": "full", "PIECEWISE": "piecewise", "NONE": "eager"}
-
-
-def kind_of(runtime_mode: str) -> Kind:
-    """Return the kind of graph for vLLM's name of a runtime mode.
-
-    >>> kind_of("NONE")
-    'eager'
-    """
-    return _KINDS[runtime_mode]
+GRAPH_KINDS: Mapping[str, Kind] = {"FULL": "full", "PIECEWISE": "piecewise", "NONE": "eager"}
+"""Kind of CUDA graph by vLLM's name of the runtime mode."""
 
 
 def keep_captured_bytes(*runners: Any) -> None:
@@ -371,12 +360,6 @@ def keep_captured_bytes(*runners: Any) -> None:
         replacing(runner, "capture_model")(capture_model)
 
 
-def captured_bytes(worker: Any) -> int | None:
-    """Bytes of device memory that a vLLM worker's graph capture took; None where nothing was captured or kept."""
-    num_bytes = getattr(worker.model_runner, "tltlab_captured_bytes", None)
-    return int(num_bytes) if num_bytes else None
-
-
 def captured_graphs(worker: Any) -> CapturedGraphs:
     """CUDA graphs that a vLLM worker has captured."""
     from tltlab.runtime.engine.graphs import CapturedGraphs
@@ -384,12 +367,12 @@ def captured_graphs(worker: Any) -> CapturedGraphs:
     runner = worker.model_runner
     dispatcher = getattr(runner, "cudagraph_dispatcher", None)
     if dispatcher is not None:
-        by_kind = {kind_of(mode.name): descs for mode, descs in dispatcher.get_capture_descs()}
+        by_kind = {GRAPH_KINDS[mode.name]: descs for mode, descs in dispatcher.get_capture_descs()}
         full = {(d.num_tokens, d.num_tokens // d.num_reqs - 1 if d.uniform else None) for d in by_kind.get("full", ())}
         mode = dispatcher.cudagraph_mode
     else:
         manager = runner.cudagraph_manager
-        by_kind = {kind_of(mode.name): descs for mode, descs in manager._capture_descs.items()}
+        by_kind = {GRAPH_KINDS[mode.name]: descs for mode, descs in manager._capture_descs.items()}
         lengths = [(d.num_tokens, d.uniform_token_count) for d in by_kind.get("full", ())]
         full = {(tokens, None if each is None else each - 1) for tokens, each in lengths}
         mode = manager.cudagraph_mode
@@ -398,5 +381,6 @@ def captured_graphs(worker: Any) -> CapturedGraphs:
         mode=mode.name,
         full=tuple(sorted(full, key=lambda graph: (graph[0], graph[1] or 0))),
         piecewise=tuple(sorted({d.num_tokens for d in by_kind.get("piecewise", ())})),
-        num_bytes=captured_bytes(worker),
+        # None where nothing was captured.
+        num_bytes=getattr(runner, "tltlab_captured_bytes", None) or None,
     )

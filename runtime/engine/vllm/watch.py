@@ -32,7 +32,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.recording import recording_of
 
 from .options import Attachment
-from .runners import kind_of
+from .runners import GRAPH_KINDS
 from .sampling import drafting_of
 
 EXTRA = "tltlab"
@@ -202,7 +202,7 @@ class Watch:
             return None
         work = self._in_flight.popleft()
         if (graph := getattr(model_output, "cudagraph_stats", None)) is not None:
-            work.graph = kind_of(graph.runtime_mode), graph.num_padded_tokens
+            work.graph = GRAPH_KINDS[graph.runtime_mode], graph.num_padded_tokens
         with self.control.inside:
             counts = _counts(work.request_ids, model_output)
         self.control.sampled(work, counts)

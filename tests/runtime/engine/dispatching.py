@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tltlab.runtime.engine.graphs import BatchDepth, GraphPlan, Kind
-from tltlab.runtime.engine.vllm.runners import kind_of
+from tltlab.runtime.engine.vllm.runners import GRAPH_KINDS
 
 
 def dispatched_kinds(plan: GraphPlan, *, uniform_only: bool = False) -> dict[BatchDepth, Kind]:
@@ -17,14 +17,14 @@ def dispatched_kinds(plan: GraphPlan, *, uniform_only: bool = False) -> dict[Bat
     """
     if plan.runner == "V2":
         modes = v2_manager(plan).dispatch
-        return {(n, k): kind_of(modes(n, n * (k + 1), k + 1, 0).cg_mode.name) for n, k in plan.may_run}
+        return {(n, k): GRAPH_KINDS[modes(n, n * (k + 1), k + 1, 0).cg_mode.name] for n, k in plan.may_run}
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     dispatcher = v1_dispatcher(plan, uniform_only=uniform_only)
     found: dict[BatchDepth, Kind] = {}
     for n, k in plan.may_run:
         uniform = GPUModelRunner._is_uniform_decode(k + 1, dispatcher.uniform_decode_query_len, n * (k + 1), n)
-        found[n, k] = kind_of(dispatcher.dispatch(n * (k + 1), uniform_decode=uniform)[0].name)
+        found[n, k] = GRAPH_KINDS[dispatcher.dispatch(n * (k + 1), uniform_decode=uniform)[0].name]
     return found
 
 

@@ -26,7 +26,7 @@ from tltlab.runtime.engine.graphs import (
     plan_graphs,
     vllm_batches,
 )
-from tltlab.runtime.engine.vllm.runners import captured_bytes, captured_graphs, keep_captured_bytes
+from tltlab.runtime.engine.vllm.runners import captured_graphs, keep_captured_bytes
 from tltlab.strategy import Strategy
 
 from .asking import fixed
@@ -312,8 +312,8 @@ def test_measured_memory_is_what_capture_returned():
 
     worker = SimpleNamespace(model_runner=Runner())
     keep_captured_bytes(Runner)
-    assert captured_bytes(worker) is None
-    assert worker.model_runner.capture_model(profile_only=False) == captured_bytes(worker) == 3 * GIB
+    runner = worker.model_runner
+    assert runner.capture_model(profile_only=False) == runner.tltlab_captured_bytes == 3 * GIB
 
 
 def test_vllms_batch_sizes_end_with_the_largest():
