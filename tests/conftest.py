@@ -54,7 +54,7 @@ ONE_ENGINE = {
 
 LONGEST = {
     "test_audit.py", "test_demo.py", "test_experiments_real.py", "test_faults.py", "test_kinds.py", "test_mtp.py",
-    "test_notebooks.py", "test_own_process.py", "test_placement.py", "test_process.py", "test_run.py",
+    "test_notebooks.py", "test_placement.py", "test_process.py", "test_run.py",
     "test_tensor_parallel.py", "test_v2_runner.py",
 }  # fmt: skip
 """What takes long begins first, so that no process is left with it at the end."""

@@ -30,9 +30,6 @@ from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport, Response
 from .generation import EngineDied, FollowUp, FollowUps, GenerationRequest, PolicyFailed, Rollout
 from .graphs import CapturedGraphs, GraphPlan
 
-ASK_EVERY_S = 1.0
-"""Interval at which a generating engine core in its own process is asked whether its canary stops the run."""
-
 CAPTURE_SHARE = 0.25
 """Share of a host's free memory for the hidden states of running requests."""
 UNKNOWN_MEMORY = 4 << 30
@@ -45,11 +42,10 @@ class Engine:
     """A vLLM engine under a policy; it owns threads and memory and must be closed.
 
     `drafters` have the names that strategies use, at most one of them learned; by default `ngram` and `suffix`. The
-    engine is built for drafts up to `max_draft_depth`, with 0 for no speculation. With `own_process` vLLM runs its core
-    in another process, and policies are given as `Policy`. Without it, the engine seeds and uses this process's random
-    generators. `graphs` are the CUDA graphs to capture, None for vLLM's own choice. `vllm_args` have vLLM's own names
-    and override the defaults. Scheduling is synchronous by default: with asynchronous scheduling no rollout can be
-    replayed bit by bit.
+    engine is built for drafts up to `max_draft_depth`, with 0 for no speculation. The engine seeds and uses this
+    process's random generators. `graphs` are the CUDA graphs to capture, None for vLLM's own choice. `vllm_args` have
+    vLLM's own names and override the defaults. Scheduling is synchronous by default: with asynchronous scheduling no
+    rollout can be replayed bit by bit.
     """
 
     def __init__(
@@ -60,57 +56,40 @@ class Engine:
         drafters: Mapping[str, DrafterSpec | Drafter] | None = None,
         max_draft_depth: int = 8,
         seed: int = 0,
-        own_process: bool = False,
         graphs: GraphPlan | None = None,
         vllm_args: Mapping[str, Any] | None = None,
     ) -> None:
         self.worker = worker
         self.seed = seed
-        self.own_process = own_process
         self.max_draft_depth = max_draft_depth
         self.drafters = dict(DEFAULT_DRAFTERS if drafters is None else drafters)
-        specs = {name: spec for name, spec in self.drafters.items() if not isinstance(spec, Drafter)}
-        if own_process and len(specs) < len(self.drafters):
-            raise ConfigError("an engine core in its own process takes drafters as specs, not as objects")
         self._pool = DrafterPool(self.drafters, max_draft_depth)
         for name, spec in self.drafters.items():
             if isinstance(spec, LearnedSpec):
                 check_drafter(model, name, spec)
         check_sampled_drafts(self.drafters, (vllm_args or {}).get("speculative_config"))
-        attachment = Attachment(
-            policy=_PLAIN,
-            drafters=specs if own_process else {},
-            max_draft_depth=max_draft_depth,
-            worker=worker,
-            seed=seed,
-        )
+        attachment = Attachment(policy=_PLAIN, drafters={}, max_draft_depth=max_draft_depth, worker=worker, seed=seed)
         traits = self._pool.registry
         self._death = ""
         self._canary_stops = False
-        self._canary_check_s = 0.0
         self.llm, takes_drafts = adapter.start(
             model,
             attachment=attachment.model_dump(mode="json"),
             planned=engine_settings(speculative_config(self.drafters, max_draft_depth), graphs),
             beside=any(traits[name].made_by == "engine" for name in self.drafters),
-            own_process=own_process,
             seed=seed,
             vllm_args=vllm_args or {},
         )
-        if not own_process:
-            scheduler = adapter.scheduler_of(self.llm)
-            scheduler.control = Control(self._pool, worker=worker, overlapped=scheduler.control.overlapped)
+        scheduler = adapter.scheduler_of(self.llm)
+        scheduler.control = Control(self._pool, worker=worker, overlapped=scheduler.control.overlapped)
         self._pool.beside = takes_drafts
         self.weights = adapter.WeightUpdates(self.llm)
         self._captures = False
 
     @property
     def control(self) -> Control:
-        """The control next to the scheduler; only for an engine core of this process."""
-        scheduler = adapter.scheduler_of(self.llm)
-        if scheduler is None:
-            raise ConfigError("the engine core is in another process: its policy cannot be touched as an object")
-        return cast(Control, scheduler.control)
+        """The control next to the scheduler."""
+        return cast(Control, adapter.scheduler_of(self.llm).control)
 
     def set_policy(self, policy: Policy | Selector | None, seed: Sequence[int] | None = None) -> None:
         """Choose by `policy` from the next iteration on, None for plain decoding.
@@ -120,13 +99,8 @@ class Engine:
         """
         for strategy in policy.strategies if policy is not None else ():
             self._pool.check(strategy)
-        seed = [self.seed, self.worker] if seed is None else list(seed)
-        if self.own_process:
-            if isinstance(policy, Selector):
-                raise ConfigError("an engine core in its own process takes a Policy, not a selector object")
-            self._call("set_policy", policy or _PLAIN, seed)
-        elif isinstance(policy, Policy):
-            self.control.set_policy(policy, seed)
+        if isinstance(policy, Policy):
+            self.control.set_policy(policy, [self.seed, self.worker] if seed is None else list(seed))
         else:
             self.control.set_selector(policy)
 
@@ -147,12 +121,12 @@ class Engine:
         self, requests: Sequence[GenerationRequest], *, temperature: float, follow_ups: FollowUps | None = None
     ) -> Rollout:
         """Generate without speculation and uncaptured; the active policy neither chooses nor learns."""
-        self._call("suspend")
+        self.control.suspend()
         try:
             with self.uncaptured():
                 return self.generate(requests, rl_step=-1, temperature=temperature, follow_ups=follow_ups)
         finally:
-            self._call("resume")
+            self.control.resume()
 
     def capture(self, sink: Sink | None, *, max_bytes: int | None = None) -> None:
         """Pass each later response that ends by itself to `sink`, as soon as it ends; None stops the capture.
@@ -162,10 +136,9 @@ class Engine:
         cached prefix ends. Aborted responses and those of `evaluate` and `warm_up` are not captured.
 
         Running requests hold at most `max_bytes`, by default `CAPTURE_SHARE` of the host's free memory. Beyond that,
-        requests likely to be in the tail are kept (`captured` counts the others). With `own_process` or tensor
-        parallelism the sink is pickled, runs in the process of the model's rank 0, and receives a response with the
-        next iteration; ConfigError for a sink that cannot be pickled. An exception in the sink ends the capture, not
-        the rollout.
+        requests likely to be in the tail are kept (`captured` counts the others). With tensor parallelism the sink is
+        pickled, runs in the process of the model's rank 0, and receives a response with the next iteration; ConfigError
+        for a sink that cannot be pickled. An exception in the sink ends the capture, not the rollout.
         """
         adapter.start_capture(self.llm, sink, capture_room() if max_bytes is None else max_bytes)
         self._captures = sink is not None
@@ -220,8 +193,8 @@ class Engine:
             adapter.abort_all(self.llm)
         defaults = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
         params = [adapter.sampling_params(request, defaults) for request in requests]
-        inside_s, deciding_s, drafting_s = self._call("seconds")
-        self._call("begin", rl_step)
+        inside_s, deciding_s, drafting_s = self.control.seconds
+        self.control.begin(rl_step)
         start = time.perf_counter()
         outputs: dict[str, tuple[Any, float]] = {}
         names = {f"{rl_step}.{number}": request for number, request in enumerate(requests)}
@@ -232,9 +205,9 @@ class Engine:
             for (name, request), settings in zip(names.items(), params, strict=True):
                 adapter.add_request(self.llm, name, request, settings)
             with adapter.running(self.llm):
-                while (engine.has_unfinished_requests() or (follow_ups is not None and follow_ups.pending)) and (
-                    self.own_process or not self.control.failure
-                ):
+                while (
+                    engine.has_unfinished_requests() or (follow_ups is not None and follow_ups.pending)
+                ) and not self.control.failure:
                     for output in self._step() if engine.has_unfinished_requests() else ():
                         if output.finished:
                             outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
@@ -249,14 +222,14 @@ class Engine:
                             names[name], turns[name] = request, follow_up
                             settings = adapter.sampling_params(request, defaults)
                             adapter.add_request(self.llm, name, request, settings)
-                    self._check_canary(ASK_EVERY_S if self.own_process else 0.0)
+                    self._check_canary()
                     if until is not None and until(ended):
                         stop_s = time.perf_counter() - start
                         outputs |= {name: (output, stop_s) for name, output in adapter.abort_all(self.llm).items()}
-            iterations, decisions, first_token_s = self._call("end")
-            inside_after, deciding_after, drafting_after = self._call("seconds")
+            iterations, decisions, first_token_s = self.control.end()
+            inside_after, deciding_after, drafting_after = self.control.seconds
             self._check_canary()
-            if failed := self._call("failure"):
+            if failed := self.control.failure:
                 raise PolicyFailed(f"worker {self.worker}: {failed}")
         except (DrafterCollapsed, PolicyFailed):
             adapter.abort_all(self.llm)
@@ -284,13 +257,9 @@ class Engine:
             follow_ups=[follow_up.request for follow_up in turns.values()],
         )
 
-    def _check_canary(self, every_s: float = 0.0) -> None:
-        """Raise DrafterCollapsed where the canary stops the run; the canary is asked at most once in `every_s`."""
-        now = time.perf_counter()
-        if not self._canary_stops or now < self._canary_check_s + every_s:
-            return
-        self._canary_check_s = now
-        if complaint := self._call("drafters.complaint"):
+    def _check_canary(self) -> None:
+        """Raise DrafterCollapsed where the canary stops the run."""
+        if self._canary_stops and (complaint := self.control.drafters.complaint):
             raise DrafterCollapsed(f"worker {self.worker}: {complaint}")
 
     def _step(self) -> list[Any]:
@@ -318,19 +287,19 @@ class Engine:
 
     def remember(self, responses: Iterable[ResponseTokens]) -> None:
         """Add responses generated elsewhere or earlier to the drafters in use: (key, prompt ids, response ids) each."""
-        self._call("remember", list(responses))
+        self.control.remember(list(responses))
 
     def recall(self, responses: Iterable[ResponseTokens]) -> None:
         """Replace the drafters' history by (key, prompt ids, response ids) each; nothing may be running."""
-        self._call("drafters.recall", list(responses))
+        self.control.drafters.recall(list(responses))
 
     def learn_lengths(self, lengths: Iterable[tuple[Key, int]]) -> None:
         """Deliver the lengths of other engines' responses to the draft budget: (key, tokens) each."""
-        self._call("learn_lengths", list(lengths))
+        self.control.learn_lengths(list(lengths))
 
     def forget(self) -> None:
         """Clear the history of all model-free drafters."""
-        self._call("drafters.forget")
+        self.control.drafters.forget()
 
     def reseed(self, seed: Sequence[int]) -> None:
         """Derive everything random in the engine's processes from `seed`, ints of at least 0, from now on.
@@ -346,7 +315,7 @@ class Engine:
         Tokens are the same where policy, seeds, requests, weights, and the state of drafters and budget are the same.
         ConfigError where the policy never makes such choices; a rollout that deviates from the rows ends in a RunError.
         """
-        self._call("driver.replay", [{name: row[name] for name in REPLAYED} for row in rows])
+        self.control.driver.replay([{name: row[name] for name in REPLAYED} for row in rows])
 
     def state_dict(self, *, history: bool = True) -> dict[str, Any]:
         """Return the learned state of policy, budget and drafters as JSON types; of a learned drafter its acceptance.
@@ -367,10 +336,8 @@ class Engine:
     def snapshot(self) -> tuple[Any, dict[str, Any]]:
         """Return the state that a rollout depends on besides requests and weights: random state and learned state.
 
-        Nothing may be running. ConfigError with `own_process`, where the random state is that of another process.
+        Nothing may be running.
         """
-        if self.own_process:
-            raise ConfigError("an engine core in its own process keeps its random state to itself: no snapshots")
         return self._call("rng_state"), self._call("state_dict")
 
     def restore(self, state: tuple[Any, dict[str, Any]]) -> None:
@@ -390,7 +357,7 @@ class Engine:
 
     def target_updated(self, version: int) -> None:
         """Notify the drafters of new target weights, loaded through `weights`."""
-        self._call("drafters.target_updated", str(version))
+        self.control.drafters.target_updated(str(version))
 
     def update_draft_weights(
         self,
@@ -411,20 +378,20 @@ class Engine:
         check_chances(chances)
         self.check_alive()
         self.weights.load_all(weights, "", draft=True)
-        self._call("drafters.updated", chances, updates)
+        self.control.drafters.updated(chances, updates)
 
     def guard_drafter(self, config: CanaryConfig) -> None:
         """Monitor the learned drafter by `config` from now on; earlier predictions and observations are dropped."""
         self._canary_stops = config.on_collapse == "stop"
-        self._call("drafters.guard", config)
+        self.control.drafters.guard(config)
 
     def drafter_report(self) -> DrafterReport:
         """Return the state of the drafters and the findings of the canary."""
-        return cast(DrafterReport, self._call("drafters.report"))
+        return self.control.drafters.report()
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes that the engine holds, by the names of a dry run; weights and caches are those of each device."""
-        host = {"captured states": self.captured.peak_bytes, "drafter history": self._call("drafters.memory_bytes")}
+        host = {"captured states": self.captured.peak_bytes, "drafter history": self.control.drafters.memory_bytes}
         return cast(dict[str, int], self._call("held_bytes")) | host
 
     def captured_graphs(self) -> CapturedGraphs:
@@ -441,7 +408,7 @@ class Engine:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore the memory, all or that of "weights" or "kv_cache"; the canary then checks the drafter anew."""
         self.llm.wake_up(None if tags is None else list(tags))
-        self._call("drafters.note_wake")
+        self.control.drafters.note_wake()
 
     def check_alive(self) -> None:
         """Raise EngineDied for an engine that failed or has only a part of its weights."""

@@ -47,7 +47,7 @@ SEAM_MODES = (
 )
 """Stock vLLM first: the ratio to it is what a policy costs that drafts nothing. What beg-mab-suffix costs at batches at
 which it decodes plainly is the V1 runner's, which has full graphs for plain steps where they are planned alone."""
-SYNC_WAYS = ("host, this process", "device, this process", "host, own process")
+SYNC_WAYS = ("host", "device")
 GRAPH_PLANS = ("no speculation", "one strategy", "every strategy apart", "bucketed")
 """Of `_chain_policies`: TLT's Table 5, of chains."""
 WARM_UP = 1
@@ -380,7 +380,7 @@ def _sync(way: str, model: str, batches: list[int], kv_bytes: int, rounds: int, 
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     arguments = {"max_num_seqs": 8, "max_model_len": 512, "kv_cache_memory_bytes": kv_bytes, "enforce_eager": True}
-    engine = Engine(model, max_draft_depth=0, own_process="own" in way, vllm_args=_WITHOUT_WEIGHTS | arguments)
+    engine = Engine(model, max_draft_depth=0, vllm_args=_WITHOUT_WEIGHTS | arguments)
     seconds, copies = [], []
     try:
         for version in range(1, WARM_UP + rounds + 1):

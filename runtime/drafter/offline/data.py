@@ -7,7 +7,10 @@ states come from one pass of the target over each text, alone and unpadded; they
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,6 +20,7 @@ from pydantic import Field
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from tltlab import console
 from tltlab.config import FrozenModel
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, one_line
@@ -161,19 +165,23 @@ def generate_responses(
         raise ConfigError(f"none of the {len(prompts)} prompts fits in the model's context of {positions} tokens")
     # vLLM needs KV memory for its whole context, which many models do not leave.
     context = min(positions, max(map(len, fitting)) + config.max_response_tokens)
-    engine = Engine(
-        model,
-        max_draft_depth=0,
-        seed=seed,
-        own_process=torch.cuda.is_available(),
-        vllm_args={"max_model_len": context},
-    )
-    try:
+    if not torch.cuda.is_available():
+        return _generated(model, fitting, config, context, seed, progress)
+    # A process of its own releases all of a device's memory when it ends.
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(_generated, model, fitting, config, context, seed, console.progress).result()
+
+
+def _generated(
+    model: str, prompts: list[list[int]], config: TextConfig, context: int, seed: int, progress: Callable[[str], None]
+) -> list[PromptedText]:
+    engine = Engine(model, max_draft_depth=0, seed=seed, vllm_args={"max_model_len": context})
+    with closing(engine):
         requests = [
             GenerationRequest(
                 key=(0, str(n), 0, 0), prompt_token_ids=ids, max_response_tokens=config.max_response_tokens
             )
-            for n, ids in enumerate(fitting)
+            for n, ids in enumerate(prompts)
         ]
         num_reported = 0
 
@@ -185,11 +193,9 @@ def generate_responses(
             return False
 
         rollout = engine.generate(requests, rl_step=0, temperature=config.temperature, until=report)
-    finally:
-        engine.close()
     return [
         PromptedText(prompt_token_ids=ids, token_ids=list(response.token_ids))
-        for ids, response in zip(fitting, rollout.responses, strict=True)
+        for ids, response in zip(prompts, rollout.responses, strict=True)
     ]
 
 

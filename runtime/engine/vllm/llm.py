@@ -1,4 +1,4 @@
-"""Start of a vLLM engine with a policy attached, and calls to the control beside its scheduler, in any process."""
+"""Start of a vLLM engine in this process with a policy attached, and calls to the control beside its scheduler."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict
-from multiprocessing.connection import wait
-from threading import Thread
 from typing import Any
 from uuid import uuid4
 
@@ -49,7 +47,6 @@ def start(
     attachment: Mapping[str, Any],
     planned: Mapping[str, Any],
     beside: bool,
-    own_process: bool,
     seed: int,
     vllm_args: Mapping[str, Any],
 ) -> tuple[Any, bool]:
@@ -62,7 +59,7 @@ def start(
     compilation are restored; vLLM's own modules stay patched (`plugin`).
     """
     with starting():
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if beside and "speculative_config" in planned:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         args = {**planned, **engine_arguments(seed, vllm_args)}
@@ -70,7 +67,7 @@ def start(
             args["compilation_config"] = {**planned["compilation_config"], **vllm_args["compilation_config"]}
         args["additional_config"] = {**args.get("additional_config", {}), "tltlab": dict(attachment)}
         with uncompiled(on_cpu() and args["enforce_eager"]):
-            llm = _build(model, args, own_process)
+            llm = _build(model, args)
         config = llm.llm_engine.vllm_config
         # Read within `starting`: vLLM reads its environment variable at each access.
         return llm, not config.scheduler_config.async_scheduling and not config.use_v2_model_runner
@@ -115,11 +112,10 @@ def engine_arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
     return args
 
 
-def _build(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
+def _build(model: str, args: Mapping[str, Any]) -> Any:
     import vllm
 
     if vllm.envs.VLLM_PLUGINS is not None and "tltlab" not in vllm.envs.VLLM_PLUGINS:
-        # An engine core in its own process would report this on standard error only.
         raise ConfigError(f"vLLM does not load tltlab's plugin: {missing_plugin()}")
     weight_transfer = {}
     if not missing("weight updates"):
@@ -129,16 +125,9 @@ def _build(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
             llm = vllm.LLM(model=model, scheduler_cls=scheduler_cls(None), **weight_transfer, **args)
     except (ValueError, OSError, TypeError, RuntimeError, AssertionError) as error:
         raise ConfigError(f"vLLM cannot start on {model}: {' '.join(str(error).split())[:500]}") from error
-    complaint = ""
     if llm.llm_engine.vllm_config.scheduler_config.async_scheduling != bool(args["async_scheduling"]):
-        complaint = "vLLM turns asynchronous scheduling off here: leave async_scheduling out"
-    elif own_process and _core(llm) is not None:
-        complaint = "vLLM keeps engine cores in this process once one ran here: start those of their own first"
-    if complaint:
         llm.llm_engine.engine_core.shutdown()
-        raise ConfigError(complaint)
-    if own_process:
-        _wake_when_dead(llm.llm_engine.engine_core)
+        raise ConfigError("vLLM turns asynchronous scheduling off here: leave async_scheduling out")
     if weight_transfer:
         llm.init_weight_transfer_engine({"init_info": {}})
     return llm
@@ -159,22 +148,6 @@ def _rendezvous_in_scratch() -> AbstractContextManager[None]:
     return replaced(uniproc_executor, name, lambda: f"file://{folder}/vllm_dist_{uuid4().hex}")
 
 
-def _wake_when_dead(client: Any) -> None:
-    """Wake the callers of an engine core when its process ends: vLLM's synchronous client would wait forever."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    processes = [process.sentinel for process in client.resources.engine_manager.processes]
-
-    def watch() -> None:
-        wait(processes)
-        client.outputs_queue.put_nowait(EngineDeadError())
-        for pending in list(client.utility_results.values()):
-            if not pending.done():
-                pending.set_exception(EngineDeadError())
-
-    Thread(target=watch, daemon=True, name="tltlab-engine-watch").start()
-
-
 def running(llm: Any) -> AbstractContextManager[None]:
     """Within the block, the engine generates; an eager engine on the CPU compiles nothing meanwhile."""
     config = llm.llm_engine.vllm_config
@@ -182,18 +155,16 @@ def running(llm: Any) -> AbstractContextManager[None]:
 
 
 def _core(llm: Any) -> Any:
-    """Return vLLM's engine core where it runs in this process, else None."""
-    return getattr(llm.llm_engine.engine_core, "engine_core", None)
+    return llm.llm_engine.engine_core.engine_core
 
 
 def _worker(llm: Any) -> Any:
     """Return the worker that runs the model, where it is in this process; else None."""
-    return getattr(getattr(_core(llm), "model_executor", None), "driver_worker", None)
+    return getattr(_core(llm).model_executor, "driver_worker", None)
 
 
 def scheduler_of(llm: Any) -> Any:
-    """Return the engine's scheduler where the engine core runs in this process, else None."""
-    return getattr(_core(llm), "scheduler", None)
+    return _core(llm).scheduler
 
 
 def keep_drafts_at(llm: Any, rates: Sequence[float]) -> None:
@@ -225,16 +196,8 @@ def start_capture(llm: Any, sink: Sink | None, max_bytes: int) -> None:
 
 
 def call(llm: Any, name: str, *args: Any) -> Any:
-    """Call `scheduler.call_control` beside the engine's scheduler; RunError when it cannot be reached."""
-    message = pickle.dumps((name, args))
-    client = llm.llm_engine.engine_core
-    core = _core(llm)
-    if core is not None:
-        return pickle.loads(core.tltlab(message))
-    try:
-        return pickle.loads(client.call_utility("tltlab", message))
-    except Exception as error:
-        raise RunError(f"the engine core cannot be asked to {name}: {' '.join(str(error).split())[:300]}") from error
+    """Call `scheduler.call_control` beside the engine's scheduler; arguments and result are copies."""
+    return pickle.loads(_core(llm).tltlab(pickle.dumps((name, args))))
 
 
 def client_errors() -> tuple[type[Exception], ...]:

@@ -26,7 +26,7 @@ def test_a_new_drafter_drafts_in_an_engine(random_model: Path, tmp_path: Path, m
     policy = Policy(selector=FixedSpec(strategy=Strategy.chain("mine", 4)), drafters={"mine": mine})
     args = {"max_model_len": 256, "max_num_seqs": 32, "kv_cache_memory_bytes": 32 << 20}
     drafters = {**DEFAULT_DRAFTERS, **policy.drafters}
-    engine = Engine(str(random_model), drafters=drafters, max_draft_depth=4, own_process=True, vllm_args=args)
+    engine = Engine(str(random_model), drafters=drafters, max_draft_depth=4, vllm_args=args)
     with closing(engine):
         engine.set_policy(None)
         plain = texts(engine.generate(requests(4, 60), rl_step=0, temperature=0.0))

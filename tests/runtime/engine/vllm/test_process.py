@@ -131,7 +131,6 @@ def program(random_model: Path, traces: Path) -> tuple[dict[str, Any], str]:
 
 
 def test_an_engine_leaves_environment_path_and_compilation_as_they_were(program: tuple[dict[str, Any], str]):
-    """What one whose core is in another process leaves, `test_own_process` looks at."""
     found = {name: program[0][name] for name in ("created", "used", "failed")}
     assert found == {"created": [], "used": [], "failed": []}
 
