@@ -111,9 +111,5 @@ class CanaryWatch:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict`, after JSON, with no rollout ended yet."""
         self._counts = {int(worker): (n[0], n[1], n[2]) for worker, n in state["seen"].items()}
-        self._verdicts = {int(worker): tuple(map(_verdict, rows)) for worker, rows in state["verdicts"].items()}
+        self._verdicts = {int(worker): tuple(map(Verdict.from_row, rows)) for worker, rows in state["verdicts"].items()}
         self.accept_length, self.drafts = None, 0
-
-
-def _verdict(row: dict[str, Any]) -> Verdict:
-    return Verdict(**(row | {name: tuple(row[name]) for name in ("predicted", "measured")}))

@@ -369,7 +369,7 @@ class DrafterPool(Mapping[str, DrafterState]):
             self._weights = replace(self._weights, age=state["age"])
         self._counts.clear()
         for name, counts in state["counts"].items():
-            self._counts[name].load_state_dict(counts)
+            self._counts[name] = DraftCounts(counts)
 
     def guard(self, config: CanaryConfig) -> None:
         """Monitor the learned drafter by `config` from now on; earlier predictions and observations are dropped."""

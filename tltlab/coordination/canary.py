@@ -7,8 +7,8 @@ target's and each wake of the engine: with the prediction (`Canary`), or with wh
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -75,46 +75,34 @@ class DraftPositions:
 
 
 class DraftCounts:
-    """Counts drafts by length and by tokens kept, in constant time each; `positions` works out the rest."""
+    """Counts drafts by length and by tokens kept, in constant time each; `positions` works out the rest.
 
-    def __init__(self) -> None:
-        self.drafts = 0
-        self._drafted: list[int] = []
-        self._kept: list[int] = []
-        self._whole: list[int] = []
+    `rows` are those of an earlier `state_dict`.
+    """
+
+    def __init__(self, rows: Iterable[tuple[int, int, int]] = ()) -> None:
+        self.drafts = self.first_kept = 0
+        self._times: Counter[tuple[int, int]] = Counter()
+        for row in rows:
+            self.add(*row)
 
     def add(self, num_drafted: int, num_kept: int, times: int = 1) -> None:
         """As many drafts of `num_drafted` tokens, at least one, had their first `num_kept` kept."""
-        while len(self._drafted) <= num_drafted:
-            for counts in (self._drafted, self._kept, self._whole):
-                counts.append(0)
         self.drafts += times
-        self._drafted[num_drafted] += times
-        self._kept[num_kept] += times
-        if num_kept == num_drafted:
-            self._whole[num_kept] += times
-
-    @property
-    def first_kept(self) -> int:
-        """Drafts whose first token was kept."""
-        return self.drafts - self._kept[0] if self._kept else 0
+        self.first_kept += times * (num_kept > 0)
+        self._times[num_drafted, num_kept] += times
 
     @property
     def positions(self) -> DraftPositions:
-        depths = range(len(self._drafted) - 1)
+        depths, counts = range(max((drafted for drafted, _ in self._times), default=0)), self._times.items()
         return DraftPositions(
-            drafted=tuple(sum(self._drafted[i + 1 :]) for i in depths),
-            # A draft of just i tokens, all kept, tried no token i.
-            tried=tuple(sum(self._kept[i:]) - self._whole[i] for i in depths),
-            kept=tuple(sum(self._kept[i + 1 :]) for i in depths),
+            drafted=tuple(sum(n for (drafted, _), n in counts if drafted > i) for i in depths),
+            tried=tuple(sum(n for (drafted, kept), n in counts if drafted > i <= kept) for i in depths),
+            kept=tuple(sum(n for (_, kept), n in counts if kept > i) for i in depths),
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"drafts": self.drafts, "counts": [list(self._drafted), list(self._kept), list(self._whole)]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.drafts = state["drafts"]
-        self._drafted, self._kept, self._whole = (list(counts) for counts in state["counts"])
+    def state_dict(self) -> list[list[int]]:
+        return [[*lengths, times] for lengths, times in self._times.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +117,11 @@ class Verdict:
     predicted: tuple[float, ...]
     measured: tuple[float | None, ...]
     drafts: int
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> Verdict:
+        """Restore the verdict from its fields, after JSON."""
+        return cls(**(row | {name: tuple(row[name]) for name in ("predicted", "measured")}))
 
     @property
     def sentence(self) -> str:
@@ -234,9 +227,8 @@ class Canary:
         self._next_look, self._looks = state["next_look"], state["looks"]
         self.verdicts.clear()
         for row in state["verdicts"]:
-            tuples = {name: tuple(row[name]) for name in ("predicted", "measured")}
-            self.verdicts.append(Verdict(**(row | tuples)))
-        self.counts.load_state_dict(state["counts"])
+            self.verdicts.append(Verdict.from_row(row))
+        self.counts = DraftCounts(state["counts"])
 
     def _open(self, why: str) -> None:
         self._why = why

@@ -55,9 +55,7 @@ def test_counts_per_position_are_those_of_every_draft(all_drafts: list[tuple[int
     assert positions.tried == tuple(sum(d > i and k >= i for d, k in all_drafts) for i in range(depth))
     assert positions.kept == tuple(sum(k > i for _, k in all_drafts) for i in range(depth))
     assert counts.first_kept == sum(k > 0 for _, k in all_drafts)
-    again = DraftCounts()
-    again.load_state_dict(json.loads(json.dumps(counts.state_dict())))
-    assert again.positions == positions
+    assert DraftCounts(json.loads(json.dumps(counts.state_dict()))).positions == positions
 
 
 COLLAPSED = ["swap 0.8", "miss 100", "sync", "wake", "keep 200"]
