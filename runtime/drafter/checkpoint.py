@@ -161,7 +161,6 @@ class _Writer(SafetensorsWriter):
 
 
 def _refuse_damage(folder: Path) -> None:
-    """Raise RunError unless a checkpoint's files match their checksums."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise RunError("it holds no tensors")

@@ -26,6 +26,7 @@ from tltlab.runtime.run.state import RunEvents
 from .buffer import PARTIAL
 from .group import LOOPBACK, RendezvousServer
 from .service import ServedDrafter
+from .training import TrainingPeriod
 from .worker import SpotTrainer, TrainerPlacement
 
 MOST_RESTARTS = 3
@@ -41,6 +42,8 @@ SLOW_DISK = 20e6
 
 CLOSE_S = 5.0
 """Most seconds for trainers to end by themselves: a checkpoint may be under way."""
+
+LOST = "its process ended: its work is unknown"
 
 _DEAD_S = 1.0
 
@@ -226,7 +229,6 @@ class TrainerProcesses:
                 self._handle(waited[call], call)
 
     def _handle(self, worker: int, call: Any) -> None:
-        """Handle a trainer that has started, or ended."""
         with self._lock:
             process = self._processes.get(worker)
             if self._closed.is_set() or process is None or call not in (process.ready, process.run):
@@ -265,7 +267,6 @@ def _kill(pid: int) -> None:
 
 
 def _sentence(error: RayError) -> str:
-    """Return the cause of Ray's error in a line."""
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {one_line(error.cause)[:200]}"
     return one_line(str(error).split("\n")[0])[:200]
@@ -335,7 +336,9 @@ class IdleWorkerTraining:
     def rows(self, rl_step: int) -> list[dict[str, Any]]:
         """Return the rows of `spot_training` of the ended rollout, those of trainers that failed in it too."""
         rows = [row for answer in self.processes.answers("take_rows").values() for row in answer]
-        rows += [_lost_row(rl_step, *lost) for lost in self._lost]
+        for worker, term, died_s in self._lost:
+            lost = TrainingPeriod(rl_step=rl_step, term=term, began=died_s, ended="killed", detail=LOST)
+            rows.append(lost.row(worker, 0.0, died_s) | {"accept": None})
         self._lost = []
         for row in rows:
             if row["ended"] == "failed":
@@ -379,25 +382,6 @@ class IdleWorkerTraining:
                 server.close()
                 self.events.note(f"{error}: the drafter is not trained any more in this run")
                 self.processes.close()
-
-
-def _lost_row(rl_step: int, worker: int, term: int, died_s: float) -> dict[str, Any]:
-    """Return the row of a trainer that failed, `died_s` after the RL step began: its work is unknown."""
-    return {
-        "rl_step": rl_step,
-        "worker": worker,
-        "term": term,
-        "t_start": died_s,
-        "duration": 0.0,
-        "members": 1,
-        **dict.fromkeys(("setup_s", "train_s", "wait_s", "blocked_s"), 0.0),
-        **dict.fromkeys(("updates", "tokens", "sequences", "checkpoints"), 0),
-        "yield_s": None,
-        "ended": "killed",
-        "loss": None,
-        "accept": None,
-        "detail": "its process ended: its work is unknown",
-    }
 
 
 def machine_addresses(nodes: Sequence[str], driver: str, addresses: Mapping[str, str]) -> dict[str, str]:

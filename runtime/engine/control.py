@@ -239,7 +239,6 @@ class Control:
         return live
 
     def _notify_budget(self, live: LiveRequest) -> None:
-        """Deliver an ended request to the budget."""
         try:
             self.driver.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
         except Exception as error:  # the budget may be user code
@@ -265,7 +264,6 @@ class Control:
             return self.drafters.worker_depth(choice.strategy)
 
     def _choose(self, request_ids: Sequence[str]) -> Choice | None:
-        """Return the policy's choice, None where it raises."""
         try:
             with self.deciding:
                 choice = self.driver.ask(self._state(request_ids))
@@ -276,7 +274,6 @@ class Control:
             return None
 
     def _deliver(self, choice: Choice, outcome: StepOutcome, iteration: Iteration) -> None:
-        """Deliver an outcome to the policy."""
         if self.failure:
             return
         try:
@@ -331,7 +328,6 @@ class Control:
             return [min(share, self._room(live)) for share, live in zip(shares, lives, strict=True)]
 
     def _shares(self, strategy: Strategy, lives: Sequence[LiveRequest]) -> list[int]:
-        """Shares of the budget: tokens of the next draft of each request."""
         if isinstance(self.driver.budget, UniformBudget) or not lives:
             return [strategy.reach] * len(lives)
         requests = cast(Sequence[RequestState], lives)

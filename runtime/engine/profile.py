@@ -322,7 +322,6 @@ def _is_of(row: Mapping[str, Any], cell: Cell) -> bool:
 
 
 def _positions(model: str) -> int:
-    """Return the longest context that a model supports."""
     from transformers import AutoConfig
 
     try:

@@ -218,7 +218,6 @@ class LiveRecording:
             self._has_no_iterations(rl_step)
 
     def _has_no_iterations(self, rl_step: int) -> None:
-        """Note in the manifest that this RL step has no iterations."""
         self._without_iterations += (rl_step,)
         self._give({"without_iterations": self._without_iterations}, _ROW_BYTES)
 
@@ -411,7 +410,6 @@ class LiveRecording:
             self._give(drained, sum(_ROW_BYTES + 8 * len(it.drafted) for it in drained.ended))
 
     def _give(self, item: _Given, num_bytes: int) -> None:
-        """Queue an item for the writing thread."""
         if self.ended:
             return
         self._queue.append((item, num_bytes))
@@ -450,7 +448,6 @@ class LiveRecording:
         self._durable.set()
 
     def _write(self) -> None:
-        """Make waiting items durable."""
         num_bytes = self._append_waiting()
         self._recorder.flush()
         self._durable_bytes += num_bytes

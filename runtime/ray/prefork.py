@@ -114,7 +114,6 @@ def _serve(folder: str, listening: int, lifeline: int, modules: Sequence[str]) -
 
 
 def _reap(forks: dict[int, socket.socket]) -> None:
-    """Send the exit codes of ended forks to their askers."""
     for fork in list(forks):
         done, status = os.waitpid(fork, os.WNOHANG)
         if done:

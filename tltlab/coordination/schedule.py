@@ -232,7 +232,6 @@ class TrainingSchedule:
 
 
 def _columns(rows: Sequence[RolloutDrift]) -> tuple[Floats, Floats]:
-    """Accepted lengths and drafts of rollouts that have them."""
     return np.array([row.accept_length for row in rows], np.float64), np.array([row.drafts for row in rows], np.float64)
 
 

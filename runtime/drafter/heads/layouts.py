@@ -149,7 +149,6 @@ def _read_json(folder: Path) -> dict[str, Any]:
 
 
 def _layer_config(name: str | Path, fields: Any) -> LlamaConfig:
-    """Return the config of a head's one layer, only with a Llama's fields."""
     try:
         settings = {key: fields[key] for key in LAYER_FIELDS if fields.get(key) is not None}
         config = LlamaConfig(architectures=["LlamaForCausalLM"], tie_word_embeddings=False, **settings)

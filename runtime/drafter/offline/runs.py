@@ -156,5 +156,4 @@ def idle_times(trace: Trace) -> list[IdleTime]:
 
 
 def _overlap_s(row: dict[Any, Any], idle_from: float, idle_until: float) -> float:
-    """Return the seconds of a training period between two times."""
     return max(float(min(row["t_start"] + row["duration"], idle_until) - max(row["t_start"], idle_from)), 0.0)

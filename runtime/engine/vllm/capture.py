@@ -318,7 +318,6 @@ def _attach(worker: Any, sink: bytes | Sink, max_bytes: int) -> None:
 
 
 def _on_rank_0(worker: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """Return a member of rank 0's capture, called if it is callable."""
     if worker.rpc_rank:
         return None
     member = getattr(getattr(worker.model_runner, _ATTRIBUTE), name)

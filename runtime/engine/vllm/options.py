@@ -207,7 +207,6 @@ def vllm_options(
 
 
 def _options_for(options: dict[str, Any], program: Program) -> dict[str, Any]:
-    """Return the options in the program's form."""
     if program in ("vllm serve", "verl"):
         return {
             f"no-{name.replace('_', '-')}" if value is False else name: (
@@ -322,7 +321,6 @@ def _policy(text: str) -> Policy:
 def _variables(
     policy: PolicySource | None, chosen: Policy | None, record: str | Path | None, options: EngineOptions
 ) -> dict[str, Any]:
-    """Return environment variables with the same effect."""
     variables: dict[str, Any] = {}
     if chosen is not None:
         if isinstance(policy, str | Path):

@@ -66,7 +66,6 @@ class RowStore:
         self._aux: Tensor | None = None
 
     def __len__(self) -> int:
-        """Number of open requests."""
         return len(self._slots)
 
     def open(self, request_id: str) -> None:

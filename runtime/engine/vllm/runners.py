@@ -278,7 +278,6 @@ class _DeviceStopwatch:
 
 
 def _call_timed(runner: Any, draft: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `draft` and time it with the stopwatch of `runner`."""
     guarded_call(runner, lambda: _stopwatch(runner).start(), otherwise=None)
     result = draft(*args, **kwargs)
     guarded_call(runner, lambda: _stopwatch(runner).stop(), otherwise=None)

@@ -105,7 +105,6 @@ class PolicyScheduler(Scheduler):
             return None
 
     def _check_class(self, config: VllmConfig) -> None:
-        """Raise ConfigError where the engine needs the other class."""
         overlapped = isinstance(self, AsyncScheduler)
         if overlapped != bool(config.scheduler_config.async_scheduling):
             # vLLM would not draft at all, or verify stale drafts.
@@ -199,7 +198,6 @@ class PolicyScheduler(Scheduler):
         return DraftTokenIds(ids, drafts or [[] for _ in ids])
 
     def _set_drafts(self, drafts: DraftTokenIds | None) -> None:
-        """Set the drafts that the next iteration verifies."""
         if drafts is None:
             return
         super().update_draft_token_ids(drafts)
@@ -282,7 +280,6 @@ def call_control(core: Any, message: bytes) -> bytes:
 
 
 def _reseed(core: Any, seed: Sequence[int]) -> None:
-    """Seed all random generators of the core's process and of its workers."""
     _seed_process(None, list(seed))
     # Tensor-parallel ranks draw the same tokens, so all get the same seed.
     core.model_executor.collective_rpc(_seed_process, args=(list(seed),))

@@ -155,7 +155,6 @@ class StockEngine:
         return StockRun(token_ids=token_ids, num_drafts=drafts, accepted=accepted)
 
     def _counters(self) -> list[int]:
-        """Drafts, and accepted tokens by position, since the engine started."""
         metrics: dict[str, Any] = {metric.name: metric for metric in self._llm.get_metrics()}
         accepted = metrics.get(_PER_POSITION)
         if accepted is None:
