@@ -296,7 +296,7 @@ class DrafterRun(Drafting):
 
     def close(self) -> None:
         self._stop_training()
-        for partial in self.out.glob("worker-*/*.partial"):
+        for partial in self.out.glob("worker-*/.checkpoint-*"):
             shutil.rmtree(partial, ignore_errors=True)
         if self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
