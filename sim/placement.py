@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -58,11 +58,7 @@ class _Workload(Sequence[PlacedRequest]):
     def __len__(self) -> int:
         return len(self._requests)
 
-    @overload
-    def __getitem__(self, at: int) -> PlacedRequest: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[PlacedRequest]: ...
-    def __getitem__(self, at: int | slice) -> PlacedRequest | list[PlacedRequest]:
+    def __getitem__(self, at: Any) -> Any:
         return self._made[at]
 
     @cached_property

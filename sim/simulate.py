@@ -118,7 +118,6 @@ class SimResult:
 
     @property
     def _measured(self) -> list[metrics.Rollout]:
-        """The rollouts as metrics take them."""
         return [
             metrics.Rollout(
                 rl_step=rollout.requests.rl_step,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
@@ -22,18 +21,6 @@ class Pools:
     @property
     def num_gpus(self) -> int:
         return self.rollout_gpus if self.shared else self.rollout_gpus + self.train_gpus
-
-
-class Topology(Protocol):
-    """Which GPUs do what, and how many updates the weights of a rollout may lag behind."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def max_staleness(self) -> int: ...
-
-    def pools(self, num_workers: int, stages: StageCosts) -> Pools: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +74,10 @@ class Separate:
                 f"{train_gpus} GPUs or train_gpus = {stages.num_gpus}"
             )
         return Pools(rollout_gpus=rollout_gpus, train_gpus=train_gpus, shared=False)
+
+
+Topology = Colocated | Separate
+"""GPUs that do what, and how many updates the weights of a rollout may lag behind."""
 
 
 def load_topology(name: str, *, gpus_per_worker: int = 1, max_staleness: int = 0) -> Topology:

@@ -94,7 +94,6 @@ def brief(value: float) -> str:
 
 
 def _add_reading(axes: Axes, texts: Sequence[str], x: np.ndarray | None = None, y: np.ndarray | None = None) -> None:
-    """The reading of a panel whose figure is a chart."""
     if isinstance(axes.figure, Chart):
         axes.figure.readings.append(Reading(axes=axes, texts=texts, x=x, y=y))
 
@@ -343,7 +342,6 @@ def _value_text(value: float, low: float, high: float) -> str:
 
 
 def _floats(values: Any) -> np.ndarray:
-    """Numbers as float64, None as NaN."""
     return np.array([np.nan if value is None else float(value) for value in values], dtype=np.float64)
 
 

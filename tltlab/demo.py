@@ -183,7 +183,6 @@ def fit_and_tune(recorded: Trace, out: Path, seed: int) -> tuple[Calibration, Tu
 
 
 def _step(report: StepReport, step: Trace, predicted_s: float) -> dict[str, Any]:
-    """Entry of an RL step in `summary.json`."""
     return {
         "rl_step": report.rl_step,
         "policy": report.policy,

@@ -162,7 +162,6 @@ def _compared(
     scenario: Scenario,
     num_rl_steps_of: int,
 ) -> Comparison:
-    """The comparison on one scenario."""
     strategies = strategies_run(*policies.values())
     drafters = scenario.registry_of(policies)
     seeded = [replace(scenario, seed=scenario.seed + k) for k in range(repeats)]

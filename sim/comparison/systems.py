@@ -258,7 +258,6 @@ class _Outcome:
 
 
 def _measured(scenario: Scenario, *placed: Any) -> _Outcome:
-    """The figures of a run."""
     run = run_bound(scenario, *placed)
     rollouts, stale = run.result.rollouts, run.result.asynchronous
     worker_s = np.array([run.result.scenario.workers * r.makespan_s for r in rollouts])

@@ -192,7 +192,6 @@ def _chance(model: Acceptance, drafters: Sequence[str]) -> float | None:
 
 
 def _part(model: Acceptance, drafter: str) -> Acceptance:
-    """A drafter's own model."""
     return model.of(drafter) if isinstance(model, PerDrafter) else model
 
 
@@ -296,7 +295,6 @@ class _Question:
 
 
 def _seconds(result: SimResult, stages: StageCosts | None) -> Times:
-    """Seconds of the rollout and of the RL step, by RL step."""
     rollouts = np.array([rollout.makespan_s for rollout in result.rollouts])
     if stages is None:
         return Times(rollout_s=rollouts)

@@ -156,7 +156,6 @@ class Stream:
         return self._round(k, jobs, most_running, most_begun, num_groups, num_responses)
 
     def _drop(self, max_age: int) -> None:
-        """Forget groups that would be too old if this step trained them."""
         young = []
         for group in self._open:
             oldest = min((job.version for job in group.jobs if job.version is not None), default=self.version)

@@ -143,7 +143,6 @@ class Chances(Gains):
         return np.asarray(np.where(np.arange(survival.shape[1])[None, :] < drafted[:, None], survival, 0.0))
 
     def _levels(self, drafter: str) -> Floats:
-        """The level of every request of the rollout."""
         return self._requests.levels(self._model, drafter, self._rates.seed)
 
     def _allotted(self, batch: Batch, regime: Regime) -> tuple[Regime, Ints, float]:

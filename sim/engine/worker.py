@@ -164,7 +164,6 @@ class RolloutSimulator:
         )
 
     def _drain_all(self, result: SimulatedRollout, residents: Residents, batch: Batch) -> None:
-        """The whole rollout in closed form."""
         drained = self.drain(result, range(len(result.logs)), residents, batch, self.costs.outside_s)
         result.drained = drained
         result.worker_end_s = np.where(residents.present[:, -1], drained.finish_s[:, -1], 0.0).tolist()
@@ -268,7 +267,10 @@ class Worker:
         scheduler = self.scheduler
         while (self.away or not scheduler.is_done) and not (self.feed is not None and self.feed.stopped):
             if scheduler.is_done:
-                self._go_idle()
+                if self.ahead:
+                    # All requests are away: what was chosen for the next iteration has no meaning.
+                    self.driver.idle()
+                    self.in_force, self.decided = NO_CHOICE, False
                 # Its time is not compared: a timeout may end an ulp before it.
                 back: Any = env.timeout(max(0.0, self.away[0][0] - env.now))
                 yield back if self.feed is None else back | self.stop
@@ -290,12 +292,6 @@ class Worker:
         if self.feed is not None:
             for request, generated in scheduler.unfinished():
                 self.feed.leave(request, generated)
-
-    def _go_idle(self) -> None:
-        """All requests are away: what was chosen for the next iteration has no meaning."""
-        if self.ahead:
-            self.driver.idle()
-            self.in_force, self.decided = NO_CHOICE, False
 
     def _advance(self, batch: int, up_front: float, start_s: float) -> tuple[Choice, Entry, float]:
         """Ask the policy, then run the batch until something happens.
@@ -349,7 +345,6 @@ class Worker:
         return (verified, decided, switch_s) if self.ahead else (chosen, True, switch_s)
 
     def _state(self, batch: int, waiting: int) -> StepState:
-        """The worker as a policy sees it."""
         return StepState(
             rl_step=self.requests.rl_step,
             worker=self.index,
@@ -388,7 +383,6 @@ class Worker:
         self.iteration += macro.num_iterations
 
     def _outcome(self, choice: Choice, entry: Entry) -> StepOutcome:
-        """The mean of a macro-step's iterations."""
         macro, speculates = entry.macro, choice.strategy.speculates
         return StepOutcome(
             elapsed_s=(entry.prefill_s + macro.seconds) / macro.num_iterations,

@@ -73,7 +73,6 @@ def _received(pickled: bytes) -> _Once:
 
 
 def _makespans(once: _Once, policy: Policy, mode: str, seed: int, delay: int | None) -> Floats:
-    """Seconds of each RL step's rollout."""
     scenario = replace(once.scenario, mode=mode, seed=seed)
     return np.array([rollout.makespan_s for rollout in scenario.each_rollout(policy, delay=delay)])
 
@@ -88,7 +87,6 @@ class TuningCase:
 
     @cached_property
     def once(self) -> _Once:
-        """The scenario for tasks."""
         return _Once(self.scenario)
 
     def some(self, num: int) -> TuningCase:
@@ -141,7 +139,6 @@ class TuningCases:
 
     @property
     def objective(self) -> str:
-        """The score in words."""
         if self.robust:
             return f"largest ratio to plain decoding over {len(self.cases)} cases, simulated"
         return "mean makespan of the RL steps, simulated"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -139,22 +139,13 @@ def tables(prices: Sequence[Prices], max_buckets: int, graphs: GraphMemory | Non
     }
 
 
-class Space(Protocol):
-    """Policies by their settings."""
-
-    def policy(self, settings: Mapping[str, Any]) -> Policy:
-        """The policy of a trial."""
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        """The settings of a trial and their values, in order where they are numbers."""
-
-    def first(self) -> Mapping[str, Any]:
-        """Settings to begin with."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Settings of a policy that a user names, and the values to try. ConfigError for a value that it does not take."""
+    """Settings of a policy that a user names, and the values to try. ConfigError for a value that it does not take.
+
+    `policy` makes that of a trial, `choices` are its settings with their values, in order where these are numbers, and
+    `first` the settings to begin with: as of `Bandits`.
+    """
 
     base: Policy
     values: Mapping[str, tuple[Any, ...]]
@@ -247,6 +238,9 @@ class Bandits:
             "num_buckets": tuple(range(1, len(self.tables) + 1)),
             "max_requests": (0, *[t for t in (4, 8, 16, 32, 64, 128) if t < self.prices.max_batch]),
         }
+
+
+Space = Parameters | Bandits
 
 
 @dataclass(frozen=True, kw_only=True)

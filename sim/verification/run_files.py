@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat
 
+from tltlab.config import faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import code_allowed, named_in
@@ -118,12 +119,5 @@ def _beside(trace: Trace, name: str, kind: type[_File], allow_code: Collection[s
     path = run_folder(trace.path) / name
     if not path.is_file():
         return None
-    try:
-        with named_in(path), code_allowed(allow_code):
-            return kind.model_validate(read_json(path), context={"folder": path.parent})
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(
-            f"{path}: {place}: {first['msg']}; a run writes this file, take it away to do without"
-        ) from error
+    with named_in(path), code_allowed(allow_code), faults_in(f"{path} (a run writes this file, take it away)"):
+        return kind.model_validate(read_json(path), context={"folder": path.parent})

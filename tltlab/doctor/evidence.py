@@ -313,7 +313,6 @@ def _trace_of(run: Path) -> tuple[Trace | None, str, Path | None]:
 
 
 def _logs(run: Path) -> dict[str, str]:
-    """The ends of the run's log files."""
     tails = {}
     for path in sorted([*run.glob("*.log"), *run.glob("logs/*.log")]):
         with suppress(OSError), path.open("rb") as file:

@@ -111,7 +111,6 @@ class BegMab(Selector, kind="beg-mab"):
         return explored, best
 
     def _best(self, bucket: int) -> int:
-        """The index of a bucket's best arm."""
         if self.reward_.learns_plain and not self.windows_[bucket][NO_SPECULATION].values:
             return self.arms[bucket].index(NO_SPECULATION)
         best, most = 0, -math.inf

@@ -101,7 +101,6 @@ class AcceptedThresholds(Selector, kind="thresholds"):
 
 
 def _moved(slot: _Slot) -> int:
-    """Where a slot's depth goes from here."""
     depths, at = slot.depths, slot.at
     if depths[at] == 0:
         return min(at + 1, len(depths) - 1)
