@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow.compute as pc
 
 from tltlab.acceptance.base import UNKNOWN, Acceptance, AcceptanceModel
-from tltlab.acceptance.by_request import spread_over_requests
 from tltlab.acceptance.load import DEFAULT, acceptance_text, load_acceptance
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.calibration.acceptance.logged import LoggedDrafting
@@ -55,9 +54,6 @@ class SimulationConfig:
     seed, and so is the costs' noise; acceptance "trace" is the same in both. A learning policy is asked once per
     `decision_block` iterations and receives their mean. `max_response_tokens` cuts longer responses.
 
-    `acceptance_spread`, in logits, lets acceptance that treats requests alike differ between them (`SpreadAcceptance`),
-    the mean over drafts kept; acceptance that varies by request brings its own.
-
     With `prefix_caching` samples of a group on one worker share their prompt: it is prefilled, and held, once. A
     preempted request continues from what is left of it in the cache.
 
@@ -78,7 +74,6 @@ class SimulationConfig:
 
     costs: CostModel | type[CostModel] | Source | None = None
     acceptance: Acceptance | type[AcceptanceModel] | Source | None = None
-    acceptance_spread: float = 0.0
     workers: int | None = None
     placement: str | Placement | type[Placement] | None = None
     mode: str = "fluid"
@@ -105,8 +100,6 @@ class SimulationConfig:
                 raise ConfigError(f"no {name} named {kind!r}; there are {', '.join(kinds)}")
         at_least(1, decision_block=self.decision_block, max_tools=self.max_tools)
         at_least(0, seed=self.seed)
-        if not 0 <= self.acceptance_spread <= 5:
-            raise ConfigError(f"acceptance_spread is in logits, from 0 to 5, got {self.acceptance_spread}")
         if self.tool_s is not None and not 0 <= self.tool_s < math.inf:
             raise ConfigError(f"the seconds of a tool must be 0 or more, got {self.tool_s}")
         asked = [f"--{name} {value}" for name, value in self._machine.items() if value is not None]
@@ -161,12 +154,6 @@ class SimulationConfig:
 
     def find_acceptance(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
         """The acceptance model, and its name or source; None where no acceptance is known."""
-        model, name = self._base_acceptance(trace)
-        if model is None or not self.acceptance_spread:
-            return model, name
-        return spread_over_requests(model, self.acceptance_spread), f"{name}, spread {self.acceptance_spread:g}"
-
-    def _base_acceptance(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
         if self.acceptance is not None and self.acceptance != "trace":
             model, written = load_acceptance(self.acceptance), isinstance(self.acceptance, str | Path)
             return model, str(self.acceptance) if written and self.acceptance != DEFAULT else acceptance_text(model)

@@ -409,7 +409,7 @@ def check_acceptance(source: Callable[[], AcceptanceModel] | type[AcceptanceMode
 
     P(accepted >= i) lies in [0, 1] and falls with i, one row per request, the same row where requests are alike;
     answers are the same when asked again; no more tokens are accepted than drafted; levels depend on the seed and the
-    request alone; a `steady` model does not look at progress; `most_tokens` is never exceeded.
+    request alone; `most_tokens` is never exceeded.
     """
     model = _part(source, AcceptanceModel)
     assert model.varies_by in ("nothing", "request"), f"varies_by must be nothing or request, got {model.varies_by!r}"
@@ -453,9 +453,6 @@ def _check_strategy(model: Acceptance, strategy: Strategy) -> None:
         assert alike, f"varies_by is nothing, but the survival of {strategy} differs by request"
         accepted = model.tokens_per_iteration(strategy) - 1
         assert accepted <= drafted + 1e-9, f"{strategy}: {accepted:g} tokens are accepted of {drafted:g} drafted"
-    assert steady or not model.steady, (
-        f"steady is set, but the survival of {strategy} changes with progress or finished siblings"
-    )
     most = model.most_tokens(strategy, RequestArrays(levels, longest, beside)) + 1e-9
     exceeded = any((1 + survival.sum(axis=1) > most).any() for survival in rows.values())
     assert not exceeded, f"{strategy}: more tokens than most_tokens returns"

@@ -53,7 +53,6 @@ def compare(
     engine: options.Engine = None,
     tp: options.TensorParallel = None,
     acceptance: options.Acceptance = None,
-    acceptance_spread: options.AcceptanceSpread = 0.0,
     stages: Annotated[
         str | None, typer.Option(help="With --systems: stage costs, a file or preset, for whole RL steps too.")
     ] = None,
@@ -104,7 +103,7 @@ def compare(
     rows: pd.DataFrame
     decision_block = options.decisions(decision_block, source, systems)
     config = SimulationConfig(
-        costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
+        costs=costs, acceptance=acceptance, workers=workers,
         placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
         decision_block=decision_block, prefix_caching=prefix_caching, prefix=prefix, max_tools=max_tools,
         tool_s=tool_seconds, gpus=gpus, model=model, engine=engine, tp=tp,
@@ -154,7 +153,7 @@ def compare(
         text += "\ntlt at the responses to a worker of its own scripts: tltlab experiment baseline"
     result |= {
         "trace": source.manifest.name or str(trace), "num_repeats": repeats, "mode": mode, "seed": seed,
-        "decision_block": decision_block, "prefix_caching": prefix_caching, "acceptance_spread": acceptance_spread,
+        "decision_block": decision_block, "prefix_caching": prefix_caching,
         **made_by("numpy", "scipy", "simpy"),
     }  # fmt: skip
     if out is not None:

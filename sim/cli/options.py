@@ -34,10 +34,6 @@ Acceptance = Annotated[
         "[default: what the trace has, else with --gpus the default of each drafter]"
     ),
 ]
-AcceptanceSpread = Annotated[
-    float,
-    typer.Option(help="Standard deviation, in logits, of acceptance between requests; the mean over drafts is kept."),
-]
 Mode = Annotated[str, typer.Option(help="fluid (expected tokens) or sampled.")]
 RlSteps = Annotated[
     str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one; or all. [default: all]")

@@ -52,7 +52,6 @@ def simulate(
     engine: options.Engine = None,
     tp: options.TensorParallel = None,
     acceptance: options.Acceptance = None,
-    acceptance_spread: options.AcceptanceSpread = 0.0,
     placement: Annotated[
         str | None,
         typer.Option(help=f"One of {', '.join(PLACEMENTS)}, or module:Class. [default: contiguous, or the system's]"),
@@ -120,7 +119,7 @@ def simulate(
     source = read(trace)
     refuse_to_overwrite_recording(out)
     config = SimulationConfig(
-        costs=costs, acceptance=acceptance, acceptance_spread=acceptance_spread, workers=workers,
+        costs=costs, acceptance=acceptance, workers=workers,
         placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
         decision_block=decision_block, max_response_tokens=max_response_tokens, prefix_caching=prefix_caching,
         spot=spot_training, prefix=prefix, max_tools=max_tools, tool_s=tool_seconds,

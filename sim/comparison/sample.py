@@ -86,13 +86,13 @@ class Scenarios:
         self.run = trace.rl_steps
         self.is_sampled = config.rl_steps is None
         model, name = config.find_acceptance(trace) if acceptance is None else acceptance
-        known = config if model is None else replace(config, acceptance=model, acceptance_spread=0.0)
+        known = config if model is None else replace(config, acceptance=model)
         settled, self.machine = known.on_machine(trace)
         if model is None and self.machine is not None:
             model, name = settled.find_acceptance(trace)
         self.acceptance, self.acceptance_name = model, name
         costs, self.costs_name = settled.find_costs(trace)
-        self.config = replace(settled, costs=costs, acceptance=model, acceptance_spread=0.0)
+        self.config = replace(settled, costs=costs, acceptance=model)
         self._shared: dict[tuple[Any, ...], Scenario] = {}
 
     def answer(self, answer: Callable[[list[int]], Answer], enough: Callable[[Answer], bool]) -> Answer:

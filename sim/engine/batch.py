@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ import numpy as np
 
 from tltlab.arrays import Array, Floats, Ints
 from tltlab.state import NEWEST_WEIGHT, RequestState, StepState, recent_acceptance
-from tltlab.strategy import Strategy
 
 from .regime import Regime
 from .requests import Requests
@@ -83,13 +82,11 @@ class SpeculativeIterations(NamedTuple):
 class Gains(ABC):
     """Source of what the residents of one batch gain while a strategy speculates; without, each gains a token.
 
-    With `is_steady` every request gains the same in all iterations under one strategy at one batch size: those of
-    `steady_gains` by request of the rollout, or those of the regime where that is None. With `is_apart` no request's
-    gains depend on what others do.
+    With `is_steady` every request gains what the regime has in all iterations. With `is_apart` no request's gains
+    depend on what others do.
     """
 
     is_steady: bool = False
-    steady_gains: Callable[[Strategy, int], Floats] | None = None
     is_apart: bool = True
     shares_out: bool = False
     """A budget sets how many tokens are drafted for each request, and sees `Batch.state`."""
@@ -108,7 +105,7 @@ _NOBODY: Ints = np.zeros(0, np.int64)
 class Batch:
     """Residents of a worker in order of admission, the newest last; `source` gives the gains of each while drafted for.
 
-    `is_steady` and `steady_gains` are those of the source. With `advances_plain` iterations without speculation may be
+    `is_steady` is that of the source. With `advances_plain` iterations without speculation may be
     passed at once (`advance_plain`).
     """
 
@@ -117,7 +114,7 @@ class Batch:
         self.source = source
         self.state: StepState | None = None
         """The worker as its policy sees it, without the requests."""
-        self.is_steady, self.steady_gains = source.is_steady, source.steady_gains
+        self.is_steady = source.is_steady
         self.advances_plain = source.is_apart and not source.is_steady
         self.residents = _NOBODY
         self._finished: list[int] = []

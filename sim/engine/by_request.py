@@ -2,9 +2,8 @@
 
 Chances depend on how far a response has come and on how many of its group have finished, so they change all the time.
 A macro-step holds them fixed at what they are expected to be in its middle: it ends with the first finish, and after
-`refresh` iterations at the latest, unless a response keeps its chances throughout. Fluid, each request gains the
-expected tokens; sampled, they are drawn from these chances with common random numbers (random_numbers.py). With
-`refresh` = 1 both are exact.
+`refresh` iterations at the latest. Fluid, each request gains the expected tokens; sampled, they are drawn from these
+chances with common random numbers (random_numbers.py). With `refresh` = 1 both are exact.
 
 An iteration verifies 1 + drafted tokens of each request. A cost model takes the same number for every request: it gets
 their mean, which leaves the tokens of the batch as they are. Drafting is paid as deep as the deepest request's draft.
@@ -33,11 +32,9 @@ from .requests import Requests
 
 
 class Groups:
-    """State shared by all workers of a rollout: finished samples of each group, and the gains of each."""
+    """State shared by all workers of a rollout: finished samples of each group."""
 
     def __init__(self, requests: Requests) -> None:
-        self.gains: dict[tuple[Strategy, int], Floats] = {}
-        """Expected tokens of every request in an iteration, where they stay the same: by strategy and model."""
         self._group = requests.groups
         self._finished = np.zeros(int(self._group.max(initial=-1)) + 1, np.int64)
 
@@ -68,18 +65,7 @@ class Chances(Gains):
         self._budget = budget
         self._regimes: dict[tuple[Strategy, int, float], Regime] = {}
         self._seeds = requests.seeds(rates.seed) if rates.sampled else None
-        self.is_steady = self._model.steady and not rates.sampled and budget is None
         self.shares_out = budget is not None
-
-    def steady_gains(self, strategy: Strategy, batch: int) -> Floats:
-        if not strategy.speculates:
-            return np.ones(len(self._requests))
-        model, gains = self._model.at(batch), self._groups.gains
-        if (strategy, id(model)) not in gains:
-            everyone = np.zeros(len(self._requests))
-            survival = model.survival(strategy, RequestArrays(self._levels(strategy.drafter), everyone, everyone))
-            gains[strategy, id(model)] = 1.0 + survival.sum(axis=1)
-        return gains[strategy, id(model)]
 
     def finish(self, batch: Batch, requests: Sequence[int]) -> None:
         self._groups.finish(requests)
@@ -95,8 +81,7 @@ class Chances(Gains):
         if self._budget is not None:
             regime, drafted, share = self._allotted(batch, regime)
             each = drafted * share
-        if not (self._model.steady and drafted is None):
-            limit = min(limit, self._rates.refresh)
+        limit = min(limit, self._rates.refresh)
         if self._seeds is not None:
             gains = self._drawn(batch, regime.strategy, drafted, limit, room_tokens)
             return SpeculativeIterations(regime, gains, gains.shape[1], each)
@@ -109,14 +94,11 @@ class Chances(Gains):
         """Tokens of each resident in an iteration, and the iterations in which they hold."""
 
         def rates(ahead: Floats) -> tuple[Floats, int]:
-            if self._model.steady and drafted is None:
-                gain = self.steady_gains(strategy, len(batch))[batch.residents]
-            else:
-                gain = 1.0 + self._survival(batch, strategy, drafted, ahead).sum(axis=1)
+            gain = 1.0 + self._survival(batch, strategy, drafted, ahead).sum(axis=1)
             return gain, steady_iterations(batch.remaining, gain, limit, room_tokens)
 
         gain, n = rates(np.zeros(len(batch)))
-        if n > 1 and not self._model.steady:
+        if n > 1 and self._model.varies_by == "request":
             gain, n = rates(gain * ((n - 1) / 2))
         return gain, n
 

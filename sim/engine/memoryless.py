@@ -2,14 +2,13 @@
 
 Such a policy depends on nothing but batch and waiting. While nothing waits and every resident gains alike, residents
 finish in order of their remaining tokens. Between two finishes batch, strategy and gain stay the same, so a few array
-operations compute all macro-steps. Where each has a gain of its own, they finish
-in order of the iterations they lack, which is another one for each strategy: one such sort for each. Where gains are
-drawn or replayed, all this holds as long as the policy does without a drafter.
+operations compute all macro-steps. Where gains are drawn or replayed, all this holds as long as the policy does without
+a drafter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,12 +17,11 @@ import numpy as np
 from tltlab.arrays import Array, Flags, Floats, Ints
 from tltlab.policies.driver import PolicyDriver
 from tltlab.state import Choice, StepState
-from tltlab.strategy import Strategy
 
 from .batch import TOLERANCE_TOKENS
 from .log import Columns
 from .regime import Regime, Regimes
-from .requests import Residents, suffix_sums
+from .requests import Residents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +134,6 @@ class MemorylessChoices:
         start_s: float,
         prefill_s: Floats,
         switch_s: float,
-        gains: Callable[[Strategy, int], Floats] | None,
         from_the_start: bool,
         drafter_ready: bool,
         down_to: int = 0,
@@ -145,20 +142,14 @@ class MemorylessChoices:
 
         `down_to` further residents, which lack at least as much, keep running.
 
-        `gains` of a strategy at a batch size are the tokens of every request of the rollout in an iteration, None where
-        all gain what the regime has. `switch_s` is paid when speculation first comes in, unless the rollout begins
-        here and with it.
+        `switch_s` is paid when speculation first comes in, unless the rollout begins here and with it.
         """
         workers, n = np.arange(len(residents.remaining)), residents.remaining.shape[1]
         begin = workers, residents.present.argmax(axis=1)
         batch = np.arange(n, 0, -1) + down_to
         tokens, fixed_s, unloaded_s, slope_s, speculates = self._terms[:, n + down_to : down_to : -1]
-        if gains is None:
-            counts, clocks = _drain_uniform(residents.remaining, tokens)
-            requests, context, growth = residents.requests, residents.context_sums + batch * clocks, batch * tokens
-            growth = np.broadcast_to(growth, counts.shape)
-        else:
-            requests, counts, context, growth = self._drain_individual(residents, gains)
+        counts, clocks = _drain_uniform(residents.remaining, tokens)
+        context, growth = residents.context_sums + batch * clocks, np.broadcast_to(batch * tokens, counts.shape)
         loaded, switches = np.ones(counts.shape, dtype=bool), np.zeros(counts.shape)
         if self._regimes.loads_late and not drafter_ready:
             drafts = (counts > 0) & (speculates > 0)
@@ -173,7 +164,7 @@ class MemorylessChoices:
         spent[begin] += prefill_s
         return Drained(
             choices=self,
-            requests=requests,
+            requests=residents.requests,
             finish_s=start_s + np.cumsum(spent, axis=1),
             first_s=start_s + (prefill_s + switches[begin] + first_s[begin]),
             switch_s=switches,
@@ -186,34 +177,6 @@ class MemorylessChoices:
             loaded=loaded,
             down_to=down_to,
         )
-
-    def _drain_individual(
-        self, initial: Residents, gains: Callable[[Strategy, int], Floats]
-    ) -> tuple[Ints, Floats, Floats, Floats]:
-        """Requests in order of their ends where each gains its own; of the macro-steps their iterations, the context
-        before them, and what that grows by in each."""
-        requests, remaining, context = initial.requests.copy(), initial.remaining.copy(), initial.context.copy()
-        counts, contexts, growths = (np.zeros(remaining.shape) for _ in range(3))
-        ended, n = ~initial.present, remaining.shape[1]
-        for begin, end in _runs(np.array([id(regime) for _, regime in self._by_batch[:n][::-1]])):
-            gain = gains(self._by_batch[n - begin - 1][0].strategy, n - begin)[requests[:, begin:]]
-            needed = np.maximum(np.ceil((remaining[:, begin:] - TOLERANCE_TOKENS) / gain), 1.0)
-            needed[ended[:, begin:]] = 0.0
-            order = np.argsort(needed, axis=1, kind="stable")
-            needed, gain = (np.take_along_axis(array, order, axis=1) for array in (needed, gain))
-            for array in (requests, remaining, context):
-                array[:, begin:] = np.take_along_axis(array[:, begin:], order, axis=1)
-            width = end - begin
-            before, growth = _shifted(needed[:, :width]), suffix_sums(gain)[:, :width]
-            counts[:, begin:end] = needed[:, :width] - before
-            contexts[:, begin:end] = suffix_sums(context[:, begin:])[:, :width] + growth * before
-            growths[:, begin:end] = growth
-            # Some of the next run may end with the last of this one.
-            reached = needed[:, width - 1 : width]
-            ended[:, begin:] = needed <= reached
-            remaining[:, begin:] -= gain * reached
-            context[:, begin:] += gain * reached
-        return requests, counts, contexts, growths
 
 
 def _drain_uniform(remaining: Floats, tokens: Floats) -> tuple[Floats, Floats]:

@@ -66,13 +66,12 @@ class Residents:
     """Requests that run on several workers: a row for each worker, who lacks least comes first, all flush right.
 
     So n - c requests are there while column c of n is the next to end; what stands before a shorter row is not
-    `present`. `remaining` tokens are lacked, `context` is there, summed from a column to the last in `context_sums`.
+    `present`. `remaining` tokens are lacked; `context_sums` are tokens that are there, from a column to the last.
     First each worker prefills `to_prefill` tokens.
     """
 
     requests: Ints
     remaining: Floats
-    context: Floats
     context_sums: Floats
     present: Flags
     to_prefill: Floats
@@ -87,22 +86,17 @@ class Residents:
             present[w, n - len(row) :] = True
         lacks, contexts = (np.where(present, values[requests], 0.0) for values in (remaining, context))
         return cls(
-            requests=requests, remaining=lacks, context=contexts, context_sums=suffix_sums(contexts), present=present,
-            to_prefill=np.array(to_prefill),
+            requests=requests, remaining=lacks, context_sums=np.cumsum(contexts[:, ::-1], axis=1)[:, ::-1],
+            present=present, to_prefill=np.array(to_prefill),
         )  # fmt: skip
 
     def but_last(self, count: int) -> Residents:
         """Without the `count` of each worker that lack most, whose context is held all the same."""
         columns = slice(self.remaining.shape[1] - count)
         return Residents(
-            requests=self.requests[:, columns], remaining=self.remaining[:, columns], context=self.context[:, columns],
+            requests=self.requests[:, columns], remaining=self.remaining[:, columns],
             context_sums=self.context_sums[:, columns], present=self.present[:, columns], to_prefill=self.to_prefill,
         )  # fmt: skip
-
-
-def suffix_sums(values: Floats) -> Floats:
-    """The sum of each row from each column to the last."""
-    return np.cumsum(values[:, ::-1], axis=1)[:, ::-1]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -128,7 +128,7 @@ class RolloutSimulator:
         exact = self.noise is None and feed is None and requests.turns is None
         closed = exact and self.memoryless
         if closed and all(batch.is_steady for batch in batches) and self._fits_at_once(residents):
-            self._drain_all(result, residents, batches[0])
+            self._drain_all(result, residents)
         else:
             env, tools = simpy.Environment(), None
             if requests.turns is not None:
@@ -163,8 +163,8 @@ class RolloutSimulator:
             and float(peak_kv_tokens.max()) <= (costs.kv_capacity_tokens or math.inf)
         )
 
-    def _drain_all(self, result: SimulatedRollout, residents: Residents, batch: Batch) -> None:
-        drained = self.drain(result, range(len(result.logs)), residents, batch, self.costs.outside_s)
+    def _drain_all(self, result: SimulatedRollout, residents: Residents) -> None:
+        drained = self.drain(result, range(len(result.logs)), residents, self.costs.outside_s)
         result.drained = drained
         result.worker_end_s = np.where(residents.present[:, -1], drained.finish_s[:, -1], 0.0).tolist()
         responses = zip(residents.remaining, residents.present, strict=True)
@@ -181,7 +181,6 @@ class RolloutSimulator:
         result: SimulatedRollout,
         workers: Sequence[int],
         residents: Residents,
-        batch: Batch,
         start_s: float,
         *,
         from_the_start: bool = True,
@@ -194,7 +193,6 @@ class RolloutSimulator:
             start_s=start_s,
             prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in residents.to_prefill.tolist()]),
             switch_s=self.costs.switch_s,
-            gains=batch.steady_gains,
             from_the_start=from_the_start,
             drafter_ready=drafter_ready,
             down_to=down_to,
@@ -446,7 +444,6 @@ class Worker:
             self.rollout,
             [self.index],
             residents.but_last(down_to),
-            self.batch,
             now,
             from_the_start=not self.iteration,
             drafter_ready=self.drafter_ready,

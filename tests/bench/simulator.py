@@ -52,8 +52,6 @@ def lengths(prompts: int, rl_steps: int = 1, stretch: int = 1) -> Trace:
 
 EXPERTS = "vllm:4xH100:MiniMax-M2.5:fp8"
 """Costs of a mixture of experts: how many of them an iteration touches depends on its tokens."""
-SPREAD = 0.8
-"""Standard deviation, in logits, of acceptance between requests."""
 
 
 Case = tuple[Callable[[], float], float | None]
@@ -61,7 +59,7 @@ Case = tuple[Callable[[], float], float | None]
 
 
 def cases() -> dict[str, Case]:
-    """Rollouts of one RL step: plain, table and bandit, fluid and sampled, longer, with experts, own acceptance."""
+    """Rollouts of one RL step: plain, table and bandit, fluid and sampled, longer, with experts."""
     step, large, long = lengths(512), lengths(2048), lengths(512, stretch=10)
     table, bandit, plain = example_table(), example_bandit(), load_policy("none")
 
@@ -86,10 +84,6 @@ def cases() -> dict[str, Case]:
         "plain, KV cache of 1 M tokens": (makespan(scenario(step, costs=tight), plain), None),
         "plain, 16,384 responses, 64 workers": (makespan(scenario(large, workers=64), plain), 100),
         "table, fluid": (makespan(base, table), 30),
-        "table, fluid, each request's own acceptance": (
-            makespan(scenario(step, acceptance_spread=SPREAD), table),
-            None,
-        ),
         "table, fluid, lengths x 10": (makespan(stretched, table), None),
         "BEG-MAB, fluid": (makespan(scenario(step, decision_block=DECISION_BLOCK), bandit), 60),
         "table, sampled": (makespan(scenario(step, mode="sampled"), table), 100),
@@ -101,7 +95,6 @@ RATIOS: dict[str, tuple[str, str, float | None]] = {
     "plain_over_closed_form": ("plain", "plain, closed form", 1.3),
     "plain_lengths_x10_over_plain": ("plain, lengths x 10", "plain", None),
     "experts_over_plain": ("plain, mixture of experts", "plain", 3.0),
-    "own_acceptance_over_table": ("table, fluid, each request's own acceptance", "table, fluid", 3.0),
     "table_lengths_x10_over_table": ("table, fluid, lengths x 10", "table, fluid", None),
 }
 """Two cases each, and what their ratio should not exceed."""

@@ -402,7 +402,6 @@ BROKEN_ACCEPTANCE: dict[str, Any] = {
     "the other requests": accepting(Each, levels=lambda self, drafter, keys, seed: np.arange(len(keys)) * 1.0),
     "entry per request": accepting(Each, levels=lambda self, drafter, keys, seed: np.zeros(1)),
     "most_tokens": accepting(Each, most_tokens=lambda self, strategy, requests: np.ones(len(requests))),
-    "steady": accepting(Each, steady=property(lambda self: True)),
 }
 
 

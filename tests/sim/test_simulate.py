@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.fakes.curves import CurveAcceptance
 from tests.refused import refused
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
@@ -123,18 +124,17 @@ def test_samples_share_their_prompt_where_prefixes_are_cached():
 
 def test_a_request_s_own_acceptance_decides_when_the_slowest_ends():
     trace = lengths(*[400] * 64, workers=2)
-    how = {"costs": FREE.model_copy(update={"base_s": 1.0}), "acceptance": "geometric:0.7"}
-    alike, apart = (simulate(trace, fixed(), acceptance_spread=spread, **how) for spread in (0.0, 0.8))
+    names = tuple(s.drafter for s in fixed().strategies)
+    costs, models = (
+        FREE.model_copy(update={"base_s": 1.0}),
+        [CurveAcceptance(names=names, keep_logits=(0.8,), spread=spread) for spread in (0.0, 0.8)],
+    )
+    alike, apart = (simulate(trace, fixed(), costs=costs, acceptance=model) for model in models)
     assert apart.makespan_s > 1.4 * alike.makespan_s
-    assert apart.summary["mean_accept_length"] == pytest.approx(alike.summary["mean_accept_length"], rel=0.08)
-    assert apart.summary["acceptance"] == "geometric:0.7, spread 0.8"
     assert apart.summary["lower_bound_s"] <= apart.makespan_s
     # A request keeps its level whoever runs beside it.
-    again = simulate(trace, fixed(), acceptance_spread=0.8, workers=1, **how).rollouts[0]
-    alone = apart.rollouts[0]
-    assert again.finish_s == pytest.approx(alone.finish_s)
-    with refused(ConfigError, naming=("acceptance_spread",)):
-        SimulationConfig(acceptance_spread=-1.0)
+    again = simulate(trace, fixed(), costs=costs, acceptance=models[1], workers=1).rollouts[0]
+    assert again.finish_s == pytest.approx(apart.rollouts[0].finish_s)
 
 
 def test_a_response_aborted_before_its_first_token_takes_no_time():

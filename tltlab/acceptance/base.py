@@ -135,13 +135,8 @@ class Acceptance(ABC):
         """
 
     @property
-    def steady(self) -> bool:
-        """True where the chances of a request are the same throughout its response."""
-        return self.varies_by == "nothing"
-
-    @property
     def refresh_iterations(self) -> int:
-        """Iterations for which a simulation may hold the chances of a request that is not `steady`."""
+        """Iterations for which a simulation may hold the chances of a request."""
         return REFRESH_ITERATIONS
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
@@ -279,12 +274,9 @@ class Wrapped(Acceptance):
         return self._with_parts([part.within(context_tokens) for part in self.parts], self._known)
 
     @property
-    def steady(self) -> bool:
-        return all(part.steady for part in self.parts)
-
-    @property
     def refresh_iterations(self) -> int:
-        return min((part.refresh_iterations for part in self.parts if not part.steady), default=REFRESH_ITERATIONS)
+        changing = (part.refresh_iterations for part in self.parts if part.varies_by == "request")
+        return min(changing, default=REFRESH_ITERATIONS)
 
     def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
         return self.of(drafter).levels(drafter, keys, seed)

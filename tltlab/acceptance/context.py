@@ -14,7 +14,7 @@ from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
 from .base import Acceptance, AcceptanceModel, Positive, RequestArrays, Scaled, Variation, Wrapped, scaled
-from .by_request import Alike, SiblingAcceptance, SpreadAcceptance
+from .by_request import Alike, SiblingAcceptance
 
 USELESS_AT = 9.0
 """Context, in lengths at which the drafter was trained, from which on the target accepts none of its tokens."""
@@ -33,8 +33,8 @@ _HELD = 16, 128
 _K = 1024
 _WRITTEN = re.compile(r"(.+)@([\w.]+)", re.DOTALL)
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kK]?)")
-_BASE: TypeAdapter[Alike | SiblingAcceptance | SpreadAcceptance] = TypeAdapter(
-    Annotated[Alike | SiblingAcceptance | SpreadAcceptance, Field(discriminator="kind")]
+_BASE: TypeAdapter[Alike | SiblingAcceptance] = TypeAdapter(
+    Annotated[Alike | SiblingAcceptance, Field(discriminator="kind")]
 )
 
 
@@ -80,12 +80,8 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
         return self.base.varies_by if self.trained_tokens is None else "request"
 
     @property
-    def steady(self) -> bool:
-        return self.trained_tokens is None and self.base.steady
-
-    @property
     def refresh_iterations(self) -> int:
-        if self.trained_tokens is None or not self.base.steady:
+        if self.trained_tokens is None or self.base.varies_by == "request":
             return self.base.refresh_iterations
         share, most = _HELD
         return max(self.base.refresh_iterations, min(most, int(self.trained_tokens / share)))

@@ -16,10 +16,10 @@ from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
 from .base import Acceptance, AcceptanceModel, Positive, RequestArrays, Scaled, Share, Wrapped
-from .by_request import Alike, SiblingAcceptance, SpreadAcceptance
+from .by_request import Alike, SiblingAcceptance
 from .context import ContextAcceptance
 
-Base = Alike | SiblingAcceptance | SpreadAcceptance | ContextAcceptance
+Base = Alike | SiblingAcceptance | ContextAcceptance
 
 
 class Freshness(FiniteModel):

@@ -2,7 +2,7 @@
 
 All kinds are under the contract `Acceptance`: constant; chains by one chance, a chance per token or an accept length
 per depth (base.py); measured distributions, as `calibrate` writes them (measured.py); trees (trees.py); by request,
-by siblings or with a spread (by_request.py); replayed per position (replay.py). `FreshAcceptance` makes
+by siblings (by_request.py); replayed per position (replay.py). `FreshAcceptance` makes
 any of them depend on the drafter's age and training, `ContextAcceptance` on context beyond the length at which the
 drafter was trained, `PerDrafter` gives each drafter its own, `Scaled` multiplies the chances of some drafters.
 """
@@ -32,7 +32,7 @@ from .base import (
     GeometricAcceptance,
     LengthsAcceptance,
 )
-from .by_request import SiblingAcceptance, SpreadAcceptance
+from .by_request import SiblingAcceptance
 from .context import TRAINED_TOKENS, ContextAcceptance, split_trained, trained_at, trained_text
 from .freshness import Base, FreshAcceptance
 from .per_drafter import EVERY, PerDrafter
@@ -166,8 +166,6 @@ def acceptance_text(model: Acceptance | None) -> str:
             return "/".join(f"{chance:g}" for chance in model.kept)
         case LengthsAcceptance():
             return f"lengths:{'/'.join(f'{length:g}' for length in model.lengths)}"
-        case SpreadAcceptance():
-            return f"{acceptance_text(model.base)}, spread {model.spread:g}"
         case ContextAcceptance():
             return f"{acceptance_text(model.base)}@{trained_text(model.trained_tokens)}"
         case FreshAcceptance():

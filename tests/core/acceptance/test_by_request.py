@@ -12,19 +12,18 @@ import tltlab
 from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.fakes.curves import CurveAcceptance
 from tests.refused import refused
-from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
-from tltlab.acceptance.by_request import SiblingAcceptance, SpreadAcceptance, spread_over_requests
+from tltlab.acceptance.base import RequestArrays
+from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.calibration.acceptance.fits import fit_siblings
 from tltlab.errors import ConfigError, TraceError
-from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
 from tltlab.traces.schema import KEY, Manifest
 from tltlab.traces.trace import Trace
 
 CHAIN = Strategy.chain("ngram", 4)
-SPREAD = SpreadAcceptance(base=GeometricAcceptance(alpha=0.6), spread=0.8)
+SPREAD = CurveAcceptance(keep_logits=(0.4,), spread=0.8)
 SIBLINGS = SiblingAcceptance(drafter="ngram", alone=0.3, most=0.8, exponent=0.7, own_tokens=200)
 KEYS = [(0, f"p{i}", s, 0) for i in range(200) for s in range(2)]
 TRACES = Path(__file__).parents[3] / "traces"
@@ -46,7 +45,6 @@ def test_chances_fall_along_the_draft(level: float, generated: float, depth: int
 
 def test_levels_depend_on_seed_and_key_alone():
     levels = SPREAD.levels("ngram", KEYS, 1)
-    assert SPREAD.levels("learned", KEYS, 1).tolist() == levels.tolist(), "easy for every drafter"
     assert SPREAD.levels("ngram", KEYS[::-1], 1).tolist() == levels[::-1].tolist()
     assert SPREAD.levels("ngram", KEYS[5:6], 1).tolist() == levels[5:6].tolist()
     assert SPREAD.levels("ngram", KEYS, 2).tolist() != levels.tolist()
@@ -191,57 +189,3 @@ def test_a_fit_finds_the_siblings_that_made_the_drafts():
 def test_fits_refuse_too_little():
     with refused(ConfigError, naming=("10", "32")):
         fit_siblings(drawn(SPREAD, 4, 20).head(10), "ngram")
-
-
-# Acceptance that is spread over requests
-
-
-@pytest.mark.parametrize("base", ["geometric:0.7", "constant:2.5", "tlt-qwen2.5-32b"])
-@pytest.mark.parametrize("strategy", [CHAIN, Strategy.chain("learned", 1), Strategy("learned", 8, 1, 5)])
-def test_a_spread_keeps_the_mean_over_drafts(base: str, strategy: Strategy):
-    alike = load_acceptance(base)
-    if "tlt" in base and strategy.drafter == "ngram":
-        strategy = Strategy.chain("learned", strategy.draft_depth)
-    model = spread_over_requests(alike, 0.8)
-    levels = 0.8 * np.random.default_rng(0).standard_normal(20_000)
-    tokens = 1.0 + model.survival(strategy, RequestArrays(levels, levels, levels)).sum(axis=1)
-    # Responses of one length, each drafted for until it is done: tokens over drafts.
-    assert len(tokens) / (1.0 / tokens).sum() == pytest.approx(alike.tokens_per_iteration(strategy), rel=0.01)
-    if strategy.draft_depth > 1:
-        assert tokens.max() > alike.tokens_per_iteration(strategy) > tokens.min()
-    assert model.num_drafted(strategy) == alike.num_drafted(strategy)
-
-
-def test_without_a_spread_requests_are_as_in_the_base():
-    model = SpreadAcceptance(base=GeometricAcceptance(alpha=0.7), spread=0.0)
-    assert spread_over_requests(model.base, 0.0) is model.base
-    for each in (model, model.base):
-        assert survival(each) == pytest.approx(0.7 ** np.arange(1, 5), rel=1e-6)
-
-
-def test_a_spread_stands_inside_freshness():
-    fresh = spread_over_requests(load_acceptance("tlt-qwen2.5-32b-fresh"), 0.5)
-    tree = Strategy("learned", 8, 8, 32)
-    new, old = (fresh.in_state({"learned": DrafterState(age=age, updates=50)}) for age in (0, 30))
-    levels = new.levels("learned", KEYS, 0)
-    kept = [model.survival(tree, RequestArrays(levels, levels, levels)).sum(axis=1) for model in (new, old)]
-    assert (kept[0] > kept[1]).all()
-    assert kept[0].std() > 0.3
-
-
-def test_a_spread_over_batches_is_one_each_band():
-    bands = [{"max_batch": end, "drafters": {"ngram": {"1": {"accepted": [1 - p, p], "drafted": 1.0}}}}
-             for end, p in ((4, 0.9), (None, 0.3))]  # fmt: skip
-    model = spread_over_requests(load_acceptance({"kind": "by-batch", "bands": bands}), 0.7)
-    one, zeros = Strategy.chain("ngram", 1), np.zeros(len(KEYS))
-    levels = model.levels("ngram", KEYS, 3)
-    small, large = (model.at(batch).survival(one, RequestArrays(levels, zeros, zeros)) for batch in (4, 5))
-    assert model.at(2) is model.at(4)
-    assert (small > large).all()
-    model.check(one)
-    assert (model.most_tokens(one, RequestArrays(levels, zeros, zeros)) == 1.0 + small[:, 0]).all()
-
-
-def test_requests_that_differ_already_are_not_spread_again():
-    with refused(ConfigError, naming=("siblings",)):
-        spread_over_requests(load_acceptance("seer-siblings"), 0.5)

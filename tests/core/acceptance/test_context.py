@@ -10,7 +10,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
-from tltlab.acceptance.by_request import SiblingAcceptance, SpreadAcceptance, spread_over_requests
+from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.context import TRAINED_TOKENS, ContextAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import acceptance_text, granted, load_acceptance
@@ -104,16 +104,12 @@ def test_each_drafter_has_its_own_trained_length():
     assert granted(model, None, ["learned"]) == {"learned": "geometric:0.64@2k"}
 
 
-def test_freshness_and_a_spread_hold_beside_it():
+def test_freshness_holds_beside_it():
     fresh = load_acceptance("tlt-qwen2.5-32b-fresh@short")
     assert isinstance(fresh, FreshAcceptance)
     plain = load_acceptance("tlt-qwen2.5-32b-fresh")
     trained, new = (model.in_state({"learned": DrafterState(updates=100)}) for model in (fresh, plain))
     assert tokens(trained, 2000) == tokens(new, 2000) == tokens(new, 9000) > tokens(trained, 9000)
-    spread = spread_over_requests(SHORT, 0.5)
-    assert isinstance(spread, ContextAcceptance)
-    assert isinstance(spread.base, SpreadAcceptance)
-    assert load_acceptance(spread.model_dump(mode="json")) == spread
 
 
 def test_within_the_trained_length_it_is_the_base():

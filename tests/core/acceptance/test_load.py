@@ -1,6 +1,5 @@
 """Acceptance models: means, distributions, files and their limits."""
 
-import math
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from tltlab.acceptance.base import (
     from_survival,
     scaled,
 )
-from tltlab.acceptance.by_request import spread_over_requests
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import DEFAULTS, SHIPPED, granted, load_acceptance
 from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance, copied_runs
@@ -95,7 +93,6 @@ def test_beyond_the_fit_nothing_is_known():
     [
         FITTED,
         MeasuredAcceptance.model_validate(BANDS),
-        spread_over_requests(GeometricAcceptance(alpha=0.7), 0.5),
         FreshAcceptance(base=SHIPPED["seer-siblings"], freshness=Freshness(floor=0.25)),
         ChainAcceptance(kept=(0.8, 0.6)),
         LengthsAcceptance(lengths=(1.8, 2.4, 2.2)),
@@ -187,13 +184,10 @@ def test_drafters_of_which_one_tells_requests_apart():
     model = load_acceptance("learned=geometric:0.7,ngram=seer-siblings")
     some = RequestArrays(np.zeros(2), np.zeros(2), np.array([0.0, 5.0]))
     settled = model.in_state({})
-    assert (model.varies_by, settled.steady) == ("request", False)
+    assert model.varies_by == "request"
     text = SHIPPED["seer-siblings"].survival(chain(2), some)
     assert settled.survival(chain(2), some).tolist() == text.tolist()
     assert settled.survival(Strategy.chain("learned", 2), some) == pytest.approx(np.array([[0.7, 0.49]] * 2))
-    spread = spread_over_requests(load_acceptance("learned=geometric:0.7,all=geometric:0.4"), 0.5)
-    assert spread.in_state({}).steady
-    assert spread.text("ngram") == "geometric:0.4, spread 0.5"
     lower = Scaled(settled, ("learned",), 0.5)
     assert lower.curve(Strategy.chain("learned", 1))[0] == pytest.approx(0.35)
 
@@ -249,7 +243,6 @@ AGES = ({"untrained": 0.4, "floor": 0.5}, {"untrained": 2}, {"age_steps": 0}, {"
         ("ngram=geometric:0.4,0.5", ("0.5",)),
         ("ngram=golden", ("golden",)),
         ("ngram=default", ("ngram", "default")),
-        *(({"kind": "spread", "base": GEOMETRIC, "spread": wrong}, ("acceptance",)) for wrong in (-1, 6, math.nan)),
         *((SIBLINGS | wrong, ("acceptance",)) for wrong in ({"most": 0.4}, {"most": 1.4}, {"exponent": 0})),
         *(({"kind": "fresh", "base": GEOMETRIC, "freshness": wrong}, ("freshness",)) for wrong in AGES),
         *(

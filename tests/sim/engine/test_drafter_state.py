@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from bench.simulator import COSTS
+from tests.fakes.curves import CurveAcceptance
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
-from tltlab.acceptance.by_request import SpreadAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
@@ -66,7 +66,7 @@ def test_a_policy_sees_how_fresh_its_drafter_is():
 
 
 def test_acceptance_of_their_own_spreads_finishes_of_equal_responses():
-    model = SpreadAcceptance(base=GeometricAcceptance(alpha=0.7), spread=1.5)
+    model = CurveAcceptance(names=("learned",), keep_logits=(0.8,), spread=1.5)
     same = TRACE.replace(outcomes=TRACE.outcomes.assign(response_tokens=300, finish_reason="stop"))
     result = simulate(same, POLICY, costs=COSTS, acceptance=model)
     assert len(set(result.rollouts[0].finish_s.round(9))) > len(result.rollouts[0].finish_s) / 2

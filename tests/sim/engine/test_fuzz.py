@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.simulator import closed_form_makespan_s, per_iteration_makespan_s
+from tests.fakes.curves import CurveAcceptance
 from tltlab.acceptance.base import Acceptance, ConstantAcceptance, GeometricAcceptance
-from tltlab.acceptance.by_request import SiblingAcceptance, SpreadAcceptance
+from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
@@ -103,8 +104,8 @@ ALIKE = st.one_of(
 )
 BY_REQUEST = st.one_of(
     st.builds(
-        lambda alpha, spread: SpreadAcceptance(base=GeometricAcceptance(alpha=alpha), spread=spread),
-        st.floats(0.1, 0.9),
+        lambda logit, spread: CurveAcceptance(names=("ngram", "learned"), keep_logits=(logit,), spread=spread),
+        st.floats(-2.0, 2.0),
         st.floats(0.0, 1.0),
     ),
     st.builds(SiblingAcceptance, alone=st.floats(0.0, 0.5), most=st.floats(0.5, 1.0), exponent=st.floats(0.2, 2.0)),

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes.curves import CurveAcceptance
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
-from tltlab.acceptance.by_request import SpreadAcceptance
 from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.costs.base import CostModel, LinearCosts
@@ -206,7 +206,7 @@ def test_acceptance_by_batch_takes_the_time_of_its_iterations(req, cost, thresho
 @HALF
 @given(requests(), costs(), ALPHAS, THRESHOLDS, SEEDS)
 def test_acceptance_by_request_takes_the_time_of_its_iterations(req, cost, alpha, threshold, seed):
-    model = SpreadAcceptance(base=GeometricAcceptance(alpha=alpha), spread=1.0)
+    model = CurveAcceptance(keep_logits=(4.0 * alpha - 2.0,), spread=1.0)
     levels = model.levels("ngram", req.keys, seed)
 
     def own(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
@@ -221,13 +221,13 @@ def test_acceptance_by_request_takes_the_time_of_its_iterations(req, cost, alpha
 @HALF
 @given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.integers(1, 4))
 def test_an_end_in_closed_form_is_that_of_its_iterations(req, cost, deep, shallow, border):
-    model = SpreadAcceptance(base=by_batch(border), spread=0.7)
+    model = by_batch(border)
     regimes = Regimes((NO_SPECULATION, *CHAINS), cost, model)
     made = []
     for kind in ("memoryless", "asked"):
         # A choice for a block of iterations holds at once, as that of a memoryless policy does.
         engine = RolloutSimulator(costs=cost, selectors=[drafting(deep, shallow, kind)], decision_block=2)
-        engine.prepare(regimes, Rates(model=model, costs=cost))
+        engine.prepare(regimes, FluidBatch)
         made.append(engine.rollout(req, [list(range(len(req)))]))
     assert made[0].finish_s == pytest.approx(made[1].finish_s, rel=1e-9, abs=1e-12)
     assert made[0].first_token_s == pytest.approx(made[1].first_token_s, rel=1e-9, abs=1e-12)
