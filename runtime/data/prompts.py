@@ -37,23 +37,17 @@ class Prompt:
     token_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSet:
-    """Prompts in the order of their source, and the number of those left out as too long."""
-
-    prompts: list[Prompt]
-    num_dropped: int
-
-
 def load_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str | None = None) -> list[Prompt]:
     """Return the prompts of `read_prompts`."""
-    return read_prompts(source, config, tokenizer, split=split).prompts
+    return read_prompts(source, config, tokenizer, split=split)[0]
 
 
 def read_prompts(
     source: str, config: DataConfig, tokenizer: Any, *, split: str | None = None, room: int | None = None
-) -> PromptSet:
+) -> tuple[list[Prompt], int]:
     """Read `source`: a .jsonl or .parquet file, or else the `split` of a dataset (None: config.split).
+
+    Return the prompts in the order of their source, and the number of those left out as too long.
 
     A row without `prompt_id` gets its number. An answer that is not text becomes text: a number as Python writes it, a
     list or a struct as JSON. ConfigError for unreadable data names the place and, for a missing column, the existing
@@ -86,7 +80,7 @@ def read_prompts(
             f"{source}: {place}: a prompt of {tokens} tokens does not fit the engine's context of {room}, which must "
             f"hold it and a response{more}: shorten them, or leave them out by a data.max_prompt_tokens below {room}"
         )
-    return PromptSet(prompts=prompts, num_dropped=len(lengths) - len(prompts))
+    return prompts, len(lengths) - len(prompts)
 
 
 def _prompts(source: str, config: DataConfig, tokenizer: Any, split: str) -> Iterator[tuple[str, Prompt]]:

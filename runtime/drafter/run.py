@@ -132,14 +132,14 @@ class DrafterRun(Drafting):
 
     def _serve(self, ask: Callable[..., Any]) -> None:
         """Make new engines, which `ask` calls, draft with the drafter in service, under the canary's watch."""
-        ask("guard_drafter", self.config.canary)
+        ask("ask_engine", "guard_drafter", self.config.canary)
         served = self.served
         if served.weights is not None:
             ask("update_draft_weights", ray.put(served.weights), list(served.predicted), served.updates)
 
     def rollout_starts(self, rl_step: int) -> None:
         assert self.training is not None
-        trusted = self.watch.look(self._ask_engines("drafter_report"))
+        trusted = self.watch.look(self._ask_engines("ask_engine", "drafter_report"))
         served = self.served
         age = rl_step - served.published
         decision = self.schedule.decide(rl_step, DrafterState(age=age, updates=served.updates), trusted=trusted)
@@ -162,7 +162,7 @@ class DrafterRun(Drafting):
         annotated = processes.collect(self._annotating)
         self._rows["acceptance"] = [row for rows in annotated.values() for row in rows]
         self._rows["spot_training"] = self.training.rows(rl_step - 1)
-        self.watch.rollout_ended(self._ask_engines("drafter_report"))
+        self.watch.rollout_ended(self._ask_engines("ask_engine", "drafter_report"))
         counts = processes.answers("num_updates")
         most = max(counts.values(), default=0)
         if most > self.served.updates:

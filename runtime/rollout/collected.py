@@ -201,10 +201,10 @@ class Rollouts(ABC):
             for key, (noun, setting) in _CARRIED.items()
             if key != self.carries and state.get(key)
         ]
-        self._load(state.get(self.carries), folder)
+        self._load(state, folder)
 
-    def _load(self, carried: list[Any] | None, folder: Path) -> None:  # noqa: B027
-        """Restore the state under `carries`, None where it is of another way to roll out."""
+    def _load(self, state: Mapping[str, Any], folder: Path) -> None:  # noqa: B027
+        """Restore the state, without the key `carries` where it is of another way to roll out."""
 
     def _blank(self, number: int, epoch: int) -> list[Trajectory]:
         """Return a group of responses to prompt `number`, all still empty."""

@@ -18,7 +18,6 @@ import numpy as np
 
 from tltlab.config import counted
 from tltlab.errors import ConfigError
-from tltlab.files import read_json, write_json
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest
@@ -39,7 +38,6 @@ from .collected import (
 )
 
 PENDING_FILE = "pending-responses.safetensors"
-LENGTHS_FILE = "lengths.json"
 LENGTH_PERCENTILES = (50, 90, 99)
 
 _PER_TOKEN = {"token_ids": np.int32, "logprobs": np.float64, "token_versions": np.int32}
@@ -99,10 +97,8 @@ class TrainedLengths:
         return figures | {"trained/length_bias": figures["trained/length_mean"] / figures["generated/length_mean"]}
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "trained": list(self._trained.items()), "dropped": list(self._dropped.items()),
-            "num_dropped": self.num_dropped,
-        }  # fmt: skip
+        lengths = {"trained": list(self._trained.items()), "dropped": list(self._dropped.items())}
+        return {**lengths, "num_dropped": self.num_dropped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._trained, self._dropped = (Counter(dict(map(tuple, state[name]))) for name in ("trained", "dropped"))
@@ -215,8 +211,8 @@ class PartialRollouts(Rollouts):
             folder / PENDING_FILE,
             **{name: [np.array(getattr(s, name), kind) for s in samples] for name, kind in _PER_TOKEN.items()},
         )
-        write_json(folder / LENGTHS_FILE, self._lengths.state_dict())
         return {
+            "lengths": self._lengths.state_dict(),
             "pending": [
                 {
                     "prompt_id": self.prompts[group.number].prompt_id,
@@ -225,21 +221,21 @@ class PartialRollouts(Rollouts):
                     "samples": [{"finish_reason": s.finish_reason, "reward": s.reward} for s in group.samples],
                 }
                 for group in self._pending
-            ]
+            ],
         }
 
-    def _load(self, carried: list[Any] | None, folder: Path) -> None:
+    def _load(self, state: Mapping[str, Any], folder: Path) -> None:
         """Raise ConfigError where the data has changed, or the cap is below a response that is to continue."""
         self._pending, self._lengths = [], TrainedLengths()
-        if carried is None:
+        if "pending" not in state:
             return
-        if (folder / LENGTHS_FILE).exists():  # earlier versions wrote none
-            self._lengths.load_state_dict(read_json(folder / LENGTHS_FILE))
+        if "lengths" in state:  # earlier versions wrote none
+            self._lengths.load_state_dict(state["lengths"])
         cap = self.recipe.rollout.max_response_tokens
         columns = load_ragged(folder / PENDING_FILE)
         tokens = iter(zip(*(columns[name] for name in _PER_TOKEN), strict=True))
         pending = []
-        for group in carried:
+        for group in state["pending"]:
             number = group["number"]
             if number >= len(self.prompts) or self.prompts[number].prompt_id != group["prompt_id"]:
                 raise ConfigError(

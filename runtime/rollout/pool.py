@@ -173,7 +173,7 @@ class WorkerPool:
             raise ConfigError("a trace without decisions cannot be replayed: it has no decisions.parquet")
         for number, worker in enumerate(self._workers):
             worker.replayed = decisions[decisions["worker"] == number].to_dict("records")  # type: ignore[assignment]
-        self._set_all(lambda n, handle: handle.replay.remote(self._workers[n].replayed))
+        self._set_all(lambda n, handle: handle.ask_engine.remote("replay", self._workers[n].replayed))
 
     def generate(
         self,
@@ -278,13 +278,13 @@ class WorkerPool:
 
     def sleep(self, level: int = 1) -> None:
         """Free the engines' memory until `wake_up`; at level 2 weights too, and an update of weights must follow."""
-        self._ask_all(lambda n, handle: handle.sleep.remote(level))
+        self._ask_all(lambda n, handle: handle.ask_engine.remote("sleep", level))
         self._asleep = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the engines' memory again, all or that of "weights" or "kv_cache"."""
         self._asleep = False
-        self._set_all(lambda n, handle: handle.wake_up.remote(tags))
+        self._set_all(lambda n, handle: handle.ask_engine.remote("wake_up", tags))
 
     @property
     def all_alive(self) -> bool:
@@ -305,7 +305,7 @@ class WorkerPool:
         """Restore the result of `state_dicts`, under the active policy at that time."""
         for worker, state in zip(self._workers, states, strict=True):
             worker.keep(self._policy, state)
-        self._set_all(lambda n, handle: handle.load_state_dict.remote(states[n]))
+        self._set_all(lambda n, handle: handle.ask_engine.remote("load_state_dict", states[n]))
 
     def ask(self, method: str, *args: Any) -> list[Any]:
         """Call any method of every worker and return the answers; the method must be safe to call twice."""
@@ -447,13 +447,13 @@ class WorkerPool:
         worker = self._workers[n]
         if worker.memory is not None and worker.learned_by is not None:
             yield handle.set_policy.remote(*worker.learned_by)
-            yield handle.load_state_dict.remote(worker.memory)
+            yield handle.ask_engine.remote("load_state_dict", worker.memory)
         if self._policy is not None and (worker.memory is None or worker.learned_by != self._policy):
             yield handle.set_policy.remote(*self._policy)
         for lengths, excluded in worker.since:
             yield handle.learn_lengths.remote(lengths, excluded)
         if worker.replayed:
-            yield handle.replay.remote(worker.replayed)
+            yield handle.ask_engine.remote("replay", worker.replayed)
 
     def _note_failure(self, n: int, lost: WorkerLost, lost_work: str) -> None:
         """Record a failure, end the process and keep its snapshot; RunError above `faults.max_restarts`."""

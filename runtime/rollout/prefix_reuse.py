@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -236,10 +236,10 @@ class ReusingRollouts(Rollouts):
         save_ragged(folder / EARLIER_FILE, **columns)
         return {"earlier": [[*name, earlier.truncated] for name, earlier in self._earlier.items()]}
 
-    def _load(self, carried: list[Any] | None, folder: Path) -> None:
+    def _load(self, state: Mapping[str, Any], folder: Path) -> None:
         """Raise ConfigError for a state without the distributions of "exact", or with responses beyond the cap."""
         self._earlier = {}
-        if carried is None:
+        if "earlier" not in state:
             return
         columns = load_ragged(folder / EARLIER_FILE)
         if self.exact and "rows" not in columns:
@@ -252,13 +252,13 @@ class ReusingRollouts(Rollouts):
                 f"the checkpoint has a response of {longest} tokens to use again, and rollout.max_response_tokens is "
                 f"{cap}: resume with at least as many"
             )
-        rows = columns["rows"] if self.exact else [_NO_ROWS] * len(carried)
+        rows = columns["rows"] if self.exact else [_NO_ROWS] * len(state["earlier"])
         self._earlier = {
             (prompt_id, sample): EarlierResponse(
                 token_ids=token_ids, logprobs=logprobs, truncated=truncated, rows=of_response
             )
             for (prompt_id, sample, truncated), token_ids, logprobs, of_response in zip(
-                carried, columns["token_ids"], columns["logprobs"], rows, strict=True
+                state["earlier"], columns["token_ids"], columns["logprobs"], rows, strict=True
             )
         }
 

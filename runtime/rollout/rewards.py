@@ -27,7 +27,6 @@ LARGEST_REWARD = 3.4028234663852886e38
 """Largest float32: advantages are computed from rewards in it."""
 
 _NUMBER = re.compile(r"(?:(?<!\d)-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
-_THOUGHT = re.compile(r"\s*<think>(.*)</think>(.*)", re.DOTALL)
 _BOXED = r"\boxed{"
 _BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
 
@@ -133,18 +132,6 @@ def boxed_format(prompt: str, response: str, answer: str) -> float:
     r"""1.0 where the response has exactly one \boxed{}, which is not empty."""
     boxes = boxed(response)
     return float(len(boxes) == 1 == response.count(_BOXED) and bool(boxes[0].strip()))
-
-
-def think_format(prompt: str, response: str, answer: str) -> float:
-    """1.0 where the response is <think>a thought</think> and then an answer, neither of them empty.
-
-    >>> think_format("", "<think>3 + 4</think> 7", "7")
-    1.0
-    """
-    parts = _THOUGHT.fullmatch(response)
-    if parts is None or response.count("<think>") != 1 or response.count("</think>") != 1:
-        return 0.0
-    return float(all(part.strip() for part in parts.groups()))
 
 
 def boxed(text: str) -> list[str]:

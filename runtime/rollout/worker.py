@@ -17,16 +17,13 @@ import ray
 import torch
 
 from tltlab.config import counted
-from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.errors import RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.drafter.offline.data import load_tokenizer
-from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.engine.engine import Engine, capture_room
 from tltlab.runtime.engine.generation import EngineDied, FollowUps, GenerationRequest, Rollout
-from tltlab.runtime.engine.graphs import CapturedGraphs
 from tltlab.runtime.engine.weights import BucketSlots, visible
 from tltlab.runtime.ray.scratch import register_memory
 from tltlab.runtime.recipe.engines import EngineBuild
@@ -83,8 +80,9 @@ class EngineWorker:
             self.engine.capture(self.feed.sequence, max_bytes=capture_bytes(self.recipe))
         register_memory()
 
-    def captured_graphs(self) -> CapturedGraphs:
-        return self.engine.captured_graphs()
+    def ask_engine(self, method: str, *args: Any) -> Any:
+        """Call a method of the engine."""
+        return getattr(self.engine, method)(*args)
 
     def place(self) -> tuple[str, dict[str, str]]:
         """Return the node, and the environment in which another process sees the same devices."""
@@ -94,16 +92,9 @@ class EngineWorker:
     def set_policy(self, policy: Policy, rl_step: int) -> None:
         self.engine.set_policy(policy, seed=[self.recipe.seed, self.number, rl_step])
 
-    def replay(self, rows: list[dict[str, Any]]) -> None:
-        """Follow the decisions of a trace's rows until they are used up."""
-        self.engine.replay(rows)
-
     def state_dict(self) -> dict[str, Any]:
         """Return learned state of policy and budget, and the drafters' acceptance, as JSON types; without history."""
         return self.engine.state_dict(history=False)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.engine.load_state_dict(state)
 
     def weights(self, call: str, info: Any, data: npt.NDArray[np.uint8] | None = None) -> bool:
         """Execute one call of a weight update (`weights.Engines`).
@@ -144,12 +135,6 @@ class EngineWorker:
 
     def update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: Sequence[float], updates: int) -> None:
         self.engine.update_draft_weights(weights.items(), predicted, updates)
-
-    def guard_drafter(self, config: CanaryConfig) -> None:
-        self.engine.guard_drafter(config)
-
-    def drafter_report(self) -> DrafterReport:
-        return self.engine.drafter_report()
 
     def memory(self) -> ProcessMemory:
         """Return the memory of this process."""
@@ -218,12 +203,6 @@ class EngineWorker:
         self.engine.reseed(seed)
         requests, conversations = self._conversations(requests)
         return packed(self.engine.evaluate(requests, temperature=self.temperature, follow_ups=conversations))
-
-    def sleep(self, level: int) -> None:
-        self.engine.sleep(level)
-
-    def wake_up(self, tags: Sequence[str] | None) -> None:
-        self.engine.wake_up(tags)
 
     def _generate(
         self,

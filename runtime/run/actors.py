@@ -94,7 +94,7 @@ class RunActors:
 
     def _start_engines(self) -> None:
         self.pool.start()
-        build, captured = self.pool.build, self.pool.ask("captured_graphs")
+        build, captured = self.pool.build, self.pool.ask("ask_engine", "captured_graphs")
         self.graphs = build.as_json(captured)
         for sentence in build.sentences(captured[0]):
             self._events.note(sentence)

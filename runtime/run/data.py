@@ -149,25 +149,25 @@ class RunData:
 
     def _read(self, source: str, split: str | None, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
         data, cap, room = self.recipe.data, self.recipe.rollout.max_response_tokens, engine_context(self.recipe)
-        found = read_prompts(source, data, tokenizer, split=split, room=room)
-        if found.num_dropped:
+        prompts, num_dropped = read_prompts(source, data, tokenizer, split=split, room=room)
+        if num_dropped:
             self.notes.append(
-                f"{counted(found.num_dropped, 'prompt')} of {source} left out, with more than data.max_prompt_tokens = "
+                f"{counted(num_dropped, 'prompt')} of {source} left out, with more than data.max_prompt_tokens = "
                 f"{data.max_prompt_tokens} tokens"
             )
-            per_step, num_left = self.recipe.rollout.prompts_per_step, len(found.prompts)
+            per_step, num_left = self.recipe.rollout.prompts_per_step, len(prompts)
             if split is None and num_left < per_step:
                 raise ConfigError(
                     f"{self.notes[-1]}: {num_left} are left for rollout.prompts_per_step = {per_step}; set that lower, "
                     "or take longer ones"
                 )
-        lengths = [len(prompt.token_ids) for prompt in found.prompts]
+        lengths = [len(prompt.token_ids) for prompt in prompts]
         if room is not None and (num_long := sum(length + cap > room for length in lengths)):
             self.notes.append(
                 f"{num_long} prompts of {source}, of up to {max(lengths)} tokens, leave less than "
                 f"rollout.max_response_tokens = {cap} of the engine's context of {room}: their responses end there"
             )
-        return found.prompts
+        return prompts
 
 
 def rollouts_of(recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder) -> Rollouts:

@@ -53,9 +53,6 @@ class RunLog:
     the earlier ones. `settings` are shown with the run by W&B and MLflow; give nothing secret. Standard error gets each
     step's figures (`step_text`), above a progress bar on a terminal. ConfigError where a logger of `config` is not
     installed or does not start.
-
-    >>> with RunLog(LogConfig(), Path("runs/first"), total_steps=12) as log:  # doctest: +SKIP
-    ...     log.step(report, {"reward/mean": 0.5})
     """
 
     def __init__(

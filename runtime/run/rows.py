@@ -291,9 +291,6 @@ def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, floa
     measures of the trainer. `staleness/*`, `trained/*`, `generated/*`: where rollouts span updates, the age of training
     tokens, and the lengths trained on and generated so far. `drafter/*`: the drafter in service, its age in RL steps
     and its updates. `recorder/share`: time for the trace, in engines and driver, over that of the step.
-
-    >>> step_metrics(report, rows)["rollout/bubble_fraction"]  # doctest: +SKIP
-    0.25
     """
     figures: dict[str, float | None] = {f"time/{name}_s": seconds for name, seconds in report.stages.items()}
     figures["time/step_s"] = report.seconds

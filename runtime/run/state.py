@@ -144,8 +144,6 @@ class RunEvents:
     Every line has `time` (ISO 8601, UTC), `rl_step` (the step under way) and `event`, a sentence; further fields depend
     on the event. A full disk costs the line, not the run. Safe to use from several threads. `watch` receives each note
     at once.
-
-    >>> RunEvents(Path("run/events.jsonl")).note("the trainer of worker 1 failed", worker=1)          # doctest: +SKIP
     """
 
     def __init__(self, path: Path) -> None:

@@ -46,10 +46,6 @@ class TrainerGroup:
 
     A TltlabError raised in a rank is raised here as itself. The others would wait forever for a failed rank: they are
     killed, and TrainerDied is raised.
-
-    >>> group = TrainerGroup(recipe, lambda rank: {"num_cpus": 0})                                  # doctest: +SKIP
-    >>> group.start()                                                                               # doctest: +SKIP
-    >>> group.old_logprobs(samples).mismatch_kl, group.update(rl_step=0).loss                       # doctest: +SKIP
     """
 
     def __init__(
@@ -134,7 +130,7 @@ class TrainerGroup:
         """Return a reference to the FrozenTarget that a drafter shares with the policy, once all ranks are done."""
         if not self.handles:
             raise TrainerDied("no trainer is running to return its frozen weights: start the group first")
-        refs = [actor.give.remote("frozen") for actor in self.handles]
+        refs = [actor.frozen.remote() for actor in self.handles]
         self._wait([done for done, _ in refs], "frozen")
         return refs[0][1]
 
@@ -265,6 +261,6 @@ class TrainerActor:
         return answer if self.rank == 0 else None
 
     @ray.method(num_returns=2)
-    def give(self, method: str) -> tuple[None, Any]:
-        """Call a method of the trainer; return None when done, and, as a separate reference, its result."""
-        return None, getattr(self.trainer, method)()
+    def frozen(self) -> tuple[None, Any]:
+        """Return None when done, and, as a separate reference, the trainer's frozen weights."""
+        return None, self.trainer.frozen()

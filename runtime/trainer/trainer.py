@@ -67,9 +67,6 @@ class Trainer:
     `rendezvous` is the meeting point of more than one rank: `file:///PATH` of a file that does not exist yet, on one
     machine, or `tcp://HOST:PORT`, where rank 0 listens. Weights are float32; in bfloat16, or with other ranks, the
     model is sharded (FSDP2) and casts them layer by layer. `max_response_tokens` is the cap of responses.
-
-    >>> trainer = Trainer("my-model", TrainConfig(), temperature=1.0, max_response_tokens=512, seed=0)  # doctest: +SKIP
-    >>> trainer.old_logprobs(samples).mismatch_kl, trainer.update(rl_step=0).loss                       # doctest: +SKIP
     """
 
     def __init__(
@@ -197,12 +194,9 @@ class Trainer:
             self._refuse_new_weights(rl_step)
         self._sum(totals)
         num = max(len(minibatches), 1)
-        loss, clip_fraction, kl, correction_mean = (totals / num).tolist()
+        means = dict(zip(("loss", "clip_fraction", "kl", "correction_mean"), (totals / num).tolist(), strict=True))
         return UpdateMetrics(
-            loss=loss,
-            clip_fraction=clip_fraction,
-            kl=kl,
-            correction_mean=correction_mean,
+            **means,
             grad_norm=norms / num,
             lr=lr,
             trained_responses=float(trained.sum()),

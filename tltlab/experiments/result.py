@@ -116,9 +116,6 @@ def read_settings(kind: type[S], changes: Mapping[str, Any] | None = None, overr
 
     Values are checked against the field's type and its pydantic constraints; those of a tuple are separated by commas.
     ConfigError for an unknown key, which lists the known ones with their values, and for a value that is none.
-
-    >>> read_settings(BatchSizeSettings, overrides=["rounds=3", "depths=2,4"]).depths  # doctest: +SKIP
-    (2, 4)
     """
     hints = get_type_hints(kind)
     values: dict[str, Any] = dict(changes or {})

@@ -219,9 +219,9 @@ def test_a_template_that_fails_is_refused(tmp_path: Path, chat_tokenizer: Any, m
 
 def test_too_long_prompts_are_counted(tmp_path: Path):
     source = stored(tmp_path, "jsonl", ROWS)
-    found = read_prompts(source, DataConfig(train="x", max_prompt_tokens=1), Words())
-    assert ([p.prompt_id for p in found.prompts], found.num_dropped) == (["1"], 1)
-    assert read_prompts(source, DataConfig(train="x"), Words()).num_dropped == 0
+    prompts, num_dropped = read_prompts(source, DataConfig(train="x", max_prompt_tokens=1), Words())
+    assert ([p.prompt_id for p in prompts], num_dropped) == (["1"], 1)
+    assert read_prompts(source, DataConfig(train="x"), Words())[1] == 0
     with refused(ConfigError, naming=("1", "2")):
         loaded(tmp_path, ROWS[:1], max_prompt_tokens=1)
 
@@ -229,7 +229,7 @@ def test_too_long_prompts_are_counted(tmp_path: Path):
 @pytest.mark.parametrize(("most", "room", "num"), [(None, 3, 2), (1, 2, 1), (None, None, 2)])
 def test_prompts_that_fit_the_context_are_taken(tmp_path: Path, most: int | None, room: int | None, num: int):
     source = stored(tmp_path, "jsonl", ROWS)
-    assert len(read_prompts(source, DataConfig(train="x", max_prompt_tokens=most), Words(), room=room).prompts) == num
+    assert len(read_prompts(source, DataConfig(train="x", max_prompt_tokens=most), Words(), room=room)[0]) == num
 
 
 def test_a_prompt_without_room_for_a_response_is_refused(tmp_path: Path):

@@ -94,7 +94,7 @@ def undisturbed(pool: WorkerPool, policy: Policy, rl_step: int) -> tuple[list[Ro
 
 
 def test_engines_with_planned_graphs_say_what_iterations_ran_in(pool: WorkerPool):
-    captured = [(graphs.runner, graphs.mode, graphs.full) for graphs in pool.ask("captured_graphs")]
+    captured = [(graphs.runner, graphs.mode, graphs.full) for graphs in pool.ask("ask_engine", "captured_graphs")]
     assert captured == [("V1", "NONE", ())] * 2
     pool.set_policy(SUFFIX, 0)
     rows = [row for part in pool.generate(pool.share(requests(0)), 0) for row in part.iterations]

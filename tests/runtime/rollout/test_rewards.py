@@ -17,7 +17,6 @@ from tltlab.runtime.rollout.rewards import (
     load_reward,
     load_rewards,
     math,
-    think_format,
 )
 
 Reward = Callable[[str, str, str], float]
@@ -38,7 +37,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 GSM8K = "1200 + 34 = <<1200+34=1234>>1234\n#### 1,234"
-THOUGHTS = ["<think></think>7", "<think>7</think> ", "well <think>7</think>7", "<think>7</think>7</think>7", "<think>7"]
 
 
 @pytest.mark.parametrize(
@@ -59,8 +57,6 @@ THOUGHTS = ["<think></think>7", "<think>7</think> ", "well <think>7</think>7", "
         # One box with something in it.
         (boxed_format, "", [r"so \boxed{\frac{1}{2}}", r"so \boxed{\{1, 2\}}"], []),
         (boxed_format, "", [], [r"\boxed{1} or \boxed{2}", r"\boxed{\boxed{1}}", r"\boxed{ }", r"\boxed{1", "1"]),
-        # A thought and then an answer.
-        (think_format, "", ["<think>3 + 4\n= 7</think>\n7", "  <think>7</think>7"], [*THOUGHTS, "7"]),
     ],
 )
 def test_a_reward_pays_for_what_is_right(reward: Reward, answer: str, right: list[str], wrong: list[str]):
