@@ -111,11 +111,8 @@ def _in_file(annotation: Any) -> InFile:
             if isinstance(part, InFile):
                 return part
     is_sequence = get_origin(annotation) is Sequence
-    return InFile(types.GenericAlias(tuple, (*get_args(annotation), ...)) if is_sequence else annotation, _as_it_is)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
+    form = types.GenericAlias(tuple, (*get_args(annotation), ...)) if is_sequence else annotation
+    return InFile(form, lambda value: value)
 
 
 def json_or_text(text: str) -> Any:

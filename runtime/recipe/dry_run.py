@@ -215,20 +215,15 @@ def _memory(table: MemoryTable, bundles: Bundles, actors: tuple[Actor, ...]) -> 
     counts = Counter(actor.kind for actor in actors if actor.node == 0) + Counter([DRIVER, STORE, RAY])
     for phase in PHASES:
         on_host = (
-            _times(part, count)
+            replace(part, num_bytes=count * part.num_bytes, formula=f"{count} x ({part.formula})")
+            if (count := counts[process]) > 1
+            else part
             for process in PROCESSES
-            if (count := counts[process])
+            if counts[process]
             for part in table.of(process, "host", phase)
         )
         memory.append(Memory(where="the driver's host", device="host", phase=phase, parts=tuple(on_host)))
     return tuple(memory)
-
-
-def _times(part: Part, count: int) -> Part:
-    """Return the same part for several processes."""
-    if count == 1:
-        return part
-    return replace(part, num_bytes=count * part.num_bytes, formula=f"{count} x ({part.formula})")
 
 
 def _memory_tables(memory: Sequence[Memory], gpu_bytes: float | None) -> Iterator[str]:

@@ -73,7 +73,9 @@ def write_state(
     `parts` are the states of the run's other parts by name, as JSON types.
     """
     fields: dict[str, Any] = {item.name: getattr(state, item.name) for item in fields_of(state)}
-    fields["reports"] = [_without_nan(asdict(report)) for report in state.reports]
+    fields["reports"] = [
+        _with_floats(asdict(report), lambda v: finite(v) if isinstance(v, float) else v) for report in state.reports
+    ]
     made_by = {"format": FORMAT, "version": VERSION, "model": recipe.model, "seed": recipe.seed}
     write_json(folder / STATE, made_by | {"num_workers": len(workers)} | fields | dict(parts))
     for number, worker in enumerate(workers):
@@ -102,40 +104,26 @@ def _state_of(parts: dict[str, Any], folder: Path, recipe: Recipe) -> tuple[RunS
         if parts[name] != own:
             raise ConfigError(f"{folder} is of a run with {name} {parts[name]!r}, and the recipe has {own!r}")
     fields = {item.name: parts.pop(item.name) for item in fields_of(RunState)}
+    path = folder / STATE
     if fields["policies"]:
         latest = fields["policies"][-1]
-        latest["policy"] = _complete_policy(latest["policy"], folder / STATE, "policies")
-        _refuse_foreign_code(latest["policy"], recipe, folder / STATE)
+        latest["policy"] = parse_policy(latest["policy"], path, "policies").model_dump(mode="json")
+        # A policy of a class that the recipe neither names nor allows is refused.
+        with named_in(path), code_allowed(code_of(recipe)):
+            for part in Policy.model_validate(latest["policy"]).own_parts:
+                part.refuse_unasked(path)
     if "recipe_policy" in parts:
-        parts["recipe_policy"] = _complete_policy(parts["recipe_policy"], folder / STATE, "recipe_policy")
-    fields["reports"] = [StepReport(**_with_nan(report)) for report in fields["reports"]]
+        parts["recipe_policy"] = parse_policy(parts["recipe_policy"], path, "recipe_policy").model_dump(mode="json")
+    fields["reports"] = [StepReport(**_with_floats(report, _nan_for_none)) for report in fields["reports"]]
     return RunState(**fields), parts
 
 
-def _refuse_foreign_code(policy: Any, recipe: Recipe, path: Path) -> None:
-    """Raise ConfigError for a policy of a class that the recipe neither names nor allows."""
-    with named_in(path), code_allowed(code_of(recipe)):
-        for part in Policy.model_validate(policy).own_parts:
-            part.refuse_unasked(path)
+def _with_floats(report: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    return {name: _with_floats(v, change) if isinstance(v, Mapping) else change(v) for name, v in report.items()}
 
 
-def _complete_policy(policy: Any, path: Path, part: str) -> dict[str, Any]:
-    """Return a stored policy with all defaults written out. ConfigError where it is none."""
-    return parse_policy(policy, path, part).model_dump(mode="json")
-
-
-def _without_nan(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_nan(v) if isinstance(v, Mapping) else finite(v) if isinstance(v, float) else v
-        for name, v in report.items()
-    }
-
-
-def _with_nan(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _with_nan(value) if isinstance(value, Mapping) else math.nan if value is None else value
-        for name, value in report.items()
-    }
+def _nan_for_none(value: Any) -> Any:
+    return math.nan if value is None else value
 
 
 class RunEvents:

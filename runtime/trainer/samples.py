@@ -17,8 +17,6 @@ from tltlab.runtime.recipe.sections import TrainConfig
 from .losses import advantages, shape_rewards, token_weights
 from .ranks import ranks_of
 
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-
 Pair = tuple[Sequence[int] | Tokens, Sequence[int] | Tokens]
 """Token ids of a prompt, one at least, and of its response."""
 
@@ -100,7 +98,7 @@ class TrainingValues:
 def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int, rl_step: int) -> str | None:
     """Check an update's samples beforehand; return a sentence where no response has an advantage.
 
-    RunError where a reward as float32, a log-prob of the engine or an advantage is not finite.
+    RunError where a log-prob of the engine or an advantage is not finite.
     """
     for sample in samples:
         logprobs = np.asarray(sample.logprobs, np.float32)
@@ -110,11 +108,6 @@ def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: i
                 f"RL step {rl_step}: the engine gave token {place} of {sample.name} the log-prob {logprobs[place]:g}, "
                 "and nothing was trained on it: look for NaN in the model's weights, and at dtype and quantization in "
                 "rollout.vllm"
-            )
-        if not abs(sample.reward) <= _FLOAT32_MAX:
-            raise RunError(
-                f"RL step {rl_step}: the reward of {sample.name} is {sample.reward:g}, which is not finite as float32, "
-                "and nothing was trained on it: let the reward function, or its weight, give smaller numbers"
             )
     values = TrainingValues.of(samples, config, max_response_tokens).advantages
     if not bool(values.isfinite().all()):

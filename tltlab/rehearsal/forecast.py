@@ -50,12 +50,6 @@ class StepTime:
     low_s: float | None
     high_s: float | None
 
-    def hours(self, num_steps: int) -> tuple[float, float, float]:
-        """Hours of so many RL steps: expected, least, most."""
-        ends = (self.step_s, self.low_s or self.step_s, self.high_s or self.step_s)
-        expected, low, high = (num_steps * seconds / 3600 for seconds in ends)
-        return expected, low, high
-
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
@@ -195,8 +189,9 @@ def _needed(num_bytes: float, here: float, of: str) -> str:
 
 
 def _cells(time: StepTime, num_steps: int) -> list[str]:
-    expected, low, high = time.hours(num_steps)
-    known = time.low_s is not None and time.high_s is not None
-    seconds = f"{time.low_s:.0f} to {time.high_s:.0f} s" if known else "not known"
-    hours = f"{expected:.1f} ({low:.1f} to {high:.1f})" if known else f"{expected:.1f}"
+    h = num_steps / 3600
+    seconds, hours = "not known", f"{h * time.step_s:.1f}"
+    if time.low_s is not None and time.high_s is not None:
+        seconds = f"{time.low_s:.0f} to {time.high_s:.0f} s"
+        hours += f" ({h * time.low_s:.1f} to {h * time.high_s:.1f})"
     return [time.lengths, f"{time.rollout_s:.0f}", f"{time.step_s:.0f}", seconds, hours]

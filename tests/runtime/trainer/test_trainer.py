@@ -253,8 +253,6 @@ def test_what_is_logged_is_a_mean_over_tokens(random_model: Path):
     ("change", "facts"),
     [
         ({"logprobs": [-1.0, float("nan"), -1.0]}, ("1", "log-prob")),
-        ({"reward": 1e300}, ("1", "1e+300", "float32")),
-        ({"reward": float("nan")}, ("1",)),
         ({"reward": -3.4e38}, ()),
     ],
 )
