@@ -85,7 +85,10 @@ def read_prompts(
 
 def _prompts(source: str, config: DataConfig, tokenizer: Any, split: str) -> Iterator[tuple[str, Prompt]]:
     """Yield each prompt with its place in the source."""
-    _check_chat(config, tokenizer)
+    if config.system is not None and not config.chat:
+        raise ConfigError("data.system is part of a chat: set data.chat = true, or leave it out")
+    if config.chat and getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError("the model's tokenizer has no chat template: set data.chat = false, or use a chat model")
     for number, (place, row) in enumerate(_rows(source, config, split)):
         origin = f"{source}: {place}"
         text, token_ids = _encoded(_column(row, config.prompt_column, origin), config, tokenizer, origin)
@@ -125,13 +128,6 @@ def num_rows(source: str) -> int | None:
 
 def _is_file(source: str) -> bool:
     return Path(source).is_file() and Path(source).suffix in (".jsonl", ".parquet")
-
-
-def _check_chat(config: DataConfig, tokenizer: Any) -> None:
-    if config.system is not None and not config.chat:
-        raise ConfigError("data.system is part of a chat: set data.chat = true, or leave it out")
-    if config.chat and getattr(tokenizer, "chat_template", None) is None:
-        raise ConfigError("the model's tokenizer has no chat template: set data.chat = false, or use a chat model")
 
 
 def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -214,22 +210,17 @@ def _dataset_rows(source: str, *, subset: str | None, split: str) -> Iterator[Ma
         else:
             rows = datasets.load_dataset(source, subset, split=split)
     except ConnectionError as error:
-        raise ConfigError(_unreachable(source)) from error
+        missing = f"dataset {source} is not in the cache, and "
+        if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+            raise ConfigError(f"{missing}HF_HUB_OFFLINE forbids to fetch it: unset it, or name a folder") from error
+        raise ConfigError(
+            f"{missing}the Hugging Face Hub cannot be reached: name a folder, or fetch it where there is a network "
+            "(HF_HUB_OFFLINE=1 ends the retries)"
+        ) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         name = ", ".join([f"dataset {source}", *([f"subset {subset}"] if subset is not None else []), f"split {split}"])
         raise ConfigError(f"cannot load {name}: {' '.join(str(error).split())[:300]}") from error
     yield from rows
-
-
-def _unreachable(source: str) -> str:
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return (
-            f"dataset {source} is not in the cache, and HF_HUB_OFFLINE forbids to fetch it: unset it, or name a folder"
-        )
-    return (
-        f"dataset {source} is not in the cache, and the Hugging Face Hub cannot be reached: name a folder, or fetch it "
-        "where there is a network (HF_HUB_OFFLINE=1 ends the retries)"
-    )
 
 
 def _column(row: Mapping[str, Any], name: str, origin: str) -> Any:

@@ -86,12 +86,6 @@ def sample_texts(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, see
     ]
 
 
-def write_texts(path: Path, texts: Sequence[PromptedText]) -> None:
-    """Write texts as a JSONL file of token ids, as `tltlab train-drafter` reads it."""
-    rows = [json.dumps({"prompt": text.prompt_token_ids, "response": text.token_ids}) for text in texts]
-    write_file(path, "\n".join(rows) + "\n")
-
-
 def warmed_up(model: Path, out: Path, sizes: Sizes, progress: Progress) -> Path:
     """Return the folder `out` with a head trained for the model as it is; train it first where it is missing."""
     if (out / "config.json").is_file():
@@ -100,7 +94,8 @@ def warmed_up(model: Path, out: Path, sizes: Sizes, progress: Progress) -> Path:
     target, _ = load_target(model)
     texts = sample_texts(target, prompts, max_tokens=sizes.max_response_tokens, seed=0)
     data = out.with_name(f"{out.name}-texts.jsonl")
-    write_texts(data, texts)
+    rows = [json.dumps({"prompt": text.prompt_token_ids, "response": text.token_ids}) for text in texts]
+    write_file(data, "\n".join(rows) + "\n")
     config = WarmUpConfig(
         loss=LOSS,
         texts=TextConfig(max_response_tokens=sizes.max_response_tokens),

@@ -113,7 +113,9 @@ class UserProcesses:
         except TimeoutError:
             return None, f"took more than {limit_s:g} s"
         except ProcessExpired as death:
-            return None, f"ended their process ({exit_reason(death.exitcode)})"
+            code = death.exitcode
+            reason = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            return None, f"ended their process ({reason})"
         self._starts = 1
         return answer, ""
 
@@ -163,7 +165,16 @@ class RewardPool(UserProcesses):
                 (p, r if isinstance(r, str) else str(self._tokenizer.decode(list(r), skip_special_tokens=True)), a)
                 for p, r, a in items
             ]
-        outcomes = self._in_processes(items) if self._config.processes else self._in_this_process(items)
+        if self._config.processes:
+            try:
+                outcomes = self._in_processes(items)
+            except BaseException:
+                self.close()  # tasks may still run, and must not interfere with the next call
+                raise
+        else:
+            # Standard output is for results, in this process as in the others.
+            with redirect_stdout(sys.stderr), found_in(self._code):
+                outcomes = [_outcome(self._reward, item, self._decoder) for item in items]
         self._num_rewards += len(outcomes)
         self._failures.update(outcome for outcome in outcomes if isinstance(outcome, str))
         return [self._config.on_failure if isinstance(outcome, str) else outcome for outcome in outcomes]
@@ -178,19 +189,7 @@ class RewardPool(UserProcesses):
         self._num_rewards = 0
         return sentences
 
-    def _in_this_process(self, items: Sequence[Item]) -> list[Outcome]:
-        # Standard output is for results, in this process as in the others.
-        with redirect_stdout(sys.stderr), found_in(self._code):
-            return [_outcome(self._reward, item, self._decoder) for item in items]
-
     def _in_processes(self, items: Sequence[Item]) -> list[Outcome]:
-        try:
-            return self._computed(items)
-        except BaseException:
-            self.close()  # tasks may still run, and must not interfere with the next call
-            raise
-
-    def _computed(self, items: Sequence[Item]) -> list[Outcome]:
         pool = self.ready()
         limit, patience = self._config.timeout_s, self._start_timeout_s
         outcomes: dict[int, Outcome] = {}
@@ -247,13 +246,6 @@ def error_place(error: BaseException) -> str:
     """Return type and place of a user's exception, without its message, which may quote the response or a key."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised {type(error).__name__} ({Path(frame.filename).name}, line {frame.lineno})"[:80]
-
-
-def exit_reason(exitcode: int | None) -> str:
-    """Describe the end of a process."""
-    if exitcode is not None and exitcode < 0:
-        return f"signal {-exitcode}"
-    return f"exit code {exitcode}"
 
 
 # ---- in a process of a user's code ----------------------------------------------------------------------------------

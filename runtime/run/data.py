@@ -73,11 +73,6 @@ class RolloutsAhead:
         """True where no RL step is rolled out, or begun, ahead."""
         return not self._ahead
 
-    def settle_for_update(self) -> None:
-        """Wait until weights may change: between two rollouts, or at once where engines load them while generating."""
-        if not self._recipe.rollout.staleness:
-            self.settle()
-
     def settle(self) -> None:
         """Wait until engines are done."""
         wait(list(self._ahead.values()))

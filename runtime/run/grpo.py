@@ -298,7 +298,8 @@ class GrpoRun:
         train_s = time.perf_counter() - start
 
         start = time.perf_counter()
-        self._ahead.settle_for_update()
+        if not self.recipe.rollout.staleness:  # otherwise engines load new weights while they generate
+            self._ahead.settle()
         # Training predicted the drafter's acceptance for the policy before the update, so its weights come first.
         self.actors.push_weights(self.state.policy_version + 1, before=lambda: self.drafting.publish(rl_step + 1))
         self.drafting.target_moved()

@@ -114,16 +114,14 @@ def _state_of(parts: dict[str, Any], folder: Path, recipe: Recipe) -> tuple[RunS
                 part.refuse_unasked(path)
     if "recipe_policy" in parts:
         parts["recipe_policy"] = parse_policy(parts["recipe_policy"], path, "recipe_policy").model_dump(mode="json")
-    fields["reports"] = [StepReport(**_with_floats(report, _nan_for_none)) for report in fields["reports"]]
+    fields["reports"] = [
+        StepReport(**_with_floats(report, lambda v: math.nan if v is None else v)) for report in fields["reports"]
+    ]
     return RunState(**fields), parts
 
 
 def _with_floats(report: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     return {name: _with_floats(v, change) if isinstance(v, Mapping) else change(v) for name, v in report.items()}
-
-
-def _nan_for_none(value: Any) -> Any:
-    return math.nan if value is None else value
 
 
 class RunEvents:

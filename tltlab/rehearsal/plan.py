@@ -55,7 +55,9 @@ def plan_of(
 
     Plain steps are timed at `plain_batches` besides. Raises ConfigError; nothing has been started then.
     """
-    names = split(policies)
+    names, found = split(policies), len(environment.gpus())
+    if gpus is not None and gpus > found:
+        raise ConfigError(f"--gpus {gpus}: torch finds {found} here")
     ours = named_policies(",".join(name for name in names if name != STOCK), fewest=0 if STOCK in names else 1)
     if names.count(STOCK) > 1:
         raise ConfigError(f"--policies {policies}: {STOCK} is there twice")
@@ -73,7 +75,8 @@ def plan_of(
         modules=tuple(modules), rates={STOCK: ()} | {name: _rates_of(p, name, granted) for name, p in ours.items()},
         granted={name: granted.text(name) for name in used}, learned=learned,
         forced=tuple(name for name in used if name not in learned),
-        plain_batches=tuple(sorted(plain_batches)), rounds=rounds, gpus=_num_gpus(gpus), seed=seed,
+        plain_batches=tuple(sorted(plain_batches)), rounds=rounds, seed=seed,
+        gpus=found if gpus is None else gpus,
     )  # fmt: skip
     _check_memory(plan, shape)
     return plan
@@ -200,13 +203,6 @@ def shape_of(model: str) -> tuple[ModelShape, dict[str, Any]]:
         "vocab_size": shape.vocab, "tie_word_embeddings": shape.tied_embeddings, "rope_theta": 1e6,
         "max_position_embeddings": 1 << 17, "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-
-
-def _num_gpus(asked: int | None) -> int:
-    there = len(environment.gpus())
-    if asked is not None and asked > there:
-        raise ConfigError(f"--gpus {asked}: torch finds {there} here")
-    return there if asked is None else asked
 
 
 def _check_memory(plan: RehearsalPlan, shape: ModelShape) -> None:

@@ -45,7 +45,8 @@ def rehearse(
         for first in range(0, len(workers), at_once := max(1, plan.gpus)):
             starts = [row["seconds"] for row in played(out) if row["row"] == "started"]
             if deadline is None or time.time() + max(starts, default=START_S[plan.gpus > 0]) < deadline:
-                report(f"starting {engine_name(plan, stock)}")
+                names = ", ".join(plan.of_engine(stock))
+                report(f"starting {'stock vLLM' if stock else f'an engine for {names}'}")
                 _run(plan, out, workers[first : first + at_once], stock, deadline)
     left = [
         v
@@ -56,11 +57,6 @@ def rehearse(
     if left:
         counts = Counter(visit.policy for visit in left)
         report(f"left out for lack of time, rollouts of {', '.join(f'{name} ({n})' for name, n in counts.items())}")
-
-
-def engine_name(plan: RehearsalPlan, stock: bool) -> str:
-    """An engine in words."""
-    return "stock vLLM" if stock else f"an engine for {', '.join(plan.of_engine(stock))}"
 
 
 def _run(plan: RehearsalPlan, out: Path, workers: Sequence[int], stock: bool, deadline: float | None) -> None:
