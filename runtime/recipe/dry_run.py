@@ -57,10 +57,7 @@ class Memory:
     device: Device
     phase: str
     parts: tuple[Part, ...]
-
-    @property
-    def total_bytes(self) -> float:
-        return sum(part.num_bytes for part in self.parts)
+    total_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +94,8 @@ class RunPlan:
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as JSON types, each phase's memory with its total."""
-        plan = asdict(self)
-        for plain, memory in zip(plan["memory"], self.memory, strict=True):
-            plain["total_bytes"] = memory.total_bytes
-        return plan
+        """Return the plan as JSON types."""
+        return asdict(self)
 
     def text(self) -> str:
         """Return the plan as text."""
@@ -205,25 +199,28 @@ def _memory(table: MemoryTable, bundles: Bundles, actors: tuple[Actor, ...]) -> 
         places = {"a rollout worker's GPU": [WORKER, SPOT], "a trainer rank's GPU": [RANK]}
     else:
         places = {f"a {process}'s process": [process] for process in (WORKER, RANK, SPOT)}
-    memory = [
-        Memory(where=place, device=table.device, phase=phase, parts=tuple(parts))
+    found: list[tuple[str, Device, str, list[Part]]] = [
+        (place, table.device, phase, [part for process in processes for part in table.of(process, table.device, phase)])
         for place, processes in places.items()
         for phase in PHASES
-        if (parts := [part for process in processes for part in table.of(process, table.device, phase)])
     ]
     # The driver's node is the first: ranks and workers fill nodes in order.
     counts = Counter(actor.kind for actor in actors if actor.node == 0) + Counter([DRIVER, STORE, RAY])
     for phase in PHASES:
-        on_host = (
+        on_host = [
             replace(part, num_bytes=count * part.num_bytes, formula=f"{count} x ({part.formula})")
             if (count := counts[process]) > 1
             else part
             for process in PROCESSES
             if counts[process]
             for part in table.of(process, "host", phase)
-        )
-        memory.append(Memory(where="the driver's host", device="host", phase=phase, parts=tuple(on_host)))
-    return tuple(memory)
+        ]
+        found.append(("the driver's host", "host", phase, on_host))
+    return tuple(
+        Memory(where=where, device=device, phase=phase, parts=tuple(parts), total_bytes=sum(p.num_bytes for p in parts))
+        for where, device, phase, parts in found
+        if parts
+    )
 
 
 def _memory_tables(memory: Sequence[Memory], gpu_bytes: float | None) -> Iterator[str]:

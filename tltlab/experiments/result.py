@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from tltlab.charts import save_figure
 from tltlab.config import faults_in
+from tltlab.console import json_rows
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import new_folder, write_json
 
@@ -42,17 +43,8 @@ class ExperimentResult:
 
     def json(self) -> dict[str, Any]:
         """One JSON object; unknown and infinite figures are null."""
-        return {
-            "name": self.name,
-            "question": self.question,
-            "verdict": self.verdict,
-            "prediction": self.prediction,
-            "settings": dict(self.settings),
-            "rows": [{key: _plain(value) for key, value in row.items()} for row in self.rows.to_dict("records")],
-            "notes": list(self.notes),
-            "command": self.command,
-            "versions": dict(self.versions),
-        }
+        names = ("name", "question", "verdict", "prediction", "settings", "rows", "notes", "command", "versions")
+        return {name: getattr(self, name) for name in names} | {"rows": json_rows(self.rows), "notes": [*self.notes]}
 
     def text(self) -> str:
         """The same for people: question, table, notes, verdict."""
@@ -88,11 +80,6 @@ def check_replaceable(out: Path) -> None:
             f"{out} would be replaced, and holds {', '.join(sorted(inside - _OURS))} beside or instead of an earlier "
             f"{RESULT}; move that, or name another folder with --out"
         )
-
-
-def _plain(value: Any) -> Any:
-    """None for a number that JSON does not know."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def with_interval(estimate: float | None, low: float | None, high: float | None, form: str = ".2f") -> str:
