@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
@@ -92,19 +91,3 @@ class ExactModel:
             finished |= {r: q for r, q in grown.items() if r[-1] == self.eos}
             going = {r: q for r, q in grown.items() if r[-1] != self.eos and q > 0.0}
         return finished | going
-
-    def sample(
-        self, prompt: Sequence[int], sampling: Sampling, num: int, length: int, rng: np.random.Generator
-    ) -> list[list[int]]:
-        """Draw `num` responses of `length` tokens, or fewer where they end, one token at a time."""
-        responses: list[list[int]] = [[] for _ in range(num)]
-        for _ in range(length):
-            going = [r for r in responses if not r or r[-1] != self.eos]
-            if not going:
-                break
-            p, _ = probabilities(self.logits(prompt, [(*r, 0) for r in going])[:, -1], sampling)
-            cumulative = p.cumsum(-1)
-            drawn = (cumulative / cumulative[:, -1:] <= rng.random((len(going), 1))).sum(-1)
-            for response, token in zip(going, drawn.tolist(), strict=True):
-                response.append(token)
-        return responses

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tltlab.arrays import Array
 from tltlab.policies.policy import Policy
+from tltlab.runtime.models.measure import sample
 from tltlab.stats import finite
 
 from .cases import TEMPERATURES, AuditCase
@@ -39,9 +40,11 @@ class Auditor:
         self.level = false_alarm_rate / max(num_checks, 1)
         self.before, self.after = ExactModel(models.target), ExactModel(models.updated)
         self.weights = [load_file(folder / "model.safetensors") for folder in (models.target, models.updated)]
-        rng = np.random.default_rng(seed)
-        everything = Sampling(temperature=1.0)
-        self.history = [self.before.sample(prompt, everything, 32, RESPONSE_TOKENS, rng) for prompt in PROMPTS]
+        drawn = [
+            sample(self.before.model, [prompt] * 32, temperature=1.0, max_tokens=RESPONSE_TOKENS, seed=seed + number)
+            for number, prompt in enumerate(PROMPTS)
+        ]
+        self.history = [[response.token_ids for response in responses] for responses in drawn]
 
     def run(self, case: AuditCase, engine: AuditedEngine, policy: Policy) -> dict[str, Any]:
         """Sample `case` and judge it; return one row of the report."""
