@@ -265,7 +265,7 @@ class EngineTrace:
         return (other.created_s or 0.0) <= ends[0] and (self.created_s or 0.0) <= ends[1]
 
 
-def merge_recordings(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, pa.Table]]:
+def merge_recordings(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, pd.DataFrame]]:
     """One trace of what the engines of a run recorded each for itself: workers 0 to N - 1, in this order.
 
     RL steps are taken for one that have one number, or, where numbers do not go together, that overlap in time; times
@@ -278,33 +278,41 @@ def merge_recordings(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, 
             raise TraceError(f"{part.place} is of {part.manifest.model}, {parts[0].place} of {first.model}: two runs")
         if foreign := {"spans", "spot_training"} & {name for name, table in part.tables.items() if len(table)}:
             raise TraceError(f"{part.place} has {min(foreign)}, so it is a whole run's, not one engine's")
-    places = _places(parts)
-    samples, workers = _sample_offsets(parts, places), 0
-    pieces: dict[str, list[pa.Table]] = {}
-    for at, part in enumerate(parts):
-        numbers = pc.unique(part.tables["outcomes"]["worker"].drop_null()).to_pylist()
-        names = {worker: workers + n for n, worker in enumerate(sorted(numbers))}
-        workers += max(1, len(names))
-        for name, table in part.tables.items():
-            if name != "steps" and len(table):
-                pieces.setdefault(name, []).append(_renumber(name, table, at, places, samples, names))
-    tables = {name: pa.concat_tables(rows) for name, rows in pieces.items()}
-    tables |= {name: TABLES[name].empty_table() for name in REQUIRED_TABLES if name not in tables}
-    if all("steps" in part.tables for part in parts):
-        tables["steps"] = _joined_steps(parts, places)
+    places, (workers, num_workers) = _places(parts), _workers(parts)
+    tables: dict[str, pd.DataFrame] = {}
+    for name in TABLES:
+        frames = [part.tables[name].to_pandas().assign(part=n) for n, part in enumerate(parts) if name in part.tables]
+        if frames:
+            tables[name] = _placed(name, pd.concat(frames, ignore_index=True), places, workers)
+    keys = tables["workload"]
+    twice = keys.duplicated(["whole", "prompt_id", "sample", "turn"], keep=False)
+    ambiguous = keys[twice.groupby([keys["whole"], keys["prompt_id"]]).transform("any")]
+    samples = _offsets(ambiguous, "sample", ["whole", "prompt_id"], ["part", "rl_step"])
+    for name, rows in tables.items():
+        if "sample" in rows:
+            _count_on(rows, "sample", samples)
+        if "iteration" in rows:
+            _count_on(rows, "iteration", _offsets(rows, "iteration", ["part", "whole"], ["rl_step"]))
+        tables[name] = rows.assign(rl_step=rows["whole"])
+    steps = tables.pop("steps", None)
+    if steps is not None and all("steps" in part.tables for part in parts):
+        # One row for each RL step of the whole, since the first recording began.
+        created_s = np.array([part.created_s or 0.0 for part in parts])
+        starts_s = steps["t_start"] + created_s[steps["part"]] - created_s.min()
+        steps = steps[steps["whole"].isin(keys["whole"])].assign(t_start=starts_s, rollout_s=None)
+        tables["steps"] = steps.sort_values(["whole", "t_start"], kind="stable").drop_duplicates("whole")
     notes = [note for note in dict.fromkeys(part.manifest.notes for part in parts) if note]
     notes.append(f"put together from {', '.join(Path(part.place).name for part in parts)}: workers in this order")
     hardware = ", ".join(dict.fromkeys(part.manifest.hardware for part in parts if part.manifest.hardware))
-    update = {"num_workers": workers, "num_rl_steps": None, "notes": "; ".join(notes), "hardware": hardware or None}
+    update = {"num_workers": num_workers, "num_rl_steps": None, "notes": "; ".join(notes), "hardware": hardware or None}
     drafters = {name: traits for part in parts for name, traits in part.manifest.drafters.items()}
     named = [part.manifest.without_iterations for part in parts]
-    if any(steps is None for steps in named):
-        without = None
-    else:
+    without = None
+    if all(steps is not None for steps in named):
         # Those of which no part has any.
-        there = tables["iterations"]["rl_step"].to_numpy() if "iterations" in tables else []
+        there = set(tables["iterations"]["whole"]) if "iterations" in tables else set()
         moved = {places.get((at, step), (step, 0.0))[0] for at, steps in enumerate(named) for step in steps or ()}
-        without = tuple(sorted(moved - set(np.unique(there).tolist())))
+        without = tuple(sorted(moved - there))
     return first.model_copy(update=update | {"drafters": drafters, "without_iterations": without}), tables
 
 
@@ -349,67 +357,43 @@ def _overlap_in_turn(parts: Sequence[EngineTrace], overlaps: Sequence[Sequence[t
     )
 
 
-def _sample_offsets(parts: Sequence[EngineTrace], places: _Places) -> pd.Series:
-    """By how much a part's samples of a prompt in one of its RL steps count on, where they are no others already."""
-    frames = []
+def _workers(parts: Sequence[EngineTrace]) -> tuple[dict[tuple[int, int | None], int], int]:
+    """The number of each part's workers in the whole, None for one that no response names, and how many there are."""
+    numbers: dict[tuple[int, int | None], int] = {}
+    num_workers = 0
     for at, part in enumerate(parts):
-        keys = part.tables["workload"].select(KEY).to_pandas()
-        whole = keys["rl_step"].map({step: number for (of, step), (number, _) in places.items() if of == at})
-        frames.append(keys.assign(part=at, whole=whole))
-    rows = pd.concat(frames, ignore_index=True)
-    rows["twice"] = rows.duplicated(["whole", "prompt_id", "sample", "turn"], keep=False)
-    ambiguous = rows[rows.groupby(["whole", "prompt_id"])["twice"].transform("any")]
-    sizes = ambiguous.groupby(["whole", "prompt_id", "part", "rl_step"])["sample"].max() + 1
-    offsets: pd.Series = sizes.groupby(["whole", "prompt_id"]).cumsum() - sizes
-    index: list[Any] = ["part", "rl_step", "prompt_id"]
-    return offsets.droplevel("whole").reorder_levels(index)
+        own = sorted(pc.unique(part.tables["outcomes"]["worker"].drop_null()).to_pylist())
+        numbers |= {(at, worker): num_workers + n for n, worker in enumerate(own)} | {(at, None): num_workers}
+        num_workers += max(1, len(own))
+    return numbers, num_workers
 
 
-def _renumber(
-    name: str, table: pa.Table, at: int, places: _Places, samples: pd.Series, workers: Mapping[int, int]
-) -> pa.Table:
-    """A part's rows as rows of the whole."""
-    columns = {name: table[name] for name in table.column_names}
-    steps = table["rl_step"].to_numpy()
-    numbers, at_step = np.unique(steps, return_inverse=True)
+def _placed(
+    name: str, rows: pd.DataFrame, places: _Places, workers: Mapping[tuple[int, int | None], int]
+) -> pd.DataFrame:
+    """Rows of all parts with the RL step of the whole as `whole`, and times and workers of the whole."""
     # Iterations may be of RL steps of which no response is whole.
-    targets = [places.get((at, step), (step, 0.0)) for step in numbers.tolist()]
-    whole, later_s = (np.array([place[i] for place in targets])[at_step] for i in (0, 1))
-    columns["rl_step"] = pa.array(whole, pa.int32())
-    for time_s in ("t_submit", "t_first_token", "t_finish", "t_start"):
-        if time_s in columns:
-            columns[time_s] = pc.add(columns[time_s], pa.array(later_s))
-    if "worker" in columns:
-        worker_numbers = columns["worker"].to_pylist()
-        first = min(workers.values(), default=0)
-        columns["worker"] = pa.array([None if w is None else workers.get(w, first) for w in worker_numbers], pa.int32())
-    if "sample" in columns and len(samples):
-        keys = pd.MultiIndex.from_arrays([np.full(len(steps), at), steps, table["prompt_id"].to_pandas()])
-        offsets = samples.reindex(keys).fillna(0).to_numpy(np.int64)
-        columns["sample"] = pa.array(table["sample"].to_numpy() + offsets, pa.int32())
-    if "iteration" in columns:
-        # RL steps of the part that are one of the whole count on.
-        iterations, before = table["iteration"].to_numpy().astype(np.int64), dict[int, int]()
-        for number, step in zip(targets, numbers.tolist(), strict=True):
-            iterations[steps == step] += before.get(number[0], 0)
-            before[number[0]] = int(iterations[steps == step].max()) + 1
-        columns["iteration"] = pa.array(iterations, pa.int32())
-    return pa.table(columns, schema=TABLES[name])
+    pieces = zip(rows["part"].tolist(), rows["rl_step"].tolist(), strict=True)
+    place = [places.get(piece, (piece[1], 0.0)) for piece in pieces]
+    rows["whole"], later_s = np.array([p[0] for p in place], np.int64), np.array([p[1] for p in place])
+    for time_s in ("t_submit", "t_first_token", "t_finish", "t_start") if name != "steps" else ():
+        if time_s in rows:
+            rows[time_s] += later_s
+    if "worker" in rows:
+        numbers = zip(rows["part"].tolist(), rows["worker"].tolist(), strict=True)
+        rows["worker"] = [None if pd.isna(w) else workers.get((part, w), workers[part, None]) for part, w in numbers]
+    return rows
 
 
-def _joined_steps(parts: Sequence[EngineTrace], places: _Places) -> pa.Table:
-    """One row of `steps` for each RL step of the whole, since the first recording began."""
-    run_start_s = min(part.created_s or 0.0 for part in parts)
-    frames = []
-    for at, part in enumerate(parts):
-        rows = part.tables["steps"].to_pandas()
-        rows = rows[[(at, step) in places for step in rows["rl_step"]]]
-        whole = [places[at, step][0] for step in rows["rl_step"]]
-        frames.append(rows.assign(rl_step=whole, t_start=rows["t_start"] + (part.created_s or 0.0) - run_start_s))
-    steps = pd.concat(frames, ignore_index=True).sort_values(["rl_step", "t_start"], kind="stable")
-    return pa.Table.from_pandas(
-        steps.drop_duplicates("rl_step").assign(rollout_s=None), TABLES["steps"], preserve_index=False
-    )
+def _offsets(rows: pd.DataFrame, column: str, group: list[str], pieces: list[str]) -> pd.Series[int]:
+    """By how much the numbers in each piece of a group count on from those of the pieces before it."""
+    sizes = rows.groupby([*group, *pieces])[column].max() + 1
+    return sizes.groupby(group).cumsum() - sizes
+
+
+def _count_on(rows: pd.DataFrame, column: str, offsets: pd.Series[int]) -> None:
+    at = pd.MultiIndex.from_frame(rows[list(offsets.index.names)])
+    rows[column] += offsets.reindex(at).fillna(0).to_numpy(np.int64)
 
 
 def write_chunk(folder: Path, number: int, tables: Mapping[str, pa.Table]) -> None:

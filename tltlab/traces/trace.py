@@ -236,15 +236,15 @@ def read(path: str | Path) -> Trace:
 
 def together(traces: Sequence[Trace]) -> Trace:
     """One trace of what several engines of a run recorded, in memory: see `recording.merge_recordings`."""
-    parts = [_engine_trace(str(trace.path or f"trace {at}"), trace) for at, trace in enumerate(traces)]
+    parts = [_engine_trace(trace) for trace in traces]
     manifest, tables = merge_recordings(parts)
     report(Path(parts[0].place), (manifest.notes or "").rpartition("; ")[2])
     return Trace.from_tables(manifest, tables)
 
 
-def _engine_trace(place: str, trace: Trace) -> EngineTrace:
+def _engine_trace(trace: Trace) -> EngineTrace:
     tables = {name: table for name in trace.names if (table := trace.arrow(name)) is not None}
-    return EngineTrace(place=place, manifest=trace.manifest, tables=tables)
+    return EngineTrace(place=str(trace.path or "a trace"), manifest=trace.manifest, tables=tables)
 
 
 def _only_run(folder: Path) -> Path:
@@ -283,7 +283,7 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
             traces[at] = read_one(locate(first.parent / name))
         except TraceError as error:
             report(first, f"not put together with {name}: {error}")
-    parts = {at: _engine_trace(str(recorded.path), recorded) for at, recorded in traces.items()}
+    parts = {at: _engine_trace(recorded) for at, recorded in traces.items()}
     run, reached = {number}, [number]
     while reached:
         part = parts[reached.pop()]
