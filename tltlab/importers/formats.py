@@ -101,24 +101,19 @@ def imported(
 
 def _imported(source: Path | pd.DataFrame, reading: Reading, form: Format | None, workers: int | None) -> Imported:
     path = None if isinstance(source, pd.DataFrame) else source
-    needs: tuple[str, ...] = () if form is None else _NEEDS.get(form, ())
+    is_given = form is not None
     form = form or ("csv" if path is None else guess(path, reading))
     _check(reading, form, workers)
     if form == "metrics":
         assert path is not None
         steps, notes = steps_of(_metrics(path))
-        tables, assumed = tables_of_steps(
-            steps, place=str(path), responses=reading.responses, group_size=reading.group_size,
-            max_response_tokens=reading.max_response_tokens, said=notes,
-        )  # fmt: skip
+        tables, assumed = tables_of_steps(steps, str(path), reading, notes)
         said = settings_of(path)
         if said:
             notes.append(f"the log's configuration: {', '.join(f'{name} {value}' for name, value in said.items())}")
         trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers, said=said)
         return Imported.whole(trace)
-    if form in ("verl", "trl"):
-        needs = _NEEDS[form]
-    reader = Reader(replace(reading, needs=needs))
+    reader = Reader(replace(reading, needs=_NEEDS.get(form, ()) if is_given or form in ("verl", "trl") else ()))
     frames = []
     try:
         for records in _records(source, form, reader):
@@ -138,10 +133,7 @@ def _imported(source: Path | pd.DataFrame, reading: Reading, form: Format | None
             notes.append(f"reward: {' + '.join(reader.reading.reward_columns)}")
         if num_repeats:
             notes.append(f"{num_repeats} logged steps repeat the completions of the step before and are left out")
-    tables, assumed, named_by = tables_of_responses(
-        frame, group_size=reading.group_size, max_response_tokens=reading.max_response_tokens,
-        names_prompts=form != "csv", group_column=reading.group_column,
-    )  # fmt: skip
+    tables, assumed, named_by = tables_of_responses(frame, reading, names_prompts=form != "csv")
     if named_by is not None:
         reader.use("prompt_id", named_by)
     name = "lengths" if path is None else path.resolve().name

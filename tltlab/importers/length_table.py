@@ -5,7 +5,6 @@ A log with only mean, shortest, longest and share of cut responses gets its leng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,15 @@ from tltlab.arrays import Floats, Ints
 from tltlab.errors import TraceError
 
 from .fields import NAMES, plain
+from .rows import Reading
 
 RECORD = "#record"
 """Column of the number of the record that a response was in a list of."""
 
 
 def tables_of_responses(
-    frame: pd.DataFrame, *, group_size: int | None, max_response_tokens: int | None, names_prompts: bool,
-    group_column: str | None = None,
-) -> tuple[dict[str, pd.DataFrame], list[str], str | None]:  # fmt: skip
+    frame: pd.DataFrame, reading: Reading, *, names_prompts: bool
+) -> tuple[dict[str, pd.DataFrame], list[str], str | None]:
     """Workload and outcomes of responses, notes on what was assumed, and the column that names the prompts.
 
     `frame` has what `responses.Reader.read` gives. Samples of a prompt without a number are numbered in their
@@ -37,7 +36,8 @@ def tables_of_responses(
     lengths = frame["response_tokens"].to_numpy(np.int64)
     if not lengths.any():
         raise TraceError(f"{frame['file'][0]}: no response has a token")
-    caps, known_cap = np.full(len(frame), max_response_tokens or max(1, lengths.max())), max_response_tokens is not None
+    known_cap = reading.max_response_tokens is not None
+    caps = np.full(len(frame), reading.max_response_tokens or max(1, lengths.max()))
     if frame["cap"].notna().all():
         known_cap, caps = True, frame["cap"].to_numpy(np.int64)
     if (over := (lengths > caps) & frame["is_exact"].to_numpy(bool)).any():
@@ -59,7 +59,7 @@ def tables_of_responses(
         some = "" if np.isnan(prompts).all() else f" of {int(np.isnan(prompts).sum())} responses"
         notes.append(f"prompt tokens{some} are unknown: 0")
     key = frame[["rl_step"]].copy()
-    key["prompt_id"], named_by = _prompt_ids(frame, group_size, group_column, names_prompts, notes)
+    key["prompt_id"], named_by = _prompt_ids(frame, reading, names_prompts, notes)
     key["sample"] = frame["sample"]
     if frame["sample"].isna().any() or (key.duplicated().any() and not frame["sample_is_ours"].all()):
         if frame["sample"].notna().all():
@@ -78,22 +78,21 @@ def tables_of_responses(
     return tables | {"outcomes": outcomes}, notes, named_by
 
 
-def _prompt_ids(
-    frame: pd.DataFrame, group_size: int | None, group_column: str | None, names_prompts: bool, notes: list[str]
-) -> tuple[Any, str | None]:
+def _prompt_ids(frame: pd.DataFrame, reading: Reading, names_prompts: bool, notes: list[str]) -> tuple[Any, str | None]:
     """Return the name of each response's prompt, and the column that the names are from.
 
     A column qualifies if several responses share a value, and different prompts of an RL step never do. Without such
     a column the prompt's text is the name, and prompts that are the same in different RL steps share a name.
     """
     step, text = frame["rl_step"], frame["text"] if frame["text"].notna().all() else None
+    group_size = reading.group_size
     for column in [name for name in frame.columns if name.startswith("id:")]:
         name, ids = column[3:], frame[column]
         if ids.isna().any():
             continue
         repeats = frame[["rl_step", column]].duplicated().any()
         is_own, is_named = plain(name) == "promptid", plain(name).rpartition(".")[2] in NAMES["prompt_id"]
-        if group_column is None:
+        if reading.group_column is None:
             text_repeats = text is not None and pd.concat([step, text], axis=1).duplicated().any()
             # Numbers of rows begin anew in each RL step.
             is_of_row = not (is_named or is_own) and (text is not None or ids.duplicated().any())
@@ -103,7 +102,8 @@ def _prompt_ids(
             sizes = frame.groupby([step, ids], sort=False).size()
             # Groups of one size are groups, whatever was written of their prompts.
             is_group = is_own or (is_named and sizes.nunique() == 1 and ids.nunique() > 1)
-            if repeats and different and not is_group and _differ(frame, [step, ids], different):
+            # Prompts differ where one id has several values of this column in an RL step.
+            if repeats and different and not is_group and frame.groupby([step, ids])[different].nunique().max() > 1:
                 notes.append(f"{name} is the same for different prompts: it does not name them")
                 continue
         if group_size and repeats and set(frame.groupby([step, ids], sort=False).size()) != {group_size}:
@@ -127,11 +127,6 @@ def _prompt_ids(
     if names_prompts:
         return "s" + step.astype(str) + "-p" + at.astype(str), None
     return "p" + frame.groupby([step, at], sort=False).ngroup().astype(str), None
-
-
-def _differ(frame: pd.DataFrame, by: Sequence[Any], column: str) -> bool:
-    """Return True if a column has different values for one key."""
-    return bool((frame.groupby([key.to_numpy() for key in by], sort=False)[column].nunique() > 1).any())
 
 
 def _across_rl_steps(

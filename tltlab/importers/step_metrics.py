@@ -18,6 +18,7 @@ from tltlab.errors import TraceError
 
 from .length_table import max_entropy_lengths, tables_of_lengths
 from .log_lines import Form, few
+from .rows import Reading
 
 STAGES = ("inference_s", "reward_s", "advantage_s", "train_s", "sync_s")
 """Fields that are sums of their keys: the stages behind the rollout."""
@@ -315,14 +316,13 @@ def turns_note(steps: Sequence[StepMetrics]) -> str | None:
 
 
 def tables_of_steps(
-    steps: list[StepMetrics], *, place: str, responses: int | None, group_size: int | None,
-    max_response_tokens: int | None, said: Sequence[str] = (),
-) -> tuple[dict[str, pd.DataFrame], list[str]]:  # fmt: skip
+    steps: list[StepMetrics], place: str, reading: Reading, said: Sequence[str]
+) -> tuple[dict[str, pd.DataFrame], list[str]]:
     """Return workload, outcomes and steps of a log's RL steps, and assumptions. TraceError without a usable RL step.
 
     Lengths are `max_entropy_lengths` of what is known; their order within an RL step is drawn, the same each time.
-    `responses` per RL step are used where the log lacks their number. The cap is `max_response_tokens`, else the
-    longest response of RL steps with cut ones, else the longest of all. `said`: earlier notes on the log.
+    The `responses` of `reading` are used where the log lacks their number. The cap is its `max_response_tokens`, else
+    the longest response of RL steps with cut ones, else the longest of all. `said`: earlier notes on the log.
     """
     notes = [note] if (note := turns_note(steps)) else []
     usable = [step for step in steps if step.get("mean") is not None]
@@ -339,10 +339,10 @@ def tables_of_steps(
     gaps = sorted(set(range(usable[0].rl_step, usable[-1].rl_step + 1)) - {step.rl_step for step in usable})
     if gaps:
         notes.append(f"{len(gaps)} RL steps between the first and the last are not in the log")
-    counts = _counts(usable, responses, notes)
+    counts = _counts(usable, reading.responses, notes)
     if (num := sum(counts)) > MOST_RESPONSES:
         raise TraceError(f"{place}: its tokens make {num:,} responses, and at most {MOST_RESPONSES:,} are read at once")
-    cap = _cap(usable, max_response_tokens, place, notes)
+    cap, group_size = _cap(usable, reading.max_response_tokens, place, notes), reading.group_size or 1
     for name, quantity in (("least", "shortest"), ("most", "longest"), ("cut", "cut responses")):
         if missing := sum(step.get(name) is None for step in usable):
             notes.append(f"{missing} RL steps lack their {quantity}")
@@ -354,11 +354,11 @@ def tables_of_steps(
             notes.append(f"RL step {step.rl_step} is left out ({step.place}): {error}")
             continue
         modelled.append(step)
-        prompts = np.arange(num) // (group_size or 1)
+        prompts = np.arange(num) // group_size
         columns = {
             "rl_step": step.rl_step,
             "prompt_id": [f"s{step.rl_step}-p{prompt}" for prompt in prompts],
-            "sample": np.arange(num) % (group_size or 1),
+            "sample": np.arange(num) % group_size,
             "response_tokens": np.random.default_rng(step.rl_step).permutation(lengths),
             "prompt_tokens": max(0, round(step.get("prompt") or 0.0)),
             # In an average over batches, as TRL logs them, the longest is shorter than the cap.
@@ -376,7 +376,7 @@ def tables_of_steps(
         "longest and share of cut responses"
     )
     rows = pd.concat(frames, ignore_index=True)
-    known_cut = any((step.get("cut") or 0.0) > 0 for step in modelled) or max_response_tokens is not None
+    known_cut = any((step.get("cut") or 0.0) > 0 for step in modelled) or reading.max_response_tokens is not None
     is_cut = (rows["response_tokens"] >= rows["longest"]) & known_cut
     lengths, prompt_tokens = rows["response_tokens"].to_numpy(), rows["prompt_tokens"].to_numpy()
     tables = tables_of_lengths(rows[["rl_step", "prompt_id", "sample"]], lengths, prompt_tokens, cap, is_cut.to_numpy())
