@@ -36,19 +36,6 @@ _SIGNIFICANT = 3.0
 _NORMAL = NormalDist()
 
 
-@dataclass(frozen=True, kw_only=True)
-class LengthDrift:
-    """A growth per RL step: its estimate and the standard error of its logarithm."""
-
-    growth: float
-    standard_error: float
-
-    @property
-    def significant(self) -> bool:
-        """Return whether the growth is far enough from 0 to extrapolate it over many RL steps."""
-        return abs(math.log1p(self.growth)) > _SIGNIFICANT * self.standard_error
-
-
 def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthModel:
     """Fit quantiles, prompt share, cap, drift and prompt lengths to a trace's responses.
 
@@ -66,7 +53,7 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
             f"{trace.path or 'trace'}: {finished} responses ran to their end, a fit of lengths needs {_MIN_FINISHED}"
         )
     notes = [f"fitted to {len(rows)} responses of {len(sampled.rl_steps)} RL steps"]
-    median_growth = _growth(_drift(rows), notes)
+    median_growth = _growth(rows, notes)
     log_tokens: Floats = rows["y"].to_numpy() - rows["step"].to_numpy() * math.log1p(median_growth)
     quantiles = _quantiles(log_tokens, rows["cut"].to_numpy())
     longest = pareto_tail(np.exp(log_tokens), rows["cut"].to_numpy(), quantiles[-1][1])
@@ -164,7 +151,7 @@ def statistics(trace: Trace) -> dict[str, Any]:
     group = pd.Series(tokens).groupby([rows["step"].to_numpy(), rows["prompt_id"].to_numpy()], sort=False)
     sizes = group.size()
     spread = (group.std() / group.mean()).dropna()
-    median = _drift(rows)
+    growth, growth_error = _drift(rows)
     quarter = max(1, len(sampled.rl_steps) // 4)
     at_cap = rows["at_cap"].groupby(rows["step"]).agg(["sum", "size"])
     p50, p75, p90, p99, longest = (float(q) for q in np.percentile(tokens, (50, 75, 90, 99, 100)))
@@ -187,8 +174,8 @@ def statistics(trace: Trace) -> dict[str, Any]:
         "cap_mass": float(rows["at_cap"].mean()),
         "cap_mass_first": float(at_cap["sum"][:quarter].sum() / at_cap["size"][:quarter].sum()),
         "cap_mass_last": float(at_cap["sum"][-quarter:].sum() / at_cap["size"][-quarter:].sum()),
-        "median_growth": None if median is None else median.growth,
-        "median_growth_standard_error": None if median is None else median.standard_error,
+        "median_growth": growth,
+        "median_growth_standard_error": growth_error,
         "p50_prompt_tokens": float(rows["prompt_tokens"].median()),
     }
 
@@ -315,37 +302,30 @@ def _quantiles(y: Floats, cut: Flags) -> tuple[tuple[float, float], ...]:
     return tuple((p, math.exp(log)) for p, log in pairs)
 
 
-def _drift(rows: pd.DataFrame) -> LengthDrift | None:
-    """Growth of the median per RL step; None where too few RL steps have a median."""
-    by_step = {
-        float(r["step"].iloc[0]): _censored_quantile(r["y"].to_numpy(), r["cut"].to_numpy(), 0.5)
+def _drift(rows: pd.DataFrame) -> tuple[float | None, float | None]:
+    """Growth of the median per RL step, and the standard error of its logarithm; None where too few have a median."""
+    medians = [
+        (float(r["step"].iloc[0]), _censored_quantile(r["y"].to_numpy(), r["cut"].to_numpy(), 0.5))
         for _, r in rows.groupby("step")
-    }
-    medians = {step: median for step, median in by_step.items() if median is not None}
-    return _regress(np.array(list(medians)), np.array(list(medians.values())))
-
-
-def _regress(steps: Floats, logs: Floats) -> LengthDrift | None:
-    if len(steps) < _MIN_DRIFT_STEPS:
-        return None
-    off = steps - steps.mean()
+    ]
+    known = np.array([pair for pair in medians if pair[1] is not None], np.float64)
+    if len(known) < _MIN_DRIFT_STEPS:
+        return None, None
+    off, logs = (known - known.mean(axis=0)).T
     slope = float(off @ logs / (off @ off))
-    misfit = logs - logs.mean() - slope * off
-    return LengthDrift(
-        growth=math.expm1(slope), standard_error=math.sqrt(float(misfit @ misfit) / (len(steps) - 2) / float(off @ off))
-    )
+    misfit = logs - slope * off
+    return math.expm1(slope), math.sqrt(float(misfit @ misfit) / (len(known) - 2) / float(off @ off))
 
 
-def _growth(drift: LengthDrift | None, notes: list[str]) -> float:
-    if drift is None:
+def _growth(rows: pd.DataFrame, notes: list[str]) -> float:
+    growth, error = _drift(rows)
+    if growth is None or error is None:
         notes.append("growth of the median is not identified: 0")
-        return 0.0
-    if not drift.significant:
-        notes.append(
-            f"growth of the median is {drift.growth:.2g} +- {drift.standard_error:.2g} per step, too uncertain: 0"
-        )
-        return 0.0
-    return drift.growth
+    elif abs(math.log1p(growth)) > _SIGNIFICANT * error:
+        return growth
+    else:
+        notes.append(f"growth of the median is {growth:.2g} +- {error:.2g} per step, too uncertain: 0")
+    return 0.0
 
 
 def _share_before_cut(model: LengthModel, measured: float, rl_step: int) -> float:
