@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -99,19 +100,12 @@ def fit_trace(
     predicted = _with_prediction(held_out)
     errors = worker_sums(predicted, predicted["measured_s"].to_numpy(), predicted["predicted_s"].to_numpy())["bias"]
     engine = trace.manifest.name or (trace.path.name if trace.path else "this trace")
-    return CostFit(
-        kind=kind,
-        costs=estimator.costs_.model_copy(
-            update={
-                "notes": (*estimator.costs_.notes, *notes),
-                "noise": _noise(table, estimator.predictions_),
-                "evidence": _evidence(engine, rows, estimator, {"RL steps": errors}),
-            }
-        ),
-        residuals=residuals(rows.regime, rows.batch, rows.seconds, estimator.predictions_),
-        sums=rows.sums(estimator.predictions_),
-        cross_validation=held_out_errors(held_out),
-    )
+    update = {
+        "notes": (*estimator.costs_.notes, *notes),
+        "noise": _noise(table, estimator.predictions_),
+        "evidence": _evidence(engine, rows, estimator, "RL steps", errors),
+    }
+    return _fitted(kind, rows, estimator, update, rows.sums(estimator.predictions_), held_out)
 
 
 def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | None = None) -> CostFit:
@@ -133,14 +127,19 @@ def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | 
         held_out = _held_out(estimator, rows, masks, notes).drop(columns=["rl_step", "worker"])
     predicted = _with_prediction(held_out)
     errors = predicted["predicted_s"] / predicted["measured_s"] - 1.0
-    evidence = _evidence("this table", rows, estimator, {"batch": errors})
-    return CostFit(
-        kind=kind,
-        costs=estimator.costs_.model_copy(update={"notes": (*estimator.costs_.notes, *notes), "evidence": evidence}),
-        residuals=residuals(rows.regime, rows.batch, rows.seconds, estimator.predictions_),
-        sums=pd.DataFrame(columns=["rl_step", "worker", "measured_s", "predicted_s", "bias"]),
-        cross_validation=held_out_errors(held_out),
-    )
+    evidence = _evidence("this table", rows, estimator, "batch", errors)
+    update = {"notes": (*estimator.costs_.notes, *notes), "evidence": evidence}
+    sums = pd.DataFrame(columns=["rl_step", "worker", "measured_s", "predicted_s", "bias"])
+    return _fitted(kind, rows, estimator, update, sums, held_out)
+
+
+def _fitted(
+    kind: str, rows: Iterations, estimator: CostEstimator, update: dict[str, Any], sums: pd.DataFrame,
+    held_out: pd.DataFrame,
+) -> CostFit:  # fmt: skip
+    costs = estimator.costs_.model_copy(update=update)
+    within = residuals(rows.regime, rows.batch, rows.seconds, estimator.predictions_)
+    return CostFit(kind=kind, costs=costs, residuals=within, sums=sums, cross_validation=held_out_errors(held_out))
 
 
 def _with_prediction(held_out: pd.DataFrame) -> pd.DataFrame:
@@ -149,22 +148,17 @@ def _with_prediction(held_out: pd.DataFrame) -> pd.DataFrame:
     return held_out.reindex(columns=columns).dropna(subset=["predicted_s"])
 
 
-def _evidence(
-    engine: str, rows: Iterations, estimator: CostEstimator, fold_errors: Mapping[str, pd.Series[float]]
-) -> Evidence:
-    """Evidence for a fit to these rows: errors by the part left out of it, as shares.
-
-    Those inside the fit where nothing could be left out.
-    """
+def _evidence(engine: str, rows: Iterations, estimator: CostEstimator, fold: str, errors: pd.Series[float]) -> Evidence:
+    """Evidence for a fit to these rows: errors, as shares, of the parts left out of it, or inside it without any."""
     depth, fitted, parameter = rows.depth[rows.depth > 0], {}, {}
     if estimator.open_ is not None:
         parameter = {"all": error_bound_90(estimator.open_)}
-        if not any(map(len, fold_errors.values())):
+        if errors.empty:
             fitted = {"all": error_quantiles(estimator.predictions_ / rows.seconds - 1.0)}
     return Evidence(
         engine=engine,
         speculation=bool(len(depth)),
-        left_out={fold: error_quantiles(errors) for fold, errors in fold_errors.items() if len(errors)},
+        left_out={} if errors.empty else {fold: error_quantiles(errors)},
         fitted=fitted,
         parameter=parameter,
         draft_depth=(float(depth.min()), float(depth.max())) if len(depth) else None,
