@@ -58,8 +58,8 @@ def _page(result: Mapping[str, Any], path: Path) -> Page:
     if "rows" in lists and "verdict" in result:
         return _rows_page(result, "rows", path, title=f"Experiment: {result.get('name', path.stem)}")
     raise ConfigError(
-        f"{path}: no comparison; it has {', '.join(map(str, result)) or 'nothing'}, and a report is made of what "
-        "compare, tune, verify or experiment print with --json, or of a RUN"
+        f"{path} has the keys {', '.join(map(str, result)) or '(none)'}: give the --json output of compare, tune, "
+        "verify or experiment, or a RUN"
     )
 
 

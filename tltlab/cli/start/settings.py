@@ -51,11 +51,15 @@ def settings(
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """The settings for people, section by section."""
+    """Return a table for each section; a sentence on several settings is printed once."""
     lines = []
     for section in dict.fromkeys(row["section"] for row in rows):
         members = [row for row in rows if row["section"] == section]
-        cells = [(row["name"], row["default"], row["type"], row["about"]) for row in members]
+        abouts = ["", *(row["about"] for row in members)]
+        cells = [
+            (row["name"], row["default"], row["type"], "" if row["about"] == before else row["about"])
+            for row, before in zip(members, abouts, strict=False)
+        ]
         lines += [f"[{section}]" if section != WHOLE else WHOLE, table([], cells, left=4, indent=2), ""]
     return "\n".join(lines).rstrip()
 
