@@ -172,6 +172,14 @@ def shown(value: object) -> str:
     return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 3] + "..."
 
 
+def whole_text(text: str) -> str:
+    """Return the text with "?" for halves of surrogate pairs, which truncated or non-UTF-8 output contains.
+
+    Tokenizers reject such halves.
+    """
+    return str.encode(text, errors="replace").decode()
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun, in the plural unless it is 1.
 

@@ -12,14 +12,13 @@ from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tltlab.config import json_or_text, leaves
+from tltlab.config import json_or_text, leaves, whole_text
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, did_you_mean, refuse
 from tltlab.files import found_in, read_json, read_text
 from tltlab.own import OwnPart, allowed_modules, code_allowed
 from tltlab.planning.placement import Placement, load_placement
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.runtime.data.text import whole_text
 
 from .rules import RULES
 from .sections import SYSTEMS_POLICY, Sections

@@ -15,12 +15,11 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tltlab.config import counted
+from tltlab.config import counted, whole_text
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
 from tltlab.files import found_in
 from tltlab.own import load_name
-from tltlab.runtime.data.text import whole_text
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest
 
 from .reward_pool import UserProcesses, error_place, process_object

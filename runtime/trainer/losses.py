@@ -1,4 +1,4 @@
-"""One policy loss with GRPO, Dr. GRPO, DAPO and DLER as settings (`algorithms.ALGORITHMS`).
+"""One policy loss with GRPO, Dr. GRPO, DAPO and DLER as settings (`recipe.sections.ALGORITHMS`).
 
 N responses of T tokens in all, packed one after another; log-probs are natural logarithms at the sampling temperature.
 Rewards and advantages of responses (`shape_rewards`, `advantages`) and weights of their tokens (`token_weights`) are

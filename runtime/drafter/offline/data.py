@@ -21,11 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from tltlab import console
-from tltlab.config import FrozenModel
+from tltlab.config import FrozenModel, whole_text
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.data.prompts import rows_of_file
-from tltlab.runtime.data.text import whole_text
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.refused import refused
-from tltlab.runtime.recipe.sections import TrainConfig
-from tltlab.runtime.trainer.algorithms import ALGORITHMS
+from tltlab.runtime.recipe.sections import ALGORITHMS, TrainConfig
 from tltlab.runtime.trainer.losses import (
     Mismatch,
     advantages,
