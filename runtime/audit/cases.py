@@ -54,15 +54,14 @@ class AuditCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditedDrafter:
-    """A drafter under audit: the engine it needs, by its drafters and vLLM's draft sampling method, and its name."""
+    """A drafter under audit, by its name in an engine with a head of `method`, which samples if `probabilistic`."""
 
     name: str
-    engine: str
     method: Literal["eagle", "eagle3", "draft_model"] | None = None
     probabilistic: bool = False
 
     def specs(self, models: TinyModels) -> dict[str, DrafterSpec]:
-        """Return the drafters of that engine."""
+        """Return the engine's drafters."""
         specs: dict[str, DrafterSpec] = dict(DEFAULT_DRAFTERS)
         if self.method:
             specs["learned"] = LearnedSpec(method=self.method, model=str(getattr(models, self.method)))
@@ -72,15 +71,13 @@ class AuditedDrafter:
 
 
 DRAFTERS: dict[str, AuditedDrafter] = {
-    "ngram": AuditedDrafter(name="ngram", engine="model-free"),
-    "suffix": AuditedDrafter(name="suffix", engine="model-free"),
-    "eagle": AuditedDrafter(name="learned", engine="eagle", method="eagle"),
-    "hybrid": AuditedDrafter(name="hybrid", engine="eagle", method="eagle"),
-    "eagle3": AuditedDrafter(name="learned", engine="eagle3", method="eagle3"),
-    "draft_model": AuditedDrafter(name="learned", engine="draft_model", method="draft_model"),
-    "draft_model-sampled": AuditedDrafter(
-        name="learned", engine="draft_model-sampled", method="draft_model", probabilistic=True
-    ),
+    "ngram": AuditedDrafter(name="ngram"),
+    "suffix": AuditedDrafter(name="suffix"),
+    "eagle": AuditedDrafter(name="learned", method="eagle"),
+    "hybrid": AuditedDrafter(name="hybrid", method="eagle"),
+    "eagle3": AuditedDrafter(name="learned", method="eagle3"),
+    "draft_model": AuditedDrafter(name="learned", method="draft_model"),
+    "draft_model-sampled": AuditedDrafter(name="learned", method="draft_model", probabilistic=True),
 }
 """Drafters by their names in the audit. The last one samples its drafts; verification needs their probabilities."""
 

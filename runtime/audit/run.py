@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ def default_plans(
         "draft_sample_method": "probabilistic",
     }
     plans = []
-    for _, same_engine in groupby(chosen, key=lambda case: DRAFTERS[case.drafter].engine):
+    for _, same_engine in groupby(chosen, key=lambda case: replace(DRAFTERS[case.drafter], name="")):
         group = [(case, policy_of(case, DRAFTERS[case.drafter], args["max_num_seqs"])) for case in same_engine]
         drafting = DRAFTERS[group[0][0].drafter]
         more = {"speculative_config": sampled_drafts} if drafting.probabilistic else {}
@@ -149,7 +149,7 @@ def policy_plan(source: str, models: TinyModels, args: Mapping[str, Any]) -> Eng
 def vllm_plan(args: Mapping[str, Any], models: TinyModels) -> EnginePlan:
     """Return the plan of an engine with a speculative_config of the user's own, whose method drafts in each case."""
     method, depth = (args["speculative_config"][name] for name in ("method", "num_speculative_tokens"))
-    drafting = AuditedDrafter(name="learned", engine="vllm", method="draft_model")
+    drafting = AuditedDrafter(name="learned", method="draft_model")
     pairs = [(case, policy_of(case, drafting, args["max_num_seqs"])) for case in given_cases(f"vllm {method}", depth)]
     return EnginePlan(cases=pairs, drafters=drafting.specs(models), max_depth=depth, vllm_args=args)
 

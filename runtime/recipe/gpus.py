@@ -110,15 +110,10 @@ def _of_the_cluster(recipe: Recipe, bundles: Bundles) -> Iterator[str]:
             f"{num_workers} workers x {tp}, got train.ranks = {recipe.train.ranks}: set it to {bundles.num_gpus:g}"
         )
     if cluster.weights not in ("auto", "host", _device_transport(recipe, bundles)):
-        yield (
-            f"cluster.weights = {cluster.weights!r}: that is for "
-            + (
-                "trainers and engines that share each GPU"
-                if cluster.weights == "ipc"
-                else "whole GPUs for each of them"
-            )
-            + ", which this recipe does not ask for; take 'host', or 'auto'"
+        needs = (
+            "trainers and engines that share each GPU" if cluster.weights == "ipc" else "whole GPUs for each of them"
         )
+        yield f"cluster.weights = {cluster.weights!r} needs {needs}: ask for them, or take 'host' or 'auto'"
     if not cluster.gpus_per_node:
         return
     num_gpus = cluster.num_nodes * cluster.gpus_per_node

@@ -255,12 +255,8 @@ def _trainer(sizes: Sizes, table: MemoryTable) -> None:
     add("gradients", 4 * share, "4 bytes x parameters / ranks", TRAINING)
     if train.ranks > 1 or value == 2:
         gathered = value * (sizes.shared_params + 2 * shape.layer_params)
-        add(
-            "gathered weights",
-            gathered,
-            f"{value} bytes x (embedding, LM head, a layer and the next) (FSDP2)",
-            TRAINING,
-        )
+        formula = f"{value} bytes x (embedding, LM head, a layer and the next) (FSDP2)"
+        add("gathered weights", gathered, formula, TRAINING)
 
     tokens = ceil(max(train.tokens_per_microbatch, sizes.tokens) / train.sequence_parallel)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

@@ -96,10 +96,8 @@ class TrainerGroup:
             ray.put([s.in_arrays() if rank_of[i] == rank else elsewhere[i] for i, s in enumerate(samples)])
             for rank in range(recipe.train.data_ranks)
         ]
-        mismatch: Mismatch = self._each(
-            "old_logprobs",
-            lambda rank: (shares[rank // recipe.train.sequence_parallel], rank_of, rl_step),
-        )[0]
+        size = recipe.train.sequence_parallel
+        mismatch: Mismatch = self._each("old_logprobs", lambda rank: (shares[rank // size], rank_of, rl_step))[0]
         return mismatch
 
     def update(self, rl_step: int) -> UpdateMetrics:

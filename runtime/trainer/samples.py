@@ -120,9 +120,7 @@ def check(samples: Sequence[Sample], config: TrainConfig, max_response_tokens: i
     if not samples or bool(values.any()):
         return None
     rewards = {float(np.float32(sample.reward)) for sample in samples}
-    same = (
-        f"all {len(samples)} rewards are {rewards.pop():g}" if len(rewards) == 1 else "each prompt's rewards are equal"
-    )
+    same = f"all {len(samples)} rewards are {min(rewards):g}" if len(rewards) == 1 else "rewards of a prompt are equal"
     moves = "train.kl_coef alone moves the weights" if config.kl_coef else "the weights stay as they are"
     return f"{same}: no response has an advantage, and {moves}"
 
