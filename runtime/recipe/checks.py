@@ -7,17 +7,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from threading import Thread
 
 from tltlab.config import counted
 from tltlab.drafters.specs import LearnedSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError, InputError, did_you_mean, refuse
-from tltlab.files import found_in
 from tltlab.policies.policy import Policy
 from tltlab.runtime.data.prompts import first_row, num_rows
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.rollout.reward_pool import RewardPool
-from tltlab.runtime.rollout.rewards import load_rewards
 from tltlab.runtime.run.checkpoints import newest_whole
 from tltlab.traces.trace import read
 
@@ -246,27 +243,12 @@ def check_reward(recipe: Recipe) -> Iterator[str]:
     row = first_row(recipe.data.train, recipe.data)
     if row is None:
         return
-    prompt, answer = row
-    reward = load_rewards(recipe.reward_terms, recipe.code)
-    raised: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            with redirect_stdout(sys.stderr), found_in(recipe.code):
-                reward(prompt, answer, answer)
-        except (Exception, SystemExit) as error:  # a user's function may raise anything
-            raised.append(error)
-
-    # It may never return, and a thread cannot be killed: this one dies with the process.
-    limit_s = recipe.reward_pool.timeout_s + IMPORTS_S
-    calling = Thread(target=call, daemon=True)
-    calling.start()
-    calling.join(limit_s)
-    case = f"for the first row of {recipe.data.train}, its answer taken for the response"
-    if calling.is_alive():
-        yield f"reward took more than {limit_s:g} s {case}"
-    for error in raised:
-        yield f"reward raised {type(error).__name__}: {error} {case}"
+    config = recipe.reward_pool
+    patient = config.model_copy(update={"processes": 1, "timeout_s": config.timeout_s + IMPORTS_S})
+    with RewardPool(recipe.model_copy(update={"reward_pool": patient})) as pool:
+        (outcome,) = pool.outcomes([(row[0], row[1], row[1])])
+    if isinstance(outcome, str):
+        yield f"reward {outcome} for the first row of {recipe.data.train}, its answer taken for the response"
 
 
 RULES = (

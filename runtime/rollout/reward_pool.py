@@ -160,6 +160,13 @@ class RewardPool(UserProcesses):
 
         RunError where the processes cannot start.
         """
+        outcomes = self.outcomes(items)
+        self._num_rewards += len(outcomes)
+        self._failures.update(outcome for outcome in outcomes if isinstance(outcome, str))
+        return [self._config.on_failure if isinstance(outcome, str) else outcome for outcome in outcomes]
+
+    def outcomes(self, items: Sequence[Item]) -> list[Outcome]:
+        """Return the reward of each, or the reason for its absence; errors as `rewards`."""
         if self._decoder is None:
             items = [
                 (p, r if isinstance(r, str) else str(self._tokenizer.decode(list(r), skip_special_tokens=True)), a)
@@ -167,17 +174,13 @@ class RewardPool(UserProcesses):
             ]
         if self._config.processes:
             try:
-                outcomes = self._in_processes(items)
+                return self._in_processes(items)
             except BaseException:
                 self.close()  # tasks may still run, and must not interfere with the next call
                 raise
-        else:
-            # Standard output is for results, in this process as in the others.
-            with redirect_stdout(sys.stderr), found_in(self._code):
-                outcomes = [_outcome(self._reward, item, self._decoder) for item in items]
-        self._num_rewards += len(outcomes)
-        self._failures.update(outcome for outcome in outcomes if isinstance(outcome, str))
-        return [self._config.on_failure if isinstance(outcome, str) else outcome for outcome in outcomes]
+        # Standard output is for results, in this process as in the others.
+        with redirect_stdout(sys.stderr), found_in(self._code):
+            return [_outcome(self._reward, item, self._decoder) for item in items]
 
     def take_failures(self) -> list[str]:
         """Return and clear a sentence for each kind of failure, with its count and none of the response's text."""

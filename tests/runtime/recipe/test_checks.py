@@ -106,7 +106,7 @@ WITH_FILES: list[tuple[dict[str, str], str, tuple[str, ...]]] = [
     ({"t.jsonl": '{"question": "1", "answer": "2"}'}, "seed=1", ("t.jsonl", "line 1", "'prompt'")),
     ({"t.jsonl": '{"prompt": "1 + 1", "answer": null}'}, "seed=1", ("line 1", "'answer'")),
     ({"m/config.json": shape(max_position_embeddings=512)}, "seed=1", ("m", "512")),
-    ({"t.jsonl": 24 * ROW}, "reward=bad:reward", ("ZeroDivisionError: division by zero", "t.jsonl")),
+    ({"t.jsonl": 24 * ROW}, "reward=bad:reward", ("ZeroDivisionError", "bad.py", "line 1", "t.jsonl")),
     ({"t.jsonl": 24 * ROW}, "reward=slow:reward reward_pool.timeout_s=0.01", ("0.01 s", "t.jsonl")),
     ({"t.jsonl": 3 * ROW}, "seed=1", ("rollout.prompts_per_step = 24", "t.jsonl", "3 prompts")),
     ({"m/config.json": shape(vocab_size=2_000_000)}, "seed=1", ("m", "256 M", "1e-6")),
