@@ -57,9 +57,7 @@ def run_audit(
     """
     started = time.perf_counter()
     if without_fix and not on_cpu():
-        raise ConfigError(
-            "--without-fix: on CUDA tltlab repairs nothing in vLLM's sampler, so there is nothing to undo"
-        )
+        raise ConfigError("--without-fix: on CUDA tltlab repairs nothing in vLLM's sampler to undo")
     # Policies speculate on small batches; the shipped ones begin at 32.
     args = settings(vllm_args if policy is None else {"max_num_seqs": 32, **vllm_args})
     with tempfile.TemporaryDirectory() as folder:

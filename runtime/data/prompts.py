@@ -71,14 +71,13 @@ def read_prompts(
         raise ConfigError(f"{source} has no rows")
     if not prompts:
         raise ConfigError(
-            f"{source}: all {len(lengths)} prompts have more than {config.max_prompt_tokens} tokens, the shortest "
-            f"{min(lengths)}: set data.max_prompt_tokens higher"
+            f"{source}: all {len(lengths)} prompts exceed data.max_prompt_tokens; the shortest has {min(lengths)}"
         )
     if overlong:
         (place, tokens), more = overlong[0], f", nor do {len(overlong) - 1} others" if overlong[1:] else ""
         raise ConfigError(
-            f"{source}: {place}: a prompt of {tokens} tokens does not fit the engine's context of {room}, which must "
-            f"hold it and a response{more}: shorten them, or leave them out by a data.max_prompt_tokens below {room}"
+            f"{source}: {place}: a prompt of {tokens} tokens fills the engine's context of {room}{more}: "
+            f"shorten them, or set data.max_prompt_tokens below {room}"
         )
     return prompts, len(lengths) - len(prompts)
 
@@ -214,8 +213,7 @@ def _dataset_rows(source: str, *, subset: str | None, split: str) -> Iterator[Ma
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
             raise ConfigError(f"{missing}HF_HUB_OFFLINE forbids to fetch it: unset it, or name a folder") from error
         raise ConfigError(
-            f"{missing}the Hugging Face Hub cannot be reached: name a folder, or fetch it where there is a network "
-            "(HF_HUB_OFFLINE=1 ends the retries)"
+            f"{missing}the Hugging Face Hub cannot be reached: name a folder (HF_HUB_OFFLINE=1 ends the retries)"
         ) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         name = ", ".join([f"dataset {source}", *([f"subset {subset}"] if subset is not None else []), f"split {split}"])

@@ -137,10 +137,7 @@ def enough_prompts(recipe: Recipe) -> Iterator[str]:
     per_step = recipe.rollout.prompts_per_step
     rows = num_rows(recipe.data.train) if recipe.data.train else None
     if rows and rows < per_step:
-        yield (
-            f"rollout.prompts_per_step = {per_step}, but {recipe.data.train} has {counted(rows, 'prompt')}: set it to "
-            f"{rows} or less, or add prompts"
-        )
+        yield f"rollout.prompts_per_step = {per_step}: lower it, {recipe.data.train} has {counted(rows, 'prompt')}"
 
 
 def context(recipe: Recipe) -> Iterator[str]:
@@ -148,10 +145,7 @@ def context(recipe: Recipe) -> Iterator[str]:
     longest, room, vllm = recipe.rollout.max_response_tokens, engine_context(recipe), recipe.rollout.vllm
     if room is not None and longest > room:
         where = "rollout.vllm.max_model_len" if vllm.get("max_model_len") else f"the context of {recipe.model}"
-        yield (
-            f"rollout.max_response_tokens = {longest}, but {where} = {room} tokens, prompt included: lower the former, "
-            "or take a longer context"
-        )
+        yield f"rollout.max_response_tokens = {longest}, but {where} = {room} tokens, prompt included: lower it"
 
 
 def cpu_engine(recipe: Recipe) -> Iterator[str]:
@@ -166,10 +160,7 @@ def cpu_engine(recipe: Recipe) -> Iterator[str]:
     except ConfigError:  # no dense decoder
         return
     if sizes and size not in sizes:
-        yield (
-            f"the heads of {recipe.model} have {size} numbers, and vLLM's attention on the CPU takes "
-            f"{', '.join(map(str, sizes))}: take another model, or GPUs (cluster.gpus_per_node)"
-        )
+        yield f"heads of {recipe.model} have {size} numbers, vLLM takes {sizes} on a CPU: take another model, or GPUs"
 
 
 def engine_dtype(recipe: Recipe) -> Iterator[str]:
@@ -218,8 +209,8 @@ def learning_rate(recipe: Recipe) -> Iterator[str]:
         return
     if params > MOST_PARAMS_BY_DEFAULT:
         yield (
-            f"train.lr is not set, and its default {recipe.train.lr:g} is for models of a few million parameters: "
-            f"{recipe.model} has {params / 1e6:.0f} M. Set it; 1e-6 is usual"
+            f"set train.lr (1e-6 is usual): its default {recipe.train.lr:g} is for small models, {recipe.model} has "
+            f"{params / 1e6:.0f} M parameters"
         )
 
 

@@ -130,10 +130,7 @@ class EngineBuild:
             f"({captured.runner} runner, {captured.mode})"
         )
         if self.graphs is not None and self.graphs.any_lengths and captured.mode != "FULL":
-            yield (
-                f"attention here takes no full graphs of any lengths: but for drafts of {self.graphs.deepest} tokens "
-                "iterations run in piecewise graphs, plain ones too"
-            )
+            yield f"no full graphs of any lengths: all but drafts of {self.graphs.deepest} tokens run in piecewise ones"
 
     def as_json(self, captured: Iterable[CapturedGraphs]) -> dict[str, Any]:
         """Return the contents of a run's graphs.json: the plan, if any, and each engine's captured graphs."""

@@ -84,10 +84,7 @@ def _device_transport(recipe: Recipe, bundles: Bundles) -> Literal["host", "nccl
 def _of_an_actor(recipe: Recipe, per_worker: float, per_rank: float) -> Iterator[str]:
     tp, cluster = recipe.rollout.tensor_parallel_size, recipe.cluster
     if per_worker and tp > 1 and per_worker != tp:
-        yield (
-            f"rollout.gpus_per_worker = {per_worker:g} with rollout.tensor_parallel_size = {tp}: a worker that spans "
-            "several GPUs takes all of each; leave gpus_per_worker out"
-        )
+        yield f"rollout.gpus_per_worker = {per_worker:g} is not rollout.tensor_parallel_size = {tp}: leave it out"
     for name, gpus in (("rollout.gpus_per_worker", per_worker), ("train.gpus", per_rank)):
         if gpus > 1 and not gpus.is_integer():
             yield f"{name} = {gpus:g}: a whole number of GPUs, or a share of one"
@@ -96,18 +93,15 @@ def _of_an_actor(recipe: Recipe, per_worker: float, per_rank: float) -> Iterator
     if per_rank > 1:
         yield f"train.gpus = {per_rank:g}: a trainer rank uses one GPU; raise train.ranks to use more"
     if cluster.placement == "colocated" and per_worker and (per_worker < 1 or recipe.train.gpus not in (None, 1)):
-        yield (
-            "cluster.placement = 'colocated' gives every worker and every rank whole GPUs: leave out "
-            "rollout.gpus_per_worker and train.gpus"
-        )
+        yield "cluster.placement = 'colocated' takes whole GPUs: leave out rollout.gpus_per_worker and train.gpus"
 
 
 def _of_the_cluster(recipe: Recipe, bundles: Bundles) -> Iterator[str]:
     cluster, tp, num_workers = recipe.cluster, recipe.rollout.tensor_parallel_size, recipe.rollout.num_workers
     if bundles.colocated and recipe.train.ranks != bundles.num_gpus:
         yield (
-            f"cluster.placement = 'colocated' puts a trainer rank on each of the {bundles.num_gpus:g} GPUs of "
-            f"{num_workers} workers x {tp}, got train.ranks = {recipe.train.ranks}: set it to {bundles.num_gpus:g}"
+            f"train.ranks = {recipe.train.ranks}: colocated, there is one for each of the {bundles.num_gpus:g} GPUs of "
+            f"{num_workers} workers x {tp}"
         )
     if cluster.weights not in ("auto", "host", _device_transport(recipe, bundles)):
         needs = (
@@ -119,15 +113,9 @@ def _of_the_cluster(recipe: Recipe, bundles: Bundles) -> Iterator[str]:
     num_gpus = cluster.num_nodes * cluster.gpus_per_node
     size = f"{cluster.num_nodes} x {cluster.gpus_per_node} GPUs (cluster.num_nodes x cluster.gpus_per_node)"
     if tp > cluster.gpus_per_node:
-        yield (
-            f"rollout.tensor_parallel_size = {tp} with cluster.gpus_per_node = {cluster.gpus_per_node}: tensor "
-            "parallelism does not cross nodes"
-        )
+        yield f"rollout.tensor_parallel_size = {tp} exceeds cluster.gpus_per_node = {cluster.gpus_per_node}"
     elif bundles.colocated and bundles.num_gpus != num_gpus:
-        yield (
-            f"{num_workers} workers x {tp} GPUs are {bundles.num_gpus:g}, and the cluster has {size}: "
-            "colocated, they must be as many"
-        )
+        yield f"{num_workers} workers x {tp} GPUs are {bundles.num_gpus:g}; colocated, they must fill {size}"
     elif bundles.num_gpus > num_gpus + 1e-9:
         yield (
             f"workers ask for {sum(bundles.workers):g} GPUs and trainer ranks for {sum(bundles.ranks):g}, and the "

@@ -93,8 +93,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
         return path
     if str(name_or_path) not in recipes:
         raise ConfigError(
-            f"cannot read recipe {name_or_path}: it is no file, and no recipe of tltlab's: {', '.join(recipes)}"
-            f"{did_you_mean(str(name_or_path), recipes)}"
+            f"no recipe {name_or_path}{did_you_mean(str(name_or_path), recipes)}: there are {', '.join(recipes)}"
         )
     return recipes[str(name_or_path)]
 

@@ -36,10 +36,7 @@ def drafting(recipe: Sections) -> Iterator[str]:
     if drafter is not None and drafter.loss.method == "mtp" and drafter.checkpoint is not None:
         yield "drafter.checkpoint with drafter.loss.kind = 'mtp': an MTP layer comes with the model, so leave it out"
     if drafter is not None and drafter.name in rollout.drafters:
-        yield (
-            f"drafter {drafter.name!r} is in both rollout.drafters and [drafter]: leave it out of "
-            "rollout.drafters, or give one of them another name"
-        )
+        yield f"drafter {drafter.name!r} is in both rollout.drafters and [drafter]: rename one, or leave it out"
 
 
 def overlong_responses(recipe: Sections) -> Iterator[str]:
@@ -118,19 +115,13 @@ def exact_replay(recipe: Sections) -> Iterator[str]:
     if environment is not None and environment.processes:
         yield "decisions are replayed exactly only where tools answer at once: set rollout.environment.processes = 0"
     if recipe.drafter is not None or recipe.train.sampling_rounds > 1:
-        yield (
-            "decisions are replayed exactly only where nothing else depends on the clock: leave out [drafter], "
-            "which learns in idle time, and set train.sampling_rounds = 1"
-        )
+        yield "decisions are replayed exactly only without [drafter] and with train.sampling_rounds = 1"
 
 
 def sequence_parallel(recipe: Sections) -> Iterator[str]:
     train = recipe.train
     if train.ranks % train.sequence_parallel:
-        yield (
-            f"train.sequence_parallel = {train.sequence_parallel} ranks share a sequence, and train.ranks = "
-            f"{train.ranks} is no multiple of it"
-        )
+        yield f"train.ranks = {train.ranks} is no multiple of train.sequence_parallel = {train.sequence_parallel}"
 
 
 def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterator[str]:

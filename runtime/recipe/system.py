@@ -60,9 +60,7 @@ def engine_run_of(recipe: Sections) -> EngineRun:
         costs = load_costs("cpu-small")
     elif system.budget is not None:
         if cluster.gpu is None:
-            raise ConfigError(
-                f"{system.name} shares drafts out by the cost of a pass on a GPU: name the GPU, cluster.gpu"
-            )
+            raise ConfigError(f"{system.name} needs the cost of a pass on a GPU: name the GPU, cluster.gpu")
         model = find_model(recipe.model)
         engine = nearest_engine(cluster.gpu, model.name, model.weights)
         costs = profile_costs(engine, cluster.gpu, model, recipe.rollout.tensor_parallel_size)
@@ -110,10 +108,7 @@ def _missing(recipe: Sections, run: EngineRun) -> Iterator[str]:
     elif run.drafts_by_network and not run.trains_drafter and drafter is not None and not drafter.pretrained:
         yield f"{name} drafts with a head that the run does not train: give drafter.checkpoint"
     if run.own_gpus and not (recipe.cluster.gpus_per_node and recipe.cluster.placement == "separate"):
-        yield (
-            f"{name} differs from verl by GPUs of the trainers' own: set cluster.gpus_per_node, and cluster.placement "
-            "= 'separate'"
-        )
+        yield f"{name} needs GPUs of the trainers' own: set cluster.gpus_per_node and cluster.placement = 'separate'"
 
 
 def _contradictions(

@@ -94,8 +94,7 @@ def stop_token_ids(config: EnvironmentConfig, code: Sequence[str], tokenizer: An
         ids = tokenizer.encode(whole_text(text), add_special_tokens=False) if isinstance(text, str) else []
         if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
             raise ConfigError(
-                f"rollout.environment.stop {text!r} is not one token of the model's tokenizer: take one that is, as "
-                "the ends of tool calls in chat models are"
+                f"rollout.environment.stop {text!r} is not one token of the model's tokenizer: take one that is"
             )
         token_ids.append(int(ids[0]))
     return tuple(token_ids)

@@ -239,8 +239,7 @@ class PartialRollouts(Rollouts):
             number = group["number"]
             if number >= len(self.prompts) or self.prompts[number].prompt_id != group["prompt_id"]:
                 raise ConfigError(
-                    f"the checkpoint continues prompt {group['prompt_id']!r} as number {number} of the data, which "
-                    "it no longer is: resume with the data that the run began with"
+                    f"prompt {group['prompt_id']!r} of the checkpoint is not number {number} of the data: take its data"
                 )
             samples = []
             for n, sample in enumerate(group["samples"]):
@@ -259,8 +258,7 @@ class PartialRollouts(Rollouts):
             longest = max((len(s.token_ids) for s in samples if s.finish_reason is None), default=0)
             if longest >= cap:
                 raise ConfigError(
-                    f"the checkpoint continues a response of {longest} tokens, and rollout.max_response_tokens is "
-                    f"{cap}: resume with more"
+                    f"rollout.max_response_tokens = {cap} is below a response to continue, of {longest} tokens"
                 )
             pending.append(PartialGroup(number=number, samples=samples))
         self._pending = pending

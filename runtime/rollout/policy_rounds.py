@@ -93,8 +93,7 @@ def all_drafters(run: RunToVerify, policies: Mapping[str, Policy]) -> dict[str, 
         for drafter in sorted((used | set(policy.drafters)) & set(available)):
             if needed.setdefault(drafter, available[drafter]) != available[drafter]:
                 raise ConfigError(
-                    f"policy {name}: its drafter {drafter!r} has other settings than another policy's of that name; "
-                    "rename one, or verify them apart"
+                    f"policy {name}: drafter {drafter!r} of another policy differs: rename one, or verify them apart"
                 )
     specs = DEFAULT_DRAFTERS | run.recipe.rollout.drafters | run.drafters | needed
     pool, longest = DrafterPool(specs, deepest(run, policies)), run.recipe.rollout.max_response_tokens
@@ -102,8 +101,7 @@ def all_drafters(run: RunToVerify, policies: Mapping[str, Policy]) -> dict[str, 
         for strategy in policy.strategies:
             if strategy.draft_depth > longest:
                 raise ConfigError(
-                    f"policy {name}: a draft of {strategy.draft_depth} tokens is longer than the run's longest "
-                    f"response, {longest} tokens"
+                    f"policy {name}: drafts of {strategy.draft_depth} tokens are longer than any response, {longest}"
                 )
             try:
                 pool.check(strategy)

@@ -432,8 +432,7 @@ class WorkerPool:
                 await self._answer(n, handle.start.remote())
         except TimeoutError:
             raise RunError(
-                f"rollout worker {n} did not start within {timeout_s:g} s (faults.start_timeout_s): "
-                "the model may be too large for it, or the machine too busy"
+                f"rollout worker {n} did not start within faults.start_timeout_s = {timeout_s:g} s: a large model?"
             ) from None
         except ConfigError as error:
             if not restarted:
@@ -469,8 +468,7 @@ class WorkerPool:
         again = f"; restarted{lost_work}" if self._running else ""
         if worker.failures > limit:
             raise RunError(
-                f"rollout worker {n} failed {counted(worker.failures, 'time')}; faults.max_restarts is {limit}; "
-                f"at last: {lost}"
+                f"rollout worker {n} failed {counted(worker.failures, 'time')}; faults.max_restarts is {limit}: {lost}"
             ) from lost
         self.events.note(f"rollout worker {n} failed {when} ({lost}){again}", worker=n)
 

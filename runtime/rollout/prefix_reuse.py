@@ -215,8 +215,7 @@ class ReusingRollouts(Rollouts):
         biased = (rollout.top_p, rollout.top_k, rollout.min_p) != (1.0, 0, 0.0)
         if biased:
             raise ConfigError(
-                "rollout.reuse.residual = 'exact' uses the policy's whole distribution, without top_p, top_k or "
-                "min_p: leave them out, or set it to 'none'"
+                "rollout.reuse.residual = 'exact' needs whole distributions: leave out top_p, top_k and min_p"
             )
         num_words = int(read_config(self.recipe.model).get_text_config().vocab_size)
         num_rows = len(self.prompts) * rollout.group_size * rollout.max_response_tokens
@@ -244,13 +243,12 @@ class ReusingRollouts(Rollouts):
         columns = load_ragged(folder / EARLIER_FILE)
         if self.exact and "rows" not in columns:
             raise ConfigError(
-                f"{folder / EARLIER_FILE} has no distributions: its run had no rollout.reuse.residual = 'exact'"
+                f"{folder / EARLIER_FILE} has no distributions: its run had rollout.reuse.residual = 'none'"
             )
         longest, cap = max(map(len, columns["token_ids"]), default=0), self.recipe.rollout.max_response_tokens
         if longest > cap:
             raise ConfigError(
-                f"the checkpoint has a response of {longest} tokens to use again, and rollout.max_response_tokens is "
-                f"{cap}: resume with at least as many"
+                f"rollout.max_response_tokens = {cap} is below a response to use again, of {longest} tokens"
             )
         rows = columns["rows"] if self.exact else [_NO_ROWS] * len(state["earlier"])
         self._earlier = {

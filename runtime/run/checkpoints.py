@@ -63,9 +63,7 @@ class RunCheckpoints:
             if isinstance(error, OSError):
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 reason = "the disk is full" if full else error.strerror or error
-                raise RunError(
-                    f"cannot write the checkpoint {final}: {reason}; those before it are as they were"
-                ) from error
+                raise RunError(f"cannot write the checkpoint {final}: {reason}; earlier ones are unchanged") from error
             raise
         self._put_back()
         self._prune(rl_step)

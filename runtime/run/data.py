@@ -100,10 +100,7 @@ class RunData:
         self.recipe, self.notes = recipe, list[str]()
         vocabulary, rows = len(tokenizer), config_of(recipe.model).get("vocab_size")
         if isinstance(rows, int) and vocabulary > rows:
-            raise ConfigError(
-                f"the tokenizer of {recipe.model} has {vocabulary} tokens and the model {rows}: they are not of one "
-                "model"
-            )
+            raise ConfigError(f"the tokenizer of {recipe.model} has {vocabulary} tokens, more than the model's {rows}")
         self.train = self._read(recipe.data.train, None, tokenizer)
         self._number = {prompt.prompt_id: number for number, prompt in enumerate(self.train)}
         self.heldout: list[Prompt] = []
@@ -147,14 +144,12 @@ class RunData:
         prompts, num_dropped = read_prompts(source, data, tokenizer, split=split, room=room)
         if num_dropped:
             self.notes.append(
-                f"{counted(num_dropped, 'prompt')} of {source} left out, with more than data.max_prompt_tokens = "
-                f"{data.max_prompt_tokens} tokens"
+                f"{counted(num_dropped, 'prompt')} of {source} left out, by data.max_prompt_tokens {data.max_prompt_tokens}"
             )
             per_step, num_left = self.recipe.rollout.prompts_per_step, len(prompts)
             if split is None and num_left < per_step:
                 raise ConfigError(
-                    f"{self.notes[-1]}: {num_left} are left for rollout.prompts_per_step = {per_step}; set that lower, "
-                    "or take longer ones"
+                    f"{self.notes[-1]}: {num_left} are left for rollout.prompts_per_step = {per_step}; lower it"
                 )
         lengths = [len(prompt.token_ids) for prompt in prompts]
         if room is not None and (num_long := sum(length + cap > room for length in lengths)):

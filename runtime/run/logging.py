@@ -67,10 +67,7 @@ class RunLog:
         chosen = {name: getattr(config, name) for name in LOGGERS if getattr(config, name) not in (None, False)}
         for name, project in chosen.items():
             if importlib.util.find_spec(name) is None:
-                raise ConfigError(
-                    f"log.{name} = {project!r} needs {name}, which is not installed: 'pip install {name}', "
-                    f"or leave log.{name} out"
-                )
+                raise ConfigError(f"log.{name} = {project!r}: pip install {name}, or leave log.{name} out")
         self._loggers: dict[str, Logger] = {}
         self._screen = Screen(total_steps)
         self._noted: list[str] = []
@@ -83,7 +80,7 @@ class RunLog:
                 if not isinstance(error, Exception):
                     raise
                 raise ConfigError(
-                    f"{title} did not start: {_short(error)}; check log.{name} in the recipe or leave it out"
+                    f"{title} did not start: {_short(error)}; check log.{name} or leave it out"
                 ) from error
         self._screen.start(resume_from)
         # Engines take minutes to start, without further output.

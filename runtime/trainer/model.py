@@ -244,16 +244,12 @@ def check_trainable(config: PretrainedConfig, model: str, sequence_parallel: int
     refuse(undivided_heads(sequence_parallel, model, heads, kv_heads))
     rope = getattr(config, "rope_parameters", None) or {}
     if sequence_parallel > 1 and rope.get("rope_type") in ("dynamic", "longrope"):
-        raise ConfigError(
-            f"{model}: its rotary embedding ({rope['rope_type']}) depends on the longest position, which ranks that "
-            "share a sequence do not all have: set train.sequence_parallel = 1"
-        )
+        raise ConfigError(f"{model}: its rotary embedding ({rope['rope_type']}) needs train.sequence_parallel = 1")
     layers = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if any(kind != "full_attention" for kind in layers) if layers else window is not None:
         raise ConfigError(
-            f"{model}: a model with other layers than full attention (sliding windows, linear attention) cannot be "
-            "trained on packed sequences here: choose one without"
+            f"{model}: only models of full attention can be trained here, no sliding windows or linear attention"
         )
     for name in _OTHER_LOGITS:
         if getattr(config, name, None) not in (None, 1.0):

@@ -53,7 +53,7 @@ def meet(device: torch.device, rank: int, world: int, rendezvous: str | None, ti
         )
     except (RuntimeError, ValueError) as error:
         raise RunError(
-            f"trainer rank {rank} of {world} did not meet the others within {timeout_s:g} s: {str(error)[:200]}"
+            f"trainer rank {rank} of {world} met no others within {timeout_s:g} s: {str(error)[:200]}"
         ) from error
 
 

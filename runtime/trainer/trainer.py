@@ -270,9 +270,7 @@ class Trainer:
         """Restore a checkpoint of any number of ranks. The reference stays the model that this one was made of."""
         self.steps = load_trainer(Path(folder), self.policy, self.optimizer, rank=self.rank)
         if name := self._infinite_weight():
-            raise RunError(
-                f"{folder}: its weight {name} holds NaN or infinite numbers: continue from another checkpoint"
-            )
+            raise RunError(f"{folder}: its weight {name} holds NaN or infinity: take another checkpoint")
         self._samples, self._rank_of, self._old = [], [], []
 
     def offload(self) -> None:

@@ -51,9 +51,7 @@ class Staleness(RunsExperiment[StalenessSettings]):
     def cases(self) -> Iterator[Case]:
         settings, stops = self.settings, {FROZEN: 0, STOPPED: self.settings.stop_after, ADAPTIVE: self.settings.steps}
         if settings.stop_after >= settings.steps:
-            raise ConfigError(
-                f"stop_after={settings.stop_after} leaves none of steps={settings.steps} without training"
-            )
+            raise ConfigError(f"stop_after={settings.stop_after} must be below steps={settings.steps}")
         self.prepare(sizes_of(settings, heldout=0))
         for seed in range(self.seed, self.seed + settings.seeds):
             for name, stop in stops.items():

@@ -128,7 +128,7 @@ def acceptance_by_drafter(text: str, drafters: Sequence[str], known: Drafters = 
         model = PerDrafter({}, model, {EVERY: text})
     if text != DEFAULT and (unknown := model.models.keys() - set(drafters)):
         raise ConfigError(
-            f"--acceptance {text}: no policy drafts with {min(unknown)}; drafters: {', '.join(drafters) or 'none'}"
+            f"--acceptance {text}: no policy drafts with {min(unknown)}, only {', '.join(drafters) or 'none'}"
         )
     return model.only(drafters)
 
@@ -147,10 +147,7 @@ def rates(granted: PerDrafter, drafter: str, depth: int) -> tuple[float, ...]:
     cdf, at_most = (settled.at(batch).cdf(chain) for batch in (1, _LARGE_BATCH))
     if acceptance.varies_by != "nothing" or cdf is None or at_most is None or not np.allclose(cdf, at_most):
         by = "batch size" if acceptance.varies_by == "nothing" else acceptance.varies_by
-        raise ConfigError(
-            f"acceptance of {drafter} that differs by {by} cannot be played: an engine keeps drafts at one chance for "
-            "each place in the draft; give geometric:ALPHA"
-        )
+        raise ConfigError(f"acceptance of {drafter} that differs by {by} cannot be played: give geometric:ALPHA")
     return tuple(map(float, np.minimum.accumulate(np.clip(1.0 - cdf, 0.0, 1.0))))
 
 
@@ -161,9 +158,7 @@ def learned_drafters(policies: Mapping[str, Policy], used: Sequence[str]) -> tup
     learned = tuple(name for name in used if drafters[name].has_network)
     for name in used:
         if isinstance(specs.get(name), HybridSpec):
-            raise ConfigError(
-                f"drafter {name} joins two others, whose drafts an engine cannot keep at rates of their own"
-            )
+            raise ConfigError(f"drafter {name} joins two others: an engine has one acceptance for both")
     for name, policy in policies.items():
         if trees := [s for s in policy.strategies if s.speculates and s.tokens_to_verify != s.draft_depth + 1]:
             raise ConfigError(f"policy {name} asks for {trees[0]}: engines verify whole chains")
@@ -180,8 +175,7 @@ def _rates_of(policy: Policy, name: str, granted: PerDrafter) -> tuple[float, ..
             deepest[strategy.drafter] = max(deepest.get(strategy.drafter, 0), strategy.draft_depth)
     if len({granted.text(drafter) for drafter in deepest}) > 1:
         raise ConfigError(
-            f"policy {name} drafts with {' and '.join(deepest)}, which are to be accepted differently: an engine keeps "
-            "all drafts of a rollout at one set of chances"
+            f"policy {name}: an engine has one acceptance for all drafts, not one each for {' and '.join(deepest)}"
         )
     by_drafter = [rates(granted, drafter, depth) for drafter, depth in deepest.items()]
     return max(by_drafter, key=len, default=())
@@ -215,6 +209,5 @@ def _check_memory(plan: RehearsalPlan, shape: ModelShape) -> None:
         need = (shape.stored_bytes() + RUNTIME_BYTES + shape.kv_bytes_per_token * longest) / _MEMORY_SHARE
     if room is not None and need > room:
         raise ConfigError(
-            f"{shape.name} needs {need / GIB:.1f} GiB for weights and cache, {where}: {room / GIB:.1f} GiB; "
-            f"{(need - room) / GIB:.1f} GiB are missing"
+            f"{shape.name} needs {need / GIB:.1f} GiB, {(need - room) / GIB:.1f} GiB missing: {where} {room / GIB:.1f}"
         )
