@@ -143,9 +143,8 @@ class RunData:
         data, cap, room = self.recipe.data, self.recipe.rollout.max_response_tokens, engine_context(self.recipe)
         prompts, num_dropped = read_prompts(source, data, tokenizer, split=split, room=room)
         if num_dropped:
-            self.notes.append(
-                f"{counted(num_dropped, 'prompt')} of {source} left out, by data.max_prompt_tokens {data.max_prompt_tokens}"
-            )
+            left_out, most = counted(num_dropped, "prompt"), data.max_prompt_tokens
+            self.notes.append(f"{left_out} of {source} left out, with more than data.max_prompt_tokens = {most}")
             per_step, num_left = self.recipe.rollout.prompts_per_step, len(prompts)
             if split is None and num_left < per_step:
                 raise ConfigError(
