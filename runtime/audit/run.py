@@ -192,6 +192,6 @@ def text(report: Mapping[str, Any]) -> str:
     lines += [f"{row['verdict'].upper()}: {row['case']}: {row['reason']}" for row in bad]
     verdict = "no loss detected" if report["passed"] else f"{len(bad)} of {len(rows)} cases did not pass"
     lines.append(
-        f"{verdict}; a sound engine fails with probability {report['false_alarm_rate']:g}; {report['seconds']:.0f} s"
+        f"{verdict}; a sound engine fails at a rate of {report['false_alarm_rate']:g}; {report['seconds']:.0f} s"
     )
     return "\n".join(lines)

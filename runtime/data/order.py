@@ -86,7 +86,7 @@ class DataOrder:
         for name, own, same in (("num_prompts", self.num_prompts, "data"), ("seed", self.seed, "seed")):
             if state[name] != own:
                 raise ConfigError(
-                    f"the checkpoint's data has {name} {state[name]}, this run's {own}: resume with the same {same}"
+                    f"the checkpoint has {name} {state[name]}, this run {own}: resume with the same {same}"
                 )
         self._begin(state["epoch"])
         self._next, self._passed_over = state["next"], list(state["passed_over"])

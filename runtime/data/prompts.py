@@ -70,8 +70,9 @@ def read_prompts(
     if not lengths:
         raise ConfigError(f"{source} has no rows")
     if not prompts:
+        most = config.max_prompt_tokens
         raise ConfigError(
-            f"{source}: all {len(lengths)} prompts exceed data.max_prompt_tokens; the shortest has {min(lengths)}"
+            f"{source}: the shortest prompt has {min(lengths)} tokens; raise data.max_prompt_tokens = {most}"
         )
     if overlong:
         (place, tokens), more = overlong[0], f", nor do {len(overlong) - 1} others" if overlong[1:] else ""

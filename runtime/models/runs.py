@@ -106,7 +106,7 @@ def warmed_up(model: Path, out: Path, sizes: Sizes, progress: Progress) -> Path:
     )
     report = train_drafter(model, data, out, config, progress)
     progress(
-        f"warmed up in {counted(report['updates'], 'update')} to accept length {report['after']['accept_length']:.2f}"
+        f"{counted(report['updates'], 'update')} of warm-up to accept length {report['after']['accept_length']:.2f}"
     )
     return out
 

@@ -104,9 +104,7 @@ def _of_the_cluster(recipe: Recipe, bundles: Bundles) -> Iterator[str]:
             f"{num_workers} workers x {tp}"
         )
     if cluster.weights not in ("auto", "host", _device_transport(recipe, bundles)):
-        needs = (
-            "trainers and engines that share each GPU" if cluster.weights == "ipc" else "whole GPUs for each of them"
-        )
+        needs = "trainers and engines that share GPUs" if cluster.weights == "ipc" else "whole GPUs for each of them"
         yield f"cluster.weights = {cluster.weights!r} needs {needs}: ask for them, or take 'host' or 'auto'"
     if not cluster.gpus_per_node:
         return

@@ -93,9 +93,7 @@ def stop_token_ids(config: EnvironmentConfig, code: Sequence[str], tokenizer: An
     for text in strings:
         ids = tokenizer.encode(whole_text(text), add_special_tokens=False) if isinstance(text, str) else []
         if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-            raise ConfigError(
-                f"rollout.environment.stop {text!r} is not one token of the model's tokenizer: take one that is"
-            )
+            raise ConfigError(f"rollout.environment.stop {text!r} is not one token of the model: take one that is")
         token_ids.append(int(ids[0]))
     return tuple(token_ids)
 
@@ -143,7 +141,7 @@ class EnvironmentPool(UserProcesses):
     def take_failures(self) -> list[str]:
         """Return and clear a sentence for each kind of failure."""
         sentences = [
-            f"{counted(count, 'tool call')} {why}, which ended the response" for why, count in self._failures.items()
+            f"{counted(count, 'tool call')} {why}: the response ended" for why, count in self._failures.items()
         ]
         self._failures.clear()
         return sentences

@@ -239,7 +239,7 @@ class PartialRollouts(Rollouts):
             number = group["number"]
             if number >= len(self.prompts) or self.prompts[number].prompt_id != group["prompt_id"]:
                 raise ConfigError(
-                    f"prompt {group['prompt_id']!r} of the checkpoint is not number {number} of the data: take its data"
+                    f"prompt {group['prompt_id']!r} of the checkpoint is not number {number} of this data: resume with its own"
                 )
             samples = []
             for n, sample in enumerate(group["samples"]):
@@ -257,9 +257,7 @@ class PartialRollouts(Rollouts):
                 )
             longest = max((len(s.token_ids) for s in samples if s.finish_reason is None), default=0)
             if longest >= cap:
-                raise ConfigError(
-                    f"rollout.max_response_tokens = {cap} is below a response to continue, of {longest} tokens"
-                )
+                raise ConfigError(f"rollout.max_response_tokens = {cap} is below a response to continue, {longest}")
             pending.append(PartialGroup(number=number, samples=samples))
         self._pending = pending
 

@@ -92,16 +92,14 @@ def all_drafters(run: RunToVerify, policies: Mapping[str, Policy]) -> dict[str, 
         used = {s.drafter for s in policy.strategies if s.speculates}
         for drafter in sorted((used | set(policy.drafters)) & set(available)):
             if needed.setdefault(drafter, available[drafter]) != available[drafter]:
-                raise ConfigError(
-                    f"policy {name}: drafter {drafter!r} of another policy differs: rename one, or verify them apart"
-                )
+                raise ConfigError(f"policy {name}: drafter {drafter!r} of another policy differs: rename one")
     specs = DEFAULT_DRAFTERS | run.recipe.rollout.drafters | run.drafters | needed
     pool, longest = DrafterPool(specs, deepest(run, policies)), run.recipe.rollout.max_response_tokens
     for name, policy in policies.items():
         for strategy in policy.strategies:
             if strategy.draft_depth > longest:
                 raise ConfigError(
-                    f"policy {name}: drafts of {strategy.draft_depth} tokens are longer than any response, {longest}"
+                    f"policy {name}: drafts of {strategy.draft_depth} tokens exceed responses of {longest}"
                 )
             try:
                 pool.check(strategy)

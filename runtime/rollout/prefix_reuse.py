@@ -215,7 +215,7 @@ class ReusingRollouts(Rollouts):
         biased = (rollout.top_p, rollout.top_k, rollout.min_p) != (1.0, 0, 0.0)
         if biased:
             raise ConfigError(
-                "rollout.reuse.residual = 'exact' needs whole distributions: leave out top_p, top_k and min_p"
+                "rollout.reuse.residual = 'exact' needs whole distributions: leave out top_p, top_k, min_p"
             )
         num_words = int(read_config(self.recipe.model).get_text_config().vocab_size)
         num_rows = len(self.prompts) * rollout.group_size * rollout.max_response_tokens
@@ -242,14 +242,10 @@ class ReusingRollouts(Rollouts):
             return
         columns = load_ragged(folder / EARLIER_FILE)
         if self.exact and "rows" not in columns:
-            raise ConfigError(
-                f"{folder / EARLIER_FILE} has no distributions: its run had rollout.reuse.residual = 'none'"
-            )
+            raise ConfigError(f"{folder / EARLIER_FILE} has no distributions: rollout.reuse.residual was 'none'")
         longest, cap = max(map(len, columns["token_ids"]), default=0), self.recipe.rollout.max_response_tokens
         if longest > cap:
-            raise ConfigError(
-                f"rollout.max_response_tokens = {cap} is below a response to use again, of {longest} tokens"
-            )
+            raise ConfigError(f"rollout.max_response_tokens = {cap} is below a response to use again, {longest}")
         rows = columns["rows"] if self.exact else [_NO_ROWS] * len(state["earlier"])
         self._earlier = {
             (prompt_id, sample): EarlierResponse(

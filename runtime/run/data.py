@@ -147,9 +147,7 @@ class RunData:
             self.notes.append(f"{left_out} of {source} left out, with more than data.max_prompt_tokens = {most}")
             per_step, num_left = self.recipe.rollout.prompts_per_step, len(prompts)
             if split is None and num_left < per_step:
-                raise ConfigError(
-                    f"{self.notes[-1]}: {num_left} are left for rollout.prompts_per_step = {per_step}; lower it"
-                )
+                raise ConfigError(f"{self.notes[-1]}: {num_left} left for rollout.prompts_per_step = {per_step}")
         lengths = [len(prompt.token_ids) for prompt in prompts]
         if room is not None and (num_long := sum(length + cap > room for length in lengths)):
             self.notes.append(

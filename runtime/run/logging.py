@@ -79,9 +79,7 @@ class RunLog:
                 self.close(failed=True)
                 if not isinstance(error, Exception):
                     raise
-                raise ConfigError(
-                    f"{title} did not start: {_short(error)}; check log.{name} or leave it out"
-                ) from error
+                raise ConfigError(f"{title} did not start: {_short(error)}; check or leave out log.{name}") from error
         self._screen.start(resume_from)
         # Engines take minutes to start, without further output.
         steps = f"RL steps {resume_from} to {total_steps - 1} into {out}"

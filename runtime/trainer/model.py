@@ -248,9 +248,7 @@ def check_trainable(config: PretrainedConfig, model: str, sequence_parallel: int
     layers = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if any(kind != "full_attention" for kind in layers) if layers else window is not None:
-        raise ConfigError(
-            f"{model}: only models of full attention can be trained here, no sliding windows or linear attention"
-        )
+        raise ConfigError(f"{model}: only full attention can be trained here, no sliding windows or linear attention")
     for name in _OTHER_LOGITS:
         if getattr(config, name, None) not in (None, 1.0):
             raise ConfigError(f"{model}: the trainer does not support {name}, which changes its logits: choose another")

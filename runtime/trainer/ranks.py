@@ -52,9 +52,7 @@ def meet(device: torch.device, rank: int, world: int, rendezvous: str | None, ti
             **place,
         )
     except (RuntimeError, ValueError) as error:
-        raise RunError(
-            f"trainer rank {rank} of {world} met no others within {timeout_s:g} s: {str(error)[:200]}"
-        ) from error
+        raise RunError(f"trainer rank {rank} of {world} met none within {timeout_s:g} s: {str(error)[:200]}") from error
 
 
 def sequence_groups(

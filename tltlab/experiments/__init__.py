@@ -57,7 +57,7 @@ def find(name: str) -> Any:
         raise ConfigError(f"experiment {name} is gone: {GONE[name]}")
     if name not in EXPERIMENTS:
         raise ConfigError(
-            f"no experiment named {name!r}{did_you_mean(name, EXPERIMENTS)}; there are {', '.join(EXPERIMENTS)}"
+            f"no experiment named {name!r}{did_you_mean(name, EXPERIMENTS)}, only {', '.join(EXPERIMENTS)}"
         )
     module = import_module(f"{__name__}.{name.replace('-', '_')}")
     return getattr(module, name.title().replace("-", ""))

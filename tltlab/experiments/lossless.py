@@ -32,9 +32,7 @@ SAME, DIFFERENT, UNKNOWN = "no difference", "different", "unknown"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LosslessSettings(RunSettings):
-    """`steps` RL steps on `workers` engines with and without speculation, over `seeds` seeds, judged on `heldout`
-    prompts.
-    """
+    """`steps` RL steps on `workers` engines with and without speculation, for `seeds` seeds and `heldout` prompts."""
 
     steps: Count = 6
     workers: Several = 2
@@ -84,9 +82,7 @@ class Lossless(RunsExperiment[LosslessSettings]):
 
     def picture(self, rows: pd.DataFrame) -> Figure:
         """Reward by RL step of both sides, mean and range over seeds."""
-        by_step = {
-            f"{side} speculation": np.array([each[f"{side} by step"] for each in self.rewards]) for side in _SIDES
-        }
+        by_step = {f"{side} speculation": np.array([r[f"{side} by step"] for r in self.rewards]) for side in _SIDES}
         steps = range(self.settings.steps)
         return lines(
             {name: (steps, of.mean(0)) for name, of in by_step.items()},

@@ -128,7 +128,7 @@ def acceptance_by_drafter(text: str, drafters: Sequence[str], known: Drafters = 
         model = PerDrafter({}, model, {EVERY: text})
     if text != DEFAULT and (unknown := model.models.keys() - set(drafters)):
         raise ConfigError(
-            f"--acceptance {text}: no policy drafts with {min(unknown)}, only {', '.join(drafters) or 'none'}"
+            f"--acceptance {text}: no policy drafts with {min(unknown)}, but {', '.join(drafters) or 'none'}"
         )
     return model.only(drafters)
 
@@ -174,9 +174,7 @@ def _rates_of(policy: Policy, name: str, granted: PerDrafter) -> tuple[float, ..
         if strategy.speculates:
             deepest[strategy.drafter] = max(deepest.get(strategy.drafter, 0), strategy.draft_depth)
     if len({granted.text(drafter) for drafter in deepest}) > 1:
-        raise ConfigError(
-            f"policy {name}: an engine has one acceptance for all drafts, not one each for {' and '.join(deepest)}"
-        )
+        raise ConfigError(f"policy {name}: an engine has one acceptance for {' and '.join(deepest)}, not one each")
     by_drafter = [rates(granted, drafter, depth) for drafter, depth in deepest.items()]
     return max(by_drafter, key=len, default=())
 

@@ -81,9 +81,7 @@ def _run(plan: RehearsalPlan, out: Path, workers: Sequence[int], stock: bool, de
             with suppress(subprocess.TimeoutExpired):
                 if process.wait(left):
                     said = log_file.read_text(errors="replace").strip().splitlines()[-1:]
-                    raise RunError(
-                        f"the engine for {', '.join(plan.of_engine(stock))} failed: {' '.join(said)} ({log_file})"
-                    )
+                    raise RunError(f"{', '.join(plan.of_engine(stock))} failed: {' '.join(said)} ({log_file})")
     finally:
         for _, process in running:
             process.kill()
