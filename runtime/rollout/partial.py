@@ -239,7 +239,7 @@ class PartialRollouts(Rollouts):
             number = group["number"]
             if number >= len(self.prompts) or self.prompts[number].prompt_id != group["prompt_id"]:
                 raise ConfigError(
-                    f"prompt {group['prompt_id']!r} of the checkpoint is not number {number} of this data: resume with its own"
+                    f"prompt {group['prompt_id']!r} of the checkpoint is not number {number} here: resume with its data"
                 )
             samples = []
             for n, sample in enumerate(group["samples"]):
