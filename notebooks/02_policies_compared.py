@@ -67,7 +67,8 @@ display(lines(speeds, xlabel="running requests", ylabel="tokens per second", tit
 # ## The contest
 #
 # `none` never speculates. `ngram:d` always drafts d tokens; one of them only while at most 8 requests run. `beg-mab` is
-# TLT's bandit, which learns while it runs. All meet the same luck: the same tokens are accepted at the same places.
+# TLT's bandit, which learns while it runs. All have common random numbers: the same
+# tokens are accepted at the same places.
 
 
 # %%
@@ -92,11 +93,11 @@ display(table.round(3))
 display(
     bars(
         table["policy"].tolist(),
-        table["ratio"].tolist(),
-        table["ratio_low"].tolist(),
-        table["ratio_high"].tolist(),
-        xlabel="rollout time over that without speculation (simulated)",
-        title="less is faster; the line is no speculation",
+        table["speed_up"].tolist(),
+        (1 / table["ratio_high"]).tolist(),
+        (1 / table["ratio_low"]).tolist(),
+        xlabel="speed-up of the rollout over no speculation (simulated)",
+        title="longer is faster; the line is no speculation",
         reference=1.0,
     )
 )

@@ -76,9 +76,9 @@ print(f"median error {100 * checked.median_error:.0f} %, worst {100 * checked.wo
 print(f"median error had the machine been as fast as in the fit: {100 * checked.median_error_at_step_time:.0f} %")
 
 # %% [markdown]
-# Another part is luck: in a rollout this short, one request that accepts a few tokens more or less ends it visibly
-# earlier or later. Several simulations of the same RL step show how far luck alone goes. Where the measured time lies
-# outside of that, luck does not explain it; look at `step_time_ratio` of that RL step again.
+# Another part is chance: in a rollout this short, one request that accepts a few tokens more or less ends it visibly
+# earlier or later. Several simulations of the same RL step show the effect of chance alone. Where the measured time is
+# outside of that, chance does not explain it; look at `step_time_ratio` of that RL step again.
 
 # %%
 drawn = [

@@ -14,8 +14,8 @@
 # %% [markdown]
 # # 6. Your own policy in five minutes
 #
-# A policy says, before each decode iteration, how many tokens to guess ahead, and hears afterwards what came of it.
-# Here one is written, checked, compared and improved, in the simulator. The same class drives real training.
+# Before each decode iteration a policy chooses how many tokens to draft; afterwards it receives the outcome. Here one
+# is written, checked, compared and improved, in the simulator. The same class drives real training.
 
 # %%
 from pathlib import Path
@@ -51,7 +51,7 @@ check_selector(Halving)
 
 # %% [markdown]
 # `check_selector` is the contract as a test: it raises where a choice is none of the `strategies`, or where a saved
-# policy goes on differently. It said nothing, so all is well.
+# policy continues differently. It raised nothing, so the policy is sound.
 #
 # ## Minute two: what it brings
 #

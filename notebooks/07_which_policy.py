@@ -41,7 +41,8 @@ chosen = [found[name] for name in ("tiny", "h100-smoke", "gcd-small")]
 # ## The contest
 #
 # The yardstick is hard: the best fixed strategy *in hindsight*, chosen for each regime after all were tried on the
-# same responses and the same luck. Below 1 is faster than that. `oracle` knows costs and acceptance, and nobody does.
+# same responses with common random numbers. Below 1 is faster. `oracle` knows costs and acceptance, as no real policy
+# does.
 
 # %%
 rows = pd.DataFrame([row for regime in chosen for row in judged(regime, [0])])
@@ -51,9 +52,9 @@ display(table.sort_values("mean").round(3))
 print(verdict(rows))
 
 # %% [markdown]
-# A policy with a table or a cost file is only as good as what it was told. `adaptive` is told nothing: it learns what
-# an iteration takes and what is kept, and drafts what promises the most tokens per second. Learning has a price, which
-# short rollouts show most.
+# A policy with a table or a cost file is only as good as that file. `adaptive` needs none: it learns the time of an
+# iteration and the acceptance, and drafts for the most tokens per second. Learning has a price, which short rollouts
+# show most.
 #
 # ## Where the time is lost
 #

@@ -99,7 +99,7 @@ display(
 # ## What each costs in purity
 #
 # Drafts change no token and no policy. Systems that cut, put off or resume responses are often the fastest per RL step,
-# and train on older tokens or on another mix of lengths: below 1, `length_bias` says that long responses are starved.
+# and train on older tokens or on another mix of lengths: below 1, `length_bias` means that long responses are starved.
 
 # %%
 table = compare_systems(
@@ -150,7 +150,7 @@ def answer(name, lengths, tools, changes):
     low = 1 / max(tlt.step_ratio_high, tlt.ratio_most)
     least = min(tlt.step_ratio_low, tlt.ratio_least)
     high = 1 / least if least > 0 else float("inf")
-    says = "pays" if low > 1 else "does not pay" if high <= 1 else "is not told from no gain"
+    says = "pays" if low > 1 else "does not pay" if high <= 1 else "no clear effect"
     return {
         "workload": name,
         "TLT": says,
