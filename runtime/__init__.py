@@ -12,7 +12,7 @@ __all__ = ["serve_arguments", "vllm_options"]
 
 
 def __getattr__(name: str) -> Any:
-    # vLLM's processes import this package for its plugin: policies are imported only where one is in force.
+    # vLLM's processes import this package for its plugin: policies are imported only where one is active.
     if name in __all__:
         from .engine.vllm import options
 

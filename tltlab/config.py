@@ -36,7 +36,7 @@ class FiniteModel(FrozenModel):
 
 
 class StoredModel(FrozenModel):
-    """A model that is a JSON file of its own."""
+    """A model that is its own JSON file."""
 
     def write(self, path: str | Path) -> Path:
         """Write the file in one move, sealed; its path."""

@@ -38,7 +38,7 @@ MOST_JSON_BYTES = 256 << 20
 PIPE_S = 10.0
 """How long a pipe may take to have something to read, seconds."""
 SUM_SUFFIX = ".sha256"
-"""Suffix of the file with the SHA-256 of the one beside it."""
+"""Suffix of the file with the SHA-256 of the one next to it."""
 PACKED = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4", ".zip")
 """Endings of files that `open_unpacked` unpacks."""
 _LOCK = "lock"
@@ -176,7 +176,7 @@ class _Unpacked(io.RawIOBase):
             data = self._stream.read(len(buffer))
         except OSError:
             raise
-        except Exception as error:  # each way of packing has errors of its own
+        except Exception as error:  # each way of packing has its own errors
             raise OSError(f"it cannot be unpacked: {error}") from error
         buffer[: len(data)] = data
         self._at += len(data)

@@ -217,7 +217,7 @@ def intraclass_correlation(between: float, within: float, size: float) -> float 
 def resampled_ratio(top: Floats, bottom: Floats) -> Span:
     """The 95 % interval of sum(top) / sum(bottom) from 1000 resamples of rows; (nan, nan) below three.
 
-    Percentiles with a seed of their own: for figures on a page, which shall not change from one writing to the next.
+    Percentiles with their own seed: for figures on a page, which shall not change from one writing to the next.
     """
     if len(top) < 3:
         return math.nan, math.nan

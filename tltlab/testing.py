@@ -367,7 +367,7 @@ def check_costs(source: Callable[[], CostModel] | type[CostModel] | CostModel) -
 
     Seconds are finite, 0 or more, linear in the context, and the same when asked again; drafting is a part of them,
     and none of plain decoding; `tokens_to_verify` is the one that was given; a prompt that is prefilled in chunks
-    takes what it takes as a whole, and beside decoding not more than by itself.
+    takes what it takes as a whole, and during decoding not more than by itself.
     """
     costs = _part(source, CostModel)
     strategies = [NO_SPECULATION, *(Strategy.chain(name, depth) for name in ("ngram", "learned") for depth in (1, 4))]

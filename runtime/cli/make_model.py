@@ -37,7 +37,7 @@ def make_model(
 ) -> None:
     """Train a small reasoning model from scratch, with prompts, a checkable answer and a long tail.
 
-    The folder is a Hugging Face model that vLLM loads, with train.jsonl, heldout.jsonl and report.json beside it.
+    The folder is a Hugging Face model that vLLM loads, with train.jsonl, heldout.jsonl and report.json next to it.
 
     Example: tltlab make-model --size tiny --task gcd --out models/gcd
     """

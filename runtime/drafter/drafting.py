@@ -80,7 +80,7 @@ class Drafting:
         return None
 
     def save(self) -> None:
-        """Write the newest good drafter beside the run's checkpoints."""
+        """Write the newest good drafter next to the run's checkpoints."""
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
         """Return the state to continue from, between two RL steps, as JSON types; tensors go into `folder`.

@@ -1,4 +1,4 @@
-"""One-way transfer from an engine to the trainer beside it: the engine's status, and its responses.
+"""One-way transfer from an engine to the trainer next to it: the engine's status, and its responses.
 
 A rollout never waits for its trainer: a message that would have to wait is dropped and counted, and so is everything
 while no trainer listens. The status is repeated every `REPEAT_S`, so that a new trainer receives it.

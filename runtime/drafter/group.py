@@ -1,7 +1,7 @@
 """A few idle workers that train one drafter together, for as long as none of them is needed elsewhere.
 
 Built directly on a store and a process group, without torch.distributed's default group: a worker joins and leaves many
-groups in its life, and the engine beside the trainer may have a default group of its own. The store is the run's, at a
+groups in its life, and the engine next to the trainer may have its own default group. The store is the run's, at a
 `RendezvousServer` on the driver's machine; members may be on any machine that reaches it and each other.
 
 The cost of an update in a group of n, with S bytes in its one message (4 per trained parameter), B bytes a second
@@ -124,7 +124,7 @@ class DrafterGroup:
 
         `store` is used for one group: two would mix. Members reach this one at `host`, its machine's address (over
         gloo; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an interface instead). "auto" is nccl where every member
-        has a CUDA device of its own and gloo elsewhere. Raises GroupLost where a member does not come.
+        has its own CUDA device and gloo elsewhere. Raises GroupLost where a member does not come.
         """
         if not 0 <= rank < world:
             raise ConfigError(f"rank {rank} of a group of {world} members: ranks go from 0 to {world - 1}")

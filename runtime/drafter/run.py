@@ -1,4 +1,4 @@
-"""The learned drafter of a GRPO run, between the trainers beside the rollout workers and the engines that draft.
+"""The learned drafter of a GRPO run, between the trainers next to the rollout workers and the engines that draft.
 
 Rollouts are correct without it: a failure becomes an event of the run, and the drafter in service stays the last good
 one.

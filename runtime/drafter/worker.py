@@ -1,4 +1,4 @@
-"""The trainer beside one rollout worker: it fills its buffer while the engine generates, and trains while it is idle.
+"""The trainer next to one rollout worker: it fills its buffer while the engine generates, and trains while it is idle.
 
 It holds the engine's device only between an order of the coordinator and the next; ordered to stop, it finishes at most
 the optimizer step under way. A failure here ends the training period, never the rollout.

@@ -95,7 +95,7 @@ class Engine:
         """Choose by `policy` from the next iteration on, None for plain decoding.
 
         A `Policy` is built afresh, with a generator seeded with `seed`; a `Selector` is used as it is. ConfigError
-        where it may choose a strategy that the engine cannot run; the previous policy then stays in force.
+        where it may choose a strategy that the engine cannot run; the previous policy stays active.
         """
         for strategy in policy.strategies if policy is not None else ():
             self._pool.check(strategy)

@@ -176,7 +176,7 @@ class IterationTracker:
         self.is_open = False
 
     def begin(self, rl_step: int) -> None:
-        """Open a rollout with no rows, iteration 0 and time 0. An active choice stays in force."""
+        """Open a rollout with no rows, iteration 0 and time 0. The active choice stays."""
         self.rl_step = rl_step
         self.is_open = True
         self.first_token_s: dict[Key, float] = {}
@@ -284,7 +284,7 @@ class IterationTracker:
             self._last.late_s += seconds
 
     def end_iteration(self) -> None:
-        """End the last iteration at its output or drafts; one without output continues. The choice stays in force."""
+        """End the last iteration at its output or drafts; one without output continues. The choice stays active."""
         if self._last is not None and self._last.sampled:
             self._close(self._busy_until_s)
 

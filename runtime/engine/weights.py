@@ -47,7 +47,7 @@ TensorPlace = tuple[str, str, list[int], int]
 
 
 class WeightSource(Protocol):
-    """Whole weights by Hugging Face name, one after the other, any number of times; as vLLM's `WeightSource`.
+    """Whole weights by Hugging Face name, one by one, any number of times; as vLLM's `WeightSource`.
 
     Ranks that share the weights iterate in step: gathering is a collective.
     """

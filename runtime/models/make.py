@@ -87,7 +87,7 @@ def make_model(
     """Train a model on `task`, write its folder to `out` atomically, and return the report.
 
     `out` is an ordinary Hugging Face model (Llama architecture, float32, a tokenizer of one token a word) with
-    train.jsonl and heldout.jsonl (prompt_id, prompt, answer; no prompt in both) and report.json beside it. With `mtp`
+    train.jsonl and heldout.jsonl (prompt_id, prompt, answer; no prompt in both) and report.json next to it. With `mtp`
     it is a MiMo (a Qwen2 to transformers) with an MTP layer, trained for half as many steps after it. An earlier model
     there is replaced; anything else is a ConfigError, as is an unknown size or task. Training always takes two threads
     of one core each, so that the weights depend on the seed and the machine alone.

@@ -70,7 +70,7 @@ def get(refs: Any, *, died: type[RunError] = RunError) -> Any:
 
 
 class Waiting:
-    """Runs coroutines that wait for actors, in any thread, each in an event loop of its own: `asyncio.run`.
+    """Runs coroutines that wait for actors, in any thread, each in its own event loop: `asyncio.run`.
 
     SIGTERM ends waiting in the main thread, `close` in any. An exception of a SIGTERM handler is raised after the loop
     has ended: raised in the loop's own code it could lose a task's wake-up, and the loop's end would wait for that task

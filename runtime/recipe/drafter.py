@@ -88,7 +88,7 @@ class DrafterConfig(FrozenModel):
     machine share a quarter of its free memory. Beyond that, responses likely to be in the tail are kept.
 
     A trainer runs on `threads` CPU threads at priority `nice`. Members of a group train over `backend`; "auto" is nccl
-    where each has a CUDA device of its own and gloo elsewhere. `endpoint` (tcp://HOST:PORT, with keys made for the run)
+    where each has its own CUDA device and gloo elsewhere. `endpoint` (tcp://HOST:PORT, with keys made for the run)
     is the coordinator's address, `rendezvous` (HOST:PORT) that of the meeting point, both on the driver's machine. By
     default only this machine's processes can connect; with workers on other machines the default is Ray's address of
     the driver's machine and free ports.

@@ -299,7 +299,7 @@ def _sent(sizes: Sizes, table: MemoryTable, process: str) -> None:
 
 
 def _drafter(sizes: Sizes, table: MemoryTable) -> None:
-    """Add the parts of the drafter trainer beside each engine; none without [drafter].
+    """Add the parts of the drafter trainer next to each engine; none without [drafter].
 
     Weights, gradients and moments stay on the device between periods, and so do earlier heads, for annotations, and
     embedding and LM head of the target. The backup state and the checkpoint's are copies.

@@ -272,7 +272,7 @@ class TrainConfig(FiniteModel):
 
     @property
     def data_ranks(self) -> int:
-        """Number of sets of `sequence_parallel` ranks, each with samples of its own."""
+        """Number of sets of `sequence_parallel` ranks, each with its own samples."""
         return self.ranks // self.sequence_parallel
 
 
@@ -289,7 +289,7 @@ class EvalConfig(FiniteModel):
 class ClusterConfig(FiniteModel):
     """Machines, and placement of actors.
 
-    `placement` "separate": engines and trainers on GPUs of their own; "colocated": on the same GPUs, and engines sleep
+    `placement` "separate": engines and trainers on their own GPUs; "colocated": on the same GPUs, and engines sleep
     while trainers train. There are `num_nodes` machines with `gpus_per_node` GPUs. Ray listens on `host` alone by
     default.
 
@@ -314,7 +314,7 @@ class CheckpointConfig(FiniteModel):
 
 
 class LogConfig(FiniteModel):
-    """Destinations of metrics beside the trace.
+    """Destinations of metrics next to the trace.
 
     With `tensorboard` event files in the run's folder; the project `wandb` of Weights & Biases; the experiment `mlflow`
     of MLflow.

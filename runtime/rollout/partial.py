@@ -114,7 +114,7 @@ class PartialRollouts(Rollouts):
     worst case: with G groups to complete and C requests at a time G - 1 + C, since G - 1 groups may be whole and each
     of the others down to one request. A response that spans RL steps has the log-probs and versions of the policies
     that drew its tokens, so it is off-policy. A group with a token of a policy more than `max_age` versions old is
-    dropped. In the trace each RL step's part of a response is a row of its own, "abort" where it was cut; a response
+    dropped. In the trace each RL step's part of a response is its own row, "abort" where it was cut; a response
     cut before its first token has none.
     """
 

@@ -2,7 +2,7 @@
 
 The model does not change. Every rollout is a rehearsal: the engines' state is restored afterwards, so each policy of a
 round starts from the same state, and a rollout can be repeated. The rollouts are recorded as a trace with one RL step
-per rollout, beside it `policies.json` and `repeats.json` as a training run writes them.
+per rollout, next to it `policies.json` and `repeats.json` as a training run writes them.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class ReusingRollouts(Rollouts):
         return Prefix(response=response, num_kept=num, earlier=earlier, now=scored)
 
     def _remember(self, trajectories: Sequence[Trajectory], prefixes: Sequence[Prefix], tools: RolloutTools) -> None:
-        """Store the responses for the next epoch; "exact" scores new ones while their policy is in force."""
+        """Store the responses for the next epoch; "exact" scores new ones while their policy is active."""
         rows = [_NO_ROWS] * len(trajectories)
         if self.exact:
             rows = [prefix.now for prefix in prefixes]

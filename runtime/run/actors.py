@@ -28,7 +28,7 @@ class RunActors:
 
     Colocated, engines sleep while trainers have the devices, and with `train.offload` trainers keep their tensors on
     the host while engines have them. `engines_turn` and `trainers_turn` hand the devices over; they do nothing where
-    both have devices of their own.
+    both have their own devices.
     """
 
     def __init__(self, recipe: Recipe, policy: Policy, drafting: Drafting, events: RunEvents) -> None:
@@ -127,7 +127,7 @@ class RunActors:
     def trainers_turn(self, *, weights_follow: bool = False) -> None:
         """Hand the devices to the trainers. `weights_follow`: `push_weights` comes before the next call of engines.
 
-        Then engines need not keep their own weights. A learned drafter's lie beside them and would not be restored.
+        Then engines need not keep their own weights. A learned drafter's lie next to them and would not be restored.
         """
         if self._colocated and self._engines_awake:
             self.pool.sleep(2 if weights_follow and not self._learned else 1)

@@ -3,7 +3,7 @@
     step-000010/ step-000020/    one each, named by the RL step that comes next
     step-000020/checkpoint.json  {"rl_step": 20, "files": {NAME: {"bytes": 123, "sha256": ...}}}, written last
 
-Large files are hashed while they are written, into `NAME.sha256` beside them, so that a save reads no gigabytes back.
+Large files are hashed while they are written, into `NAME.sha256` next to them, so that a save reads no gigabytes back.
 Files are read and checked when a run returns to a checkpoint; otherwise only their size is checked.
 """
 

@@ -471,7 +471,7 @@ class GrpoRun:
         return self._through(mean_reward)
 
     def save(self) -> Path:
-        """Write the policy's weights to `checkpoints/final` as a Hugging Face folder, and the drafter's beside them."""
+        """Write the policy's weights to `checkpoints/final` as a Hugging Face folder, with the drafter's."""
         final = self.out / "checkpoints" / "final"
 
         def write() -> None:

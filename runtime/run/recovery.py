@@ -77,7 +77,7 @@ class Recovery:
     def save(self, state: RunState) -> Path:
         """Save all that the run needs to continue; return the checkpoint's folder.
 
-        Engines then load their saved state: learned trees come out of a file in an order of their own, and a continuing
+        Engines then load their saved state: learned trees come out of a file in their own order, and a continuing
         run must equal a resumed one.
         """
         start = time.perf_counter()

@@ -56,5 +56,5 @@ class Stop:
         late.daemon = True
         self._stack.callback(late.cancel)
         late.start()
-        # In a thread: the main thread may be in the middle of a line of its own.
+        # In a thread: the main thread may be in the middle of its own line.
         threading.Thread(target=self._on_request, daemon=True).start()

@@ -78,7 +78,7 @@ class TrainerGroup:
         self.start()
 
     def old_logprobs(self, samples: Sequence[Sample], rl_step: int = 0) -> Mismatch:
-        """See `Trainer.old_logprobs`; a rank receives the tokens of its own samples alone, once for all neighbours.
+        """See `Trainer.old_logprobs`; a rank receives only the tokens of its own samples, once for all neighbours.
 
         Samples are shared out for the update of `rl_step`: for another one shares would be less even.
         """

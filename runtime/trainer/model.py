@@ -255,7 +255,7 @@ def check_trainable(config: PretrainedConfig, model: str, sequence_parallel: int
 
 
 class WholeTensors:
-    """Parameters and persistent buffers of a model by name, gathered one after the other; floating ones in `dtype`.
+    """Parameters and persistent buffers of a model by name, gathered one by one; floating ones in `dtype`.
 
     Tied tensors come once. All ranks of a sharded model iterate in step, and each gets the gathered tensor, on its
     device. `names` selects some. A `weights.WeightSource`.

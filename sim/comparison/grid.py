@@ -276,7 +276,7 @@ def _at(trace: Trace, axes: Axes, config: SimulationConfig, points: Sequence[Map
         changes: dict[str, Any] = {}
         part = trace
         if "group_sizes" in point:
-            # They lie beside the trace, or were measured of all its responses.
+            # They lie next to the trace, or were measured of all its responses.
             changes = {"costs": config.find_costs(trace)[0], "acceptance": known[0]}
             size = point["group_sizes"]
             part = traces[size] = traces.get(size) or _first_samples(trace, size)

@@ -44,7 +44,7 @@ def spread(rl_steps: Sequence[int], num: int) -> list[int]:
 
 
 def small(ratios: Iterable[Interval], cost_error: float | None) -> bool:
-    """True if the interval of every ratio is small beside the error of the costs (None: not known), both relative."""
+    """True if every ratio's relative interval is small compared with the costs' relative error (None: not known)."""
     most = UNKNOWN if cost_error is None else SMALL * cost_error
     return all((ratio.high - ratio.low) / 2 <= most * ratio.estimate for ratio in ratios if ratio.estimate > 0)
 

@@ -50,7 +50,7 @@ def simulate_system(
     """Simulate a bound system on the GPUs of all workers; `settings` are fields that replace those of `config`.
 
     Acceptance and what idle workers train are the system's, and so is the placement that `config` leaves open. A system
-    whose trainer has GPUs of its own generates on fewer workers. Raises ConfigError as `simulate` does.
+    whose trainer has its own GPUs generates on fewer workers. Raises ConfigError as `simulate` does.
     """
     trace = read(trace)
     config, machine = config.changed(settings, simulate_system).on_machine(trace)

@@ -90,8 +90,8 @@ def what_if(
     Where none is named, the trace's costs are taken, else the machine of a log, else 8xH100 of Qwen2.5-7B.
     For a training log with stages, rollouts and stages take the log's seconds, and one that drafts is compared with its
     own run first (`WhatIf.running`). Acceptance that nobody gives is the recorded one, else
-    `tltlab.acceptance.load.DEFAULTS`, with 0.5 and 0.85 of the drafter beside it. `accept` is short for the chance that
-    a token of `drafter` ("learned") is accepted once those before it were, all other drafters as in `DEFAULTS`.
+    `tltlab.acceptance.load.DEFAULTS`, with 0.5 and 0.85 of the drafter in addition. `accept` is short for the chance
+    that a token of `drafter` ("learned") is accepted once those before it were, all other drafters as in `DEFAULTS`.
 
     The policy is the exact table of up to four draft depths of that drafter (or of the recorded ones) by batch size for
     these costs and this acceptance: what the best table brings. `rl_steps` (numbers, or text such as "0:5" or "all")

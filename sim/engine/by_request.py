@@ -1,4 +1,4 @@
-"""Gains of each request: drawn at random, replayed per position, or at chances of its own (curves, siblings, budgets).
+"""Gains of each request: drawn at random, replayed per position, or at per-request chances (curves, siblings, budgets).
 
 Chances depend on how far a response has come and on how many of its group have finished, so they change all the time.
 A macro-step holds them fixed at what they are expected to be in its middle: it ends with the first finish, and after

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """One macro-step with what came before and beside it; the fields are as in `Columns`."""
+    """One macro-step with what came before it and during it; the fields are as in `Columns`."""
 
     start_s: float
     switch_s: float

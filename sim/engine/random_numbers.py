@@ -47,7 +47,7 @@ def num_reached(drawn: Floats, thresholds: Floats) -> Ints:
 
 
 class NoiseDraws:
-    """The noise of one worker in one rollout, drawn as far as it is asked for.
+    """The noise of one worker in one rollout, drawn as it is asked for.
 
     Iteration i of a worker meets the same noise under every policy. Policies need different numbers of iterations for
     the same tokens, so what is common is the noise by number, not by token.

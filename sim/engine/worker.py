@@ -1,6 +1,6 @@
 """One RL step's rollout as a discrete-event simulation: one SimPy process per worker, one timeout per macro-step.
 
-Workers that nothing connects before their ends run one after another, each on a clock of its own (`OwnTime`).
+Workers that nothing connects before their ends run one after another, each on its own clock (`OwnTime`).
 
 A macro-step is a number of iterations that are alike, one where the policy learns. In each, in order:
 
@@ -300,7 +300,7 @@ class Worker:
         choice, is_decision, switch_s = self._ask(batch, waiting)
         prefill_s = self.simulator.costs.prefill_s(up_front) if up_front else 0.0
         regimes = self.simulator.regimes
-        # A plain iteration that the policy could not have chosen, a rollout's first, pays for no drafter beside it.
+        # A plain iteration that the policy could not have chosen, a rollout's first, pays for no loaded drafter.
         listed = choice is not NO_CHOICE or NO_SPECULATION in regimes.strategies
         loaded = listed and (self.drafter_ready or not regimes.loads_late)
         regime = regimes.at(choice.strategy, batch, loaded=loaded)

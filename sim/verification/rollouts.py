@@ -399,7 +399,7 @@ def with_engine_tool_times(trace: Trace) -> Trace:
             continue
         starts = iterations_of[place]["t_start"].to_numpy()
         ends = starts + iterations_of[place]["duration"].to_numpy()
-        # Turns of one iteration end together, and are recorded one after the other.
+        # Turns of one iteration end together, and are recorded one by one.
         last = np.searchsorted(ends, turns["left_s"] + _ROUNDING_S, "right") - 1
         first = np.searchsorted(starts, turns["t_submit"] - _ROUNDING_S)
         valid = (last >= 0) & (first > last) & (first < len(starts))

@@ -327,7 +327,7 @@ class Scaled(Wrapped):
 class ConstantAcceptance(Distribution):
     """Every speculative iteration yields `tokens` per request, but never more than the draft's reach plus the bonus.
 
-    Sampled, a fractional value is a draw between the two whole numbers beside it.
+    Sampled, a fractional value is a draw between the two nearest whole numbers.
     """
 
     kind: Literal["constant"] = "constant"
@@ -388,7 +388,7 @@ class ChainAcceptance(Distribution):
 class LengthsAcceptance(Distribution):
     """Chain drafts of depth d that yield `lengths[d - 1]` tokens on average, the bonus token included.
 
-    Each depth is a measurement of its own, so deeper drafts may yield less, as a block drafter's do. At one depth a
+    Each depth is measured separately, so deeper drafts may yield less, as a block drafter's do. At one depth a
     token is kept, given those before it, with the one chance that makes the mean right; nothing is known of deeper
     drafts.
 

@@ -13,7 +13,7 @@ from tltlab.strategy import Strategy
 from .base import Acceptance, Variation, Wrapped
 
 EVERY = "all"
-"""Name under which one model is written that serves every drafter without a model of its own."""
+"""Name under which one model is written that serves every drafter without its own model."""
 
 
 @dataclass(frozen=True)

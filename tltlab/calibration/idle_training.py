@@ -1,7 +1,7 @@
 """Fits the rates and pauses of drafter training on idle workers to spot_training.parquet: ratios and medians.
 
 Rows of one RL step and term are a group, whose updates are rate * (its own training seconds + efficiency * those of
-who trained beside it), "it" being the member that trained longest.
+who trained next to it), "it" being the member that trained longest.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def checked(points: pd.DataFrame, place: str = "measured iterations") -> pd.Data
     """The table with all of REQUIRED and OPTIONAL as floats, other columns as they are.
 
     A row is one measured iteration: `batch` requests, each verifying `tokens_to_verify` tokens (the pending one
-    counts), contexts that sum to `context_tokens`, `prefill_tokens` prompt tokens beside them, in `seconds`.
+    counts), contexts that sum to `context_tokens`, `prefill_tokens` prompt tokens next to them, in `seconds`.
     `draft_depth` levels of `top_k` branches were drafted within that time, by `drafter` where that column is there: a
     roofline gives model-free ones no network. Raises ConfigError.
 

@@ -119,7 +119,7 @@ def stage_table(seconds: pd.DataFrame, whole: pd.Series) -> pd.DataFrame:
 
 
 def measured_stages(steps: pd.DataFrame) -> pd.DataFrame:
-    """The `stage_table` of a trace's `steps`. "wait" stands for "rollout" where rollouts continue beside training."""
+    """The `stage_table` of a trace's `steps`. "wait" stands for "rollout" where rollouts continue during training."""
     rows = steps.set_index("rl_step").reindex(columns=["rollout_s", "wait_s", *STAGES, "step_s"]).astype(np.float64)
     rows["rollout_s"] = rows["rollout_s"].where(rows["wait_s"].isna())
     return stage_table(rows.drop(columns="step_s"), rows["step_s"])

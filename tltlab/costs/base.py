@@ -76,7 +76,7 @@ class CostModel(Coefficients, StoredModel, ABC):
     """Seconds of iterations and prefill on one worker, and that worker's limits; its file is for `load_costs`.
 
     `kv_capacity_tokens`, `max_num_seqs` and `max_num_batched_tokens` are per worker, None unlimited. The last is the
-    tokens that an iteration may compute: with it prompts are prefilled in chunks beside decoding, which itself is not
+    tokens that an iteration may compute: with it prompts are prefilled in chunks during decoding, which itself is not
     cut, at the cost `IterationCost.beside_s`. `graph_sizes` pads an iteration's tokens up to the next size, beyond
     the largest nothing is padded. `switch_s` is what it takes to bring speculation in after plain decoding, once in a
     rollout: the drafter then stays loaded (`sd_idle_s`). `outside_s` is what a rollout takes before its first

@@ -80,7 +80,7 @@ class Deployment:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Assumptions about the stages beside the rollout; empty for a dense model."""
+        """Assumptions about the stages outside the rollout; empty for a dense model."""
         if not find_shape(self.costs.model).experts:
             return ()
         return (

@@ -142,7 +142,7 @@ class RunEvidence:
 
     @cached_property
     def stages(self) -> pd.DataFrame:
-        """Seconds of stages, a row for each RL step: those with a column of their own in a trace, timers of a log.
+        """Seconds of stages, a row for each RL step: those with their own column in a trace, timers of a log.
 
         "step" is the whole, the RL step's own time where that is known; what is in no stage is "other".
         """

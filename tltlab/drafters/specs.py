@@ -42,7 +42,7 @@ class DrafterTraits:
 TEXT = DrafterTraits(has_network=False, needs_text=True, draws_trees=False, made_by="engine")
 """Drafters that copy from text."""
 NETWORK = DrafterTraits(has_network=True, needs_text=False, draws_trees=True, made_by="workers")
-"""Drafters that run a network of their own."""
+"""Drafters that run their own network."""
 BLOCK = replace(NETWORK, draws_trees=False, drafts_blocks=True, layers=5)
 """Drafters that fill a block of masked tokens in one pass, with as many layers as DFlash's heads (arXiv 2602.06036)."""
 

@@ -78,7 +78,7 @@ class TextTree:
         self.extend(key, response)
 
     def _begin(self, key: Key, prompt: Tokens) -> None:
-        """Begin a text with all of its prompt, or the prompt's last tokens and the whole of it beside it, once."""
+        """Begin a text with all of its prompt, or with the prompt's last tokens and, once, the whole prompt."""
         self._number[key] = self._new_number()
         if self._whole:
             self.extend(key, prompt)

@@ -123,6 +123,6 @@ def settings_json(settings: Any, **more: Any) -> dict[str, Any]:
 
 
 def describe_settings(settings: Any) -> str:
-    """Settings as the command line takes them, one after the other."""
+    """Settings as the command line takes them, one by one."""
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
     return " ".join(f"{key}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for key, v in values.items())

@@ -77,7 +77,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Fields of a line; `last` is the field that ends with the line (None: each field has an end of its own).
+    """Fields of a line; `last` is the field that ends with the line (None: each field has its own end).
 
     `is_cut`: the line was cut before its end.
     """

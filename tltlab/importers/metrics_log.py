@@ -30,7 +30,7 @@ from .rows import ending, rows_of
 from .step_metrics import FIRST_OF, FORMS, HINTS, KNOWN, LONG_FIELDS, LONG_NAMES, SETUP, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
-"""Files of metrics that TensorBoard leaves in folders of its own."""
+"""Files of metrics that TensorBoard leaves in its own folders."""
 STEPS = (
     "step", "global_step", "trainer/global_step", "training/global_step", "train/global_step", "rl_step", "iteration",
     "rollout/step", "system/global_step", "system/step", "Step", "_step",
@@ -318,7 +318,7 @@ def _from_fields(
 ) -> Iterator[Record]:
     """A JSON record; groups of metrics in it, such as the `data` of verl's file logger, are taken apart.
 
-    TRL logs each call's time to W&B in a row of its own: `call_times` adds these up for the next row of metrics.
+    TRL logs each call's time to W&B in its own row: `call_times` adds these up for the next row of metrics.
     """
     flat: dict[str, Any] = {}
     for key, value in fields.items():

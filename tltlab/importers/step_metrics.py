@@ -192,7 +192,7 @@ class StepMetrics:
 
     @property
     def stages(self) -> dict[str, float]:
-        """Seconds of the RL step by stage: the rollout, or waiting for one that continues beside training, and STAGES.
+        """Seconds of the RL step by stage: the rollout, or waiting for one that continues during training, and STAGES.
 
         Other timers are there under their own names, the largest first.
         """

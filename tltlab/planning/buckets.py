@@ -29,7 +29,7 @@ from .graph_pool import DrafterRunner, GraphPool, TargetRunner, plan_bucketed, s
 ROUNDING = 1e-12
 LEAST_S = 1e-300
 _SCALE, _ROW, _TOLERANCE = 1e4, 1e-5, 2e-6
-"""The least seconds in a programme, whose gap is 1e-6; what a row counts beside them; what may be above the cap."""
+"""The least seconds in a programme, whose gap is 1e-6; the weight of a row; the tolerance above the cap."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -225,7 +225,7 @@ class System:
     `on_policy`: all trained tokens are from the weights that the step began with. `algorithm` is the equation or
     algorithm of the `source`, `exact` what of it is simulated as published. `draft_pass_share` is what a draft's pass
     takes of the target's own, for each token or once for a block (`block_drafts`). `online_updates` train the drafter
-    in every RL step beside the rollout; `history` references to retrieve from are there before a group's first finish.
+    in every RL step during the rollout; `history` references to retrieve from are there before a group's first finish.
 
     `drafters` are names in order of preference, "learned" for one with a network; a system runs with those whose
     acceptance is known, or with all of them `together`. `fused`: workers that have ended their rollout begin with the

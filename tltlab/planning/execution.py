@@ -21,7 +21,7 @@ class EngineRun:
     `policy` decides on drafts. `drafts_by_network`: it needs a drafter with a network, which idle workers train where
     `trains_drafter`. `in_flight` responses run at any time, as a multiple of those that an RL step trains; groups
     begun more than `max_age` RL steps ago are dropped. `reuse` is the prefix of an earlier epoch, `staleness` the bound
-    on updates that a response may be behind. `own_gpus`: trainers and engines wait for each other on GPUs of their own.
+    on updates that a response may be behind. `own_gpus`: trainers and engines wait for each other on their own GPUs.
     `notes` list where engines differ from the row.
     """
 

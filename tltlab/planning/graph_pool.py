@@ -94,7 +94,7 @@ def plan_bucketed(
     """Each strategy captured from its min_batch up to the next larger one; equal tokens_to_verify share the target's.
 
     Rows with one min_batch are strategies of one bucket; batches below the first use the first. A bucket's largest
-    batch is always captured, so each of its batches has a graph. Drafters with a network have graphs of their own.
+    batch is always captured, so each of its batches has a graph. Drafters with a network have their own graphs.
 
     >>> plan = plan_bucketed([(1, Strategy("learned", 8, 4, 48)), (3, Strategy("learned", 8, 4, 16))], 8, (1, 2, 4, 8))
     >>> plan.target_graphs

@@ -19,7 +19,7 @@ Queues = list[list[int]]
 
 
 class PlacedRequest(NamedTuple):
-    """A response to be generated, as far as it is known beforehand."""
+    """A response to be generated, as it is known beforehand."""
 
     key: Key
     prompt_tokens: int

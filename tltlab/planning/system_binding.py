@@ -234,7 +234,7 @@ def _changed(model: Acceptance, change: Callable[[Acceptance], Acceptance]) -> A
 
 
 def _with_history(model: Acceptance, responses: int) -> Acceptance:
-    """Return a model of siblings with so many earlier responses beside them, and any other one as it is."""
+    """Return a model of siblings with so many earlier responses, and any other model unchanged."""
     if isinstance(model, ContextAcceptance):
         base = _with_history(model.base, responses)
         return model if base is model.base else model.with_parts([base])

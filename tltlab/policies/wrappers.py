@@ -152,7 +152,7 @@ class ReplayedDecisions(Wrapper):
         if self.rl_step_ > self.last_rl_step:
             return own
         replayed = self._choices.get((self.rl_step_, self.iteration_))
-        # The last choice of a rollout is in force nowhere and is in no row.
+        # The last choice of a rollout is never verified and is in no row.
         self.unknown_ = replayed is None
         return NO_CHOICE if replayed is None else replace(replayed, learns=own.learns)
 

@@ -2,7 +2,7 @@
 
     python -m tltlab.rehearsal.played OUT WORKER stock|ours [DEADLINE]
 
-plays the rollouts of `OUT/rehearsal.json` that are not in OUT yet, in a process of its own, which releases all of a
+plays the rollouts of `OUT/rehearsal.json` that are not in OUT yet, in its own process, which releases all of a
 device's memory. Text does not matter: responses run to their lengths, vLLM accepts drafts at given rates
 (`synthetic_rejection`), a model-free drafter drafts as deep as asked at no cost, a learned one is an untrained EAGLE
 head. A line of JSON is on disk once its rollout is over. Responses and iterations are in a file per rollout, so that

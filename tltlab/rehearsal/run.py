@@ -60,7 +60,7 @@ def rehearse(
 
 
 def _run(plan: RehearsalPlan, out: Path, workers: Sequence[int], stock: bool, deadline: float | None) -> None:
-    """Play on engines side by side, each in a process and on a GPU of its own; none outlives this call."""
+    """Play on engines side by side, each in a process and on its own GPU; none outlives this call."""
     engine = STOCK if stock else "ours"
     running: list[tuple[Path, subprocess.Popen[bytes]]] = []
     try:

@@ -32,7 +32,7 @@ def to_perfetto(
 ) -> dict[str, Any]:
     """Slices (`ph` "X", times in microseconds) per lane, one track of RL steps, a counter of the running requests.
 
-    Iterations, where recorded, get a track of their own below their worker, with batch, draft and accepted tokens as
+    Iterations, where recorded, get their own track below their worker, with batch, draft and accepted tokens as
     arguments. `process` keeps several traces in one file apart, `offsets` places RL steps elsewhere than where
     `step_offsets` does. Raises TraceError where there are no times.
 

@@ -164,7 +164,7 @@ def steps_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Part:
 
 
 def steps_rows(trace: Trace, per_step: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each RL step's metrics beside the trace's own `steps`; None where unknown."""
+    """Each RL step's metrics next to the trace's own `steps`; None where unknown."""
     by_step = {} if trace.steps is None else {row["rl_step"]: row for row in json_rows(trace.steps)}
     rows = []
     for each in per_step:

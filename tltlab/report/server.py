@@ -99,7 +99,7 @@ class Runs:
 
 
 _PARTS = ("trace", recording_of(Path("trace")).name, "checkpoints")
-"""Folders in a run that are no runs of their own."""
+"""Folders in a run that are not runs themselves."""
 
 
 def _state(path: Path) -> str:

@@ -55,7 +55,7 @@ def timeline(
     """Draw one lane per worker with its idle share, the trainer below, and the running requests over time.
 
     `trace` is a trace, its path, or anything with a `.trace` (a simulation's result). `rl_step` defaults to the one
-    with the median rollout time; "all" lays the RL steps one after the other. `compare`, a second trace, is drawn below
+    with the median rollout time; "all" lays the RL steps one by one. `compare`, a second trace, is drawn below
     on the same time axis, and every RL step starts at the same place in both. `title` names the first, or both.
     `rollout_only` leaves out what comes after the rollouts. A worker that trains a drafter is not idle.
     `out` names a .png or .svg file. Raises TraceError where there are no times to draw.

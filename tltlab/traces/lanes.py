@@ -26,7 +26,7 @@ def lanes(
     offsets: Mapping[int, float] | None = None,
     rollout_only: bool = False,
 ) -> pd.DataFrame:
-    """Segments of an RL step, or of all one after the other: lane, kind, start_s, end_s; lanes in display order.
+    """Segments of an RL step, or of all one by one: lane, kind, start_s, end_s; lanes in display order.
 
     Taken from `spans`, else from `iterations`, else from `outcomes` (a worker is busy until its last response
     finishes). Neighbours of one kind are merged, gaps of a worker during the rollout are "idle". Without a trainer in
@@ -137,7 +137,7 @@ def _workers(trace: Trace, start_s: float, duration: float | None) -> pd.DataFra
 
 
 def _trainer(trace: Trace, rollout_end_s: float) -> pd.DataFrame:
-    """The trainer's lane from `steps`, its parts one after the other behind the rollout."""
+    """The trainer's lane from `steps`, its parts one by one behind the rollout."""
     steps, spans = trace.steps, trace.spans
     if steps is None or steps.empty or (spans is not None and (spans["lane"] == "trainer").any()):
         return _segments([], [], [], [])

@@ -52,7 +52,7 @@ class ColumnRows(Sequence[Row]):
 
     @classmethod
     def joined(cls, name: str, parts: Iterable[Sequence[Row]]) -> ColumnRows:
-        """All rows of some parts, one after the other."""
+        """All rows of some parts, one by one."""
         empty = pa.schema(_fields(name)).empty_table()
         return cls(name, pa.concat_tables([empty, *(cls.of(name, part).table for part in parts)]))
 

@@ -119,7 +119,7 @@ def repair(path: str | Path, out: str | Path | None = None) -> Trace:
 
     Every flushed row is kept but those without which the trace is valid: outcomes without their workload row, tokens
     and acceptance without their outcome, rows recorded twice, chunks that cannot be read. The manifest gets the note
-    "repaired: ..." with the losses. A valid trace without a recording beside it is returned unchanged; `path` may
+    "repaired: ..." with the losses. A valid trace without a recording next to it is returned unchanged; `path` may
     be a RUN folder or the recording itself. With another `out` nothing at `path` changes. A finished trace at `path` is
     replaced by the recording of the same run, resumed, that has every response of it. Raises TraceError for a damaged
     trace, ConfigError where the recording is in progress or a finished trace would lose responses, and InputError

@@ -114,7 +114,7 @@ TABLES: dict[str, pa.Schema] = {
 `drafter_updates` its optimizer updates. `drift_kl` is KL(behaviour || updated policy) per token of the step's update.
 Training logs also give `accept_length` (tokens per draft, bonus token included), `draft_rate` (share of drafted tokens
 that is kept), `step_s` (the whole RL step, time between stages included) and `wait_s` (waiting for rollouts that
-continue beside training).
+continue during training).
 
 `acceptance` may have several rows per response and drafter: one for the drafter in service and one for each published
 earlier, whose `drafter_age` is counted from the RL step that it was published for to the annotated one.
@@ -199,7 +199,7 @@ class Manifest(FrozenModel):
 
         Empty `drafters`, and `drafting` and `without_iterations` of None, are left out.
 
-        `sums` are the SHA-256 of the files beside it, by name.
+        `sums` are the SHA-256 of the files next to it, by name.
         """
         content = self.model_dump() | ({} if sums is None else {SUMS: dict(sums)})
         return json.dumps(sealed(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -242,7 +242,7 @@ class ReadTable(TraceTable):
 
 
 def seal(folder: Path) -> None:
-    """Write into the manifest of a whole new trace the sum of every table beside it. Raises OSError."""
+    """Write into the manifest of a whole new trace the sum of every table next to it. Raises OSError."""
     file = folder / MANIFEST_FILE
     sums = {table.name: sha256_of(table) for table in sorted(folder.glob("*.parquet"))}
     write_durably(file, Manifest.read(file).to_json(sums).encode())

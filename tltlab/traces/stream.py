@@ -28,7 +28,7 @@ class StreamWriter:
     """Writes a trace of any length in the memory of one RL step and one row group.
 
     A context manager. The trace is at `path` after the block ended well and not before: a block that raises, or a
-    killed process, leaves what was there. Each `append` is checked as a trace of its own; the manifest gets the number
+    killed process, leaves what was there. Each `append` is checked as its own trace; the manifest gets the number
     of RL steps. Raises ConfigError where `path` is something that is no trace, InputError where it cannot be written.
 
     >>> with StreamWriter("huge", Manifest(kind="synthetic", num_workers=64)) as writer:  # doctest: +SKIP

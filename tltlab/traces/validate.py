@@ -245,7 +245,7 @@ def _check_column(part: TablePart, field: pa.Field) -> None:
 
 
 def _flat(column: pa.ChunkedArray) -> tuple[Ints, pa.ChunkedArray]:
-    """Length of each list (0 for null) and all elements one after the other."""
+    """Length of each list (0 for null) and all elements one by one."""
     lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
     return lengths, pc.list_flatten(column)
 

@@ -73,7 +73,7 @@ class Eagle3Head(DrafterHead):
     """An EAGLE-3 head; its parameters have the checkpoint's names.
 
     `aux_layers`: the target's layers whose inputs it reads, rising; the number of layers itself means the output of the
-    last one. `draft_vocabulary`: the token ids that it drafts, None for all; it has an LM head of its own for them, and
+    last one. `draft_vocabulary`: the token ids that it drafts, None for all; it has its own LM head for them, and
     with `own_lm_head` for all too. `verifier`: the target's name or folder, for serving the checkpoint by its folder
     alone, as are `verifier_architectures` and the `depth` to draft. `qk_norm`: its layer is a Qwen3's. `norms`: its
     differences from the first EAGLE-3 heads: the residual may be the normed state, `fc` may read normed states,

@@ -1,7 +1,7 @@
 """The MTP layer of a model's own, in torch: MiMo's, which the run may train as it trains other heads.
 
 Input t joins the target's hidden state at t, before its final norm, with the embedding of token t + 1, both normed; the
-embedding at position 0 counts as 0. A Qwen2 layer and a norm of its own follow, and the target's LM head on that gives
+embedding at position 0 counts as 0. A Qwen2 layer and its own norm follow, and the target's LM head on that gives
 token t + 2. From the second drafted token on the state is the norm's previous output. This is MiMo's MTP (arXiv
 2505.07608) as vLLM runs it (`MiMoMTP`, method "mtp"), which drafts any number of tokens with the one layer.
 

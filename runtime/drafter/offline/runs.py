@@ -54,7 +54,7 @@ def annotated_drafts(trace: Trace) -> list[tuple[AcceptedDrafts, AcceptedDrafts]
     """Return drafts of the initial drafter and of the one in service, on the same responses, by RL step.
 
     From the rows of `acceptance`: the fewest and the most updates annotated of a response; RL steps in which the
-    initial one was not annotated are left out. Drafts are those that an engine would verify one after the other.
+    initial one was not annotated are left out. Drafts are those that an engine would verify one by one.
     """
     rows = trace.acceptance
     if rows is None:

@@ -242,7 +242,7 @@ class RunnerCapture(Capture):
 class RemoteCapture(Capture):
     """The `RunnerCapture` of rank 0, from the engine core's process with the executor `executor`.
 
-    Orders are sent with the next iteration, or, when idle, in a message of their own.
+    Orders are sent with the next iteration, or, when idle, in their own message.
     """
 
     def __init__(self, executor: Any) -> None:

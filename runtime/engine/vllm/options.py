@@ -64,7 +64,7 @@ class Attachment(FrozenModel):
         return attachment.model_copy(update={} if rank == 0 else {"record": None}).of_replica(index)
 
     def of_replica(self, index: int) -> Attachment:
-        """Return the settings of one of several data-parallel engines: a worker and a trace of its own."""
+        """Return the settings of one of several data-parallel engines: a worker and its own trace."""
         named = self.record is not None and index and not self.numbered
         record = f"{self.record}-{index}" if named else self.record
         return self.model_copy(update={"worker": self.worker + index, "record": record})
@@ -126,7 +126,7 @@ def vllm_options(
     `policy` is any source that `load_policy` takes; `drafters` add to, or replace, the policy's own. The engine is
     built for drafts up to `max_draft_depth`, by default the policy's deepest. With `max_batch` it runs at most so many
     requests at a time and captures the CUDA graphs of `graphs.plan_graphs`. Engines that share a run differ by
-    `worker`, and each data-parallel replica has a policy, drafters and a trace of its own. With `record` the engine
+    `worker`, and each data-parallel replica has a policy, drafters and its own trace. With `record` the engine
     writes a trace there. A server's metrics compare with plain decoding by `costs`, any source that `load_costs` takes,
     or by measurement. ConfigError for policies that vLLM cannot run.
 
@@ -380,7 +380,7 @@ _BESIDE: Mapping[str, Container[object]] = {
     "parallel_config.prefill_context_parallel_size": range(2, 1 << 16),
     "kv_transfer_config.kv_connector": ("MoRIIOConnector",),
 }
-"""Settings of vLLM 0.26 to 0.33, and values, that it refuses beside speculation at the engine's start or later."""
+"""Settings and values that vLLM 0.26 to 0.33 refuses together with speculation, at start or later."""
 
 _ONE_DEPTH = ("suffix", "medusa", "extract_hidden_states")
 """Methods of vLLM 0.32 that assert a draft depth of `num_speculative_tokens` and no less (`v1.spec_decode`)."""

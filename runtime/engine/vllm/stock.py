@@ -114,7 +114,7 @@ class StockEngine:
         # As for tltlab's engines: ten prompts do not need 92 % of the memory and minutes of compilation.
         cpu_arguments = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
         with starting(), uncompiled(cpu):
-            # A process of its own releases all of a device's memory when it ends.
+            # A separate process releases all of a device's memory when it ends.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cpu else "1"
             try:
                 import vllm

@@ -123,7 +123,7 @@ class Watch:
         return live
 
     def ended(self, request: Request) -> None:
-        """Note the end of a request's turn, before vLLM has it await the next one, with a status of its own."""
+        """Note the end of a request's turn, before vLLM has it await the next one, with its own status."""
         if (live := self.control.live.get(request.request_id)) is not None:
             live.ended = str(request.get_finished_reason()), self.control.tracker.clock()
 
