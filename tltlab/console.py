@@ -299,7 +299,7 @@ def marked_folder(out: Path, marker: str, *refusals: type[Exception]) -> Iterato
     it. RunError where the disk refuses later: OSError, or one of `refusals`, as the writer's library calls it.
     """
     if out.exists() and not (out / marker).is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{out} exists and has no {marker} of ours; name another folder with --out")
+        raise ConfigError(f"{out} exists and has no {marker} of tltlab; name another folder with --out")
     writable = False
     refused: tuple[type[Exception], ...] = (OSError, *refusals)
     try:

@@ -98,7 +98,7 @@ def run_demo(out: Path, setting: DemoSetting, *, task: str, seed: int) -> dict[s
             for candidate in tuning.candidates[:3]:
                 report(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
             report(tuning.verdict)
-            report(f"5/7 GRPO goes on under {tuning.name}, from {out / 'policy.json'}, then under {ADAPTIVE}")
+            report(f"5/7 GRPO continues under {tuning.name}, from {out / 'policy.json'}, then under {ADAPTIVE}")
             tuned = load_policy(out / "policy.json")
             run.set_policy(tuned, TUNED)
             for _ in range(setting.tuned_steps):

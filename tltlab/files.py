@@ -94,7 +94,7 @@ def open_input(path: Path) -> BufferedReader:
             writer = select.poll()
             writer.register(descriptor, select.POLLIN)
             if not writer.poll(1000 * PIPE_S):
-                raise OSError(errno.ETIMEDOUT, f"it is a pipe that nobody wrote to within {PIPE_S:g} s", str(path))
+                raise OSError(errno.ETIMEDOUT, f"it is a pipe without data for {PIPE_S:g} s", str(path))
         os.set_blocking(descriptor, True)
         return os.fdopen(descriptor, "rb")
     except BaseException:

@@ -120,7 +120,7 @@ def check_state_round_trip(factory: Factory) -> None:
     _reload(original, restored)
     goes_on = _run(original, NUM_ITERATIONS // 2, NUM_ITERATIONS)
     after_restore = _run(restored, NUM_ITERATIONS // 2, NUM_ITERATIONS)
-    broken = "a restored selector goes on differently; state_dict must hold all that was learned, the rng too"
+    broken = "a restored selector continues differently; state_dict must contain all learned state, the rng too"
     _same(goes_on, after_restore, broken)
 
 

@@ -32,7 +32,7 @@ Samples = Mapping[tuple[str, ...], float]
 """Numbers by metric name, without "tltlab:", and label values, without model and engine."""
 
 FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "policy_info": ("The policy in force: 1.", ("selector", "digest", "failure")),
+    "policy_info": ("The active policy: 1.", ("selector", "digest", "failure")),
     "iterations_total": ("Iterations that verified this arm.", ("arm",)),
     "iteration_seconds_total": ("Seconds of these iterations, drafting included.", ("arm",)),
     "generated_tokens_total": ("Tokens generated in these iterations.", ("arm",)),

@@ -82,7 +82,7 @@ _APART = (
     (("rollout.reuse",), ("train.sampling_rounds",), "choose one"),
     (("rollout.placement",), ("rollout.partial", *_AHEAD), "only whole rollouts can be placed"),
     (("rollout.partial", *_AHEAD), ("train.correction",), "off-policy training needs 'truncated' or 'behaviour'"),
-    (_AHEAD, ("cluster.placement",), "engines need devices of their own, 'separate'"),
+    (_AHEAD, ("cluster.placement",), "engines need separate devices, 'separate'"),
     (_AHEAD, ("rollout.partial", "[drafter]"), "they need rollouts between two updates"),
     (("rollout.one_step_off",), ("rollout.reuse", "rollout.repeat_every"), "it overlaps with training"),
     (("rollout.staleness",), ("rollout.one_step_off",), "that is a staleness of 1 whose weights wait for the rollout"),

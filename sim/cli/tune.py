@@ -106,7 +106,7 @@ def tune(
     if plot is not None and (plot.suffix not in FORMATS or not trials):
         raise ConfigError(f"--plot {plot}: it shows the settings that were tried (--trials), as {' or '.join(FORMATS)}")
     if journal.exists() and not resume:
-        raise ConfigError(f"{journal} has the trials of an interrupted tune: go on with --resume, or remove it")
+        raise ConfigError(f"{journal} has the trials of an interrupted tune: continue with --resume, or remove it")
     sources = [read(path) for path in traces]
     draft_depths, graphs = whole_numbers("--depths", depths), _graphs(graph_memory, graph_pool, max_batch)
     from tltlab.sim.tuning.config import TuneConfig

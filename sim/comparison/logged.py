@@ -100,7 +100,7 @@ class LoggedRun:
         level = float(measured_s.sum() / run.seconds(sample).sum())
         own, _ = scenarios.config.find_costs(trace)
         costs = ScaledCosts.wrapping(own, level=level, switch_s=own.switch_s * level, outside_s=own.outside_s * level)
-        subject = "rollouts" if part == "rollout" else "waiting for rollouts, which go on beside training"
+        subject = "rollouts" if part == "rollout" else "waiting for rollouts, which overlap training"
         note = (
             f"{subject}: {np.median(measured_s):.3g} s in the log, {share.estimate:.0%} of the RL step, {level:.2f} "
             f"times those of {machine.name if machine else scenarios.costs_name}: simulated ones are scaled to them"

@@ -44,7 +44,7 @@ def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[in
         for step in trace.rl_steps:
             since = max((s for s in set_at if s <= step), default=None)
             if since is None:
-                raise ConfigError(f"policies.json: no policy was in force at RL step {step}")
+                raise ConfigError(f"policies.json: no policy was active at RL step {step}")
             for part in set_at[since].policy.own_parts:
                 if part.module not in allow_code:
                     raise ConfigError(

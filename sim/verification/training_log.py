@@ -180,7 +180,7 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
     rows = columns.rows[["rl_step", "measured_s"]].assign(predicted_s=(1 + error) * columns.rows["measured_s"])
     notes = [f"fitted to the {columns.unit} times of {len(rows)} RL steps; lengths within an RL step are as logged"]
     if columns.unit != "rollout":
-        notes.append("no rollout has a time of its own in this log: what training takes is in the terms too")
+        notes.append("no rollout has a separate time in this log: the terms include training")
     constant_error = float(np.median(np.abs(_left_out(Constant(), columns.rows))))
     if constant_error <= float(np.median(np.abs(error))):
         notes.append("the other RL steps' median predicts as well: the lengths in this log do not explain the times")

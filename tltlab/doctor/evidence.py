@@ -243,7 +243,7 @@ class RunEvidence:
             off = 1.0 if took is None else took / every["duration"].sum()
             if abs(off - 1) > COSTS_MAY_MISS:
                 raise NotChecked(
-                    f"the costs at hand are not this run's: they predict {off:.2f} of the time that its iterations "
+                    f"the available costs are not this run's: they predict {off:.2f} of the time that its iterations "
                     "took; run an RL step under policy none and calibrate this run"
                 )
         cost = costs.iteration(NO_SPECULATION)

@@ -62,7 +62,7 @@ SIGNATURES = (
     Signature(
         "drafter-not-in-service",
         "The trained drafter does not serve",
-        "The sentence says why; the drafter before it goes on serving. Where the policy never drafts with it, set "
+        "The sentence gives the reason; the previous drafter serves on. Where the policy never drafts with it, set "
         "rollout.policy to one with its strategies, such as beg-mab-learned, or leave [drafter] out.",
         r"it is trained and not used|the drafter is not trained any more|does not go into service",
     ),

@@ -38,8 +38,8 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
     ),
     _check("interrupted", unfinished, good="the recording is whole").problem(
         "The recording was interrupted",
-        "{folder} is still there: the run was stopped, or goes on.",
-        "Commands read it as it is. If no run writes there any more, tltlab trace repair makes a trace of it.",
+        "{folder} is still there: the run was stopped, or continues.",
+        "Commands read it unchanged. If no run writes there any more, tltlab trace repair makes a trace of it.",
     ),
     _check("interrupted", repaired).hint(
         "The recording was interrupted",
@@ -73,7 +73,7 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
         "(level-2 sleep throws them away), or switch drafting off until they are.",
     ),
     _check("large-batches", decoding.large_batches, good="no speculation at too large batches").problem(
-        "Speculation goes on at batches too large for it",
+        "Speculation stays on at batches too large for it",
         "Time against plain decoding of the same tokens ({source}): {by_batch}; {share:.0%} of the decoding time goes "
         "into drafts at larger batches than {most}.",
         "Set activation.max_requests to {most}, or give those batches a bucket with no speculation in it.",
@@ -84,7 +84,7 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
         "Switch once, late: a smaller activation.max_requests, a longer activation.hold_iterations.",
     ),
     _check("switches-often", drafting.switches_often, needs=("speculating",)).hint(
-        "Speculation goes on and off again and again",
+        "Speculation switches on and off repeatedly",
         "{flips} switches in {iterations} iterations, {rate:.0f} per 100.",
         "Use a longer activation.hold_iterations, a smaller epsilon, or no speculation as an arm only where it wins.",
     ),
@@ -105,7 +105,7 @@ CHECKS: tuple[Check[RunEvidence], ...] = (
         "The trained drafter never went into service",
         "In {steps} RL steps the engines stayed on the drafter they began with; training made {updates} updates.",
         "No updates: are workers ever idle before the rollout ends (tltlab timeline), and for longer than an update "
-        "takes (drafter.tokens_per_update)? Else events.jsonl says why its weights were refused.",
+        "takes (drafter.tokens_per_update)? Else events.jsonl has the reason why its weights were refused.",
     ),
     _check("idle-fragmented", drafting.idle_fragmented, good="idle time is long enough to train in").problem(
         "Idle time comes in pieces too short to train in",

@@ -88,7 +88,7 @@ def drafts_collapse(run: RunEvidence) -> Facts | None:
     return {
         "title": f"Drafts are {kept} from {run.unit} {first} on" if at else "Drafts are not kept",
         "fall": f"{subject} falls from {was} to {now}" if len(before) else f"{subject} is {now}",
-        "going_on": "while drafts go on" if on else "or nothing was drafted, which the log does not say",
+        "going_on": "while drafts continue" if on else "or nothing was drafted, which the log does not show",
         "rate": _rates(before, bad) if name == "accept_length" else "",
         "times": "" if slower is None else TIMES.format(**slower),
         "severity": "problem" if sure else "hint", "where": rl_steps(bad["rl_step"], run.unit),

@@ -323,7 +323,7 @@ def check_sampled_drafts(drafters: Mapping[str, Any], speculative: Mapping[str, 
     sampled = (speculative or {}).get("draft_sample_method") == "probabilistic"
     if sampled and any(isinstance(spec, HybridSpec) for spec in drafters.values()):
         raise ConfigError(
-            'a hybrid cannot stand beside drafts that are sampled: leave out draft_sample_method "probabilistic"'
+            'a hybrid cannot be combined with sampled drafts: leave out draft_sample_method "probabilistic"'
         )
 
 

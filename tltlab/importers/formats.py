@@ -386,7 +386,7 @@ def _named(fields: Mapping[str, Any]) -> str | None:
         calls = [flat(item) for item in value if isinstance(item, Mapping)] if is_list(value) else []
         if any(kind_of(n) & {"response_sizes", "response_tokens", "response_ids"} for call in calls for n in call):
             return (
-                f"{name} has {len(value)} calls of the model with tokens of their own, as agents' traces have them: "
+                f"{name} has {len(value)} calls of the model with separate tokens, as in agents' traces: "
                 "write a record for each call"
             )
     return None

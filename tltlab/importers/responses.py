@@ -343,7 +343,7 @@ class Reader(RequestReader):
         """Count responses with several turns, by their number or by messages after the first generated one."""
         for column in matches(records.frame.columns, "turn")[:1]:
             self._seen.add(column)
-            self.note(f"{column}: each turn counts as a response of its own")
+            self.note(f"{column}: each turn counts as a separate response")
         if (number := self._column(records, "turns")) is not None:
             self.counts["turns"] += int((numbers(records.frame[number]) > 1).sum())
             return

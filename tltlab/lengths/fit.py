@@ -276,7 +276,7 @@ def _tail_note(tail: ParetoTail | None, last: tuple[float, float], cap_mass: flo
     region = f"beyond {last[1]:.0f} tokens (all but {1 - last[0]:.2g} of the responses)"
     at_cap = f"; {cap_mass:.2g} of the responses are cut at the cap" if cap_mass else ""
     if tail is None:
-        return f"{region} too few are long for a tail: the last two quantiles go on{at_cap}"
+        return f"{region} too few are long for a tail: the last two quantiles are extrapolated{at_cap}"
     return (
         f"{region} a generalised Pareto tail, shape {tail.shape:.2f} +- {tail.shape_error:.2f}, scale "
         f"{tail.scale:.0f} tokens{at_cap}"

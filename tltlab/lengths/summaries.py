@@ -151,7 +151,9 @@ def from_summaries(summaries: Summaries) -> tuple[LengthModel, dict[str, tuple[f
     notes.append("given and found: " + ", ".join(f"{n} {a:.5g} {b:.5g}" for n, (a, b) in found.items()))
     notes += [f"assumed: {', '.join(assumed)}"] if assumed else []
     top, tokens = law.levels[-1], math.exp(logs[-1])
-    notes.append(f"beyond {tokens:.0f} tokens (all but {1 - top:.2g} of the responses) the last two quantiles go on")
+    notes.append(
+        f"extrapolated from the last two quantiles beyond {tokens:.0f} tokens (all but {1 - top:.2g} of responses)"
+    )
     model = LengthModel(
         quantiles=tuple((level, math.exp(log)) for level, log in zip(law.levels, logs.tolist(), strict=True)),
         prompt_share=law.value("prompt_share"),

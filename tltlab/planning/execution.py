@@ -76,7 +76,7 @@ def _missing_parts(system: System) -> Iterator[str]:
     if system.fused:
         yield "engines that compute log-probs once their responses have ended"
     if system.streamed:
-        yield "a trainer that begins while the rollout goes on"
+        yield "a trainer that begins during the rollout"
 
 
 def network_drafter(system: System) -> bool:

@@ -44,7 +44,7 @@ _TLT_ARMS = (
 )
 
 _STREAM = (
-    "the trace's prompts come again when all have been begun; a pass through it goes before the one that counts; "
+    "the trace's prompts repeat when all have been begun; a pass through it goes before the one that counts; "
     "workers notice the end of a step within 64 iterations"
 )
 
@@ -58,8 +58,8 @@ SYSTEMS: dict[str, System] = {
             assumptions=("a static split: request i of N runs on worker i * W // N until it is done",),
         ),
         System(
-            name="open-r1", title="Open-R1", source="TRL with vLLM on GPUs of its own, a baseline of arXiv 2511.16665",
-            algorithm="generation and training on GPUs of their own, each waiting for the other",
+            name="open-r1", title="Open-R1", source="TRL with vLLM on separate GPUs, a baseline of arXiv 2511.16665",
+            algorithm="generation and training on separate GPUs, each waiting for the other",
             exact=("GPUs of one side are idle while the other works",), topology="separate", generating_share=0.5,
             assumptions=(
                 "half of the GPUs generate and half train, as many in all as the other systems have: the paper does "
@@ -84,7 +84,7 @@ SYSTEMS: dict[str, System] = {
         ),
         System(
             name="tlt-base", title="TLT-Base", source="arXiv 2511.16665, section 5: the model-free drafter alone",
-            algorithm="as TLT with n-grams of the group's own text; nobody trains anything",
+            algorithm="as TLT with n-grams of the group's own text; nothing is trained",
             exact=("Algorithm 1 with its reward and window",), drafters=("ngram",), ladder=_TLT_LADDER,
             selector=beg_mab, activation=_TLT_ACTIVATION, specs=(("ngram", SYSTEM_DRAFTERS["tlt-base"]),),
             assumptions=(
@@ -120,7 +120,7 @@ SYSTEMS: dict[str, System] = {
             selector=batch_size_table,
             assumptions=(
                 "the table is the user's to write: 8 tokens up to 4 requests, 4 up to 16, 2 up to 32, then none",
-                "a static drafter: nobody trains it during the run",
+                "a static drafter, not trained during the run",
             ),
         ),
         System(
@@ -139,7 +139,7 @@ SYSTEMS: dict[str, System] = {
             drafters=("learned",), ladder=(LadderStep(min_batch=1, chains=(7,)),), budget=throughput_budget,
             assumptions=(
                 "7 drafted tokens, as in its announcement, which is of a block drafter: a chain drafter makes 7 passes",
-                "the cost model stands for the curve that vLLM profiles at its start",
+                "the cost model replaces the curve that vLLM profiles at its start",
                 "a slot's chance is a geometric one of its request's recent acceptance: vLLM's confidence head also "
                 "distinguishes drafts of one request, so it gains more",
                 "at least one token a request is verified, or none of the batch: else acceptance is not measured",
@@ -194,12 +194,12 @@ SYSTEMS: dict[str, System] = {
         System(
             name="dvi", title="DVI", source="arXiv 2510.05421",
             algorithm="the target's first layers draft, verified positions train the draft head online",
-            exact=("no drafter besides the target: drafting costs a share of its own pass",), drafters=("learned",),
+            exact=("no drafter besides the target: drafting costs a share of the target pass",), drafters=("learned",),
             ladder=(LadderStep(min_batch=1, chains=(4,)),), draft_pass_share=0.15, online_updates=100,
             assumptions=(
                 "a drafted token takes 0.15 of a plain pass (the share of the layers that draft), which is added to "
                 "verification: the paper's reuse of their hidden states is not credited",
-                "100 updates an RL step beside decoding, at no cost; one policy for the whole rollout",
+                "100 updates an RL step during decoding, at no cost; one policy for the whole rollout",
                 "4 tokens a draft; acceptance as an EAGLE drafter's of that training",
             ),
         ),
@@ -282,7 +282,7 @@ SYSTEMS: dict[str, System] = {
         System(
             name="streamrl", title="StreamRL, synchronous", source="arXiv 2504.15930",
             algorithm="split (N_l, N_r) with the least max of PTL(BS) L ceil(M / BS), longest first in a pool",
-            exact=("the search over all splits", "training begins while the rollout goes on"), placement="two_pools",
+            exact=("the search over all splits", "training begins during the rollout"), placement="two_pools",
             topology="separate", streamed=True, generating_share=0.75,
             assumptions=(
                 "the longest fifth of the prompts by mean length, of which the ranker finds 0.87",
@@ -293,7 +293,7 @@ SYSTEMS: dict[str, System] = {
         System(
             name="streamrl-async", title="StreamRL, one step off", source="arXiv 2504.15930",
             algorithm="as StreamRL, generating the next step while training",
-            exact=("the search over all splits", "training begins while the rollout goes on"), placement="two_pools",
+            exact=("the search over all splits", "training begins during the rollout"), placement="two_pools",
             topology="separate", streamed=True, generating_share=0.5, max_staleness=1, on_policy=False,
             assumptions=(
                 "as StreamRL, with half of the GPUs generating: both sides work all the time",
@@ -320,7 +320,7 @@ SYSTEMS: dict[str, System] = {
             assumptions=(
                 "every prompt slot was visited an epoch before, with a response as long as the new one",
                 "a token is kept with 0.996: what a speed-up of 1.22 at l = 1 amounts to on 1,000 tokens",
-                "old distributions at the cut are at hand; verification is a prefill of the kept prefix",
+                "old distributions at the cut are available; verification is a prefill of the kept prefix",
             ),
         ),
         System(
@@ -340,7 +340,7 @@ SYSTEMS: dict[str, System] = {
         System(
             name="april", title="APRIL", source="arXiv 2509.18521; THUDM/slime",
             algorithm="begin N' > N, stop at N, keep what is unfinished and resume it first",
-            exact=("which responses begin, stop and go on",), admission=Admission(issue=1.5), lossless=False,
+            exact=("which responses begin, stop and continue",), admission=Admission(issue=1.5), lossless=False,
             on_policy=False,
             assumptions=(
                 "one and a half times the prompts; a step counts whole groups",
@@ -351,7 +351,7 @@ SYSTEMS: dict[str, System] = {
         System(
             name="copris", title="CoPRIS", source="arXiv 2511.05589; 777pomingzi/CoPRIS",
             algorithm="N' responses in flight; stop with as many groups as are trained, resume what is left first",
-            exact=("which responses begin, stop and go on",), admission=Admission(concurrency=1.5), lossless=False,
+            exact=("which responses begin, stop and continue",), admission=Admission(concurrency=1.5), lossless=False,
             on_policy=False,
             assumptions=(
                 "in flight are 1.5 times the responses that a step trains (1024 to 512 in its scripts are 2)",

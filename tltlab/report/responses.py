@@ -45,7 +45,7 @@ def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
     decode = _decoder(run, recipe)
     lead = (
         f"The first {_SHOWN} tokens of responses of RL step {last.rl_steps[0]}; token ids are shown where the model's "
-        "tokenizer is not at hand. Marked text was drafted and kept. Point at it to see how much of a draft was kept."
+        "tokenizer is not available. Marked text was drafted and kept. Point at it to see how much of a draft was kept."
         + ("" if names else " None is known.")
     )
     blocks: list[Block] = [Paragraph(text=" ".join([lead, *(f"Note: {note}." for note in notes)]))]

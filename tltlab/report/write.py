@@ -53,7 +53,7 @@ def default_out(source: Path) -> Path:
         raise ConfigError(f"{source} has neither a trace nor a {RESULT}: give a RUN, a trace, or a comparison's JSON")
     if source.is_dir() and (source.parent / "run.json").is_file():
         return source.parent / "report.html"
-    raise ConfigError(f"{source} is no RUN folder, so say where the page goes: --out {source.stem or 'trace'}.html")
+    raise ConfigError(f"{source} is no RUN folder: name the page with --out {source.stem or 'trace'}.html")
 
 
 def _is_comparison(source: Path) -> bool:

@@ -63,8 +63,8 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
         reason = f"{path} lacks RL step {missing}"
     if rl_steps and not chunks:
         raise RunError(
-            f"cannot go on recording {path} from RL step {rl_steps}: {reason}; "
-            "go on from an earlier checkpoint, or begin a new run"
+            f"cannot continue recording {path} from RL step {rl_steps}: {reason}; "
+            "continue from an earlier checkpoint, or begin a new run"
         )
     aside = folder.with_name(f".{folder.name}.short")
     shutil.rmtree(aside, ignore_errors=True)
@@ -103,7 +103,7 @@ def _check_same_run(place: Path, earlier: Manifest, current: Manifest) -> None:
         if before != after:
             raise ConfigError(
                 f"{place} is the trace of another run: its {name} is {before!r}, this run's {after!r}; "
-                "go on with the recipe that it began with, or choose another folder"
+                "continue with the recipe that it began with, or choose another folder"
             )
 
 

@@ -138,8 +138,8 @@ def check(parts: Mapping[str, TablePart], without_iterations: Collection[int] | 
         outcomes.require(
             ok,
             "response_tokens",
-            "got {}, and its RL step has no row in iterations.parquet, though the manifest's without_iterations says "
-            "that iterations were recorded: they were lost",
+            "got {}, and its RL step has no row in iterations.parquet, though by the manifest's without_iterations "
+            "iterations were recorded: they were lost",
         )
     for name in ("tokens", "acceptance"):
         if name in parts:

@@ -229,7 +229,7 @@ def _check_embedding(name: str | Path, embedding: Tensor | None, target: str | P
     if of_target is not None and (
         embedding.shape != of_target.shape or not torch.allclose(embedding.float(), of_target.float(), 1e-2, 1e-3)
     ):
-        raise ConfigError(f"{name} has an embedding of its own; training needs that of {target}")
+        raise ConfigError(f"{name} has its own embedding; training needs that of {target}")
 
 
 def _is_targets_lm_head(weights: Mapping[str, Tensor], target: str | Path) -> bool:

@@ -279,7 +279,7 @@ class Variables(FrozenModel):
             networks = [name for name in sorted(parts) if drafters[name].made_by == "workers"]
             if head is None or len(networks) != 1:
                 raise ConfigError(
-                    "its program speculates by itself, and the policy can steer that where it names one drafter with a "
+                    "its program speculates by itself, which the policy can control only with one drafter with a "
                     f"network, such as 'learned', and the method is one of {', '.join(_LEARNED)} (it is "
                     f"{speculative.get('method')!r})"
                 )
@@ -443,7 +443,7 @@ def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
             "speculative_config of vllm_options, or leave the policy out"
         )
     if refused := _refused_beside_drafts(config):
-        return f"vLLM runs no speculation beside {refused}: leave the policy out, or that"
+        return f"vLLM does not speculate together with {refused}: leave the policy out, or that"
     if getattr(speculative, "enable_adaptive_verification", False):
         return "enable_adaptive_verification decides what a policy decides: pass enable_adaptive_verification=False"
     if learned is not None and drafts_nothing(speculative):

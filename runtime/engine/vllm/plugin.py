@@ -152,7 +152,7 @@ def _check_arguments(engine_args: Any, variables: Variables) -> None:
     if variables.policy is None:
         return
     if any(getattr(engine_args, name, None) for name in ("spec_method", "spec_model")):
-        raise ConfigError("its program speculates by itself, and not by its speculative_config, which a policy needs")
+        raise ConfigError("its program speculates by itself, without the speculative_config that a policy needs")
     options = variables.engine_options(None, engine_args.speculative_config)
     if engine_args.async_scheduling and options.get("async_scheduling") is False:
         raise ConfigError("its program asks for asynchronous scheduling, and the policy for model-free drafts")

@@ -233,7 +233,7 @@ QUIET: list[tuple[str, Any]] = [
     ("no-graph", in_graphs(lambda depth: "full")),
     ("interrupted", trace_of(SMALL)),
     ("canary", judged("fine")),
-    ("deaths", happened("no training: the schedule says never", "the run stopped: KeyboardInterrupt: ")),
+    ("deaths", happened("no training: the schedule is never", "the run stopped: KeyboardInterrupt: ")),
 ]
 
 LACKING: list[tuple[str, Any, str]] = [
