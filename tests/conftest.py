@@ -57,7 +57,7 @@ LONGEST = {
     "test_notebooks.py", "test_placement.py", "test_process.py", "test_run.py",
     "test_tensor_parallel.py", "test_v2_runner.py",
 }  # fmt: skip
-"""What takes long begins first, so that no process is left with it at the end."""
+"""Slow tests begin first, so that no process runs alone at the end."""
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,6 +1,6 @@
 """The contract of `DraftBudget` as a check.
 
-Every broken promise raises AssertionError with a sentence that says which one and where. Exceptions of what is checked
+Every broken promise raises AssertionError that names the promise and its place. Exceptions of what is checked
 come through as they are.
 """
 
@@ -20,7 +20,7 @@ def check_budget(factory: Callable[[], DraftBudget]) -> None:
 
     They give each request of the batch a whole number of tokens from 0 to the draft depth, no more in all than the
     strategy verifies, nothing without speculation, the same after the same calls, and need no requests in the state,
-    before and after they heard of finished requests; `state_dict` survives JSON and a restored budget goes on
+    before and after they heard of finished requests; `state_dict` survives JSON and a restored budget continues
     identically.
     """
     budget = factory()

@@ -20,7 +20,7 @@ def of_lengths(
     prompt_tokens: int = 128,
     max_response_tokens: int | None = None,
 ) -> Trace:
-    """One RL step of responses with these lengths, each to a prompt of its own; the longest is the cap if none is."""
+    """One RL step of responses with these lengths, each to its own prompt; the longest is the cap if none is."""
     n = len(response_tokens)
     key = pd.DataFrame({"rl_step": 0, "prompt_id": [f"p{i}" for i in range(n)], "sample": 0, "turn": 0})
     cap = max(response_tokens, default=1) if max_response_tokens is None else max_response_tokens

@@ -1,4 +1,4 @@
-"""The adaptive drafter on real GRPO runs: what training it beside the rollout is worth, and what that costs."""
+"""The adaptive drafter on real GRPO runs: what training it during the rollout is worth, and what that costs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def bench_adaptive(
 ) -> dict[str, Any]:
     """Two GRPO runs per seed from the same model, head, seed and prompts, drafting at the same fixed depth.
 
-    In one the drafter stays as it is, in the other idle workers train it in every rollout. `live` is what the engines
+    In one the drafter stays unchanged, in the other idle workers train it in every rollout. `live` is what the engines
     kept, step by step; `paired` the adaptive runs' own responses as the first drafter would have drafted them beside
     the one in service. Ratios are of the last third of the RL steps, their intervals from resampled RL steps; `goal` is
     what is to be reached.
@@ -113,7 +113,7 @@ def bench_adaptive(
 
 
 def compared(frozen: Trace, adaptive: Trace) -> dict[str, Any]:
-    """What the traces of two runs say: `live` and `paired` drafts by RL step. RunError where nothing was drafted."""
+    """Drafts in the traces of two runs: `live` and `paired` drafts by RL step. RunError where nothing was drafted."""
     live = {name: live_drafts(trace, DRAFTER) for name, trace in (("frozen", frozen), ("adaptive", adaptive))}
     for name, steps in live.items():
         if not steps:

@@ -2,7 +2,7 @@
 
 An input is a trace of the repository, by its folder's name, or a number of RL steps: a CSV of lengths is made with 256
 prompts x 8 responses in each, log-normal by group, growing over the run, cut at 32,768 tokens. Commands run in turn,
-each in a process of its own, so that a busy machine slows all of them; `trace describe` of the same input is the base
+each in its own process, so that a busy machine slows all of them; `trace describe` of the same input is the base
 that machines are compared by, and `--help` the floor that no command goes below.
 """
 

@@ -1,7 +1,7 @@
 """Every policy on many traces and regimes, simulated, against the best fixed strategy in hindsight.
 
-The best fixed strategy is chosen on the same RL steps and random numbers. What is compared with is built from public
-descriptions; SOURCES says which. The cost profile and the verify budget are given the true costs of the start; the
+The best fixed strategy is chosen on the same RL steps and random numbers. Rivals are built from public descriptions,
+listed in SOURCES. The cost profile and the verify budget are given the true costs of the start; the
 constants of `adaptive` were chosen while looking at these regimes, the others run as published or shipped. `tltlab
 bench runtime` has the same ratios measured, in `over_best_fixed`.
 """
@@ -176,7 +176,7 @@ def by_part(regime: PolicyRegime, names: Sequence[str], seed: int) -> pd.DataFra
 
 
 def verdict(rows: pd.DataFrame) -> str:
-    """Whether `adaptive` clears the bar, where it does worst, and which policies are better on average."""
+    """Verdict: if `adaptive` clears the bar, where it is worst, and which policies are better on average."""
     ours = rows[rows["policy"] == ADAPTIVE]
     worst = ours.sort_values("ratio").iloc[-1]
     means = rows[rows["policy"] != ORACLE].groupby("policy")["ratio"].mean().sort_values()

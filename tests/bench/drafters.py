@@ -42,7 +42,7 @@ def bench_drafters(
     depth: int = 8,
     cases: Mapping[str, ModelFreeSpec] = CASES,
 ) -> dict[str, Any]:
-    """Replay the same responses through every drafter, each in a process of its own.
+    """Replay the same responses through every drafter, each in its own process.
 
     The text is that of `trace` (its first `num_groups` prompts; None: all) or made up (None: 2 prompts, 8 responses
     each). A prompt's last visit is replayed, all responses at once: `first` as if it were the only one, where only
@@ -61,7 +61,7 @@ def bench_drafters(
 def recorded(path: Path, num_groups: int | None = None) -> list[Visits]:
     """The prompts of a trace with tokens, by their last visit and what came before; later turns are left out.
 
-    Of a prompt visited once, one half of its samples stands for an earlier visit, and one sample is not enough.
+    Where a prompt was visited once, half of its samples stand for an earlier visit; one sample is not enough.
     """
     tokens = read(path).tokens
     if tokens is None:

@@ -1,8 +1,8 @@
-"""What only a GPU can tell: memory and kinds of CUDA graphs, what a policy, weight sync and determinism cost.
+"""Measurements that need a GPU: memory and kinds of CUDA graphs; costs of a policy, weight sync and determinism.
 
-Every engine runs in a process of its own, so that memory is told apart and one that fails does not take the others
-with it. The result file is written again after each: an engine starts in 30 to 60 s, and a lent machine may be gone.
-Models have a shape and random weights (`shape`), which take the same time as trained ones.
+Every engine runs in its own process, so memory is measured separately and a failure affects no other engine. The result
+file is written again after each: an engine starts in 30 to 60 s, and a lent machine may be gone. Models have a shape
+and random weights (`shape`), which take the same time as trained ones.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def _cases(part: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
-    """What each engine is, as arguments, and the environment of its process."""
+    """Arguments of each engine, and the environment of its process."""
     if part == "seam":
         yield from (({"mode": mode}, {}) for mode in SEAM_MODES)
     elif part == "sync":

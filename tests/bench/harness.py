@@ -1,4 +1,4 @@
-"""What all benchmarks share: cases in turn, ratios with their intervals, a process of one's own, results as text.
+"""Common parts of benchmarks: cases in turn, ratios with intervals, separate processes, results as text.
 
 A benchmark is a table of cases, a function that measures one of them, and a `Text` that says what people see.
 """
@@ -72,7 +72,7 @@ def spread(values: Sequence[float] | Floats) -> dict[str, float]:
 
 
 def alone(function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-    """What a function gives in a process of its own, which has little in memory but what its module imports."""
+    """Return the result of a function in a separate process with little in memory except its module's imports."""
     # A fork of this process would start with its memory; forks of one that has imported the module start at once.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])
@@ -81,7 +81,7 @@ def alone(function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
 
 
 def resident_bytes() -> int | None:
-    """What this process has in memory now; None where there is no /proc."""
+    """Bytes of this process in memory now; None where there is no /proc."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
 

@@ -1,7 +1,7 @@
-"""Traces and regimes that a policy without tuning has to do well in: what it is not told is what differs.
+"""Traces and regimes for policies without tuning, which differ in what the policy does not know.
 
-A regime is a run in phases: the same workers and selectors go on while costs or acceptance change between RL steps, as
-when a drafter learns or a machine slows down. Recorded traces come with the costs and acceptance fitted to them.
+A regime is a run in phases: the same workers and selectors continue while costs or acceptance change between RL steps,
+as when a drafter learns or a machine slows down. Recorded traces come with the costs and acceptance fitted to them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PolicyRegime:
         return (NO_SPECULATION, *(Strategy.chain(name, depth) for name in self.drafters for depth in depths))
 
     def _rollouts(self, policy: Policy | None, seed: int) -> Iterator[SimulatedRollout]:
-        """Of all phases under one policy; None is the per-iteration oracle, which knows each phase's truth."""
+        """Seconds of all phases under one policy; None is the per-iteration oracle, which knows each phase's costs."""
         kept = None if policy is None else lasting(policy)
         for phase in self.phases:
             seeded = replace(phase, seed=seed)

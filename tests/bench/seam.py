@@ -1,9 +1,9 @@
-"""What all of ours on an engine's critical path costs it: processor time per iteration, without a model.
+"""What all of tltlab on an engine's critical path costs it: processor time per iteration, without a model.
 
 vLLM's scheduler runs under a policy, and a worker is played to it: the tokens are those of texts made up beforehand,
-and a draft is kept as far as it agrees with them. A clock of this thread's processor time runs while code of ours does
-and stands while vLLM's own does, wherever one calls the other: choosing, the book, feeding drafters, look-ups, sharing
-out, and requests that come and go. What vLLM itself does more, or less, because of us is not in it.
+and a draft is kept as far as it agrees with them. A clock of this thread's processor time runs while code of tltlab
+does and stands while vLLM's own does, wherever one calls the other: choosing, the book, feeding drafters, look-ups,
+sharing out, and requests that come and go. Work that vLLM saves or adds because of tltlab is not included.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ COSTS = LinearCosts(
 )
 DECISION_BLOCK = 32
 SWEEP_S = 15.0
-"""What a sweep of 1,000 tables should take on one core."""
+"""Seconds that a sweep of 1,000 tables should take on one core."""
 LEAST_S = 0.1
 """A case runs at least this long in each round, as often as it takes."""
 

@@ -33,7 +33,7 @@ STRATEGIES = (NO_SPECULATION, Strategy.chain("learned", 2), Strategy.chain("lear
 
 
 class Recording(Selector):
-    """Chooses in turn, each choice with a chance and a bucket of its own, and keeps every call with all its fields."""
+    """Chooses in turn, each choice with a chance and its own bucket, and keeps every call with all its fields."""
 
     strategies = STRATEGIES
 
@@ -93,7 +93,7 @@ class Story:
         return (7 * len(name) + 3 * position + sum(map(ord, name))) % 5
 
     def seconds(self, iteration: int, verified: int, drafted: int) -> tuple[float, float]:
-        """Of verifying so many tokens, and of drafting so many."""
+        """Seconds of verifying and of drafting so many tokens."""
         return 0.01 + 1e-4 * verified + 1e-3 * (iteration % 3), 2e-4 * drafted
 
 

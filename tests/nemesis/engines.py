@@ -65,7 +65,7 @@ def settings(folder: Path, *, learning: bool) -> list[str]:
 
 
 class Driver:
-    """`tltlab train` under faults, in a process of its own; a context manager, at whose end nothing of it is left."""
+    """`tltlab train` under faults, in its own process; a context manager, at whose end nothing of it is left."""
 
     def __init__(
         self, run: Path, arguments: Sequence[str], faults: Sequence[Fault], journal: Path, *, everything: bool = False
@@ -93,7 +93,7 @@ class Driver:
         gone(self._family)
 
     def wait(self) -> int:
-        """Its exit code. Whenever it is stopped its folder is looked at, and it goes on."""
+        """Its exit code. Whenever it is stopped its folder is looked at, and it continues."""
         end = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
             checker.require(time.monotonic() < end, "no end of the run:", self.said())
@@ -136,7 +136,7 @@ def disturbed(run: Path, arguments: Sequence[str], faults: Sequence[Fault], jour
         begun = (run / "run.json").exists()
         if not begun and attempts:
             shutil.rmtree(run, ignore_errors=True)
-        # A fault strikes once, whichever process it meets: a run that goes on meets those that are left.
+        # A fault strikes once, whichever process it meets: a run that continues meets those that are left.
         resume = ["--resume", str(run), "--allow-code", "parity"]
         with Driver(run, resume if begun else arguments, faults, journal) as driver:
             code = driver.wait()

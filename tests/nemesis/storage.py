@@ -88,9 +88,9 @@ class Learner:
 
 
 def drive(run: Path, tell: Callable[[str, int], None]) -> None:
-    """Run, or go on from the newest checkpoint, to the end. `tell` hears what is durable once it is.
+    """Run, or continue from the newest checkpoint, to the end. `tell` hears what is durable once it is.
 
-    A drafter's trainer saves what it has learned beside it: here a number, of the RL step.
+    A drafter's trainer saves what it has learned next to it: here a number, of the RL step.
     """
     run.mkdir(parents=True, exist_ok=True)
     with lock(run, "this run"):
@@ -145,7 +145,7 @@ class Told:
 
 
 def forked(do: Callable[[Callable[[str, int], None]], None], meanwhile: Callable[[], None] = lambda: None) -> Told:
-    """Do something in a fork; `meanwhile` is done whenever it was stopped, then it goes on."""
+    """Do something in a fork; `meanwhile` is done whenever it was stopped, then it continues."""
     told = Told()
     hear, say = os.pipe()
     pid = os.fork()

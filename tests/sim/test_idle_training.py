@@ -1,4 +1,4 @@
-"""Spot training beside a rollout: checked against a clock that ticks."""
+"""Spot training next to a rollout: checked against a clock that ticks."""
 
 import math
 from fractions import Fraction
@@ -96,7 +96,7 @@ EIGHTHS = st.integers(0, 400).map(lambda n: n / 8)
 
 
 def ticking(model, config, ends_s):
-    """The slow oracle: sixteenths of a second one after the other, exact; returns updates and seconds held."""
+    """The slow oracle: sixteenths of a second one by one, exact; returns updates and seconds held."""
     end_s = max(ends_s)
     updates = 0
     share = pause = Fraction(0)

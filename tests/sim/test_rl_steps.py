@@ -1,4 +1,4 @@
-"""Whole RL steps: stages in turn or on GPUs of their own, who waits for whom, and what that costs in GPU-seconds."""
+"""Whole RL steps: stages in turn or on their own GPUs, who waits for whom, and what that costs in GPU-seconds."""
 
 from types import SimpleNamespace
 
@@ -80,7 +80,7 @@ def test_colocated_gpus_idle_in_bubbles_and_during_rewards():
         ({"sleep_s": 1.0, "wake_s": 2.0}, {}, "sync_s", 3.25),
         ({"sleep_s": 1.0, "wake_s": 2.0}, {"topology": Separate()}, "sync_s", 0.25),
         ({"train": TrainCosts(per_update_s=2.0)}, {"num_updates": 8}, "train_s", 16.0),
-        # Responses end at 2 and 10 s: graded one after the other in the end, or during the rollout.
+        # Responses end at 2 and 10 s: graded one by one in the end, or during the rollout.
         ({"reward": RewardCosts(per_response_s=3.0)}, {}, "reward_s", 6.0),
         ({"reward": RewardCosts(per_response_s=3.0, when="overlapped")}, {}, "reward_s", 3.0),
     ],
@@ -134,7 +134,7 @@ def test_rollouts_run_ahead_until_the_store_is_full():
 
 
 def groups_of(*ends: float) -> SimpleNamespace:
-    """A rollout of two samples for each prompt, of 100 tokens each: they end one after the other."""
+    """A rollout of two samples for each prompt, of 100 tokens each: they end one by one."""
     simulated = rollouts(list(ends))
     rows = simulated.rollouts[0].requests.rows
     names = [f"p{i // 2}" for i in range(len(ends))]
@@ -158,7 +158,7 @@ def test_a_streaming_trainer_takes_groups_as_they_finish():
 
 @pytest.mark.parametrize(("reward_s", "begins_s"), [(0.0, 1.0), (0.75, 2.0)])
 def test_a_slower_trainer_never_waits_between_groups(reward_s: float, begins_s: float):
-    """Groups whole at 1 s and 2 s, graded 0.75 s a response one after the other: the first one's are at 2 s."""
+    """Groups whole at 1 s and 2 s, graded 0.75 s a response one by one: the first one's are at 2 s."""
     costs = STREAM.model_copy(update={"reward": RewardCosts(per_response_s=reward_s)})
     streamed = run_steps(groups_of(0.5, 1.0, 1.5, 2.0), costs, topology=Separate(), streamed=True)
     assert streamed.step_s == pytest.approx(begins_s + 9 + 0.25)

@@ -452,7 +452,7 @@ def test_chunks_of_prompts_are_prefilled_beside_decoding():
     assert rows["prefill_tokens"].sum() == 200
     assert rows["prefill_tokens"].iloc[1:].max() <= 11
     ends = rows["t_start"] + rows["duration"]
-    # The first prompt takes 10 budgets of its own; its first token comes beside the second one's first chunk.
+    # The first prompt takes 10 its own budgets; its first token comes beside the second one's first chunk.
     assert result.rollouts[0].first_token_s[0] == pytest.approx(11.0 + 1.0 + 1.0)
     assert ends.iloc[-1] == pytest.approx(result.makespan_s)
 

@@ -24,7 +24,7 @@ def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
         "profile": profiles.rows(data, left_out=left_out),
     }
     errors = pd.concat([part.assign(model=name) for name, part in parts.items()], ignore_index=True)[COLUMNS]
-    # What only profiles have is null elsewhere, in JSON too.
+    # Columns of profiles alone are null elsewhere, in JSON too.
     return errors.astype(object).where(errors.notna(), None)
 
 

@@ -26,7 +26,7 @@ _CONTEXT = "context_tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """Constants with what speaks for them.
+    """Constants with their evidence.
 
     `predictions` is the table of measurements with `predicted` and `error` (relative). `cross_validation` has a row per
     fold, each predicted by a fit without it: `fold`, `left_out`, `num_points`, `mean_abs_error`, `max_abs_error`, and
@@ -53,7 +53,7 @@ class Fitted:
 
 
 def fit(measurements: pd.DataFrame, folds: Sequence[str] = ()) -> Fitted:
-    """Fit all constants that these measurements speak about; the same for every GPU, model and tp in them.
+    """Fit all constants that these measurements can identify; the same for every GPU, model and tp in them.
 
     Each of `folds` is a column: for each of its values the rows that have it are predicted by a fit to the others.
     """
@@ -81,7 +81,8 @@ def fit(measurements: pd.DataFrame, folds: Sequence[str] = ()) -> Fitted:
 
 
 def predict(constants: Constants, measurements: pd.DataFrame, context_tokens: float | None = None) -> Floats:
-    """What these constants say about measurements; `context_tokens` per request where a speed-up does not give its own.
+    """Predictions of these constants for measurements; `context_tokens` per request where a speed-up does not give its
+    own.
 
     A GPU or model that is not known is a ConfigError, and so is speculation that the constants do not know.
     """
@@ -166,7 +167,7 @@ class PublishedRows(RooflineRows):
         return self.predict_with(lambda chosen: constants, values.get(_CONTEXT, 0.0))
 
     def predict_with(self, terms: Callable[[Flags], Constants], unknown_context: float) -> Floats:
-        """What these terms, given for the chosen rows, say about every measurement."""
+        """Predictions of these terms, given for the chosen rows, for every measurement."""
         context = np.where(self.context_unknown, unknown_context, self.context)
         predicted = np.empty_like(self.measured)
         for kind, chosen, rows in self._by_kind:

@@ -33,7 +33,7 @@ class Kernels:
     """The tables of one GPU.
 
     Matrix products are interpolated by utilisation in the logarithms of m, n and k, constant beyond the grid.
-    Attention is interpolated by time, linear in the batch and in the past tokens, and goes on with its last slopes.
+    Attention is interpolated by time, linear in the batch and in the past tokens, and continues with its last slopes.
     """
 
     gpu: Gpu

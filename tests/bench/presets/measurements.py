@@ -115,7 +115,7 @@ def eagle3_cells(data: Path, accept_length: float) -> pd.DataFrame:
 
 
 def fits_kv_cache(rows: pd.DataFrame) -> Flags:
-    """Whether the requests of each row fit in the KV cache when every response is complete, by `tltlab.hardware`.
+    """True where a row's requests fit in the KV cache with complete responses, by `tltlab.hardware`.
 
     Where they do not fit, a measured time per token holds queueing and preemption.
     """

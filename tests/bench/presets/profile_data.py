@@ -7,7 +7,7 @@ Beside the columns of `measurements.COLUMNS` a row has `family` and `version` of
   that they decode: queueing;
 - MiniMax-M2.5 with four data-parallel ranks: the rows of one rank over again, batches divided by four;
 - Qwen3-235B with more GPUs for experts than for attention: what one batch is, is not said;
-- prompts of 4,000 and responses of 1,000 tokens in fp8: so fast that prompts cannot have been prefilled beside them;
+- prompts of 4,000 and responses of 1,000 tokens in fp8: so fast that prompts cannot have been prefilled next to them;
 - A100 rollouts above 512 tokens: contexts are nominal, reading them would take twice the GPU's bandwidth.
 """
 

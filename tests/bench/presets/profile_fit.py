@@ -84,7 +84,7 @@ _KERNELS = 1.4
 ENOUGH = 25
 """A set of measurements counts as at most so many: it is one model on one server, however often that was asked."""
 _MOST_ROWS = 60
-"""Of each set, evenly spaced, that the fit looks at."""
+"""Rows of each set that the fit uses, evenly spaced."""
 Param = tuple[str, str, str]
 """Term, level ("" for the shared value) and the level's value."""
 
@@ -196,7 +196,7 @@ class Design:
 
     @property
     def spread(self) -> Floats:
-        """Of each parameter's prior."""
+        """Spread of each parameter's prior."""
         return np.array([getattr(PRIORS[term], level or "shared") for term, level, _ in self.params], np.float64)
 
     def values(self, x: Floats) -> dict[str, Floats]:
@@ -208,7 +208,7 @@ class Design:
         }
 
     def slopes(self, x: Floats) -> Floats:
-        """Of the logarithm of every prediction by every parameter.
+        """Derivative of the logarithm of every prediction by every parameter.
 
         A row depends on its own terms alone, so one difference per term serves all of that term's parameters.
         """
@@ -223,7 +223,7 @@ class Design:
         return slopes
 
     def predict(self, value: Mapping[str, Floats]) -> Floats:
-        """What values of the terms say about every row."""
+        """Predictions for every row from values of the terms."""
         rows, quantised = self.rows, self.quantised
         experts = np.asarray(rows.ideal.expert_layers, np.float64) / np.asarray(rows.ideal.layers, np.float64)
         of_memory, of_compute = (
@@ -292,7 +292,7 @@ def _term_rows(rows: PublishedRows, table: pd.DataFrame) -> dict[str, Flags]:
 
 
 def set_names(table: pd.DataFrame) -> npt.NDArray[np.str_]:
-    """What one row of the accuracy table is about: engine, version, GPU, model, weights, plain or speculating."""
+    """Subject of one row of the accuracy table: engine, version, GPU, model, weights, plain or speculating."""
     speculates = np.where(table["draft_depth"].fillna(0) > 0, "speculating", "plain")
     named = table["family"] + "|" + table["version"] + "|" + table["gpu"] + "|" + table["model"]
     return np.asarray(named + "|" + table["weights"] + "|" + table["source"] + "|" + speculates, str)
@@ -346,10 +346,10 @@ def _thinned(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _residual_slopes(design: Design, x: Floats) -> Floats:
-    """Of the softened, weighted residuals by parameters in units of their priors' spreads."""
+    """Jacobian of the softened, weighted residuals, with parameters in units of their priors' spreads."""
     error = np.log(design.predict(design.values(x * design.spread)) / design.rows.measured)
     root = np.sqrt(1 + (error / _SOFT) ** 2)
-    # Of the softened error by the error: 1 near 0.
+    # Derivative of the softened error by the error: 1 near 0.
     large = np.abs(error) > 1e-5
     of_error = np.where(large, np.abs(error) / (_SOFT * root * np.sqrt(2 * np.where(large, root - 1, 1.0))), 1.0)
     by_row = (design.weight * of_error)[:, None] * design.slopes(x * design.spread) * design.spread
@@ -357,6 +357,6 @@ def _residual_slopes(design: Design, x: Floats) -> Floats:
 
 
 def predict(table: pd.DataFrame, values: Mapping[Param, float]) -> Floats:
-    """What fitted parameters say about measurements; a GPU, family or version that they do not know deviates by 0."""
+    """Predictions of fitted parameters; an unknown GPU, family or version deviates by 0."""
     design = Design.of(table)
     return design.predict(design.values(np.array([values.get(param, 0.0) for param in design.params])))

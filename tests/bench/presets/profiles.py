@@ -35,7 +35,7 @@ from tltlab.hardware import model
 PART, SET = "third", "set"
 APART = ("model", "gpu", "engine", "weights")
 FOLDS = {"model": "model", "gpu": "gpu", "engine": "family", "weights": "weights", PART: PART, SET: "cell"}
-"""What is left out, and by which column; kernel tables are no engine and stay, and so do weights in bf16."""
+"""Parts left out, and their columns; kernel tables are no engine and stay, and so do weights in bf16."""
 COLUMNS = (
     "source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note", "pooled", "left_out",
     "bias", "median_abs_error", "inside", "sign",
@@ -102,7 +102,7 @@ class Residuals:
         return _round(np.expm1(asked.rows["off"].median())), _round(np.expm1(most))
 
     def held(self) -> pd.Series[float]:
-        """Whether each cell lies in the interval that the other sets give for its distance and kind."""
+        """True where a cell lies in the interval of the other sets for its distance and kind."""
         held = pd.Series(np.nan, self.rows.index)
         for name in (MEASURED, LEFT_OUT):
             near = self.distance(name)
@@ -166,7 +166,7 @@ def validated(data: Path) -> ProfileFit:
     """The fit, with each model, GPU, family of engines and type of weights left out of another fit in turn.
 
     So are thirds of every set by length of context or else by batch, and all sets of one GPU, model and type with an
-    engine. Each fit predicts what was left out of it, but for rows that lack something else in it as well: measurements
+    engine. Each fit predicts what was left out of it, except rows that lack something else in it as well: measurements
     of their weights' type, or any speculation of their engine's version; of a set each of GPU, model and type.
     """
     fitting = fitted(data)

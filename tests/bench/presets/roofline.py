@@ -1,4 +1,4 @@
-"""Predicted against measured: what the roofline says about published measurements, in its fit and outside.
+"""Predicted against measured: the roofline on published measurements, in its fit and outside.
 
 Measurements: `decode_tpot_h100.csv` (AIConfigurator, Apache-2.0), `tlt_sd_tables.csv` and `tlt_gpu_diversity.csv` (TLT,
 arXiv 2511.16665: Fig. 13, Tables 2 and 4), and kernels.
@@ -132,7 +132,7 @@ def presets(data: Path) -> dict[str, RooflineCosts]:
 
 
 def _evidence(fitting: Fitted, data: Path, gpu: str, model: str) -> Evidence:
-    """What was measured with it, and errors by what was left out; of a smaller model those of another engine's."""
+    """Measurements of an engine, and errors by left-out part; for a smaller model those of another engine."""
     folds = {
         str(fold).removeprefix("fold "): (float(parts["median_error"].median()), float(parts["most_error"].max()))
         for fold, parts in fitting.cross_validation.groupby("fold", sort=False)
@@ -154,7 +154,7 @@ def _evidence(fitting: Fitted, data: Path, gpu: str, model: str) -> Evidence:
 
 
 def _measurements(data: Path) -> pd.DataFrame:
-    """What the constants are fitted to: vLLM's times where requests fit in memory, Fig. 13, Table 4 above batch 1."""
+    """Data of the fit: vLLM's times where requests fit in memory, Fig. 13, Table 4 above batch 1."""
     vllm, fits = _decode(data, "vllm")
     served = from_tpot(vllm[fits], _VLLM)
     figure = from_speedups(_tlt(data, "fig13"), "fig13")
@@ -300,7 +300,7 @@ class Shares:
 
 
 def shares(data: Path, gpu_name: str) -> Shares:
-    """What the kernels of one GPU reach: 16 tokens for weights, 1,024 to 4,096 for FLOPs, 4 Ki to 16 Ki of context."""
+    """Rates of the kernels of one GPU: 16 tokens for weights, 1,024 to 4,096 for FLOPs, 4 Ki to 16 Ki of context."""
     kernels, device = Kernels.read(data, gpu_name), gpu(gpu_name)
     ratios = []
     for name, tp in SHAPES:

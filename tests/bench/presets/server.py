@@ -68,7 +68,7 @@ def _load_test(data: Path) -> Iterator[tuple[object, ...]]:
 
 
 def _trace(requests: pd.DataFrame) -> Trace:
-    """One RL step of these requests, in order, to prompts of their own."""
+    """One RL step of these requests, in order, to their own prompts."""
     num = len(requests)
     key = pd.DataFrame({"rl_step": 0, "prompt_id": [f"p{at}" for at in range(num)], "sample": 0, "turn": 0})
     lengths, prompts = (requests[name].to_numpy(np.int64) for name in ("output_toks", "input_toks"))

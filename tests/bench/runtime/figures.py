@@ -16,16 +16,16 @@ from tltlab.stats import finite, paired_ratio
 Kind = Literal["stock", "off", "static", "table", "adaptive"]
 Part = Literal["rollout", "tail"]
 PER_SECONDS = ("duration", "per_token", "per_plain_second")
-"""What is compared: seconds of a rollout, per token generated, and per second that plain decoding would take."""
+"""Compared figures: seconds of a rollout, per generated token, and per second of plain decoding."""
 JUDGED_BY = "per_plain_second"
 PROCESSOR = "processor_per_plain_second"
 """The same of this process's processor seconds, which a busy machine stretches little; 0 where none were counted."""
 
 CLOCKS = {"wall": (JUDGED_BY, "seconds"), "processor": (PROCESSOR, "processor_s")}
-"""What modes are compared by on each clock, and the field of a rollout that has its seconds."""
+"""Comparison of modes on each clock, and the rollout's field with its seconds."""
 
 NOTHING: dict[str, Any] = {"modes": [], "speedups": [], "judged_by": JUDGED_BY, "goals": [], "over_best_fixed": []}
-"""What `summarise` gives, of no rollouts."""
+"""Result of `summarise` without rollouts."""
 
 TAIL_GOAL, ROLLOUT_GOAL, NEVER_BELOW, OFF_GOAL = 1.7, 1.3, 0.97, 0.98
 
@@ -72,7 +72,7 @@ class ModeRollout:
 
 
 class PlainSteps:
-    """What plain decoding of given lengths takes, by what plain iterations took: step times that rise with the batch.
+    """Seconds of plain decoding of given lengths, from plain iterations: step times that rise with the batch.
 
     `rows` are the iterations of plain rollouts. Step times are fitted by isotonic regression (scikit-learn), prompts
     take the mean of what prefilling took.

@@ -1,4 +1,4 @@
-"""What speculation is worth on this machine: one engine, the same prompts, every mode in turn within each round."""
+"""Gain of speculation on this machine: one engine, the same prompts, every mode in turn within each round."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .figures import NOTHING, Kind, ModeRollout, PlainSteps, stock_goal, summari
 TEMPERATURE = 1.0
 MAX_DEPTH = 8
 OFF_TOKENS = 64
-"""Of each response where engines without drafts are compared."""
+"""Tokens of each response where engines without drafts are compared."""
 BLOCK_S = 2.0
 """Seconds for which stock vLLM runs at a time, recorded or not: a recording writes about once a second."""
 
@@ -66,7 +66,7 @@ class Mode:
     """A policy under a name. `kind` says what it is compared as; with `learned` its engine holds the draft model too.
 
     An engine with a draft model runs it in every iteration, drafting or not, so the others run in one without. "stock"
-    runs in vLLM without speculation, with its own scheduler and none of ours; "off" in an engine built for drafts.
+    runs in vLLM without speculation, with its own scheduler and none of tltlab's; "off" in an engine built for drafts.
     """
 
     name: str
@@ -134,7 +134,7 @@ def bench_runtime(
     """Roll out the first `prompts` training prompts of the folder `model` under every mode, `rounds` times each epoch.
 
     In epoch 1 drafters know nothing when a rollout begins; in epoch n they know the responses of n - 1 plain rollouts
-    of the same prompts. Policies that learn go on learning from round to round, in each epoch on their own; round 0
+    of the same prompts. Policies that learn continue learning from round to round, in each epoch on their own; round 0
     warms up and counts in `rows` only. At each of `off_batches` requests of OFF_TOKENS tokens, engines that draft
     nothing are compared with stock vLLM, and stock vLLM that is recorded with itself; with 0 `epochs` nothing else.
     """
@@ -294,7 +294,7 @@ class _ModeBench:
     def measure_recorded(self, batches: Sequence[int], rounds: int, progress: Progress) -> list[dict[str, Any]]:
         """Stock vLLM recorded and not, in turn, the same engine, for BLOCK_S at a time, at each batch size.
 
-        Tokens per second, with the ratio and its interval over rounds. What a recording writes meanwhile counts.
+        Tokens per second, with the ratio and its interval over rounds. The writes of a recording count.
         """
         results = []
         for batch in batches:

@@ -202,7 +202,7 @@ def test_texts_are_the_same_for_the_same_seed(random_model: Path):
 
 
 def test_the_command_knows_every_part_and_keeps_the_keys_of_drafters_without_a_network(monkeypatch):
-    # Each case takes processes of its own, and what they measure is tested elsewhere.
+    # Each case takes its own processes, and what they measure is tested elsewhere.
     monkeypatch.setitem(bench_drafters.__kwdefaults__, "cases", {})
     assert set(bench.DRAFTER_PARTS) == {bench.MODEL_FREE, *PARTS}
     plain = ["drafter", "--groups", "1", "--response-tokens", "64", "--depth", "2", "--json"]

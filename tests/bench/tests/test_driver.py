@@ -1,4 +1,4 @@
-"""What a run's driver costs, against scripted engines: bytes and rows that go with tokens, not objects or workers."""
+"""Cost of a run's driver, against scripted engines: bytes and rows that go with tokens, not objects or workers."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_only_tests_of_the_installed_vllm_are_run(tmp_path: Path, there: tuple[s
 
 
 def sdist(folder: Path, test: str) -> Path:
-    """What vLLM's sdist unpacks to, with one test of ours in it."""
+    """Files of vLLM's sdist, with one test of tltlab."""
     (folder / "tests" / "v1").mkdir(parents=True)
     for name in ("tests/conftest.py", "pyproject.toml"):
         (folder / name).write_text("")

@@ -92,7 +92,7 @@ def test_the_recipe_is_valid_and_says_the_same_as_trls_script(tmp_path: Path):
     assert trl["gradient_accumulation_steps"] * 8 == rollout.prompts_per_step * rollout.group_size
     assert trl["seed"] == recipe.seed == 7
     assert rollout.policy == "beg-mab"
-    # What TRL's script leaves to TRL's defaults.
+    # Settings that TRL's script leaves to TRL's defaults.
     assert (rollout.temperature, train.kl_coef, train.clip_low) == (1.0, 0.0, 0.2)
     assert (train.aggregation, train.advantage_scale, train.max_grad_norm, train.weight_decay) == (
         "token", "group", 1.0, 0.0,

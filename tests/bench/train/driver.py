@@ -1,9 +1,9 @@
-"""What a GRPO run's driver costs by itself: seconds and bytes of an RL step by part, against scripted engines.
+"""Cost of a GRPO run's driver alone: seconds and bytes of an RL step by part, against scripted engines.
 
 Everything is the run's own code (`GrpoRun._step`, rollouts, rewards, trace, what ranks are sent) but engines, models
 and Ray: a call to an actor is carried out here, and what it takes and returns goes through pickle as on its way to a
-process of its own. What actors do is not the driver's and is left out; what the first rank does with its samples
-besides the model's passes is measured apart.
+its own process. The work of actors is left out; the first rank's work on its samples besides the model's passes is
+measured separately.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def bench_driver(case: DriverCase, growth: Sequence[int], progress: Progress) ->
     cases = []
     for workers in [*(n for n in growth if n < case.workers), case.workers]:
         progress(f"{workers} workers x {case.responses} responses x {case.tokens} tokens")
-        # What is imported is inherited, what a case leaves behind is not.
+        # Imports are inherited, leftovers of a case are not.
         context = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(1, mp_context=context) as pool:
             cases.append(pool.submit(measured, replace(case, workers=workers)).result())

@@ -38,7 +38,7 @@ from .texts import GrpoJob, recipe_text, script_text, written_lines
 
 RESULT = "train.json"
 TRL = ("trl==1.16.0", "accelerate==1.15.0")
-"""What TRL needs beside the packages that are here already (torch, transformers, datasets, vLLM)."""
+"""Packages that TRL needs besides torch, transformers, datasets and vLLM."""
 OURS, DEFAULTS, VLLM = "tltlab", "trl", "trl-vllm"
 STAGES = ("rollout_s", "reward_s", "inference_s", "train_s", "sync_s")
 
@@ -262,7 +262,7 @@ def trl_folder(folder: Path | None, default: Path, progress: Progress) -> Path:
 
 
 def run_ours(setting: GrpoJob, folder: Path) -> SideRun:
-    """One run of `tltlab train` in a process of its own; RunError where it fails."""
+    """One run of `tltlab train` in its own process; RunError where it fails."""
     folder.mkdir(parents=True)
     recipe = folder / "recipe.toml"
     recipe.write_text(recipe_text(setting))
@@ -275,7 +275,7 @@ def run_ours(setting: GrpoJob, folder: Path) -> SideRun:
 
 
 def ours_of_trace(path: Path, seed: int, responses: int) -> SideRun:
-    """What a trace of ours says. A step takes until the next one starts; the last one, which has none, its stages."""
+    """Figures of a tltlab trace. A step takes until the next one starts; the last one, which has none, its stages."""
     trace = read(path)
     if trace.steps is None:
         raise RunError(f"{path}: the run recorded no RL step")
@@ -296,7 +296,7 @@ def ours_of_trace(path: Path, seed: int, responses: int) -> SideRun:
 
 
 def run_trl(setting: GrpoJob, folder: Path, packages: Path, *, vllm: bool, progress: Progress) -> SideRun:
-    """One run of TRL's trainer in a process of its own; RunError where it fails without vLLM.
+    """One run of TRL's trainer in its own process; RunError where it fails without vLLM.
 
     Its vLLM mode, where it fails as it is, runs once more with vLLM on torch's linear: `as_is` says how it failed.
     """
@@ -329,7 +329,7 @@ def run_trl(setting: GrpoJob, folder: Path, packages: Path, *, vllm: bool, progr
 
 
 def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str | None:
-    """Run a command with its output in the folder's log.txt. Returns None, or the last thing it said if it failed.
+    """Run a command with its output in the folder's log.txt. Returns None, or its last line if it failed.
 
     Each side chooses its threads as it does for any user: what this process set for itself is not handed on.
     """
@@ -343,7 +343,7 @@ def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -
 
 
 def last_line(text: str) -> str:
-    """The last line that says something, without the rank that torch puts before it."""
+    """The last nonempty line, without the rank that torch puts before it."""
     lines = [line.removeprefix("[rank0]:").strip() for line in text.splitlines()]
     return next((line for line in reversed(lines) if line), "it said nothing")[:300]
 

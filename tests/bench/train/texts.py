@@ -1,4 +1,4 @@
-"""What a user writes for the same GRPO run: a recipe of ours, and a script for TRL's GRPOTrainer."""
+"""Input of the same GRPO run: a recipe for tltlab, and a script for TRL's GRPOTrainer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def script_text(setting: GrpoJob, out: Path, *, vllm: bool) -> str:
     """The script for TRL 1.16, as its documentation begins one; the policy is saved to `out`.
 
     Settings stand in it where TRL's default would learn otherwise than the recipe does, or for logging. The same
-    samples then move the weights alike but for 1e-4, which TRL adds to standard deviations; in its vLLM mode TRL tells
+    samples then move the weights alike up to 1e-4, which TRL adds to standard deviations; in its vLLM mode TRL tells
     vLLM no dtype, which then samples from a float32 model in bfloat16. Both take one optimizer step because with
     several TRL divides each one's loss by a share of all tokens of the RL step, `tltlab train` by its mini-batch's.
     """

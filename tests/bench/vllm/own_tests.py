@@ -1,7 +1,7 @@
 """vLLM's own tests of scheduling and rejection sampling, run with vLLM as it is and with ours in its place.
 
 The tests are those of the installed version, from an sdist that the user has: none of their code is here. Each side is
-a process of its own, and a test that comes out otherwise than in vLLM as it is must stand in `EXPECTED`.
+its own process, and a test that comes out otherwise than in vLLM as it is must stand in `EXPECTED`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TESTS = (
     "tests/v1/spec_decode",
     "tests/v1/sample/test_rejection_sampler.py",
 )
-"""What is run unless something else is named."""
+"""Tests that are run by default."""
 
 Side = Literal["stock", "ours", "policy"]
 """vLLM as it is; with our plugin; and with our schedulers, under a policy that drafts as deep as the engine can."""
@@ -70,7 +70,7 @@ EXPECTED = (
 
 
 class Outcome(NamedTuple):
-    """How a test came out, one of `RESULTS`, and the first line of what it says about it."""
+    """Result of a test, one of `RESULTS`, and the first line of its message."""
 
     result: str
     message: str = ""
@@ -90,7 +90,7 @@ class Difference(NamedTuple):
 def differences(
     outcomes: Mapping[Side, Mapping[str, Outcome]], expected: Sequence[ExpectedDifference] = EXPECTED
 ) -> list[Difference]:
-    """What comes out otherwise than on the side "stock", and what is expected to and does not, in the tests' order.
+    """Tests that differ from the side "stock", and those expected to differ that do not, in order.
 
     >>> stock, ours = {"t::a": Outcome("failed")}, {"t::a": Outcome("passed")}
     >>> [d.ours for d in differences({"stock": stock, "ours": ours}, ())]
@@ -120,7 +120,7 @@ def run_vllm_tests(
     seconds: dict[Side, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        # Without the sources beside them: what is installed is tested.
+        # Without the sources next to them: what is installed is tested.
         for name in ("tests", "pyproject.toml"):
             (place / name).symlink_to((source / name).resolve())
         stand_in_for_hub(place / "hub")

@@ -1,7 +1,7 @@
 """A worker played to vLLM's scheduler, so that what ours costs in an iteration can be timed without a model.
 
 The tokens are those of texts made up beforehand, and a draft is kept as far as it agrees with them. A clock of this
-thread's processor time runs while code of ours does and stands while vLLM's own does, wherever one calls the other.
+thread's processor time runs while code of tltlab does and stands while vLLM's own does, wherever one calls the other.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _WRAPPED = (*_OF_REQUESTS, *(name for name in _PARTS if name != "_draft"))
 
 @dataclass(kw_only=True)
 class World:
-    """What all cases share: vLLM's configurations of `model`, and the texts of the requests, some for each prompt.
+    """Common data of all cases: vLLM's configurations of `model`, and the texts of the requests, some per prompt.
 
     A response has `response_tokens`; `group` requests in a row have a prompt. Traces go into `folder`.
     """
@@ -123,7 +123,7 @@ class _Clock:
         return before
 
     def _empty_us(self) -> float:
-        """What a method that does nothing seems to take, at best."""
+        """Least measured time of a method that does nothing."""
         nothing = self.switching(lambda: None, "")
         least = math.inf
         for _ in range(200):
@@ -169,7 +169,7 @@ def _recorded_scheduler(clock: _Clock, **arguments: Any) -> Any:
 class PlayedEngine:
     """The scheduler under `policy` and the worker that is played to it, with `batch` requests at a time.
 
-    The policy has a `learned` drafter or not; in its place a trace is recorded, or beside it hidden states are
+    The policy has a `learned` drafter or not; in its place a trace is recorded, or next to it hidden states are
     captured. `cold` empties the processor's caches before each call.
     """
 
@@ -210,7 +210,7 @@ class PlayedEngine:
         self.control = self.scheduler.control
         self.control.deciding = Stopwatch(time.thread_time)
         if not record:
-            # Speculation pays by this clock, so that a policy that learns goes on drafting.
+            # Speculation pays by this clock, so that a policy that learns continues drafting.
             self.control.tracker.clock = lambda: self._now_s
             self.control.begin(0)
         self._runner = _capture(self.scheduler) if capture else None
@@ -330,7 +330,7 @@ class PlayedEngine:
         return result
 
     def _tokens(self, name: str, draft: Sequence[int]) -> list[int]:
-        """What the target makes of a draft: as far as it agrees with the text, and one token more."""
+        """Tokens that the target accepts of a draft: those that agree with the text, and one more."""
         text = self.world.request(int(name))[2]
         at = len(self.scheduler.requests[name]._output_token_ids)
         if at == 0 and self._ages[name]:
@@ -380,7 +380,7 @@ def _own_us(row: dict[str, Any]) -> float:
 
 
 def _beyond_us(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """What is ours in an iteration beyond its indices: the difference of medians by strategy, weighted by how often.
+    """Time of tltlab in an iteration beyond its indices: the difference of medians by strategy, weighted by how often.
 
     With its standard error: either median is several times the difference.
     """

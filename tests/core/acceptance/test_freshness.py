@@ -159,7 +159,7 @@ FROZEN_TARGET = Freshness(untrained=0.4, updates_to_train=50, floor=0.4, age_ste
 
 
 def effects(model: Freshness) -> tuple[float, float]:
-    """What three RL steps without training leave, and what none of a hundred updates leaves."""
+    """Levels after three RL steps without training, and after none of a hundred updates."""
     trained = model.level(0, 100)
     return model.level(3, 100) / trained, model.level(0, 0) / trained
 

@@ -286,7 +286,7 @@ def walked(runs: np.ndarray, depth: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("measured", "asked"), [(8, 1), (8, 3), (4, 2), (5, 4), (2, 8), (3, 7)])
 def test_copies_at_another_depth_are_of_the_same_runs(measured: int, asked: int):
-    # Most runs never begin; one that does goes on with chance .8, so two tokens of it tell the rest.
+    # Most runs never begin; one that does continues with chance .8, so two tokens of it tell the rest.
     rng = np.random.default_rng(0)
     runs = np.where(rng.random(60_000) < 0.7, 0, rng.geometric(0.2, 60_000))
     true = walked(runs, asked)

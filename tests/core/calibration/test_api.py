@@ -1,4 +1,4 @@
-"""Calibration: what was put in comes out, sums are unbiased under heavy-tailed noise, gaps are said."""
+"""Calibration recovers its inputs, sums are unbiased under heavy-tailed noise, gaps are reported."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Calibration of every kind: what made the data is found, errors are of data left out, gaps and nonsense are said."""
+"""Calibration of every kind recovers the model of the data, has held-out errors, reports gaps and nonsense."""
 
 import json
 from itertools import pairwise, product
@@ -50,7 +50,7 @@ MEASURED = tuple(product((1, 4, 32), (0, 1, 3, 7)))
 
 
 def grid(costs: CostModel, depths: tuple[int, ...] = (0, 1, 3, 7), *, prefill: bool = False) -> pd.DataFrame:
-    """What a profiler would write of an engine with these costs: batch x depth of a chain x context."""
+    """Rows of a profiler for an engine with these costs: batch x depth of a chain x context."""
     rows = []
     for batch, depth, each, tokens in product(BATCHES, depths, (200, 4000), (0, 512) if prefill else (0,)):
         cost = costs.iteration(Strategy.chain("learned", depth))

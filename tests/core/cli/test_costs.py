@@ -1,4 +1,4 @@
-"""`tltlab costs`: the presets, and what a cost model says about iterations."""
+"""`tltlab costs`: the presets, and a cost model's predictions of iterations."""
 
 import json
 from pathlib import Path

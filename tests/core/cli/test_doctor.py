@@ -1,4 +1,4 @@
-"""`tltlab doctor` as a command: what it says of a run, of a simulation and of the machine."""
+"""`tltlab doctor` as a command: reports on a run, a simulation and the machine."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_run_may_be_the_current_folder(doctor: Command, tmp_path: Path, monkey
 
 
 def test_a_folder_of_runs_names_them(doctor: Command, tmp_path: Path) -> None:
-    """A log beside them is not taken for the folder's own."""
+    """A log next to them is not taken for the folder's own."""
     for name in ("first", "second"):
         read(TRACES / "tiny").select([0]).write(tmp_path / "runs" / name / "trace")
         (tmp_path / "runs" / name / "tensorboard").mkdir()

@@ -24,7 +24,7 @@ SLOW = {
     "matplotlib", "typer", "pandas", "pyarrow", "pydantic", "scipy", "sklearn", "rich", "numpy", "torch", "vllm", "ray",
 }  # fmt: skip
 FITS = {"scipy", "sklearn", "joblib", "optuna", "tltlab.sim.verification", "asyncio"}
-"""What simulating under given costs, and reading a trace, do without."""
+"""Modules that simulating under given costs, and reading a trace, do not load."""
 OF_EXTRAS = (
     "datasets", "huggingface_hub", "joblib", "math_verify", "msgspec", "optuna", "pebble", "ray", "safetensors",
     "simpy", "tensorboard", "tokenizers", "torch", "transformers", "vllm", "zmq",
@@ -65,19 +65,19 @@ for modules, argv in json.loads(sys.argv[1]):
     print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
 TRACE = f"trace describe {Path(__file__).parents[3] / 'traces' / 'tiny'}"
-"""What the core does without any extra."""
+"""Work of the core without any extra."""
 Done = tuple[int, str, str]
 """Exit code, standard output, standard error."""
 
 
 def loaded_by(code: str) -> set[str]:
-    """The names in `sys.modules` after `code`, in a process of its own."""
+    """The names in `sys.modules` after `code`, in its own process."""
     code += "\nimport sys; sys.stderr.write(' '.join(sys.modules))"
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr.split())
 
 
 def without(*commands: tuple[Sequence[str], Sequence[str]]) -> list[Done]:
-    """What command lines do, in turn in one process, each where the modules before it are not installed."""
+    """Results of command lines in one process, each without its missing modules."""
     program = [sys.executable, "-c", WITHOUT, json.dumps(commands)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -115,7 +115,7 @@ CALLS = count()
 
 
 class Broken(UniformBudget):
-    """Halves its drafts after every other request that it hears of, and keeps the contract but for `kind`."""
+    """Halves its drafts after every other request that it hears of, and keeps the contract except `kind`."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.heard = kind, 0

@@ -154,7 +154,7 @@ def test_what_is_remembered_twice_counts_once():
 
 
 def step(drafter, rl_step, problems, num_tokens=400, samples=2, accepted=()):
-    """An RL step: `samples` responses to each problem, random but for problem and sample; those `accepted` drafts."""
+    """An RL step: `samples` responses to each problem, random except problem and sample; those `accepted` drafts."""
     drafter.begin(rl_step)
     for prompt_id in problems:
         keys = [(rl_step, prompt_id, sample, 0) for sample in range(samples)]

@@ -54,7 +54,7 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Start a Chromium with a profile of its own, and end it."""
+    """Start a Chromium with its own profile, and end it."""
     assert CHROMIUM is not None
     (read_to, to), (back, write_back) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(prefix="chromium", ignore_cleanup_errors=True) as profile:

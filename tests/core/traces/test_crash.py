@@ -26,7 +26,7 @@ Attempts = dict[int, int]
 
 @dataclass(frozen=True)
 class There:
-    """The finished trace, and the recording beside it."""
+    """The finished trace, and the recording next to it."""
 
     closed: Attempts | None = None
     recorded: Attempts | None = None
@@ -135,7 +135,7 @@ def test_the_power_may_go_at_any_moment(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def goes_on(path: Path, before: Attempts, after: Attempts) -> None:
-    """A run that goes on has every RL step that was flushed, and records on."""
+    """A run that continues has every RL step that was flushed, and records on."""
     steps = min(len(before), len(after))
     kept = [{step: attempt for step, attempt in one.items() if step < steps} for one in (before, after)]
     with Recorder.reopen(path, MANIFEST, steps) as recorder:

@@ -337,7 +337,7 @@ def test_what_a_flush_could_not_write_is_written_later(tmp_path, monkeypatch):
 
 
 def gone_on(path, *steps):
-    """The recording of a run that went on from the finished trace's first RL step, did these and was killed."""
+    """The recording of a run that continued from the finished trace's first RL step, did these and was killed."""
     recorder = Recorder.reopen(path, MANIFEST, 1)
     record(recorder, steps)
     recorder._lock.close()

@@ -165,7 +165,7 @@ def test_an_end_between_operations_leaves_old_or_new(tmp_path, how):
         child.start()
         child.join()
         ended = child.exitcode
-        # What ended early may also go on from where the old one was.
+        # What ended early may also continue from where the old one was.
         for rl_steps in (2, 3) if ended else (2,):
             copy = tmp_path / f"{number}-{rl_steps}"
             shutil.copytree(place, copy)

@@ -1,4 +1,4 @@
-"""The order in which prompts come: epochs of a seed, batches of them, what is excluded, and going on after a stop."""
+"""The order in which prompts come: epochs of a seed, batches of them, what is excluded, and continuing after a stop."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], ato
 
 
 def together(calls: Sequence[Callable[[], Item]]) -> list[Item]:
-    """What calls return that run at once, each in a thread of its own."""
+    """What calls return that run at once, each in its own thread."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return [call.result() for call in [threads.submit(call) for call in calls]]
 

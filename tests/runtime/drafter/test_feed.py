@@ -105,7 +105,7 @@ def test_without_a_trainer_everything_is_dropped(endpoint: str, sender: FeedSend
 
 
 def test_a_trainer_that_hangs_holds_nobody_up(endpoint: str, sender: FeedSender):
-    """Messages beyond what may wait are dropped; when it goes on, what it hears last is how it stands."""
+    """Messages beyond what may wait are dropped; when it continues, what it hears last is how it stands."""
     hangs, goes_on = threading.Event(), threading.Event()
     statuses: list[tuple[int, bool]] = []
 

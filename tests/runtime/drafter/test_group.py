@@ -35,7 +35,7 @@ def point() -> Iterator[RendezvousServer]:
 
 
 def all_of(world: int, member: Callable[[int], Any]) -> list[Any]:
-    """What each member returned, in a thread of its own."""
+    """What each member returned, in its own thread."""
     return together([lambda rank=rank: member(rank) for rank in range(world)])
 
 
@@ -46,7 +46,7 @@ def made(folder: Path, seed: int = 0, kind: str = "eagle") -> DrafterTraining:
 
 
 def joined(address: str, name: str, rank: int, world: int, timeout_s: float = PATIENT_S) -> DrafterGroup:
-    """In the group `name` of a meeting point; each member at an address of its own."""
+    """In the group `name` of a meeting point; each member at its own address."""
     return DrafterGroup.join(
         rendezvous_store(address, name, timeout_s), rank, world, timeout_s, host=f"127.0.0.{2 + rank}"
     )
@@ -74,7 +74,7 @@ def test_a_process_joins_and_leaves_many_groups(point: RendezvousServer):
 
 @pytest.mark.parametrize("kind", ["eagle", "hass"])
 def test_two_members_end_where_one_does(point: RendezvousServer, tmp_path: Path, kind: str):
-    """They begin with heads of their own; sharing makes them the leader's."""
+    """They begin with their own heads; sharing makes them the leader's."""
     members = [made(tmp_path / str(rank), seed=rank, kind=kind) for rank in range(2)]
     alone = made(tmp_path / "alone", kind=kind)
     for training in (members[0], alone):
@@ -117,7 +117,7 @@ def test_members_that_train_differently_share_nothing(point: RendezvousServer, t
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["leaves", "hangs"])
 def test_a_lost_member_costs_the_others_one_update(point: RendezvousServer, tmp_path: Path, hangs: bool):
-    """The others go on, first alone and then in a new group."""
+    """The others continue, first alone and then in a new group."""
     over, met = threading.Event(), threading.Barrier(3, timeout=PATIENT_S)
 
     def begins(rank: int) -> tuple[DrafterTraining, DrafterGroup]:

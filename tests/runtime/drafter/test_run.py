@@ -1,4 +1,4 @@
-"""A run's drafter with trainers in processes of their own, which die, hang and cannot write; then runs with engines."""
+"""A run's drafter with trainers in their own processes, which die, hang and cannot write; then runs with engines."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def told(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 
 @pytest.fixture
 def story(told: Story) -> Story:
-    """The same story in all tests: a run that has seen the worst goes on as if nothing had been."""
+    """The same story in all tests: a run that has seen the worst continues as if nothing had been."""
     told.run.training.processes._deaths = dict.fromkeys(range(3), 0)
     return told
 

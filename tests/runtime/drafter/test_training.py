@@ -29,7 +29,7 @@ LOSS = LossConfig(token_weight=1.0)
 
 
 class Threads:
-    """Members in one process: whoever comes last adds up and lets all go on."""
+    """Members in one process: whoever comes last adds up and lets all continue."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -66,7 +66,7 @@ def training(folder: Path, loss: LossConfig = LOSS, **optim: float) -> DrafterTr
 
 
 class Pair:
-    """Two members of a group, each with a drafter of its own."""
+    """Two members of a group, each with its own drafter."""
 
     def __init__(self, folder: Path) -> None:
         self.left, self.right = (training(folder / name) for name in ("left", "right"))

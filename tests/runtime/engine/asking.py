@@ -48,7 +48,7 @@ def groups_of_four(num: int, tokens: int, prompt_tokens: int = 6, rl_step: int =
 
 
 def timed_by_work(tracker: IterationTracker, patch: pytest.MonkeyPatch) -> None:
-    """Have an engine's time go on by its work alone: 10 ms an iteration, and 0.1 ms for each token that it verifies.
+    """Have an engine's time continue by its work alone: 10 ms an iteration, and 0.1 ms for each token that it verifies.
 
     What a policy learns from times is then the same on every machine, however busy.
     """

@@ -1,4 +1,4 @@
-"""An engine that goes on like another: its randomness reseeded, what it learned carried over, its choices replayed."""
+"""An engine that continues like another: reseeded randomness, restored state, replayed choices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ADAPTIVE = {
 
 @pytest.fixture(scope="module")
 def engines(random_model: Path) -> Iterator[list[Engine]]:
-    """Two engines of the same weights, with seeds of their own."""
+    """Two engines of the same weights, with their own seeds."""
     args = {"max_model_len": 128, "max_num_seqs": 32, "kv_cache_memory_bytes": 32 << 20}
     made = [Engine(str(random_model), max_draft_depth=4, seed=seed, vllm_args=args) for seed in range(2)]
     yield made
@@ -166,7 +166,7 @@ def test_a_replay_that_does_not_fit_says_where(engines: list[Engine]):
 
 
 def test_suffix_drafts_after_a_load_follow_from_the_state_alone():
-    """Responses that grew side by side and one after the other: live trees order ties otherwise, loaded ones do not."""
+    """Responses that grew side by side and one by one: live trees order ties otherwise, loaded ones do not."""
     strategy = Strategy.chain("suffix", 4)
     pools = [DrafterPool(None, 4) for _ in range(3)]
     for pool in pools:

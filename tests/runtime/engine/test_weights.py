@@ -64,7 +64,7 @@ def test_another_process_reads_while_the_next_bucket_is_filled(slots: BucketSlot
     found: list[object] = []
     numbers = []
     for bucket in slots.filled(weights.items()):
-        # One bucket behind: when the generator goes on, the one before the last is done and the last may be in use.
+        # One bucket behind: when the generator continues, the one before the last is done and the last may be in use.
         if numbers:
             found += pipe.recv()
         numbers.append((bucket.number, bucket.last))

@@ -1,4 +1,4 @@
-"""Workers that are forks of a process which has imported their modules: real ones, of a Ray of their own."""
+"""Workers that are forks of a process which has imported their modules: real ones, of their own Ray."""
 
 from __future__ import annotations
 

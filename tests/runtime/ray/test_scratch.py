@@ -71,7 +71,7 @@ def test_what_is_still_used_is_not_swept(temporary: Path):
 
 
 def test_agents_of_a_killed_rays_session_end(temporary: Path):
-    """Ray names its processes by titles; whoever else reads a log of the session goes on."""
+    """Ray names its processes by titles; whoever else reads a log of the session continues."""
     session = session_in(temporary)
     subprocess.run([sys.executable, "-c", KILLED, str(temporary), str(session)], check=False)
     code = "import sys; file = open(sys.argv[1], 'a'); print(flush=True); input()"

@@ -191,7 +191,7 @@ def test_exact_reuse_leaves_the_policys_distribution(engine: Engine, versions: V
         second[t.token_ids[1] if len(t.token_ids) > 1 else END] += 1
 
     def chances(version: int) -> tuple[float, float]:
-        """The chi-square test's for both tokens; a response that has ended goes on ending."""
+        """The chi-square test's for both tokens; a response that has ended continues ending."""
         one = np.exp(versions.rows(version, prompt.token_ids, [0])[0].astype(np.float64))
         two = np.stack([np.exp(versions.rows(version, prompt.token_ids, [w, 0])[1].astype(np.float64)) for w in words])
         two[END] = np.eye(24)[END]

@@ -1,6 +1,6 @@
 """Partial and asynchronous rollouts: nothing is lost or drawn twice, and every token remembers who drew it.
 
-Of those beside training: what may begin, how old what is trained on is, and which lengths it has.
+Of those during training: what may begin, how old what is trained on is, and which lengths it has.
 """
 
 from __future__ import annotations

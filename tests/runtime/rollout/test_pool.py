@@ -125,7 +125,7 @@ def test_a_quota_ends_a_rollout_once_so_many_prompts_are_answered(pool: WorkerPo
 
 
 def sending(weights: dict[str, torch.Tensor], kill_after: int = -1) -> SendWeights:
-    """Weights from an actor of its own, in buckets of 16 KiB, as `TrainerGroup.send_weights` brings those of ranks."""
+    """Weights from its own actor, in buckets of 16 KiB, as `TrainerGroup.send_weights` brings those of ranks."""
     actor, held = SendingActor.remote(), ray.put(weights)
 
     def send(workers: Sequence[object], version: int, way: str) -> None:

@@ -220,7 +220,7 @@ def certain(token: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("drawn", "place", "whole"), [(END, 3, True), (20, 3, False), (20, 19, True), (END, 19, True)])
 def test_a_residual_token_may_end_the_response(random_model: Path, tmp_path: Path, drawn: int, place: int, whole: bool):
-    """The policy in force wants `drawn` at `place` of a response of 20 tokens, the cap: END and the cap end it."""
+    """The active policy wants `drawn` at `place` of a response of 20 tokens, the cap: END and the cap end it."""
     tokens = [4 + i % 10 for i in range(20)]
     rollouts = reusing(random_model, 1, {"residual": "exact"}, group_size=2, max_response_tokens=20)
     earlier = np.stack([certain(token) for token in tokens])

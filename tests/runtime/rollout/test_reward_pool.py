@@ -1,4 +1,4 @@
-"""Rewards in processes of their own: what hangs, raises or crashes costs its response the reward, and nothing else."""
+"""Rewards in their own processes: what hangs, raises or crashes costs its response the reward, and nothing else."""
 
 from __future__ import annotations
 

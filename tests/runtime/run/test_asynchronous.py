@@ -1,4 +1,4 @@
-"""Training beside rollouts on real engines: its bound, going on from a checkpoint, and engines that die meanwhile."""
+"""Training during rollouts on real engines: its bound, continuing from a checkpoint, and engines that die meanwhile."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_the_power_may_go_at_any_moment(tmp_path: Path, monkeypatch: pytest.Monk
         if newest is not None:
             with Recorder.reopen(place / "run" / "trace", manifest, step_of(newest)) as recorder:
                 assert recorder.snapshot().rl_steps == list(range(step_of(newest)))
-        # It goes on from there.
+        # It continues from there.
         assert content(left.save(9, writer(9))) == content(left.latest())
         looked_at += 1
     assert looked_at >= 30

@@ -58,7 +58,7 @@ main(["train", *arguments])
 
 
 class Driver:
-    """`tltlab train` in a process of its own. It and its actors are forks of the process that has imported all."""
+    """`tltlab train` in its own process. It and its actors are forks of the process that has imported all."""
 
     def __init__(self, run: Path, log: Path, *arguments: str, path: Path) -> None:
         self.run = run

@@ -241,7 +241,7 @@ SENT: dict[str, list[list[Any]]] = {
 
 @pytest.mark.parametrize("service", SENT)
 def test_a_service_gets_every_step_once(tmp_path: Path, services: list[list[Any]], service: str):
-    """The second process goes on, in the same run, from RL step 1, which the first did twice, and is interrupted."""
+    """The second process continues, in the same run, from RL step 1, which the first did twice, and is interrupted."""
     config = LogConfig(tensorboard=False, **{service: "tails"})
     settings = {"recipe": {"lr": 0.1, "drafters": {}}, "argv": ["x"]}
     with RunLog(config, tmp_path / "run", 3, settings=settings) as log:

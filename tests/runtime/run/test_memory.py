@@ -84,7 +84,7 @@ def plan_bytes(plan: RunPlan, process: str, phase: str) -> float:
 
 def update_bytes(model: Path) -> int:
     """Bytes that an update took at most, in a process in which nothing else was."""
-    # Each tensor has pages of its own and gives them back: glibc keeps nothing.
+    # Each tensor has its own pages and gives them back: glibc keeps nothing.
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)
     trainer = Trainer(str(model), recipe(model, 1024).train, temperature=1.0, max_response_tokens=120, seed=0)
     samples = [

@@ -1,4 +1,4 @@
-"""Runs that stop and go on: the same as if they never had, on real engines."""
+"""Runs that stop and continue: the same as if they never had, on real engines."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_every_algorithm_says_what_sets_it_apart():
     ],
 )
 def test_what_is_filtered_weighs_nothing(aggregation: str, kept: list[bool], each: list[float]):
-    """The weights of all tokens sum to 1, but for a constant aggregation."""
+    """The weights of all tokens sum to 1, except with constant aggregation."""
     weights = token_weights(
         torch.tensor([1, 3, 10]), torch.tensor(kept), aggregation=aggregation, max_response_tokens=CAP
     )
@@ -180,7 +180,7 @@ def test_a_group_of_equal_rewards_has_no_advantage():
 
 def shaped(overlong: str, buffer: int = 0) -> list[float]:
     rewards, lengths = torch.tensor([1.0, 1.0, 1.0, -0.5, 1.0]), torch.tensor([80, 90, 100, 100, 60])
-    truncated = torch.tensor([False, False, False, True, True])  # the last one by a smaller cap of its own
+    truncated = torch.tensor([False, False, False, True, True])  # the last one by its own smaller cap
     settings = {"overlong": overlong, "buffer": buffer, "max_response_tokens": 100}
     return shape_rewards(rewards, lengths, truncated, **settings).tolist()
 

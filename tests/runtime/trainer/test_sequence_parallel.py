@@ -65,7 +65,7 @@ def kept_bytes(trainer: Trainer) -> int:
 
 
 def of_rank(rank: int, world: int, model: Path, folder: Path, config: dict[str, Any]) -> list[Any]:
-    """In its own process: what `learned` says; whether it goes on bit by bit from a checkpoint; what autograd keeps."""
+    """In its own process: `learned`; True if it continues bit by bit from a checkpoint; what autograd keeps."""
     trainer = made(model, rank, world, f"file://{folder}/meeting", **config)
     try:
         found = learned(trainer)

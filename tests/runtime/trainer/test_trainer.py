@@ -399,7 +399,7 @@ def test_only_a_recipe_that_asks_is_deterministic(random_model: Path):
         assert not torch.are_deterministic_algorithms_enabled()
         plain = trained(trainer(random_model))
         made = trainer(random_model, deterministic=True)
-        # FlashAttention's backward pass takes a warning for leave to go on as it likes.
+        # FlashAttention's backward pass takes a warning for leave to continue as it likes.
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         # Every operation of an update has a deterministic version, or this would raise.

@@ -137,7 +137,7 @@ def test_verify_predicts_whole_steps_and_states_the_same_share(
     for row, of_rollout in zip(found["whole_steps"], found["steps"], strict=True):
         scale = 1 + 0.05 * (row["rl_step"] % 3)
         assert row["measured_s"] == pytest.approx(STEP_S * scale)
-        # All that lies beside the rollout is proportional to tokens here.
+        # All that lies during the rollout is proportional to tokens here.
         beside_s = row["predicted_s"] - of_rollout["predicted_s"]
         assert beside_s == pytest.approx((STEP_S - ROLLOUT_S) * scale, rel=0.01)
     errors = [abs(row["error"]) for row in found["whole_steps"]]

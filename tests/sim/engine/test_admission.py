@@ -115,7 +115,7 @@ def test_nothing_over_issued_is_the_plain_rollout(trace: Trace):
 
 
 def test_resumed_work_is_conserved_in_the_long_run(trace: Trace):
-    """Every token is generated once: what a pass generates is, but for what is under way, what it trains."""
+    """Every token is generated once: what a pass generates is, except what is under way, what it trains."""
     result = simulate(trace, "none", costs=COSTS, admission=Admission(issue=1.5))
     generated = sum(float(log.columns.tokens.sum()) for r in result.rollouts for log in r.logs)
     trained = sum(int(r.requests.lengths.sum()) for r in result.rollouts)

@@ -1,4 +1,4 @@
-"""Requests with gains or drafts of their own: batches against an oracle, fluid against sampled, budgets."""
+"""Requests with gains or their own drafts: batches against an oracle, fluid against sampled, budgets."""
 
 from __future__ import annotations
 

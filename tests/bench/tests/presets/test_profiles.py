@@ -127,7 +127,7 @@ def residuals(**offs: list[float]) -> Residuals:
 
 
 def test_the_tail_of_few_sets_is_smaller():
-    """Of one set in 100 cells 95 are within the bound, of many sets nearly 90."""
+    """With one set 95 of 100 cells are within the bound, with many sets nearly 90."""
     hundred = [at / 100 for at in range(1, 101)]
     assert residuals(one=hundred).most() == pytest.approx(0.95)
     many = {f"set{at}": [value] for at, value in enumerate(hundred)}

@@ -31,7 +31,7 @@ TINY = Path(__file__).resolve().parents[4] / "traces" / "tiny"
 
 
 class Copycat(Drafter):
-    """Drafts how the longest other response to the same prompt goes on from where the request is."""
+    """Drafts how the longest other response to the same prompt continues from where the request is."""
 
     def __init__(self) -> None:
         self.texts: dict[Key, list[int]] = {}
@@ -92,7 +92,7 @@ def trace_of(texts: Sequence[Sequence[int]], **outcomes: object) -> Trace:
     [
         # A draft is made when the last token came, the one at 0 just before the first: 2, 2, 3 and 4 tokens are there.
         (([5, 6, 7, 8], [5, 6, 7, 8]), ([1, 2, 3, 4], [2.5, 3.5, 4.5, 5.5]), [2, 1, 1, 1]),
-        # At its tokens 1 and 2 the second has the whole of the first beside it: told in the order of the batch.
+        # At its tokens 1 and 2 the second has the whole of the first next to it: told in the order of the batch.
         (([5, 6, 7, 8], [5, 6, 7, 8]), ([1, 2, 2, 2], [1, 2, 2, 3]), [0, 0, 2, 1]),
         (([], [5]), ([], [1]), [0]),
     ],

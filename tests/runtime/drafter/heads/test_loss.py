@@ -55,7 +55,7 @@ def slow_loss(
 
 
 def obedient(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence) -> TrainingSequence:
-    """The same with its tokens rewritten, from left to right, to what the head would draft, but for every fifth."""
+    """The same with its tokens rewritten, from left to right, to what the head would draft, except every fifth."""
     for row in range(sequence.num_rows - 1):
         if row % 5 < 4:
             state = drafted_states(head, frozen, sequence, row, 1)[0]

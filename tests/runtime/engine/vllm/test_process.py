@@ -1,6 +1,6 @@
 """Engines as a user's own program starts them: what they leave in its process, and what they record until it ends.
 
-One program starts three engines in turn, one server has its core in a process of its own, and two engines are Ray
+One program starts three engines in turn, one server has its core in its own process, and two engines are Ray
 actors, of which one is killed: starting, and importing vLLM, is what costs. The server, the actors and TRL's trainer
 know nothing of tltlab; the environment does.
 """
@@ -171,7 +171,7 @@ async def streamed(url: str, model: Path) -> list[str]:
 
 
 def scraped(url: str) -> dict[tuple[str, ...], float]:
-    """By the name of a metric, and its labels' values but for model and engine: its number."""
+    """By the name of a metric, and its labels' values except model and engine: its number."""
     with urlopen(f"{url}/metrics", timeout=200) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     found: dict[tuple[str, ...], float] = {}

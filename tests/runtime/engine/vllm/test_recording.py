@@ -1,6 +1,6 @@
-"""An engine that is only recorded: whatever requests, disk and our own code do, it goes on as vLLM's own.
+"""An engine that is only recorded: whatever requests, disk and our own code do, it continues as vLLM's own.
 
-One engine of vLLM's, as its users start it, serves all tests; each records in a place of its own.
+One engine of vLLM's, as its users start it, serves all tests; each records in its own place.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def test_what_vllms_own_speculation_kept_is_recorded(recorded: Recorded):
 def structured(recorded: Recorded, adapter: Path) -> list[str]:
     from vllm.sampling_params import StructuredOutputsParams
 
-    # The vocabulary has no blank: vLLM itself ends what it cannot go on with as an error.
+    # The vocabulary has no blank: vLLM itself ends what it cannot continue with as an error.
     answers = []
     for choice in (["w3", "w4"], ["w1 w2"]):
         params = StructuredOutputsParams(choice=choice)
@@ -294,7 +294,7 @@ def falls_asleep(recorded: Recorded) -> None:
 
 
 def is_updated(recorded: Recorded) -> None:
-    """A step's rest is kept, and goes on with the next weights."""
+    """A step's rest is kept, and continues with the next weights."""
     recorded.adds("goes on")
 
 

@@ -97,7 +97,7 @@ def test_bias_and_min_p_are_applied_to_every_token(policy: str, told: dict[str, 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_seed_repeats_its_tokens(policy: str, told: dict[str, dict[str, Any]]):
-    """After other requests, beside them and alone; under varying depths they are stock vLLM's."""
+    """After other requests, next to them and alone; under varying depths they are stock vLLM's."""
     first, *others = told[policy]["seeded"]
     assert all(other == first for other in others)
     assert len(set(map(tuple, first))) == 8

@@ -69,8 +69,9 @@ def test_a_request_gets_back_the_last_row_of_each_of_its_positions(data: st.Data
             writer.store.open(name)
         runs = []
         for name in data.draw(st.permutations(sorted(ends))):
-            # It goes on, takes back rejected drafts, or after preemption starts again further up; or further on, behind
-            # a prefix that another request had computed meanwhile, and then what came before the hole is no more.
+            # It continues, takes back rejected drafts, or after preemption starts again further up; or further on,
+            # behind a prefix that another request had computed meanwhile, and then what came before the hole is no
+            # more.
             start = max(ends[name] - data.draw(st.sampled_from([0, 0, 1, 4, PAGE + 3, -9, -PAGE])), 0)
             count = min(data.draw(st.integers(1, PAGE + 4)), CONTEXT - start)
             if count > 0 and data.draw(st.booleans()):

@@ -44,9 +44,9 @@ HEAD = LearnedSpec(method="draft_model", model="the/target")
 
 
 def scheduled_by(cls: Any, engine: Engine, asynchronous: bool = True, settings: Any = None, changes: Any = None) -> Any:
-    """A scheduler for an engine like this one but for `changes`; `settings` are its `additional_config`.
+    """A scheduler for an engine like this one except `changes`; `settings` are its `additional_config`.
 
-    `cls` is one of ours by its name, or a class of vLLM's.
+    `cls` is one of tltlab by its name, or a class of vLLM's.
     """
     from tltlab.runtime.engine.vllm import scheduler
 

@@ -1,4 +1,4 @@
-"""One engine over two processes: the policy stays beside the scheduler, weights and capture are where the model is."""
+"""One engine over two processes: the policy stays next to the scheduler, weights and capture are where the model is."""
 
 from __future__ import annotations
 

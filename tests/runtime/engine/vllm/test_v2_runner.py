@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner under a policy, on Triton's interpreter in a process of its own."""
+"""vLLM's V2 model runner under a policy, on Triton's interpreter in its own process."""
 
 from __future__ import annotations
 
