@@ -1,4 +1,4 @@
-"""The drafter's trainers as processes beside the rollout workers, and the coordinator that gives them orders."""
+"""The drafter's trainers as processes next to the rollout workers, and the coordinator that gives them orders."""
 
 from __future__ import annotations
 
