@@ -232,7 +232,7 @@ def test_the_verdict_of_the_first_page_is_printed(checkout: Path, capsys):
     assert " ".join(printed.partition("\n\n")[0].split()) in shown
 
 
-def test_the_python_of_the_first_page_draws_a_picture(checkout: Path):
+def test_python_of_first_page_draws_picture(checkout: Path):
     exec(blocks("README.md", "python")[1], {})
     assert (checkout / "timeline.png").exists()
 
@@ -247,14 +247,14 @@ def test_your_own_vllm_gets_the_policy(checkout: Path, monkeypatch, capsys):
     assert "--speculative-config" in capsys.readouterr().out
 
 
-def test_the_python_of_the_format_makes_a_valid_trace(checkout: Path, capsys):
+def test_python_of_format_makes_valid_trace(checkout: Path, capsys):
     (checkout / "mine").mkdir()
     (example,) = [block for block in blocks("traces/README.md", "python") if "manifest.json" in block]
     exec(example, {})
     assert run("tltlab trace validate mine", capsys).startswith("valid: 4 responses")
 
 
-def test_figures_of_the_h100_are_those_of_its_trace(checkout: Path, capsys):
+def test_figures_of_h100_are_those_of_its_trace(checkout: Path, capsys):
     (example,) = [block for block in blocks("traces/README.md", "python") if "h100-smoke" in block]
     exec(example, {})
     shown = [line.rstrip() for line in PAGES["traces/README.md"].splitlines()]

@@ -240,7 +240,7 @@ STORIES = {
 
 @pytest.mark.parametrize("hold", [1, 3])
 @pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
-def test_a_policy_sees_the_same_calls_beside_an_engine_and_in_the_simulator(story: Story, hold: int):
+def test_a_policy_gets_the_same_calls_everywhere(story: Story, hold: int):
     beside_engine, iterations = engine_calls(story, hold)
     simulated = simulated_calls(story, hold, iterations)
     for n, (engine, simulator) in enumerate(zip(beside_engine, simulated, strict=False)):

@@ -115,7 +115,7 @@ def test_the_simulator_makes_an_engines_decisions_again(source: Any, engine: Any
     assert {name: decisions.share(name) for name in STATES} == dict.fromkeys(STATES, 1.0), decisions.text()
 
 
-def test_a_recorded_run_is_made_again_to_the_last_decision():
+def test_recorded_run_is_replayed_to_last_decision():
     decisions = replay_decisions(TRACES / "gcd-small", rl_steps=[0, 3])
     assert decisions.rows["decisions"].tolist() == [524, 449]
     assert decisions.json()["same"] == 1.0
@@ -153,6 +153,6 @@ def test_other_tokens_than_the_recorded_ones_show():
         ("base-rl-16k", ("base-rl-16k", "iterations", "decisions")),
     ],
 )
-def test_decisions_of_another_policy_and_of_nobody_are_refused(trace: str, facts: tuple[str, ...]):
+def test_decisions_of_other_or_no_policies_are_refused(trace: str, facts: tuple[str, ...]):
     with refused(ConfigError, naming=facts):
         replay_decisions(TRACES / trace)

@@ -66,7 +66,7 @@ def test_a_result_outside_a_command_has_versions_alone():
 
 
 @pytest.mark.timeout(60)
-def test_an_interrupt_that_strikes_in_a_destructor_comes_again():
+def test_an_interrupt_that_strikes_in_a_destructor_recurs():
     class Struck:
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGTERM)
@@ -105,7 +105,7 @@ def test_a_librarys_full_disk_is_a_sentence(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_place_of_a_parent_is_said_before_the_work(tmp_path: Path):
+def test_a_file_as_parent_fails_before_the_work(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with refused(InputError, naming=("cannot",)), marked_folder(tmp_path / "file" / "out", "mark.json"):
         raise AssertionError("the block must not begin")

@@ -116,7 +116,7 @@ def renamed(trace: Trace, old: str, name: str, **manifest: object) -> Trace:
 @pytest.mark.parametrize(
     ("folder", "old", "traits"), [("tiny", "ngram", TEXT), ("h100-smoke", "learned", NETWORK)], ids=["text", "network"]
 )
-def test_a_trace_says_what_its_drafters_are(folder, old, traits, tmp_path):
+def test_a_trace_states_what_its_drafters_are(folder, old, traits, tmp_path):
     trace = read(ROOT / "traces" / folder)
     other = renamed(trace, old, "mine", drafters={"mine": traits})
     other.write(tmp_path / "mine")
@@ -146,7 +146,7 @@ def test_a_trace_says_what_its_drafters_are(folder, old, traits, tmp_path):
             fit(unset)
 
 
-def test_a_fitted_file_says_of_each_drafter_whether_it_copies():
+def test_a_fitted_file_marks_copying_drafters():
     depth = FittedDepth(accepted=(0.6, 0.0, 0.0, 0.0, 0.4), drafted=4.0)
     deeper = Strategy.chain("mine", 6)
     copies = load_acceptance({"kind": "fitted", "drafters": {"mine": {4: depth}}, "copies": {"mine": True}})
@@ -185,7 +185,7 @@ def test_unknown_drafters_and_trees_of_text_are_refused():
         checked(pd.DataFrame([points | {"drafter": "ngarm"}]), "cells.csv")
 
 
-def test_a_manifest_without_own_drafters_does_not_name_them():
+def test_manifest_without_own_drafters_does_not_name_them():
     manifest = Manifest(kind="recorded")
     assert "drafters" not in manifest.to_json()
     assert '"has_network": true' in manifest.model_copy(update={"drafters": {"mtp": NETWORK}}).to_json()

@@ -80,7 +80,7 @@ def test_a_folder_takes_its_place_whole(tmp_path: Path):
     assert [file.name for file in out.parent.iterdir()] == ["out"]
 
 
-def test_a_folder_that_must_be_new_leaves_what_is_there(tmp_path: Path):
+def test_a_new_folder_replaces_nothing(tmp_path: Path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "a").write_text("theirs")
     with refused(OSError, naming=("empty",)), new_folder(tmp_path / "out", replace=False) as folder:
@@ -110,7 +110,7 @@ with new_folder(Path(sys.argv[1])) as new:
 
 
 @pytest.mark.parametrize("moves", [0, 1])
-def test_the_next_writer_mends_what_a_killed_one_left(tmp_path: Path, moves: int):
+def test_next_writer_mends_what_killed_one_left(tmp_path: Path, moves: int):
     out = tmp_path / "out"
     with new_folder(out) as folder:
         (folder / "a").write_text("1")
@@ -165,7 +165,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert file.read() == b"[1]"
 
 
-def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_endless_file_is_not_read_fully(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "MOST_JSON_BYTES", 1 << 20)
     with refused(ConfigError, naming=("/dev/full", "1", "MiB")):
         read_json(Path("/dev/full"))
@@ -175,7 +175,7 @@ def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: 
     assert read_text(tmp_path / "a", encoding="utf-8-sig") == "1\n2"
 
 
-def test_a_sum_stands_beside_a_file_as_sha256sum_writes_it(tmp_path: Path):
+def test_sum_stands_beside_file_as_sha256sum_writes_it(tmp_path: Path):
     file = tmp_path / "a b"
     file.write_bytes(b"abc")
     assert written_sum(file) is None
@@ -186,7 +186,7 @@ def test_a_sum_stands_beside_a_file_as_sha256sum_writes_it(tmp_path: Path):
     assert written_sum(file) == ""
 
 
-def test_a_file_is_written_where_folders_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_file_is_written_where_folders_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(descriptor: int, how: int) -> None:
         raise OSError(errno.EBADF, "as NFS says of a folder")
 

@@ -139,7 +139,7 @@ def test_what_is_not_changed_is_read(place: Path, name: str):
 @pytest.mark.parametrize("name", READERS)
 @settings(max_examples=EXAMPLES)
 @given(edits=EDITS)
-def test_a_changed_file_is_read_or_refused_in_a_sentence(place: Path, name: str, edits: list[Edit]):
+def test_changed_file_is_read_or_refused_in_sentence(place: Path, name: str, edits: list[Edit]):
     check(place, name, edited(source(name), edits))
 
 
@@ -165,7 +165,7 @@ FILES = {file.name: file.read_bytes() for file in TINY.iterdir() if file.suffix 
 
 @settings(max_examples=max(5, EXAMPLES // 10))
 @given(name=st.sampled_from(sorted(FILES)), edits=EDITS)
-def test_a_trace_with_a_changed_file_is_refused_or_the_same(place: Path, name: str, edits: list[Edit]):
+def test_trace_with_changed_file_is_refused_or_same(place: Path, name: str, edits: list[Edit]):
     folder, data = place / "trace", edited(FILES[name], edits)
     folder.mkdir(exist_ok=True)
     for other, content in FILES.items():

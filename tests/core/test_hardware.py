@@ -39,7 +39,7 @@ def test_requests_of_4096_tokens_that_fit(gpu_name: str, name: str, tp: int, res
     assert kv_capacity_tokens(gpu(gpu_name), model(name), tp) // 4096 == residents
 
 
-def test_a_cache_has_the_blocks_that_an_engine_counted(shared_data):
+def test_cache_has_blocks_that_engine_counted(shared_data):
     """2,588 blocks of 16 on an RTX 4090; the timeline's largest share of them in use is one of whole blocks."""
     blocks = 2588
     assert kv_capacity_tokens(gpu("RTX4090"), model("Llama-3.1-8B"), 1) == blocks * 16
@@ -81,7 +81,7 @@ GEMMA = {
 }  # fmt: skip
 
 
-def test_latent_attention_and_experts_are_read_off_a_config():
+def test_latent_attention_and_experts_are_read_off_config():
     shape = shape_of_config(DEEPSEEK, "V3")
     assert shape.stored_params / 1e9 == pytest.approx(671, rel=0.02)
     assert shape.active_params / 1e9 == pytest.approx(37, rel=0.05)
@@ -116,7 +116,7 @@ OWN_MODEL = {"name": "mine", "hidden": 8, "intermediate": 8, "layers": 1, "head_
         (lambda: shape_of_config(DEEPSEEK | {"quantization_config": {"quant_method": "hqq"}}), ("hqq",)),
     ],
 )
-def test_what_is_unknown_or_does_not_fit_is_refused(make, facts):
+def test_unknown_or_unfitting_hardware_is_refused(make, facts):
     with refused((ConfigError, ValidationError), naming=facts):
         make()
 
@@ -131,7 +131,7 @@ def test_what_is_unknown_or_does_not_fit_is_refused(make, facts):
         ({"quant_method": "modelopt", "config_groups": {"0": {"weights": {"type": "int", "num_bits": 8}}}}, "int8"),
     ],
 )  # fmt: skip
-def test_the_type_of_a_checkpoint_is_read_off_its_config(quantization: dict[str, object], kind: str):
+def test_type_of_checkpoint_is_read_off_its_config(quantization: dict[str, object], kind: str):
     assert shape_of_config(DEEPSEEK | {"quantization_config": quantization}).weights == kind
 
 
@@ -196,12 +196,12 @@ def test_experts_of_a_family_are_its_billions(family: str, active: float, stored
     assert shape.stored_params / 1e9 == pytest.approx(stored, rel=0.05)
 
 
-def test_three_of_four_layers_of_llama4_see_a_chunk():
+def test_three_of_four_layers_of_llama4_see_chunk():
     shape = shape_of_config(FAMILIES["llama4"])
     assert (shape.window, shape.window_layers, shape.full_layers) == (8192, 36, 12)
 
 
-def test_layers_with_experts_are_read_however_they_are_named():
+def test_expert_layers_are_read_under_all_names():
     dense = [
         {"moe_layer_freq": [0, 1, 1, 0] * 7},
         {"moe_layers": list(range(14))},
@@ -214,7 +214,7 @@ def test_layers_with_experts_are_read_however_they_are_named():
 
 
 @pytest.mark.parametrize("key", ["zero_expert_num", "expert_layer_period", "moe_every_n", "hybrid_override_pattern"])
-def test_a_key_about_experts_that_is_not_known_is_refused(key: str):
+def test_an_unknown_key_about_experts_is_refused(key: str):
     with refused(ConfigError, naming=(key,)):
         shape_of_config(FAMILIES["qwen2_moe"] | {key: 2})
 

@@ -80,7 +80,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_lists_and_arguments_are_read_as_they_are_typed():
+def test_lists_and_arguments_are_read_as_typed():
     assert split(" none,f(a=1,b=[2,3]) ,, m:C ") == ["none", "f(a=1,b=[2,3])", "m:C"]
     args = {"n": 3, "x": 0.5, "on": True, "name": "cpu-small", "rows": [1, 2]}
     assert parse_call("m:C(n=3, x=0.5, on=true, name=cpu-small, rows=[1,2])") == ("m:C", args)
@@ -154,7 +154,7 @@ def test_a_shipped_policy_takes_parameters():
     assert policy.with_settings({"epsilon": 0.1, "window": 300}) == load_policy("beg-mab")
 
 
-def test_a_drafter_is_what_its_class_says(own: str):
+def test_a_drafter_is_what_its_class_states(own: str):
     spec = OwnDrafter(path=f"{own}:Repeat")
     policy = Policy(selector=FixedSpec(strategy=Strategy.chain("mine", 4)), drafters={"mine": spec.load()})
     assert policy.drafters == {"mine": spec}
@@ -197,7 +197,7 @@ def test_shipped_parts_keep_their_contracts():
             check_drafter(spec.build)
 
 
-def test_shipped_suffix_drafters_keep_the_contract():
+def test_shipped_suffix_drafters_meet_the_contract():
     pytest.importorskip("arctic_inference")
     for spec in SYSTEM_DRAFTERS.values():
         check_drafter(spec.build)
@@ -258,7 +258,7 @@ BROKEN_DRAFTERS = {
 
 
 @pytest.mark.parametrize("fact", BROKEN_DRAFTERS)
-def test_a_drafter_that_breaks_a_promise_is_found_out(fact: str):
+def test_drafter_that_breaks_promise_is_found_out(fact: str):
     check_drafter(Last)
     check_drafter(NgramDrafter())
     with refused(AssertionError, naming=(fact,)):
@@ -283,7 +283,7 @@ BROKEN_PLACEMENTS = {
 
 
 @pytest.mark.parametrize("fact", BROKEN_PLACEMENTS)
-def test_a_placement_that_breaks_a_promise_is_found_out(fact: str):
+def test_placement_that_breaks_promise_is_found_out(fact: str):
     check_placement(Halves(lambda self, queues, history: queues))
     with refused(AssertionError, naming=(fact,)):
         check_placement(Halves(BROKEN_PLACEMENTS[fact]))
@@ -362,7 +362,7 @@ BROKEN_COSTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("fact", BROKEN_COSTS)
-def test_a_cost_model_that_breaks_a_promise_is_found_out(fact: str):
+def test_cost_model_that_breaks_promise_is_found_out(fact: str):
     check_costs(lambda: LinearCosts(**SECONDS))
     with refused(AssertionError, naming=(fact,)):
         check_costs(BROKEN_COSTS[fact])
@@ -406,14 +406,14 @@ BROKEN_ACCEPTANCE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("fact", BROKEN_ACCEPTANCE)
-def test_an_acceptance_model_that_breaks_a_promise_is_found_out(fact: str):
+def test_acceptance_model_that_breaks_promise_is_found_out(fact: str):
     check_acceptance(Same)
     check_acceptance(Each)
     with refused(AssertionError, naming=(fact,)):
         check_acceptance(BROKEN_ACCEPTANCE[fact])
 
 
-def test_a_broken_part_is_refused_where_it_is_used(own: str):
+def test_broken_part_is_refused_where_it_is_used(own: str):
     for load, part in ((load_costs, Rising), (load_acceptance, BROKEN_ACCEPTANCE["rises"])):
         with refused(ConfigError, naming=("contract",)):
             load(part(**SECONDS) if part is Rising else part)  # type: ignore[operator]

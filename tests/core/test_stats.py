@@ -42,7 +42,7 @@ def covered(truth: float, num_pairs: int, trials: int = 200) -> float:
     return hits / trials
 
 
-def test_the_truth_is_covered_about_as_often_as_promised():
+def test_truth_is_covered_about_as_often_as_promised():
     assert 0.80 <= covered(1.5, 40) <= 0.96
 
 
@@ -91,7 +91,7 @@ def test_the_interval_holds_between_the_extreme_pairs(a: list[float]):
 @pytest.mark.parametrize(
     ("a", "b", "value"), [([3.0, 1.0, 8.5], [3.0, 1.0, 8.5], 1.0), ([0.3, 0.9, 2.1], [0.1, 0.3, 0.7], 3.0)]
 )
-def test_what_is_the_same_in_all_pairs_has_no_width(a: list[float], b: list[float], value: float):
+def test_constant_pairs_have_no_interval_width(a: list[float], b: list[float], value: float):
     found = interval(a, b)
     assert found.low == found.high == found.estimate == pytest.approx(value)
     assert found.method == "percentile"
@@ -104,7 +104,7 @@ def test_resamples_on_one_side_fall_back_to_percentiles():
     assert math.isfinite(found.high)
 
 
-def test_a_single_pair_has_an_estimate_and_no_interval():
+def test_single_pair_has_estimate_and_no_interval():
     found = interval([3.0], [2.0])
     assert (found.estimate, found.method) == (1.5, "none")
     assert np.isnan([found.low, found.high]).all()

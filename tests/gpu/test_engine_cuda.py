@@ -111,7 +111,7 @@ def test_drafters_would_learn_from_wrong_states(engine: Engine, monkeypatch: pyt
     assert len(seen) > len(rows) / 2, "the test needs rows that differ"
 
 
-def test_speculation_would_change_what_is_said(engine: Engine):
+def test_speculation_would_change_what_is_reported(engine: Engine):
     plain, drafted = generate(engine), generate(engine, policy_of(engine))
     assert sum(row["num_accepted"] for row in drafted.iterations) > 0
     # Two tokens may be as likely as each other in bfloat16: then the texts part, and say nothing after that.
@@ -119,7 +119,7 @@ def test_speculation_would_change_what_is_said(engine: Engine):
     assert sum(same) >= 0.8 * len(same)
 
 
-def test_engines_would_go_on_with_old_weights(engine: Engine, model: Path):
+def test_engines_would_continue_with_old_weights(engine: Engine, model: Path):
     plain, weights = texts(generate(engine)), weights_of(model)
     engine.update_weights(negated(weights).items(), 1)
     assert texts(generate(engine)) != plain
@@ -141,7 +141,7 @@ def test_colocated_engines_would_wake_with_other_weights(v1: Engine, model: Path
     assert texts(generate(v1)) == plain
 
 
-def test_drafters_would_draft_with_old_weights_after_a_swap(v2: Engine, model: Path):
+def test_drafters_would_draft_with_old_weights_after_swap(v2: Engine, model: Path):
     """Drafts are all kept while the drafter is the target, few once it is another, all again when it is put back."""
     deep, weights = fixed("learned", 4), weights_of(model)
 

@@ -52,7 +52,7 @@ def test_a_lost_or_doubled_chunk_is_found(tmp_path: Path):
         checker.killed(tmp_path, 2)
 
 
-def test_a_checkpoint_that_is_not_what_was_written_is_found(tmp_path: Path):
+def test_a_changed_checkpoint_is_found(tmp_path: Path):
     drive(tmp_path, lambda what, value: None)
     assert checker.checkpoints(tmp_path / "checkpoints") == [STEPS - 1, STEPS]
     (tmp_path / "checkpoints" / f"step-{STEPS:06d}" / "state.json").write_bytes(b"1")
@@ -60,7 +60,7 @@ def test_a_checkpoint_that_is_not_what_was_written_is_found(tmp_path: Path):
         checker.checkpoints(tmp_path / "checkpoints")
 
 
-def test_requests_without_outcomes_and_tokens_of_another_number_are_found():
+def test_missing_outcomes_and_tokens_are_found():
     rows = rows_at(0, np.ones(4))
     for table in rows.values():
         for row in table:

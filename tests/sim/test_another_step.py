@@ -32,5 +32,5 @@ def test_another_step_lies_around_those_simulated(simulated):
     assert faster["median"] < ahead["median"]
 
 
-def test_a_system_that_changes_lengths_tells_no_other_step(simulated):
+def test_system_that_changes_lengths_shows_no_other_step(simulated):
     assert simulated("--system", "verl")["another_rl_step"] is None

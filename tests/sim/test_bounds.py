@@ -206,7 +206,7 @@ def smalls(draw: st.DrawFn) -> Small:
 
 @FEW
 @given(smalls(), st.sampled_from(list(RULES)), st.sampled_from(PLACEMENTS[:4]))
-def test_the_optimum_lies_between_the_bound_and_every_simulation(instance: Small, rule: str, placement: str):
+def test_optimum_lies_between_bound_and_every_simulation(instance: Small, rule: str, placement: str):
     best = optimum(instance)
     makespan, bound = simulated(instance, rule, placement)
     assert bound <= best * CLOSE
@@ -248,7 +248,7 @@ def test_the_search_finds_what_a_hand_would(instance: Small, optimum_s: float, b
         *(small(4, 4, 4, 4, workers=n, base_s=1e-2, per_request_s=2e-3, max_num_seqs=2) for n in (1, 2)),
     ],
 )
-def test_where_path_or_area_decides_the_bound_is_the_optimum(instance: Small):
+def test_where_path_or_area_decides_bound_is_optimum(instance: Small):
     makespan, bound = simulated(instance)
     assert makespan == pytest.approx(optimum(instance), rel=1e-12)
     assert bound == pytest.approx(makespan, rel=1e-6)
@@ -272,7 +272,7 @@ def test_a_lone_replayed_response_meets_the_best_path(length, seed, strategies):
     st.booleans(),
     st.one_of(st.none(), st.integers(1, 6)),
 )
-def test_no_placement_and_no_policy_beats_the_shared_bound(lengths, workers, placement, speculates, seats):
+def test_no_placement_and_no_policy_beats_shared_bound(lengths, workers, placement, speculates, seats):
     costs, model = COSTS.model_copy(update={"max_num_seqs": seats}), GeometricAcceptance(alpha=0.7)
     policy = example_table() if speculates else load_policy("none")
     scenario = Scenario.of(of_lengths(lengths, workers=workers), costs=costs, acceptance=model, placement=placement)

@@ -56,7 +56,7 @@ class Reversed(Placement):
         return [list(range(len(workload)))[::-1], *([[]] * (workers - 1))]
 
 
-def test_a_users_placement_is_told_what_came_before():
+def test_a_users_placement_is_reported_what_came_before():
     trace = tltlab.read([[5, 6], [7, 8]])
     for placement in (Reversed, Reversed()):
         Reversed.told.clear()

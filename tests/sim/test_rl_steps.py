@@ -117,7 +117,7 @@ def test_one_step_off_rolls_out_during_training():
 
 
 @pytest.mark.parametrize("laps", [1, 2, 8])
-def test_the_mean_of_a_pipeline_is_that_of_any_length(laps):
+def test_mean_of_pipeline_is_that_of_any_length(laps):
     result = run_steps(rollouts(*[[10.0], [8.0], [3.0]] * laps), STAGES_OF_TWO, topology=OVERLAP)
     # A rollout and the update of the one before it at a time, then a sync; the update takes 5.5 s.
     assert result.step_s == pytest.approx((10.0 + 8.0 + 5.5) / 3 + 0.25)
@@ -164,7 +164,7 @@ def test_a_slower_trainer_never_waits_between_groups(reward_s: float, begins_s: 
     assert streamed.step_s == pytest.approx(begins_s + 9 + 0.25)
 
 
-def test_one_step_off_it_streams_beside_the_update_before():
+def test_one_step_off_it_streams_beside_update_before():
     simulated = SimpleNamespace(rollouts=[*groups_of(1.0, 4.0, 3.0, 10.0).rollouts] * 3, trace=None)
     result = run_steps(simulated, STREAM, topology=OVERLAP, streamed=True)
     # The first is trained at 15 s; its weights wait for the second rollout's end, at 20 s, which is trained at 25 s.
@@ -199,14 +199,14 @@ topologies = st.sampled_from([Colocated(), Separate(), OVERLAP])
 
 @HALF
 @given(runs, costs)
-def test_a_colocated_step_is_the_sum_of_its_stages(ends, stages):
+def test_colocated_step_is_sum_of_its_stages(ends, stages):
     steps = run_steps(rollouts(*ends), stages).steps
     assert steps["step_s"].to_numpy() == pytest.approx(steps[["rollout_s", *STAGES]].sum(axis=1).to_numpy())
 
 
 @HALF
 @given(runs, costs)
-def test_overlap_is_the_closed_form_and_never_slower_than_waiting(ends, stages):
+def test_overlap_is_never_slower_than_waiting(ends, stages):
     result = run_steps(rollouts(*ends), stages, topology=OVERLAP)
     steps = result.steps
     rollout, sync = steps["rollout_s"].to_numpy(), steps["sync_s"].to_numpy()
@@ -218,7 +218,7 @@ def test_overlap_is_the_closed_form_and_never_slower_than_waiting(ends, stages):
 
 @HALF
 @given(runs, costs, topologies)
-def test_no_rl_step_or_run_is_shorter_than_its_work(ends, stages, topology):
+def test_no_rl_step_is_shorter_than_its_work(ends, stages, topology):
     result = run_steps(rollouts(*ends), stages, topology=topology)
     steps, total = result.steps, result.steps[["rollout_s", *STAGES]].sum()
     longest = steps[["rollout_s", *STAGES]].max(axis=1)
@@ -267,7 +267,7 @@ def test_a_simulation_becomes_a_trace_with_stages(tiny: SimResult, topology):
     assert drawn["end_s"].max() == pytest.approx(result.run_s)
 
 
-def test_the_summary_has_the_keys_of_the_command_line():
+def test_summary_has_keys_of_command_line():
     found = summary(run_steps(rollouts([10.0, 6.0]), STAGES_OF_TWO))
     assert found == {
         "step_s": 15.75,

@@ -122,7 +122,7 @@ def test_samples_share_their_prompt_where_prefixes_are_cached():
     assert shared["lower_bound_s"] <= shared["makespan_s"]
 
 
-def test_a_request_s_own_acceptance_decides_when_the_slowest_ends():
+def test_request_s_own_acceptance_decides_when_slowest_ends():
     trace = lengths(*[400] * 64, workers=2)
     names = tuple(s.drafter for s in fixed().strategies)
     costs, models = (
@@ -137,7 +137,7 @@ def test_a_request_s_own_acceptance_decides_when_the_slowest_ends():
     assert again.finish_s == pytest.approx(apart.rollouts[0].finish_s)
 
 
-def test_a_response_aborted_before_its_first_token_takes_no_time():
+def test_a_response_aborted_at_once_takes_no_time():
     trace = lengths(1, 2)
     outcomes = trace.outcomes.assign(response_tokens=[0, 2], finish_reason=["abort", "stop"])
     result = simulate(trace.replace(outcomes=outcomes), costs=ONE_SECOND)
@@ -167,7 +167,7 @@ def test_idle_workers_are_bubbles(response_tokens: tuple[int, ...], workers: int
         pytest.param({"policy": fixed(), "spot": "tlt"}, id="idle workers train"),
     ],
 )
-def test_the_summary_is_the_metrics_of_the_trace_and_needs_no_table(settings: dict[str, Any], monkeypatch):
+def test_the_summary_equals_the_traces_metrics(settings: dict[str, Any], monkeypatch):
     result = simulate(TRACE, acceptance="geometric:0.7", **{"costs": PREFILLING, **settings})
     with monkeypatch.context() as without_tables:
         without_tables.setattr(record, "tables", None)
@@ -468,7 +468,7 @@ def test_recorded_acceptance_adds_up():
     assert metrics.mean_accept_length(result.trace) == pytest.approx(result.summary["mean_accept_length"])
 
 
-def test_a_drafter_is_what_it_is_by_any_name(tmp_path: Path):
+def test_drafter_is_what_it_is_by_any_name(tmp_path: Path):
     trace = read("traces/tiny")
     settings = {"costs": "h100-qwen2.5-7b", "acceptance": "geometric:0.7"}
     kinds = {"recent": {"kind": "suffix"}, "head": {"kind": "learned", "method": "mtp"}, "both": {"kind": "hybrid"}}
@@ -490,7 +490,7 @@ def test_a_drafter_is_what_it_is_by_any_name(tmp_path: Path):
     assert compared.set_index("policy").loc[["own", "known"], "makespan_s"].tolist() == [known, known]
 
 
-def test_acceptance_says_what_drafters_of_other_names_are():
+def test_acceptance_states_what_drafters_of_other_names_are():
     depth = {"4": {"accepted": [0.4, 0.1, 0.1, 0.1, 0.3], "drafted": 4.0}}
     measured = {"kind": "fitted", "drafters": {"mine": depth}, "copies": {"mine": True}}
     known = {"kind": "fitted", "drafters": {"suffix": depth}}
@@ -545,7 +545,7 @@ def test_an_unknown_drafter_is_refused(policy: Any):
     ],
     ids=["tune", "what-if", "tree", "two kinds by one name"],
 )  # fmt: skip
-def test_what_no_drafter_of_the_run_drafts_is_refused(ask: Callable[[], Any], naming: tuple):
+def test_what_no_drafter_of_run_drafts_is_refused(ask: Callable[[], Any], naming: tuple):
     with refused(ConfigError, naming=naming):
         ask()
 

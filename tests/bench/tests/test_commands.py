@@ -22,7 +22,7 @@ def bench(*options: str) -> dict:
     return json.loads(found.stdout)
 
 
-def test_whole_commands_are_measured_by_input_beside_the_floor_and_the_base():
+def test_commands_are_measured_against_floor_and_base():
     found = bench("--only", "timeline", "--sizes", "tiny,1,3")
     rows = {(row["command"], row["input"]): row for row in found["rows"]}
     bases = {("trace describe", size) for size in ("tiny", "1", "3")}
@@ -42,7 +42,7 @@ def test_whole_commands_are_measured_by_input_beside_the_floor_and_the_base():
     assert "time ~ n^" in commands.text(found)
 
 
-def test_what_takes_too_long_is_ended_and_what_fails_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch):
+def test_slow_cases_end_and_failed_ones_give_reasons(monkeypatch: pytest.MonkeyPatch):
     (floor, base) = bench("--only", "trace describe", "--sizes", "tiny", "--timeout", "0.01")["rows"]
     for row in (floor, base):
         assert row["more_than_s"] == 0.01

@@ -50,7 +50,7 @@ def numbered(rows: list[dict]) -> list[dict]:
     return [{"iteration": n, **row} for n, row in enumerate(rows)]
 
 
-def test_live_drafts_are_those_of_the_learned_drafter_that_had_their_whole_depth():
+def test_live_drafts_are_learned_and_of_full_depth():
     rows = [
         iteration(0, [4, 0, 1]),
         iteration(0, [2, 2], drafted=5),
@@ -66,7 +66,7 @@ def test_live_drafts_are_those_of_the_learned_drafter_that_had_their_whole_depth
     assert found[0].accept_length == pytest.approx(1 + 5 / 3)
 
 
-def test_a_position_counts_only_where_all_before_it_were_kept():
+def test_a_position_counts_if_earlier_ones_were_accepted():
     steps = [AcceptedDrafts(rl_step=0, drafts=4, kept=(3, 1, 0)), AcceptedDrafts(rl_step=1, drafts=2, kept=(1, 1, 0))]
     assert by_position(steps) == [pytest.approx(4 / 6), pytest.approx(2 / 4), 0.0]
     assert by_position([AcceptedDrafts(rl_step=0, drafts=2, kept=(0, 0))]) == [0.0, None]
@@ -79,7 +79,7 @@ def annotation(rl_step: int, updates: int, kept: list[int], **more) -> dict:
     }  # fmt: skip
 
 
-def test_the_first_and_the_newest_drafter_are_compared_where_an_engine_would_verify_them():
+def test_first_and_newest_drafter_are_compared_where_verified():
     rows = [
         annotation(0, 0, [2, 1, 2, 0, 0, 0]),
         annotation(0, 3, [0, 2, 0, 0, 2, 0]),
@@ -92,7 +92,7 @@ def test_the_first_and_the_newest_drafter_are_compared_where_an_engine_would_ver
     ]
 
 
-def test_ratios_are_of_rl_steps_that_both_runs_have():
+def test_ratios_use_rl_steps_of_both_runs():
     adaptive = [AcceptedDrafts(rl_step=n, drafts=10, kept=(10 + n, 5)) for n in range(4)]
     frozen = [AcceptedDrafts(rl_step=n, drafts=20, kept=(10, 10)) for n in range(2, 9)]
     found = runs.length_ratio(adaptive, frozen, np.random.default_rng(0))
@@ -123,7 +123,7 @@ def coordinated() -> Trace:
     )
 
 
-def test_coordination_is_judged_by_pairs_and_idle_time_ends_with_the_last_token():
+def test_coordination_is_paired_and_idle_time_ends():
     found = runs.figures(coordinated(), {0: 1.0, 1: 10.0, 2: 10.5})
     assert [row["rl_step"] for row in found["rows"]] == [1, 2], "the first one warms up"
     assert found["rows"][0] == pytest.approx(
@@ -141,7 +141,7 @@ def test_coordination_is_judged_by_pairs_and_idle_time_ends_with_the_last_token(
     json.dumps(found, allow_nan=False)
 
 
-def test_a_run_in_which_nothing_was_trained_has_no_slow_down():
+def test_a_run_without_training_has_no_slowdown():
     trace = coordinated()
     assert trace.spot_training is not None
     with refused(RunError):
@@ -171,7 +171,7 @@ def test_the_last_third_decides():
     json.dumps(found, allow_nan=False)
 
 
-def test_traces_of_two_runs_become_steps_and_one_without_drafts_is_refused():
+def test_two_traces_become_steps_and_need_drafts():
     trace = trace_of(iterations=numbered([iteration(0, [4, 0])]), acceptance=[annotation(0, 0, [0, 2, 0, 0, 0, 0])])
     found = runs.compared(trace, trace)
     assert found["live"]["frozen"] == [{"rl_step": 0, "drafts": 2, "kept": (1, 1, 1, 1), "accept_length": 3.0}]
@@ -181,7 +181,7 @@ def test_traces_of_two_runs_become_steps_and_one_without_drafts_is_refused():
         runs.compared(trace, none)
 
 
-def test_what_comes_first_may_be_slower_and_that_neither_counts_nor_widens_the_interval():
+def test_a_slow_first_case_does_not_widen_intervals():
     noise = [0.01, -0.01, 0.02, -0.02]
     found = runs.mean_over_orders(([0.03 + 0.2 + n for n in noise], [0.03 - 0.2 + n for n in noise]))
     assert found.estimate == pytest.approx(0.03)
@@ -201,7 +201,7 @@ def test_texts_are_the_same_for_the_same_seed(random_model: Path):
     assert all(1 < len(text.token_ids) <= 12 for text in first)
 
 
-def test_the_command_knows_every_part_and_keeps_the_keys_of_drafters_without_a_network(monkeypatch):
+def test_the_command_knows_every_part_and_key(monkeypatch):
     # Each case takes its own processes, and what they measure is tested elsewhere.
     monkeypatch.setitem(bench_drafters.__kwdefaults__, "cases", {})
     assert set(bench.DRAFTER_PARTS) == {bench.MODEL_FREE, *PARTS}
@@ -213,7 +213,7 @@ def test_the_command_knows_every_part_and_keeps_the_keys_of_drafters_without_a_n
         CliRunner().invoke(bench.app, [*plain, "--parts", "model-free,speed"], catch_exceptions=False)
 
 
-def test_parts_write_their_results_as_they_come_and_replace_no_runs(random_model: Path, tmp_path: Path, monkeypatch):
+def test_parts_write_results_and_replace_no_runs(random_model: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(runs, "warmed_up", lambda *_: tmp_path / "head")
     monkeypatch.setitem(PARTS, "adaptive", (lambda *_, **__: {"steps": 1}, runs.ADAPTIVE))
     found = bench_learned(["adaptive"], FAST, model=random_model, out=tmp_path / "out", progress=quiet)
@@ -225,7 +225,7 @@ def test_parts_write_their_results_as_they_come_and_replace_no_runs(random_model
         bench_learned(["adaptive"], FAST, model=random_model, out=tmp_path / "out", progress=quiet)
 
 
-def test_sizes_change_where_they_are_given_and_make_recipes(random_model: Path, tmp_path: Path):
+def test_given_sizes_change_the_recipes(random_model: Path, tmp_path: Path):
     assert sizes_of(fast=True, steps=None) == FAST
     sizes = sizes_of(fast=False, steps=3, workers=5)
     assert (sizes.steps, sizes.workers, sizes.model) == (3, 5, "small")

@@ -38,14 +38,14 @@ def test_history_helps_where_a_drafter_keeps_it():
         assert (later["accepted"] > first["accepted"]) == helps
 
 
-def test_of_a_prompt_visited_once_half_of_the_samples_is_the_history():
+def test_half_the_samples_are_history_after_one_visit():
     groups = recorded(TRACES / "tiny")
     assert {(len(group.earlier), len(group.replayed)) for group in groups} == {(2, 2)}
     assert recorded(TRACES / "tiny", 2) == groups[:2]
     assert {len(one) for group in made_up(2, 4, 100) for one in group.earlier + group.replayed} == {100}
 
 
-def test_of_a_prompt_visited_again_the_last_visit_is_replayed(tmp_path):
+def test_the_last_visit_to_a_prompt_is_replayed(tmp_path):
     trace = read(TRACES / "tiny")
     tokens, workload, outcomes = trace.tokens, trace.workload, trace.outcomes
     again = tokens["prompt_id"].iloc[0]

@@ -24,7 +24,7 @@ def cases() -> list[dict[str, Any]]:
     return [measured(replace(SMALL, workers=workers)) for workers in (2, 6)]
 
 
-def test_what_travels_grows_with_the_tokens_and_not_with_the_workers(cases: list[dict[str, Any]]):
+def test_traffic_grows_with_tokens_not_with_workers(cases: list[dict[str, Any]]):
     few, many = ({name: n / case["tokens"] for name, n in case["bytes"].items()} for case in cases)
     for name in ("worker.generate returns", "ray.put", "rewards"):
         assert few[name] == pytest.approx(many[name], rel=0.15), name
@@ -41,7 +41,7 @@ def test_a_rank_is_sent_its_own_samples(cases: list[dict[str, Any]]):
         assert case["bytes"]["ray.put"] < 9 * case["tokens"] + num * (4 * 256 + 200 * SMALL.ranks)
 
 
-def test_no_object_is_made_per_token_or_iteration_in_the_driver():
+def test_the_driver_makes_no_object_per_token():
     requests = [
         GenerationRequest(key=(0, "p", n, 0), prompt_token_ids=[1, 2], max_response_tokens=2000) for n in range(32)
     ]

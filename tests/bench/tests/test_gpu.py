@@ -27,19 +27,19 @@ def measured(part: str, model: Path, out: Path | None = None, **options: Any) ->
     return gpu.bench_gpu(part, model, out=out, **settings)
 
 
-def test_a_shape_is_what_transformers_reads_as_that_model(tmp_path: Path):
+def test_shape_is_what_transformers_reads_as_that_model(tmp_path: Path):
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(gpu.shape("Qwen2.5-1.5B", tmp_path / "shape", layers=2))
     assert (config.hidden_size, config.num_hidden_layers, config.num_key_value_heads) == (1536, 2, 2)
 
 
-def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path):
+def test_model_that_is_not_there_is_one_sentence(tmp_path: Path):
     with refused(ConfigError, naming=("config.json",)):
         measured("seam", tmp_path)
 
 
-def test_rows_are_in_the_file_before_the_next_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_are_in_file_before_next_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.json").write_text("{}")
     out, lengths = tmp_path / "rows.json", []
 
@@ -53,9 +53,7 @@ def test_rows_are_in_the_file_before_the_next_engine_starts(tmp_path: Path, monk
     assert re.search(r"stock, synchronous, one process .* Out of memory", gpu.text(found))
 
 
-def test_an_update_is_timed_with_deterministic_algorithms_and_without(
-    random_model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_update_is_timed_with_deterministic_algorithms_and_without(random_model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu, "_alone", lambda part, arguments, environment: gpu._update(**arguments) | {"seconds": 1.0})
     found = measured("update", random_model)
     assert not torch.are_deterministic_algorithms_enabled()
@@ -64,7 +62,7 @@ def test_an_update_is_timed_with_deterministic_algorithms_and_without(
     assert "times as long" in gpu.text(found)
 
 
-def test_plain_steps_of_engines_that_adapt_are_held_against_those_of_one_that_never_drafts():
+def test_plain_steps_of_adaptive_and_plain_engines_compare():
     def engine(plan: str, runner: str, graphs: str, median_s: float) -> dict[str, Any]:
         cells = [{"batch": 8, "depth": depth, "median_s": median_s, "ran_in": {"full": 9}} for depth in (0, 4)]
         return {"plan": plan, "runner": runner, "graphs": graphs, "cells": cells, "memory": {}}
@@ -82,16 +80,14 @@ def test_plain_steps_of_engines_that_adapt_are_held_against_those_of_one_that_ne
     assert re.search(r"bucketed, V1 stock +8 +0 +6\.00 .* 1\.50", told)
 
 
-def test_an_engine_that_fails_says_so_from_its_own_process():
+def test_a_failed_engine_reports_from_its_process():
     row = gpu._alone("seam", {"mode": "stock"}, {})
     assert "missing 5 required positional arguments" in row["failed"]
     assert row["seconds"] > 0
 
 
 @pytest.mark.engine
-def test_the_seam_of_stock_vllm_and_of_a_policy_is_measured_in_engines(
-    random_model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_engines_measure_the_seam_of_stock_and_policy(random_model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu, "SEAM_MODES", gpu.SEAM_MODES[:2])
     # In this process and uncompiled: on a CPU either would else take most of a minute.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -56,7 +56,7 @@ def test_vllms_own_tests_are_compared_by_name(tmp_path: Path):
     assert differences({"stock": stock, "ours": stock}, known) == []
 
 
-def test_an_explanation_is_of_one_outcome_and_one_side():
+def test_explanation_is_of_one_outcome_and_one_side():
     stock, ours = {"t::a": Outcome("passed")}, {"t::a": Outcome("error")}
     known = [
         ExpectedDifference(tests="a", sides=("policy",), outcome="error", why=""),
@@ -91,7 +91,7 @@ def sdist(folder: Path, test: str) -> Path:
 
 
 @pytest.mark.engine
-def test_tests_that_fail_on_every_side_are_no_difference_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failures_on_every_side_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Such as one that asks for a GPU, or for a model that is not here. With a policy, our side is all that it is."""
     monkeypatch.setattr(own_tests, "SIDES", {side: own_tests.SIDES[side] for side in ("stock", "policy")})
     source = sdist(tmp_path, "import sys\ndef test_a():\n    assert 'vllm' not in sys.modules\n")

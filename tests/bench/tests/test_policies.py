@@ -10,7 +10,7 @@ from bench.policies import BATCHES
 from tltlab.policies.policy import SHIPPED
 
 
-def test_every_shipped_policy_is_timed_at_every_batch_size(monkeypatch):
+def test_shipped_policies_are_timed_at_all_batches(monkeypatch):
     monkeypatch.setattr(policies, "_WARM_UP", 5)
     found = CliRunner().invoke(app, ["policy", "--calls", "100", "--rounds", "1", "--json"])
     assert found.exit_code == 0

@@ -50,7 +50,7 @@ def test_selectors_live_through_all_phases():
     assert built[0] is not built[1]
 
 
-def test_every_policy_is_held_against_the_best_fixed_strategy(found: dict[str, PolicyRegime], of_tiny):
+def test_every_policy_is_held_against_best_fixed_strategy(found: dict[str, PolicyRegime], of_tiny):
     tiny, rows = found["tiny"], of_tiny
     assert set(rows) == set(SOURCES)
     best, seconds = best_fixed(tiny, [0])
@@ -75,7 +75,7 @@ def test_the_verdict_goes_by_the_worst_regime(ratios: tuple[float, float], words
         assert "no other" in verdict(pd.DataFrame(rows))
 
 
-def test_the_parts_of_a_rollout_add_up_to_all_of_it(found: dict[str, PolicyRegime]):
+def test_the_parts_of_a_rollout_add_up(found: dict[str, PolicyRegime]):
     tiny = found["tiny"]
     rows = by_part(tiny, [ADAPTIVE, "none"], 0)
     assert set(rows["part"]) == set(PARTS)

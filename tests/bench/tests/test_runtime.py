@@ -56,13 +56,13 @@ PLAIN = PlainSteps(
 )
 
 
-def test_plain_decoding_takes_a_step_for_each_token_and_fewer_requests_make_it_shorter():
+def test_plain_decoding_takes_a_step_per_token():
     assert PLAIN.seconds([2, 2, 5]) == pytest.approx(0.3 + 2 * 0.04 + 3 * 0.02)
     assert PLAIN.seconds([2, 2, 5], beyond=2) == pytest.approx(3 * 0.02)
     assert PLAIN.seconds([2, 2, 5], beyond=5) == 0.0
 
 
-def test_the_tail_begins_when_fewer_than_an_eighth_run():
+def test_tail_begins_when_fewer_than_eighth_run():
     rows = [iteration(0.0, 16, 0, []), iteration(1.0, 30, 64, [1] * 14 + [0, 0]), iteration(4.0, 5, 8, [4])]
     # 16 responses: the tail begins at the 15th finish, when one is left.
     ran = rollout([2] * 14 + [10, 40], [2.0] * 14 + [4.0, 6.0], rows)
@@ -75,7 +75,7 @@ def test_the_tail_begins_when_fewer_than_an_eighth_run():
     assert (found.num_pairs, found.num_accepted) == (17, 18)
 
 
-def test_speed_ups_are_of_seconds_per_plain_second_so_longer_responses_do_not_count_as_slowness():
+def test_longer_responses_do_not_lower_speed_ups():
     slow = row("off", "off", seconds=2.0, tail_seconds=1.0)
     longer = ModeRollout(**{name: getattr(slow, name) for name in slow.__slots__} | {
         "mode": "bandit", "kind": "adaptive", "plain_s": 2.0, "tail_plain_s": 1.5,
@@ -103,7 +103,7 @@ def judged(adaptive_s: float, adaptive_tail_s: float, static_s: float) -> dict[t
     return {(goal["goal"], goal["epoch"]): goal["met"] for goal in summarise(rows)["goals"]}
 
 
-def test_goals_are_met_by_the_ratio_and_being_behind_a_fixed_depth_only_counts_when_it_is_sure():
+def test_goals_need_the_ratio_and_certainty():
     best = "times the best static, suffix 4"
     good = judged(adaptive_s=1.0, adaptive_tail_s=0.5, static_s=1.2)
     assert all(good.values())
@@ -119,7 +119,7 @@ def test_goals_are_met_by_the_ratio_and_being_behind_a_fixed_depth_only_counts_w
     assert not judged(adaptive_s=1.4, adaptive_tail_s=0.5, static_s=1.0)[best, 1]
 
 
-def test_what_cannot_be_divided_is_unknown_and_no_goal_is_met_by_it():
+def test_undefined_ratios_are_unknown_and_meet_no_goal():
     rows = [row("off", "off", 2.0, 1.0), row("suffix 4", "static", 1.0, 0.5)]
     all_cut = row("bandit", "adaptive", 1.0, 0.0)
     found = summarise([*rows, all_cut])
@@ -129,7 +129,7 @@ def test_what_cannot_be_divided_is_unknown_and_no_goal_is_met_by_it():
     assert " - [-, -] times plain decoding in the tail" in text(found)
 
 
-def test_the_learned_drafter_runs_in_an_engine_of_its_own_mode():
+def test_the_learned_drafter_has_its_own_engine_mode():
     plain, learned = modes(), modes(learned=True)
     assert learned[:-1] == plain
     drafters = {mode.name: {s.drafter for s in mode.policy.strategies if s.speculates} for mode in learned}
@@ -152,9 +152,7 @@ def test_a_folder_without_prompts_is_refused(tmp_path: Path):
 
 
 @pytest.mark.engine
-def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_second_epoch(
-    random_model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_every_mode_runs_in_every_epoch_and_round(random_model: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     known: list[int] = []
     monkeypatch.setattr(run, "BLOCK_S", 0.02)

@@ -25,7 +25,7 @@ def row(policy: str, batch: int, us: float, *, drafting: bool = False, beyond_us
     }  # fmt: skip
 
 
-def test_goals_are_of_none_of_policies_that_are_off_and_of_what_drafting_takes_beyond_its_index():
+def test_goals_cover_idle_policies_and_drafting_overhead():
     rows = [
         row("none", 256, 61.0),
         row("record", 256, 59.0),
@@ -47,13 +47,13 @@ def test_goals_are_of_none_of_policies_that_are_off_and_of_what_drafting_takes_b
     assert "MISSED  none, off, batch 256: 61.0 us, at most 60" in text
 
 
-def test_a_case_that_there_is_not_is_one_sentence():
+def test_case_that_there_is_not_is_one_sentence():
     with refused(ConfigError, naming=("nothing",)):
         seam.bench_seam(["nothing"])
 
 
 @pytest.mark.engine
-def test_every_kind_of_case_runs_beside_vllms_scheduler_and_drafts_when_it_is_to():
+def test_every_kind_of_case_runs_with_vllm():
     cases = ["none", "record", "capture", "fixed", "beg-mab-suffix", "beg-mab-learned", "das"]  # deeper after shallow
     found = seam.bench_seam(cases, [8], iterations=20)
     rows = {(row["policy"], row["batch"], row["drafting"]): row for row in found["rows"]}
@@ -73,7 +73,7 @@ def test_every_kind_of_case_runs_beside_vllms_scheduler_and_drafts_when_it_is_to
 
 
 @pytest.mark.engine
-def test_what_is_beyond_the_index_is_held_against_it_strategy_by_strategy():
+def test_overhead_is_compared_with_the_index_by_strategy():
     from bench.vllm.played import _beyond_us
 
     def rows(strategy: str, plain_us: list[float], index_us: list[float]) -> list[dict]:
@@ -89,7 +89,7 @@ def test_what_is_beyond_the_index_is_held_against_it_strategy_by_strategy():
 
 
 @pytest.mark.engine
-def test_the_context_is_that_of_the_batch_however_requests_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_context_is_that_of_the_current_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(seam, "RESPONSE_TOKENS", 40)
     monkeypatch.setattr(seam, "PROMPT_TOKENS", 8)
     policy = seam._policy("fixed", drafting=True)
@@ -113,9 +113,7 @@ def test_the_context_is_that_of_the_batch_however_requests_come_and_go(tmp_path:
 
 
 @pytest.mark.engine
-def test_while_off_no_drafter_is_told_anything_and_vllm_is_given_no_drafts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_while_off_drafters_and_vllm_receive_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from vllm.v1.core.sched.scheduler import Scheduler
 
     given = []

@@ -75,7 +75,7 @@ def arguments(script: str) -> dict[str, object]:
     return given
 
 
-def test_the_recipe_is_valid_and_says_the_same_as_trls_script(tmp_path: Path):
+def test_the_recipe_is_valid_and_equals_trls_script(tmp_path: Path):
     path = tmp_path / "recipe.toml"
     path.write_text(recipe_text(replace(SETTING, policy="beg-mab", seed=7)))
     recipe = load_recipe(path)
@@ -99,7 +99,7 @@ def test_the_recipe_is_valid_and_says_the_same_as_trls_script(tmp_path: Path):
     )  # fmt: skip
 
 
-def test_trls_vllm_mode_corrects_for_who_drew_a_token_as_our_recipe_does(tmp_path: Path):
+def test_trls_vllm_mode_corrects_as_our_recipe_does(tmp_path: Path):
     path = tmp_path / "recipe.toml"
     path.write_text(recipe_text(SETTING))
     train = load_recipe(path).train
@@ -116,7 +116,7 @@ def test_trls_vllm_mode_corrects_for_who_drew_a_token_as_our_recipe_does(tmp_pat
     }
 
 
-def test_the_first_step_of_a_run_warms_up_and_is_left_out():
+def test_the_first_step_of_a_run_is_left_out():
     blocks = [block(OURS, [9.0, 3.0, 4.0]), block(DEFAULTS, [90.0, 60.0, 70.0]), block(OURS, [8.0, 3.0, 2.0])]
     assert steady(blocks, OURS) == [3.0, 4.0, 3.0, 2.0]
     found = summarise(blocks, {OURS: 21, DEFAULTS: 28}, heldout=512)
@@ -130,7 +130,7 @@ def test_the_first_step_of_a_run_warms_up_and_is_left_out():
     assert goal["ratio"]["low"] <= goal["ratio"]["estimate"] <= goal["ratio"]["high"]
 
 
-def test_the_interval_of_a_ratio_is_as_wide_as_either_side_varies():
+def test_a_ratios_interval_covers_both_sides_variation():
     same = ratio_of_medians([60.0] * 6, [3.0] * 6)
     assert (same.low, same.estimate, same.high) == (20.0, 20.0, 20.0)
     one = ratio_of_medians([60.0, 60.0, 60.0, 60.0], [2.0, 3.0, 4.0, 3.0])
@@ -138,7 +138,7 @@ def test_the_interval_of_a_ratio_is_as_wide_as_either_side_varies():
     assert ratio_of_medians([60.0], [3.0]).method == "none"
 
 
-def test_a_goal_is_missed_by_its_ratio_and_unknown_where_trl_does_not_run():
+def test_a_goal_is_unknown_without_trl():
     failed = SideRun(side=VLLM, seed=0, as_is="no weights", error="AttributeError: none")
     blocks = [block(OURS, [9.0, 3.0, 4.0]), block(DEFAULTS, [90.0, 40.0, 41.0]), failed]
     found = of_result(blocks, LINES)
@@ -149,7 +149,7 @@ def test_a_goal_is_missed_by_its_ratio_and_unknown_where_trl_does_not_run():
     json.dumps(found, allow_nan=False)
 
 
-def test_a_mode_that_ran_in_another_way_says_so():
+def test_a_mode_that_ran_differently_is_marked():
     ran = block(VLLM, [50.0, 9.0, 9.0], as_is="AttributeError: no weight_loader", heldout_reward=0.5)
     found = of_result([block(OURS, [9.0, 3.0, 4.0]), ran], {OURS: 21, VLLM: 32})
     assert found["goals"][0]["met"]
@@ -157,7 +157,7 @@ def test_a_mode_that_ran_in_another_way_says_so():
     assert "AttributeError: no weight_loader" in said
 
 
-def test_who_learned_more_is_told_from_seeds_that_both_ran():
+def test_learning_is_compared_on_common_seeds():
     rewards = {OURS: [0.30, 0.40, 0.35, 0.90], DEFAULTS: [0.34, 0.38, 0.36], VLLM: [0.60, 0.70, 0.65]}
     blocks = [
         replace(block(side, [3.0, 3.0]), seed=seed, heldout_reward=reward)
@@ -177,7 +177,7 @@ def test_who_learned_more_is_told_from_seeds_that_both_ran():
     json.dumps(found, allow_nan=False)
 
 
-def test_equal_rewards_of_few_prompts_do_not_make_a_narrow_interval():
+def test_equal_rewards_of_few_prompts_keep_intervals_wide():
     blocks = [replace(block(side, [3.0]), seed=seed, heldout_reward=0.5) for side in LINES for seed in range(2)]
     wide, narrow = (learned(blocks, DEFAULTS, heldout) for heldout in (32, 3200))
     assert wide["difference"]["high"] == pytest.approx(10 * narrow["difference"]["high"])
@@ -187,7 +187,7 @@ def test_equal_rewards_of_few_prompts_do_not_make_a_narrow_interval():
     assert (one["seeds"], one["equal"], one["difference"]["high"]) == (1, None, None)
 
 
-def test_a_step_of_ours_lasts_until_the_next_one_starts(tmp_path: Path):
+def test_a_tltlab_step_lasts_until_the_next(tmp_path: Path):
     starts, rollouts = [0.5, 5.0, 8.0], [2.0, 1.0, 1.5]
     keys = [{"rl_step": step, "prompt_id": "p", "sample": n, "turn": 0} for step in range(3) for n in range(2)]
     trace_of(
@@ -207,12 +207,12 @@ def test_a_step_of_ours_lasts_until_the_next_one_starts(tmp_path: Path):
     assert found.rewards == [0.5, 0.5, 0.5]
 
 
-def test_a_failure_is_the_last_line_that_says_something():
+def test_a_failure_is_the_last_nonempty_line():
     assert last_line("[rank0]: Traceback\n[rank0]: AttributeError: 'x'\n\n") == "AttributeError: 'x'"
     assert last_line(" \n") == "it said nothing"
 
 
-def test_a_folder_without_trl_an_earlier_benchmark_and_a_file_are_refused(tmp_path: Path):
+def test_folders_without_trl_and_files_are_refused(tmp_path: Path):
     with refused(ConfigError, naming=("--no-deps", "trl==")):
         bench_train(FAST, trl=tmp_path / "nothing", out=tmp_path / "out", progress=quiet)
     assert not (tmp_path / "out").exists(), "nothing is made before"
@@ -224,7 +224,7 @@ def test_a_folder_without_trl_an_earlier_benchmark_and_a_file_are_refused(tmp_pa
         CliRunner().invoke(bench.app, ["train", "--out", str(tmp_path / "file")], catch_exceptions=False)
 
 
-def test_what_trl_logs_is_one_entry_for_each_rl_step(tmp_path: Path):
+def test_trl_logs_one_entry_per_rl_step(tmp_path: Path):
     from bench.train.trl import Clock
 
     clock = Clock(tmp_path / "times.json")
@@ -241,7 +241,7 @@ def test_what_trl_logs_is_one_entry_for_each_rl_step(tmp_path: Path):
     assert all(seconds > 0 for seconds in found["seconds"])
 
 
-def test_where_trl_fails_the_run_ends_with_what_it_said(random_model: Path, tmp_path: Path):
+def test_a_failed_trl_run_ends_with_its_output(random_model: Path, tmp_path: Path):
     setting = replace(SETTING, model=random_model)
     # Importing these takes seconds, and nothing of them is reached.
     (tmp_path / "datasets.py").write_text("load_dataset = None")
@@ -251,7 +251,7 @@ def test_where_trl_fails_the_run_ends_with_what_it_said(random_model: Path, tmp_
     assert "Traceback" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_without_a_network_the_command_for_pip_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_network_the_pip_command_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     # Fails at once, as pip does in seconds.
     monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -283,7 +283,7 @@ def test_both_train_the_same_model(tmp_path: Path):
 
 
 @pytest.mark.skipif("TLTLAB_TRL" not in os.environ, reason="TLTLAB_TRL names no folder with TRL (pip install --target)")
-def test_the_same_samples_move_the_weights_as_trl_moves_them(random_model: Path, tmp_path: Path):
+def test_same_samples_move_weights_as_trl_moves_them(random_model: Path, tmp_path: Path):
     recipe, found = tmp_path / "recipe.toml", tmp_path / "found.json"
     setting = replace(SETTING, model=random_model, prompts_per_step=4, max_response_tokens=48, steps=2)
     recipe.write_text(recipe_text(setting))

@@ -62,7 +62,7 @@ def test_siblings_help_and_so_does_own_text():
 
 
 @given(st.floats(-3, 3), st.floats(1, 5000), st.floats(0, 1))
-def test_no_state_beats_the_most_a_request_can_get(level: float, length: float, share: float):
+def test_no_state_beats_most_request_can_get(level: float, length: float, share: float):
     for model in (SPREAD, SIBLINGS, CurveAcceptance(keep_logits=(0.0, 0.5), drift=-0.5)):
         (most,) = model.most_tokens(CHAIN, RequestArrays(*(np.array([x]) for x in (level, length, 7.0))))
         assert 1 + survival(model, level=level, generated=length * share, siblings=7 * share).sum() <= most + 1e-12
@@ -123,7 +123,7 @@ def recording(accepted: list[list[int] | None], batch: list[int], lengths: list[
     return Trace.from_tables(Manifest(kind="recorded"), tables)
 
 
-def test_a_recording_tells_whose_draft_was_whose():
+def test_a_recording_attributes_drafts_to_requests():
     # Three responses of 2, 4 and 9 tokens; the first is over after two iterations, the second after three.
     trace = recording([None, [0, 1, 2], [1, 3], None], [3, 3, 2, 1], [2, 4, 9])
     drafts, notes = recorded_drafts(trace)
@@ -145,7 +145,7 @@ def test_requests_run_until_their_clients_abort_them():
     assert notes == []
 
 
-def test_a_recording_that_contradicts_itself_tells_nothing():
+def test_a_contradictory_recording_attributes_nothing():
     # Its batches do not follow from its lengths; then it accepts more than was drafted.
     drafts, notes = recorded_drafts(recording([None, [0, 1]], [3, 2], [2, 4, 9]))
     assert len(drafts) == 0
@@ -155,7 +155,7 @@ def test_a_recording_that_contradicts_itself_tells_nothing():
 
 
 @pytest.mark.parametrize("name", ["subset-sum-small", "gcd-small", "tiny"])
-def test_every_shipped_recording_is_told_apart(name: str):
+def test_every_shipped_recording_is_attributed(name: str):
     trace = tltlab.read(TRACES / name)
     drafts, notes = recorded_drafts(trace)
     assert notes == []
@@ -178,7 +178,7 @@ def drawn(model, num_requests: int, num_drafts: int, seed: int = 0, depth: int =
     return pd.concat(rows, ignore_index=True)
 
 
-def test_a_fit_finds_the_siblings_that_made_the_drafts():
+def test_fit_finds_siblings_that_made_drafts():
     truth = SiblingAcceptance(alone=0.25, most=0.8, exponent=0.8)
     fitted = fit_siblings(drawn(truth, 300, 40), "ngram")
     for n in (0.0, 1.0, 3.0, 7.0):

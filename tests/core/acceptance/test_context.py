@@ -42,7 +42,7 @@ def test_the_published_head_is_met_within_5_percent(shared_data: Path):
 
 
 @pytest.mark.parametrize(("times", "share"), [(0, 1.0), (1, 1.0), (3, 0.75), (5, 0.5), (9, 0.0), (20, 0.0)])
-def test_a_chance_falls_on_a_line_beyond_the_trained_length(times: float, share: float):
+def test_chance_falls_on_line_beyond_trained_length(times: float, share: float):
     for trained in (512, 2048.0, 32_768):
         model = ContextAcceptance(base=GeometricAcceptance(alpha=0.8), trained_tokens=trained)
         one = Strategy.chain("learned", 1)
@@ -53,7 +53,7 @@ def test_prompt_and_response_count_alike():
     assert tokens(SHORT, 8192) == tokens(SHORT, 8192, prompt=5000) < tokens(SHORT, 3192)
 
 
-def test_every_token_of_a_draft_loses_the_same_share():
+def test_every_token_of_draft_loses_same_share():
     model = load_acceptance("0.8/0.6/0.3@1k")
     zero = np.zeros(1)
     kept = model.survival(CHAIN, RequestArrays(zero, zero + 5 * 1024, zero))[0]
@@ -81,7 +81,7 @@ def test_texts_and_files_come_back_as_they_were(text: str, trained: float, tmp_p
     assert load_acceptance(path) == load_acceptance(acceptance_text(model)) == model
 
 
-def test_a_file_may_have_a_trained_length_behind_it(tmp_path: Path):
+def test_file_may_have_trained_length_behind_it(tmp_path: Path):
     path = tmp_path / "acceptance.json"
     path.write_text(GeometricAcceptance(alpha=0.64).model_dump_json())
     assert load_acceptance(f"{path}@short") == SHORT
@@ -129,7 +129,7 @@ def test_at_one_context_requests_are_alike():
         assert at.tokens_per_iteration(CHAIN) == pytest.approx(tokens(SHORT, 8192))
 
 
-def test_most_tokens_hold_between_the_ends_of_a_response():
+def test_most_tokens_hold_between_ends_of_response():
     rising = SiblingAcceptance(alone=0.1, most=0.95, exponent=1.0, own_tokens=300.0)
     model = PerDrafter({"learned": ContextAcceptance(base=rising, trained_tokens=400)})
     zero = np.zeros(1)
@@ -138,5 +138,5 @@ def test_most_tokens_hold_between_the_ends_of_a_response():
 
 
 @pytest.mark.parametrize("text", ["0.7@300", "constant:2.5@200", "seer-siblings@400", "tlt-qwen2.5-32b@100"])
-def test_it_keeps_the_contract_of_acceptance(text: str):
+def test_it_meets_the_contract_of_acceptance(text: str):
     check_acceptance(load_acceptance(text))  # type: ignore[arg-type]

@@ -127,7 +127,7 @@ def test_what_did_not_vary_has_no_effect():
     assert ["one age" in note for note in notes] == [True]
 
 
-def test_rows_that_tell_no_freshness_are_refused():
+def test_rows_without_freshness_are_refused():
     for ages, drafter in (([3], "learned"), ([0, 1], "other")):
         with refused(ConfigError, naming=(drafter,)):
             fit_freshness(recorded(ages, [7]), drafter)
@@ -166,7 +166,7 @@ def effects(model: Freshness) -> tuple[float, float]:
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("truth", [AGES, FROZEN_TARGET])
-def test_a_fit_to_a_run_tells_ageing_from_training(truth: Freshness, every: int):
+def test_a_fit_separates_ageing_from_training(truth: Freshness, every: int):
     fits = [fit_freshness(run_like(truth, every=every, seed=seed), "learned")[0] for seed in range(4)]
     ages, trainings = zip(*map(effects, fits), strict=True)
     of_age, of_training = effects(truth)
@@ -217,7 +217,7 @@ def test_the_state_of_the_drafters_settles_any_model():
     assert model.curve(CHAIN)[0] == pytest.approx(0.8 * HALF.level(3, 2))
 
 
-def test_the_shipped_trees_come_with_an_assumed_freshness_too():
+def test_shipped_trees_come_with_assumed_freshness_too():
     base, model = load_acceptance("tlt-qwen2.5-32b"), load_acceptance("tlt-qwen2.5-32b-fresh")
     assert model.base == base
     assert model.freshness == Freshness()

@@ -70,7 +70,7 @@ def test_geometric_mean_is_leviathans(alpha: float, depth: int):
     assert GeometricAcceptance(alpha=alpha).tokens_per_iteration(chain(depth)) == pytest.approx(expected)
 
 
-def test_a_depth_between_is_a_larger_one_cut_short():
+def test_depth_between_is_larger_one_cut_short():
     assert FITTED.distribution(chain(2)).tolist() == [0.6, 0.1, 0.3]
     assert FITTED.distribution(Strategy.chain("learned", 3)) == pytest.approx([0.5, 0.2, 0.1, 0.2])
     assert FITTED.distribution(Strategy("learned", 4, 1, 2)) == pytest.approx([0.6, 0.4])
@@ -161,7 +161,7 @@ def test_a_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert load_acceptance(source).curve(chain(2)).tolist() == [0.5, 0.25]
 
 
-def test_a_model_is_that_of_the_drafter_which_it_is_given_to():
+def test_a_model_belongs_to_its_drafter():
     model = load_acceptance("mine=tlt-qwen2.5-32b-fresh,text=seer-siblings")
     assert (model.trained_drafter, model.knows("mine"), model.knows("text")) == ("mine", True, True)
     assert load_acceptance("all=tlt-qwen2.5-32b-fresh").trained_drafter == "learned"
@@ -170,7 +170,7 @@ def test_a_model_is_that_of_the_drafter_which_it_is_given_to():
     assert fresh.curve(tree)[0] > old.curve(tree)[0]
 
 
-def test_a_drafter_without_a_model_is_refused_by_name():
+def test_drafter_without_model_is_refused_by_name():
     model = load_acceptance("learned=geometric:0.7,ngram=geometric:0.4")
     assert (model.drafters, model.knows("learned"), model.knows("suffix")) == (("learned", "ngram"), True, False)
     for ask in (model.outside, model.in_state({}).check, model.in_state({}).tokens_per_iteration):
@@ -180,7 +180,7 @@ def test_a_drafter_without_a_model_is_refused_by_name():
         load_acceptance("0.8/0.6").tokens_per_iteration(chain(3))
 
 
-def test_drafters_of_which_one_tells_requests_apart():
+def test_one_drafter_differs_by_request():
     model = load_acceptance("learned=geometric:0.7,ngram=seer-siblings")
     some = RequestArrays(np.zeros(2), np.zeros(2), np.array([0.0, 5.0]))
     settled = model.in_state({})
@@ -206,14 +206,14 @@ def test_drafters_of_which_one_tells_requests_apart():
         (FreshAcceptance(base=GeometricAcceptance(alpha=0.7)), ["learned", "ngram"], True),
     ],
 )
-def test_one_model_for_drafters_of_different_kinds_is_refused(source: object, names: list[str], is_refused: bool):
+def test_one_model_for_several_kinds_is_refused(source: object, names: list[str], is_refused: bool):
     drafters = Drafters({"mine": LearnedSpec(method="mtp")})
     with refused(ConfigError, naming=("some-model", *names, "all=some-model")) if is_refused else nullcontext():
         refuse_one_for_several(load_acceptance(source), "some-model", names, drafters)
 
 
 @given(st.floats(0, 1), st.integers(1, 16))
-def test_survival_says_the_same_as_the_distribution(alpha: float, depth: int):
+def test_survival_agrees_with_the_distribution(alpha: float, depth: int):
     model = GeometricAcceptance(alpha=alpha)
     p = model.distribution(chain(depth))
     assert (len(p), p.sum()) == (depth + 1, pytest.approx(1))
@@ -285,7 +285,7 @@ def walked(runs: np.ndarray, depth: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("measured", "asked"), [(8, 1), (8, 3), (4, 2), (5, 4), (2, 8), (3, 7)])
-def test_copies_at_another_depth_are_of_the_same_runs(measured: int, asked: int):
+def test_copies_at_another_depth_are_of_same_runs(measured: int, asked: int):
     # Most runs never begin; one that does continues with chance .8, so two tokens of it tell the rest.
     rng = np.random.default_rng(0)
     runs = np.where(rng.random(60_000) < 0.7, 0, rng.geometric(0.2, 60_000))

@@ -27,7 +27,7 @@ TABLE = counterfactuals(
     ("age", "kept"),
     [(None, [4, 2, 0]), (0, [4, 2, 0]), (1, [4, 2, 0]), (2, [3, 1, 0]), (3, [0, 0, 0]), (99, [0, 0, 0])],
 )
-def test_the_nearest_age_that_is_not_younger_is_replayed(age: int | None, kept: list[int]):
+def test_nearest_age_that_is_not_younger_is_replayed(age: int | None, kept: list[int]):
     for table in (TABLE, TABLE.iloc[::-1]):
         model = TraceAcceptance(table, drafter_age=age)
         assert model.positions("learned", KEY_A, 3).tolist() == kept
@@ -43,7 +43,7 @@ def test_a_state_of_the_drafter_chooses_the_age():
     assert older.drafters == ("learned",)
 
 
-def test_a_trace_says_what_it_lacks():
+def test_a_trace_states_what_it_lacks():
     model, old = TraceAcceptance(TABLE), TraceAcceptance(TABLE, drafter_age=2)
     model.check(Strategy.chain("learned", 4))
     for of, shape, fact in (

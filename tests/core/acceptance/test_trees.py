@@ -57,7 +57,7 @@ def test_all_nodes_but_the_pending_one_are_drafted():
     assert SHIPPED.num_drafted(tree(8, 4, 48)) == 47
 
 
-def test_the_shipped_curve_says_where_it_was_measured():
+def test_the_shipped_curve_states_where_it_was_measured():
     assert SHIPPED.outside(tree(8, 8, 48)) == []
     assert SHIPPED.outside(Strategy.chain("eagle", 3)) == ["draft_depth", "top_k", "tokens_to_verify"]
     assert TreeAcceptance(late_miss=0, onset_levels=1, onset_shape=1, pruned=0).outside(tree(8, 8, 48)) != []

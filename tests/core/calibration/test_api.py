@@ -78,7 +78,7 @@ def test_without_noise_the_costs_are_found():
     same_terms(fitted().costs, TRUTH)
 
 
-def test_a_search_per_request_is_told_from_levels():
+def test_search_per_request_differs_from_levels():
     truth = TRUTH.model_copy(update={"draft_per_request_s": 4e-5})
     costs = calibrate(rollout(truth=truth)).costs
     same_terms(costs, truth, rel=1e-4)
@@ -130,7 +130,7 @@ def test_outliers_do_not_bend_the_shape():
     assert max(ratio.values()) / min(ratio.values()) < 1.1
 
 
-def test_a_plain_trace_leaves_the_terms_of_speculation_unknown():
+def test_plain_trace_leaves_terms_of_speculation_unknown():
     found = calibrate(rollout((0,)))
     assert found.acceptance is None
     assert found.costs.per_request_s == pytest.approx(TRUTH.per_request_s + TRUTH.per_token_s)

@@ -154,7 +154,7 @@ def test_chains_leave_drafting_per_request_inside_verification():
     same_times(found, truth, rel=1e-5, at=MEASURED)
 
 
-def test_a_table_says_where_unrecorded_drafting_is(run: Trace):
+def test_a_table_states_where_unrecorded_drafting_is(run: Trace):
     for blind, columns in ((False, []), (True, ["draft_duration", "next_draft_depth"])):
         rows = recorded_rows(run.iterations.assign(**dict.fromkeys(columns, np.nan)))
         notes = RecordedTableEstimator().fit(rows).costs_.notes
@@ -262,7 +262,7 @@ def test_held_out_errors_by_hand():
         (grid(LINEAR, (0,)).drop(columns="draft_depth"), "table", ("sd_base_s", "draft_level_s")),
     ],
 )
-def test_what_rows_do_not_tell_stays_unknown(points: pd.DataFrame, kind: str, unknown: tuple[str, ...]):
+def test_unidentified_terms_stay_unknown(points: pd.DataFrame, kind: str, unknown: tuple[str, ...]):
     found = fit_points(checked(points), kind)
     assert [getattr(found.costs, term) for term in unknown] == [None, None]
     alone = points["batch"].nunique() == 1
@@ -272,7 +272,7 @@ def test_what_rows_do_not_tell_stays_unknown(points: pd.DataFrame, kind: str, un
         found.costs.iteration(Strategy.chain("learned", 4))
 
 
-def test_a_table_of_two_batch_sizes_leaves_none_out():
+def test_table_of_two_batch_sizes_leaves_none_out():
     found = fit_points(checked(grid(LINEAR).query("batch in (1, 8)")), "table", H100)
     assert found.costs.roofline.gpu == "H100"
     assert found.held_out_error is None
@@ -378,7 +378,7 @@ def test_acceptance_of_a_recording_is_found(run: Trace):
     assert found.model.alpha(np.array([3.0]), np.zeros(1)) == pytest.approx(truth.alpha(3.0, 0.0), abs=0.05)
 
 
-def test_acceptance_parquet_alone_tells_acceptance(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_acceptance_parquet_alone_suffices(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     annotated().write(tmp_path / "trace")
     with refused(ConfigError, naming=("--out",)):
         command(tmp_path / "trace", tmp_path / "costs.json")
@@ -388,14 +388,14 @@ def test_acceptance_parquet_alone_tells_acceptance(tmp_path: Path, capsys: pytes
     assert model.tokens_per_iteration(Strategy.chain("learned", 5)) == pytest.approx(chain_tokens(0.8, 5), rel=0.03)
 
 
-def test_a_drafter_of_several_ages_tells_how_it_ages():
+def test_several_ages_identify_ageing():
     model = fit_kind(annotated(), "fresh").model
     for age in (0, 6):
         tokens = model.at_freshness(DrafterState(age=age)).at(1).tokens_per_iteration(Strategy.chain("learned", 5))
         assert tokens == pytest.approx(chain_tokens(0.8 * AGEING.level(age, 0), 5), rel=0.05)
 
 
-def test_acceptance_that_a_trace_does_not_tell_is_refused(tmp_path: Path, run: Trace):
+def test_unidentified_acceptance_is_refused(tmp_path: Path, run: Trace):
     for trace, kind, named in (
         (run, "fresh", "acceptance.parquet"),
         (annotated(ages=(0,)), "fresh", "one age"),

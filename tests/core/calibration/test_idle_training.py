@@ -47,7 +47,7 @@ def fitted() -> SpotFit:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_run_gives_back_what_it_was_made_with(seed: int):
+def test_run_gives_back_what_it_was_made_with(seed: int):
     found = fit_spot(run(seed=seed, noise=0.2))
     model = found.model
     assert model.samples_per_s == pytest.approx(TRUTH.samples_per_s, rel=0.06)
@@ -90,7 +90,7 @@ def test_more_tokens_without_more_updates_are_no_efficiency():
     assert fit_spot(run(slow)).model.scaling_efficiency == pytest.approx(0.0, abs=0.02)
 
 
-def test_what_the_rows_do_not_tell_keeps_its_default():
+def test_unidentified_constants_keep_their_default():
     default = SpotTraining()
     alone = fit_spot(run(workers=2))
     assert alone.model.scaling_efficiency == default.scaling_efficiency
@@ -105,7 +105,7 @@ def test_what_the_rows_do_not_tell_keeps_its_default():
     assert (found.model.yield_s, found.model.sample_tokens) == (default.yield_s, default.sample_tokens)
 
 
-def test_waiting_for_data_is_said():
+def test_waiting_for_data_is_reported():
     table = run().spot_training
     waited = table.assign(wait_s=5.0, duration=table["duration"] + 5.0)
     assert any("waiting for data" in note for note in fit_spot(run().replace(spot_training=waited)).notes)

@@ -47,7 +47,7 @@ def test_rates_are_tokens_over_the_iterations_time(tmp_path: Path, asked):
     assert [row["tokens_per_s"] for row in rows] == pytest.approx([600.0, 1200.0])
 
 
-def test_a_preset_is_asked_at_its_batches_and_context(asked):
+def test_preset_is_asked_at_its_batches_and_context(asked):
     found = asked("h100-qwen2.5-32b-tp4", batch="2,32", context=1000, strategy="8,8,48", accept_length=7.2)
     model = load_costs("h100-qwen2.5-32b-tp4")
     asked_for = (NO_SPECULATION, Strategy("learned", 8, 8, 48))
@@ -57,7 +57,7 @@ def test_a_preset_is_asked_at_its_batches_and_context(asked):
     assert found["notes"] == list(model.notes)
 
 
-def test_what_lies_beyond_the_measurements_is_said(asked):
+def test_what_lies_beyond_the_measurements_is_reported(asked):
     near, far = asked("h100-qwen2.5-32b-tp4", batch="8,1000")["rows"]
     assert near["outside"] == []
     assert near["fits_kv_cache"]

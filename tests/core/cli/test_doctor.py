@@ -62,7 +62,7 @@ def with_installed(**versions: str) -> dict[str, Any]:
     return {"installed": {**SOUND.installed, **versions}}
 
 
-def test_a_sound_machine_has_no_problem_and_no_hint() -> None:
+def test_sound_machine_has_no_problem_and_no_hint() -> None:
     assert {finding.severity for finding in check_environment(SOUND)} == {"fine"}
 
 
@@ -102,7 +102,7 @@ def test_a_sound_machine_has_no_problem_and_no_hint() -> None:
         ("leftovers", "hint", {"leftovers": ("/tmp/tltlab-1-abcdefgh",)}, "/tmp/tltlab-1-abcdefgh"),
     ],
 )
-def test_a_fault_of_a_machine_is_found_with_its_fact(code: str, severity: str, changes: Any, fact: str) -> None:
+def test_fault_of_machine_is_found_with_its_fact(code: str, severity: str, changes: Any, fact: str) -> None:
     finding = findings(replace(SOUND, **changes))[code]
     assert finding.severity == severity
     assert fact in finding.evidence
@@ -115,7 +115,7 @@ def test_unknown_evidence_is_not_judged(unknown: str) -> None:
     assert names.get(unknown, "vllm-capabilities") not in findings(replace(SOUND, **{unknown: None}))
 
 
-def test_a_check_that_fails_is_told() -> None:
+def test_a_check_that_fails_is_reported() -> None:
     told = findings(replace(SOUND, pins=("no requirement",)))
     assert "versions" in told["could-not-look"].title
     assert "InvalidRequirement" in told["could-not-look"].evidence
@@ -133,7 +133,7 @@ def test_the_imports_are_tried_in_another_process(tmp_path: Path, monkeypatch: p
     assert "code 3" in try_imports(("torch", "dies"))["import_error"]
 
 
-def test_a_recorded_run_is_told_in_json_and_in_words(doctor: Command) -> None:
+def test_a_recorded_run_is_reported_in_both_formats(doctor: Command) -> None:
     code, out, err = doctor(TRACES / "subset-sum-small", "--json")
     found = json.loads(out)
     assert (code, err) == (0, "")
@@ -175,7 +175,7 @@ def test_a_folder_of_runs_names_them(doctor: Command, tmp_path: Path) -> None:
     assert "notes" not in err
 
 
-def test_a_simulated_run_is_told_as_a_prediction(tmp_path: Path, doctor: Command) -> None:
+def test_a_simulated_run_is_reported_as_a_prediction(tmp_path: Path, doctor: Command) -> None:
     arms = (NO_SPECULATION, Strategy.chain("ngram", 8), Strategy.chain("ngram", 1))
     policy = Policy(selector=EpsilonGreedy.Spec(strategies=arms, epsilon=0.9, reward="relative"))
     result = tltlab.sim.simulate(read(TRACES / "tiny"), policy=policy, mode="sampled", record_iterations=True)
@@ -188,7 +188,7 @@ def test_a_simulated_run_is_told_as_a_prediction(tmp_path: Path, doctor: Command
     assert "simulated" in doctor(tmp_path / "trace")[1]
 
 
-def test_the_machine_alone_is_told_without_a_run(doctor: Command) -> None:
+def test_the_machine_alone_is_reported_without_a_run(doctor: Command) -> None:
     code, out, _ = doctor("--quick", "--json")
     found = json.loads(out)
     assert code == 0

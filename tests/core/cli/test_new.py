@@ -36,7 +36,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_a_new_part_keeps_its_contract_and_serves(
+def test_a_new_part_meets_its_contract_and_serves(
     said, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, kind: str
 ):
     code, out, _ = said("new", kind, "quarter_step")
@@ -60,7 +60,7 @@ def test_a_new_file_is_short(said, tmp_path: Path, kind: str):
         assert len(path.read_text().splitlines()) <= 20
 
 
-def test_a_new_experiment_ends_in_a_table_and_a_picture(said, tmp_path: Path):
+def test_new_experiment_ends_in_table_and_picture(said, tmp_path: Path):
     assert said("new", "experiment", "longest")[0] == 0
     runpy.run_path(str(tmp_path / "longest.py"), run_name="__main__")
     assert (tmp_path / "longest.csv").read_text().startswith("policy,drafters,acceptance,makespan_s,ratio")

@@ -120,14 +120,14 @@ def says_what_to_install(done: Done, extra: str, module: str = "") -> None:
     ],
     ids=["import", "overview", "completion", "policy", "costs", "simulator", "simulate", "trace", "ui", "plugin"],
 )  # fmt: skip
-def test_what_starts_loads_nothing_that_is_slow_and_that_it_does_not_need(code: str, needs: str, leaves_out: set[str]):
+def test_commands_load_no_slow_unneeded_modules(code: str, needs: str, leaves_out: set[str]):
     pytest.importorskip(needs)
     loaded = loaded_by(code)
     assert {"tltlab", needs} <= loaded
     assert loaded.isdisjoint(leaves_out)
 
 
-def test_a_process_of_a_command_collects_garbage_once_its_modules_are_loaded():
+def test_garbage_is_collected_once_modules_are_loaded():
     ended = "\nexcept SystemExit: pass\nprint(gc.isenabled(), gc.get_freeze_count() > 10_000, file=sys.stderr)"
     begun = f"import gc, sys, tltlab.cli.app as cli\nsys.argv = ['tltlab', *{TRACE.split()}]\ntry: cli.main("
     for argv, found in (("", "True True"), ("sys.argv[1:]", "True False")):
@@ -145,7 +145,7 @@ def test_every_export_is_there_and_listed():
         _ = tltlab.nope
 
 
-def test_the_overview_has_the_first_line_that_each_command_has():
+def test_overview_has_first_line_that_each_command_has():
     for entry in entry_points(group=app.GROUP):
         if entry.value.startswith(("tltlab.runtime.", "tltlab.cli.")):
             target = entry.load()
@@ -167,7 +167,7 @@ def imports_of(path: Path) -> set[str]:
     return names - sys.stdlib_module_names - {"tltlab"}
 
 
-def test_whatever_the_package_imports_comes_with_it_or_with_an_extra_that_is_named():
+def test_every_import_is_a_requirement_or_extra():
     core = {re.split(r"[<>=;\[ ]", line)[0] for line in requires("tltlab") or () if "extra ==" not in line}
     sources = [path for part in ("", "sim", "runtime") for path in (PACKAGE / part).rglob("*.py")]
     imported = set().union(*map(imports_of, sources))
@@ -179,7 +179,7 @@ def test_whatever_the_package_imports_comes_with_it_or_with_an_extra_that_is_nam
 
 
 @pytest.mark.parametrize("extra", ["sim", "runtime"])
-def test_every_requirement_of_an_extra_is_named_with_it(extra: str):
+def test_every_requirement_of_extra_is_named_with_it(extra: str):
     brings = {name: module for module, name in app._BROUGHT_BY.items() if module == "zmq"}
     for line in requires("tltlab") or ():
         if re.search(f"extra == ['\"]{extra}['\"]", line):
@@ -190,12 +190,12 @@ def test_every_requirement_of_an_extra_is_named_with_it(extra: str):
             assert message.startswith(f"this needs {module}, which is not installed: pip install 'tltlab[{extra}]'")
 
 
-def test_what_no_extra_brings_stays_an_error_of_python():
+def test_what_no_extra_brings_stays_error_of_python():
     with refused(ModuleNotFoundError, naming=("of_the_users_own",)):
         app._missing_extra(ModuleNotFoundError("No module named 'of_the_users_own'", name="of_the_users_own"))
 
 
-def test_where_modules_are_missing_a_command_names_its_extra_and_the_overview_is_there(tmp_path: Path):
+def test_missing_modules_name_their_extra(tmp_path: Path):
     train = "train qwen2.5-0.5b-gsm8k reward=tltlab.runtime.rollout.rewards:math --out OUT"
     one_missing = [("optuna", "sim", "tune traces/tiny --out OUT"), ("pebble", "runtime", train),
                    ("math_verify", "runtime", train)]  # fmt: skip

@@ -63,7 +63,7 @@ def test_known_columns_of_a_csv_are_used(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["step", "Step", "global_step", "Training Step", "train-step", "iteration"])
-def test_the_rl_step_of_a_csv_has_other_names(command, tmp_path, name):
+def test_rl_step_of_csv_has_other_names(command, tmp_path, name):
     path = csv(tmp_path, f"{name},output_tokens,reward\n7,1,0.5\n7,2,0.5\n9,3,1\n")
     assert read(path).rl_steps == [7, 9]
     assert import_dump(path, group_size=2).outcomes["prompt_id"].tolist() == ["p0", "p0", "p1"]
@@ -72,7 +72,7 @@ def test_the_rl_step_of_a_csv_has_other_names(command, tmp_path, name):
     assert f"response_tokens from output_tokens, rl_step from {name}, reward" in err
 
 
-def test_rows_of_a_csv_are_grouped_and_cut_at_the_maximum(tmp_path):
+def test_csv_rows_are_grouped_and_cut(tmp_path):
     trace = import_dump(csv(tmp_path, "5\n9\n9\n2\n"), group_size=2, max_response_tokens=9, workers=3)
     assert trace.outcomes["prompt_id"].tolist() == ["p0", "p0", "p1", "p1"]
     assert trace.outcomes["finish_reason"].tolist() == ["stop", "length", "length", "stop"]
@@ -104,7 +104,7 @@ def test_a_faulty_csv_is_refused_with_its_line(tmp_path, text, says):
         import_dump(csv(tmp_path, text), max_response_tokens=8)
 
 
-def test_generated_traces_are_the_same_for_the_same_seed():
+def test_generated_traces_are_same_for_same_seed():
     one, same, other = (log_normal(prompts=3, rl_steps=2, cap=900, seed=seed) for seed in (1, 1, 2))
     assert one.outcomes.equals(same.outcomes)
     assert not one.outcomes.equals(other.outcomes)
@@ -169,7 +169,7 @@ def test_repair_on_the_command_line(command, tmp_path):
 
 
 @pytest.mark.parametrize(("suffix", "rl_step"), [(".png", "all"), (".svg", "0"), (".json", "1")])
-def test_timeline_writes_what_its_suffix_says(command, timed, tmp_path, suffix, rl_step):
+def test_timeline_writes_what_its_suffix_states(command, timed, tmp_path, suffix, rl_step):
     out = tmp_path / f"timeline{suffix}"
     asked = ("timeline", timed, "--out", out, "--rl-step", rl_step)
     code, text, _ = command(*asked, "--compare", timed, "--json")

@@ -28,7 +28,7 @@ def test_reports_are_numbered_upwards_from_the_process_number():
     assert [(r.seq, r.incarnation, r.busy) for r in reports] == [(1000 + n, 1000, n == 0) for n in range(3)]
 
 
-def test_a_report_is_sent_at_each_change_and_repeated_as_a_heartbeat():
+def test_reports_are_sent_at_changes_and_repeated():
     agent = idle_agent(heartbeat_s=2.0)
     assert agent.requests(0, False, 1.5) == ()
     assert agent.wakeup_s == 3.0

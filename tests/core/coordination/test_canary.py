@@ -93,7 +93,7 @@ def test_a_small_collapse_is_found_in_time():
     assert 50 < canary.verdicts[-1].drafts <= 800
 
 
-def test_a_moved_target_lowers_the_bound_and_a_wake_does_not():
+def test_moved_target_lowers_bound_and_wake_does_not():
     canary = watching(0.8, collapse=0.5, moved_target=0.1)
     canary.reset("a wake")
     assert canary.bound == pytest.approx(0.4)
@@ -105,7 +105,7 @@ def test_a_moved_target_lowers_the_bound_and_a_wake_does_not():
 
 
 @pytest.mark.parametrize("chance", [math.nan, -0.1, 1.1, math.inf])
-def test_what_is_no_chance_is_refused_and_changes_nothing(chance: float):
+def test_a_number_that_is_no_probability_is_refused(chance: float):
     canary = watching(0.8)
     with refused(ConfigError, naming=("1",)):
         canary.expect([0.5, chance], "a broken training")
@@ -145,7 +145,7 @@ def test_no_window_of_a_sound_drafter_collapses():
         assert set(kinds(canary)) == {"fine"}
 
 
-def test_two_hundred_drafts_are_enough_to_find_a_broken_drafter():
+def test_two_hundred_drafts_find_a_broken_drafter():
     rng = np.random.default_rng(2)
     missed = 0
     for _ in range(200):
@@ -160,7 +160,7 @@ def test_two_hundred_drafts_are_enough_to_find_a_broken_drafter():
     st.lists(st.sampled_from(["keep", "miss", "sync", "wake", "swap 0.9", "swap 0.01"]), min_size=1, max_size=200),
     st.integers(0, 200),
 )
-def test_a_state_taken_at_any_time_goes_on(events: list[str], split: int):
+def test_a_state_taken_at_any_time_continues(events: list[str], split: int):
     config = CanaryConfig(min_drafts=5)
     whole, first, second = Canary(config), Canary(config), Canary(config)
     play(whole, events)

@@ -47,7 +47,7 @@ def test_only_a_better_drafter_goes_into_service():
     assert TrainingSchedule(ScheduleConfig(kind="gated")).serves(worse), "what was never trained gives way"
 
 
-def test_a_slowdown_is_found_from_rollouts_with_and_without_training():
+def test_a_slowdown_needs_rollouts_with_and_without_training():
     trained = set(range(0, 20, 2))
     cost = training_cost(rollouts(20, trained, slowdown=0.3), attempts(*sorted(trained)))
     assert cost.slowdown == pytest.approx(0.3, abs=0.02)
@@ -58,7 +58,7 @@ def test_a_slowdown_is_found_from_rollouts_with_and_without_training():
     assert only_trained.slowdown == pytest.approx(0.0, abs=1e-6), "without a control nothing is known"
 
 
-def test_a_wait_for_trainers_is_a_delay_and_no_slowdown():
+def test_wait_for_trainers_is_delay_and_no_slowdown():
     rows = [RolloutDrift(rl_step=t, rollout_s=10.0 + 2.0 * (t % 2), tokens=1000, accept_length=3.0) for t in range(20)]
     cost = training_cost(rows, attempts(*range(1, 20, 2), delay_s=2.0))
     assert cost.delay_s == 2.0
@@ -78,7 +78,7 @@ def test_what_drifts_is_loss_what_stays_is_gain():
     assert loss_and_gain([Attempt(rl_step=3)], 0) == (0.0, 0.0)
 
 
-def test_training_waits_until_what_was_lost_comes_to_its_price():
+def test_training_waits_until_losses_reach_its_price():
     """A loss of 2 % a step in 7 s of speculation, at a price of 2 s: the lot size is the root of 2 * 2 / 0.14."""
     before = [Attempt(rl_step=t, delay_s=2.0, candidate=3.0, served=3.0 * math.exp(-0.12)) for t in range(0, 60, 6)]
     aged = [math.exp(-0.02 * ((t - 1) % 6 + 1 if t <= 54 else t - 54)) for t in range(80)]
@@ -117,7 +117,7 @@ def test_after_many_trained_rollouts_one_goes_without():
     assert worth_training(n + 1, [*rows, *rollouts(n + 1, set())[n:]], before, 0.0)[0]
 
 
-def test_what_is_lost_again_at_once_does_not_pay():
+def test_quickly_lost_gains_do_not_pay():
     before = [Attempt(rl_step=t, delay_s=2.0, candidate=3.0, served=2.7) for t in range(0, 60, 6)]
     lost = rollouts(60, set(), lengths=2.7)
     lasts = [replace(row, accept_length=2.7 if row.rl_step % 6 == 0 else 3.0) for row in lost]

@@ -70,7 +70,7 @@ def said(commands):
     return ", ".join(" ".join([kind, *(str(c.worker) for c in those if kind != "released")]) for kind, those in groups)
 
 
-def test_training_opens_when_enough_workers_are_idle_and_the_lowest_leads():
+def test_training_opens_with_enough_idle_workers():
     coordinator = Coordinator(min_idle_workers=2)
     assert coordinator.idle(3) == []
     commands = coordinator.idle(1)
@@ -79,7 +79,7 @@ def test_training_opens_when_enough_workers_are_idle_and_the_lowest_leads():
     assert coordinator.phase(3) is Phase.TRAINING
 
 
-def test_ranks_leader_and_term_stay_while_members_come_and_go():
+def test_ranks_leader_and_term_survive_member_changes():
     coordinator = Coordinator()
     coordinator.idle(2)
     assert {c.term for c in coordinator.idle(0)} == {1}
@@ -175,7 +175,7 @@ def test_a_process_replaced_unnoticed_ends_the_period():
     assert [c.incarnation for c in coordinator.last] == [0, 50]
 
 
-def test_each_composition_of_the_group_has_a_number_of_its_own():
+def test_each_composition_of_the_group_is_numbered():
     coordinator = Coordinator()
     (alone,) = coordinator.idle(2)
     first, second = coordinator.idle(0)
@@ -183,7 +183,7 @@ def test_each_composition_of_the_group_has_a_number_of_its_own():
     assert coordinator.tell(Tick(), now=1.0) == [second, first], "repeated, not renumbered"
 
 
-def test_an_unheard_order_is_repeated_until_it_is_acknowledged():
+def test_an_order_is_repeated_until_acknowledged():
     coordinator = Coordinator(resend_s=0.5)
     (train,) = coordinator.idle(0)
     coordinator.send(0, acked=0, now=0.2)
@@ -195,7 +195,7 @@ def test_an_unheard_order_is_repeated_until_it_is_acknowledged():
     assert wakeup_s(coordinator.state) == math.inf
 
 
-def test_a_term_that_a_worker_has_seen_is_never_used_again():
+def test_a_seen_term_is_never_reused():
     coordinator = Coordinator()
     coordinator.send(2, term=41)
     coordinator.send(2)

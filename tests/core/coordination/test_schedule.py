@@ -94,7 +94,7 @@ def test_drafters_that_do_not_drift_are_seldom_trained():
 
 
 @pytest.mark.parametrize(("drift", "fewest", "most"), [(0.005, 5, 40), (0.03, 30, 75)])
-def test_the_faster_a_drafter_drifts_the_oftener_it_is_trained(drift: float, fewest: int, most: int):
+def test_faster_drafter_drifts_oftener_it_is_trained(drift: float, fewest: int, most: int):
     trainings = [len(play(dropping(), Drafter(drift, seed=seed), 150)) for seed in range(5)]
     assert fewest <= min(trainings)
     assert max(trainings) <= most
@@ -107,7 +107,7 @@ def test_it_keeps_a_drifting_drafter_near_its_best():
     assert np.mean(kept) > 0.93 * 3.0 > 2 * 3.0 * 0.98**100
 
 
-def test_training_goes_on_while_it_still_raises_acceptance():
+def test_training_continues_while_it_still_raises_acceptance():
     schedule = TrainingSchedule(ScheduleConfig(kind="acceptance-drops"))
     reasons = []
     for rl_step, length in enumerate((1.0, 1.8, 2.6, 2.62, 2.61, 2.62)):
@@ -169,7 +169,7 @@ def test_a_rollout_done_again_replaces_the_first():
     st.integers(0, 30),
     st.sampled_from(["never", "always", "every", "acceptance-drops"]),
 )
-def test_a_schedule_goes_on_from_its_state(rollouts: list[tuple[float, int, bool]], split: int, kind: str):
+def test_a_schedule_continues_from_its_state(rollouts: list[tuple[float, int, bool]], split: int, kind: str):
     config = ScheduleConfig(kind=kind, every=3)  # type: ignore[arg-type]
 
     def follow(schedule: TrainingSchedule, steps: range) -> list[Decision]:

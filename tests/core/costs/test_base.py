@@ -44,7 +44,7 @@ def test_graphs_pad_up_to_the_next_size_alone():
 
 
 @pytest.mark.parametrize("costs", [LINEAR, TABLED, ROOFLINE], ids=lambda costs: costs.kind)
-def test_a_missing_term_is_named_once_it_is_needed(costs: CostModel):
+def test_missing_term_is_named_once_it_is_needed(costs: CostModel):
     loaded, bare = (costs.iteration(NO_SPECULATION, drafter_loaded=x).seconds(2, 0) for x in (True, False))
     idle_s = costs.constants.sd_idle_s if isinstance(costs, RooflineCosts) else costs.sd_idle_s
     assert loaded - bare == pytest.approx(idle_s)
@@ -133,7 +133,7 @@ def test_a_changed_bit_is_refused_or_harmless(tmp_path: Path):
             load_costs(path)
 
 
-def test_presets_are_complete_and_say_where_they_come_from():
+def test_presets_are_complete_and_name_their_source():
     assert "cpu-small" in presets()
     for name in presets():
         preset = load_costs(name)

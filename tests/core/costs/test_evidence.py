@@ -36,7 +36,7 @@ def test_errors_grow_with_what_was_not_measured():
     assert evidence("model", speculation=False).speedup_error() is None
 
 
-def test_what_is_open_of_the_parameters_widens_every_error():
+def test_what_is_open_of_parameters_widens_every_error():
     one = evidence("model", parameter={"all": 0.24, "all, speculating": 0.12})
     assert one.error() == added(0.1, 0.24)
     assert one.speedup_error() == added(0.05, 0.12)
@@ -54,7 +54,7 @@ def test_interpolated_lies_between_measured_together_and_never_measured():
     assert evidence(speculation=False).beyond([3]) == ["speculation"]
 
 
-def test_the_distance_of_speculation_is_that_of_its_farther_part():
+def test_speculations_distance_is_its_farther_parts():
     one = evidence(drafting_unmeasured=("model",), fitted={"all": (0.01, 0.03)})
     assert one.distance_of() == "measured together"
     assert one.distance_of(beyond=["batch"]) == one.distance_of(speculates=True) == "never measured"
@@ -73,7 +73,7 @@ def test_errors_of_profiles_widen_with_distance(model: str):
     assert len({one.error() for one in found}) == 4
 
 
-def test_no_measured_set_is_less_sure_than_what_is_interpolated():
+def test_measured_sets_are_surer_than_interpolation():
     for name, engine in profiles().engines.items():
         for one in engine.measured:
             at = profiles().evidence(name, one.gpu, shape(one.model), one.weights)
@@ -95,7 +95,7 @@ def test_an_interval_is_a_factor_either_way():
     assert error_quantiles(np.array([-0.5])) == error_quantiles(np.array([1.0]))
 
 
-def test_most_errors_are_exceeded_as_often_as_said():
+def test_error_quantiles_are_exceeded_at_their_rate():
     rng = np.random.default_rng(0)
     for num in (3, 12, 40):
         sample = rng.normal(0.0, 0.1, (2000, num + 1))
@@ -103,7 +103,7 @@ def test_most_errors_are_exceeded_as_often_as_said():
         assert held == pytest.approx(LEVEL, abs=0.035)
 
 
-def test_every_preset_says_what_it_rests_on():
+def test_every_preset_names_its_evidence():
     found = {name: load_costs(name).evidence for name in presets()}
     assert all(one.error(speculates=True) is not None for one in found.values())
     gpus = {name: one.parameter for name, one in found.items() if one.engine.startswith("vLLM")}

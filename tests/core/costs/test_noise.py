@@ -18,7 +18,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-def test_the_fit_finds_the_distribution_that_made_the_data(rng: np.random.Generator):
+def test_fit_finds_distribution_that_made_data(rng: np.random.Generator):
     model = rng.uniform(2e-3, 9e-3, 40_000)
     ratio = np.exp(0.3 * rng.standard_normal(len(model)) - 0.045)
     noise = fit_noise(model * ratio, model)
@@ -35,13 +35,13 @@ def test_the_fit_finds_how_long_an_excess_lasts(rng: np.random.Generator):
     assert sum(share for _, share in noise.components) == pytest.approx(1.0)
 
 
-def test_a_rollout_that_ran_slow_throughout_is_no_noise():
+def test_rollout_that_ran_slow_throughout_is_no_noise():
     slow = np.repeat([1.0, 2.0], 400)
     assert fit_noise(slow, np.ones(800), series=np.repeat([0, 1], 400)) is None
     assert fit_noise(slow, np.ones(800)) is not None
 
 
-def test_too_little_data_says_nothing(rng: np.random.Generator):
+def test_too_little_data_gives_no_noise(rng: np.random.Generator):
     assert fit_noise(rng.uniform(1, 2, 150), np.ones(150)) is None
 
 

@@ -63,7 +63,7 @@ def test_only_touched_experts_are_read():
         ("vllm:4xB200:Llama-3.3-70B:fp4", "never measured", ("gpu", "model", "weights")),
     ],
 )
-def test_predictions_say_how_near_a_measurement_is(name: str, distance: str, unmeasured: tuple[str, ...]):
+def test_predictions_state_how_near_a_measurement_is(name: str, distance: str, unmeasured: tuple[str, ...]):
     evidence = load_costs(name).evidence
     assert (evidence.distance, evidence.unmeasured) == (distance, unmeasured)
     assert all(fact in str(evidence) for fact in (distance, *unmeasured) if fact != "together")
@@ -105,7 +105,7 @@ def test_calibration_takes_files_and_known_names(own: tuple[Path, Path]):
         hardware("H100", str(config), 1)
 
 
-def test_the_share_of_attention_that_prompts_lack_is_said():
+def test_the_missing_share_of_attention_is_reported():
     """8,000 tokens attend to 4,000 on average: 4 FLOPs for each of 32 layers' 4,096 values, 2 for each weight."""
     (said,) = [note for note in load_costs("vllm:H100:Llama-3.1-8B").notes if "8,000" in note]
     share = 4 * 32 * 4096 * 4000 / (2 * model("Llama-3.1-8B").active_params)

@@ -134,6 +134,6 @@ def test_times_are_positive_and_grow_with_work(
     assert base < took(batch, context, depth, verify, top_k + more)
 
 
-def test_there_is_a_preset_for_each_gpu_and_model():
+def test_there_is_preset_for_each_gpu_and_model():
     models = ("qwen2.5-7b", "qwen2.5-32b-tp4", "llama-3.3-70b-tp4")
     assert {f"{g}-{m}" for g in ("h100", "h200", "a100") for m in models} <= set(ROOFLINES)

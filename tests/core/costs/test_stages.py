@@ -89,7 +89,7 @@ def test_overlapped_grading_is_a_queue(responses, per_response_s, per_token_s):
     assert overlapped <= RewardCosts(**terms).seconds(finish, tokens) + 1e-9
 
 
-def test_the_roofline_counts_two_flops_per_weight_and_token():
+def test_roofline_counts_two_flops_per_weight_and_token():
     work = StepWorkload.of([0], [1000])
     costs = roofline(mfu_inference=0.5, mfu_train=0.5, recompute=False)
     forward = (2 * 7.07e9 * 1000 + 4 * 28 * 3584 * 1000**2 / 2) / (8 * 989e12 * 0.5)
@@ -117,7 +117,7 @@ def test_recomputation_and_a_reference_cost_a_forward_each():
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.json")))
-def test_presets_say_where_they_are_from(name):
+def test_presets_state_where_they_are_from(name):
     assert load_stages(name).provenance
 
 
@@ -141,7 +141,7 @@ def test_wrong_costs_are_named(costs, named):
         load_stages(costs)
 
 
-def test_a_fit_finds_the_costs_that_made_the_times(tmp_path):
+def test_fit_finds_costs_that_made_times(tmp_path):
     truth = StageCosts(
         inference=InferenceCosts(per_token_s=1e-3, base_s=2.0),
         train=TrainCosts(per_token_s=3e-3, base_s=0.5, trains="informative"),
@@ -182,7 +182,7 @@ def test_one_rl_step_gives_costs_without_error():
     assert found.residuals["mean_error"].isna().all()
 
 
-def test_what_tells_no_stage_is_refused():
+def test_rows_without_stages_are_refused():
     trace = recorded(StageCosts(), rl_steps=2)
     untimed = trace.steps.assign(inference_s=None, train_s=None, sync_s=None)
     for steps, fact in ((None, "steps.parquet"), (untimed, "stage")):
@@ -200,7 +200,7 @@ def fit_shipped(name: str) -> StageFit:
 
 
 @pytest.mark.parametrize(("name", "limit"), [("subset-sum-small", 0.11), ("gcd-small", 0.14)])
-def test_recorded_runs_are_predicted_better_than_by_a_constant(name, limit):
+def test_recorded_runs_are_predicted_better_than_by_constant(name, limit):
     found = fit_shipped(name)
     rows = found.residuals.set_index("stage")
     assert found.costs.train.trains == "informative"

@@ -51,7 +51,7 @@ def test_context_costs_follow_the_slope():
 
 
 @given(st.floats(0.2, 1.0), st.lists(st.integers(1, 12), min_size=1, max_size=5, unique=True), st.integers(1, 8192))
-def test_at_one_utilisation_a_roofline_table_is_that_roofline(used: float, powers: list[int], tokens: int):
+def test_at_one_utilisation_roofline_table_is_that_roofline(used: float, powers: list[int], tokens: int):
     roofline = Hardware(gpu="H100", model="Qwen2.5-7B")
     ideal = IdealForward.of(roofline)
     knots = [{"tokens": 2**p, "seconds": ideal.at(2**p) / used} for p in sorted(powers)]
@@ -69,7 +69,7 @@ def test_times_do_not_dip_where_utilisation_rises():
     assert ideal.at(160) / 0.7 < ideal.at(64) / 0.5  # Utilisation alone would dip.
 
 
-def test_the_ideal_reads_the_weights_or_multiplies_by_them():
+def test_ideal_reads_weights_or_multiplies_by_them():
     ideal = IdealForward.of(Hardware(gpu="H100", model="Qwen2.5-32B", tp=4))
     weights, device = model("Qwen2.5-32B").weight_params, gpu("H100")
     assert ideal.at(1) == pytest.approx(2 * weights / 4 / device.hbm_bytes_per_s, rel=1e-3)
@@ -179,7 +179,7 @@ def test_a_table_predicts_rollouts_as_well_as_lines():
     assert np.mean(errors["table"]) < 1.05 * np.mean(errors["linear"])
 
 
-def test_a_table_says_what_lies_beyond_its_knots():
+def test_a_table_states_what_lies_beyond_its_knots():
     shipped = load_costs("h100-qwen2.5-32b-tp4-table")
     assert "Apache-2.0" in " ".join(shipped.notes)
     assert shipped.iteration(CHAIN).seconds(1, 2000) > shipped.iteration(NO_SPECULATION).seconds(1, 2000) > 5e-3

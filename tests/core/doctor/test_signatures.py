@@ -321,7 +321,7 @@ def test_chance_alone_is_no_fault(seed: int) -> None:
     assert not diagnose(Run(seed=seed, noise=0.3, accept=lambda step: float(level[step])).trace()).findings
 
 
-def test_fitting_costs_tell_what_plain_decoding_takes() -> None:
+def test_fitting_costs_predict_plain_decoding() -> None:
     trace = replace(SLOW, plain_steps=False).trace()
     terms = dict.fromkeys(["per_request_s", "per_context_s", "sd_base_s", "sd_idle_s", "draft_level_s"], 0.0)
     # Here drafting is what costs: 0.1 ms per request, and 2 ms per drafted token.
@@ -338,7 +338,7 @@ def test_a_long_sentence_is_quoted_in_part() -> None:
     assert "2" in facts["more"]
 
 
-def test_a_check_that_fails_is_a_finding_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_check_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = diagnose(trace_of(SMALL))
     broken = [replace(row, test=lambda run: 1 / 0) if row.name == "slow-worker" else row for row in CHECKS]
     monkeypatch.setattr("tltlab.doctor.signatures.CHECKS", broken)
@@ -382,7 +382,7 @@ def test_a_run_without_a_trace_is_a_run(tmp_path: Path) -> None:
         diagnose(tmp_path)
 
 
-def test_every_check_is_good_or_says_its_lack() -> None:
+def test_every_check_passes_or_names_missing_evidence() -> None:
     assert not {row.name for row in diagnose(Run(steps=2).trace()).good} & NEEDS_AN_INTERVAL
     told = diagnose(trace_of(SMALL).replace(iterations=None, steps=None))
     assert told.findings == ()
@@ -390,7 +390,7 @@ def test_every_check_is_good_or_says_its_lack() -> None:
     assert {row.name for row in told.good} | {name for name, _ in told.not_checked} == {row.name for row in CHECKS}
 
 
-def test_figures_without_an_answer_leave_the_other_checks_theirs() -> None:
+def test_undefined_figures_do_not_stop_other_checks() -> None:
     stages = ["rollout_s", "reward_s", "inference_s", "train_s", "sync_s"]
     steps = trace_of(SOUND).table("steps")
     steps.loc[0, stages] = 0.0

@@ -50,7 +50,7 @@ def test_a_sound_log_is_accused_of_nothing(tmp_path: Path) -> None:
     assert {"stage-grows", "rollout-slower", "several-turns"} <= {check.name for check in found.good}
 
 
-def test_a_stage_is_a_share_of_the_steps_own_time(tmp_path: Path) -> None:
+def test_stage_is_share_of_steps_own_time(tmp_path: Path) -> None:
     _, findings = told(log(tmp_path, lambda step: {"timing_s/adv": 1200.0}))
     finding = findings["rollout-not-bottleneck"]
     assert "advantage" in finding.title
@@ -68,7 +68,7 @@ def test_what_has_no_known_name_is_named(tmp_path: Path, metrics: Metrics, name:
     assert any(share in findings["rollout-not-bottleneck"].evidence for share in ("87%", "88%"))
 
 
-def test_a_stage_that_grows_is_told_with_its_step(tmp_path: Path) -> None:
+def test_a_growing_stage_is_reported_with_its_step(tmp_path: Path) -> None:
     _, findings = told(log(tmp_path, lambda step: {"timing_s/update_weights": 4.0 if step < 5 else 400.0}))
     finding = findings["stage-grows"]
     assert (finding.severity, finding.where) == ("problem", "RL steps 5-12")
@@ -76,7 +76,7 @@ def test_a_stage_that_grows_is_told_with_its_step(tmp_path: Path) -> None:
         assert fact in texts(finding)
 
 
-def test_weight_sync_beside_rollouts_that_go_on(tmp_path: Path) -> None:
+def test_weight_sync_beside_rollouts_that_continue(tmp_path: Path) -> None:
     metrics = {"fully_async/trainer/idle_ratio": 0.3, "timing_s/update_weights": 0.0}
     path = log(tmp_path, lambda step: metrics | {"timing_s/param_sync": 4.0 if step < 5 else 160.0})
     finding = told(path)[1]["stage-grows"]
@@ -87,7 +87,7 @@ def test_weight_sync_beside_rollouts_that_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "length", [lambda step: 1.0 if step > 8 else 2.8, lambda step: 1.6 if step > 8 else 2.8], ids=["to one", "far"]
 )
-def test_drafts_that_are_kept_no_more_are_a_problem(tmp_path: Path, length: Callable[[int], float]) -> None:
+def test_drafts_that_are_kept_no_more_are_problem(tmp_path: Path, length: Callable[[int], float]) -> None:
     def metrics(step: int) -> Metrics:
         rate = {"spec_decode/draft_acceptance_rate": 0.3 * (length(step) - 1)}
         return rate | {"spec_decode/mean_acceptance_length": length(step), "timing_s/gen": 70.0 if step < 9 else 140.0}
@@ -100,7 +100,7 @@ def test_drafts_that_are_kept_no_more_are_a_problem(tmp_path: Path, length: Call
     assert "drafts-lose-time" not in {check.name for check in found.good}
 
 
-def test_the_share_kept_alone_tells_a_collapse(tmp_path: Path) -> None:
+def test_the_accepted_share_alone_shows_a_collapse(tmp_path: Path) -> None:
     path = log(tmp_path, lambda step: {"spec_decode/draft_acceptance_rate": 0.6 if step < 9 else 0.0})
     finding = told(path)[1]["drafts-collapse"]
     assert (finding.severity, finding.where) == ("problem", "RL steps 9-12")
@@ -132,7 +132,7 @@ def test_longer_responses_are_no_slower_rollouts(tmp_path: Path) -> None:
     assert "rollout-slower" not in told(log(tmp_path, lambda step: longer if step > 6 else {}))[1]
 
 
-def test_turns_are_told_of_a_log_and_of_its_trace(tmp_path: Path) -> None:
+def test_turns_are_noted_in_log_and_trace(tmp_path: Path) -> None:
     path = log(tmp_path, lambda step: {"num_turns/mean": 7.4, "timing_s/agent_loop/tool_calls/mean": 24.5})
     for run in (path, import_dump(path)):
         finding = {finding.code: finding for finding in diagnose(run).findings}["several-turns"]

@@ -43,7 +43,7 @@ SHIPPED = [UniformBudget, AcceptanceBudget, lambda: AcceptanceBudget(0, 10, 0.0)
 
 
 @pytest.mark.parametrize("factory", SHIPPED)
-def test_shipped_budgets_keep_the_contract(factory):
+def test_shipped_budgets_meet_the_contract(factory):
     check_budget(factory)
 
 
@@ -61,7 +61,7 @@ def test_no_other_verification_yields_more_per_second(accepted: list[float], dep
     assert rate(tuple(allotted)) == pytest.approx(best)
 
 
-def test_verification_shrinks_as_the_batch_grows_and_looks_again():
+def test_verification_shrinks_as_batch_grows_and_looks_again():
     budget = VerificationBudget(CROWDED, look_every=4)
     share = [np.mean(budget.allot(state(*[1.0] * batch), BLOCK7)) for batch in (1, 16, 64)]
     assert share == sorted(share, reverse=True)

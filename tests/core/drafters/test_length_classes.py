@@ -50,7 +50,7 @@ def test_only_the_last_responses_count():
     assert expect(classes, "a", 0) == (2, 500.0)
 
 
-def test_it_survives_json_with_what_has_not_been_counted_yet():
+def test_uncounted_responses_survive_json():
     rng = np.random.default_rng(0)
     finished = [(f"p{n % 9}", int(tokens)) for n, tokens in enumerate(rng.lognormal(5, 1, 300))]
     classes, again = learned(*finished[:200]), LengthClasses()

@@ -45,7 +45,7 @@ def test_a_later_rl_step_drops_groups_without_requests(make, request):
 
 
 @given(texts=st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4), piece=st.integers(1, 5))
-def test_text_put_in_by_pieces_gives_the_same_drafts(make, texts, piece):
+def test_text_put_in_by_pieces_gives_same_drafts(make, texts, piece):
     keys = [(0, "p", n, 0) for n in range(len(texts))]
     drafters = whole, pieces, looked_up = [make(min_match=1) for _ in range(3)]
     for drafter in drafters:

@@ -17,7 +17,7 @@ def drafter_of(tokens, **settings):
 
 
 @pytest.mark.parametrize(("scope", "from_siblings"), [("group", [3]), ("request", [])])
-def test_a_scope_says_whose_text_is_drafted_from(scope, from_siblings):
+def test_a_scope_selects_the_text_for_drafts(scope, from_siblings):
     check_drafter(lambda: NgramDrafter(scope=scope))
     drafter = told(NgramDrafter(scope=scope), A, [1, 2, 3])
     for key in (B, OTHER):
@@ -53,7 +53,7 @@ def test_it_drafts_what_most_often_followed(tokens, settings, depth, draft):
     assert prompted.propose(A, depth).tokens == draft, "a prompt is drafted from too"
 
 
-def test_a_prompt_counts_once_however_many_samples_share_it():
+def test_prompt_counts_once_however_many_samples_share_it():
     drafter = NgramDrafter(max_match=2)
     for sample in range(4):
         drafter.open((0, "p", sample, 0), [1, 2, 3])
@@ -61,7 +61,7 @@ def test_a_prompt_counts_once_however_many_samples_share_it():
     assert drafter.propose(A, 1).tokens == [9]
 
 
-def test_what_is_expected_is_the_product_of_shares_summed():
+def test_what_is_expected_is_product_of_shares_summed():
     # After "1 2" came 5 twice and 6 once; whatever follows "2 5" or "5 1" is always the same.
     drafter = drafter_of([1, 2, 5, 1, 2, 6, 1, 2, 5, 1, 2], max_match=2)
     assert drafter.propose(A, 3) == Draft([5, 1, 2], pytest.approx(2 / 3 + 2 / 3 + 2 / 3))

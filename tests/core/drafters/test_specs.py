@@ -85,7 +85,7 @@ def test_systems_differ_in_what_they_search(name, uses_siblings, uses_history):
     assert drafts_of(name, [1, 2, 3], [0]) == [3] * uses_history
 
 
-def test_a_hybrid_takes_the_model_free_draft_where_it_promises_enough():
+def test_a_hybrid_takes_promising_model_free_drafts():
     hybrid = HybridSpec(min_expected=1.5)
     assert hybrid.choose(Draft([1, 2], 1.8), other_expected=1.7)
     assert hybrid.choose(Draft([1, 2], 1.5), other_expected=1.5)

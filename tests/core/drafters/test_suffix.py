@@ -21,7 +21,7 @@ LATER = (1, "p", 0, 0)
 
 @pytest.mark.parametrize("length", ["depth", "match", "doubling"])
 @pytest.mark.parametrize("scopes", [*((scope,) for scope in SCOPES), SCOPES])
-def test_it_keeps_the_contract_of_drafters(scopes, length):
+def test_it_meets_the_contract_of_drafters(scopes, length):
     check_drafter(lambda: SuffixDrafter(scopes, window=2, length=length))
     check_drafter(lambda: SuffixDrafter(scopes, window=None, length=length, live=False))
     # Room for one or two of its responses: who left must not be asked for.
@@ -50,7 +50,7 @@ def test_it_drafts_what_most_likely_follows(tokens, settings, depth, draft, expe
     assert told(SuffixDrafter(**settings), A, tokens).propose(A, depth) == Draft(draft, pytest.approx(expected))
 
 
-def test_all_scopes_are_searched_and_the_first_wins_a_tie():
+def test_all_scopes_are_searched_and_first_wins_tie():
     drafter = SuffixDrafter(("group", "global"))
     told(drafter, B, [1, 2, 3])
     told(drafter, OTHER, [1, 2, 4])
@@ -62,7 +62,7 @@ def test_all_scopes_are_searched_and_the_first_wins_a_tie():
     assert drafter.propose(A, 1) == Draft([4], pytest.approx(3 / 5))
 
 
-def test_length_match_drafts_as_many_tokens_as_are_matched():
+def test_length_match_drafts_as_many_as_matched():
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     lengths = {}
     for factor in (0.5, 1.0, 2.0):
@@ -112,7 +112,7 @@ class CountedIndex:
         return getattr(self.index, name)
 
 
-def test_text_that_nobody_searches_is_not_indexed():
+def test_unsearched_text_is_not_indexed():
     drafter, calls = SuffixDrafter(window=2), []
     new_index = drafter._new_index
     drafter._new_index = lambda depth: CountedIndex(calls, new_index(depth))
@@ -200,7 +200,7 @@ def test_history_stays_within_its_budget(scopes):
     assert 10 < num < 60
 
 
-def test_a_problem_that_comes_again_is_drafted_as_before():
+def test_a_problem_that_recurs_is_drafted_as_before():
     # A tree takes 240 kB, texts of 800 tokens 5 kB.
     bounded, unbounded = SuffixDrafter(history_mib=1), SuffixDrafter(history_mib=None)
     for one in (bounded, unbounded):

@@ -43,7 +43,7 @@ def told(command: Command, out: Path, *args: str) -> dict:
 
 
 @pytest.mark.engine
-def test_forced_batches_run_every_arm_and_what_the_bandit_picks(small_model: Path, tmp_path: Path, command):
+def test_forced_batches_run_every_arm_and_the_bandit(small_model: Path, tmp_path: Path, command):
     found = told(command, tmp_path, "batch-size", "--model", str(small_model), "batches=1,6", "depths=8", "rounds=1")
     rows = found["rows"]
     for batch in (1, 6):
@@ -61,7 +61,7 @@ def test_forced_batches_run_every_arm_and_what_the_bandit_picks(small_model: Pat
 
 @pytest.mark.engine
 @pytest.mark.usefixtures("one_ray")
-def test_a_drafter_that_is_left_alone_ages_and_learns_no_more(small_model: Path, tmp_path: Path, command, monkeypatch):
+def test_an_untrained_drafter_ages(small_model: Path, tmp_path: Path, command, monkeypatch):
     asked: dict[str, tuple[int, object]] = {}
     run = Staleness.rolled_out
 

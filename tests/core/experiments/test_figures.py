@@ -72,7 +72,7 @@ def test_tlts_settings_are_simulated_beside_its_claim():
     json.dumps(found.json(), allow_nan=False)
 
 
-def test_an_interval_that_reaches_no_time_has_no_end(monkeypatch: pytest.MonkeyPatch):
+def test_interval_that_reaches_no_time_has_no_end(monkeypatch: pytest.MonkeyPatch):
     simulated = pd.DataFrame(
         {"system": ["verl", "tlt"], "title": ["VeRL", "TLT"], "assumptions": [[], ["one"]], "step_ratio": [1.0, 0.5],
          "step_ratio_low": [1.0, 0.0], "step_ratio_high": [1.0, 0.8], "ratio_most": 1.0, "ratio_least": 1.0,
@@ -108,7 +108,7 @@ def visits(batch: int, pace: dict[str, float], picked: str, rounds: int = 8) -> 
     ]  # fmt: skip
 
 
-def test_the_verdict_says_where_drafts_pay():
+def test_the_verdict_names_batches_where_drafts_pay():
     made = pd.DataFrame(
         [
             *visits(1, {PLAIN: 100, SHALLOW: 150, DEEP: 200, BANDIT: 190}, DEEP),
@@ -144,7 +144,7 @@ def test_other_rounds_name_the_best_arm():
     assert of_best_by_round(lucky, BANDIT).tolist() == [0.0, 0.0]
 
 
-def test_an_iteration_that_waited_for_the_machine_counts_little():
+def test_iteration_that_waited_for_machine_counts_little():
     row = {"drafter": "ngram", "draft_depth": 2, "top_k": 1, "tokens_to_verify": 3}
     rows = [row | {"duration": 1.0}] * 9 + [row | {"duration": 50.0}, {"draft_depth": 0, "duration": 10.0}]
     assert seconds_of(rows) == pytest.approx(9 + 3 + 10)
@@ -157,7 +157,7 @@ def live(run: str, lengths: Any) -> list[dict[str, Any]]:
     return [{"run": run, "seed": 0, "rl_step": step, "accept_length": length} for step, length in enumerate(lengths)]
 
 
-def test_what_a_stopped_drafter_keeps_is_told():
+def test_a_stopped_drafters_acceptance_is_reported():
     noise = np.random.default_rng(0).normal(0, 0.005, (3, 12))
     rising = 2.0 + 0.1 * np.arange(12)
     runs = {FROZEN: np.full(12, 2.0), STOPPED: np.minimum(rising, 2.4), "adaptive": rising}
@@ -179,7 +179,7 @@ def test_what_a_stopped_drafter_keeps_is_told():
 # lossless
 
 
-def test_a_reward_differs_where_its_interval_leaves_out_0():
+def test_reward_differs_where_its_interval_leaves_out_0():
     runs = [{"with": {"held_out": 0.5}, "without": {"held_out": each}} for each in (0.4, 0.42, 0.44)]
     # Over few prompts the chance of their samples is wide.
     for num_runs, num_prompts, said in ((3, 10, "no difference"), (3, 10_000, "different"), (1, 10_000, "unknown")):
@@ -204,7 +204,7 @@ def reward(low: float, high: float, verdict: str) -> dict[str, Any]:
         ([reward(-0.02, 0.03, "unknown")], ["nothing could be decided", "over 3 seeds"]),
     ],
 )
-def test_the_verdict_says_what_differs(rows, facts):
+def test_the_verdict_names_the_difference(rows, facts):
     assert all(fact in lossless_verdict(rows) for fact in facts)
 
 

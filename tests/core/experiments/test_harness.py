@@ -131,7 +131,7 @@ def test_the_command_runs_cases_and_writes_a_folder(seen, tmp_path: Path, experi
     assert out.index("Does it?") < out.index("(predicted, not measured)") < out.index("a note") < out.index("yes")
 
 
-def test_what_was_opened_is_closed_where_a_case_fails(seen, tmp_path: Path, experiment: Command):
+def test_what_was_opened_is_closed_where_case_fails(seen, tmp_path: Path, experiment: Command):
     code, _, err = experiment("asked", "share=0", "--out", tmp_path)
     assert (code, seen[1:]) == (RunError.exit_code, ["closed"])
     assert "an engine died" in err

@@ -267,7 +267,7 @@ def test_requests_that_made_nothing_are_aborted(tmp_path):
         ("request_id", range(4), 2, {"prompt_id": ["s3-p0", "s3-p0", "s3-p1", "s3-p1"]}),
     ],
 )
-def test_a_log_says_its_groups(tmp_path, column, values, group_size, expected):
+def test_a_log_has_its_groups(tmp_path, column, values, group_size, expected):
     rows = [{"prompt_tokens": 5, "output_tokens": 9, "rl_step": 3, column: value} for value in values]
     trace = import_dump(jsonl(tmp_path / "log.jsonl", *rows), group_size=group_size)
     check(trace, rl_step=[3] * len(rows), **expected)
@@ -291,7 +291,7 @@ def test_a_wrong_request_is_refused(tmp_path, row, facts):
 # All
 
 
-def test_the_content_says_the_format(tmp_path, verl, trl):
+def test_the_content_determines_the_format(tmp_path, verl, trl):
     (tmp_path / "lengths.csv").write_text("5\n9\n")
     requests = jsonl(tmp_path / "b.jsonl", {"usage": {"completion_tokens": 1}})
     places = (verl, trl, trl / "completions", requests, tmp_path / "lengths.csv")
@@ -358,7 +358,7 @@ def test_what_is_no_length_is_named(source, facts):
         read(source)
 
 
-def test_what_a_csv_does_not_say_is_noted(tmp_path):
+def test_fields_missing_in_a_csv_are_noted(tmp_path):
     path = tmp_path / "lengths.csv"
     path.write_text("5\n9\n9\n2\n7\n")
     notes = import_dump(path, group_size=2).manifest.notes
@@ -388,7 +388,7 @@ texts = st.text(st.characters(blacklist_categories=["Cs"]), max_size=12)
 
 @settings(max_examples=15, deadline=None)
 @given(rows=st.lists(st.tuples(st.integers(0, 3), texts, texts), min_size=1, max_size=20))
-def test_any_verl_dump_keeps_every_response_and_its_length(rows, tmp_path_factory):
+def test_verl_dumps_keep_every_response_and_length(rows, tmp_path_factory):
     folder = tmp_path_factory.mktemp("dump")
     for step in {row[0] for row in rows}:
         jsonl(folder / f"{step}.jsonl", *[verl_row(p, r, step) for s, p, r in rows if s == step])

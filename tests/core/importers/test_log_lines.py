@@ -231,7 +231,7 @@ def test_an_engines_reports_are_of_no_step(tmp_path: Path, name: str) -> None:
     assert values_of(write(tmp_path, [part for line in LOGS[name] for part in (*vllm(), line)])) == whole
 
 
-def test_the_folders_name_says_nothing(tmp_path: Path) -> None:
+def test_the_folders_name_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "metrics").mkdir()
     assert values_of(write(tmp_path / "metrics", verl())) == values_of(write(tmp_path, verl()))
 
@@ -275,7 +275,7 @@ def test_experience_that_holds_generation_counts_it_once(tmp_path: Path) -> None
     assert step.stages["inference_s"] == pytest.approx(65.5)
 
 
-def test_timing_gen_waits_where_rollouts_go_on_beside(tmp_path: Path) -> None:
+def test_timing_gen_is_waiting_with_overlapped_rollouts(tmp_path: Path) -> None:
     [step, *_] = steps_of(records_of(write(tmp_path, verl())))[0]
     assert step.get("rollout_s") == step.values["timing_s/gen"]
     lines = [line + " - fully_async/trainer/idle_ratio:0.3 - timing_s/param_sync:4.0" for line in verl()]

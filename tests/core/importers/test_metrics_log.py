@@ -171,7 +171,7 @@ def test_the_last_run_of_an_rl_step_counts(tmp_path):
     assert "2 RL steps between" in trace.manifest.notes
 
 
-def test_missing_keys_are_unknown_and_said(tmp_path):
+def test_missing_keys_are_unknown_and_noted(tmp_path):
     lines = [
         "step:1 - response_length/mean:200.000 - timing_s/gen:10.000",
         "step:2 - timing_s/gen:11.000 - timing_s/step:30.000",
@@ -264,7 +264,7 @@ def test_several_runs_are_refused(tmp_path):
         import_dump(folder)
 
 
-def test_a_torn_row_of_a_table_is_left_out(tmp_path):
+def test_torn_row_of_table_is_left_out(tmp_path):
     path = verl_history(tmp_path / "history.csv")
     whole = path.read_text()
     path.write_text(whole[:-30])
@@ -363,7 +363,7 @@ def test_event_files_need_their_reader(tmp_path, monkeypatch):
         ("step:1 - response_length/mean:950.0 - response_length/max:900.0", ("1",)),
     ],
 )
-def test_a_log_that_tells_nothing_is_refused(tmp_path, text, says):
+def test_a_log_without_data_is_refused(tmp_path, text, says):
     with refused(TraceError, naming=says):
         import_dump(write(tmp_path / "x.log", text))
 

@@ -169,7 +169,7 @@ def test_lists_in_columns_of_tables_are_counted(tmp_path):
     ],
     ids=["verl", "trl", "request"],
 )
-def test_a_record_says_its_group(tmp_path, name, record):
+def test_a_record_has_its_group(tmp_path, name, record):
     trace = of(tmp_path, [record | {name: value, "n": n} for n, value in enumerate("abba")])
     groups = trace.workload["prompt_id"].tolist()
     assert (groups[0] == groups[3] != groups[1] == groups[2], trace.manifest.group_size) == (True, 2)
@@ -247,12 +247,12 @@ def test_a_lone_column_of_any_name_is_noted(tmp_path):
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
-def test_the_index_of_a_data_frame_has_no_name(tmp_path, mark):
+def test_index_of_data_frame_has_no_name(tmp_path, mark):
     pd.DataFrame({"response_length": [7, 9]}).to_csv(tmp_path / "a.csv", sep=mark)
     check(import_dump(tmp_path / "a.csv"), response_tokens=[7, 9])
 
 
-def test_a_column_of_a_dump_may_be_its_text(tmp_path):
+def test_column_of_dump_may_be_its_text(tmp_path):
     rows = [{"input": "q", "output": "x", "long": "a b c", "score": 0, "step": s} for s in (1, 2)]
     trace = dump(jsonl(tmp_path / "d" / "1.jsonl", *rows).parent, column="long")
     check(trace, response_tokens=[3, 3], rl_step=[1, 2])
@@ -323,7 +323,7 @@ BLOCKS = [{"type": "text", "text": "two words"}, {"type": "image_url", "image_ur
     ],
     ids=["tool call", "blocks", "tool use", "null", "reasoning", "sharegpt", "responses", "bare blocks", "one", "text"],
 )  # fmt: skip
-def test_what_the_model_said_counts(said, generated):
+def test_generated_text_counts(said, generated):
     assert "".join(conversation_texts(said).generated) == "".join(generated)
 
 
@@ -348,7 +348,7 @@ def test_conversations_are_counted(tmp_path, record):
     assert "1 responses have several turns" in trace.manifest.notes
 
 
-def test_messages_that_nobody_answered_are_refused(tmp_path):
+def test_unanswered_messages_are_refused(tmp_path):
     with refused(TraceError, naming=("messages", "1")):
         of(tmp_path, [{"messages": [{"role": "user", "content": "q"}]}])
 
@@ -418,7 +418,7 @@ def test_what_cannot_be_unpacked_is_named(tmp_path, name, content, facts):
         import_dump(tmp_path / name)
 
 
-def test_lengths_are_read_as_a_reading_says(tmp_path):
+def test_lengths_are_read_by_the_reading(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", *({"step": 1, "response_tokens": ids(n), "gid": n} for n in (5, 5)))
     found = read_lengths(path, Reading(lists="ids", group_column="gid", tokens=CharsPerToken(2.0)))
     check(found.trace, response_tokens=[5, 5], sample=[0, 1])

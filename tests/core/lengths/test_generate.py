@@ -257,7 +257,7 @@ def test_an_aborted_response_is_a_lower_bound():
     assert found.quantile(0.75) == pytest.approx(model.quantile(0.75), rel=0.08)
 
 
-def test_one_sample_per_prompt_tells_no_share():
+def test_one_sample_per_prompt_gives_no_share():
     trace = draw(HEAVY, group=1)
     with refused(ConfigError):
         fit_lengths(trace)
@@ -265,14 +265,14 @@ def test_one_sample_per_prompt_tells_no_share():
     assert statistics(trace)["within_group_cv"] is None
 
 
-def test_lengths_that_are_all_the_same_can_be_fitted():
+def test_lengths_that_are_all_same_can_be_fitted():
     prompts = np.repeat(np.arange(10).astype(str), 4)
     trace = of_samples(np.full(40, 70), 100, prompt_id=prompts, sample=list(range(4)) * 10)
     again = draw(fit_lengths(trace, prompt_share=0.5), prompts=4)
     assert (again.outcomes["response_tokens"] == 70).all()
 
 
-def test_too_little_to_fit_is_said():
+def test_too_little_to_fit_is_reported():
     all_cut, one = draw(HEAVY.with_changes(max_response_tokens=2), prompts=4), draw(HEAVY, prompts=1)
     empty = Trace.from_tables(one.manifest, {n: one.table(n).iloc[:0] for n in ("workload", "outcomes")})
     for use, trace in ((fit_lengths, all_cut), (fit_lengths, empty), (statistics, empty)):
@@ -301,7 +301,7 @@ def test_beyond_the_last_quantile_lengths_follow_the_tail():
 
 
 @pytest.mark.parametrize("shape", [-0.2, 0.0, 0.35])
-def test_peaks_over_a_threshold_tell_the_tail(shape):
+def test_peaks_over_a_threshold_fit_the_tail(shape):
     rng, scale = np.random.default_rng(3), 900.0
     rarity = rng.exponential(size=4000)
     tokens = 2000 + (scale * rarity if shape == 0 else scale / shape * np.expm1(shape * rarity))
@@ -386,7 +386,7 @@ def test_drawn_lengths_are_like_measured_ones(shared_data):
 # The command and the traces it made
 
 
-def test_the_command_writes_a_valid_trace_and_its_model(run, tmp_path):
+def test_command_writes_valid_trace_and_its_model(run, tmp_path):
     out = tmp_path / "t"
     shape = ("--rl-steps", 3, "--prompts", 8, "--workers", 2)
     code, text, _ = run("--regime", "reasoning", *shape, "--out", out, "--json")

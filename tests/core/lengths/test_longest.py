@@ -33,7 +33,7 @@ def test_scores_of_maxima_are_standard_normal():
     assert scores.std() == pytest.approx(1, abs=0.12)
 
 
-def test_steps_that_vary_more_than_the_law_widen_the_interval():
+def test_steps_that_vary_more_than_law_widen_interval():
     plain, steady, wild = (
         longest(LAW.model_copy(update={"step_scores": scores}), 512)
         for scores in ((), (0.5, -0.5, 0.8, -0.8, 1.2, -1.2) * 4, (3.0, -3.0, 2.0, -2.0, 3.0, -3.0))

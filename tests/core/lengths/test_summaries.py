@@ -22,7 +22,7 @@ def measured(law, *, prompts=64, group=8):
     return outlook(generate(law, num_rl_steps=30, prompts_per_step=prompts, group_size=group, seed=5)).summaries
 
 
-def test_the_tail_is_what_at_most_32_requests_leave():
+def test_tail_is_what_at_most_32_requests_leave():
     # 40 responses of 1 to 40 tokens: when 32 are left 8 tokens have passed; in RL step 1 all take twice as long.
     steps = [pd.DataFrame({"rl_step": t, "response_tokens": np.arange(1, 41) * (t + 1)}) for t in (0, 1)]
     outcomes = pd.concat(steps).assign(prompt_id="p", finish_reason="stop")
@@ -43,7 +43,7 @@ def test_the_tail_is_what_at_most_32_requests_leave():
         "p10=100,p50=400,p90=1000,p99=2500,max=5000,cap=16384,cut=0,responses=512,group=8,prompt_share=0.05",
     ],
 )
-def test_a_law_has_the_summaries_it_was_fitted_to(text):
+def test_law_has_summaries_it_was_fitted_to(text):
     given = read_summaries(text)
     law, found = from_summaries(given)
     assert found.keys() == given.given().keys() - {"cap", "responses", "group", "prompt_share"}
@@ -66,7 +66,7 @@ def test_summaries_of_a_trace_draw_it_again(name):
         assert now.given()[key] == pytest.approx(value, rel=within, abs=0.03 if key == "prompt_share" else 0.002), key
 
 
-def test_more_summaries_than_knots_are_met_by_least_squares():
+def test_surplus_summaries_are_fitted_by_least_squares():
     law, found = law_of("mean=3000,p50=1500,p75=2500,p90=6000,p99=20000,cap=40000")
     assert len(law.quantiles) == 4
     off = {name: fitted / asked for name, (asked, fitted) in found.items()}
@@ -104,7 +104,7 @@ def test_summaries_that_cannot_be_are_refused(text, facts):
         law_of(text)
 
 
-def test_the_long_tail_regime_is_what_its_source_says():
+def test_the_long_tail_regime_matches_its_source():
     law = REGIMES["long-tail"]
     summaries = law.notes[0].split("--like ")[1].rstrip("`")
     assert law.quantiles == tuple((round(p, 5), round(q)) for p, q in law_of(summaries)[0].quantiles)

@@ -106,7 +106,7 @@ def test_batches_without_weight_go_with_a_neighbour():
     assert (plan.rows[0][0], plan.rows[0][1], plan.rows[1][1], plan.seconds) == (1, NGRAM, NO_SPECULATION, 0.0)
 
 
-def test_a_plan_that_fits_is_what_no_cap_gives():
+def test_plan_that_fits_is_what_no_cap_gives():
     arguments = (lambda s, b: b * s.tokens_to_verify / (1 + s.draft_depth), SMALL)
     free = plan_buckets(*arguments, pool=POOL, max_batch=8)
     assert plan_buckets(*arguments, pool=POOL, cap_bytes=free.memory_bytes, max_batch=8) == free

@@ -52,7 +52,7 @@ LACK: dict[str, tuple[str, ...]] = {
 """By system what is said of the parts that no engine has."""
 
 
-def test_every_row_runs_or_names_a_part_that_is_missing():
+def test_every_row_runs_or_names_missing_parts():
     assert RUN.keys() | LACK.keys() == SYSTEMS.keys()
     assert {name for name, system in SYSTEMS.items() if missing_part(system) is None} == RUN.keys()
 
@@ -86,7 +86,7 @@ def test_a_row_is_executed_by_its_values(name: str):
         ({"name": "seer"}, {}),
     ],
 )
-def test_a_system_of_ones_own_is_judged_by_its_parts(changes: dict[str, Any], runs: dict[str, Any] | None):
+def test_an_own_system_is_judged_by_parts(changes: dict[str, Any], runs: dict[str, Any] | None):
     own = System(
         name="own", title="Own", source="this test", drafters=("head",), ladder=(LadderStep(min_batch=1, chains=(3,)),),
         specs=(("head", LearnedSpec(method="eagle", model="folder")),),
@@ -99,7 +99,7 @@ def test_a_system_of_ones_own_is_judged_by_its_parts(changes: dict[str, Any], ru
         assert replace(run, policy=plain.policy) == replace(plain, **runs)
 
 
-def test_trees_become_chains_and_a_note_says_so():
+def test_trees_become_chains_with_a_note():
     run = engine_run(SYSTEMS["tlt"], COSTS)
     assert [str(s) for s in run.policy.selector.buckets[0].strategies] == [
         "learned:8",

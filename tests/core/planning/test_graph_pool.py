@@ -47,7 +47,7 @@ def test_the_shipped_buckets_split_the_sizes():
     assert sorted(b for _, b in plan.drafter_graphs) == list(SIZES)
 
 
-def test_the_bytes_of_a_small_pool_are_its_terms():
+def test_bytes_of_small_pool_are_its_terms():
     # One graph of batch 2, 3 tokens each, a model of 1 layer, width 10, 100 words, a context of 1000.
     pool = GraphPool(
         num_layers=1, hidden_size=10, vocab_size=100, context_tokens=1000, page_tables=1, workspace_bytes=5,
@@ -105,7 +105,7 @@ def test_what_cannot_be_captured_is_refused(wrong: Callable[[], object], message
         wrong()
 
 
-def test_the_readings_err_as_their_module_says():
+def test_readings_have_the_documented_errors():
     rows = validation()
     assert len(rows) == 3 * len(READINGS)
     assert {row.name for row in rows if row.fitted} == {"single"}
@@ -155,7 +155,7 @@ def test_a_policy_is_captured_where_it_may_choose(selector, activation, max_batc
     assert sorted(plan.drafter_graphs, key=str) == sorted(drafter, key=str)
 
 
-def test_below_an_activation_of_remaining_requests_both_are_captured():
+def test_below_activation_of_remaining_requests_both_are_captured():
     waiting = Activation(max_requests=4, count="remaining")
     both = plan_for(Policy(selector=FixedSpec(strategy=DEEP), activation=waiting), 16, (1, 2, 4, 8, 16))
     assert sorted(both.target_graphs) == [(1, 1), (1, 48), (2, 1), (2, 48), (4, 1), (4, 48), (8, 1), (16, 1)]

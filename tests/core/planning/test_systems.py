@@ -41,7 +41,7 @@ def measured(*drafters: str, depth: int = 8) -> MeasuredAcceptance:
     return MeasuredAcceptance.at_any_batch({name: {depth: known} for name in drafters})
 
 
-def test_every_system_says_its_source_and_is_no_other():
+def test_every_system_is_unique_and_sourced():
     assert len(SYSTEMS) >= 20
     for name, system in SYSTEMS.items():
         assert system.name == name
@@ -58,7 +58,7 @@ def test_every_system_says_its_source_and_is_no_other():
     ("found", "where"),
     [((1.8, 1.6, 2.0), "within"), ((1.2, 1.1, 1.3), "below"), ((3.0, 2.5, 3.5), "above"), ((1.6, 1.4, 1.8), "open")],
 )
-def test_a_finding_lies_below_within_or_above_a_claim(found, where):
+def test_finding_lies_below_within_or_above_claim(found, where):
     assert CLAIMS["tlt"].against(*found) == where
 
 
@@ -80,7 +80,7 @@ def test_a_difference_names_what_of_the_workload_differs():
         pytest.param([], [], [0.0], 0.0, id="nothing is to do"),
     ],
 )
-def test_a_fused_stage_waits_for_responses_and_free_workers(ends, tokens, free, left):
+def test_fused_stage_waits_for_responses_and_free_workers(ends, tokens, free, left):
     assert stage_left(ends, tokens, free, 4.0) == pytest.approx(left)
 
 
@@ -128,7 +128,7 @@ def test_tlt_on_a_gpu_is_its_released_configuration():
     assert any("extrapolated for learned:8x4/8" in note for note in found.assumptions)
 
 
-def test_a_static_drafter_is_one_that_nobody_trains():
+def test_a_static_drafter_is_not_trained():
     tlt, static = (bind(SYSTEMS[name], COSTS, TREES) for name in ("tlt", "vllm-dynamic"))
     assert tlt.acceptance == static.acceptance
     assert static.spot is None
@@ -138,7 +138,7 @@ def test_a_static_drafter_is_one_that_nobody_trains():
     )
 
 
-def test_drafters_side_by_side_have_each_its_own_acceptance():
+def test_concurrent_drafters_have_separate_acceptance():
     found = bind(SYSTEMS["hedgespec"], COSTS, load_acceptance({"learned": TREES, "suffix": SIBLINGS}))
     learned, text = (Strategy.chain(name, 4) for name in ("learned", "suffix"))
     assert found.policy.strategies == (learned, text)
@@ -180,7 +180,7 @@ def test_a_model_knows_only_its_drafters(model, learned, ngram, suffix):
     assert [model.knows(name) for name in ("learned", "ngram", "suffix")] == [learned, ngram, suffix]
 
 
-def test_trees_say_nothing_of_drafters_that_look_text_up():
+def test_trees_do_not_describe_text_drafters():
     for name in ("tlt-base", "das"):
         with refused(ConfigError, naming=("model-free", "seer-siblings")):
             bind(SYSTEMS[name], COSTS, TREES)
@@ -188,7 +188,7 @@ def test_trees_say_nothing_of_drafters_that_look_text_up():
         assert [*bound.acceptance.models.values()] == [SIBLINGS]
 
 
-def test_a_drafter_with_a_model_of_its_own_has_no_other():
+def test_a_drafters_own_model_is_used():
     by_drafter = load_acceptance("learned=geometric:0.9,all=geometric:0.4")
     for name, drafter in (("tlt", "learned"), ("tlt-base", "ngram")):
         bound = bind(SYSTEMS[name], COSTS, by_drafter)
@@ -199,7 +199,7 @@ def test_a_drafter_with_a_model_of_its_own_has_no_other():
 
 
 @pytest.mark.parametrize("name", ["tlt", "rhymerl"])
-def test_models_by_drafter_are_changed_as_one_alone_is(name: str):
+def test_models_by_drafter_change_like_single_ones(name: str):
     """A tree's curve becomes one by age and training, and siblings know an earlier epoch."""
     bound = bind(SYSTEMS[name], COSTS, load_acceptance("learned=tlt-qwen2.5-32b,all=seer-siblings"))
     (model,) = bound.acceptance.models.values()
@@ -251,7 +251,7 @@ def test_strategies_that_were_never_measured_are_left_out():
 
 
 @pytest.mark.usefixtures("as_measured")
-def test_a_depth_must_be_known_at_every_batch_size():
+def test_depth_must_be_known_at_every_batch_size():
     deep, shallow = (measured("ngram", depth=d).bands[0].drafters_by_depth for d in (8, 4))
     bands = MeasuredAcceptance.model_validate(
         {"bands": [{"max_batch": 5, "drafters": deep}, {"max_batch": None, "drafters": shallow}]}
@@ -290,12 +290,12 @@ def test_systems_are_asked_for_by_their_names(names):
     assert [s.name for s in find_systems("all")] == list(SYSTEMS)
 
 
-def test_das_knows_what_a_pass_and_a_token_cost():
+def test_das_knows_what_pass_and_token_cost():
     budget = length_aware(COSTS.model_copy(update={"draft_level_s": 0.0}))
     assert (budget.base_s, budget.token_s) == (pytest.approx(4e-3), pytest.approx(1e-4))
 
 
-def test_drafters_side_by_side_are_each_their_own_at_every_batch():
+def test_concurrent_drafters_differ_at_every_batch():
     good, bad = measured("learned"), MeasuredAcceptance.at_any_batch(
         {"learned": {8: FittedDepth(accepted=(1.0, *[0.0] * 8), drafted=8.0)}}
     )  # fmt: skip

@@ -65,7 +65,7 @@ def adaptive(*drafters: str, **settings) -> Adaptive:
     ("drafters", "settings"),
     [(("learned", "suffix"), {"switch_s": 0.05}), (("ngram",), {"max_depth": 1}), (("ngram",), {"exploration": 0.0})],
 )
-def test_it_keeps_the_contract_of_selectors(drafters: tuple[str, ...], settings: dict):
+def test_it_meets_the_contract_of_selectors(drafters: tuple[str, ...], settings: dict):
     check_selector(lambda rng: Adaptive(drafters, rng=rng, **settings))
 
 
@@ -104,7 +104,7 @@ def test_drafts_not_found_cost_what_was_verified():
         assert policy.seconds(batch, 0.0)[[0, 4, 8]] == pytest.approx(takes[[0, 4, 8]], rel=0.1)
 
 
-def test_of_two_drafters_it_takes_the_better_one_at_its_depth():
+def test_it_takes_the_better_drafter_at_its_depth():
     world, policy = World({"ngram": 0.3, "suffix": 0.8}), adaptive("ngram", "suffix")
     world.decode(policy, 800, 4)
     lost, chosen = world.decode(policy, 500, 4)

@@ -39,7 +39,7 @@ def test_unseen_arms_come_first_in_list_order(rates, tries, picks):
 
 
 @pytest.mark.parametrize("batches", [(4,), (40,), (4, 40)])
-def test_it_follows_the_better_arm_as_the_two_swap(batches):
+def test_it_follows_better_arm_as_two_swap(batches):
     """Two arms a bucket; their rates swap in mid-run, with a tenth of noise."""
     mab = bandit([(1, [D8, D2]), (33, [D8, D2])], epsilon=0.2, window=20)
     before = play(mab, {D8: 200.0, D2: 100.0}, 400, batches, noise=0.1)
@@ -55,7 +55,7 @@ def test_an_arm_that_worsens_is_left():
     assert after == [D8] * 21 + [D2] * 79
 
 
-def test_an_arm_that_improves_is_found_by_exploration_only():
+def test_arm_that_improves_is_found_by_exploration_only():
     """Its median turns after half a window of exploratory picks: about 10 * |V| / epsilon = 100 iterations."""
     mab = bandit([(1, [D8, D2])], epsilon=0.2, window=20)
     play(mab, {D8: 200.0, D2: 100.0}, 400)
@@ -107,7 +107,7 @@ def test_the_propensities_of_all_arms_sum_to_one(num_arms, epsilon, warm_up):
     assert sum(chance.values()) == pytest.approx(1.0)
 
 
-def test_the_propensity_is_how_often_an_arm_is_chosen():
+def test_propensity_is_how_often_arm_is_chosen():
     mab = bandit([(1, [D8, D4, D2])], epsilon=0.3)
     for arm, rate in ((D8, 100.0), (D4, 150.0), (D2, 120.0)):
         teach(mab, arm, ran(arm, 4, 4 / rate))

@@ -85,7 +85,7 @@ def test_outcomes_come_in_order_and_late(ahead, delay, calls):
 
 @pytest.mark.parametrize(("fields", "memoryless"), [({"stays": True}, False), ({}, True)], ids=["stays", "memoryless"])
 @pytest.mark.parametrize("change", [(5, 0, 0), (4, 1, 0), (4, 0, 1)], ids=["batch", "waiting", "RL step"])
-def test_a_choice_that_holds_is_made_again_unasked(fields, memoryless, change):
+def test_a_choice_that_holds_is_replayed_unasked(fields, memoryless, change):
     selector, driver = driven(**fields)
     selector.memoryless = memoryless
     first = driver.ask(at(4))
@@ -105,7 +105,7 @@ def test_a_choice_that_holds_is_made_again_unasked(fields, memoryless, change):
     assert driver.again(*change) is None
 
 
-def test_a_choice_made_again_counts_for_the_delay():
+def test_a_choice_replayed_counts_for_the_delay():
     selector, driver = driven(delay=1, stays=True)
     tell(driver, driver.ask(at(4)))
     assert selector.log == ["c0"]
@@ -134,7 +134,7 @@ def test_outcomes_that_have_no_meaning_are_dropped():
     assert selector.log == ["c0"]
 
 
-def test_where_nothing_is_left_to_run_outcomes_held_back_come():
+def test_delayed_outcomes_arrive_at_the_end():
     selector, driver = driven(delay=3)
     choices = [driver.ask(at(4)) for _ in range(3)]
     tell(driver, *choices[:2])
@@ -162,7 +162,7 @@ class NeedsWholeTokens(Selector):
         return D4
 
 
-def test_a_policy_is_refused_where_its_needs_are_not_met():
+def test_a_policy_with_unmet_needs_is_refused():
     refuse_needs(NeedsWholeTokens())
     with refused(ConfigError, naming=("NeedsWholeTokens", WHOLE_TOKENS, "no scales")):
         refuse_needs(NeedsWholeTokens(), {WHOLE_TOKENS: "no scales"})
@@ -178,7 +178,7 @@ def test_the_fluid_mode_refuses_who_needs_whole_tokens():
 
 
 @pytest.mark.parametrize("shares", [[4], [4, 4, 4], [4, 5], [-1, 0]])
-def test_shares_that_do_not_fit_the_batch_are_refused(shares):
+def test_shares_that_do_not_fit_batch_are_refused(shares):
     class Given(DraftBudget):
         allot = staticmethod(lambda state, strategy: shares)
 
@@ -202,7 +202,7 @@ def rollout(driver, rl_step, num):
     return [driver.ask(at(4, rl_step)).strategy for _ in range(num)]
 
 
-def test_decisions_are_made_again_and_their_outcomes_learned_from():
+def test_replayed_decisions_learn_from_outcomes():
     selector, driver = driven()
     with refused(ConfigError):
         PolicyDriver().replay(ROWS)
@@ -217,7 +217,7 @@ def test_decisions_are_made_again_and_their_outcomes_learned_from():
     assert [rollout(driver, 1, 3), rollout(driver, 2, 2)] == [[NO_SPECULATION, D2, NO_SPECULATION], [D4, D4]]
 
 
-def test_a_policy_that_always_drafts_is_replayed_to_the_end_of_a_rollout():
+def test_an_always_drafting_policy_is_replayed_fully():
     class Always(Logged):
         strategies = (D4, D2)
 
@@ -227,7 +227,7 @@ def test_a_policy_that_always_drafts_is_replayed_to_the_end_of_a_rollout():
 
 
 @pytest.mark.parametrize("order", ["replay first", "state first"])
-def test_a_replay_goes_on_where_it_was(order):
+def test_a_replay_continues_where_it_was(order):
     _, first = driven()
     first.replay(ROWS)
     rollout(first, 0, 3)
@@ -241,7 +241,7 @@ def test_a_replay_goes_on_where_it_was(order):
     assert rollout(second, 1, 2) == [NO_SPECULATION, D2]
 
 
-def test_a_budget_learns_and_its_state_is_that_of_the_driver():
+def test_a_budgets_state_is_in_the_driver():
     ended = []
 
     class Learns(UniformBudget):

@@ -16,7 +16,7 @@ def depth_after(policy: AcceptedThresholds, accepted: float, times: int, batch: 
     return pick(policy, batch).draft_depth
 
 
-def test_they_keep_the_contract_of_selectors():
+def test_they_meet_the_contract_of_selectors():
     check_selector(lambda rng: AcceptedThresholds("learned"))
 
 

@@ -35,7 +35,7 @@ def keep(policy: Goodput, strategy: Strategy, chance: float, times: int, batch: 
         teach(policy, strategy, StepOutcome(elapsed_s=0.01, batch=batch, drafted=drafted, accepted=kept.tolist()))
 
 
-def test_it_keeps_the_contract_of_selectors():
+def test_it_meets_the_contract_of_selectors():
     check_selector(lambda rng: Goodput(CHAINS, COSTS, rng=rng))
     check_selector(lambda rng: Goodput((*CHAINS, Strategy("suffix", 8, 1, 4)), load_costs("h100-qwen2.5-7b"), rng=rng))
 
@@ -115,7 +115,7 @@ def test_exploration_happens_with_the_chance_that_is_recorded():
     assert chosen.count(CHAINS[0]) / len(chosen) == pytest.approx(0.05, abs=0.015)
 
 
-def test_drafters_are_told_apart():
+def test_drafters_are_distinguished():
     suffix = Strategy.chain("suffix", 4)
     two = goodput(CHAINS[2], suffix)
     keep(two, CHAINS[2], 0.2, times=100)

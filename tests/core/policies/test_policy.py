@@ -191,7 +191,7 @@ HYBRIDS = {"a": {"kind": "hybrid", "otherwise": "b"}, "b": {"kind": "hybrid", "f
         ("drafters", HYBRIDS, ["drafters.a: ", "'b'"]),
     ],
 )
-def test_a_wrong_file_says_what_is_wrong(part, value, facts, tmp_path):
+def test_a_wrong_file_names_the_fault(part, value, facts, tmp_path):
     assert_refused(write(tmp_path / "p.json", **{"selector": {"kind": "none"}, part: value}), *facts)
 
 
@@ -205,7 +205,7 @@ def test_what_is_no_policy_file_is_refused(text, facts, tmp_path):
     assert_refused(tmp_path / "missing.json", "missing.json")
 
 
-def test_a_goodput_policy_keeps_what_its_costs_file_says(tmp_path, monkeypatch):
+def test_a_goodput_policy_contains_its_costs(tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -225,7 +225,7 @@ def test_a_goodput_policy_keeps_what_its_costs_file_says(tmp_path, monkeypatch):
     assert load_policy(tmp_path / "there" / "policy.json") == policy
 
 
-def test_a_name_is_not_taken_for_a_folder_of_that_name(tmp_path, monkeypatch):
+def test_a_name_is_not_read_as_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fixed").mkdir()
     assert load_policy("fixed") == SHIPPED["fixed"]
@@ -279,7 +279,7 @@ def own(tmp_path, monkeypatch):
     return name
 
 
-def test_a_users_own_class_is_found_in_the_folder(own):
+def test_users_own_class_is_found_in_folder(own):
     before = [*sys.path]
     policy = load_policy(f"{own}:Halving")
     assert policy.strategies == (NO_SPECULATION, D4)
@@ -287,7 +287,7 @@ def test_a_users_own_class_is_found_in_the_folder(own):
     assert sys.path == before
 
 
-def test_a_users_own_class_takes_arguments_from_the_file(own, tmp_path):
+def test_users_own_class_takes_arguments_from_file(own, tmp_path):
     policy = Policy(selector=CustomSpec(path=f"{own}:Halving", args={"border": 2}), activation=Activation())
     policy.write(tmp_path / "p.json")
     selector = {"kind": "custom", "path": f"{own}:Halving", "args": {"edge": 2}}
@@ -298,7 +298,7 @@ def test_a_users_own_class_takes_arguments_from_the_file(own, tmp_path):
     assert pick(loaded.build(rng()), 8) == NO_SPECULATION
 
 
-def test_a_class_is_the_policy_that_its_path_names(own):
+def test_class_is_policy_that_its_path_names(own):
     policy = load_policy(f"{own}:Halving")
     cls = policy.selector.load()
     assert load_policy(cls) == policy
@@ -356,7 +356,7 @@ def test_a_module_without_the_class_is_not_imported(own, tmp_path, monkeypatch):
         ("leaves_OWN:Class", ["import leaves_OWN"]),
     ],
 )
-def test_a_class_that_cannot_be_a_policy_is_refused(own, tmp_path, source, facts):
+def test_class_that_cannot_be_policy_is_refused(own, tmp_path, source, facts):
     (tmp_path / f"raises_{own}.py").write_text("1 / 0; Class = 1")
     (tmp_path / f"leaves_{own}.py").write_text("raise SystemExit(0); Class = 1")
     assert_refused(source.replace("OWN", own), *(fact.replace("OWN", own) for fact in facts))

@@ -23,7 +23,7 @@ DEEP, SHALLOW = Strategy.chain("ngram", 8), Strategy.chain("ngram", 2)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_policy_keeps_the_contract(name):
+def test_every_shipped_policy_meets_the_contract(name):
     check_selector(SHIPPED[name].selector.build)
     if SHIPPED[name].activation:
         check_selector(SHIPPED[name].build)
@@ -124,7 +124,7 @@ def test_ucb1_tries_every_arm_then_prefers_the_best():
     assert picks.count(SHALLOW) > 300
 
 
-def test_the_bonus_of_ucb1_matters_at_any_scale_of_the_reward():
+def test_ucb1s_bonus_matters_at_any_reward_scale():
     """The released TLT code adds a bonus of about 1 to thousands of tokens per second and so never comes back."""
 
     def tries_of_the_worse(scale):
@@ -135,7 +135,7 @@ def test_the_bonus_of_ucb1_matters_at_any_scale_of_the_reward():
     assert tries_of_the_worse(4096.0) == tries_of_the_worse(1.0)
 
 
-def test_ucb1_follows_an_arm_that_becomes_the_better_one():
+def test_ucb1_follows_arm_that_becomes_better_one():
     ucb = Ucb1([SHALLOW, DEEP], exploration=0.3, window=100)
     play(ucb, {SHALLOW: 100.0, DEEP: 150.0}, 300)
     picks = play(ucb, {SHALLOW: 150.0, DEEP: 100.0}, 300)
@@ -179,7 +179,7 @@ def test_hedge_weighs_a_loss_by_its_chance():
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3])
-def test_hedge_weighs_by_the_choice_an_outcome_belongs_to(delay):
+def test_hedge_weighs_by_choice_outcome_belongs_to(delay):
     kept = {DEEP: 5.0, OTHER: 2.0}
     hedge = Hedge([OTHER, DEEP], rng=np.random.default_rng(0))
     picks = play(hedge, dict.fromkeys(kept, 100.0), 2000, kept=kept, delay=delay)

@@ -86,7 +86,7 @@ def test_a_new_rl_step_ends_the_hold():
     assert follow(selector, [64], rl_step=1) == [False]
 
 
-def test_while_off_the_inner_selector_learns_from_its_own_choices():
+def test_while_off_only_own_choices_teach():
     spy, rewards = Spy(), []
     driver = PolicyDriver(ElasticActivation(spy, max_requests=8, hold_iterations=0))
     choices = [driver.ask(at(batch)) for batch in (64, 8, 9)]
@@ -111,7 +111,7 @@ def test_strategies_and_memory_are_those_of_the_selector():
 
 @pytest.mark.parametrize("count", ["running", "remaining"])
 @pytest.mark.parametrize("hold_iterations", [0, 5])
-def test_it_keeps_the_contract_around_a_bandit(count, hold_iterations):
+def test_it_meets_the_contract_around_a_bandit(count, hold_iterations):
     def build(rng):
         inner = BegMab([(1, [D4, D2]), (9, [D2, NO_SPECULATION])], window=20, rng=rng)
         return ElasticActivation(inner, 32, count, hold_iterations)

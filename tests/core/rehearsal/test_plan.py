@@ -99,7 +99,7 @@ def test_every_policy_meets_the_same_requests(trace: Trace):
         ("default", ["ngram"], {"ngram": "geometric:0.42 (default)"}),
     ],
 )
-def test_acceptance_is_said_by_drafter(text: str, drafters: list[str], granted: dict[str, str]):
+def test_acceptance_is_reported_by_drafter(text: str, drafters: list[str], granted: dict[str, str]):
     assert acceptance_by_drafter(text, drafters).texts == granted
 
 

@@ -82,7 +82,7 @@ def test_quick_has_plain_steps_of_both_engines(out: Path):
 
 
 @pytest.mark.engine
-def test_lengths_are_forced_and_drafts_kept_at_their_rates(out: Path):
+def test_lengths_are_forced_and_drafts_accepted_at_rates(out: Path):
     trace = tltlab.read(out)
     lengths = sorted(read_plan(out).lengths[0])
     for _, step in trace.outcomes.groupby("rl_step"):
@@ -129,7 +129,7 @@ def test_another_rehearsal_does_not_mix_with_it(out: Path):
         rehearse(planned(tltlab.read(TINY_TRACE)), out)
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path):
+def test_what_does_not_fit_is_reported(tmp_path: Path):
     plan, said = planned(tltlab.read(TINY_TRACE)), []
     rehearse(plan, tmp_path / "out", minutes=0.01, report=said.append)
     assert len(said) == 1

@@ -117,7 +117,7 @@ def looked(pages):
     return found
 
 
-def test_no_page_is_wider_than_its_window_and_none_asks_for_anything(looked):
+def test_pages_fit_their_window_and_request_nothing(looked):
     for (name, width, dark), answers in looked.items():
         for look in (answer for answer in answers if isinstance(answer, dict)):
             assert look["window"] == width
@@ -128,7 +128,7 @@ def test_no_page_is_wider_than_its_window_and_none_asks_for_anything(looked):
             assert (look["paper"] == "rgb(255, 255, 255)") is not dark
 
 
-def test_every_chart_says_what_is_under_the_pointer(looked):
+def test_every_chart_states_what_is_under_the_pointer(looked):
     for (name, width, _), answers in looked.items():
         if name == "pdf":
             continue
@@ -152,7 +152,7 @@ def test_every_chart_says_what_is_under_the_pointer(looked):
     assert bars["texts"][2].endswith("verl: 0.2")
 
 
-def test_tables_sort_sliders_slide_series_hide_and_charts_grow(looked):
+def test_interactive_parts_of_a_page_work(looked):
     for (name, width, _), answers in looked.items():
         if name != "run":
             continue
@@ -170,7 +170,7 @@ def test_tables_sort_sliders_slide_series_hide_and_charts_grow(looked):
         assert page <= width
 
 
-def test_type_in_charts_can_be_read_on_a_phone(pages):
+def test_type_in_charts_can_be_read_on_phone(pages):
     sizes = """[...document.querySelectorAll("svg.chart text")].filter(text => text.getClientRects().length).map(text =>
         parseFloat(getComputedStyle(text).fontSize) * Math.hypot(text.getScreenCTM().a, text.getScreenCTM().b))"""
     pages_of = [{"url": (pages / "run.html").as_uri(), "width": width, "scripts": [sizes]} for width in (WIDE, PHONE)]
@@ -189,7 +189,7 @@ def test_nothing_is_cut_in_print(pages, looked):
     assert found <= 687
 
 
-def test_the_list_of_runs_is_served_to_a_browser(pages):
+def test_list_of_runs_is_served_to_browser(pages):
     with Server(Runs(pages)) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

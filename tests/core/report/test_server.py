@@ -70,7 +70,7 @@ def asked(port: int, target: str, host: str | None = None, method: str = "GET") 
         connection.close()
 
 
-def test_the_list_has_each_run_and_a_run_its_page(server):
+def test_list_has_each_run_and_run_its_page(server):
     _, page, _ = asked(server.server_port, "/")
     links = re.findall(r'href="(run\?run=[^"]*)"', page)
     assert sorted(links) == ["run?run=a", "run?run=a/inner", "run?run=deep/b%20%26%20c"]
@@ -99,7 +99,7 @@ def test_two_runs_stand_side_by_side(server):
      "/run?run=a/../a", "/run?run=a%00", "/../../etc/passwd", "//etc/passwd", "/a/trace/manifest.json", "/state?run=x",
      "/run?run=" + "x" * 5000, "/%2e%2e/%2e%2e/etc/passwd", "http://evil.example/x", "/run?&&&", "*"],
 )  # fmt: skip
-def test_what_is_no_run_that_was_found_is_refused(server, target):
+def test_an_unknown_run_is_refused(server, target):
     status, page, headers = asked(server.server_port, target)
     assert 400 <= status < 500
     assert "root:" not in page
@@ -150,7 +150,7 @@ def test_a_run_is_followed_while_it_is_recorded(tmp_path):
     assert "finished" in render(runs.list_page())
 
 
-def test_what_cannot_be_read_says_why_and_costs_no_other_run(folder, tmp_path):
+def test_an_unreadable_run_does_not_hide_others(folder, tmp_path):
     shutil.copytree(folder / "a", tmp_path / "good")
     shutil.copytree(folder / "a", tmp_path / "bad")
     (tmp_path / "bad" / "trace" / "outcomes.parquet").write_bytes(b"PAR1")
@@ -161,7 +161,7 @@ def test_what_cannot_be_read_says_why_and_costs_no_other_run(folder, tmp_path):
     assert "Response lengths" in render(runs.page("good"))
 
 
-def test_the_command_says_where_it_serves(folder):
+def test_the_command_states_where_it_serves(folder):
     command = [sys.executable, "-m", "tltlab", "ui", str(folder), "--port", "0", "--no-browser", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -122,7 +122,7 @@ def test_the_picture_has_a_lane_per_worker():
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
-def test_the_picture_is_written_and_the_same_each_time(tmp_path, suffix, magic):
+def test_picture_is_written_and_same_each_time(tmp_path, suffix, magic):
     spans = [("worker 0", kind, i * 0.1, 0.1) for i, kind in enumerate((*SPAN_KINDS, "unheard_of"))]
     files = [tmp_path / name / f"picture{suffix}" for name in "ab"]
     for file in files:
@@ -132,7 +132,7 @@ def test_the_picture_is_written_and_the_same_each_time(tmp_path, suffix, magic):
     assert data[0] == data[1]
 
 
-def test_rl_steps_of_two_traces_start_at_the_same_place():
+def test_rl_steps_of_two_traces_are_aligned():
     late = steps(rl_step=[0, 1, 2], t_start=[0.5, 10.0, 20.0])
     first, second = recorded(1, num_steps=3), recorded(2, num_steps=3, steps=late, name="other")
     assert aligned_offsets(first, second) == {0: 0.0, 1: 2.0, 2: 5.0}
@@ -163,7 +163,7 @@ def test_the_title_names_trace_and_policy():
     assert timeline(trace).axes[0].get_title(loc="left").startswith("recorded: RL step")
 
 
-def test_sixty_four_workers_keep_their_lanes_and_some_names():
+def test_sixty_four_workers_have_lanes_and_names():
     figure = timeline(recorded(64))
     above = figure.axes[0]
     assert [label.get_text() for label in above.get_yticklabels()] == [f"worker {i}" for i in range(0, 64, 4)]
@@ -171,7 +171,7 @@ def test_sixty_four_workers_keep_their_lanes_and_some_names():
     assert figure.get_size_inches()[1] < 9
 
 
-def test_rollouts_alone_have_no_trainer_and_follow_each_other():
+def test_rollouts_alone_have_no_trainer():
     known = steps(rl_step=[0, 1], t_start=[0.0, 9.0], rollout_s=[1.0, 2.0], train_s=5.0)
     trace = recorded(1, num_steps=2, steps=known)
     assert set(lanes(trace, "all")["lane"]) == {"worker 0", "trainer"}
@@ -187,7 +187,7 @@ def test_rollouts_alone_have_no_trainer_and_follow_each_other():
         ("inference", "reward", "train", "weight_sync", "checkpoint", "idle"),
     ],
 )
-def test_kinds_that_meet_on_a_lane_keep_apart_in_grey(meet):
+def test_adjacent_kinds_differ_in_grey(meet):
     figure = timeline(recorded(1, spans=[("worker 0", kind, i * 1.0, 1.0) for i, kind in enumerate(meet)]))
     canvas = FigureCanvasAgg(figure)
     canvas.draw()

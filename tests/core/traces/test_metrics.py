@@ -55,7 +55,7 @@ def test_a_metric_by_hand(metric, trace, value):
     assert metric(trace) == value
 
 
-def test_spans_say_when_a_worker_was_busy():
+def test_spans_state_when_a_worker_was_busy():
     """Spot training is still bubble."""
     rows = [
         ("worker 0", "decode", 0.0, 2.0),

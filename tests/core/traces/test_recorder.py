@@ -63,7 +63,7 @@ def test_a_program_that_exits_can_still_close(tmp_path):
     assert read(tmp_path / "t").outcomes["response_tokens"].tolist() == [1, 2, 3, 4]
 
 
-def test_rows_are_mappings_that_may_lack_what_is_unknown(tmp_path):
+def test_rows_are_mappings_without_unknown_columns(tmp_path):
     with Recorder(tmp_path / "t", MANIFEST) as recorder:
         recorder.append("workload", [MappingProxyType(row) for row in rows(0)["workload"]])
         recorder.append("outcomes", rows(0)["outcomes"])
@@ -122,7 +122,7 @@ OUTCOME = rows(0)["outcomes"][0]
         ("outcomes", {**OUTCOME, "finish_reason": "eos"}, ("finish_reason", "0")),
     ],
 )
-def test_a_wrong_row_is_refused_when_it_is_recorded(tmp_path, table, row, says):
+def test_wrong_row_is_refused_when_it_is_recorded(tmp_path, table, row, says):
     recorder = Recorder(tmp_path / "t", MANIFEST)
     with refused(TraceError, naming=says):
         recorder.append(table, [row])
@@ -225,7 +225,7 @@ def test_a_fault_between_tables_keeps_the_recording(tmp_path):
     assert repair(tmp_path / "t").rl_steps == []
 
 
-def test_repair_says_what_was_lost(tmp_path):
+def test_repair_states_what_was_lost(tmp_path):
     again = ("outcomes", 0, 1), ("workload", 1, 3), ("outcomes", 1, 2), ("outcomes", 2, 1)
     interrupted(tmp_path / "t", *of_rl_step(0), *again)
     trace = repair(tmp_path / "t")
@@ -296,7 +296,7 @@ def test_repair_leaves_a_finished_trace_as_it_is(tmp_path):
         repair(tmp_path / "t")
 
 
-def test_the_caller_goes_on_while_a_flush_runs(tmp_path, monkeypatch):
+def test_the_caller_continues_while_a_flush_runs(tmp_path, monkeypatch):
     written, disk = threading.Event(), threading.Event()
     write_chunk = recorder_module.write_chunk
 
@@ -320,7 +320,7 @@ def test_the_caller_goes_on_while_a_flush_runs(tmp_path, monkeypatch):
     assert read(tmp_path / "t").rl_steps == [0, 1]
 
 
-def test_what_a_flush_could_not_write_is_written_later(tmp_path, monkeypatch):
+def test_what_flush_could_not_write_is_written_later(tmp_path, monkeypatch):
     with Recorder(tmp_path / "t", MANIFEST) as recorder:
         add(recorder, 0)
         recorder.set_manifest(notes="said while the disk is full")
@@ -366,14 +366,14 @@ def test_repair_loses_no_response_of_a_finished_trace(tmp_path, steps):
     assert (tmp_path / "t.recording").exists()
 
 
-def test_repair_does_not_replace_the_trace_of_another_run(tmp_path):
+def test_repair_does_not_replace_trace_of_another_run(tmp_path):
     left(tmp_path / "t", 1, how="closed")
     interrupted(tmp_path / "t", ("workload", 0), seed=7)
     with refused(ConfigError, naming=("t.recording", "--out")):
         repair(tmp_path / "t")
 
 
-def test_repair_on_a_full_disk_may_be_tried_again(tmp_path, monkeypatch):
+def test_repair_on_full_disk_may_be_tried_again(tmp_path, monkeypatch):
     interrupted(tmp_path / "t", *of_rl_step(0))
     with monkeypatch.context() as patched:
         patched.setattr("pyarrow.parquet.ParquetWriter.write_table", disk_full)

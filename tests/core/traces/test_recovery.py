@@ -36,7 +36,7 @@ def same(one, other):
     attempts=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["killed", "closed", "repaired"])), max_size=3),
     data=st.data(),
 )
-def test_a_trace_that_was_reopened_is_the_unbroken_one(tmp_path_factory, attempts, data):
+def test_trace_that_was_reopened_is_unbroken_one(tmp_path_factory, attempts, data):
     folder = tmp_path_factory.mktemp("reopen")
     have = 0
     for number, (more, how) in enumerate(attempts):
@@ -59,7 +59,7 @@ def test_a_trace_that_was_reopened_is_the_unbroken_one(tmp_path_factory, attempt
     shutil.rmtree(folder)
 
 
-def test_a_short_recording_gives_way_to_the_finished_trace(tmp_path):
+def test_short_recording_gives_way_to_finished_trace(tmp_path):
     left(tmp_path / "t", 5, how="closed")
     recorder = Recorder.reopen(tmp_path / "t", MANIFEST, 2)
     recorder._lock.close()
@@ -110,7 +110,7 @@ def test_what_replaces_a_damaged_chunk_stays(tmp_path):
 
 
 @pytest.mark.parametrize("manifest", [b"", b'{"format": "tltlab-trace"', None])
-def test_a_damaged_manifest_gives_way_to_the_runs_own(tmp_path, manifest):
+def test_damaged_manifest_gives_way_to_runs_own(tmp_path, manifest):
     left(tmp_path / "t", 3, how="killed")
     path = tmp_path / "t.recording" / "manifest.json"
     path.unlink() if manifest is None else path.write_bytes(manifest)
@@ -127,7 +127,7 @@ def test_the_trace_of_another_run_is_refused(tmp_path):
             Recorder.reopen(tmp_path / how, MANIFEST.model_copy(update={"seed": 4}), 1)
 
 
-def test_a_run_that_goes_on_elsewhere_says_so(tmp_path):
+def test_a_run_that_continues_elsewhere_reports_it(tmp_path):
     left(tmp_path / "t", 2, how="closed")
     Recorder.reopen(tmp_path / "t", MANIFEST.model_copy(update={"hardware": "other"}), 2).close()
     assert read(tmp_path / "t").manifest.hardware == "h"
@@ -236,7 +236,7 @@ def test_a_folder_is_the_trace_of_its_engines(tmp_path):
         read(tmp_path / "other")
 
 
-def test_an_engine_idle_within_a_rollout_recorded_one_step(tmp_path):
+def test_engine_idle_within_rollout_recorded_one_step(tmp_path):
     engine(tmp_path / "x", (0, 0.0, [50]), (1, 60.0, [20]))
     engine(tmp_path / "x-1", (0, 0.0, [5]), (1, 30.0, [5]), (2, 60.0, [5]), version=0)
     trace = read(tmp_path / "x")
@@ -261,7 +261,7 @@ def test_traces_of_other_models_are_not_put_together(tmp_path):
 
 
 @pytest.mark.parametrize("lacking", [1, 2], ids=["one engine", "both engines"])
-def test_an_rl_step_has_the_iterations_of_any_engine(tmp_path, lacking):
+def test_rl_step_has_iterations_of_any_engine(tmp_path, lacking):
     parts = []
     for n, name in enumerate(("x", "x-1")):
         engine(tmp_path / name, (0, 0.0, [5]), (1, 9.0, [5]), keys=[name])

@@ -18,7 +18,7 @@ def test_columns_come_in_the_order_of_the_format():
 
 
 @pytest.mark.parametrize(("values", "named"), [({"rl_step": 1}, "t_start"), ({"rl_step": 1, "colour": 2}, "colour")])
-def test_a_column_that_is_missing_or_unknown_is_a_bug_of_ours(values: dict[str, int], named: str):
+def test_missing_and_unknown_columns_are_assertions(values: dict[str, int], named: str):
     with pytest.raises(AssertionError, match=named):
         columns("steps", **values)
 

@@ -37,7 +37,7 @@ def tiny_chunks(monkeypatch):
     monkeypatch.setattr(trace_module, "CHUNK_BYTES", 700)
 
 
-def test_a_streamed_trace_is_that_written_in_one_piece(tmp_path, tiny_chunks):
+def test_streamed_trace_is_that_written_in_one_piece(tmp_path, tiny_chunks):
     trace, expected = read(written(tmp_path / "t", 5)), whole(5)
     steps = list(trace.iter_rl_steps())
     assert trace.manifest == expected.manifest
@@ -76,7 +76,7 @@ def test_dictionary_arrays_are_texts(tmp_path):
     assert read(tmp_path / "t").outcomes["prompt_id"].tolist() == rl_step(0)[1]["prompt_id"].tolist()
 
 
-def test_an_append_holds_any_number_of_rl_steps_and_tables(tmp_path):
+def test_an_append_holds_many_rl_steps_and_tables(tmp_path):
     trace, steps = whole(3), pd.DataFrame({"rl_step": [7], "t_start": 0.0, "rollout_s": 6.0, "policy_version": 0})
     with StreamWriter(tmp_path / "t", MANIFEST) as writer:
         writer.append(trace.workload, trace.outcomes)
@@ -141,7 +141,7 @@ def test_a_full_disk_leaves_no_trace(tmp_path, monkeypatch):
 
 @settings(max_examples=15, deadline=None)
 @given(rows=responses(1), group_rows=st.integers(1, 50), chunk_bytes=st.sampled_from([1, 300, 1 << 20]))
-def test_any_order_of_rows_and_row_groups_is_read(rows, group_rows, chunk_bytes, tmp_path_factory):
+def test_any_order_of_row_groups_is_read(rows, group_rows, chunk_bytes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
     key = pd.DataFrame([row[:3] for row in rows], columns=["rl_step", "prompt_id", "sample"])
     outcomes = key.assign(response_tokens=[row[3] for row in rows], finish_reason="stop")
@@ -177,7 +177,7 @@ def test_neighbouring_rl_steps_are_read_together(tmp_path, monkeypatch):
     assert reads == ["outcomes"] * 3
 
 
-def test_an_rl_step_of_a_stream_is_a_trace(tmp_path, tiny_chunks):
+def test_rl_step_of_stream_is_trace(tmp_path, tiny_chunks):
     one = list(read(written(tmp_path / "t", 3)).iter_rl_steps())[1]
     assert (one.rl_steps, one.manifest.num_rl_steps, one.num_rows("outcomes")) == ([1], 1, 4)
     assert one.select([1]).outcomes.equals(one.outcomes)
@@ -209,7 +209,7 @@ def test_rows_outside_the_rl_steps_count_once(tmp_path, monkeypatch):
     assert metrics.mean_accept_length(read(path)) == expected
 
 
-def test_a_fault_in_the_last_rl_step_is_found(tmp_path, tiny_chunks):
+def test_fault_in_last_rl_step_is_found(tmp_path, tiny_chunks):
     path = written(tmp_path / "t", 6)
     table = pq.read_table(path / "outcomes.parquet").to_pandas()
     table.loc[23, ["prompt_id", "sample"]] = table.loc[22, ["prompt_id", "sample"]]
@@ -219,7 +219,7 @@ def test_a_fault_in_the_last_rl_step_is_found(tmp_path, tiny_chunks):
         read(path)
 
 
-def test_memory_is_a_few_chunks_however_many_rl_steps(tmp_path, monkeypatch):
+def test_memory_is_few_chunks_however_many_rl_steps(tmp_path, monkeypatch):
     """28 RL steps of a quarter of a chunk each; to load the trace takes more, so the test would see that."""
     chunk, path = 1 << 19, tmp_path / "t"
     monkeypatch.setattr(trace_module, "CHUNK_BYTES", chunk)

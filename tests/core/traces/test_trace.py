@@ -230,7 +230,7 @@ def test_a_trace_of_an_earlier_version_is_read(folder):
     [(None, True), ((), False), ((0,), False), ((1,), True)],
     ids=["nothing said", "all recorded", "others lack them", "this one lacks them"],
 )
-def test_an_rl_step_that_lost_its_iterations_is_refused(folder, without, valid):
+def test_rl_step_that_lost_its_iterations_is_refused(folder, without, valid):
     rewrite(folder, "iterations", lambda t: t.slice(0, 2))
     manifest = Manifest.read(folder / "manifest.json").model_copy(update={"without_iterations": without})
     (folder / "manifest.json").write_text(manifest.to_json())
@@ -278,7 +278,7 @@ def test_a_cut_off_file_is_named(folder, keep):
         storage.put_sum(folder, path.name, None)
 
 
-def test_text_that_is_not_utf_8_is_a_fault(folder):
+def test_text_that_is_not_utf_8_is_fault(folder):
     def change(table):
         values = [b"p\xff" if i == 3 else v.encode() for i, v in enumerate(table["prompt_id"].to_pylist())]
         broken = pa.Array.from_buffers(pa.string(), len(values), pa.array(values, pa.binary()).buffers())
@@ -396,7 +396,7 @@ def test_an_rl_steps_row_group_alone_is_read(folder, monkeypatch):
     assert groups == [[1]] * len(TABLES)
 
 
-def test_changing_a_returned_frame_does_not_change_the_trace():
+def test_changing_returned_frame_does_not_change_trace():
     trace = full_trace()
     frame = trace.outcomes
     frame["new"] = 1
@@ -450,7 +450,7 @@ def test_a_writer_that_fails_leaves_the_old_trace(folder, monkeypatch):
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
 
-def test_a_killed_writer_leaves_the_old_trace_or_none(folder, tmp_path, monkeypatch):
+def test_killed_writer_leaves_old_trace_or_none(folder, tmp_path, monkeypatch):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     write_parquet = trace_module.write_parquet
 

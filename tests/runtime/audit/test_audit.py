@@ -34,7 +34,7 @@ def draw(joint: dict[tuple[int, ...], float], num: int, rng: np.random.Generator
     return Counter({cell: int(n) for cell, n in zip(joint, counts, strict=True) if n})
 
 
-def test_samples_of_the_distribution_fail_as_said(exact: ExactModel):
+def test_samples_of_the_distribution_fail_as_stated(exact: ExactModel):
     joint = exact.joint(PROMPT, Sampling(temperature=1.0), 4)
     rng = np.random.default_rng(0)
     p_values = np.array([cells_check(draw(joint, 2048, rng), joint).p_value for _ in range(1500)])

@@ -187,7 +187,7 @@ def test_coordination_takes_few_messages_and_little_time(cluster):
     assert cpu_s / 10 < 0.2
 
 
-def test_heartbeats_go_on_while_the_main_thread_works(cluster):
+def test_heartbeats_continue_while_the_main_thread_works(cluster):
     server, workers = cluster(num_workers=2, gone_after_s=100.0)
     train(server, workers, 1)
     heard, end = server.heard, time.monotonic() + 300.0

@@ -47,7 +47,7 @@ def test_no_prompt_comes_twice_in_an_epoch(num_prompts: int, takes: list):
 
 
 @given(num_prompts=SIZES, before=TAKES, after=TAKES)
-def test_an_order_goes_on_from_its_state(num_prompts: int, before: list, after: list):
+def test_an_order_continues_from_its_state(num_prompts: int, before: list, after: list):
     unbroken, resumed = DataOrder(num_prompts, seed=2), DataOrder(num_prompts, seed=2)
     for size, exclude in before:
         unbroken.take(size, exclude)

@@ -232,7 +232,7 @@ def test_prompts_that_fit_the_context_are_taken(tmp_path: Path, most: int | None
     assert len(read_prompts(source, DataConfig(train="x", max_prompt_tokens=most), Words(), room=room)[0]) == num
 
 
-def test_a_prompt_without_room_for_a_response_is_refused(tmp_path: Path):
+def test_prompt_without_room_for_response_is_refused(tmp_path: Path):
     source = stored(tmp_path, "jsonl", [ROWS[1], *({**ROWS[0], "prompt_id": name} for name in "ab")])
     for most in (None, 2):
         with refused(ConfigError, naming=("data.jsonl", "line 2", "2 tokens", "1 others", "data.max_prompt_tokens")):

@@ -44,7 +44,7 @@ def loaded(folder: Path, size: int = 1000) -> float | None:
     return float(value)
 
 
-def test_training_goes_on_bit_by_bit(tmp_path: Path):
+def test_training_continues_bit_by_bit(tmp_path: Path):
     optim = OptimConfig(lr=3e-3, warmup=4)
     training = DrafterTraining(head(tmp_path / "a"), frozen(), LossConfig(), optim)
     saved = DrafterCheckpoint(tmp_path / "saved")
@@ -64,7 +64,7 @@ def test_training_goes_on_bit_by_bit(tmp_path: Path):
     saved.close()
 
 
-def test_two_are_kept_and_numbers_go_on(tmp_path: Path):
+def test_two_are_kept_and_numbers_continue(tmp_path: Path):
     assert DrafterCheckpoint(tmp_path).latest() is None
     assert loaded(tmp_path) is None
     for first in (0, 3):
@@ -99,7 +99,7 @@ def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path: Path):
     assert loaded(tmp_path, 100_000) == 4.0
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     saved = DrafterCheckpoint(tmp_path / "file" / "folder")
     save(saved, state(1.0))

@@ -172,7 +172,7 @@ def test_what_is_no_message_is_dropped_and_counted(endpoint: str):
     heard.feed.close()
 
 
-def test_a_listener_that_fails_says_so(endpoint: str, sender: FeedSender):
+def test_a_listener_that_fails_reports_it(endpoint: str, sender: FeedSender):
     def fail(sequence: TrainingSequence) -> None:
         raise RuntimeError("no room")
 

@@ -255,7 +255,7 @@ def test_what_was_trained_goes_into_service_between_rollouts(story: Story):
     assert same(load_head(story.folder / "drafter" / "final").state_dict(), weights)
 
 
-def test_a_drafter_goes_on_from_a_checkpoint(story: Story, tmp_path: Path):
+def test_a_drafter_continues_from_a_checkpoint(story: Story, tmp_path: Path):
     run, saved = story.run, tmp_path / "checkpoint"
     state = json.loads(json.dumps(run.state_dict(saved)))
     weights, predicted = story.workers[0].given[-1]
@@ -390,7 +390,7 @@ def test_a_run_that_goes_back_restores_its_drafter(story: Story, tmp_path: Path,
     assert [row.rl_step for row in run.schedule.record] == [0]
 
 
-def test_a_killed_trainer_goes_on_from_its_checkpoint(story: Story):
+def test_a_killed_trainer_continues_from_its_checkpoint(story: Story):
     story.trains(2, more=20)
     before = story.updates(2)
     story.restarted(2, story.kill(2))
@@ -671,7 +671,7 @@ def test_an_impossible_drafter_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_policy_without_the_drafter_is_told(recipe_file: Path, tmp_path: Path):
+def test_a_policy_without_the_drafter_is_reported(recipe_file: Path, tmp_path: Path):
     events = RunEvents(tmp_path / "events.jsonl")
     for name, serves in (("none", False), ("learned", True), ("mixed", True), ("suffix", False)):
         policy = Policy(selector=FixedSpec(strategy=NO_SPECULATION if name == "none" else Strategy.chain(name, 2)))

@@ -286,7 +286,7 @@ def test_a_group_starts_from_its_furthest_member(bench: Bench):
     assert rows[1]["updates"] == old.num_updates() - before
 
 
-def test_others_go_on_without_a_hanging_member(bench: Bench):
+def test_others_continue_without_a_hanging_member(bench: Bench):
     # Members wait for one another half as long as the coordinator waits for them.
     soon = CONFIG.model_copy(update={"coordinator": CoordinatorConfig(yield_timeout_s=6.0)})
     here, hanging = bench.add(1, soon), bench.add(2, soon)

@@ -83,7 +83,7 @@ def test_what_no_training_predicted_is_compared_with_before(
         assert ("learned has collapsed since new weights" in capfd.readouterr().err) == collapsed
 
 
-def test_a_drafter_that_a_target_update_leaves_behind_is_found(engine: Engine, bad: Weights):
+def test_drafter_that_target_update_leaves_behind_is_found(engine: Engine, bad: Weights):
     generate(engine)
     engine.update_weights(bad.items(), 7)
     told = generate(engine, None)

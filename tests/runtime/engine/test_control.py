@@ -101,7 +101,7 @@ def chain(depth: int, drafter: str = "parrot") -> Strategy:
     return Strategy.chain(drafter, depth)
 
 
-def test_a_choice_is_judged_by_the_iteration_that_verifies_it():
+def test_choice_is_judged_by_iteration_that_verifies_it():
     engine, script = played(chain(4), chain(2), NO_SPECULATION, NO_SPECULATION)
     engine.goes_on(0, 3, 1, 0)
     rows, decisions, _ = engine.control.end()
@@ -120,7 +120,7 @@ def test_a_request_is_never_drafted_beyond_its_cap():
     assert engine.draft == []
 
 
-def test_a_finished_request_is_not_drafted_for_and_what_runs_goes_on():
+def test_finished_requests_get_no_drafts():
     engine, _ = played(chain(2), chain(2))
     engine.iterate()
     assert engine.control.finish("r").key == KEY
@@ -128,7 +128,7 @@ def test_a_finished_request_is_not_drafted_for_and_what_runs_goes_on():
     assert engine.control.finish("r") is None
 
 
-def test_what_a_policy_takes_to_learn_at_the_end_is_its_time():
+def test_learning_at_the_end_is_policy_time():
     class Slow(Script):
         def observe(self, choice: Choice, outcome: StepOutcome) -> None:
             time.sleep(0.02)
@@ -141,7 +141,7 @@ def test_what_a_policy_takes_to_learn_at_the_end_is_its_time():
     assert engine.control.inside.seconds >= engine.control.deciding.seconds >= 0.02
 
 
-def test_drafters_learn_what_was_kept_and_policies_see_it():
+def test_drafters_and_policies_receive_accepted_tokens():
     parrot = Parrot()
     engine, script = played(*[chain(4)] * 3, parrot=parrot)
     engine.goes_on(0, 3, 2)
@@ -234,7 +234,7 @@ def test_a_seeds_drafts_are_of_its_own_text(drafter: str):
     assert drafts_of(Fixed(chain(4, drafter)), "any", *others) != alone
 
 
-def test_a_seed_has_no_drafts_where_they_would_vary():
+def test_seed_has_no_drafts_where_they_would_vary():
     varying: list[tuple[Any, dict[str, Any]]] = [
         (Script(*[chain(2, "ngram"), chain(4, "ngram")] * 9), {}),
         (Fixed(chain(4, "ngram")), {"budget": LengthAwareBudget()}),
@@ -273,7 +273,7 @@ def test_drafters_hear_each_request_once_they_are_asked():
     assert asked.texts.keys() == {(0, "b", 0, 0), (0, "c", 0, 0)}
 
 
-def test_no_request_is_looked_up_that_nobody_asks_for():
+def test_only_needed_requests_are_looked_up():
     class Reader(Script):
         def choose(self, state: StepState) -> Strategy:
             assert [request.prompt_id for request in state.requests] == ["a", "b", "c"]
@@ -303,7 +303,7 @@ def test_a_choice_pays_for_its_own_tokens_alone():
     assert slow.told == [("a", 1), ("a", 4), ("a", 1), ("a", 1)]
 
 
-def test_what_came_while_a_drafter_was_off_costs_nobody():
+def test_what_came_while_drafter_was_off_costs_nobody():
     class Piecemeal(Parrot):
         """Puts in a token a second, at most three at once."""
 
@@ -334,14 +334,14 @@ def test_what_came_while_a_drafter_was_off_costs_nobody():
     assert [row["draft_duration"] for row in rows] == [0] * 14 + [1]
 
 
-def test_a_policy_change_in_mid_rollout_shows_the_new_drafter_what_is_running():
+def test_a_new_drafter_receives_running_requests():
     engine, _ = played(NO_SPECULATION, NO_SPECULATION, parrot=Parrot(), ngram=NgramSpec(min_match=1))
     engine.goes_on(0, 0)
     engine.control.set_selector(Script(chain(2), chain(2)))
     assert engine.iterate() == [[9, 9]]
 
 
-def test_the_learned_drafter_drafts_in_the_workers_only_when_it_is_asked():
+def test_the_learned_drafter_drafts_only_when_requested():
     engine, _ = played(chain(3, "learned"), chain(2), NO_SPECULATION, learned=LEARNED, parrot=Parrot())
     engine.learned = [5, 6, 7, 8]
     for draft in ([5, 6, 7], [9, 9], []):
@@ -353,7 +353,7 @@ def test_the_learned_drafter_drafts_in_the_workers_only_when_it_is_asked():
 @pytest.mark.parametrize(
     ("strategy", "complaint"), [(chain(9), ("8",)), (Strategy("parrot", 4, 4, 16), ()), (chain(2, "x"), ("parrot",))]
 )
-def test_what_the_engine_lacks_is_refused_before_it_is_in_force(strategy: Strategy, complaint: tuple):
+def test_unmet_needs_are_refused_before_activation(strategy: Strategy, complaint: tuple):
     engine, script = played(NO_SPECULATION)
     with refused(ConfigError, naming=complaint):
         engine.control.set_selector(Script(strategy))
@@ -379,7 +379,7 @@ def test_a_policys_randomness_is_its_seeds():
     assert [depths(*seed) == first for seed in ((1, 2), (1, 3), (2, 2))] == [True, False, False]
 
 
-def test_a_selector_receives_outcomes_of_its_own_choices_alone():
+def test_selector_receives_outcomes_of_its_own_choices_alone():
     engine, before = played(chain(4), chain(4), chain(4))
     engine.goes_on(0, 3, 2)
     after = Script(chain(2), chain(2))
@@ -390,7 +390,7 @@ def test_a_selector_receives_outcomes_of_its_own_choices_alone():
     assert [d["draft_depth"] for d in decisions] == [4, 4, 4, 2]
 
 
-def test_where_nobody_opens_rollouts_no_rows_pile_up_and_drafters_may_forget():
+def test_without_rollouts_no_rows_accumulate():
     engine, _ = played(*[chain(2, "ngram")] * 4, ngram=NgramSpec(min_match=1))
     control = engine.control
     engine.goes_on(0, 0)

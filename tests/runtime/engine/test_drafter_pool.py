@@ -70,7 +70,7 @@ def test_activation_comes_on_in_the_tail_without_prefills(roomy: Engine):
     assert sum(row["prefill_tokens"] for row in rows) == 16
 
 
-def test_a_length_aware_budget_drafts_for_the_long_and_not_for_the_short(roomy: Engine):
+def test_a_length_aware_budget_drafts_for_long_requests(roomy: Engine):
     policy = fixed("learned", 6).model_copy(update={"budget": LengthAwareBudgetSpec(base_s=1e-2, token_s=1e-4)})
     roomy.set_policy(policy)
     asked = [request(f"p{n}", 0, [1, 4 + n], 20 + 80 * (n % 2)) for n in range(8)]

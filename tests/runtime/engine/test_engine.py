@@ -72,7 +72,7 @@ def test_speculative_tokens_follow_the_target(roomy: Engine, exact: ExactModel):
     assert broken < 1e-9, "the stock build samples right now: drop the mend"
 
 
-def test_decisions_are_rewarded_by_the_iteration_that_verified_them(roomy: Engine):
+def test_decisions_are_rewarded_by_iteration_that_verified_them(roomy: Engine):
     arms = (Strategy.chain("ngram", 4), Strategy.chain("ngram", 2), NO_SPECULATION)
     roomy.set_policy(Policy(selector=BegMabSpec(buckets=(Bucket(min_batch=1, strategies=arms),), reward="paper")))
     rollout = generate(roomy, 16, 60)
@@ -87,7 +87,7 @@ def test_decisions_are_rewarded_by_the_iteration_that_verified_them(roomy: Engin
             assert decision["reward"] == pytest.approx((row["num_accepted"] + row["batch"]) / elapsed)
 
 
-def test_durations_add_up_to_the_rollout_and_counts_to_its_tokens(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_durations_and_counts_add_up(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
     roomy.set_policy(fixed("ngram", 2))
     rollout = generate(roomy, 24, 50)
     assert 0 < sum(row["duration"] for row in rollout.iterations) < rollout.duration_s
@@ -108,7 +108,7 @@ def test_durations_add_up_to_the_rollout_and_counts_to_its_tokens(roomy: Engine,
             assert sum(row["accepted_per_request"]) == row["num_accepted"] <= row["num_drafted"]
 
 
-def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(roomy: Engine, exact: ExactModel):
+def test_logprobs_are_those_of_model_at_sampling_temperature(roomy: Engine, exact: ExactModel):
     roomy.set_policy(fixed("ngram"))
     for response in generate(roomy, 4, 20).responses:
         p, _ = probabilities(exact.logits(PROMPT, [response.token_ids])[0], SAMPLING)
@@ -116,7 +116,7 @@ def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(roomy: Engi
         assert np.array(response.logprobs) == pytest.approx(logprobs, abs=2e-5)
 
 
-def test_a_policy_file_decides_in_the_engine_as_it_does_on_paper(roomy: Engine, tmp_path: Path):
+def test_a_policy_file_decides_alike_in_the_engine(roomy: Engine, tmp_path: Path):
     rows = (TableRow(min_batch=1, strategy=Strategy.chain("ngram", 4)), TableRow(min_batch=5, strategy=NO_SPECULATION))
     Policy(selector=TableSpec(rows=rows)).write(tmp_path / "policy.json")
     policy = load_policy(tmp_path / "policy.json")

@@ -68,7 +68,7 @@ def test_aborted_requests_come_back_with_what_they_have(cramped: Engine):
     assert [len(r.token_ids) for r in again.responses] == [8] * 4
 
 
-def test_a_response_that_reaches_the_end_of_the_context_stops_there(cramped: Engine):
+def test_response_that_reaches_end_of_context_stops_there(cramped: Engine):
     cramped.set_policy(SUFFIX)
     rollout = cramped.generate(requests(2, 500), rl_step=0, temperature=0.9)
     assert [len(r.token_ids) for r in rollout.responses] == [CONTEXT - 6] * 2
@@ -97,19 +97,19 @@ def test_a_request_that_is_refused_leaves_nothing_running(cramped: Engine, bad: 
     assert cramped.control.live == {}
 
 
-def test_an_interrupted_rollout_does_not_answer_for_the_next_one(cramped: Engine):
+def test_interrupted_rollout_does_not_answer_for_next_one(cramped: Engine):
     with pytest.raises(KeyboardInterrupt):
         cramped.generate(requests(2, 30), rl_step=0, temperature=0.9, until=raising(KeyboardInterrupt()))
     again = cramped.generate(requests(2, 4), rl_step=0, temperature=0.9)
     assert [len(r.token_ids) for r in again.responses] == [4, 4]
 
 
-def test_an_engine_without_a_learned_drafter_takes_no_weights_for_one(cramped: Engine):
+def test_an_engine_without_drafter_refuses_drafter_weights(cramped: Engine):
     with refused(ConfigError):
         cramped.update_draft_weights([])
 
 
-def test_a_narrow_iteration_leaves_nothing_of_an_earlier_choice(narrow: Engine):
+def test_narrow_iteration_leaves_nothing_of_earlier_choice(narrow: Engine):
     # A prompt of 17 tokens in chunks of 16: the last one looks like decoding.
     rollout = narrow.generate(requests(2, 40, prompt_tokens=17), rl_step=0, temperature=0.9)
     assert [row["prefill_tokens"] for row in rollout.iterations if row["prefill_tokens"]] == [32, 2]
@@ -161,7 +161,7 @@ def test_a_cut_off_transfer_is_waited_for(narrow: Engine, random_model: Path, ba
         assert said() == plain
 
 
-def test_an_engine_that_dies_hands_over_what_is_whole(narrow: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_engine_that_dies_hands_over_what_is_whole(narrow: Engine, monkeypatch: pytest.MonkeyPatch):
     scheduler = narrow.llm.llm_engine.engine_core.engine_core.scheduler
     stock, iterations = scheduler.update_from_output, iter(range(100))
 
@@ -186,7 +186,7 @@ WRONG_WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WRONG_WEIGHTS)
-def test_weights_that_are_not_the_models_end_the_engine(narrow: Engine, name: str):
+def test_weights_that_are_not_models_end_engine(narrow: Engine, name: str):
     rows, why = WRONG_WEIGHTS[name]
     # As if it had never failed, which for loading weights is so: that only the last of these leaves under way.
     narrow._death = narrow.weights.unusable = ""

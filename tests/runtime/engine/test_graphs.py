@@ -88,12 +88,12 @@ def test_any_lengths_give_the_v1_runner_full_graphs():
 
 
 @pytest.mark.parametrize(("deepest", "kind"), [(4, "full"), (8, "piecewise")])
-def test_an_engine_deeper_than_its_policy_has_piecewise_graphs(deepest: int, kind: str):
+def test_engine_deeper_than_its_policy_has_piecewise_graphs(deepest: int, kind: str):
     plan = plan_graphs(fixed("suffix"), 16, runner="V1", deepest=deepest)
     assert set(dispatched_kinds(plan).values()) == {kind}
 
 
-def test_a_table_of_depths_would_demote_the_v1_runner_and_is_left_out():
+def test_the_v1_runner_gets_no_depth_table():
     speculative = {"method": "eagle", "model": "head", "num_speculative_tokens": 8}
     policy = table((1, 8), (5, 2), (17, 0))
     v1 = plan_graphs(policy, 64, runner="V1", any_lengths=True).engine_settings(speculative)
@@ -104,7 +104,7 @@ def test_a_table_of_depths_would_demote_the_v1_runner_and_is_left_out():
     assert "cudagraph_mode" not in v2["compilation_config"]
 
 
-def test_of_plans_that_fit_the_one_with_most_full_graphs_is_taken_then_the_finest():
+def test_the_fitting_plan_with_most_graphs_wins():
     def plan(spacing: float, fill: bool = False) -> GraphPlan:
         return plan_graphs(table((1, 8), (5, 2), (17, 0)), 64, spacing=spacing, fill=fill)
 
@@ -200,7 +200,7 @@ def test_stock_vllm_takes_what_is_written(
 
 
 @pytest.mark.parametrize("name", ["fixed", "table", "beg-mab"])
-def test_vllm_takes_the_schedule_and_has_every_depth_in_it(name: str):
+def test_vllm_takes_a_schedule_with_every_depth(name: str):
     from vllm.config import CompilationConfig, SpeculativeConfig
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
@@ -225,7 +225,7 @@ def test_a_table_is_vllms_schedule():
     assert plan.settings()["speculative_config"] == drafts | schedule
 
 
-def test_capture_sizes_are_the_buckets_own_and_equal_sizes_are_shared():
+def test_equal_capture_sizes_are_shared():
     plan = plan_graphs(table((1, 7), (5, 3), drafter="ngram"), 8)
     assert plan.asked == ((1, 7), (2, 7), (4, 7), (8, 3))
     assert plan.capture_sizes == (8, 16, 32)
@@ -234,7 +234,7 @@ def test_capture_sizes_are_the_buckets_own_and_equal_sizes_are_shared():
     assert plan.full_graphs() == ((8, 3), (8, 7), (16, 3), (16, 7), (32, 3), (32, 7))
 
 
-def test_a_network_that_drafts_level_by_level_has_graphs_of_one_token_per_request():
+def test_level_by_level_drafting_has_single_token_graphs():
     plan = plan_graphs(table((1, 7), (5, 3)), 8)
     assert plan.capture_sizes == (1, 2, 4, 8, 16, 32)
     assert {graph[1] for graph in plan.captured().drafter_graphs} == {1, 2, 4, 8}
@@ -289,7 +289,7 @@ def test_trees_are_refused():
         plan_graphs(policy, 8)
 
 
-def test_memory_beyond_the_cap_is_refused_with_the_numbers():
+def test_memory_beyond_cap_is_refused_with_numbers():
     plan = plan_graphs(table((1, 8), (5, 2), (17, 0)), 32)
     needed = memory_bytes(POOL, plan)
     assert check_memory(POOL, plan, needed) == needed
@@ -297,7 +297,7 @@ def test_memory_beyond_the_cap_is_refused_with_the_numbers():
         check_memory(POOL, plan, 0.5 * GIB)
 
 
-def test_memory_grows_with_graphs_and_with_a_drafters_network():
+def test_memory_grows_with_graphs_and_with_drafters_network():
     policy = table((1, 8), (5, 2), (17, 0))
     plan = plan_graphs(policy, 32)
     assert memory_bytes(POOL, plan_graphs(policy, 64)) > memory_bytes(POOL, plan)

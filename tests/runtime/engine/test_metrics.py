@@ -41,7 +41,7 @@ def tally(*iterations: Iteration) -> Tally:
     return counted
 
 
-def test_iterations_are_counted_by_arm_and_compared_with_plain_ones():
+def test_iterations_by_arm_are_compared_with_plain():
     counted = tally(
         iteration(NGRAM, 9.0, (3, 3), (3, 3)),  # nothing to compare it with yet
         iteration(NO_SPECULATION, 2.0),
@@ -59,7 +59,7 @@ def test_iterations_are_counted_by_arm_and_compared_with_plain_ones():
         assert [counted.counts[name, "ngram:3", position] for position in "012"] == by_position
 
 
-def test_where_a_cost_model_is_given_plain_decoding_is_what_it_says():
+def test_a_cost_model_gives_plain_decoding_time():
     costs = LinearCosts(base_s=1.0, per_request_s=0.5, per_context_s=0.1)  # 3 s for 2 requests of 10 tokens
     counted = Tally(costs)
     counted.add(iteration(NGRAM, 4.0, (3, 2), (3, 0)))  # 4 tokens: 6 s
@@ -105,7 +105,7 @@ def shown(*asks: object) -> dict[str, float]:
     return {" ".join([s.name, *(s.labels[label] for label in sorted(s.labels))]): s.value for s in samples}
 
 
-def test_a_scrape_leaves_out_engines_that_cannot_be_asked():
+def test_scrape_leaves_out_engines_that_cannot_be_asked():
     counts = tally(iteration(NO_SPECULATION, 2.0), iteration(NGRAM, 3.0, (3, 2), (3, 0))).counts
     metrics = {("policy_info", "fixed", "ab12", ""): 1, **counts}
     found = shown(raising(TimeoutError()), lambda: [(("m", "0"), metrics), (("m", "1"), metrics)])
@@ -124,7 +124,7 @@ def control() -> Control:
     return control
 
 
-def test_another_policy_takes_the_place_of_the_one_in_force(control: Control):
+def test_another_policy_takes_place_of_one_in_force(control: Control):
     for name, strategies in (("fixed", ["ngram:4"]), ("none", ["none"])):
         control.set_policy(load_policy(name), (0, 0, 1))
         assert [str(s) for s in control.driver.selector.strategies] == strategies
@@ -132,14 +132,14 @@ def test_another_policy_takes_the_place_of_the_one_in_force(control: Control):
 
 
 @pytest.mark.parametrize(("policy", "facts"), [("ngram:9", ("ngram:9", 8)), ("eagle:2", ("eagle:2", "ngram"))])
-def test_a_policy_that_cannot_be_run_leaves_the_one_in_force(policy: str, facts: tuple[object, ...], control: Control):
+def test_an_impossible_policy_changes_nothing(policy: str, facts: tuple[object, ...], control: Control):
     before = control.metrics()
     with refused(ConfigError, naming=facts):
         control.set_policy(load_policy(policy), (0, 0, 2))
     assert control.metrics() == before
 
 
-def test_a_drafter_that_cannot_be_built_leaves_the_policy(control: Control, monkeypatch: pytest.MonkeyPatch):
+def test_drafter_that_cannot_be_built_leaves_policy(control: Control, monkeypatch: pytest.MonkeyPatch):
     before = control.driver.selector
     monkeypatch.setattr(SuffixSpec, "build", raising(ConfigError("no library")))
     with refused(ConfigError, naming=("library",)):

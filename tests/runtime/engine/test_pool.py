@@ -43,7 +43,7 @@ def verified(pool: DrafterPool, kept: int, drafts: int = 20) -> None:
         pool.observe("learned", [(KEY, 3, kept)])
 
 
-def test_what_collapses_in_mid_iteration_is_verified_as_made():
+def test_drafts_made_before_a_collapse_are_verified():
     """Depth, proposal and verification of one iteration are three moments; the canary may trip at any of them."""
     drafters = pool()
     control = Control(drafters)
@@ -67,7 +67,7 @@ def test_what_collapses_in_mid_iteration_is_verified_as_made():
     assert (counts["learned"].drafted, counts["ngram"].drafted[0]) == ((20, 20, 20), 3)
 
 
-def test_new_weights_bring_it_back_and_begin_all_counts_anew():
+def test_new_weights_restore_it_and_reset_counts():
     drafters = pool()
     verified(drafters, 0)
     assert drafters.worker_depth(LEARNED) == 0
@@ -79,14 +79,14 @@ def test_new_weights_bring_it_back_and_begin_all_counts_anew():
     assert drafters.report().measured == (1.0, 1.0, 0.0)
 
 
-def test_a_hybrid_is_as_old_and_as_trained_as_its_network():
+def test_a_hybrid_has_its_networks_age():
     drafters = pool()
     drafters.begin(0)
     drafters.begin(3)
     assert drafters["hybrid"] == drafters["learned"] != drafters["ngram"] == DrafterState()
 
 
-def test_without_a_fallback_nothing_is_drafted_and_a_hybrid_takes_its_first():
+def test_without_fallback_only_model_free_drafts_remain():
     drafters = pool(fallback=None)
     hybrid = Strategy.chain("hybrid", 3)
     drafters.use([LEARNED, hybrid])
@@ -100,7 +100,7 @@ def test_without_a_fallback_nothing_is_drafted_and_a_hybrid_takes_its_first():
 @pytest.mark.parametrize(
     ("on_collapse", "predicted", "complains"), [("stop", 0.9, True), ("stop", 0.02, False), ("fallback", 0.9, False)]
 )
-def test_only_a_collapse_that_is_to_stop_is_complained_of(on_collapse: str, predicted: float, complains: bool):
+def test_only_a_stopping_collapse_is_an_error(on_collapse: str, predicted: float, complains: bool):
     drafters = pool(on_collapse=on_collapse, predicted=predicted)
     assert drafters.complaint == ""
     verified(drafters, 0)
@@ -124,7 +124,7 @@ def test_a_verdict_names_what_happened_before():
         assert all(fact in verdict.why for fact in facts)
 
 
-def test_a_report_is_json_with_and_without_a_learned_drafter():
+def test_report_is_json_with_and_without_learned_drafter():
     drafters = pool()
     verified(drafters, 1)
     row = json.loads(json.dumps(asdict(drafters.report())))
@@ -138,7 +138,7 @@ def test_a_report_is_json_with_and_without_a_learned_drafter():
     assert (report.drafter, report.serves, list(report.positions)) == ("", False, ["ngram"])
 
 
-def test_going_back_to_a_state_takes_the_canary_along_unless_other_weights_serve_now():
+def test_a_restored_state_includes_the_canary():
     drafters = pool()
     before = drafters.state_dict()
     verified(drafters, 0)
@@ -151,7 +151,7 @@ def test_going_back_to_a_state_takes_the_canary_along_unless_other_weights_serve
 
 
 @pytest.mark.parametrize("spec", [HEAD.model_copy(update={"trained": False}), HEAD.model_copy(update={"max_age": 0})])
-def test_a_learned_drafter_that_is_absent_or_stale_is_stood_in_for(spec: LearnedSpec):
+def test_an_absent_or_stale_drafter_is_replaced(spec: LearnedSpec):
     spec = spec.model_copy(update={"fallback": "parrot"})
     pool = DrafterPool({"learned": spec, "parrot": Parrot()}, 8)
     pool.use([chain(3, "learned")])
@@ -169,7 +169,7 @@ def test_a_learned_drafter_that_is_absent_or_stale_is_stood_in_for(spec: Learned
 
 
 @pytest.mark.parametrize(("expected", "drafter"), [(3.0, "parrot"), (1.5, "learned")])
-def test_a_hybrid_takes_the_drafter_that_promises_more_for_each_request(expected: float, drafter: str):
+def test_a_hybrid_takes_the_more_promising_drafter(expected: float, drafter: str):
     hybrid = HybridSpec(first="parrot", otherwise="learned", min_expected=1.0)
     pool = DrafterPool({"learned": HEAD, "parrot": Parrot(expected), "hybrid": hybrid}, 8)
     strategy = chain(4, "hybrid")
@@ -197,7 +197,7 @@ def test_drafters_that_cannot_live_together_are_refused(drafters: dict, facts: t
         DrafterPool(drafters, 4)
 
 
-def test_the_same_rollout_again_and_an_evaluation_age_no_drafter():
+def test_same_rollout_again_and_evaluation_age_no_drafter():
     pool = DrafterPool({"learned": HEAD}, 4)
     pool.updated()
     for rl_step in (0, -1, 0, 1):
@@ -205,7 +205,7 @@ def test_the_same_rollout_again_and_an_evaluation_age_no_drafter():
     assert pool["learned"].age == 1
 
 
-def test_model_free_drafters_are_refused_where_drafts_stay_on_the_device():
+def test_on_device_drafts_exclude_model_free_drafters():
     stood_in_for = HEAD.model_copy(update={"fallback": "ngram"})
     for learned, without in ((HEAD, "ngram"), (stood_in_for, "learned")):
         pool = DrafterPool({"learned": learned, "ngram": NgramSpec()}, 4, beside=False)

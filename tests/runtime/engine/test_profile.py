@@ -35,7 +35,7 @@ GRID = ProfileGrid(batches=(1, 2, 4), depths=(0, 2, 5), contexts=(16, 96), itera
 KEY = (0, "p", 0, 0)
 
 
-def test_a_forced_draft_is_as_deep_as_asked_however_short_the_prompt():
+def test_forced_drafts_have_the_requested_depth():
     drafter = ForcedDrafter()
     drafter.open(KEY, [7, 8])
     drafter.extend(KEY, [9])
@@ -60,7 +60,7 @@ def test_a_grid_of_nothing_is_refused():
             ProfileGrid(**(sizes | {name: value}))
 
 
-def test_on_a_gpu_every_cell_is_timed_in_a_full_graph():
+def test_gpu_cells_are_timed_in_full_graphs():
     """Else a table has the cost of piecewise graphs at all depths but the deepest, which no run with a plan pays."""
     forced = graphs_for(GRID, "ngram", None)
     assert set(dispatched_kinds(forced).values()) == {"full"}
@@ -70,7 +70,7 @@ def test_on_a_gpu_every_cell_is_timed_in_a_full_graph():
     assert (learned.runner, learned.networks) == ("V2", ("learned",))
 
 
-def test_the_held_out_error_is_small_where_times_are_a_table():
+def test_the_held_out_error_of_tables_is_small():
     rows = pd.DataFrame([(b, v, b * c) for b in (1, 2, 4, 8) for v in (1, 2, 4, 8) for c in (64, 512)])
     rows.columns = ["batch", "tokens_to_verify", "context_tokens"]
     rows["seconds"] = 1e-3 + 1e-5 * rows["batch"] * rows["tokens_to_verify"] + 1e-8 * rows["context_tokens"]
@@ -82,7 +82,7 @@ def test_the_held_out_error_is_small_where_times_are_a_table():
     assert held_out_error(one_context, np.random.default_rng(0)) is None
 
 
-def test_options_are_vllms_own_and_a_drafter_has_a_method():
+def test_options_are_vllms_own_and_drafter_has_method():
     assert _setting("load_format=dummy") == ("load_format", "dummy")
     assert _setting("max_num_seqs=8") == ("max_num_seqs", 8)
     name, spec = _learned("learned=eagle:heads/eagle")
@@ -104,7 +104,7 @@ def test_a_table_is_written_whole_and_reads_back(tmp_path: Path, name: str):
     assert [path.name for path in (tmp_path / "new").iterdir()] == [name]
 
 
-def test_an_output_of_an_unknown_kind_is_refused_before_anything_starts(tmp_path: Path):
+def test_an_unknown_output_is_refused_early(tmp_path: Path):
     with refused(ConfigError):
         profile("no-such-model", out=tmp_path / "table.txt")
 
@@ -124,7 +124,7 @@ def measured(engine: Engine) -> Profile:
 
 
 @pytest.mark.engine
-def test_rows_are_of_one_cell_each_and_of_exactly_its_depth(measured: Profile):
+def test_rows_match_one_cell_exactly(measured: Profile):
     decoding = measured.table[measured.table["prefill_tokens"] == 0]
     assert len(decoding) == 3 * 3 * 2 - 1
     assert (decoding["tokens_to_verify"] == decoding["draft_depth"] + 1).all()
@@ -145,7 +145,7 @@ def test_prefills_are_single_iterations_of_whole_prompts(measured: Profile):
 
 
 @pytest.mark.engine
-def test_cells_that_do_not_fit_are_left_out_and_say_why(engine: Engine, measured: Profile):
+def test_unfitting_cells_are_left_out_with_reasons(engine: Engine, measured: Profile):
     (full,) = measured.skipped
     assert (full["batch"], full["draft_depth"], full["context"]) == (4, 5, 96)
     assert all(fact in full["why"] for fact in ("768", "kv_cache_tokens is 736"))
@@ -170,7 +170,7 @@ def test_costs_come_of_the_table(measured: Profile, tmp_path: Path, kind: str):
 
 
 @pytest.mark.engine
-def test_the_command_writes_the_table_and_what_it_is_of(
+def test_command_writes_table_and_what_it_is_of(
     engine: Engine, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     # The engine of the other tests, which they still need.

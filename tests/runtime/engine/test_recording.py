@@ -83,7 +83,7 @@ def of_steps(trace: Trace) -> list[int]:
     return trace.outcomes.groupby("rl_step").size().tolist()
 
 
-def test_a_session_goes_on_over_stalls_and_ends_with_a_long_gap(engine: Engine):
+def test_only_a_long_gap_ends_a_session(engine: Engine):
     # A client hands in its batch one by one, and the engine is faster.
     for num, seconds, idle_s in ((3, 0.01, 0.9), (1, 100.0, 9.0), (1, 1.0, 12.0), (2, 5.0, 1.2), (1, 1.0, 0.0)):
         engine.serves(num, seconds)
@@ -96,14 +96,14 @@ def test_a_session_goes_on_over_stalls_and_ends_with_a_long_gap(engine: Engine):
     assert trace.iterations.groupby("rl_step").size().tolist() == [3, 1, 1]
 
 
-def test_a_trace_says_what_drafters_of_other_names_are(tmp_path: Path):
+def test_trace_states_what_drafters_of_other_names_are(tmp_path: Path):
     specs = {"ngram": NgramSpec(), "own": SuffixSpec(window=4), "mtp": LearnedSpec(method="mtp")}
     engine = Engine(tmp_path / "trace", {**specs, "test": NgramSpec().build()})
     engine.serves()
     assert engine.trace().manifest.drafters == {"own": TEXT, "mtp": NETWORK, "test": TEXT}
 
 
-def test_a_trace_says_which_policy_chose(engine: Engine):
+def test_a_trace_states_which_policy_chose(engine: Engine):
     engine.serves()
     for policy in (load_policy("none"), Policy(selector=ExploreSpec(strategies=(NO_SPECULATION,)))):
         engine.now += 100.0
@@ -116,7 +116,7 @@ def test_a_trace_says_which_policy_chose(engine: Engine):
     assert (kind, name[:8], len(name)) == ("explore", "explore ", 16)
 
 
-def test_once_weights_are_updated_nothing_else_ends_an_rl_step(engine: Engine):
+def test_after_updates_only_updates_end_rl_steps(engine: Engine):
     # What comes before the first request is no update.
     engine.recording.new_weights()
     engine.serves(2)
@@ -157,7 +157,7 @@ def test_weights_that_change_meanwhile_show_in_tokens(engine: Engine):
     assert counts.to_numpy().tolist() == [[[0, 1], 2, 0.0], [[0, 1], 4, 0.0]]
 
 
-def test_keys_say_of_which_rl_step_requests_are_and_none_begins_again(engine: Engine):
+def test_keys_assign_requests_to_rl_steps(engine: Engine):
     for rl_step in (3, 7, 3, 7):
         name = engine.arrives(key=(rl_step, "q", int(engine.now), 0))
         engine.iterates(10.0)
@@ -169,7 +169,7 @@ def test_keys_say_of_which_rl_step_requests_are_and_none_begins_again(engine: En
     assert trace.iterations["rl_step"].tolist() == [3, 7, 7, 7]
 
 
-def test_a_close_keeps_iterations_that_wait_to_be_written(engine: Engine):
+def test_close_keeps_iterations_that_wait_to_be_written(engine: Engine):
     engine.serves(2)
     engine.arrives()
     engine.iterates(3.0)
@@ -179,7 +179,7 @@ def test_a_close_keeps_iterations_that_wait_to_be_written(engine: Engine):
     assert trace.manifest.without_iterations == ()
 
 
-def test_an_rl_step_whose_requests_run_in_another_one_is_named(engine: Engine):
+def test_an_rl_step_run_in_another_is_named(engine: Engine):
     early = engine.arrives(key=(3, "q", 0, 0))
     late = engine.arrives(key=(7, "q", 0, 0))
     engine.iterates(1.0)
@@ -191,7 +191,7 @@ def test_an_rl_step_whose_requests_run_in_another_one_is_named(engine: Engine):
     assert sorted(trace.manifest.without_iterations) == [3, 5]
 
 
-def test_an_interrupted_recording_says_which_iterations_it_lost(engine: Engine):
+def test_an_interrupted_recording_states_which_iterations_it_lost(engine: Engine):
     name = engine.arrives()
     engine.arrives()
     engine.iterates(1.0)
@@ -213,7 +213,7 @@ def test_giving_up_hands_over_what_has_happened(engine: Engine):
     assert read(engine.path).iterations["duration"].tolist() == [1.0, 2.0]
 
 
-def test_what_a_client_did_not_get_is_no_generated_token(engine: Engine):
+def test_undelivered_tokens_are_not_counted(engine: Engine):
     name, other = engine.arrives(), engine.arrives()
     for _ in range(5):
         engine.iterates(1.0)
@@ -227,7 +227,7 @@ def test_what_a_client_did_not_get_is_no_generated_token(engine: Engine):
     assert list(map(len, trace.tokens["token_ids"])) == [3, 6]
 
 
-def test_what_is_durable_is_read_while_the_engine_goes_on(engine: Engine):
+def test_durable_rows_are_readable_while_recording(engine: Engine):
     engine.serves(2)
     engine.arrives()
     engine.recording._write()
@@ -265,7 +265,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk.answers.set()
 
 
-def test_closing_waits_only_so_long_for_a_disk_that_hangs(
+def test_closing_does_not_wait_for_hanging_disks(
     engine: Engine, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(LiveRecording, "close_s", 0.05)
@@ -298,7 +298,7 @@ def test_a_slow_trace_is_not_waited_for(
     assert of_steps(read(engine.path)) == [2]
 
 
-def test_a_close_that_is_interrupted_can_be_made_again(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_a_close_that_is_interrupted_can_be_replayed(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     engine.serves()
     engine.arrives()
     engine.iterates(1.0)
@@ -310,7 +310,7 @@ def test_a_close_that_is_interrupted_can_be_made_again(engine: Engine, monkeypat
     assert outcomes.to_numpy().tolist() == [["stop", 1], ["abort", 1]]
 
 
-def test_what_is_thrown_away_for_want_of_room_is_what_came_last(
+def test_the_newest_rows_are_dropped_first(
     engine: Engine, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     engine.serves(2)

@@ -57,7 +57,7 @@ def choices(rollout: Rollout) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.engine
-def test_engines_go_on_alike_from_a_state_and_a_seed(engines: list[Engine]):
+def test_engines_continue_alike_from_state_and_seed(engines: list[Engine]):
     for number, engine in enumerate(engines):
         engine.set_policy(SUFFIX)
         for rl_step in range(number + 1):
@@ -113,7 +113,7 @@ def decisions(rollouts: list[Rollout]) -> list[dict[str, Any]]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ADAPTIVE)
-def test_an_adaptive_run_is_repeated_bit_by_bit_from_its_decisions(engines: list[Engine], kind: str):
+def test_decisions_repeat_an_adaptive_run_exactly(engines: list[Engine], kind: str):
     first, other = afresh(engines, kind)
     once = answer(first, 5)
     rows = decisions(once)
@@ -130,7 +130,7 @@ def test_an_adaptive_run_is_repeated_bit_by_bit_from_its_decisions(engines: list
 
 
 @pytest.mark.engine
-def test_a_replay_goes_on_within_an_rl_step_after_it_was_set_back(engines: list[Engine]):
+def test_a_restored_replay_continues_within_an_rl_step(engines: list[Engine]):
     first, second = afresh(engines, "explore")
     once = answer(first, 5, saved=True)
     second.replay(decisions(once))
@@ -148,7 +148,7 @@ def test_a_replay_goes_on_within_an_rl_step_after_it_was_set_back(engines: list[
 
 
 @pytest.mark.engine
-def test_a_replay_that_does_not_fit_says_where(engines: list[Engine]):
+def test_a_replay_that_does_not_fit_states_where(engines: list[Engine]):
     first, second = engines
     first.set_policy(ADAPTIVE["explore"], seed=[3])
     rows = generate(first, 0).decisions
@@ -165,7 +165,7 @@ def test_a_replay_that_does_not_fit_says_where(engines: list[Engine]):
     assert [len(response.token_ids) for response in generate(second, 0).responses]
 
 
-def test_suffix_drafts_after_a_load_follow_from_the_state_alone():
+def test_suffix_drafts_after_load_follow_from_state_alone():
     """Responses that grew side by side and one by one: live trees order ties otherwise, loaded ones do not."""
     strategy = Strategy.chain("suffix", 4)
     pools = [DrafterPool(None, 4) for _ in range(3)]

@@ -57,7 +57,7 @@ SECONDS = st.floats(0.001, 10.0)
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=1, max_size=20))
-def test_a_choice_pays_for_its_own_drafting_and_its_verification(times: list[tuple[float, float, float]]):
+def test_a_choice_includes_its_drafting_and_verification(times: list[tuple[float, float, float]]):
     engine = Engine()
     for forward_s, draft_s, after_s in times:
         engine.iterate(forward_s, draft_s, after_s)
@@ -69,7 +69,7 @@ def test_a_choice_pays_for_its_own_drafting_and_its_verification(times: list[tup
     assert [told.strategy.draft_depth for told, _ in engine.notified] == list(range(1, len(times)))
 
 
-def test_a_row_has_what_its_iteration_verified_and_chose():
+def test_row_has_what_its_iteration_verified_and_chose():
     engine = Engine()
     engine.iterate(2.0, 0.5)
     engine.iterate(3.0, 0.25, kept=1)
@@ -89,7 +89,7 @@ def test_a_row_has_what_its_iteration_verified_and_chose():
     }  # fmt: skip
 
 
-def test_only_a_policys_choices_are_decisions_and_some_have_no_outcome():
+def test_only_policy_choices_are_decisions():
     engine = Engine()
     engine.iterate(decided=False)
     engine.iterate(learns=False)
@@ -114,7 +114,7 @@ def test_a_pause_is_no_iterations_time():
 
 
 @pytest.mark.parametrize("wait", [IterationTracker.end_iteration, IterationTracker.pause], ids=["rests", "pauses"])
-def test_a_wait_ends_no_iteration_that_has_no_output(wait: Callable[[IterationTracker], None]):
+def test_wait_ends_no_iteration_that_has_no_output(wait: Callable[[IterationTracker], None]):
     engine = Engine()
     what = engine.schedule()
     wait(engine.tracker)
@@ -149,7 +149,7 @@ def test_outside_of_rollouts_outcomes_leave_no_rows():
     assert engine.tracker.first_token_s == {}
 
 
-def test_a_rollout_begins_at_0_and_the_choice_in_force_goes_on():
+def test_a_rollout_begins_at_0_with_the_choice():
     engine = Engine()
     engine.iterate()
     engine.tracker.end()
@@ -178,7 +178,7 @@ def test_overlapped_iterations_run_from_output_to_output():
     assert (told.strategy.draft_depth, outcome.elapsed_s, outcome.accepted) == (1, 3.0, [1, 1])
 
 
-def test_an_iteration_in_flight_goes_on_in_the_next_rollout():
+def test_iteration_in_flight_continues_in_next_rollout():
     engine = Engine(overlapped=True)
     in_flight = engine.schedule()
     engine.now += 5.0
@@ -194,7 +194,7 @@ def test_an_iteration_in_flight_goes_on_in_the_next_rollout():
     ]
 
 
-def test_an_iteration_in_flight_of_ended_requests_is_of_no_rollout():
+def test_iterations_of_ended_requests_are_dropped():
     engine = Engine(overlapped=True)
     stale = engine.schedule()
     engine.tracker.begin(8)

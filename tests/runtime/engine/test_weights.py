@@ -55,7 +55,7 @@ def described(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
     return name, tensor.dtype, tensor.shape, float(tensor.detach().double().sum())
 
 
-def test_another_process_reads_while_the_next_bucket_is_filled(slots: BucketSlots):
+def test_another_process_reads_while_next_bucket_is_filled(slots: BucketSlots):
     weights = tensors()
     pipe, end = multiprocessing.Pipe()
     # Forked: a process that has yet to import torch takes seconds.
@@ -77,13 +77,13 @@ def test_another_process_reads_while_the_next_bucket_is_filled(slots: BucketSlot
     assert numbers == [(n, n == len(numbers) - 1) for n in range(len(numbers))]
 
 
-def test_a_bucket_is_no_larger_than_it_must_be(slots: BucketSlots):
+def test_bucket_is_no_larger_than_it_must_be(slots: BucketSlots):
     largest = max(tensor.nbytes for tensor in tensors().values())
     assert largest <= slots.size < largest + 2 * 4 * KIB
     assert all(bucket.nbytes <= slots.size for bucket in slots.filled(tensors().items()))
 
 
-def test_a_bucket_comes_to_another_machine_as_its_bytes(slots: BucketSlots):
+def test_bucket_comes_to_another_machine_as_its_bytes(slots: BucketSlots):
     there = BucketSlots(slots.size, 1)
     found: dict[str, torch.Tensor] = {}
     mapped = MappedMemory()
@@ -109,14 +109,14 @@ def test_tensors_at_home_are_read_where_they_are():
     assert home.bucket(weights.items()) is None
 
 
-def test_memory_that_is_gone_or_another_is_an_error(slots: BucketSlots, tmp_path: Path):
+def test_memory_that_is_gone_or_another_is_error(slots: BucketSlots, tmp_path: Path):
     (bucket, *_) = slots.filled(tensors().items())
     for path in (str(tmp_path / "none"), "/proc/self/fd/0"):
         with refused(RunError):
             MappedMemory().tensors(WeightBucket(**asdict(bucket) | {"path": path}))
 
 
-def test_vllms_nccl_sender_takes_the_policy_as_a_source(random_model: Path):
+def test_vllms_nccl_sender_takes_policy_as_source(random_model: Path):
     with starting():
         from vllm.distributed.weight_transfer.base import layerwise_groups
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine

@@ -204,7 +204,7 @@ def test_an_option_that_is_a_setting_is_suggested(place: Path, capsys, asked: tu
         (0, "cluster.gpus_per_node=8 cluster.num_nodes=2", True),
     ],
 )
-def test_gpus_that_are_not_there_are_missed_at_once(place: Path, monkeypatch, found: int, asked: str, fits: bool):
+def test_missing_gpus_are_reported_at_once(place: Path, monkeypatch, found: int, asked: str, fits: bool):
     """Ray would wait for them."""
     from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager as Gpus
 

@@ -67,7 +67,7 @@ def test_graphs_that_take_too_much_are_refused():
     assert taken in [part.num_bytes for part in parts if part.name == "CUDA graphs"]
 
 
-def test_a_run_tells_planned_and_captured_graphs():
+def test_a_run_shows_planned_and_captured_graphs():
     built = build()
     full = CapturedGraphs(runner="V1", mode="FULL", full=((9, None),), num_bytes=GIB)
     (sentence,) = built.sentences(full)
@@ -80,7 +80,7 @@ def test_a_run_tells_planned_and_captured_graphs():
     assert told["captured"] == [asdict(full)]
 
 
-def test_the_trace_of_a_run_says_what_its_drafters_are(tmp_path: Path):
+def test_trace_of_run_states_what_its_drafters_are(tmp_path: Path):
     policy = {"selector": {"kind": "fixed", "strategy": "recent:4"}, "drafters": {"recent": {"kind": "suffix"}}}
     (tmp_path / "policy.json").write_text(json.dumps(policy | {"format": "tltlab-policy", "version": 1}))
     both = 'rollout.drafters={"both":{"kind":"hybrid","first":"ngram"}}'

@@ -111,7 +111,7 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path):
             load_recipe(path)
 
 
-def test_a_run_goes_on_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_continues_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.jsonl").touch()
     load_policy("table").write(tmp_path / "mine.json")

@@ -89,12 +89,12 @@ def test_a_system_over_a_recipe_decides(recipe_file: Path, system: str, override
         (["areal", HEAD], ("rollout.staleness", "[drafter]")),
     ],
 )
-def test_what_a_system_does_not_go_with_is_refused(recipe_file: Path, overrides: list[str], facts: tuple[Any, ...]):
+def test_what_system_does_not_go_with_is_refused(recipe_file: Path, overrides: list[str], facts: tuple[Any, ...]):
     with refused(ConfigError, naming=facts):
         load_recipe(recipe_file, [f"rollout.system={overrides[0]}", *overrides[1:]])
 
 
-def test_a_system_in_the_file_contradicts_what_stands_beside_it(recipe_file: Path):
+def test_system_in_file_contradicts_what_stands_beside_it(recipe_file: Path):
     recipe_file.write_text(recipe_file.read_text() + 'system = "copris"\n')
     with refused(ConfigError, naming=("rollout.policy", "beg-mab", "copris")):
         load_recipe(recipe_file)
@@ -103,7 +103,7 @@ def test_a_system_in_the_file_contradicts_what_stands_beside_it(recipe_file: Pat
         load_recipe(recipe_file, ["rollout.system=null", "rollout.policy=system"]).read_policy()
 
 
-def test_a_resumed_run_keeps_the_policy_that_its_system_had(recipe_file: Path, tmp_path: Path, monkeypatch):
+def test_resumed_run_keeps_policy_that_its_system_had(recipe_file: Path, tmp_path: Path, monkeypatch):
     run = tmp_path / "run"
     recipe = load_recipe(recipe_file, ["rollout.system=das"])
     write_json(run / "run.json", run_json(recipe))
@@ -139,7 +139,7 @@ def test_a_dry_run_shows_what_a_system_became(recipe_file: Path, capsys, system,
     assert (plan["name"], plan["settings"], plan["strategies"]) == (system, settings, strategies)
 
 
-def test_a_dry_run_refuses_a_part_that_no_engine_has(recipe_file: Path, capsys):
+def test_dry_run_refuses_part_that_no_engine_has(recipe_file: Path, capsys):
     code, message = dry_run(capsys, "rollout.system=rlhfuse")
     assert (code, message.count("\n")) == (2, 1)
     assert "rollout.system: rlhfuse: no engine here has" in message

@@ -163,7 +163,7 @@ def ended_with(answer: str | None) -> Future[tuple[str | None, str]]:
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_call_that_fails_ends_its_response_and_no_other(tmp_path: Path, processes: int):
+def test_a_failed_call_ends_only_its_response(tmp_path: Path, processes: int):
     (tmp_path / "own_env_b.py").write_text(OWN)
     pool = EnvironmentPool(EnvironmentConfig(path="own_env_b:Own", processes=processes, timeout_s=120), [str(tmp_path)])
     said = ["raise", "leave", *(["exit", "panic"] if processes else []), "number", "bytes", "end", "ask", "halves"]
@@ -211,7 +211,7 @@ def conversation(
     return follow_ups
 
 
-def test_a_turn_goes_on_behind_what_the_tool_said():
+def test_a_turn_continues_behind_what_the_tool_said():
     first = request("calc 3 + 4 - 5 go")
     one, two = conversation(first, ["ask 3 + 4 =", "ask 7 - 5 =", "ans 2"])
     assert (one.request.key, two.request.key) == ((3, "p", 1, 1), (3, "p", 1, 2))
@@ -221,7 +221,7 @@ def test_a_turn_goes_on_behind_what_the_tool_said():
     assert (one.submit_s, one.tool_s) == (11.0, 1.0)
 
 
-def test_it_ends_with_its_turns_its_cap_and_the_engines_room():
+def test_it_ends_at_its_limits():
     asks, one_turn = ["ask 3 + 4 ="] * 6, AT_ONCE.model_copy(update={"max_turns": 1})
     first = request("calc 3 + 4 go")
     for more, num in (({}, 3), ({"config": one_turn}, 0), ({"room": 6 + 13}, 2), ({"room": 6 + 12}, 1)):
@@ -232,7 +232,7 @@ def test_it_ends_with_its_turns_its_cap_and_the_engines_room():
     assert wrapped[0].observed == ids("ans 7 go")
 
 
-def test_turns_become_one_response_of_which_only_the_models_tokens_count():
+def test_turns_become_one_response_with_model_tokens():
     """Two workers; of prompt p0 sample 1 has a second turn."""
     stops, reply = ids("="), ids("7")
     turn = {"t_submit": 3.0, "tool_s": 0.5, "observed": reply}

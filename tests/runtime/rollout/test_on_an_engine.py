@@ -110,7 +110,7 @@ def rollouts(num: int, sizes: tuple[int, int, int], model: str | Path = "none", 
     return rollouts_of(recipe(settings, model=model), some_prompts(num), DataOrder(num, seed=0))
 
 
-def test_tokens_have_logprobs_of_the_policy_that_drew_them(engine: Engine, versions: Versions):
+def test_tokens_have_logprobs_of_policy_that_drew_them(engine: Engine, versions: Versions):
     partial = rollouts(32, (2, 2, 40), partial={"concurrency": CONCURRENCY})
     spans = 0
     for rl_step in range(5):

@@ -57,7 +57,7 @@ def response(name: str, turn: int, tokens: int, reason: str = "length") -> Gener
     )
 
 
-def test_rollouts_are_placed_by_earlier_lengths_and_evaluations_are_not(pool: WorkerPool):
+def test_earlier_lengths_place_rollouts_not_evaluations(pool: WorkerPool):
     asked = [request(name, 0, [1, 2], 100) for name in ("a", "b", "c")]
     assert names(pool.place(asked)) == [["a"], ["b", "c"]]
     parts = [
@@ -72,7 +72,7 @@ def test_rollouts_are_placed_by_earlier_lengths_and_evaluations_are_not(pool: Wo
     assert names(pool.place(asked)) == [["b"], ["c", "a"]]
 
 
-def test_a_plan_that_loses_a_request_ends_the_run(pool: WorkerPool):
+def test_plan_that_loses_request_ends_run(pool: WorkerPool):
     pool.placement.place = lambda *_: [[0], []]  # type: ignore[method-assign]
     with refused(ConfigError, naming=("Longest", 2)):
         pool.place([request("a", n, [1], 9) for n in range(2)])

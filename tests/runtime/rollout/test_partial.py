@@ -54,7 +54,7 @@ def twelve_steps() -> tuple[ScriptedEngines, list[Collected]]:
     return engines, run(engines, rollouts, range(12))
 
 
-def test_every_trained_response_is_whole_and_knows_the_policy_of_each_token(twelve_steps):
+def test_trained_responses_are_whole_with_token_versions(twelve_steps):
     spans = Counter[int]()
     for got in twelve_steps[1]:
         assert len(got.trajectories) >= STEP_GROUPS * GROUP
@@ -72,7 +72,7 @@ def test_every_trained_response_is_whole_and_knows_the_policy_of_each_token(twel
     assert max(spans) > 2, f"no response spans RL steps: {spans}"
 
 
-def test_no_token_is_lost_or_drawn_twice_between_rl_steps(twelve_steps):
+def test_no_token_is_lost_between_rl_steps(twelve_steps):
     """The rows of a response put together, over the RL steps that it took, are the response."""
     parts: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
     trained = set()
@@ -95,11 +95,11 @@ def test_no_token_is_lost_or_drawn_twice_between_rl_steps(twelve_steps):
             trained.add(slot)
 
 
-def test_engines_are_full_until_the_last_group_is_whole(twelve_steps):
+def test_engines_are_full_until_last_group_is_whole(twelve_steps):
     assert {n for running in twelve_steps[0].running for n in running} == {CONCURRENCY // WORKERS}
 
 
-def test_what_was_cut_goes_on_first_in_the_order_it_was_asked_for(tmp_path: Path):
+def test_cut_responses_continue_first_in_order(tmp_path: Path):
     engines, rollouts = made()
     before: list[str] = []
     for got in run(engines, rollouts, range(8)):
@@ -128,7 +128,7 @@ def test_groups_that_are_too_old_are_dropped():
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
-def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path: Path, steps: int):
+def test_a_resumed_run_continues_as_the_unbroken_one(tmp_path: Path, steps: int):
     engines, unbroken = made(max_age=3)
     expected = run(engines, unbroken, range(steps + 4))
     engines, first = made(max_age=3)
@@ -147,7 +147,7 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path: Path, steps: int):
         ("recipe", recipe({"max_response_tokens": 1, "partial": {"concurrency": 8}}), ("max_response_tokens", "1")),
     ],
 )
-def test_what_goes_on_must_have_its_prompt_and_room(tmp_path: Path, name: str, value: object, facts: tuple[str, ...]):
+def test_continued_responses_need_prompt_and_room(tmp_path: Path, name: str, value: object, facts: tuple[str, ...]):
     engines, rollouts = made()
     run(engines, rollouts, range(2))
     state = rollouts.state_dict(tmp_path)
@@ -206,7 +206,7 @@ def collect(engines: SwappingEngines, rollouts: Any, steps: range, staleness: in
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_nothing_is_lost_or_trained_on_beyond_the_bound(staleness: int):
+def test_nothing_is_lost_or_trained_on_beyond_bound(staleness: int):
     engines, rollouts = asynchronous(staleness)
     found = collect(engines, rollouts, range(STEPS), staleness)
     trained = Counter[tuple[str, int, int]]()
@@ -225,7 +225,7 @@ def test_nothing_is_lost_or_trained_on_beyond_the_bound(staleness: int):
     assert spans > 0, "no weights came while a response ran"
 
 
-def test_figures_say_how_drops_starve_long_responses():
+def test_figures_state_how_drops_starve_long_responses():
     bias = {}
     for stale in ("hold", "drop"):
         engines, rollouts = asynchronous(1, stale)
@@ -246,7 +246,7 @@ def test_the_rule_is_areals():
             assert may == sum(each <= version for each in first)
 
 
-def test_a_run_goes_on_with_its_groups_and_lengths(tmp_path: Path):
+def test_a_run_continues_with_its_groups_and_lengths(tmp_path: Path):
     engines, rollouts = asynchronous(2)
     collect(engines, rollouts, range(6), 2)
     again = resumed(rollouts, asynchronous(2)[1], tmp_path)
@@ -264,7 +264,7 @@ def test_a_bound_of_zero_is_synchronous():
     assert isinstance(ways({"staleness": 0}, 50), SynchronousRollouts)
 
 
-def test_calls_of_another_thread_are_made_between_two_iterations():
+def test_calls_of_threads_run_between_iterations():
     between = DeferredCalls()
     by: list[int] = []
 

@@ -69,7 +69,7 @@ def _children() -> set[str]:
 
 
 @pytest.mark.engine
-def test_every_policy_of_a_round_rolls_out_the_same_prompts_and_rounds_differ(session):
+def test_policies_of_a_round_share_prompts(session):
     out, found = session
     trace = tltlab.read(out)
     assert len(trace.rl_steps) == 2 * (len(NAMES) + 1)
@@ -87,7 +87,7 @@ def test_every_policy_of_a_round_rolls_out_the_same_prompts_and_rounds_differ(se
 
 
 @pytest.mark.engine
-def test_each_rollout_ran_its_policy_and_met_the_same_luck(session):
+def test_rollouts_have_policies_and_common_random_numbers(session):
     trace = tltlab.read(session[0])
     names = trace.steps.set_index("rl_step")["policy"]
     depths = trace.iterations.groupby("rl_step")["draft_depth"].agg(set)
@@ -101,7 +101,7 @@ def test_each_rollout_ran_its_policy_and_met_the_same_luck(session):
 
 
 @pytest.mark.engine
-def test_the_session_is_a_run_that_other_commands_read(session):
+def test_session_is_run_that_other_commands_read(session):
     out, found = session
     assert json.loads((out / "summary.json").read_text()) == found
     repeats = json.loads((out / "repeats.json").read_text())["repeats"]
@@ -114,7 +114,7 @@ def test_the_session_is_a_run_that_other_commands_read(session):
 
 
 @pytest.mark.engine
-def test_the_command_says_how_each_policy_was_predicted(session):
+def test_the_command_states_how_each_policy_was_predicted(session):
     found = session[1]
     assert {row["policy"] for row in found["policies"]} == set(NAMES)
     for row in found["policies"]:
@@ -152,7 +152,7 @@ def test_what_rollouts_come_to_is_arithmetic():
     assert not any(np.isnan(v) for v in found.json()["policies"][0].values() if isinstance(v, float))
 
 
-def test_one_round_has_no_intervals_and_says_so():
+def test_one_round_has_no_intervals_and_reports_it():
     found = compared(rollouts_of({"a": [1.0], "b": [2.0]}))
     assert found.kendall_tau is None
     assert found.json()["policies"][0]["low"] is None
@@ -202,7 +202,7 @@ def test_drafters_that_cannot_be_are_refused(run: Path):
             all_drafters(told, policies)
 
 
-def test_what_cannot_run_is_refused_before_an_engine_starts(run: Path, tmp_path: Path):
+def test_what_cannot_run_is_refused_before_engine_starts(run: Path, tmp_path: Path):
     for folder, options, fact in (
         (run, {"policies": "none,table", "out": run}, run),
         (tmp_path, {"policies": "none,table"}, "run.json"),

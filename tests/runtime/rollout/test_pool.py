@@ -112,7 +112,7 @@ def events(pool: WorkerPool) -> list[str]:
     return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_quota_ends_a_rollout_once_so_many_prompts_are_answered(pool: WorkerPool):
+def test_a_quota_of_prompts_ends_a_rollout(pool: WorkerPool):
     pool.set_policy(NGRAM, 0)
     shares = pool.share(requests(0))
     assert [r.key for share in shares for r in share] == [r.key for r in requests(0)], "in order"
@@ -153,7 +153,7 @@ class SendingActor:
         load_buckets(until_it_dies(), slots, engines)
 
 
-def test_a_killed_worker_costs_time_alone_and_gets_its_weights(pool: WorkerPool, random_model: Path):
+def test_a_killed_worker_is_restarted_with_weights(pool: WorkerPool, random_model: Path):
     good = load_file(random_model / "model.safetensors")
     new = {name: -value if name == "lm_head.weight" else value for name, value in good.items()}
     old, before = undisturbed(pool, NGRAM, 1)
@@ -177,7 +177,7 @@ def test_a_killed_worker_costs_time_alone_and_gets_its_weights(pool: WorkerPool,
     assert [key for key, _, _ in told(parts)] == [request.key for request in requests(2)]
 
 
-def test_engines_whose_weights_were_cut_off_start_again_with_whole_ones(pool: WorkerPool, random_model: Path):
+def test_interrupted_weight_updates_are_repeated(pool: WorkerPool, random_model: Path):
     good = load_file(random_model / "model.safetensors")
     whole = sending(good)
     pool.update_weights(whole, 2)
@@ -194,7 +194,7 @@ def test_engines_whose_weights_were_cut_off_start_again_with_whole_ones(pool: Wo
     assert told(pool.generate(pool.share(requests(3)), 3)) == told(expected)
 
 
-def test_a_new_worker_remembers_and_its_start_takes_time(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch):
+def test_new_worker_remembers_and_its_start_takes_time(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch):
     first, _ = undisturbed(pool, SUFFIX, 4)
     pool.remember(pool.share(requests(4)), first)
     expected, before = undisturbed(pool, SUFFIX, 5)
@@ -216,7 +216,7 @@ def test_a_new_worker_remembers_and_its_start_takes_time(pool: WorkerPool, monke
     assert RESTARTED[-1] == 1
 
 
-def test_a_worker_is_told_what_drafters_need_for_its_prompts_and_no_more(pool: WorkerPool, tmp_path: Path):
+def test_a_worker_receives_only_needed_history(pool: WorkerPool, tmp_path: Path):
     pool.history.load_state_dict(None, tmp_path)
     pool.set_policy(SUFFIX, 20)
     for rl_step in (20, 21):
@@ -273,7 +273,7 @@ def test_only_what_was_not_started_again_is_repeated(pool: WorkerPool):
     assert told(again) == told(pool.repeat(shares, 7))
 
 
-def test_who_dies_while_engines_sleep_is_back_when_they_wake(pool: WorkerPool):
+def test_a_worker_failed_asleep_restarts_at_wake(pool: WorkerPool):
     expected, before = undisturbed(pool, NGRAM, 8)
     pool.sleep()
     kill(pool, 0)
@@ -293,7 +293,7 @@ def test_a_mistake_of_the_user_restarts_nobody(pool: WorkerPool):
     pool.set_policy(Policy(selector=ExploreSpec(strategies=(NO_SPECULATION,))), 9)
 
 
-def test_a_worker_that_dies_too_often_ends_the_run(pool: WorkerPool, recipe_file: Path):
+def test_worker_that_dies_too_often_ends_run(pool: WorkerPool, recipe_file: Path):
     patient, pool.recipe = pool.recipe, load_recipe(recipe_file, ["faults.max_restarts=0"])
     try:
         kill(pool, 0)
@@ -336,7 +336,7 @@ class Aborting:
         os._exit(7)
 
 
-def test_a_process_last_words_are_told(
+def test_a_process_last_words_are_reported(
     one_ray: None, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tltlab.runtime.rollout.pool.RolloutWorker", Aborting)
@@ -346,13 +346,13 @@ def test_a_process_last_words_are_told(
     assert pool._num_failures() == [1, 1]
 
 
-def test_a_start_that_takes_too_long_ends_the_run(one_ray: None, recipe_file: Path, tmp_path: Path):
+def test_start_that_takes_too_long_ends_run(one_ray: None, recipe_file: Path, tmp_path: Path):
     recipe = load_recipe(recipe_file, ["rollout.num_workers=1", "faults.start_timeout_s=0.2"])
     with closing(pool_of(recipe, tmp_path)) as pool, refused(RunError, naming=("worker 0", "0.2 s")):
         pool.start()
 
 
-def test_a_later_rollout_has_the_same_responses_at_later_times():
+def test_later_rollout_has_same_responses_at_later_times():
     row = {"iteration": 0, "t_start": 0.25, "duration": 0.5}
     moved = delayed(rolled([], 1.0, iterations=[row], recorder_s=0.1, policy_s=0.2), 2.0)
     assert [{name: moved_row[name] for name in row} for moved_row in moved.iterations] == [row | {"t_start": 2.25}]
@@ -379,7 +379,7 @@ def test_what_workers_return_is_not_spelled_out():
     assert not spelled
 
 
-def test_a_worker_is_lost_when_its_process_or_its_engine_is():
+def test_a_worker_fails_with_process_or_engine():
     handle = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "aa"))
     assert death_cause(RayActorError("aa", "The actor died\n  pid: 7\nEnd of file"), handle) == "End of file"
     assert death_cause(RayTaskError("generate", "", EngineDied("it lost 3 of 4 responses")), handle)
@@ -394,7 +394,7 @@ def test_a_quota_counts_prompts_and_not_responses():
     assert [until(ended[:n]) for n in range(1, 6)] == [False, False, False, False, True]
 
 
-def test_engines_are_told_the_concurrency_and_what_the_recipe_says_of_vllm(recipe_file: Path):
+def test_engines_receive_concurrency_and_vllm_settings(recipe_file: Path):
     settings = ['rollout.partial={"concurrency": 9}', "cluster.placement=colocated", "rollout.repeat_every=0"]
     recipe = load_recipe(recipe_file, settings)
     args = engine_args(recipe, cuda=True)
@@ -402,7 +402,7 @@ def test_engines_are_told_the_concurrency_and_what_the_recipe_says_of_vllm(recip
     assert "enable_sleep_mode" not in engine_args(recipe, cuda=False)
 
 
-def test_engines_of_a_machine_share_the_room_for_hidden_states(recipe_file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_engines_of_machine_share_room_for_hidden_states(recipe_file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tltlab.runtime.engine.engine.available_memory", lambda: 64 << 30)
     given = load_recipe(recipe_file, ["rollout.num_workers=8", 'drafter={"capture_bytes": 5000}'])
     free = given.model_copy(update={"drafter": DrafterConfig()})

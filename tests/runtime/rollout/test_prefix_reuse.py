@@ -62,7 +62,7 @@ class ToyPolicy:
         return np.stack([self.rows[tokens[:i]] for i in range(len(tokens))])
 
 
-def test_a_token_is_kept_by_the_ratio_of_its_probabilities():
+def test_token_is_kept_by_ratio_of_its_probabilities():
     now, then = np.log([0.2, 0.5, 0.1]), np.log([0.4, 0.25, 0.5])
     for leniency, chances in ((1.0, [0.5, 1.0, 0.2]), (1.5, [0.75, 1.0, 0.3]), (1e9, [1.0, 1.0, 1.0])):
         assert keep_chances(now, then, leniency) == pytest.approx(chances)
@@ -72,7 +72,7 @@ def test_a_token_is_kept_by_the_ratio_of_its_probabilities():
     assert kept_prefix(now, now, 1.0, np.full(3, np.nextafter(1, 0))) == 3
 
 
-def test_the_residual_is_what_the_policy_before_gave_too_little():
+def test_residual_is_what_policy_before_gave_too_little():
     now, then = np.log([0.5, 0.3, 0.2]), np.log([0.2, 0.2, 0.6])
     assert residual(now, then) == pytest.approx([0.75, 0.25, 0.0])
     assert residual(now, now) == pytest.approx([0.5, 0.3, 0.2])
@@ -121,7 +121,7 @@ def reusing(model: Path, num_prompts: int, reuse: dict[str, Any], **rollout: Any
     return ways(sizes | rollout | {"reuse": reuse}, num_prompts, model=model)
 
 
-def test_a_rollout_with_reuse_is_drawn_from_the_policy_in_force(random_model: Path):
+def test_reuse_draws_from_the_active_policy(random_model: Path):
     """Policies alternate, so each visit reuses what another drew, and nobody can tell."""
     policies = ToyPolicy(0, 4), ToyPolicy(1, 4)
     rollouts = reusing(random_model, 10, {"residual": "exact"}, group_size=200)
@@ -154,7 +154,7 @@ def scoring(logprobs: Callable[[list[int]], np.ndarray]) -> Callable[..., list[n
     return lambda pairs, distributions=False: [logprobs(tokens) for _, tokens in pairs]
 
 
-def test_an_engine_goes_on_behind_the_last_token_kept():
+def test_an_engine_continues_behind_the_last_token_kept():
     """Sample 0 keeps all and needs no engine; sample 1 loses its fifth token, and the engine gets what is before."""
     engines, rollouts = one_group({}, lambda prompt, sample: 30 if sample else 6)
     first = rollouts.collect(engines.tools(0))
@@ -180,7 +180,7 @@ def test_an_engine_goes_on_behind_the_last_token_kept():
     assert second.groups == [0, 0]
 
 
-def test_nothing_known_is_a_state_too_and_responses_must_fit_under_the_cap(tmp_path: Path):
+def test_empty_states_restore_and_caps_are_checked(tmp_path: Path):
     engines, rollouts = one_group({}, lambda prompt, sample: 6)
     for nothing in (json.loads(json.dumps(rollouts.state_dict(tmp_path))), {}):
         rollouts.load_state_dict(nothing, tmp_path)
@@ -196,7 +196,7 @@ def halved(tokens: list[int]) -> np.ndarray:
     return np.array([-(i / 100) for i in range(len(tokens))]) + np.log(0.5)
 
 
-def test_leniency_keeps_more_and_draws_differ_between_samples_and_rl_steps():
+def test_leniency_keeps_more_and_draws_differ():
     kept, cuts = [], []
     for leniency in (1.0, 1.6, 1e9):
         for rl_step in range(1, 4):
@@ -269,7 +269,7 @@ def test_exact_refuses_what_it_cannot_keep(random_model: Path):
         ways({"reuse": {"residual": "exact"}, "top_k": 5}, 2, {"correction": "none"}, random_model)
 
 
-def test_end_tokens_are_those_of_tokenizer_and_generation_configuration(random_model: Path, tmp_path: Path):
+def test_end_tokens_come_from_tokenizer_and_configuration(random_model: Path, tmp_path: Path):
     assert end_tokens(str(random_model)) == {END}
     folder = tmp_path / "model"
     shutil.copytree(random_model, folder)

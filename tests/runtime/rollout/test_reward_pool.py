@@ -106,9 +106,7 @@ def reward(prompt, response, answer):
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_reward_beside_the_recipe_is_found_also_when_the_run_goes_on_elsewhere(
-    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_reward_module_is_found_on_resume(processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     before, there = list(sys.path), tmp_path / "there"
     there.mkdir()
@@ -183,7 +181,7 @@ def both(pool: RewardPool) -> set[int]:
     return found
 
 
-def test_rewards_are_computed_by_all_processes_which_import_no_more_than_they_need(pool: RewardPool):
+def test_reward_processes_import_only_what_they_need(pool: RewardPool):
     assert len(both(pool) - {os.getpid()}) == 2
     assert of(pool, "heavy") == [0.0]
 
@@ -216,9 +214,7 @@ def test_a_reward_that_fails_costs_its_response_alone(
     assert pool.take_failures() == []
 
 
-def test_a_reward_that_closes_its_process_descriptors_costs_its_response_at_most(
-    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_reward_closing_descriptors_costs_one_response(pool: RewardPool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool, "_config", pool._config.model_copy(update={"timeout_s": 2.0}))
     first, *others = of(pool, "descriptors", "a", "bb", "ccc")
     assert (first in (-1, len("descriptors")), others) == (True, [1, 2, 3])
@@ -226,7 +222,7 @@ def test_a_reward_that_closes_its_process_descriptors_costs_its_response_at_most
     assert of(pool, "dddd", "a") == [4, 1]
 
 
-def test_a_reward_process_has_the_memory_that_it_is_given(folder: Path):
+def test_reward_process_has_memory_that_it_is_given(folder: Path):
     with RewardPool(recipe_of(1, memory_bytes=1 << 32)) as pool:
         assert of(pool, "memory", "a") == [-1, 1]
         assert "MemoryError" in pool.take_failures()[0]
@@ -238,9 +234,7 @@ def test_processes_that_die_between_rewards_are_replaced(pool: RewardPool):
     assert of(pool, "a", "bb") == [1, 2]
 
 
-def test_a_task_that_a_breaking_pool_never_ends_is_given_to_the_next_pool(
-    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
-):
+def test_tasks_of_a_broken_pool_are_reissued(pool: RewardPool, monkeypatch: pytest.MonkeyPatch):
     both(pool)
     broken = pool._pool
 
@@ -265,7 +259,7 @@ def test_a_list_of_rewards_is_summed_by_weight(folder: Path):
         assert of(pool, "a", "raise") == [-1.5, -1]
 
 
-def test_a_reward_that_imports_here_alone_ends_the_run(folder: Path):
+def test_reward_that_imports_here_alone_ends_run(folder: Path):
     (folder / "gone_rewards.py").write_text("def reward(prompt, response, answer): return 1.0")
     pool = RewardPool(recipe_of(1, "gone_rewards:reward"))
     (folder / "gone_rewards.py").unlink()
@@ -273,7 +267,7 @@ def test_a_reward_that_imports_here_alone_ends_the_run(folder: Path):
         of(pool, "a")
 
 
-def test_a_pool_that_is_interrupted_while_it_starts_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_start_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """They were not ended, and the end of this process waited for them."""
     started: list[int] = []
 
@@ -305,7 +299,7 @@ def test_no_process_outlives_a_driver_that_is_killed(folder: Path):
     assert psutil.wait_procs(children, timeout=120)[1] == []
 
 
-def test_a_script_without_a_main_guard_is_told_so(folder: Path):
+def test_script_without_main_guard_is_reported_so(folder: Path):
     script = folder / "unguarded.py"
     script.write_text(SCRIPT.replace("PROCESSES", "1") + "run()")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)

@@ -64,7 +64,7 @@ def test_a_reward_pays_for_what_is_right(reward: Reward, answer: str, right: lis
     assert {response: reward("", response, answer) for response in wrong} == dict.fromkeys(wrong, 0.0)
 
 
-def test_boxes_are_found_in_time_that_grows_with_the_text():
+def test_boxes_are_found_in_linear_time():
     assert boxed(r"} \boxed{a \boxed{b} \boxed{c}") == ["b", "c"]
     assert boxed(r"\boxed{" * 100_000) == []
     assert boxed(r"\boxed{" * 100_000 + "}" * 100_000) == [r"\boxed{" * 99_999 + "}" * 99_999]

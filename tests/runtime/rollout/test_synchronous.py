@@ -22,7 +22,7 @@ def even(name: str) -> bool:
     return int(name[1:]) % 2 == 0
 
 
-def test_an_rl_step_is_whole_groups_shared_out_in_order():
+def test_an_rl_step_is_whole_groups_in_order():
     engines = ScriptedEngines(2, lambda prompt, sample: 3 + sample)
     rollouts = ways({"prompts_per_step": 4, "group_size": 2}, 10)
     for rl_step in range(4):
@@ -66,7 +66,7 @@ def test_dynamic_sampling_replaces_groups_without_a_difference():
 
 
 @pytest.mark.parametrize(("overlong", "num_trained"), [("keep", 2), ("zero", 0)])
-def test_a_reward_that_truncation_takes_away_makes_no_difference(overlong: str, num_trained: int):
+def test_reward_that_truncation_takes_away_makes_no_difference(overlong: str, num_trained: int):
     """Only sample 1 is right, and it ends at the cap: with "zero" its group would be trained with no advantage."""
     engines = ScriptedEngines(1, lambda prompt, sample: 1000 if sample else 3)
     rollouts = ways({"prompts_per_step": 1, "group_size": 2}, 4, {"sampling_rounds": 2, "overlong": overlong})
@@ -116,7 +116,7 @@ PARTIAL, REUSE = {"partial": {"concurrency": 4}}, {"reuse": {}}
         (PARTIAL, PARTIAL, ()),
     ],
 )
-def test_another_way_says_what_it_leaves(
+def test_another_way_states_what_it_leaves(
     tmp_path: Path, before: dict[str, Any], after: dict[str, Any], facts: tuple[str, ...]
 ):
     sizes = {"prompts_per_step": 2, "group_size": 2}

@@ -16,7 +16,7 @@ from tltlab.runtime.run.data import RolloutsAhead, RunData
 from ..small_models import small_recipe
 
 
-def test_prompts_come_again_in_the_datas_order(recipe_file: Path):
+def test_prompts_recur_in_the_datas_order(recipe_file: Path):
     recipe = load_recipe(recipe_file, ["rollout.prompts_per_step=8"])
     data = RunData(recipe, load_tokenizer(recipe.model))
     taken = [data.train[number].prompt_id for _, number in data.order.take(8)]
@@ -31,7 +31,7 @@ def test_prompts_come_again_in_the_datas_order(recipe_file: Path):
     assert data.next_use(taken, rl_steps_left=0) == [None] * 8
 
 
-def test_prompts_beside_which_a_response_is_cut_are_counted(recipe_file: Path, tmp_path: Path):
+def test_prompts_beside_which_response_is_cut_are_counted(recipe_file: Path, tmp_path: Path):
     """Prompts of six words; the recipe's engines have 128 tokens, the model 256."""
     recipe = load_recipe(recipe_file, ["rollout.max_response_tokens=123"])
     notes = RunData(recipe, load_tokenizer(recipe.model)).notes

@@ -146,7 +146,7 @@ def test_without_a_terminal_a_step_is_plain_lines(tmp_path: Path, forced: str, m
     assert str(tmp_path) in start
 
 
-def test_a_note_is_said_once(tmp_path: Path, capfd):
+def test_a_note_is_reported_once(tmp_path: Path, capfd):
     with RunLog(LogConfig(tensorboard=False), tmp_path, 2) as log:
         events = RunEvents(tmp_path / "events.jsonl")
         events.watch = log.note
@@ -158,7 +158,7 @@ def test_a_note_is_said_once(tmp_path: Path, capfd):
         assert "  worker 1 was started again\n" in capfd.readouterr().err
 
 
-def test_a_step_says_its_times_and_measures():
+def test_a_step_states_its_times_and_measures():
     said = step_text(report(3), MEASURES, "0:01:20")
     facts = "step 3|reward 0.500|100 tokens in 2.70 s|0:01:20|rollout 2.00|reward 0.10|inference 0.20|train 0.30"
     facts += "|sync 0.10|50 tokens/s|25%|2.31|2.2e-13|p50 20|p90 118|p99 128|12%|worker 1"

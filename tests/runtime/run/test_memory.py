@@ -106,7 +106,7 @@ def test_an_update_takes_what_is_reckoned(wide_model: Path):
 
 
 @pytest.mark.engine
-def test_a_run_holds_what_its_plan_says(wide_model: Path, tmp_path: Path):
+def test_a_run_holds_what_its_plan_states(wide_model: Path, tmp_path: Path):
     plan = plan_of(recipe(wide_model))
     train(recipe(wide_model), tmp_path / "run")
     processes = json.loads((tmp_path / "run" / "memory.json").read_text())["processes"]

@@ -121,7 +121,7 @@ def test_a_worker_without_requests_is_bubble():
     assert step_metrics(report(), rows)["rollout/bubble_fraction"] == pytest.approx(0.75)
 
 
-def test_shares_of_graphs_are_told_where_known():
+def test_shares_of_graphs_are_reported_where_known():
     rows = rows_of(report())
     assert not any(name.startswith("graphs/") for name in step_metrics(report(), rows))
     ran_in = [{**row, "graph": kind} for row, kind in zip(rows["iterations"], ("full", "piecewise"), strict=True)]

@@ -113,7 +113,7 @@ def test_under_another_policy_engines_forget(tmp_path: Path, saved: Path):
     assert second.actors.pool.history.loaded is None  # type: ignore[attr-defined]
 
 
-def test_a_policy_set_later_comes_again(tmp_path: Path):
+def test_a_policy_set_later_recurs(tmp_path: Path):
     log: list[str] = []
     found, state = begun(tmp_path, PLAIN, log)
     run = GrpoRun.__new__(GrpoRun)
@@ -148,7 +148,7 @@ def test_an_evaluation_of_no_prompts_asks_no_engine(asked: int | None, default: 
     assert log == []
 
 
-def test_a_repetition_that_does_not_count_is_said(tmp_path: Path):
+def test_a_repetition_that_does_not_count_is_reported(tmp_path: Path):
     run, said = GrpoRun.__new__(GrpoRun), []
     run.out, run.state, run.events = tmp_path, RunState(), SimpleNamespace(note=said.append)  # type: ignore[assignment]
     run.pool = SimpleNamespace(repeat=lambda shares, rl_step: [])  # type: ignore[assignment]

@@ -132,9 +132,7 @@ class Longest(Placement):
 """
 
 
-def test_a_run_with_own_parts_equals_the_unbroken_one(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_run_with_own_parts_equals_unbroken_one(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "parts.py").write_text(PARTS)
     prompts = (recipe_file.parent / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(prompts[:6]))
@@ -190,7 +188,7 @@ def test_a_systems_run_resumes_under_its_own_policy(recipe_file: Path, tmp_path:
     check_finished(resumed(as_it_was_at(unbroken, 2, tmp_path / "run")), unbroken)
 
 
-def test_cut_responses_go_on_a_step_later(fixed: Path):
+def test_cut_responses_continue_a_step_later(fixed: Path):
     trace = tltlab.read(fixed / "trace")
     rows = trace.outcomes.merge(trace.workload, on=["rl_step", "prompt_id", "sample", "turn"])
     rows = rows.set_index(["rl_step", "prompt_id", "sample"])
@@ -208,7 +206,7 @@ def test_prefixes_of_the_epoch_before_are_kept(learning: Path):
     assert generated[1] < 0.9 * generated[0], "the second epoch generates less"
 
 
-def test_ctrl_c_leaves_a_checkpoint_that_the_run_goes_on_from(
+def test_ctrl_c_leaves_a_checkpoint_to_resume(
     request: pytest.FixtureRequest,
     recipe_file: Path,
     tmp_path: Path,

@@ -31,7 +31,7 @@ def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_first_is_a_wish_the_second_an_order():
+def test_first_is_wish_second_order():
     heard = threading.Event()
 
     def wait() -> None:
@@ -58,7 +58,7 @@ def test_a_long_rl_step_is_not_waited_for():
     assert not stopping.requested
 
 
-def test_a_step_that_takes_longer_than_thought_is_ended(monkeypatch: pytest.MonkeyPatch):
+def test_step_that_takes_longer_than_thought_is_ended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stop, "STOP_S", 0.01)
 
     def wait() -> None:

@@ -142,7 +142,7 @@ def test_each_algorithm_is_its_papers_formula(name: str, formula):
         assert loss_of(name, data) == pytest.approx(formula(data), rel=1e-6)
 
 
-def test_every_algorithm_says_what_sets_it_apart():
+def test_every_algorithm_states_what_sets_it_apart():
     names = {frozenset(row) for row in ALGORITHMS.values()}
     assert len(names) == 1
     assert names.pop() <= TrainConfig.model_fields.keys()

@@ -272,7 +272,7 @@ def test_samples_that_are_not_finite_are_named(change: dict[str, Any], facts: tu
         ([replace(sample, reward=float(sample.group)) for sample in samples()], ("prompt", "train.kl_coef")),
     ],
 )
-def test_rewards_without_a_difference_are_told(drawn: list[Sample], facts: tuple[str, ...] | None):
+def test_rewards_without_a_difference_are_reported(drawn: list[Sample], facts: tuple[str, ...] | None):
     said = check(drawn, TrainConfig(kl_coef=0.1 if facts and "train.kl_coef" in facts else 0.0), CAP, rl_step=7)
     assert said is None if facts is None else all(fact in (said or "") for fact in facts)
 
@@ -338,7 +338,7 @@ def test_a_penalty_holds_after_a_resume_too(random_model: Path, tmp_path: Path):
     assert 0 < distances[10.0] < distances[1e-6]
 
 
-def test_a_resumed_trainer_goes_on_bit_by_bit(model: Path, tmp_path: Path):
+def test_a_resumed_trainer_continues_bit_by_bit(model: Path, tmp_path: Path):
     made, resumed = (trainer(model, warmup_steps=5) for _ in range(2))
     fresh = flat(made)
     made.save_checkpoint(str(tmp_path / "first"))

@@ -64,7 +64,7 @@ def test_never_measured_is_wider_than_measured():
     assert part(unknown, "costs").share > part(known, "costs").share
 
 
-def test_no_profile_is_surer_of_what_was_never_measured():
+def test_unmeasured_profiles_are_less_sure():
     """Whatever the engine, GPU and model: the worst that was measured bounds those below that were not."""
     trace, strategies = tltlab.read(LENGTHS[:1]), [Strategy.chain("learned", 3)]
     found: dict[bool, list[float]] = {True: [], False: []}
@@ -99,7 +99,7 @@ def test_what_a_user_gives_is_taken_as_given():
     assert width(given) < width(what_if(LENGTHS, costs=MEASURED, **FAST).band)
 
 
-def test_costs_at_their_ends_are_a_scenario_of_their_own():
+def test_costs_at_range_ends_are_scenarios():
     scenario = Scenario.of(LENGTHS, costs=LINEAR, workers=2, acceptance="learned=0.7")
     policy = load_policy("learned:4")
     plain, drafting = (
@@ -116,7 +116,7 @@ def test_costs_at_their_ends_are_a_scenario_of_their_own():
     assert part(band, "lengths").high > 0
 
 
-def test_an_error_of_what_speculation_adds_moves_deep_drafts_most():
+def test_overhead_errors_move_deep_drafts_most():
     scenario = Scenario.of(LENGTHS, costs=LINEAR, workers=2, acceptance="learned=0.7")
     strategies = [Strategy.chain("learned", depth) for depth in (2, 8)]
     cheap, dear = with_overhead(scenario, strategies, 0.25)
@@ -133,7 +133,7 @@ def test_an_error_of_what_speculation_adds_moves_deep_drafts_most():
     assert with_overhead(scenario, [NO_SPECULATION], 0.25) == []
 
 
-def test_a_table_that_drafts_nothing_may_be_wrong_about_it():
+def test_a_table_without_drafts_has_a_range():
     dear = LINEAR.model_copy(update={"sd_base_s": 1.8e-2})
     found = what_if(LENGTHS, costs=dear, **FAST)
     assert not found.drafts
@@ -201,7 +201,7 @@ def test_recorded_tokens_are_surer_the_more_there_are():
     assert of_steps == pytest.approx((1 - margin, 1 + margin), rel=1e-3)
 
 
-def test_measured_heads_are_within_the_range_of_the_assumption(shared_data: Path):  # noqa: F811
+def test_measured_heads_are_within_range_of_assumption(shared_data: Path):  # noqa: F811
     """Nine in ten pairs of a head and a workload, against the default at the same depth."""
     table = pd.read_csv(shared_data / "eagle3_sglang_h200.csv").query("topk == 1")
     usual = GeometricAcceptance(alpha=float(DEFAULTS["learned"].partition(":")[2]))

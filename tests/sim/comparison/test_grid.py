@@ -51,7 +51,7 @@ def test_caps_group_sizes_and_gpus_are_axes():
         )
 
 
-def test_systems_at_each_point_are_what_comparing_them_gives():
+def test_systems_at_points_equal_their_comparison():
     axes = {"gpus": ("1xH100", "2xH100"), "acceptance": ("0.7",), "systems": ("tlt-base", "streamrl")}
     found = tltlab.sweep(FRAME, axes)
     assert found.frame["system"].tolist() == ["verl", "tlt-base", "streamrl"] * 2
@@ -78,7 +78,7 @@ def test_systems_without_gpus_have_rollouts_alone():
     assert "seer-siblings" in frame["assumed"][1]
 
 
-def test_an_interrupted_sweep_goes_on_with_more_values(tmp_path: Path):
+def test_an_interrupted_sweep_continues_with_more_values(tmp_path: Path):
     journal, told = tmp_path / "deep" / "s.points", []
 
     class Interrupted(Exception):
@@ -104,7 +104,7 @@ def test_an_interrupted_sweep_goes_on_with_more_values(tmp_path: Path):
         tltlab.sweep(FRAME, replace(more, systems=("tlt",)), config=CONFIG, journal=journal)
 
 
-def test_a_heat_map_has_panels_or_rows_of_policies():
+def test_heat_map_has_panels_or_rows_of_policies():
     figure = grid().plot()
     assert [axes.get_title(loc="left").startswith("ngram:4: speed-up") for axes in figure.axes] == [True]
     (axes,) = figure.axes
@@ -135,7 +135,7 @@ def test_what_cannot_be_swept_is_refused(axes: dict, policies: str, naming: tupl
         tltlab.sweep(FRAME, axes, policies, CONFIG)
 
 
-def test_the_command_writes_a_table_json_csv_and_a_picture(tmp_path: Path, capsys):
+def test_command_writes_table_json_csv_and_picture(tmp_path: Path, capsys):
     FRAME.to_csv(tmp_path / "lengths.csv", index=False)
     asked = ("sweep", tmp_path / "lengths.csv", "--workers", "1,2", "--acceptance", "0.8", "--costs", "cpu-small")
     asked = (*asked, "--policies", "ngram:4")

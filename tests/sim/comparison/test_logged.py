@@ -52,7 +52,7 @@ def log(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def test_doctor_and_what_if_state_the_share_of_the_log(log: Callable[..., Path]):
+def test_doctor_and_what_if_state_share_of_log(log: Callable[..., Path]):
     path = log()
     found = what_if(path, **FAST)
     assert (found.share_of, found.running) == ("log", None)
@@ -71,7 +71,7 @@ def test_lengths_alone_have_the_share_of_assumed_stages():
     assert what_if([[100, 300], [50, 600]], **FAST).share_of == "preset"
 
 
-def test_a_log_that_drafts_is_compared_with_its_own_run(log: Callable[..., Path]):
+def test_a_drafting_log_is_its_own_baseline(log: Callable[..., Path]):
     path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
     drafting = LoggedDrafting.of(read(path))
     assert drafting is not None
@@ -90,7 +90,7 @@ def test_a_log_that_drafts_is_compared_with_its_own_run(log: Callable[..., Path]
     assert running.band.low <= running.band.estimate <= running.band.high
 
 
-def test_drafts_that_collapsed_are_what_there_is_to_gain(log: Callable[..., Path]):
+def test_collapsed_drafts_are_a_possible_gain(log: Callable[..., Path]):
     fallen = log(
         mean_acceptance_length=lambda step: 2.5 if step < 5 else 1.0,
         draft_acceptance_rate=lambda step: 0.5 if step < 5 else 0.0,
@@ -127,7 +127,7 @@ def test_compare_has_the_logs_acceptance_and_stages(log: Callable[..., Path], ca
     assert "2.50" in systems["acceptance"]
 
 
-def test_verify_predicts_whole_steps_and_states_the_same_share(
+def test_verify_predicts_whole_steps_and_states_same_share(
     log: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ):
     path = log()
@@ -155,7 +155,7 @@ speculative_config=SpeculativeConfig(method='eagle3', model='/heads/a', num_spec
 """
 
 
-def test_a_log_says_its_machine_and_drafts_in_its_configuration(log: Callable[..., Path]):
+def test_a_logs_configuration_has_machine_and_drafts(log: Callable[..., Path]):
     path = log(mean_acceptance_length=lambda step: 2.5)
     path.write_text(CONFIGURATION + path.read_text())
     manifest = read(path).manifest
@@ -169,9 +169,7 @@ def test_a_log_says_its_machine_and_drafts_in_its_configuration(log: Callable[..
     assert what_if(path, gpus="2xH100", **FAST).workers == 2
 
 
-def test_compare_of_policies_takes_machine_and_acceptance_from_the_log(
-    log: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-):
+def test_compare_takes_machine_and_acceptance_from_logs(log: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
     path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
     path.write_text(CONFIGURATION.replace("num_spec_tokens=5", "num_spec_tokens=3") + path.read_text())
     found = json.loads(typed(capsys, "compare", path, "--policies", "none,learned:3", "--json")[1])
@@ -182,7 +180,7 @@ def test_compare_of_policies_takes_machine_and_acceptance_from_the_log(
     assert rows["learned:3"]["ratio"] < 1.0
 
 
-def test_a_configuration_that_contradicts_itself_says_nothing(log: Callable[..., Path]):
+def test_a_configuration_that_contradicts_itself_reports_nothing(log: Callable[..., Path]):
     path = log()
     other = CONFIGURATION.replace("nnodes=2", "nnodes=4").replace("'eagle3'", "'ngram'")
     path.write_text(CONFIGURATION + other + path.read_text())

@@ -82,7 +82,7 @@ def test_a_given_scenario_is_simulated_as_it_is(growing: Trace):
 
 
 @pytest.mark.parametrize("online_updates", [0, 2])
-def test_a_drafter_is_as_old_as_in_the_run(growing: Trace, online_updates: int):
+def test_drafter_is_as_old_as_in_run(growing: Trace, online_updates: int):
     aging = FreshAcceptance(base=GeometricAcceptance(alpha=0.8))
     config = SimulationConfig(**ON | {"acceptance": aging}, online_updates=online_updates)
     policy = load_policy("learned:4@64")
@@ -112,7 +112,7 @@ COMMANDS: list[tuple[str, ...]] = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_commands_say_how_many_rl_steps_of_how_many(command: tuple[str, ...], tmp_path, capsys, monkeypatch):
+def test_commands_report_the_number_of_rl_steps(command: tuple[str, ...], tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(questions, "_CURVE", ())
     run_of(np.full(30, 50), 0.2, responses=4).write(tmp_path / "run")
     words = [str(tmp_path / "run") if word == "TRACE" else word for word in command]

@@ -155,7 +155,7 @@ def test_results_are_tables_and_pictures_in_a_notebook():
     assert tuned.plot().axes
 
 
-def test_the_package_says_its_version_and_its_names():
+def test_the_package_states_its_version_and_its_names():
     assert re.match(r"\d+\.\d+", tltlab.__version__)
     assert {"simulate", "compare", "tune", "what_if", "__version__"} <= set(dir(tltlab))
     assert (Path(tltlab.__file__).parent / "py.typed").is_file()
@@ -204,7 +204,7 @@ def test_the_contract_takes_whatever_builds_a_selector(source):
     check_selector(source)
 
 
-def test_the_command_tells_where_a_policy_failed(tmp_path: Path, capsys, monkeypatch):
+def test_the_command_shows_where_a_policy_failed(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lengths.csv").write_text("\n".join(map(str, LENGTHS)))
     (tmp_path / "misspelt.py").write_text(

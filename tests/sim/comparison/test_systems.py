@@ -115,7 +115,7 @@ def test_claims_stand_beside_figures_of_their_own_kind(found: pd.DataFrame):
     assert found.loc["das", "claim"]["speed_up"] == pytest.approx(1 / found.loc["das", "ratio"])
 
 
-def test_stages_differ_by_fusion_and_by_who_has_which_gpus(trace: Trace, found: pd.DataFrame):
+def test_stages_depend_on_fusion_and_gpus(trace: Trace, found: pd.DataFrame):
     fused, plain, split = (found.loc[name] for name in ("rlhfuse", "verl", "open-r1"))
     assert plain["step_s"] == run_steps(simulate(trace, "none", costs=COSTS, workers=4), STAGES).step_s
     # At most the log-probs of all tokens are saved; the rollout is the same.
@@ -193,7 +193,7 @@ def test_hedge_follows_the_better_drafter_whichever_it_is(trace: Trace, mode: st
         assert (drafters == better)[:40].mean() < 1.0 or len(set(drafters)) == 2
 
 
-def test_training_in_idle_time_is_worth_what_freshness_says():
+def test_idle_training_gains_by_freshness():
     """A drafter that accepts nothing untrained, everything trained: the first RL step without it, the others with."""
     long = log_normal(prompts=8, group_size=4, rl_steps=3, median=2000, cap=16000, workers=4)
     full = MeasuredAcceptance.at_any_batch({"learned": {4: FittedDepth(accepted=(0, 0, 0, 0, 1), drafted=4)}})
@@ -260,7 +260,7 @@ def test_replayed_acceptance_serves_where_every_response_has_it(trace: Trace):
     assert all("acceptance.parquet" in part.set_index("system").loc[name, "defaults"][0] for name in ("tlt", "das"))
 
 
-def test_responses_of_an_earlier_epoch_leave_the_rest_to_generate(trace: Trace):
+def test_responses_of_earlier_epoch_leave_rest_to_generate(trace: Trace):
     """What is kept is a geometric run of tokens, at most the whole response; the context is the same."""
     step = requests_by_step(trace)[0]
     nothing, all_of_it, half = (changed(step, EarlierEpoch(keep=keep), 0) for keep in (0.0, 1.0, 0.99))
@@ -367,7 +367,7 @@ def test_one_system_is_simulated_as_a_policy_is(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize("option", [["--systems", "verl,tlt-base"], ["--policies", "none, table"]])
-def test_a_comparison_and_its_report_say_what_made_it(option, tmp_path, capsys):
+def test_comparison_and_its_report_state_what_made_it(option, tmp_path, capsys):
     out = tmp_path / "compared.json"
     argv = ["compare", str(TINY), *option, "--costs", "cpu-small", "--out", str(out)]
     typed(capsys, *argv)

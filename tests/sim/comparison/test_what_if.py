@@ -43,7 +43,7 @@ def lengths(tmp_path: Path) -> Path:
     return tmp_path / "lengths.csv"
 
 
-def test_an_answer_tells_which_columns_it_used(lengths: Path):
+def test_an_answer_shows_which_columns_it_used(lengths: Path):
     found, same = what_if(lengths, **FAST), what_if(FRAME.rename(columns={"group": "uid"}), **FAST)
     assert found.trace.outcomes["response_tokens"].tolist() == LENGTHS.ravel().tolist()
     assert (len(found.trace.rl_steps), found.trace.workload["prompt_id"].nunique()) == (3, LENGTHS.shape[1] // 4)
@@ -192,7 +192,7 @@ def test_accept_is_short_for_one_drafter(lengths: Path):
     assert text.chosen.rollout.estimate > short.chosen.rollout.estimate, "n-grams cost no draft level"
 
 
-def test_a_drafter_trained_on_short_responses_brings_less_at_every_chance(lengths: Path):
+def test_a_drafter_of_short_responses_gains_less(lengths: Path):
     short, full = (what_if(lengths, acceptance=f"learned=0.7@{trained}", **FAST) for trained in ("100", "window"))
     assert [s.accept for s in short.speed_ups] == [s.accept for s in full.speed_ups]
     assert len(short.speed_ups) == 3
@@ -217,14 +217,14 @@ def test_what_nobody_can_draft_for_is_not_promised():
     assert not any(row.strategy.speculates for row in what_if([300] * 40, accept=0.02, **FAST).drafting)
 
 
-def test_a_recorded_trace_brings_costs_and_acceptance_of_its_own():
+def test_a_recorded_trace_has_costs_and_acceptance():
     found = what_if("traces/tiny", **FAST)
     assert found.chosen.accept is None
     assert found.chosen.rl_step is None
     assert found.workers == tltlab.read("traces/tiny").manifest.num_workers
 
 
-def test_training_the_drafter_is_told_where_the_trace_knows(tmp_path: Path):
+def test_training_drafter_is_reported_where_trace_knows(tmp_path: Path):
     base, half = GeometricAcceptance(alpha=0.8), Freshness(untrained=0.5, floor=0.5)
     trace = tltlab.read(FRAME).write(tmp_path / "trace")
     FreshAcceptance(base=base, freshness=half).write(trace / "acceptance.json")
@@ -239,7 +239,7 @@ def test_training_the_drafter_is_told_where_the_trace_knows(tmp_path: Path):
     assert stale.json()["drafter_training"] is None
 
 
-def test_a_recorded_drafter_s_ages_tell_what_training_brought(capsys, tmp_path: Path):
+def test_recorded_drafter_s_ages_show_what_training_brought(capsys, tmp_path: Path):
     asked = ("what-if", "traces/h100-smoke", "--accept", "0.5", "--systems", "verl")
     code, out, _ = typed(capsys, *asked, "--json", "--out", tmp_path / "answer.html")
     known = json.loads(out)["drafter_training"]
@@ -254,14 +254,14 @@ def test_a_recorded_drafter_s_ages_tell_what_training_brought(capsys, tmp_path: 
     ("gpus", "model", "tp", "workers"),
     [("8xH100", "Qwen/Qwen2.5-7B-Instruct", 1, 8), ("8xH100", "Llama-3.3-70B", 4, 2), ("H200", "Qwen2.5-7B", 1, 1)],
 )
-def test_a_worker_has_the_fewest_gpus_that_hold_the_model(gpus: str, model: str, tp: int, workers: int):
+def test_worker_has_fewest_gpus_that_hold_model(gpus: str, model: str, tp: int, workers: int):
     machine = Deployment.of(gpus, model, tokens=20_000)
     assert (machine.costs.tensor_parallel, machine.workers) == (tp, workers)
     assert machine.stages.num_gpus == tp * workers
     assert not machine.assumed
 
 
-def test_what_is_not_known_of_training_experts_is_said():
+def test_unknown_costs_of_experts_are_reported():
     machine = Deployment.of("8xH100", "Qwen3-30B-A3B")
     (said,) = machine.assumed
     assert "--stages" in said
@@ -279,7 +279,7 @@ def test_a_model_of_ones_own_is_its_configuration(tmp_path: Path):
     assert mine.stages.train == known.stages.train
 
 
-def test_the_command_answers_in_json_and_as_a_page(lengths: Path, tmp_path: Path, capsys):
+def test_command_answers_in_json_and_as_page(lengths: Path, tmp_path: Path, capsys):
     asked = ("what-if", lengths, "--systems", "verl,vllm-dynamic")
     code, _, err = typed(capsys, *asked, "--out", tmp_path / "answer.html")
     assert code == 0, err
@@ -337,7 +337,7 @@ def test_what_cannot_be_asked_is_refused(lengths: Path, capsys, options: list[st
     assert said in err.splitlines()[-1]
 
 
-def test_the_reading_of_a_file_is_asked_as_import_asks(tmp_path: Path, capsys):
+def test_reading_of_file_is_asked_as_import_asks(tmp_path: Path, capsys):
     rows = [{"k": {"n": [7] * n}, "at": s, "of": p, "text": "x" * n} for s in (3, 4) for p in (0, 1) for n in (5, 90)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -32,7 +32,7 @@ def one_round(trace: Trace, rule: Admission) -> tuple[Stream, RoundFeed, list[li
     return stream, feed, feed.first()
 
 
-def test_over_issue_begins_more_and_ends_with_whole_groups(trace: Trace):
+def test_over_issue_ends_with_whole_groups(trace: Trace):
     stream, feed, queues = one_round(trace, Admission(issue=1.5))
     assert [len(queue) for queue in queues] == [24, 24]
     for request in range(PROMPTS * GROUP - 1):
@@ -52,14 +52,14 @@ def test_over_issue_begins_more_and_ends_with_whole_groups(trace: Trace):
     assert following.requests.prompt_tokens[again] == feed.work.requests.prompt_tokens[40] + 7
 
 
-def test_with_fixed_concurrency_the_next_begins_where_one_ended(trace: Trace):
+def test_with_fixed_concurrency_next_begins_where_one_ended(trace: Trace):
     _, feed, queues = one_round(trace, Admission(concurrency=0.5))
     assert sum(map(len, queues)) == PROMPTS * GROUP // 2
     assert feed.finished([0], 0) == [16]
     assert feed.finished([], 0) == []
 
 
-def test_a_restart_forgets_and_a_long_round_ends_it(trace: Trace):
+def test_restart_forgets_and_long_round_ends_it(trace: Trace):
     rule = Admission(issue=2.0, leftover="restart")
     stream, feed, _ = one_round(trace, rule)
     feed.finished(list(range(PROMPTS * GROUP)), 0)
@@ -74,7 +74,7 @@ def test_a_restart_forgets_and_a_long_round_ends_it(trace: Trace):
     assert not stream.is_enough(long_round)
 
 
-def test_samples_beyond_the_group_have_lengths_of_their_prompt(trace: Trace):
+def test_samples_beyond_group_have_lengths_of_their_prompt(trace: Trace):
     _, feed, _ = one_round(trace, Admission(samples=1.5))
     step = requests_by_step(trace)[0]
     assert len(feed.work.jobs) == PROMPTS * 6
@@ -152,7 +152,7 @@ def test_a_staleness_bound_of_zero_is_synchronous():
             asynchronous(**wrong)
 
 
-def test_the_command_says_how_stale_and_how_biased_training_is(trace: Trace, tmp_path: Path, capsys):
+def test_the_command_reports_staleness_and_bias(trace: Trace, tmp_path: Path, capsys):
     folder = trace.write(tmp_path / "trace")
     told = []
     for staleness in (0, 2):
@@ -162,7 +162,7 @@ def test_the_command_says_how_stale_and_how_biased_training_is(trace: Trace, tmp
     assert {"length_bias", "staleness_mean", "staleness_max", "off_policy_share"} <= set(told[1])
 
 
-def test_one_buffer_hands_out_probes_then_the_longest_group(trace: Trace):
+def test_one_buffer_hands_out_probes_then_longest_group(trace: Trace):
     step = requests_by_step(trace)[0]
     keys, one = step.keys, step.prompt_tokens[0] + 1
     step = replace(step, prompts=np.full(len(step), step.prompts[0]))
@@ -183,7 +183,7 @@ def test_one_buffer_hands_out_probes_then_the_longest_group(trace: Trace):
     assert [keys[i][1] for i in rest[:1]] == [keys[probes[0]][1]]
 
 
-def test_no_worker_ends_while_requests_wait_in_the_buffer():
+def test_no_worker_ends_while_requests_wait_in_buffer():
     long = log_normal(prompts=16, group_size=4, rl_steps=1, median=1000, prompt_share=0.9, cap=4000, workers=4)
     costs = COSTS.model_copy(update={"kv_capacity_tokens": 16000})
     rule = SharedBuffer(chunk_tokens=2000)

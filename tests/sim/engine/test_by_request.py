@@ -164,7 +164,7 @@ def known(levels: dict[tuple[int, str, int, int], float]) -> CurveAcceptance:
     return CURVES.model_copy(update={"known": tuple(levels.items())})
 
 
-def test_a_request_that_is_easier_to_draft_for_finishes_first():
+def test_easier_requests_finish_first():
     model = known({(0, "p0", 0, 0): -2.0, (0, "p0", 1, 0): 2.0})
     finish = run(requests_of([500, 500], group=4), Rates(model=model, costs=COSTS), CHAINS[0]).finish_s
     assert finish[1] < 0.7 * finish[0]
@@ -212,7 +212,7 @@ class Noting(UniformBudget):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_budget_is_paid_for_by_the_tokens_it_verifies(sampled: bool) -> None:
+def test_budget_is_paid_for_by_tokens_it_verifies(sampled: bool) -> None:
     chain = Strategy("ngram", 6, 1, 4)
     rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=COSTS, budgets=[Noting(0, 1, 5)], sampled=sampled)
     batch = running(rates, [900, 900, 900])
@@ -248,7 +248,7 @@ def test_a_budget_sees_what_was_accepted_lately():
     assert 0 < first < 5
 
 
-def test_drafts_given_by_acceptance_yield_more_than_even_ones() -> None:
+def test_drafts_by_acceptance_yield_more() -> None:
     chain = Strategy("ngram", 8, 1, 4)
     model = CURVES.model_copy(update={"spread": 1.5, "drift": 0.0})
 
@@ -286,7 +286,7 @@ DEAR = FREE.model_copy(
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_budget_is_told_of_each_request_once(sampled: bool):
+def test_a_budget_is_reported_of_each_request_once(sampled: bool):
     chain, budget, lengths = CHAINS[0], Noting(), [24, 41, 90]
     rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=DEAR, budgets=[budget], sampled=sampled, refresh=3)
     batch, regimes = running(rates, lengths), nominal(chain, DEAR)
@@ -298,7 +298,7 @@ def test_a_budget_is_told_of_each_request_once(sampled: bool):
     assert budget.ended == [((0, "p0", i, 0), lengths[i], 5 * n, 5 * n) for i, n in enumerate(passes)]
 
 
-def test_workers_are_told_of_each_other_s_requests():
+def test_workers_are_reported_of_each_other_s_requests():
     trace = log_normal(prompts=6, group_size=2, rl_steps=1, workers=3)
     (rollout,) = simulate(trace, costs=DEAR).rollouts
     budgets = [Noting() for _ in range(3)]

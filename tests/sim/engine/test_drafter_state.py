@@ -40,7 +40,7 @@ def accept_lengths(**options: Any) -> list[float]:
     return [simulate(part, POLICY, costs=COSTS, **options).summary["mean_accept_length"] for part in parts]
 
 
-def test_a_drafter_grows_stale_unless_idle_time_trains_it():
+def test_drafter_grows_stale_unless_idle_time_trains_it():
     aged, trained = accept_lengths(acceptance=AGING), accept_lengths(acceptance=AGING, spot=QUICK)
     assert aged[0] > aged[1] > aged[2]
     assert trained[0] == aged[0]
@@ -48,7 +48,7 @@ def test_a_drafter_grows_stale_unless_idle_time_trains_it():
     assert trained[2] > trained[1] > trained[0]
 
 
-def test_spot_training_does_not_change_the_rollout_beside_it():
+def test_spot_training_does_not_change_rollout_beside_it():
     alone, beside = (simulate(TRACE, POLICY, costs=COSTS, acceptance="geometric:0.8", spot=s) for s in (None, QUICK))
     assert alone.makespan_s == beside.makespan_s
     found = beside.summary["spot_training"]
@@ -65,7 +65,7 @@ def test_a_policy_sees_how_fresh_its_drafter_is():
     assert list(dict.fromkeys(ages)) == [0, 1, 2]
 
 
-def test_acceptance_of_their_own_spreads_finishes_of_equal_responses():
+def test_per_request_acceptance_spreads_finishes():
     model = CurveAcceptance(names=("learned",), keep_logits=(0.8,), spread=1.5)
     same = TRACE.replace(outcomes=TRACE.outcomes.assign(response_tokens=300, finish_reason="stop"))
     result = simulate(same, POLICY, costs=COSTS, acceptance=model)
@@ -73,7 +73,7 @@ def test_acceptance_of_their_own_spreads_finishes_of_equal_responses():
     assert result.summary["regret"] > 0
 
 
-def test_a_policy_file_may_share_drafts_out_by_acceptance():
+def test_policy_file_may_share_drafts_out_by_acceptance():
     shared = POLICY.model_copy(update={"budget": AcceptanceBudgetSpec(max_draft_tokens=8)})
     result = simulate(TRACE, shared, costs=COSTS, acceptance="geometric:0.7")
     plain = simulate(TRACE, POLICY, costs=COSTS, acceptance="geometric:0.7")
@@ -83,7 +83,7 @@ def test_a_policy_file_may_share_drafts_out_by_acceptance():
     assert plain.summary["regret"] > 0
 
 
-def test_spot_training_comes_from_a_file_or_by_name(tmp_path: Path):
+def test_spot_training_comes_from_file_or_by_name(tmp_path: Path):
     path = tmp_path / "spot.json"
     path.write_text(json.dumps(QUICK.model_dump(mode="json")))
     assert load_spot_training(path) == QUICK

@@ -218,7 +218,7 @@ def asked_every_time(policy: Policy) -> Policy:
 
 @FEW
 @given(cases(ALIKE), st.builds(Policy, selector=MEMORYLESS))
-def test_the_closed_form_is_the_engine_asked_again_and_again(case: Case, policy: Policy):
+def test_closed_form_is_engine_asked_again_and_again(case: Case, policy: Policy):
     scenario = case.scenario()
     # A choice for a block of iterations holds at once, as that of a memoryless policy does.
     blocks = replace(scenario, decision_block=2)

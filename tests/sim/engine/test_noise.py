@@ -20,7 +20,7 @@ NOISY = COSTS.model_copy(update={"noise": NOISE})
 OPTIONS = {"acceptance": "geometric:0.7", "mode": "sampled"}
 
 
-def test_draws_have_the_fitted_distribution_and_last_as_long():
+def test_draws_have_fitted_distribution_and_last_as_long():
     drawn = np.stack([NoiseDraws(NOISE, 1, step, 0).between(0, 4_000) for step in range(20)])
     assert drawn.mean() == pytest.approx(1.0, abs=0.02)
     assert [float((drawn == ratio).mean()) for ratio in NOISE.ratios] == pytest.approx([0.25] * 4, abs=0.02)
@@ -30,7 +30,7 @@ def test_draws_have_the_fitted_distribution_and_last_as_long():
     assert abs(far) < 0.03
 
 
-def test_a_draw_does_not_depend_on_what_was_asked_before():
+def test_a_draw_does_not_depend_on_earlier_ones():
     whole, pieces = NoiseDraws(NOISE, 0, 0, 1), NoiseDraws(NOISE, 0, 0, 1)
     parts = [pieces.between(first, 7) for first in range(0, 2100, 7)]
     assert np.concatenate(parts).tolist() == whole.between(0, 2100).tolist()
@@ -68,7 +68,7 @@ def test_noise_leaves_the_mean_of_a_workers_time():
     assert np.std(loud) > 0
 
 
-def test_two_policies_that_do_the_same_meet_the_same_noise():
+def test_two_policies_that_do_same_meet_same_noise():
     scenario = Scenario.of(TRACE, costs=NOISY, **OPTIONS)
     twins = [Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4))) for _ in range(2)]
     first, second = ([r.finish_s.tolist() for r in scenario.rollouts(twin)] for twin in twins)

@@ -19,7 +19,7 @@ def scheduler(prompts: list[int], length: int = 50, *, group: int = 1, **limits:
     return made
 
 
-def test_a_group_s_prompt_is_prefilled_once_in_whole_blocks():
+def test_a_group_prompt_is_prefilled_once():
     it = scheduler([50, 50, 50, 50, 20, 20, 20, 20], group=4)
     # Three blocks of 16 of the first prompt, one of the second; the last token is always computed.
     assert it.schedule() == 50 + 3 * (50 - 48) + 20 + 3 * (20 - 16)

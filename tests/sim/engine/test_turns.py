@@ -76,7 +76,7 @@ def test_a_prefix_is_kept_or_computed_again(prefix: str, seconds: float):
 
 @pytest.mark.parametrize("mode", ["fluid", "sampled"])
 @pytest.mark.parametrize("policy", ["none", "table"])
-def test_it_joins_the_batch_at_the_iteration_after_its_tool(mode: str, policy: str):
+def test_it_joins_batch_at_iteration_after_its_tool(mode: str, policy: str):
     """One response leaves at 4 s, is back at 6.5 s, in the middle of the other's seventh iteration, and ends at 9 s."""
     trace = trace_of([(1, 4, 0.0), (6, 2, 2.5)], [(1, 20, 0.0)])
     settings = {"costs": SECOND, "mode": mode, "acceptance": "constant:1"}
@@ -87,7 +87,7 @@ def test_it_joins_the_batch_at_the_iteration_after_its_tool(mode: str, policy: s
     assert iterations["t_start"].tolist() == pytest.approx(list(range(20)))
 
 
-def test_a_worker_whose_requests_are_all_away_is_idle():
+def test_worker_whose_requests_are_all_away_is_idle():
     result = simulate(trace_of([(1, 4, 0.0), (6, 2, 3.0)]), costs=SECOND, record_iterations=True)
     assert result.makespan_s == pytest.approx(9.0)
     assert result.summary["bubble_fraction"] == pytest.approx(3 / 9)
@@ -105,7 +105,7 @@ def test_calls_wait_for_a_tool_that_is_free():
     assert shared.summary["lower_bound_s"] >= 6.0
 
 
-def test_what_is_cached_goes_where_running_requests_need_the_room():
+def test_cached_tokens_are_evicted_for_running_requests():
     """The other response grows to 100 tokens beside the 30 that the first turn left: of 120 it leaves them 19."""
     trace = trace_of([(20, 10, 0.0), (30, 2, 50.0)], [(40, 60, 0.0)])
     roomy, tight = (
@@ -129,7 +129,7 @@ def test_a_turn_that_is_cut_is_the_last(cut: Callable[[Trace], Requests]):
     assert (step.turns.after, step.turns.first) == ([-1, 2, -1], [0, 1])
 
 
-def test_all_turns_run_where_the_first_did_and_count_together():
+def test_all_turns_run_on_one_worker():
     trace = trace_of([(5, 10, 0.0), (15, 30, 1.0)], [(5, 30, 0.0)], [(5, 5, 0.0), (10, 5, 1.0)])
     result = simulate(trace, costs=SECOND, workers=2, placement="longest_first")
     assert result.trace.outcomes["worker"].tolist() == [0, 0, 1, 1, 1]
@@ -170,7 +170,7 @@ def drawn() -> Trace:
 
 @pytest.mark.parametrize("acceptance", ["constant:2", "geometric:0.6"])
 @pytest.mark.parametrize("mode", ["fluid", "sampled"])
-def test_no_policy_undercuts_the_bound_and_all_tokens_come(drawn: Trace, mode: str, acceptance: str):
+def test_no_policy_undercuts_bound_and_all_tokens_come(drawn: Trace, mode: str, acceptance: str):
     costs = COSTS.model_copy(update={"kv_capacity_tokens": 1000, "max_num_batched_tokens": 256})
     for policy in ("none", "table", "beg-mab"):
         result = simulate(drawn, policy, costs=costs, mode=mode, acceptance=acceptance, max_tools=3)
@@ -236,7 +236,7 @@ def simulate_one(step: Requests) -> float:
 
 
 @pytest.mark.parametrize("rule", [Admission(), SharedBuffer(chunk_tokens=10**6)])
-def test_a_stream_and_a_buffer_are_the_plain_rollout(drawn: Trace, rule):
+def test_stream_and_buffer_are_plain_rollout(drawn: Trace, rule):
     """One worker for each response: nobody waits, so that nothing but the rule's own bookkeeping could differ."""
     plain, ruled = (
         simulate(drawn, costs=PREFILL, workers=16, placement="round_robin", admission=admission)
@@ -248,7 +248,7 @@ def test_a_stream_and_a_buffer_are_the_plain_rollout(drawn: Trace, rule):
     assert ruled.summary["multi_turn"]["tool_s"] == pytest.approx(plain.summary["multi_turn"]["tool_s"])
 
 
-def test_a_step_ending_in_a_tool_call_goes_on_after():
+def test_step_ending_in_tool_call_continues_after():
     """A response of 10 and 5 tokens is left with 6 of them, or at its tool: then the 5 are left, their tool done."""
     for tokens, left, prompt in ((6.0, [4, 5], 26), (10.0, [5], 35)):
         stream = Stream(requests_by_step(trace_of([(20, 3, 0.0)], CALL)), Admission(issue=2.0), 0)

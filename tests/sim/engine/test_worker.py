@@ -199,13 +199,13 @@ def test_sampled_speculation_takes_the_time_of_its_iterations(req, cost, alpha, 
 
 @HALF
 @given(requests(), costs(), THRESHOLDS, st.integers(1, 4))
-def test_acceptance_by_batch_takes_the_time_of_its_iterations(req, cost, threshold, border):
+def test_acceptance_by_batch_takes_time_of_its_iterations(req, cost, threshold, border):
     assert_agree(req, cost, by_batch(border), FluidBatch, threshold)
 
 
 @HALF
 @given(requests(), costs(), ALPHAS, THRESHOLDS, SEEDS)
-def test_acceptance_by_request_takes_the_time_of_its_iterations(req, cost, alpha, threshold, seed):
+def test_acceptance_by_request_takes_time_of_its_iterations(req, cost, alpha, threshold, seed):
     model = CurveAcceptance(keep_logits=(4.0 * alpha - 2.0,), spread=1.0)
     levels = model.levels("ngram", req.keys, seed)
 
@@ -220,7 +220,7 @@ def test_acceptance_by_request_takes_the_time_of_its_iterations(req, cost, alpha
 
 @HALF
 @given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.integers(1, 4))
-def test_an_end_in_closed_form_is_that_of_its_iterations(req, cost, deep, shallow, border):
+def test_closed_form_ends_equal_iterated_ones(req, cost, deep, shallow, border):
     model = by_batch(border)
     regimes = Regimes((NO_SPECULATION, *CHAINS), cost, model)
     made = []
@@ -313,7 +313,7 @@ def test_thresholds_reached_are_counted_as_by_a_search(size: tuple[int, int], th
 
 
 @given(st.lists(st.lists(st.integers(1, 4), min_size=6, max_size=6), min_size=1, max_size=4), st.data())
-def test_gains_end_with_the_first_request_or_the_room(gains: list[list[int]], data: st.DataObject):
+def test_gains_end_with_first_request_or_room(gains: list[list[int]], data: st.DataObject):
     remaining = np.array([data.draw(st.integers(1, 30)) for _ in gains], np.float64)
     room = data.draw(st.sampled_from([np.inf, 0.0, 5.0, 11.0]))
     used = 0

@@ -59,7 +59,7 @@ def tuned() -> TuneResult:
     return tune(TRACE, **SMALL)
 
 
-def test_it_judges_on_steps_that_it_did_not_tune_on(tuned: TuneResult):
+def test_it_judges_on_held_out_steps(tuned: TuneResult):
     assert tuned.tuned_on == ((0, 2),)
     assert tuned.judged_on == ((1, 3),)
     rows = {row.name: row for row in tuned.candidates}
@@ -73,7 +73,7 @@ def test_it_judges_on_steps_that_it_did_not_tune_on(tuned: TuneResult):
     assert rows["none"].makespan_s == pytest.approx(np.mean([result.makespan_s for result in alone]))
 
 
-def test_the_table_is_as_good_as_the_best_of_all():
+def test_table_is_as_good_as_best_of_all():
     """Against every table of two rows over the same strategies, simulated, on one worker."""
     one = log_normal(prompts=4, group_size=4, rl_steps=2, median=80, cap=400, workers=1)
     options = {"costs": CROWDED, "acceptance": "geometric:0.8"}
@@ -91,7 +91,7 @@ def test_the_table_is_as_good_as_the_best_of_all():
     assert ours == pytest.approx(best, rel=1e-2)
 
 
-def test_nothing_on_average_beats_the_oracle_by_more_than_luck(tuned: TuneResult):
+def test_no_policy_beats_the_oracle_beyond_noise(tuned: TuneResult):
     assert all(row.regret > -0.01 for row in tuned.candidates)
     assert tuned.bound_s < tuned.oracle_s < next(row for row in tuned.candidates if row.name == "none").makespan_s
 
@@ -107,7 +107,7 @@ def test_the_oracle_picks_the_least_seconds_per_token():
                 assert known.seconds_per_token(regime.strategy, batch, context) == pytest.approx(min(prices))
 
 
-def test_tokens_are_priced_at_the_context_of_the_batch():
+def test_tokens_are_priced_at_context_of_batch():
     lengths, chain = log_normal(prompts=1, group_size=4, rl_steps=1, median=9000, cap=9000, workers=1), chain_of(4)
     scenario = Scenario.of(lengths, costs=COSTS, acceptance="learned=0.8@1k")
     known = ExpectedIteration(scenario, [chain])
@@ -117,7 +117,7 @@ def test_tokens_are_priced_at_the_context_of_the_batch():
         assert known.tokens(NO_SPECULATION, 3, 3.0 * context) == 1.0
 
 
-def test_the_oracle_stops_drafting_where_contexts_are_too_long():
+def test_oracle_stops_drafting_where_contexts_are_too_long():
     lengths, chain = log_normal(prompts=1, group_size=1, rl_steps=1, median=9000, cap=9000, workers=1), chain_of(4)
     scenario = Scenario.of(lengths, costs=COSTS, acceptance="learned=0.8@512", decision_block=8)
     (rollout,) = scenario.rollouts(oracle_policy(scenario, [chain]))
@@ -138,7 +138,7 @@ def fixed_at(strategy: Strategy) -> Policy:
     return Policy(selector=FixedSpec(strategy=strategy))
 
 
-def test_the_oracle_of_one_request_is_the_best_fixed_strategy():
+def test_oracle_of_one_request_is_best_fixed_strategy():
     one = log_normal(prompts=1, group_size=1, rl_steps=2, median=400, cap=900, workers=1)
     strategies = [Strategy.chain("ngram", depth) for depth in (1, 2, 4, 8)]
     scenario = Scenario.of(one, costs=COSTS, acceptance="geometric:0.6", decision_block=2)
@@ -169,7 +169,7 @@ def test_where_the_batch_decides_tuning_is_worth_it():
     assert found.policy.selector.kind == "table" or found.policy.activation is not None
 
 
-def test_a_gain_that_the_costs_may_be_wrong_about_is_not_praised():
+def test_a_gain_within_cost_error_is_not_recommended():
     """The same RL steps agree on the gain; costs without evidence do not."""
     one = log_normal(prompts=8, group_size=4, rl_steps=12, median=80, cap=600, workers=1)
     found = tune(one, **WITHOUT_LUCK | {"acceptance": "geometric:0.8", "costs": CROWDED})
@@ -194,7 +194,7 @@ def test_the_best_depth_of_a_block_is_interior(published: bool, request: pytest.
     assert tune(one, **settings).policy.strategies == (Strategy.chain("block", best),)
 
 
-def test_a_gain_over_drafts_that_may_be_slower_than_none_is_not_praised():
+def test_a_gain_over_slow_drafts_is_not_recommended():
     """The table is sure to beat the best fixed draft, which may be slower than plain decoding."""
     one = log_normal(prompts=8, group_size=4, rl_steps=12, median=80, cap=600, workers=1)
     known = Evidence(engine="mine", left_out={"a": (0.01, 0.02), "a, speculating": (0.1, 0.27)})
@@ -206,7 +206,7 @@ def test_a_gain_over_drafts_that_may_be_slower_than_none_is_not_praised():
     assert found.name == found.champion, "better than the best fixed draft all the same"
 
 
-def test_a_gain_by_luck_is_not_praised():
+def test_a_gain_by_chance_is_not_recommended():
     """Two ratios below 1 are what a bootstrap of two steps always lies between."""
     found = tune(read(TINY), trials=0, repeats=1)
     assert found.judged_on == ((1, 3),)
@@ -224,7 +224,7 @@ def case(trace: int = 0, **options: Any) -> TuningCase:
 
 @pytest.mark.parametrize("num_steps", [2, 4, 8])
 @pytest.mark.parametrize("robust", [False, True])
-def test_intervals_hold_the_truth_as_often_as_said(num_steps: int, robust: bool):
+def test_intervals_hold_the_truth_as_often_as_stated(num_steps: int, robust: bool):
     cases = TuningCases(cases=(case(),), robust=robust)
     rng = np.random.default_rng(0)
     held = 0
@@ -236,7 +236,7 @@ def test_intervals_hold_the_truth_as_often_as_said(num_steps: int, robust: bool)
     assert 0.925 <= held / 1000 <= 0.975
 
 
-def test_worst_cases_have_the_outer_ends_of_both_intervals():
+def test_worst_cases_have_outer_ends_of_both_intervals():
     cases = TuningCases(cases=(case(0), case(1)), robust=True)
     plain, rng = [np.ones(4), np.ones(6)], np.random.default_rng(0)
     own = [0.8 + 0.01 * rng.random(4), 0.7 + 0.01 * rng.random(6)]
@@ -252,7 +252,7 @@ def test_worst_cases_have_the_outer_ends_of_both_intervals():
     assert np.isnan(found.low)
 
 
-def test_one_held_out_step_gives_no_interval_and_no_praise():
+def test_one_held_out_step_gives_no_interval():
     found = tune(TRACE, **WITHOUT_LUCK, judge_steps=[3])
     assert not found.worth_it
     assert all(row.ratio_low is None for row in found.candidates)
@@ -332,7 +332,7 @@ def test_the_shipped_settings_are_tried_first():
     assert found.policy.provenance["trials"] == 1
 
 
-def test_a_bandit_must_explore_only_where_there_is_noise():
+def test_bandit_must_explore_only_where_there_is_noise():
     """One request: within the bucket nothing changes, so a first look without noise tells all."""
     one = log_normal(prompts=1, group_size=1, rl_steps=3, median=500, cap=700, workers=1)
     arms = (Strategy.chain("ngram", 1), Strategy.chain("ngram", 2), Strategy.chain("ngram", 4))
@@ -364,7 +364,7 @@ def test_graph_memory_is_a_cap_on_every_policy():
         tune(TRACE, **options, graphs=replace(room, cap_bytes=1.0))
 
 
-def test_batches_that_are_not_captured_count_for_the_last():
+def test_batches_that_are_not_captured_count_for_last():
     """Speculation pays at batches 1 to 4 and not at 16, where nearly all the time goes: the last row is for those."""
     few, many = Strategy.chain("ngram", 4), NO_SPECULATION
     seconds = {
@@ -391,7 +391,7 @@ def test_robust_tuning_minimises_the_worst_case():
     assert found.searched["none"] == pytest.approx(1.0)
 
 
-def test_costs_that_are_off_are_off_by_what_was_said():
+def test_perturbed_costs_have_the_stated_error():
     strategy, factors = Strategy.chain("ngram", 4), []
     for off in (each.scenario for each in case(acceptance="geometric:0.6", rl_steps=[0]).perturbed(0.2, ("ngram",))):
         speculative, plain = (
@@ -410,7 +410,7 @@ def test_several_traces_count_together():
     assert (found.tuned_on, len(found.policy.provenance["trace"])) == (((0, 2), (0,)), 2)
 
 
-def test_prices_weigh_batches_by_the_time_spent_at_them():
+def test_prices_weigh_batches_by_time_spent_at_them():
     one = case(rl_steps=[0])
     plain, prices = one.scenario.rollouts(load_policy("none"))[0], Prices.of([one], [])
     decoding_s = sum(float(log.columns.seconds.sum()) for log in plain.logs)
@@ -463,7 +463,7 @@ def border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{name}:Border"
 
 
-def test_settings_of_an_own_policy_are_searched_and_written(border: str, tmp_path: Path):
+def test_settings_of_own_policy_are_searched_and_written(border: str, tmp_path: Path):
     settings = SMALL | {"trials": 20, "repeats": 1, "depths": (4,), "policies": f"{border}(few=9)"}
     found = tune(SHORT, **settings, search={"few": "0..6", "deep": (False, True)})
     every = {tuple(trial.settings.values()): trial.score for trial in found.trials}
@@ -538,7 +538,7 @@ def test_the_command_refuses_before_it_works(tmp_path: Path, capsys):
     assert not (tmp_path / "new").exists()
 
 
-def test_an_interrupted_tuning_finds_what_it_would_have_found(tmp_path: Path):
+def test_interrupted_tuning_finds_what_it_would_have_found(tmp_path: Path):
     journal, settings = tmp_path / "new" / "policy.json.trials", SMALL | {"trials": 9, "repeats": 1, "depths": (4,)}
     whole = tune(SHORT, **settings)
 

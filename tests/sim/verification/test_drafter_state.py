@@ -109,7 +109,7 @@ def test_acceptance_follows_the_drafter_s_state(run: Path, found, tmp_path: Path
     assert found.median_error < 0.05
 
 
-def test_every_step_must_tell_the_drafter_s_state(run: Path):
+def test_every_step_must_show_the_drafter_s_state(run: Path):
     trace = read(run)
     steps = trace.steps
     steps["drafter_age"] = steps["drafter_age"].where(steps["rl_step"] != 3)

@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record(tmp_path_factory.mktemp("run"), made, policies)
 
 
-def test_a_run_without_noise_is_predicted_within_what_sampling_leaves(run: Path):
+def test_a_noise_free_run_is_predicted_closely(run: Path):
     found = verify(run, samples=4)
     assert found.rows["policy"].tolist() == ["none", "ours"] * 3
     plain = found.rows[found.rows["policy"] == "none"]
@@ -77,7 +77,7 @@ def test_a_step_is_never_fitted_on_itself(run: Path):
     assert (found.scaled_steps, found.scaled_median_error) == (0, None)
 
 
-def test_an_engine_of_few_seats_is_predicted_as_one(tmp_path: Path):
+def test_engine_of_few_seats_is_predicted_as_one(tmp_path: Path):
     source = log_normal(prompts=8, group_size=4, rl_steps=3, median=100, sigma=0.7, cap=400, workers=2)
     few = COSTS.model_copy(update={"max_num_seqs": 5})
     made = simulate(source, "none", costs=few, record_iterations=True).trace
@@ -86,7 +86,7 @@ def test_an_engine_of_few_seats_is_predicted_as_one(tmp_path: Path):
     assert found.rows["error"].abs().max() < 0.01
 
 
-def test_what_a_budget_allotted_is_not_shared_out_again(tmp_path: Path):
+def test_what_budget_allotted_is_not_shared_out_again(tmp_path: Path):
     source = log_normal(prompts=8, group_size=4, rl_steps=4, median=100, sigma=0.7, cap=400, workers=2)
     budget = LengthAwareBudgetSpec(base_s=4e-3, token_s=2e-4)
     policy = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 6)), budget=budget)
@@ -94,7 +94,7 @@ def test_what_a_budget_allotted_is_not_shared_out_again(tmp_path: Path):
     assert verify(record(tmp_path, made, policy), samples=2).median_error < 0.09
 
 
-def test_drafters_that_remember_are_fitted_on_prompts_as_new(tmp_path: Path):
+def test_remembering_drafters_are_fitted_on_equally_new_prompts(tmp_path: Path):
     source = log_normal(prompts=8, group_size=4, rl_steps=6, median=100, sigma=0.7, cap=400, workers=2)
     epoch = (source.workload["rl_step"] >= 3).astype(np.int32)
     source = source.replace(workload=source.workload.assign(epoch=epoch))
@@ -112,7 +112,7 @@ def test_drafters_that_remember_are_fitted_on_prompts_as_new(tmp_path: Path):
     assert worst["das"] < 0.1 < worst["seer"]
 
 
-def test_turns_come_back_and_prefixes_are_what_was_prefilled(tmp_path: Path):
+def test_turns_return_and_prefixes_match_prefill(tmp_path: Path):
     tools = ToolUse(turns=3.0, tool_s=0.002, observation_tokens=20)
     lengths = REGIMES["base-rl"].with_changes(median=60.0, sigma=0.4, max_response_tokens=200)
     source = generate(lengths, num_rl_steps=3, prompts_per_step=6, group_size=4, num_workers=2, tools=tools)
@@ -126,7 +126,7 @@ def test_turns_come_back_and_prefixes_are_what_was_prefilled(tmp_path: Path):
     assert found["kept"].rows["measured_s"].sum() < found["recomputed"].rows["measured_s"].sum()
 
 
-def test_a_step_is_predicted_at_its_machine_s_speed(tmp_path: Path):
+def test_step_is_predicted_at_its_machine_s_speed(tmp_path: Path):
     slowness = {0: 1.0, 1: 1.0, 2: 1.6, 3: 1.0, 4: 0.8, 5: 1.0}
     source = log_normal(prompts=10, group_size=4, rl_steps=6, median=200, sigma=0.7, cap=1000, workers=2)
     late = Policy(selector=CHAIN.selector, activation=Activation(max_requests=6, hold_iterations=0))
@@ -145,7 +145,7 @@ def test_a_step_is_predicted_at_its_machine_s_speed(tmp_path: Path):
     assert found.json()["scaled_raw_median_error"] == found.median_error
 
 
-def test_a_rollout_run_twice_tells_the_noise_from_the_bias(run: Path, tmp_path: Path):
+def test_rollout_run_twice_shows_noise_from_bias(run: Path, tmp_path: Path):
     twice = [(0, 0.9, True), (2, 0.93, True), (4, 0.81, True), (5, 9.0, False)]
     rows = [{"rl_step": s, "rollout_s": 1.0, "repeat_s": repeat_s, "same_tokens": same} for s, repeat_s, same in twice]
     shutil.copytree(run, tmp_path / "run")
@@ -156,7 +156,7 @@ def test_a_rollout_run_twice_tells_the_noise_from_the_bias(run: Path, tmp_path: 
     assert f"{found.repeat_spread:.1%}" in text(found)
 
 
-def test_drawn_lengths_come_from_history_and_respect_the_cap():
+def test_drawn_lengths_come_from_history_and_respect_cap():
     trace = read(GCD)
     (step,), history = requests_by_step(trace, [5]), trace.select([0, 1])
     low = replace(step, caps=np.full(len(step), 100))
@@ -196,7 +196,7 @@ def test_processes_change_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert began == [2]
 
 
-def test_a_recorded_run_of_a_shipped_policy_can_be_verified(capsys):
+def test_recorded_run_of_shipped_policy_can_be_verified(capsys):
     command(GCD, rl_steps="4:5", samples=1, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert {"median_error", "worst_error", "repeat_spread", "steps"} <= found.keys()
@@ -268,7 +268,7 @@ def test_a_run_without_policy_and_speculation_ran_none(run: Path):
     assert {force.name for force in policies_in_force(unnamed.replace(iterations=plain)).values()} == {"none"}
 
 
-def test_a_named_policy_is_set_when_its_name_appears(run: Path, tmp_path: Path):
+def test_named_policy_is_set_when_its_name_appears(run: Path, tmp_path: Path):
     trace = read(run / "trace")
     names = ["ngram:4", "ngram:4", "explore", "explore", "none", "none"]
     trace.replace(steps=trace.steps.assign(policy=names)).write(tmp_path / "named")
@@ -311,7 +311,7 @@ def foreign(tmp_path: Path, monkeypatch) -> Callable[[str], Path]:
     return make
 
 
-def test_a_run_s_class_is_imported_only_when_allowed(foreign: Callable[[str], Path], capsys, tmp_path: Path):
+def test_run_s_class_is_imported_only_when_allowed(foreign: Callable[[str], Path], capsys, tmp_path: Path):
     path, before = foreign("own_policy:Mine"), list(sys.path)
     code, out, err = typed(capsys, "verify", path, "--json")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -329,7 +329,7 @@ def test_a_run_s_class_is_imported_only_when_allowed(foreign: Callable[[str], Pa
     assert sys.path == before
 
 
-def test_a_module_of_python_is_never_imported_for_a_policy(foreign: Callable[[str], Path], capsys, monkeypatch):
+def test_module_of_python_is_never_imported_for_policy(foreign: Callable[[str], Path], capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "this", raising=False)
     path = foreign("this:Zen")
     code, out, err = typed(capsys, "verify", path, "--allow-code", "this")

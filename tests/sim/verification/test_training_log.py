@@ -75,7 +75,7 @@ def log(tmp_path: Path, metrics_of) -> Path:
     return write(tmp_path / "verl.log", "INFO starting", *(console_line(s, m) for s, m in metrics_of.items()))
 
 
-def test_a_history_exported_from_wandb_tells_what_the_log_tells(log: Path, tmp_path: Path, metrics_of):
+def test_history_exported_from_wandb_shows_what_log_tells(log: Path, tmp_path: Path, metrics_of):
     history = tmp_path / "history.csv"
     pd.DataFrame([{"_step": step, **metrics} for step, metrics in metrics_of.items()]).round(3).to_csv(history)
     told = []
@@ -86,7 +86,7 @@ def test_a_history_exported_from_wandb_tells_what_the_log_tells(log: Path, tmp_p
     assert told[0] == told[1]
 
 
-def test_level_and_time_outside_are_told_apart(log: Path):
+def test_level_and_time_outside_are_distinguished(log: Path):
     found = fit_log(read(log), ENGINE, WORKERS)
     assert found.terms["level"] == pytest.approx(LEVEL, rel=0.08)
     assert found.terms["outside_s"] == pytest.approx(OUTSIDE_S, rel=0.3)
@@ -111,7 +111,7 @@ def test_without_times_of_rollouts_rl_steps_are_predicted(tmp_path: Path, metric
     assert later.json()["median_error"] < 0.05
 
 
-def test_without_costs_linear_ones_are_fitted_that_predict_as_well(log: Path):
+def test_without_costs_fitted_linear_costs_predict_well(log: Path):
     found = fit_log(read(log), workers=WORKERS)
     assert isinstance(found.costs, LinearCosts)
     assert found.costs.base_s > 0
@@ -140,7 +140,7 @@ def test_costs_of_a_log_simulate_its_rollouts(log: Path, tmp_path: Path, capsys:
         assert seconds[0] == pytest.approx(costs.level * seconds[1])
 
 
-def test_later_rl_steps_are_predicted_with_intervals_that_hold(log: Path):
+def test_intervals_of_later_rl_steps_hold(log: Path):
     found = verify_log(read(log), costs=ENGINE, workers=WORKERS).json()
     assert found["num_steps"] == 18
     assert found["median_error"] < 0.05
@@ -159,7 +159,7 @@ def test_processes_change_no_prediction(log: Path, monkeypatch: pytest.MonkeyPat
     assert verify_log(trace, costs=costs, workers=WORKERS, jobs=2).rows.equals(alone)
 
 
-def test_what_comes_later_in_a_log_changes_no_prediction(tmp_path: Path, metrics_of):
+def test_what_comes_later_in_log_changes_no_prediction(tmp_path: Path, metrics_of):
     whole, part = (
         verify_log(trace_of(tmp_path, dict(list(metrics_of.items())[:last])), workers=WORKERS).rows for last in (14, 10)
     )
@@ -202,7 +202,7 @@ def test_speculation_is_part_of_what_a_log_identifies(tmp_path: Path, metrics_of
 
 
 @pytest.mark.parametrize(("times", "where"), [(1.4, "RL steps 13-24"), (0.7, None)])
-def test_the_doctor_says_whether_drafts_lose_time(tmp_path: Path, metrics_of, times: float, where: str | None):
+def test_the_doctor_states_whether_drafts_lose_time(tmp_path: Path, metrics_of, times: float, where: str | None):
     rows = {
         step: row | {"spec_decode/mean_acceptance_length": 2.0, "timing_s/gen": times * row["timing_s/gen"]}
         for step, row in metrics_of.items()

@@ -23,7 +23,7 @@ def test_every_row_is_shown_whole(shared_data: Path):
     assert engines["n_points"].sum() == found[found["pooled"].eq(False)]["n_points"].sum()
 
 
-def test_prefixes_in_the_cache_bring_a_crowded_server_nearer(shared_data: Path):
+def test_prefixes_in_cache_bring_crowded_server_nearer(shared_data: Path):
     again, kept, *_ = server.rows(shared_data).itertuples()
     tokens = [int(row.note.split()[-3]) for row in (again, kept)]
     assert 257_239 < tokens[1] < tokens[0] - 50_000

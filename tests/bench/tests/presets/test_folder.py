@@ -49,9 +49,7 @@ def test_a_file_that_is_no_table_is_named(tmp_path: Path, name: str, content: by
         ("gemm_bf16.parquet", lambda folder: Kernels.read(folder, "H100")),
     ],
 )
-def test_every_reader_of_measurements_names_a_bad_or_missing_file(
-    tmp_path: Path, name: str, content: bytes | None, load
-):
+def test_readers_of_measurements_name_a_bad_file(tmp_path: Path, name: str, content: bytes | None, load):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     missing = "no " if content is None else ""
@@ -59,7 +57,7 @@ def test_every_reader_of_measurements_names_a_bad_or_missing_file(
         load(tmp_path)
 
 
-def test_requests_fit_up_to_the_capacity_of_the_kv_cache():
+def test_requests_fit_up_to_capacity_of_kv_cache():
     # 873,168 tokens on four H100, see test_hardware.
     asked = pd.DataFrame({"concurrency": [213, 214], "isl": 4000, "osl": 96})
     assert fits_kv_cache(asked.assign(gpu="H100", model="Qwen2.5-32B", tp=4)).tolist() == [True, False]

@@ -59,7 +59,7 @@ def test_the_fit_predicts_what_known_terms_made(made: pd.DataFrame):
     assert np.abs(error).max() < 0.02
 
 
-def test_an_engine_that_was_not_seen_is_predicted_by_what_the_others_share(made: pd.DataFrame):
+def test_an_unseen_engine_is_predicted_from_the_others(made: pd.DataFrame):
     one = made["family"] == "one"
     values = fit(made[~one])
     assert not any(level == "family" and value == "one" for _, level, value in values)
@@ -75,7 +75,7 @@ def test_a_row_alone_moves_terms_little(made: pd.DataFrame):
         assert abs(deviation) < getattr(PRIORS[term], level or "shared")
 
 
-def test_the_profiles_that_ship_are_those_of_the_fit(shared_data: Path):
+def test_profiles_that_ship_are_those_of_fit(shared_data: Path):
     found, ships = shipped(validated(shared_data)), profiles()
     assert sorted(found.engines) == sorted(ships.engines) == sorted(ENGINES)
     for name, engine in found.engines.items():
@@ -134,7 +134,7 @@ def test_the_tail_of_few_sets_is_smaller():
     assert residuals(**many).most() == pytest.approx(0.91)
 
 
-def test_a_single_set_has_the_wider_of_both_kinds():
+def test_single_set_has_wider_of_both_kinds():
     own, other = residuals(one=[0.1] * 10), residuals(two=[0.5] * 10, three=[0.5] * 10)
     both = Residuals(rows=pd.concat([own.rows.assign(experts=True), other.rows], ignore_index=True))
     assert both.bound(experts=True, drafting=False)[1] == pytest.approx(np.expm1(0.5), rel=1e-3)

@@ -49,7 +49,7 @@ def iterations(rng: np.random.Generator, tps: tuple[int, ...] = (2, 4), num: int
     return pd.concat(tables, ignore_index=True)
 
 
-def test_a_fit_finds_the_times_behind_noise_and_outliers():
+def test_fit_finds_times_behind_noise_and_outliers():
     rows = iterations(np.random.default_rng(0))
     found = fit(rows, ["tp_fold"])
     error = found.predictions["predicted"] / found.predictions["clean"] - 1
@@ -71,7 +71,7 @@ def test_a_fit_of_plain_decoding_leaves_speculation_unknown():
         COSTS.model_copy(update={"constants": found.constants}).iteration(TREE)
 
 
-def test_model_free_drafts_say_nothing_about_levels():
+def test_model_free_drafts_report_nothing_about_levels():
     costs = COSTS.model_copy(update={"tp": 1})
     depth, batch = (a.ravel() for a in np.meshgrid([0, 2, 4, 8], [1, 8, 32, 64]))
     took = [
@@ -87,7 +87,7 @@ def test_model_free_drafts_say_nothing_about_levels():
     assert found.constants.draft_level_s is None
 
 
-def test_a_constant_that_the_data_do_not_show_is_named():
+def test_constant_that_data_do_not_show_is_named():
     one_gpu = fit(iterations(np.random.default_rng(2), tps=(1,), num=60))
     held = next(note for note in one_gpu.notes if note.startswith("not identified"))
     assert "allreduce_s" in held
@@ -130,13 +130,13 @@ def served_one_by_one(batch: int, isl: int, osl: int) -> float:
 
 
 @pytest.mark.parametrize(("batch", "isl", "osl"), [(8, 1024, 128), (32, 1024, 512), (16, 4096, 256)])
-def test_time_per_token_of_a_loaded_server_agrees_with_serving_request_by_request(batch: int, isl: int, osl: int):
+def test_loaded_server_time_agrees_with_single_requests(batch: int, isl: int, osl: int):
     table = pd.DataFrame({"gpu": ["H100"], "model": "Qwen2.5-32B", "tp": 4, "concurrency": batch, "isl": isl})
     rows = from_tpot(table.assign(osl=osl, tpot_s=1.0), "server")
     assert predict(TRUE, rows)[0] == pytest.approx(served_one_by_one(batch, isl, osl), rel=0.03)
 
 
-def test_requests_that_come_at_once_wait_for_the_prefills_after_their_own():
+def test_simultaneous_requests_wait_for_later_prefills():
     table = pd.DataFrame({"gpu": ["H100"], "model": "Qwen2.5-32B", "tp": 4, "concurrency": 16, "isl": 1000, "osl": 100})
     prefills = 16 * COSTS.prefill_s(1000)
     rows = from_waves(table.assign(tpot_s=1.0, ttft_s=prefills / 2), "server")

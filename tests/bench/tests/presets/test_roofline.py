@@ -13,7 +13,7 @@ def table(shared_data: Path):
     return rows(shared_data).set_index("what")
 
 
-def test_one_set_of_constants_holds_for_tlt_and_vllm(table):
+def test_constants_hold_for_both_tlt_and_vllm(table):
     errors = table["mean_abs_error"]
     assert errors["Fig. 13: depth x tokens to verify, speed-up"] < 0.02
     assert errors["Table 4: batch x tokens to verify, speed-up"] < 0.05
@@ -35,7 +35,7 @@ def test_rows_beyond_the_kv_capacity_are_apart(table):
     assert not table["used_for_fit"]["beyond the KV capacity"]
 
 
-def test_table_4_above_batch_1_fits_a_long_context_better_than_that_of_the_released_benchmark(table):
+def test_table_4_fits_a_long_context_better(table):
     long, short = (
         table.loc["Table 4 above batch 1, speed-up"],
         table.loc["Table 4 above batch 1, context held at 2,048"],
@@ -46,7 +46,7 @@ def test_table_4_above_batch_1_fits_a_long_context_better_than_that_of_the_relea
     assert "the most allowed" in long["note"]
 
 
-def test_the_presets_that_ship_are_those_of_the_fit(shared_data: Path):
+def test_presets_that_ship_are_those_of_fit(shared_data: Path):
     for name, made in presets(shared_data).items():
         shipped = load_costs(name)
         assert shipped.notes == made.notes
@@ -57,7 +57,7 @@ def test_the_presets_that_ship_are_those_of_the_fit(shared_data: Path):
             assert getattr(shipped.constants, term) == pytest.approx(value, rel=0.02)
 
 
-def test_kernels_reach_shares_of_what_the_data_sheet_says(shared_data: Path):
+def test_kernels_reach_shares_of_what_data_sheet_states(shared_data: Path):
     for name in ("H100", "H200", "A100"):
         found = shares(shared_data, name)
         assert all(0.5 < share < 1 for share in (found.memory, found.compute, found.kv, found.link))

@@ -98,7 +98,7 @@ def trace_of(texts: Sequence[Sequence[int]], **outcomes: object) -> Trace:
     ],
     ids=["behind", "in one iteration", "of no tokens"],
 )
-def test_a_position_keeps_what_the_text_goes_on_with(texts, times, accepted):
+def test_a_position_accepts_what_the_text_continues_with(texts, times, accepted):
     responses = [response(sample, *each) for sample, each in enumerate(zip(texts, times, strict=True))]
     assert kept(Copycat, responses, depth=4) == [[0] * len(texts[0]), accepted]
 
@@ -108,7 +108,7 @@ def test_responses_without_times_run_side_by_side():
     assert kept(Copycat, recorded_responses(same), depth=4) == [[0, 0, 0, 0], [0, 0, 0, 0]]
 
 
-def test_tokens_are_spread_between_the_first_and_the_last():
+def test_tokens_are_spread_between_first_and_last():
     timed = trace_of([[5, 6, 7], [5]], t_submit=0.0, t_first_token=[1.0, 4.0], t_finish=[2.0, 4.0])
     first, second = recorded_responses(timed)
     assert first.times_s.tolist() == [1.0, 1.5, 2.0]
@@ -116,7 +116,7 @@ def test_tokens_are_spread_between_the_first_and_the_last():
     assert second.opened_s == 0.0
 
 
-def test_a_turn_is_unknown_before_the_last_is_over():
+def test_turn_is_unknown_before_last_is_over():
     two_turns = trace_of([[5, 6, 7], [8, 9]])
     frames = {name: two_turns.table(name).assign(sample=0, turn=[0, 1]) for name in two_turns.names}
     drafter = Copycat()
@@ -125,7 +125,7 @@ def test_a_turn_is_unknown_before_the_last_is_over():
     assert turns == [("open", 0), ("close", 0), ("open", 1), ("close", 1)]
 
 
-def test_recorded_iterations_say_when_each_token_came():
+def test_recorded_iterations_time_each_token():
     columns = {
         "rl_step": 0, "worker": 0, "iteration": range(3), "t_start": [0.0, 1.0, 2.0], "duration": 1.0,
         "batch": [2, 2, 1], "context_tokens": 9, "prefill_tokens": 0, "drafter": ["none", "ngram", "ngram"],
@@ -140,14 +140,14 @@ def test_recorded_iterations_say_when_each_token_came():
     assert [r.times_s[-1] for r in recorded_responses(wrong)] == [9.0, 9.0]
 
 
-def test_workers_hear_of_each_other_between_rl_steps():
+def test_workers_exchange_responses_between_rl_steps():
     replayed, text = ReplayedDrafter(Copycat), [5, 6, 7]
     for step, accepted in ((0, [0, 0, 0]), (1, [3, 2, 1])):
         responses = [response(n, text, [11 * n, 12, 13], worker=n, key=(step, "p", n, 0)) for n in (0, 1)]
         assert [row.tolist() for row in replayed.annotate(responses, 3)] == [accepted] * 2
 
 
-def test_a_drafter_is_told_what_became_of_drafts():
+def test_a_drafter_receives_accepted_tokens():
     drafter = Copycat()
     sibling, text = response(0, [5, 6, 0, 8, 9], range(5)), response(1, [5, 6, 7, 8, 9], range(10, 15))
     ReplayedDrafter(lambda: drafter).annotate([sibling, text], 3)
@@ -201,7 +201,7 @@ def test_rows_are_those_of_the_trace_format():
     assert annotated["drafter_updates"].isna().all()
 
 
-def test_rows_of_the_same_drafter_and_age_are_replaced():
+def test_rows_of_same_drafter_and_age_are_replaced():
     def rows(age: int, depth: int):
         drafters = {DraftedBy("learned", age): ReplayedDrafter(NgramDrafter)}
         ((_, table),) = annotate(trace_of([[5, 6], [7]]), drafters, depth)
@@ -286,7 +286,7 @@ def test_a_failed_annotation_leaves_the_trace_alone(tltlab, tiny, monkeypatch):
     assert {p.name: p.read_bytes() for p in tiny.iterdir()} == before
 
 
-def test_a_drafter_is_named_by_kind_settings_and_age():
+def test_drafter_is_named_by_kind_settings_and_age():
     assert parse_drafter("ngram")[0] == DraftedBy("ngram", 0)
     assert parse_drafter("mine=ngram:min_match=3,max_match=4@2")[0] == DraftedBy("mine", 2)
     assert parse_drafter("das=suffix:scopes=problem")[0] == DraftedBy("das", 0)

@@ -113,7 +113,7 @@ def test_without_enough_text_before_it_nothing_is_drafted(
         assert row.tolist() == [0]
 
 
-def test_the_folder_says_what_a_learned_drafter_is(eagle_head, draft_model, target_folder):
+def test_the_folder_states_what_a_learned_drafter_is(eagle_head, draft_model, target_folder):
     assert isinstance(learned_annotator("learned", str(eagle_head), str(target_folder)), Eagle)
     assert isinstance(learned_annotator("learned", str(draft_model), None), DraftModel)
     named, annotator, traits = parse_drafter(f"eagle:{eagle_head}@2", target_folder)

@@ -116,7 +116,7 @@ def test_another_heads_checkpoint_falls_short(target: Path, heads: dict[str, Pat
 
 
 @pytest.mark.engine
-def test_what_stock_vllm_does_not_load_is_told(target: Path, heads: dict[str, Path], tmp_path: Path):
+def test_what_stock_vllm_does_not_load_is_reported(target: Path, heads: dict[str, Path], tmp_path: Path):
     load_head(heads["eagle"]).save(tmp_path / "odd")
     weights = load_file(tmp_path / "odd" / "model.safetensors")
     save_file(weights | {"lm_head.weight": torch.zeros(24, 64)}, tmp_path / "odd" / "model.safetensors")

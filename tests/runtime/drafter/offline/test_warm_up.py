@@ -85,7 +85,7 @@ def trained(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hass", "eagle3"])
-def test_the_report_says_how_much_is_learned(trained: Callable[[str], Trained], kind: str):
+def test_the_report_states_how_much_is_learned(trained: Callable[[str], Trained], kind: str):
     out, report = trained(kind)
     before, after = report["before"], report["after"]
     assert before["accept_length"] < 1.3 < 1.8 < after["accept_length"]
@@ -145,7 +145,7 @@ def test_training_stops_at_an_accept_length(target: Path, data: Path, tmp_path: 
     assert train_drafter(target, data, tmp_path / "more", more, quiet)["updates"] == 0
 
 
-def test_training_goes_on_from_a_head(target: Path, data: Path, tmp_path: Path, trained: Callable[[str], Trained]):
+def test_training_continues_from_a_head(target: Path, data: Path, tmp_path: Path, trained: Callable[[str], Trained]):
     first, report = trained("eagle")
     more = train_drafter(target, data, tmp_path / "more", config(head=str(first), updates=0), quiet)
     assert more["before"] == more["after"] == report["after"]

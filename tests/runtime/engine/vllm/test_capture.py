@@ -121,7 +121,7 @@ def test_states_are_hugging_faces(
 
 
 @pytest.mark.engine
-def test_a_sequence_comes_with_the_iteration_that_ends_it(engine: Engine, target: LlamaForCausalLM):
+def test_sequence_comes_with_iteration_that_ends_it(engine: Engine, target: LlamaForCausalLM):
     """One that is aborted never does."""
     found: list[TrainingSequence] = []
     ended: list[tuple[int, int]] = []
@@ -155,7 +155,7 @@ def test_only_rollouts_are_captured_until_it_is_off(engine: Engine):
 
 
 @pytest.mark.engine
-def test_capture_changes_nothing_that_is_said(engine: Engine):
+def test_capture_changes_nothing_that_is_reported(engine: Engine):
     asked = requests(12, 40)
     before = engine.snapshot()
     captured, found = rollout_of(engine, asked)
@@ -166,7 +166,7 @@ def test_capture_changes_nothing_that_is_said(engine: Engine):
 
 
 @pytest.mark.engine
-def test_after_a_weight_update_states_are_of_the_new_weights(engine: Engine, random_model: Path):
+def test_after_weight_update_states_are_of_new_weights(engine: Engine, random_model: Path):
     model = load(random_model)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_after_a_weight_update_states_are_of_the_new_weights(engine: Engine, ran
 
 
 @pytest.mark.engine
-def test_a_sink_that_fails_ends_the_capture_and_not_the_rollout(engine: Engine, caplog: pytest.LogCaptureFixture):
+def test_sink_that_fails_ends_capture_and_not_rollout(engine: Engine, caplog: pytest.LogCaptureFixture):
     found: list[TrainingSequence] = []
 
     def sink(sequence: TrainingSequence) -> None:
@@ -199,7 +199,7 @@ def test_a_sink_that_fails_ends_the_capture_and_not_the_rollout(engine: Engine, 
 
 
 @pytest.mark.engine
-def test_what_finds_no_room_is_counted_and_the_rest_is_whole(engine: Engine, target: LlamaForCausalLM):
+def test_rows_without_room_are_counted(engine: Engine, target: LlamaForCausalLM):
     asked = [request(f"p{n}", 0, [1, 4 + n], 80) for n in range(12)]
     found: list[TrainingSequence] = []
     room = 4 * 32 * 64 * 4
@@ -288,7 +288,7 @@ class Stream:
     def synchronize(self) -> None: ...
 
 
-def test_on_cuda_an_iteration_lands_after_the_next_has_left(monkeypatch: pytest.MonkeyPatch):
+def test_on_cuda_iteration_lands_after_next_has_left(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)

@@ -25,7 +25,7 @@ from ..asking import fixed
 HEAD = LearnedSpec(method="eagle", model="some/head")
 
 
-def test_the_engine_is_built_for_the_policys_deepest_draft():
+def test_engine_is_built_for_policys_deepest_draft():
     speculative = vllm_options(fixed("suffix", 5))["speculative_config"]
     assert (speculative["num_speculative_tokens"], speculative["method"]) == (5, "custom_class")
     assert "speculative_config" not in vllm_options("none")
@@ -69,7 +69,7 @@ BEG_MAB = {1: (8, 4, 2, 0), 4: (8, 4, 2, 0), 8: (4, 2, 1, 0), 16: (4, 2, 1, 0), 
 
 
 @pytest.mark.parametrize(("policy", "depths_at"), [("table", TABLE), ("beg-mab", BEG_MAB)])
-def test_graphs_are_captured_for_every_depth_of_a_policy(policy: str, depths_at: dict[int, tuple[int, ...]]):
+def test_graphs_are_captured_for_every_depth_of_policy(policy: str, depths_at: dict[int, tuple[int, ...]]):
     options = vllm_options(policy, max_batch=64)
     assert options["max_num_seqs"] == 64
     wanted = {batch * (depth + 1) for batch, depths in depths_at.items() for depth in depths}
@@ -81,7 +81,7 @@ def test_graphs_are_captured_for_every_depth_of_a_policy(policy: str, depths_at:
     assert "num_speculative_tokens_per_batch_size" not in options["speculative_config"]
 
 
-def test_a_learned_drafter_alone_has_a_schedule_of_depths():
+def test_learned_drafter_alone_has_schedule_of_depths():
     comes_on = {"activation": Activation(max_requests=8), "drafters": {"learned": HEAD}}
     policy = fixed("learned", 4).model_copy(update=comes_on)
     options = vllm_options(policy, max_batch=64)
@@ -112,12 +112,12 @@ def test_what_vllm_cannot_run_is_refused(policy: str, more: dict[str, Any], fact
         vllm_options(policy, **more)
 
 
-def test_data_parallel_engines_have_workers_and_traces_of_their_own():
+def test_data_parallel_engines_have_separate_traces():
     replicas = map(Attachment(worker=2, record="out/trace").of_replica, range(2))
     assert [(replica.worker, replica.record) for replica in replicas] == [(2, "out/trace"), (3, "out/trace-1")]
 
 
-def test_vllm_logs_beside_the_results_and_not_among_them(monkeypatch: pytest.MonkeyPatch):
+def test_vllm_logs_beside_results_and_not_among_them(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "")
     monkeypatch.delenv("VLLM_LOGGING_STREAM")
     with starting():

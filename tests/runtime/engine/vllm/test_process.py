@@ -130,12 +130,12 @@ def program(random_model: Path, traces: Path) -> tuple[dict[str, Any], str]:
     return json.loads(printed.splitlines()[-1]), printed + said
 
 
-def test_an_engine_leaves_environment_path_and_compilation_as_they_were(program: tuple[dict[str, Any], str]):
+def test_an_engine_restores_environment_and_compilation(program: tuple[dict[str, Any], str]):
     found = {name: program[0][name] for name in ("created", "used", "failed")}
     assert found == {"created": [], "used": [], "failed": []}
 
 
-def test_what_a_program_recorded_is_a_trace_once_it_ends(program: tuple[dict[str, Any], str], traces: Path):
+def test_what_program_recorded_is_trace_once_it_ends(program: tuple[dict[str, Any], str], traces: Path):
     assert program[0]["exits"] == [["length"] * 3, ["repetition"] * 3]
     outcomes = tltlab.read(traces / "exits").outcomes
     assert outcomes["finish_reason"].tolist() == ["length"] * 3 + ["stop"] * 3 + ["abort", "length"]
@@ -143,7 +143,7 @@ def test_what_a_program_recorded_is_a_trace_once_it_ends(program: tuple[dict[str
     assert str(traces / "exits") in program[1]
 
 
-def test_an_engine_that_pools_goes_on_unrecorded_and_says_so_once(program: tuple[dict[str, Any], str], traces: Path):
+def test_a_pooling_engine_is_not_recorded(program: tuple[dict[str, Any], str], traces: Path):
     """By variables, and where its arguments ask for a recording."""
     found, said = program
     assert found["pools"] == [3, True, False]
@@ -252,7 +252,7 @@ def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Simp
     return server_of
 
 
-def test_64_streams_have_the_text_of_a_server_without_policy(served: SimpleNamespace):
+def test_64_streams_have_text_of_server_without_policy(served: SimpleNamespace):
     """Requests are preempted with drafts and without."""
     assert all(metrics["vllm:num_preemptions_total",] > 0 for metrics in served.metrics.values())
     assert len(set(served.texts[-1])) > 32
@@ -260,7 +260,7 @@ def test_64_streams_have_the_text_of_a_server_without_policy(served: SimpleNames
     assert served.metrics["beg-mab"]["vllm:spec_decode_num_draft_tokens_total",] > 0
 
 
-def test_the_metrics_endpoint_tells_what_the_trace_does(served: SimpleNamespace):
+def test_the_metrics_endpoint_shows_what_the_trace_does(served: SimpleNamespace):
     rows = tltlab.read(served.trace).iterations
     arms = [str(Strategy(*ran)) for ran in zip(*(rows[name] for name in STRATEGY_COLUMNS), strict=True)]
     found = served.metrics["beg-mab"]
@@ -276,7 +276,7 @@ def test_the_metrics_endpoint_tells_what_the_trace_does(served: SimpleNamespace)
     assert any(value for key, value in found.items() if key[0] == "tltlab:gained_seconds")
 
 
-def test_a_server_that_is_told_to_end_leaves_a_trace(served: SimpleNamespace):
+def test_server_that_is_reported_to_end_leaves_trace(served: SimpleNamespace):
     trace = tltlab.read(served.trace)
     # A busy machine may hand in requests so slowly that a session ends in between. What comes right after a request
     # with a key is of its RL step.
@@ -368,7 +368,7 @@ def test_what_a_killed_program_made_durable_is_simulated(actors: list[Path]):
     "TLTLAB_TRL" not in os.environ and find_spec("trl") is None,
     reason="TRL is not installed, and TLTLAB_TRL names no folder with it (pip install --target)",
 )
-def test_trls_trainer_runs_under_a_policy_and_is_recorded(random_model: Path, tmp_path: Path):
+def test_trls_trainer_runs_under_policy_and_is_recorded(random_model: Path, tmp_path: Path):
     """Colocated, from its package; on a CPU vLLM must keep its weights where TRL can write them."""
     sizes = {"steps": 2, "prompts_per_step": 4, "group_size": 4, "max_response_tokens": 48, "cores": 1}
     setting = GrpoJob(model=random_model, reward="even:evenness", **sizes)

@@ -122,7 +122,7 @@ def test_recording_alone_changes_nothing_of_vllms(random_model: Path, tmp_path: 
     assert config.observability_config == stock.observability_config
 
 
-def test_a_policy_steers_the_head_that_a_program_drafts_with_by_itself(
+def test_a_policy_controls_a_programs_own_head(
     random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
 ):
     def drafting(depth: int) -> Attachment | None:
@@ -210,7 +210,7 @@ def test_settings_that_vllm_refuses_late_are_refused_early(
         check_engine(config, attached(config), plugged_in=True, sound=True)
 
 
-def test_logits_processors_of_installed_packages_leave_the_policy_out(
+def test_logits_processors_of_installed_packages_leave_policy_out(
     random_model: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     """Beside speculation vLLM drops them without a word."""
@@ -240,7 +240,7 @@ def test_strictness_gives_no_engine_instead(option: str, fact: str, random_model
 
 
 @pytest.mark.parametrize("policy", ["beg-mab-learned", "gone/policy.json"])
-def test_an_engine_records_without_a_policy_it_cannot_follow(
+def test_engine_records_without_policy_it_cannot_follow(
     policy: str, random_model: Path, tmp_path: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
 ):
     environment(policy=policy, record=str(tmp_path / "x"))
@@ -264,14 +264,14 @@ def test_ranks_that_schedule_record_once(
     assert found[1] is None
 
 
-def test_whoever_starts_an_engine_of_ours_says_what_it_does(environment: Environment):
+def test_every_engine_start_states_its_purpose(environment: Environment):
     environment(policy="beg-mab", record="x")
     with starting():
         assert Variables.read(os.environ) is None
     assert os.environ["TLTLAB_POLICY"] == "beg-mab"
 
 
-def test_engines_that_share_a_name_record_each_to_a_folder_of_its_own(tmp_path: Path):
+def test_engines_of_one_name_record_separately(tmp_path: Path):
     (tmp_path / "x").mkdir()
 
     def started() -> LiveRecording:

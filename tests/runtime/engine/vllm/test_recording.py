@@ -220,7 +220,7 @@ CASES = [structured, repeated, aborted, failed, adapted, several, streamed, nons
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_whatever_requests_are_they_are_served_and_written_down(
+def test_all_kinds_of_requests_are_recorded(
     recorded: Recorded, adapter: Path, case: Callable[[Recorded, Path], list[str]], caplog: pytest.LogCaptureFixture
 ):
     expected = case(recorded, adapter)
@@ -236,7 +236,7 @@ def test_whatever_requests_are_they_are_served_and_written_down(
         assert [key[:3] for key in sorted(keys)] == [(5, "p", n) for n in range(6)]
 
 
-def test_a_stop_string_ends_a_response_as_its_client_sees_it(recorded: Recorded):
+def test_a_stop_string_ends_a_response(recorded: Recorded):
     from vllm import SamplingParams
 
     # In the core it has ended by a token or its cap, or it is aborted; its client met the stop string before that.
@@ -334,7 +334,7 @@ def test_what_runs_when_the_engine_closes_is_recorded(recorded: Recorded):
     assert trace.iterations["num_generated"].sum() == trace.outcomes["response_tokens"].sum() >= 8
 
 
-def test_each_turn_of_a_session_ends_when_it_did(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
+def test_each_turn_of_session_ends_when_it_did(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
     """As AsyncLLM's streams of inputs reach the scheduler."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
@@ -361,7 +361,7 @@ def test_each_turn_of_a_session_ends_when_it_did(recorded: Recorded, monkeypatch
     assert trace.iterations["duration"].max() < 1800.0
 
 
-def test_a_drafter_that_a_wake_breaks_is_said(
+def test_a_drafter_that_a_wake_breaks_is_reported(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     """Its drafts are wrong from then on, and what is said stays right."""
@@ -397,7 +397,7 @@ def has_a_bug(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("trouble", [vanishes, is_full, has_a_bug], ids=lambda trouble: trouble.__name__)
-def test_a_recording_in_trouble_ends_and_vllm_goes_on(
+def test_a_recording_in_trouble_ends_and_vllm_continues(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: Callable[..., str]
 ):
     monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
@@ -416,7 +416,7 @@ def test_a_recording_in_trouble_ends_and_vllm_goes_on(
     assert not recorded.path.exists()
 
 
-def test_an_engine_that_is_never_idle_is_written_down_as_it_goes(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
+def test_a_busy_engine_is_recorded_continuously(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
     from vllm import SamplingParams
 
     monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
@@ -448,7 +448,7 @@ def test_an_engine_that_is_never_idle_is_written_down_as_it_goes(recorded: Recor
         assert sorted(rows["iteration"]) == list(range(len(rows))), "each once"
 
 
-def test_where_a_recording_is_already_another_one_goes_beside_it(recorded: Recorded, llm: Any):
+def test_a_second_recording_gets_another_folder(recorded: Recorded, llm: Any):
     first = recorded.scheduler.__dict__.pop("close_recording").__self__
     first._unwrap()
     beside = Recorded(llm, recorded.path)
@@ -459,7 +459,7 @@ def test_where_a_recording_is_already_another_one_goes_beside_it(recorded: Recor
     first._close()
 
 
-def test_what_others_have_wrapped_stays_wrapped_when_a_recording_ends(recorded: Recorded, llm: Any, tmp_path: Path):
+def test_foreign_wrappers_survive_a_recording(recorded: Recorded, llm: Any, tmp_path: Path):
     """Another plugin's, that was there before ours and that came after it."""
     called: Counter[str] = Counter()
 

@@ -90,7 +90,7 @@ def test_each_request_has_the_tokens_of_stock_vllm(policy: str, told: dict[str, 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_bias_and_min_p_are_applied_to_every_token(policy: str, told: dict[str, dict[str, Any]]):
+def test_bias_and_min_p_apply_to_all_tokens(policy: str, told: dict[str, dict[str, Any]]):
     assert told[policy]["forced"] == [[9] * 30] * 4
     assert told[policy]["argmax"] == told["stock"]["argmax"]
 

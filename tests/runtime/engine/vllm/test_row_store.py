@@ -59,7 +59,7 @@ def store(pages: int, *expected: Any) -> RowStore:
 
 @settings(max_examples=20)
 @given(st.data())
-def test_a_request_gets_back_the_last_row_of_each_of_its_positions(data: st.DataObject):
+def test_the_last_row_of_each_position_is_returned(data: st.DataObject):
     writer = Writer(store(10_000))
     ends: dict[str, int] = {}
     for number in range(data.draw(st.integers(1, 12))):
@@ -85,7 +85,7 @@ def test_a_request_gets_back_the_last_row_of_each_of_its_positions(data: st.Data
     assert writer.store.skipped == writer.store.lost == 0
 
 
-def test_where_no_page_is_left_shorter_requests_give_theirs():
+def test_shorter_requests_release_pages_first():
     writer = Writer(store(3))
     for name in "abcd":
         writer.store.open(name)
@@ -126,7 +126,7 @@ def test_when_full_those_stay_that_get_long():
 
 
 @pytest.mark.parametrize(("pages", "num_rows", "counts"), [(10, 9, (0, 1)), (0, 8, (1, 0))])
-def test_without_its_last_rows_or_a_page_nothing_comes(pages: int, num_rows: int, counts: tuple[int, int]):
+def test_without_its_last_rows_or_page_nothing_comes(pages: int, num_rows: int, counts: tuple[int, int]):
     writer = Writer(store(pages))
     writer.store.open("a")
     writer.iteration([("a", 0, 8)])

@@ -92,7 +92,7 @@ def refused(engine: Engine, *, off: int, rl_step: int, prompt_tokens: int = 3, f
     return lost / (kept + lost)
 
 
-def test_a_draft_model_is_as_good_after_a_rest(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_draft_model_is_as_good_after_rest(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
     _, runner = executor_and_runner(attentive)
     passes = []
     forward = runner.drafter.model.forward
@@ -107,7 +107,7 @@ def test_a_draft_model_is_as_good_after_a_rest(attentive: Engine, monkeypatch: p
     assert refused(attentive, off=30, rl_step=3, first=8) > always + 0.2
 
 
-def test_it_knows_what_lies_in_the_cache_since_it_rested(attentive: Engine):
+def test_it_tracks_the_cache_while_skipped(attentive: Engine):
     attentive.llm.reset_prefix_cache()
     always = refused(attentive, off=0, rl_step=0, prompt_tokens=150)
     attentive.llm.reset_prefix_cache()
@@ -115,7 +115,7 @@ def test_it_knows_what_lies_in_the_cache_since_it_rested(attentive: Engine):
     assert refused(attentive, off=0, rl_step=2, prompt_tokens=150) <= always + 0.01
 
 
-def test_it_catches_up_in_passes_that_it_has_room_for(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_it_catches_up_in_fitting_passes(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
     _, runner = executor_and_runner(attentive)
     attentive.llm.reset_prefix_cache()
     always = refused(attentive, off=0, rl_step=0)
@@ -141,7 +141,7 @@ def runner(roomy: Engine) -> Iterator[Any]:
         "_DeviceStopwatch.start", "_DeviceStopwatch.stop", "_DeviceStopwatch.read", "_time_speculator",
     ],
 )  # fmt: skip
-def test_what_raises_in_a_runner_is_said_once_and_costs_no_token(
+def test_runner_errors_are_reported_once(
     roomy: Engine, runner: Any, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     roomy.set_policy(None)
