@@ -221,7 +221,7 @@ def model(name: str | ModelShape) -> ModelShape:
 
 
 def activation_bytes(gpu: Gpu, model: ModelShape, tp: int) -> float:
-    """Bytes that the largest iteration of an engine takes beside weights and cache, on each of `tp` GPUs.
+    """Bytes of an engine's largest iteration in addition to weights and cache, on each of `tp` GPUs.
 
     The residual stream, the MLP's two inputs and its product, in bf16, for the tokens of an iteration; and the logits
     of its requests, in bf16 and twice in fp32. vLLM V1 serves 8,192 tokens and 1,024 requests where a GPU has

@@ -48,7 +48,7 @@ class Drafting:
         """Begin to compute the acceptance of drafters of several ages on the rollout that has ended."""
 
     def publish(self, rl_step: int) -> None:
-        """Make engines draft with the newest good weights from now on: the policy has moved, and `rl_step` comes next.
+        """Make engines draft with the newest good weights from now on: the policy has changed; `rl_step` is next.
 
         Engines are awake, and still have the policy's previous weights.
         """

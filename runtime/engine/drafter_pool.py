@@ -76,8 +76,8 @@ class DrafterPool(Mapping[str, DrafterState]):
     (`feed`), and at the end. A drafter that no strategy asks costs nothing.
 
     `drafters` are specs or `Drafter` objects, by default `ngram` and `suffix`. At most one is learned; it does not
-    serve until the canary trusts it. `max_depth` is the deepest draft the engine was built for. Without `beside` only
-    an engine's workers draft. ConfigError for drafters that cannot run together.
+    serve until the canary trusts it. `max_depth` is the deepest draft the engine was built for. Without `beside` drafts
+    come only from an engine's workers. ConfigError for drafters that cannot run together.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Feed the drafters that `strategies` name from now on, all if there are none; includes running requests."""
         for strategy in strategies:
             self.check(strategy)
-        # Build all drafters before anything changes: an error leaves the pool as it was.
+        # Build all drafters before anything changes: an error leaves the pool unchanged.
         drafters = {name: self._drafter(name) for name in self.model_free(strategies)}
         previous, self._drafter_feeds = self._drafter_feeds, {}
         for name, drafter in drafters.items():
@@ -175,7 +175,7 @@ class DrafterPool(Mapping[str, DrafterState]):
             raise ConfigError(f"strategy {strategy}: {complaint}")
 
     def runs(self, name: str) -> bool:
-        """Return True if drafter `name` can be used: model-free drafts must reach the engine from `beside` it."""
+        """Return True if drafter `name` can be used: model-free drafters need `beside`."""
         return self.beside or not any(self._is_model_free(part) for part in self._parts(name))
 
     def has_network(self, name: str) -> bool:

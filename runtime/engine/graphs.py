@@ -271,7 +271,7 @@ class GraphPlan:
         by_tokens = TargetRunner(tokens_to_verify=1, batches=self.capture_sizes)
         drafter = [Strategy.chain(name, k) for name in self.networks for k in self.depths if k]
         if self.runner == "V1":
-            # One graph a size for all levels of all depths, and none beside full graphs of any lengths.
+            # One graph per size for all levels and depths; none together with full graphs of any lengths.
             drafter = [] if self.any_lengths else [Strategy.chain(name, 1) for name in self.networks]
         # Every capture size that is a batch is one of a drafter's levels.
         levels = tuple(n for n in self.capture_sizes if n <= self.max_num_seqs)

@@ -129,7 +129,7 @@ def _of_the_cluster(recipe: Recipe, bundles: Bundles) -> Iterator[str]:
 def places_of(bundles: Bundles, gpus_per_node: int) -> list[tuple[int, tuple[int, ...]]]:
     """Return node and GPUs of each bundle in `bundles.all`: the largest first, each onto the first node with room.
 
-    This is Ray's packing, but with nodes in numeric order. With 0 GPUs per node their size is unknown: all bundles are
+    The order is Ray's packing, with nodes in numeric order. With 0 GPUs per node their size is unknown: all bundles are
     on one.
 
     >>> places_of(Bundles(workers=(4.0, 4.0), ranks=(0.5, 0.5), colocated=False), 8)

@@ -290,7 +290,7 @@ class SynchronousRollouts(Rollouts):
 
 
 _CARRIED = {"pending": ("unfinished group", "rollout.partial"), "earlier": ("earlier response", "rollout.reuse")}
-"""What is stored under each `Rollouts.carries`, and its setting."""
+"""Data stored under each `Rollouts.carries`, and their setting."""
 
 Number = TypeVar("Number", int, float)
 

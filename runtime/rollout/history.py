@@ -54,11 +54,11 @@ _OF_OWN: dict[str, Any] = {"scopes": ("problem",), "window": None, "history_mib"
 class RunHistory:
     """The whole responses of a run that its drafters can draft from, an object in Ray's store per prompt and step.
 
-    `serve` sets the policy. Drafters with scope "problem" need the responses to the prompts at hand, those with scope
-    "global" need all responses, others none (`of`). For each prompt the newest visits that fill the drafters' window
-    are kept, in all `max_bytes` of tokens, the largest `history_mib` of the drafters in use. Prompts that do not occur
-    again in the run are dropped at once; over the bound the prompts that occur last are dropped. For drafters with
-    scope "global" the oldest visits are dropped.
+    `serve` sets the policy. Drafters with scope "problem" need the responses to the prompts of the rollout, drafters
+    with scope "global" all responses, others none (`of`). For each prompt the newest visits that fill the drafters'
+    window are kept, in all `max_bytes` of tokens, the largest `history_mib` of the drafters in use. Prompts that do not
+    occur again in the run are dropped at once; over the bound the prompts that occur last are dropped. For drafters
+    with scope "global" the oldest visits are dropped.
     """
 
     def __init__(self, specs: Mapping[str, DrafterSpec]) -> None:

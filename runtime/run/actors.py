@@ -139,7 +139,7 @@ class RunActors:
         """Send the policy's weights to the engines as `version`, after `before`, which may call engines."""
         in_place = self._colocated and self._transport == "ipc" and self.pool.all_alive
         if in_place:
-            # Both have the devices: there is room for two models without caches and optimizer steps.
+            # Engines and trainers hold the devices: two models fit without caches and optimizer steps.
             self.trainers_turn()
             self.pool.wake_up(["weights"])
         else:

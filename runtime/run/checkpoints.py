@@ -142,7 +142,7 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def step_of(path: Path) -> int:
-    """Return the RL step that comes next after the checkpoint `path`; ConfigError where its name has none."""
+    """Return the RL step after the checkpoint `path`; ConfigError where its name has none."""
     match = _STEP.fullmatch(path.name)
     if match is None:
         raise ConfigError(f"{path} is no checkpoint: its name must be step-NNNNNN")

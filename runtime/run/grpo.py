@@ -156,7 +156,7 @@ class GrpoRun:
 
     @property
     def rl_step(self) -> int:
-        """The RL step that comes next."""
+        """The next RL step."""
         return self.state.rl_step
 
     @property

@@ -77,8 +77,8 @@ class Recovery:
     def save(self, state: RunState) -> Path:
         """Save all that the run needs to continue; return the checkpoint's folder.
 
-        Engines then load their saved state: learned trees come out of a file in their own order, and a continuing
-        run must equal a resumed one.
+        Engines then load their saved state: a file changes the order of learned trees, and a continuing run must equal
+        a resumed one.
         """
         start = time.perf_counter()
         # Failed workers are restarted here: a sleeping engine cannot return its learned state.
@@ -146,7 +146,7 @@ class Recovery:
             pool.load_state_dicts(workers)
             pool.history.load_state_dict(history, self.checkpoints.folder if folder is None else folder / "history")
         else:
-            # They may have learned more since this run began.
+            # Workers may have learned more since this run began.
             pool.set_policy(self.policy, 0)
             pool.load_state_dicts(self._origin_workers)
             pool.history.load_state_dict(None, self.checkpoints.folder)

@@ -89,7 +89,7 @@ class _Joined(torch.autograd.Function):
         joined = part.new_zeros(num, *part.shape[1:])
         joined[rows] = part
         if joined.numel():
-            # A sum of one number and zeros is that number.
+            # Adding zeros to one number is exact.
             dist.all_reduce(joined, group=group)
         return joined
 

@@ -145,7 +145,7 @@ def policy_loss(
     """Clipped policy-gradient loss (arXiv 2402.03300, Eq. 3; with two bounds arXiv 2503.14476, Eq. 8), all tensors [T].
 
     Sum over tokens of w * (-c * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * k3), r = exp(logp -
-    old_logp). Gradients flow through `logp` alone. `correction` c is 1 where None and does not weigh the penalty, which
+    old_logp). Gradients flow through `logp` alone. `correction` c is 1 if None. It does not weigh the penalty, which
     depends on the policy, not on the token's source. k3 is `kl_estimate(logp, ref_logp)`; without `ref_logp` there is
     none, so `kl_coef` above 0 needs it. With the behaviour's `old_logp` the ratio itself corrects for it.
 

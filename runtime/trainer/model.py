@@ -35,7 +35,7 @@ _OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm
 class PackedTokens:
     """Sequences back to back, T tokens in all, and the R positions whose next token is one of a response.
 
-    Each of P ranks that compute them together has T / P tokens, token_ids and positions [1, T / P], and r of the R
+    Each of P ranks that share a batch has T / P tokens, token_ids and positions [1, T / P], and r of the R
     positions. Its rows and next_tokens [r], in the order of sequences, are numbers `own` of `num_rows`. boundaries
     [sequences + 1], as FlashAttention takes them, are those of all T. Padding tokens that make T a multiple of P are a
     sequence of their own, without rows. Without sequences there is one such token per rank: an idle rank still takes

@@ -39,7 +39,7 @@ _MOST_PANELS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """The values of each axis; an empty one stays as the trace and the settings have it.
+    """The values of each axis; an empty one keeps the value of the trace and the settings.
 
     `workers` and `gpus` (such as 8xH100, with `model`) set the machine, `caps` cut responses, `group_sizes` keep the
     first samples of each prompt, `acceptance` are models as `simulate` takes.

@@ -90,7 +90,7 @@ def _swept(scenario: Scenario, policies: Mapping[str, Policy], jobs: int | None,
 
 
 def expected_s(scenario: Scenario, policy: Policy) -> float:
-    """About the seconds of a simulation: those of decisions where a policy learns, else those of requests."""
+    """Approximate seconds of a simulation, by decisions where a policy learns, else by requests."""
     if is_memoryless(policy):
         return _REQUEST_S * sum(map(len, scenario.steps))
     rollouts = zip(scenario.steps, scenario.queues, strict=True)

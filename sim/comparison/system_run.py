@@ -49,7 +49,7 @@ def simulate_system(
 ) -> SystemRun:
     """Simulate a bound system on the GPUs of all workers; `settings` are fields that replace those of `config`.
 
-    Acceptance and what idle workers train are the system's, and so is the placement that `config` leaves open. A system
+    The system determines acceptance, training on idle workers, and the placement that `config` leaves open. A system
     whose trainer has its own GPUs generates on fewer workers. Raises ConfigError as `simulate` does.
     """
     trace = read(trace)

@@ -282,7 +282,7 @@ class RequestFeed(ABC):
 
     @abstractmethod
     def finished(self, requests: Sequence[int], worker: int, room_tokens: float = math.inf) -> list[int]:
-        """These are done; what begins on this worker, whose KV cache has so much room left."""
+        """Mark requests as done; return those that begin on this worker, in the room left in its KV cache."""
 
     def leave(self, request: int, generated: float) -> None:  # noqa: B027
         """A request that the rollout leaves, with what it has generated in it."""

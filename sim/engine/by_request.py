@@ -39,7 +39,7 @@ class Groups:
         self._finished = np.zeros(int(self._group.max(initial=-1)) + 1, np.int64)
 
     def finish(self, requests: Sequence[int]) -> None:
-        """These are done; each once."""
+        """Mark requests as done; each once."""
         np.add.at(self._finished, self._group[np.asarray(requests, np.int64)], 1)
 
     def siblings(self, running: Ints) -> Floats:

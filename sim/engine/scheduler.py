@@ -10,8 +10,8 @@ Running requests have priority; the remaining tokens go to admitted prompts in o
 iteration after its prompt is complete. Its KV space is taken at admission.
 
 With prefix caching (`Requests.prefix_caching`) what a group's samples share of their prompt is prefilled by the first
-of them on a worker, and held once while any of them is there. It is taken to stay in the cache from then on. The cache
-of a preempted request is kept while nothing else needs the room, and freed from its end.
+of them on a worker, and held once while any of them is there. The prompt is assumed to stay in the cache from then on.
+The cache of a preempted request is kept while nothing else needs the room, and freed from its end.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ class Scaled(Wrapped):
 class ConstantAcceptance(Distribution):
     """Every speculative iteration yields `tokens` per request, but never more than the draft's reach plus the bonus.
 
-    Sampled, a fractional value is a draw between the two nearest whole numbers.
+    In sampled mode a fractional value is drawn from the two nearest whole numbers.
     """
 
     kind: Literal["constant"] = "constant"

@@ -62,7 +62,7 @@ class Iterations:
         return len(self.batch)
 
     def where(self, mask: Flags | Ints) -> Iterations:
-        """Some of the rows."""
+        """Return the selected rows."""
         return Iterations(**{f.name: getattr(self, f.name)[mask] for f in fields(self)})
 
     def sums(self, predicted_s: Floats) -> pd.DataFrame:

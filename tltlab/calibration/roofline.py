@@ -99,7 +99,7 @@ class RooflineRows:
         )
 
     def where(self, mask: Flags | Ints) -> Self:
-        """Some of the rows."""
+        """Return the selected rows."""
         arrays = {f.name: getattr(self, f.name)[mask] for f in fields(self) if f.name != "ideal"}
         return type(self)(ideal=Ideal(**{f.name: getattr(self.ideal, f.name)[mask] for f in fields(Ideal)}), **arrays)
 

@@ -103,7 +103,7 @@ class WorkerAgent:
     def _can_obey(self, train: Train) -> bool:
         addressed = train.incarnation == self.incarnation and train.term >= self._highest_term
         idle = not self._busy and train.rl_step == self._rl_step
-        # One that still yields, of whatever term, has not freed its device.
+        # A trainer that still yields, of any term, has not freed its device.
         free = self.held is None or (isinstance(self.order, Train) and self.held == train.term)
         return addressed and idle and free
 

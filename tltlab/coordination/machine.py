@@ -278,7 +278,7 @@ class _Turn:
         """Order a worker to stop; a worker that is already stopping keeps its deadline."""
         if self.workers[index].phase is not Phase.STOPPING:
             self._send(index, StopTraining(worker=index, seq=self._next_seq(), term=self.term))
-            # One that turns up late does not put off a release that is waited for.
+            # A late worker does not delay a pending release.
             stop_by_s = min(self.now + self.config.yield_timeout_s, self.release_by_s)
             self._update(index, phase=Phase.STOPPING, stop_by_s=stop_by_s)
 

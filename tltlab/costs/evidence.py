@@ -29,8 +29,8 @@ class Evidence(FrozenModel):
     prediction that is off by 0.25 is 1.25 times what was measured, or that is 1.25 times the prediction. `left_out` has
     them by what was left out of a fit ("model", "gpu" or parts of the data), `fitted` those of measurements with the
     same GPU, model and type. `parameter` is what nine in ten do not exceed for what the measurements leave open of the
-    fit's parameters, by their posterior (Laplace). Names are "all" in the latter two; those that end in
-    ", speculating" are of speed-ups. `draft_depth` is the span of the nearest measurements.
+    fit's parameters, by their posterior (Laplace). Names are "all" in the latter two; names that end in ", speculating"
+    are for speed-ups. `draft_depth` is the span of the nearest measurements.
     """
 
     engine: str

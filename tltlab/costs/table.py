@@ -264,7 +264,7 @@ class TableIteration(IterationCost):
 
 
 def _line(xs: list[float] | list[int], ys: list[float]) -> Line:
-    """Through the knots, and on with the slope of the last doubling: that of the last knots alone would be noise."""
+    """Through the knots, then with the slope of the last doubling: the slope of the last knots alone would be noise."""
     line = Line(xs=tuple(float(x) for x in xs), ys=tuple(ys), beyond=0.0)
     half = max(xs[0], xs[-1] / 2)
     slope = (ys[-1] - line.at(half)) / (xs[-1] - half) if len(xs) > 1 else 0.0

@@ -18,8 +18,8 @@ from .specs import Drafters
 class DraftBudget(ABC):
     """Allots draft tokens to running requests under a chosen strategy.
 
-    Like a selector it holds no clock and draws nothing; after the same calls the same state gives the same answer. It
-    is asked for chains: `draft_depth` is the most for one request, batch * (tokens_to_verify - 1) what the strategy
+    Like a selector it holds no clock and draws nothing; after the same calls the same state gives the same answer.
+    Budgets apply to chains: `draft_depth` is the most for one request, batch * (tokens_to_verify - 1) what the strategy
     verifies in all. One method is enough for a budget of your own. With `drafts_whole` the drafter makes all drafts to
     that depth, and the budget cuts them before the target verifies.
     """

@@ -64,7 +64,7 @@ def optimal_budget(
     if not (0 < base_s < math.inf and 0 < token_s < math.inf):
         raise ConfigError(f"draft budget: base_s and token_s must be above 0, got {base_s} and {token_s}")
 
-    # The longest first: those that N does not reach are at the end. A loop, since it is short and ends early.
+    # Longest requests first: requests that N does not reach are at the end. A loop, since it is short and ends early.
     order = np.argsort(-length)
     rows = list(zip(length[order].tolist(), k[order].tolist(), alpha[order].tolist(), strict=True))
 

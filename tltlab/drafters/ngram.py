@@ -23,8 +23,8 @@ BYTES_PER_WAITING = 8
 class NgramDrafter(Drafter):
     """Drafts what most often followed the longest known n-gram that ends at the request's last token.
 
-    This is TLT-Base's drafter (arXiv 2511.16665, section 5: a retrieval store per prompt, filled by all samples of the
-    group) in its simplest form. Matches are between `min_match` and `max_match` tokens long, longer ones first; among
+    The simplest form of TLT-Base's drafter (arXiv 2511.16665, section 5: a retrieval store per prompt, filled by all
+    samples of the group). Matches are between `min_match` and `max_match` tokens long, longer ones first; among
     the continuations of a match the most frequent wins, then the most recent. With scope "request" a response sees
     only itself. Prompt tokens are context and are indexed too, once per group and prompt. The draft's `expected` sums,
     over its tokens, the product of their shares among all continuations of their matches.

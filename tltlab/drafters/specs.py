@@ -115,7 +115,7 @@ class LearnedSpec(FiniteModel):
 class HybridSpec(FiniteModel):
     """Per request, the draft of the model-free drafter `first` where it promises enough, else that of `otherwise`.
 
-    Both are names of drafters of the same engine.
+    `first` and `otherwise` are names of drafters of the same engine.
     """
 
     kind: Literal["hybrid"] = "hybrid"

@@ -41,7 +41,7 @@ class LosslessSettings(RunSettings):
 
 
 class Lossless(RunsExperiment[LosslessSettings]):
-    """A reading is what both sides of a seed were rewarded."""
+    """A reading has the rewards of both sides of a seed."""
 
     Settings = LosslessSettings
     FAST: ClassVar = models.FAST | {"steps": 2, "seeds": 2, "heldout": 16}

@@ -94,7 +94,7 @@ def sizes_of(settings: Any, **more: Any) -> Any:
 
 
 class RunsExperiment(Experiment[S]):
-    """Experiment of GRPO runs on one Ray: a `model`, a `head` that knows it as it is, and a folder `out` to run in."""
+    """Experiment of GRPO runs on one Ray: a `model`, a `head` trained for it, and a folder `out`."""
 
     def prepare(self, sizes: Any, *, runs: Path | None = None, drafts: bool = True) -> None:
         """Make what is missing and start Ray. A trained model stays in `folder`/models.

@@ -168,7 +168,7 @@ def numbers(cells: pd.Series[Any], *, booleans: bool = False) -> NDArray[np.floa
 
 
 def ambiguous_thousands(cells: pd.Series[Any]) -> str | None:
-    """Return the first text such as "1.000" that is 1 or 1000, by what the point means; None where there is none.
+    """Return the first ambiguous text such as "1.000" (1 or 1000), or None.
 
     Where a text has four digits before its point, or another number of them behind it, a point is a point.
     """

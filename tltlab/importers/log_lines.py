@@ -234,7 +234,7 @@ ITEMS: dict[str, Callable[[str], Items]] = {
     "report": _split(", ", ":"), "reported": _split(", ", ":"), "equals": _equals, "dict": _dict, "table": _table,
     "bullet": _bullet,
 }  # fmt: skip
-"""Readers of items by name: fields, the one that ends with the text, and whether more was to come."""
+"""Readers of items by name: fields, the field that ends with the text, and True if the text is incomplete."""
 _IN_BLOCKS = ("table", "bullet", "reported")
 _SEVERAL = ("dashes", "bars", "open")
 

@@ -92,7 +92,7 @@ _NO_SECONDS = _ANY.pop("no_seconds")
 _TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
 _DRAFTER_TRAINING = _ANY["drafter_training"]
 _OF_STEPS = re.compile(r"policy_loss|(^|/)loss$|grad_norm|(^|[/_])(lr|learning_rate)$|^timing|step_time")
-"""Names that records of RL steps have beside lengths, and records of responses have not."""
+"""Names in records of RL steps, but not of responses, in addition to lengths."""
 _TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
 LONG_FIELDS = frozenset(("step", "value"))
 LONG_NAMES = ("key", "tag", "metric", "metric_name")
@@ -213,7 +213,7 @@ class StepMetrics:
 
 
 def framework_of(keys: Iterable[str]) -> Framework | None:
-    """The framework that has such keys: of those whose mark is there the one that knows most of them."""
+    """The framework of these keys: among those whose mark is present, the one that knows most keys."""
     keys = set(keys)
     marked = [framework for framework in FRAMEWORKS if any(map(framework.marks.search, keys))]
     return max(marked, key=lambda framework: len(framework.keys & keys), default=None)

@@ -253,7 +253,7 @@ def pareto_tail(tokens: Floats, cut: Flags, last: float) -> ParetoTail | None:
     unit = float(excess.mean())
 
     def loss(at: Floats) -> float:
-        # At 0 the logarithm below is undefined; nearby it has the same limit.
+        # At 0 the logarithm below is undefined; 1e-9 gives its limit.
         shape, log_scale = float(at[0]) or 1e-9, float(at[1])
         growth = shape * excess / (unit * math.exp(log_scale))
         if not -0.5 <= shape < 0.99 or (growth <= -1).any():

@@ -1,6 +1,6 @@
-"""Claims of papers about their systems, to be put beside the results of a comparison.
+"""Claims of papers about their systems, to compare with simulated results.
 
-Baselines, models and workloads differ from paper to paper: a claim is set beside a figure of the same kind, not ranked.
+Baselines, models and workloads differ from paper to paper: a claim is shown with a figure of the same kind, not ranked.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class PolicyDriver:
         return choice
 
     def tell(self, choice: Choice, outcome: StepOutcome, rewarded: Rewarded | None = None) -> None:
-        """Deliver the outcome of a choice; `rewarded` receives its reward. A choice of nobody here is ignored."""
+        """Deliver the outcome of a choice; `rewarded` receives its reward. An unknown choice is ignored."""
         if self._in_flight and self._in_flight[0] is choice:
             self._in_flight.popleft()
         elif not self._is_pending(choice):
@@ -180,7 +180,7 @@ class PolicyDriver:
 
 
 def refuse_needs(selector: Selector, lacks: Mapping[str, str] = {}) -> None:
-    """ConfigError where a policy needs something that its caller lacks, or nobody has; `lacks` has reasons by need."""
+    """ConfigError where a policy has a need that its caller lacks, or that does not exist; `lacks` has the reasons."""
     for need in sorted(selector.needs):
         if need not in NEEDS:
             raise ConfigError(f"policy {type(selector).__name__} needs {need!r}; needs are {', '.join(sorted(NEEDS))}")

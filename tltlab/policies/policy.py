@@ -88,9 +88,8 @@ BudgetSpec = Annotated[
 class Policy(FiniteModel):
     """A selector, when it is active, how drafts are shared out, and where it came from.
 
-    Without a `budget` every request is drafted as the strategy sets. `drafters` are those that the policy brings
-    along, by the name that its strategies use, beside the ones that every engine has (`DEFAULT_DRAFTERS`): specs, or
-    classes of the user's own.
+    Without a `budget` every request is drafted as the strategy sets. `drafters` are specs, or a user's classes, by the
+    name that its strategies use. They add to the drafters that every engine has (`DEFAULT_DRAFTERS`).
     `provenance` records how the policy was found: trace, costs, seed, objective, interval, ...
 
     >>> policy = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)), activation=Activation(max_requests=16))

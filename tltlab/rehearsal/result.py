@@ -1,4 +1,4 @@
-"""The result of a rehearsal: a trace, and each measured makespan beside the simulator's."""
+"""The result of a rehearsal: a trace, and measured against simulated makespans."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`tltlab ui`: the runs and traces of a folder as pages, made when they are asked for and served on loopback only.
 
-Nothing is written and no code is taken from what is served: a run is looked up among those that were found, so a path
-that a browser sends never becomes a file's.
+Nothing is written and no code is taken from what is served: a run is looked up among the found ones, so a path from a
+browser never becomes a file path.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def report(source: str | Path, *, out: str | Path | None = None, verify: bool = 
 
 
 def default_out(source: Path) -> Path:
-    """Return a report's default place: in the RUN, or beside a comparison's file. Raises ConfigError for a trace."""
+    """Return a report's default path: in the RUN, or next to a comparison's file. Raises ConfigError for a trace."""
     if source.is_file() and source.suffix == ".json":
         return source.with_suffix(".html")
     if source.is_dir() and (locate(source) != source or _is_comparison(source)):

@@ -55,9 +55,9 @@ def walked_drafts(acceptance: pd.DataFrame, depth: int) -> pd.DataFrame:
 def recorded_drafts(trace: Trace) -> tuple[pd.DataFrame, list[str]]:
     """The drafts of recorded iterations, and notes on what had to be left out.
 
-    Iterations list accepted tokens in order of admission and name nobody; who ran follows from the lengths: a worker's
-    responses are admitted in the order they were submitted and leave when their tokens are out. Where the batch does
-    not match that (preemption, chunked prefill), the worker's RL step is left out. Trees are left out.
+    Iterations list accepted tokens in order of admission, without keys. The running requests follow from the lengths: a
+    worker's responses are admitted in the order they were submitted and leave when their tokens are out. Where the
+    batch does not match that (preemption, chunked prefill), the worker's RL step is left out. Trees are left out.
     """
     iterations = trace.iterations
     if iterations is None:

@@ -247,7 +247,7 @@ class EngineTrace:
 
     @property
     def times(self) -> dict[int, tuple[float, float]]:
-        """Start and end of each RL step in seconds since 1970, as far as `steps` has them; empty where it has none."""
+        """Start and end of each RL step in seconds since 1970, for RL steps in `steps`."""
         if self.created_s is None or "steps" not in self.tables:
             return {}
         starts = self.tables["steps"].select(["rl_step", "t_start"]).to_pandas().set_index("rl_step")["t_start"]
@@ -405,7 +405,7 @@ def write_chunk(folder: Path, number: int, tables: Mapping[str, pa.Table]) -> No
     # Straight into the file: a chunk may be as large as all that is left of the memory.
     with replaced_durably(plain, partial(_chunk_name, number)) as file, pa.ipc.new_file(file, schema) as writer:
         writer.write_batch(pa.record_batch(columns))
-    # One that was written, and then could not be made durable, is written again with other rows.
+    # A chunk that was written, but could not be made durable, is written again with other rows.
     for chunk in earlier:
         if chunk.name != _chunk_name(number, file.hexdigest()):
             chunk.unlink()

@@ -301,7 +301,7 @@ def read_one(place: Path) -> Trace:
         except TraceError:
             if place.exists():
                 raise
-            # It was closed meanwhile.
+            # The recording was closed meanwhile.
             return read_one(place.with_name(place.name.removesuffix(SUFFIX)))
     trace = _open_trace(place)
     _check(trace)

@@ -28,7 +28,7 @@ _WORDS: dict[str, dict[str, tuple[str, ...]]] = {
     "spot_training": {"ended": TRAINING_ENDS},
 }
 _ROUNDING = 1e-4
-"""Means of float32 probabilities may lie beside 0 and 1 by this much."""
+"""Means of float32 probabilities may lie this far outside [0, 1]."""
 _PER_TOKEN = {"token_ids", "logprobs", "token_versions", "accept_if_drafted"}
 
 

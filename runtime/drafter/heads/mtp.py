@@ -2,8 +2,8 @@
 
 Input t joins the target's hidden state at t, before its final norm, with the embedding of token t + 1, both normed; the
 embedding at position 0 counts as 0. A Qwen2 layer and its own norm follow, and the target's LM head on that gives
-token t + 2. From the second drafted token on the state is the norm's previous output. This is MiMo's MTP (arXiv
-2505.07608) as vLLM runs it (`MiMoMTP`, method "mtp"), which drafts any number of tokens with the one layer.
+token t + 2. From the second drafted token on the state is the norm's previous output. MiMo's MTP (arXiv 2505.07608) as
+vLLM runs it (`MiMoMTP`, method "mtp"): one layer drafts any number of tokens.
 
 In the model's checkpoint and in tltlab's its weights are `model.mtp_layers.0.` `{token,hidden,final}_layernorm.weight`,
 `input_proj.weight` (H, 2 H), and a layer's: `self_attn.{q,k,v}_proj.{weight,bias}`, `self_attn.o_proj.weight`,

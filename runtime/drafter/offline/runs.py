@@ -124,8 +124,8 @@ class IdleTime:
 def idle_times(trace: Trace) -> list[IdleTime]:
     """Return the use of the workers' idle time, by RL step, from `steps`, `iterations` and `spot_training`.
 
-    Idle time ends with the last token of the rollout: later time is waiting. A trainer's period counts as far as it
-    lies in its worker's idle time, and its updates in proportion.
+    Idle time ends with the last token of the rollout: later time is waiting. Only the part of a trainer's period in its
+    worker's idle time counts, and its updates in proportion.
     """
     steps, iterations, training = trace.steps, trace.iterations, trace.spot_training
     if steps is None or iterations is None:

@@ -36,7 +36,7 @@ Program = Literal["vllm", "vllm serve", "verl", "nemo-rl", "skyrl", "prime-rl", 
 class Attachment(FrozenModel):
     """An engine's settings in `additional_config["tltlab"]`: the policy, its drafters, and the engine's identity.
 
-    Without a policy vLLM drafts as it was started to, and `record` records that. Where it is `numbered` several engines
+    Without a policy vLLM drafts by its own settings, and `record` records that. Where it is `numbered` several engines
     share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet. `costs` is a cost model written
     out, for the comparison in metrics.
     """

@@ -35,8 +35,8 @@ Expected = Callable[[Sequence[str], Array], Floats | Array]
 class RowStore:
     """Stores each row of an opened request; a later row of the same position replaces it.
 
-    Memory is reserved at the first rows, at most `max_bytes`, and touched only as it fills. Once it is full, requests
-    `expected` to stay shorter than the one that needs room lose all their rows and are `lost`, the shortest first and
+    Memory is reserved at the first rows, at most `max_bytes`, and touched only as it fills. Once the store is full,
+    requests `expected` to stay shorter than the one that needs room lose all their rows (`lost`): the shortest first,
     no more than necessary. Where they do not have enough, the request that needs room loses its own rows, or is
     `skipped` if it has none yet. By default the requests with fewer rows are expected to stay shorter. `max_positions`
     is one more than the highest position.

@@ -293,7 +293,7 @@ def _take_with_time(stock: Any, self: Any) -> Any:
 
 
 def _time_speculator(runner: Any) -> None:
-    """Time the V2 runner's drafter, its own object; its first drafts are not timed."""
+    """Time the V2 runner's drafter, a separate object; its first drafts are not timed."""
     speculator = getattr(runner, "speculator", None)
     if speculator is not None and not hasattr(speculator.propose, "tltlab"):
         replacing(speculator, "propose")(lambda propose, *args, **more: _call_timed(runner, propose, *args, **more))

@@ -75,8 +75,8 @@ _NONE, _NONE_BESIDE = ("min_p", "logit_bias"), ("logprob_token_ids", "thinking_t
 def drafting_of(params: Any) -> Drafting:
     """Return the drafts that a request of these `SamplingParams` may have.
 
-    vLLM's V1 sampler (0.26 to 0.33) does not apply `min_p` and `logit_bias` to drafted tokens. Beside drafts it fails
-    with `logprob_token_ids`, and ends thinking at wrong tokens with a `thinking_token_budget`. The random numbers that
+    vLLM's V1 sampler (0.26 to 0.33) does not apply `min_p` and `logit_bias` to drafted tokens. With drafts it fails for
+    `logprob_token_ids`, and ends thinking at wrong tokens for a `thinking_token_budget`. The random numbers that
     a seeded request draws depend on its drafts.
     """
     if any(getattr(params, name, None) is not None for name in _NONE_BESIDE):
@@ -111,7 +111,7 @@ def sample_beside_drafts() -> None:
 def synthetic_rejection(rates: Sequence[float]) -> dict[str, Any]:
     """Return the fields of vLLM's `speculative_config` that accept draft token i with probability `rates[i]`, from 0.
 
-    This is the probability that the whole draft up to this token is accepted, so rates never rise; the text does not
+    A rate is the probability that the whole draft up to its token is accepted, so rates never rise; the text does not
     matter. On a CPU, whose sampler has no such mode, this adds one.
     """
     from vllm.platforms import current_platform

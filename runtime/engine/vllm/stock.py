@@ -1,4 +1,4 @@
-"""Stock vLLM, with nothing of tltlab beside its scheduler: plain rollouts, and evaluation of a drafter's checkpoint."""
+"""Stock vLLM, without tltlab's scheduler: plain rollouts, and evaluation of a drafter's checkpoint."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FIRST_RANK = 1
 """First rank of the engines, in a group that they share with the trainer's rank 0."""
 
 DEVICE_BUCKET_BYTES = 256 << 20
-"""Bytes of a bucket beside models on a device; vLLM's own default is 1 GiB."""
+"""Bytes of a bucket on a device with models; vLLM's default is 1 GiB."""
 
 
 def register_backend() -> None:
