@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,10 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
 _HATCHES = ("", "////", "", "||||", "\\\\\\\\", "", "xxxx", "----", "//", "++++")  # dots take 200 KB in SVG
 _WIDTH_IN = 6.2
+_LABEL_LETTERS = 30
+"""Letters of a line of a bar's label."""
+_LETTERS_PER_IN, _HANDLE_LETTERS = 13.0, 9
+"""Letters of a legend in an inch, and of the space that the line beside a name takes."""
 _MOST_MARKERS = 24
 _ROUND = (1, 2, 2.5, 5, 10)
 """Distances of ticks, times a power of ten."""
@@ -114,8 +119,10 @@ def bars(
     None or NaN leaves out a bar, or its interval. `reference` draws a dashed line to compare with (1.0 for a ratio).
     With `axes` the chart is drawn into a panel of another figure.
     """
+    names = [textwrap.fill(label, _LABEL_LETTERS) for label in labels]
     if axes is None:
-        axes = Chart(figsize=(_WIDTH_IN, 0.85 + 0.3 * max(len(labels), 1)), layout="constrained").subplots()
+        row_in = 0.3 + 0.15 * max((name.count("\n") for name in names), default=0)
+        axes = Chart(figsize=(_WIDTH_IN, 0.85 + row_in * max(len(labels), 1)), layout="constrained").subplots()
     y, size = np.arange(len(labels)), _floats(values)
     axes.barh(y, np.nan_to_num(size), height=0.62, color=COLORS[4], edgecolor=COLORS[0], linewidth=0.6)
     least = most = np.full(len(size), np.nan)
@@ -127,7 +134,7 @@ def bars(
                       capsize=3)  # fmt: skip
     if reference is not None:
         axes.axvline(reference, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
-    axes.set_yticks(y, list(labels), fontsize=9)
+    axes.set_yticks(y, names, fontsize=9)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     finish(axes, xlabel=xlabel, title=title, grid="x")
@@ -170,7 +177,7 @@ def lines(
     else:
         axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_ROUND, integer=whole))
     if len(series) > 1:
-        _legend(axes, len(series))
+        _legend(axes)
     finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
     _read_lines(axes, series, bands or {}, xlabel, ylabel)
     return figure
@@ -221,7 +228,7 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str) -> Figu
     axes.set_ylim(0, 100)
     if len(across):
         axes.set_xlim(across.min() - 0.6 * width, across.max() + 0.6 * width)
-    _legend(axes, sum(bool(np.any(part)) for part in parts.values()))
+    _legend(axes)
     finish(axes, xlabel=xlabel, ylabel="%", title=title, grid=None)
     _add_reading(axes, texts, x=across)
     return figure
@@ -246,7 +253,7 @@ def scatter_identity(
     axes.plot([0, end], [0, end], color="#6f6f6f", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
     axes.set(xlim=(0, end), ylim=(0, end), aspect="equal")
     if labels is not None:
-        _legend(axes, len(set(group)), columns=3)
+        _legend(axes, columns=3)
     finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
     finite = np.isfinite(x) & np.isfinite(y)
     texts = [
@@ -329,6 +336,10 @@ def inline_svg(figure: Figure, names: Sequence[str]) -> str:
 def _bytes(figure: Figure, kind: str, *, transparent: bool = False) -> bytes:
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "tltlab", "svg.fonttype": "none"}):
+        if (engine := figure.get_layout_engine()) is not None:
+            # Ticks depend on the size of a panel and the size on the ticks: a first layout may cut labels off.
+            for _ in range(2):
+                engine.execute(figure)
         metadata = {"Date": None} if kind == "svg" else None
         figure.savefig(buffer, format=kind, dpi=160, metadata=metadata, transparent=transparent)
     return buffer.getvalue()
@@ -345,20 +356,33 @@ def _floats(values: Any) -> np.ndarray:
     return np.array([np.nan if value is None else float(value) for value in values], dtype=np.float64)
 
 
-def _legend(axes: Axes, num: int, columns: int = 4) -> None:
-    if num == 0:
+def _legend(axes: Axes, columns: int = 4) -> None:
+    """A legend below the figure, in fewer columns where names are long."""
+    names = axes.get_legend_handles_labels()[1]
+    if not names:
         return
-    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.2), ncols=min(num, columns), fontsize=9, frameon=False,
-                borderaxespad=0.0, handlelength=2.4)  # fmt: skip
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    letters = _LETTERS_PER_IN * figure.get_figwidth()
+    fitting = int(letters / (max(map(len, names)) + _HANDLE_LETTERS))
+    columns = max(1, min(len(names), columns, fitting))
+    legend = figure.legend(loc="outside lower left", ncols=columns, fontsize=9, frameon=False, borderaxespad=0.2,
+                           handlelength=2.4)  # fmt: skip
+    figure.set_figheight(figure.get_figheight() + 0.19 * ((len(names) - 1) // columns))
+    for text in legend.get_texts():
+        text.set_text(textwrap.fill(text.get_text(), int(letters - _HANDLE_LETTERS)))
 
 
 def finish(
     axes: Axes, *, title: str, xlabel: str, ylabel: str = "", grid: Literal["x", "y", "both"] | None = "y"
 ) -> None:
     """Title, labels, grid and type sizes of a panel in this look."""
-    axes.set_xlabel(xlabel, fontsize=9)
-    axes.set_ylabel(ylabel, fontsize=9)
-    axes.set_title(title, loc="left", fontsize=10.5)
+    # Text wraps between words; only words that are too long are broken here.
+    long_word = re.compile(rf"\S{{{_LABEL_LETTERS}}}(?=\S)")
+    xlabel, ylabel, title = (long_word.sub(r"\g<0>\n", text) for text in (xlabel, ylabel, title))
+    axes.set_xlabel(xlabel, fontsize=9, wrap=True)
+    axes.set_ylabel(ylabel, fontsize=9, wrap=True)
+    axes.set_title(title, loc="left", fontsize=10.5, wrap=True)
     axes.tick_params(labelsize=9)
     if grid is not None:
         axes.grid(axis=grid, color="#dddddd", linewidth=0.5)

@@ -218,8 +218,9 @@ class WhatIf:
         from tltlab.charts import bars
 
         points = [s for s in self.speed_ups if s.accept is not None]
-        figure = Figure(figsize=(7.2, 6.6 if points else 3.8), layout="constrained")
-        heights = (1.2, 3, 2) if points else (1.2, 2)
+        # The systems' bars have room for their names, which are 9 points high.
+        heights = (1.4, *((2.8,) if points else ()), 0.8 + 0.22 * len(self.systems))
+        figure = Figure(figsize=(7.2, sum(heights) + 0.4), layout="constrained")
         top, *curves, below = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
         known = {"rollout": self.band, "RL step": self.rl_step_band}
         drawn = {name: band for name, band in known.items() if band is not None}

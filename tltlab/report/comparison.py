@@ -20,12 +20,13 @@ DRAWS_ONLY = "Draws only: 95 % intervals over RL steps, without what costs and a
 _ROWS = ("systems", "candidates", "policies", "steps", "rows")
 _COLUMNS = {
     "system": ("system", ""), "policy": ("policy", ""), "name": ("candidate", ""), "drafters": ("drafters", ""),
-    "acceptance": ("acceptance", ""), "makespan_s": ("rollout s", ".4g"),
+    "makespan_s": ("rollout s", ".4g"),
     "speed_up": ("speed-up", ".2f"), "speed_up_interval": ("draws only", ""),
     "regret": ("regret", ".1%"),
     "regret_to_bound": ("to the bound", ".1%"), "mean_accept_length": ("accept length", ".2f"),
     "bubble_fraction": ("bubble", ".1%"), "step_s": ("RL step s", ".4g"),
     "step_speed_up": ("speed-up", ".2f"), "step_speed_up_interval": ("draws only", ""), "lossless": ("lossless", ""),
+    "acceptance": ("acceptance", ""),
 }  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: s
         f"Speed-ups over {baseline} on the same responses with common random numbers. {DRAWS_ONLY} Regret: to the best "
         "that any policy could do" + (" (the per-iteration oracle)." if tuned else ".")
     )
-    blocks.append(records(shown, columns, caption=caption))
+    blocks.append(records(shown, columns, caption=caption, text=("drafters", "acceptance")))
     parts: list[Part] = [Section(title="Result", blocks=tuple(blocks)), *_about_systems(result, rows)]
     if tuned and (bands := result.get("band")):
         named = {f"over {'plain decoding' if name == 'none' else name}": band for name, band in bands.items()}
@@ -167,7 +168,7 @@ def _with_words(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(row.get("drafters"), list) and isinstance(granted := row.get("acceptance"), dict):
         words |= {
             "drafters": ", ".join(row["drafters"]) or "none",
-            "acceptance": ", ".join(dict.fromkeys(granted.values())),
+            "acceptance": ", ".join(dict.fromkeys(granted.values())) or None,
         }
     if "lossless" in row:
         words["lossless"] = "yes" if row["lossless"] else "no"

@@ -388,6 +388,30 @@ def test_charts_take_unknown_values_and_save_the_same_bytes(tmp_path):
         save_figure(figures[0](), tmp_path / "file" / "one.png")
 
 
+LONG_NAMES = ["table 1+:ngram:8 8+:ngram:4 19+:ngram:2 51+:none", f"package.module:{'Long' * 12}(depth=8)", "none"]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: lines({"rollout": ([0.3, 0.95], [1.0, 2.59]), "RL step": ([0.3, 0.95], [1.0, 2.05])},
+                      xlabel="drafted tokens accepted, each", ylabel="speed-up", title="By acceptance"),
+        lambda: lines({name: ([0, 1], [1, 2]) for name in LONG_NAMES}, xlabel=" ".join(LONG_NAMES),
+                      ylabel=f"speed-up over {LONG_NAMES[0]}", title=" ".join(LONG_NAMES * 2)),
+        lambda: bars(LONG_NAMES, [1, 2, 3], xlabel=f"speed-up over {LONG_NAMES[1]}", title=LONG_NAMES[0]),
+        lambda: shares([0, 1], dict.fromkeys(LONG_NAMES, (0.2, 0.3)), xlabel="x", title=LONG_NAMES[0]),
+    ],
+)  # fmt: skip
+def test_no_text_of_a_chart_is_cut_off(tmp_path, draw):
+    figure = draw()
+    save_figure(figure, tmp_path / "a.png")
+    inches = figure.get_tightbbox()
+    assert min(inches.x0, inches.y0) > -0.01
+    assert max(inches.x1 - figure.get_figwidth(), inches.y1 - figure.get_figheight()) < 0.01
+    # Letters of 9 pixels that stand upright reach 7 to the left of their line.
+    assert all(float(x) > 7 for x in re.findall(r"rotate\(-90 (\S+)", inline_svg(draw(), LONG_NAMES)))
+
+
 def test_a_chart_knows_what_it_says_where(tmp_path):
     figure = bars(["a", "b"], [2.0, None], [1.0, None], [3.0, None], xlabel="s", title="t")
     save_figure(figure, tmp_path / "chart.svg")
