@@ -133,7 +133,5 @@ def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterato
         )
 
 
-RULES = (
-    biased_sampling, drafting, overlong_responses, modes, sequence_parallel,
-)  # fmt: skip
+RULES = (biased_sampling, drafting, overlong_responses, modes, sequence_parallel)
 """Rules for a whole recipe, whose fields are each valid by themselves."""

@@ -152,11 +152,9 @@ class RunHistory:
                 num_tokens += len(prompt)
             packed.append((key, last[1], np.array(response, np.int32)))
             num_tokens += len(response)
-        visit = _Visit(
-            number=self._next, responses=ray.put(packed), num_responses=len(packed), num_bytes=4 * num_tokens
-        )
+        new = _Visit(number=self._next, responses=ray.put(packed), num_responses=len(packed), num_bytes=4 * num_tokens)
         self._next += 1
-        self._visits.setdefault(prompt_id, []).append(visit)
+        self._visits.setdefault(prompt_id, []).append(new)
 
     def _keep_bound(self, due: NextUse) -> None:
         surplus = self.num_bytes - self.max_bytes
