@@ -152,7 +152,7 @@ def cpu_engine(recipe: Recipe) -> Iterator[str]:
     """Complain about a head size that vLLM's attention on the CPU lacks: vLLM would fail in its first batch."""
     if bundles_of(recipe).all or not (Path(recipe.model) / "config.json").is_file():
         return
-    from tltlab.runtime.engine.vllm.capabilities import cpu_head_sizes
+    from tltlab.runtime.engine.vllm import cpu_head_sizes
 
     sizes = cpu_head_sizes()
     try:
@@ -168,7 +168,7 @@ def engine_dtype(recipe: Recipe) -> Iterator[str]:
     dtype = recipe.rollout.vllm.get("dtype")
     if dtype is None:
         return
-    from tltlab.runtime.engine.vllm.capabilities import dtypes
+    from tltlab.runtime.engine.vllm import dtypes
 
     names = dtypes()
     if names and dtype not in names:

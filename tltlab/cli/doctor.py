@@ -109,8 +109,7 @@ def _is_run(folder: Path) -> bool:
 
 def _vllm() -> dict[str, str] | None:
     """For each use that the runtime makes of vLLM what goes without it in the installed version; None without vLLM."""
-    from tltlab.runtime.engine.vllm import installed_vllm
-    from tltlab.runtime.engine.vllm.capabilities import by_version
+    from tltlab.runtime.engine.vllm import by_version, installed_vllm
 
     try:
         return by_version(installed_vllm())

@@ -20,8 +20,7 @@ from tltlab.runtime.engine.recording import finish_reason_of
 from tltlab.runtime.engine.weights import BucketSlots
 from tltlab.runtime.ray.scratch import scratch_folder
 
-from . import capture, on_cpu, replaced, starting, uncompiled
-from .capabilities import missing
+from . import capture, missing, on_cpu, replaced, starting, uncompiled
 from .capture import Sink
 from .options import missing_plugin, scheduler_cls
 from .sampling import set_rates

@@ -24,8 +24,7 @@ from tltlab.runtime.engine.graphs import GraphPlan, parts_of, plan_graphs
 from tltlab.runtime.engine.metrics import Tally
 from tltlab.strategy import NO_SPECULATION
 
-from . import OPTIONS, POLICY, RECORD, VARIABLES
-from .capabilities import missing
+from . import OPTIONS, POLICY, RECORD, VARIABLES, missing
 
 _HERE = __package__
 

@@ -1,7 +1,7 @@
 """tltlab's part in every vLLM process, loaded by vLLM as a `vllm.general_plugins` entry point.
 
 `_CHANGES` lists the changes to vLLM's own modules, which last as long as the process. Changes that a version of vLLM
-does not support are left out (`capabilities`).
+does not support are left out (`CAPABILITIES`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tltlab.errors import ConfigError, one_line
 from tltlab.runtime.engine.generation import notify
 
-from . import OPTIONS, POLICY, RECORD, VARIABLES, guarded_call, has_option, replacing
-from .capabilities import missing
+from . import OPTIONS, POLICY, RECORD, VARIABLES, guarded_call, has_option, missing, replacing
 from .runners import bypass_speculation, keep_captured_bytes, model_runners, time_drafting
 from .sampling import (
     fix_speculative_sampling,

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from . import guarded_call, replaced, replacing
-from .capabilities import missing
+from . import guarded_call, missing, replaced, replacing
 
 if TYPE_CHECKING:
     from tltlab.runtime.engine.graphs import CapturedGraphs, Kind

@@ -14,8 +14,7 @@ import torch
 from tltlab.errors import RunError
 from tltlab.runtime.engine.weights import Engines, MappedMemory, WeightBucket, WeightSource, WeightTransport
 
-from . import starting
-from .capabilities import missing
+from . import missing, starting
 
 LOCAL_BACKEND = "tltlab-local"
 FIRST_RANK = 1

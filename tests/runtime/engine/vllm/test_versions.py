@@ -12,8 +12,8 @@ from typing import get_args
 import pytest
 
 from tltlab.doctor import machine
-from tltlab.runtime.engine.vllm import capabilities, plugin
-from tltlab.runtime.engine.vllm.capabilities import (
+from tltlab.runtime.engine import vllm as adapter
+from tltlab.runtime.engine.vllm import (
     CAPABILITIES,
     VERSIONS,
     by_version,
@@ -21,6 +21,7 @@ from tltlab.runtime.engine.vllm.capabilities import (
     dtypes,
     lacks,
     missing,
+    plugin,
 )
 
 from .versions import Sources, has_each, table
@@ -90,7 +91,7 @@ def test_doctor_takes_a_second_name_for_no_second_vllm(tmp_path: Path, monkeypat
 def test_the_readme_has_the_table_of_versions():
     versions = json.loads(VERSIONS.read_text())
     assert all(row["has"].keys() == CAPABILITIES.keys() for row in versions.values()), "write it anew from wheels"
-    assert table(versions) in (Path(capabilities.__file__).parents[2] / "README.md").read_text()
+    assert table(versions) in (Path(adapter.__file__).parents[2] / "README.md").read_text()
 
 
 def test_a_version_in_the_table_is_told_what_it_lacks():
@@ -111,7 +112,7 @@ def test_head_sizes_and_types_are_read_as_vllm_has_them():
 
 def test_what_the_adapter_asks_for_is_in_the_table():
     asked = set(plugin._CHANGES)
-    for path in Path(capabilities.__file__).parent.glob("*.py"):
+    for path in Path(adapter.__file__).parent.glob("*.py"):
         asked.update(re.findall(r'missing\("([^"]+)"', path.read_text()))
     assert {"policies", "weight versions", "depths in the V2 runner"} <= asked <= CAPABILITIES.keys()
 

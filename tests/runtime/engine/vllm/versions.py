@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tltlab.runtime.engine.vllm.capabilities import CAPABILITIES, VERSIONS, RequiredName
+from tltlab.runtime.engine.vllm import CAPABILITIES, VERSIONS, RequiredName
 
 
 class Sources:
