@@ -14,24 +14,8 @@ from types import SimpleNamespace
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from tltlab.coordination.machine import (
-    CoordinatorConfig,
-    CoordinatorState,
-    Phase,
-    WorkerState,
-    advance,
-    wakeup_s,
-)
-from tltlab.coordination.messages import (
-    Command,
-    Event,
-    Kill,
-    Released,
-    RolloutEnded,
-    RolloutStarted,
-    Tick,
-    WorkerGone,
-)
+from tltlab.coordination.machine import CoordinatorConfig, CoordinatorState, Phase, WorkerState, advance, wakeup_s
+from tltlab.coordination.messages import Command, Event, Kill, Released, RolloutEnded, RolloutStarted, Tick, WorkerGone
 from tltlab.errors import RunError
 
 from .keys import ServerKeys, check_endpoint

@@ -105,13 +105,7 @@ class TrainingSchedule:
         return self.config.kind != "gated" or attempt.better or not (self.trainings or self.pretrained)
 
     def rollout_done(
-        self,
-        rl_step: int,
-        accept_length: float | None,
-        *,
-        drafts: int,
-        rollout_s: float = 0.0,
-        tokens: int = 0,
+        self, rl_step: int, accept_length: float | None, *, drafts: int, rollout_s: float = 0.0, tokens: int = 0
     ) -> None:
         """Record a rollout, in place of an earlier record of its RL step; `RolloutDrift` explains the arguments."""
         self._first_step(rl_step)

@@ -44,12 +44,7 @@ class DrafterLoss:
 
 
 def drafter_loss(
-    head: DrafterHead,
-    frozen: FrozenTarget,
-    batch: PackedBatch,
-    config: LossConfig,
-    *,
-    temperature: float = 1.0,
+    head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch, config: LossConfig, *, temperature: float = 1.0
 ) -> DrafterLoss:
     """The loss of one packed batch: a mean over rows whose token is the response's, then over weighted steps.
 

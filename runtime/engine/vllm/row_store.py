@@ -74,12 +74,7 @@ class RowStore:
         self._batch_ids = ()
 
     def put(
-        self,
-        request_ids: Sequence[str],
-        bounds: Array,
-        positions: Array,
-        hidden: Tensor,
-        aux: Sequence[Tensor] | None,
+        self, request_ids: Sequence[str], bounds: Array, positions: Array, hidden: Tensor, aux: Sequence[Tensor] | None
     ) -> None:
         """Store an iteration's rows: those of `request_ids[i]` are bounds[i] to bounds[i + 1], in order of position.
 

@@ -172,11 +172,7 @@ class DeviceSender:
             return IPCTrainerWeightTransferEngine.trainer_init(ipc, client=engines, source=source)
         address, port = _meeting_point() if self.rank == 0 else ("", 0)
         nccl = NCCLTrainerInitInfo(
-            address,
-            port,
-            FIRST_RANK + engines.num_ranks,
-            rank=self.rank,
-            packed_buffer_size_bytes=DEVICE_BUCKET_BYTES,
+            address, port, FIRST_RANK + engines.num_ranks, rank=self.rank, packed_buffer_size_bytes=DEVICE_BUCKET_BYTES
         )
         return NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=engines, source=source)
 
