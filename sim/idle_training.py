@@ -144,7 +144,7 @@ class SimulatedSpotTrainer(IdleUse):
         after = self._coordinator.period
         if after is None:
             if before is not None:
-                self._end_period(before.term, len(before.members))
+                self._end_period(before.term)
         elif before is None:
             self._progress = Progress(setup_left_s=self.model.start_s)
         elif before != after:
@@ -152,12 +152,11 @@ class SimulatedSpotTrainer(IdleUse):
         for member in after.members if after is not None else ():
             self._joined_s.setdefault(member, self._now)
 
-    def _end_period(self, term: int, num_members: int) -> None:
+    def _end_period(self, term: int) -> None:
         """Stop all members; one that has not yielded after the coordinator's `yield_timeout_s` is killed."""
         model, timeout_s = self.model, self.config.yield_timeout_s
-        yield_s = model.yield_delay_s(self._progress, num_members)
-        killed = yield_s > timeout_s
-        end_s = self._now + min(yield_s, timeout_s)
+        killed = model.yield_s > timeout_s
+        end_s = self._now + min(model.yield_s, timeout_s)
         self._release_delay_s = end_s - self._now
         self._trained = model.killed(self._progress) if killed else model.stopped(self._progress)
         rows = [(f"worker {worker}", "spot_train", joined_s, end_s) for worker, joined_s in self._joined_s.items()]

@@ -37,9 +37,9 @@ class SpotTraining(FrozenModel):
     `start_s` sets up a group, `join_s` is the whole group's pause when its membership changes. After every
     `checkpoint_every` updates (None: only when it stops) a checkpoint blocks for `checkpoint_s`, of which each of them
     bears its part. A trainer that is ordered to stop saves in the background and loses nothing; a killed one loses the
-    updates since its last checkpoint, as the trained layer is sharded over the members. `on_stop`: "abandon" drops the
-    update under way, "finish" completes it first; either holds the device `yield_s` longer (0: the rest of the RL step
-    hides the save; `checkpoint_s`: it does not).
+    updates since its last checkpoint, as the trained layer is sharded over the members. An order to stop drops the
+    update under way, and holds the device `yield_s` longer (0: the rest of the RL step hides the save; `checkpoint_s`:
+    it does not).
 
     Data are this rollout's finished responses and, one step off, the longest `carried_share` of the last rollout's.
     Each token may be trained any number of times, so that only an empty buffer stops the training.
@@ -64,7 +64,6 @@ class SpotTraining(FrozenModel):
     join_s: _Seconds = 1.0
     checkpoint_every: Annotated[int, Field(gt=0)] | None = 100
     checkpoint_s: _Seconds = CHECKPOINT_S["selective"]
-    on_stop: Literal["abandon", "finish"] = "abandon"
     yield_s: _Seconds = 0.0
     carried_share: _Share = 0.25
 
@@ -99,14 +98,9 @@ class SpotTraining(FrozenModel):
             trained_s=progress.trained_s + gained * update_s,
         )
 
-    def yield_delay_s(self, progress: Progress, members: int) -> float:
-        """Seconds for which a member holds its device after the order to stop: at most one update and `yield_s`."""
-        finishing = self.on_stop == "finish" and progress.share > 0
-        return self.yield_s + ((1.0 - progress.share) * self.update_s(members) if finishing else 0.0)
-
     def stopped(self, progress: Progress) -> Trained:
         """Result of a period that was ordered to stop: all updates are saved."""
-        updates = progress.updates + (self.on_stop == "finish" and progress.share > 0)
+        updates = progress.updates
         checkpoints = math.ceil(updates / (self.checkpoint_every or max(updates, 1)))
         return Trained(updates=updates, checkpoints=checkpoints, tokens=updates * self.update_tokens)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import numpy as np
 
@@ -12,8 +11,6 @@ from tltlab.state import StepState
 from tltlab.strategy import Strategy
 
 from .budget import DraftBudget, refuse_trees
-
-Reading = Literal["difference", "survival"]
 
 
 def best_depth(alpha: float, batch: int, *, base_s: float, token_s: float, draft_s: float, most: int) -> int:
@@ -35,9 +32,8 @@ def best_depth(alpha: float, batch: int, *, base_s: float, token_s: float, draft
 
 
 def marginal_depths(
-    num_high: int, num_low: int, profile: Sequence[float], total: int, *, weight: float = 2.0, most: int = 8,
-    reading: Reading = "difference",
-) -> tuple[int, int]:  # fmt: skip
+    num_high: int, num_low: int, profile: Sequence[float], total: int, *, weight: float = 2.0, most: int = 8
+) -> tuple[int, int]:
     """Depths of the high- and the low-priority requests: Algorithm 1 of arXiv 2511.14617, `total` tokens in all.
 
     If the total is less than one token per high-priority request, no request drafts. Then these get one each and the
@@ -45,21 +41,18 @@ def marginal_depths(
     they have fewer than `most`, else to the low ones if it covers them, else it stops.
 
     `profile[i]` is the chance that token i is kept, all before it too; profile[0] = 1. benefit_x is B_x * (profile[g] -
-    profile[g + 1]) as printed ("difference"), or B_x * profile[g + 1], what the next token brings ("survival"): the
-    printed text lost its subscripts, so both readings are here.
+    profile[g + 1]) as printed, where the text has lost its subscripts.
 
     >>> profile = [1, 0.9, 0.8, 0.7, 0.3, 0.2, 0.1]
-    >>> [marginal_depths(12, 4, profile, 60, reading=how) for how in ("difference", "survival")]
-    [(5, 0), (4, 3)]
-    >>> marginal_depths(5, 0, profile, 4)
-    (0, 0)
+    >>> marginal_depths(12, 4, profile, 60), marginal_depths(5, 0, profile, 4)
+    ((5, 0), (0, 0))
     """
     if num_high < 1 or total < num_high:
         return (0, min(most, total // num_low) if not num_high and num_low else 0)
 
     def benefit(count: int, depth: int) -> float:
-        following = profile[min(depth + 1, len(profile) - 1)]
-        return count * (profile[min(depth, len(profile) - 1)] - following if reading == "difference" else following)
+        last = len(profile) - 1
+        return count * (profile[min(depth, last)] - profile[min(depth + 1, last)])
 
     high, low, remaining = 1, 0, total - num_high
     while True:
@@ -91,16 +84,15 @@ class MbaBudget(DraftBudget):
 
     def __init__(
         self, base_s: float = 9.5e-3, token_s: float = 5e-5, draft_s: float = 0.0, weight: float = 2.0,
-        reading: Reading = "difference", prior: float = 1.0,
+        prior: float = 1.0,
     ) -> None:  # fmt: skip
-        if min(base_s, token_s) <= 0 or min(draft_s, weight, prior) < 0 or reading not in get_args(Reading):
+        if min(base_s, token_s) <= 0 or min(draft_s, weight, prior) < 0:
             raise ConfigError(
-                "MBA: base_s and token_s must be above 0, draft_s, weight and prior at least 0, reading 'difference' "
-                f"or 'survival'; got {base_s}, {token_s}, {draft_s}, {weight}, {prior} and {reading!r}"
+                "MBA: base_s and token_s must be above 0, draft_s, weight and prior at least 0, got "
+                f"{base_s}, {token_s}, {draft_s}, {weight} and {prior}"
             )
         self.base_s, self.token_s, self.draft_s = base_s, token_s, draft_s
         self.weight = weight
-        self.reading: Reading = reading
         self.prior = prior
 
     def allot(self, state: StepState, strategy: Strategy) -> list[int]:
@@ -118,6 +110,6 @@ class MbaBudget(DraftBudget):
         probes = [request.key[2] == 0 for request in requests] or [False] * state.batch
         high, low = marginal_depths(
             sum(probes), state.batch - sum(probes), [alpha**i for i in range(most + 2)], depth * state.batch,
-            weight=self.weight, most=most, reading=self.reading,
+            weight=self.weight, most=most,
         )  # fmt: skip
         return [high if probe else low for probe in probes]

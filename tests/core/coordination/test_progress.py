@@ -66,8 +66,7 @@ def one_by_one(model, groups, end_s, data_s, kill):
             left -= step
     if kill:
         return (updates - unsaved, unsaved, checkpoints)
-    done = updates + (model.on_stop == "finish" and share > 0)
-    return (done, 0, checkpoints + (unsaved + done - updates > 0))
+    return (updates, 0, checkpoints + (unsaved > 0))
 
 
 NEVER = changed(checkpoint_every=None)
@@ -117,15 +116,6 @@ def test_the_time_without_data_and_that_of_checkpoints_is_no_training():
     assert (progress.updates, progress.trained_s) == (3, pytest.approx(6.0))
 
 
-def test_finishing_an_update_holds_the_device():
-    model = changed(on_stop="finish", yield_s=0.25, checkpoint_every=None)
-    progress = model.advance(Progress(), 2.5, 1)
-    assert model.yield_delay_s(progress, 1) == pytest.approx(1.75)
-    assert model.stopped(progress).updates == 2
-    assert changed(yield_s=0.25).yield_delay_s(progress, 1) == 0.25
-    assert SIMPLE.stopped(progress).updates == 1
-
-
 EIGHTHS = st.integers(0, 400).map(lambda n: n / 8)
 
 
@@ -138,14 +128,13 @@ EIGHTHS = st.integers(0, 400).map(lambda n: n / 8)
     checkpoint_s=st.sampled_from([0.0, 0.25, 3.0]),
     update_samples=st.sampled_from([1, 2, 8]),
     data_s=EIGHTHS,
-    on_stop=st.sampled_from(["abandon", "finish"]),
     kill=st.booleans(),
 )
 def test_the_closed_form_is_the_loop_over_updates(
-    times, members, start_s, join_s, every, checkpoint_s, update_samples, data_s, on_stop, kill
+    times, members, start_s, join_s, every, checkpoint_s, update_samples, data_s, kill
 ):
     model = changed(
-        start_s=start_s, join_s=join_s, checkpoint_every=every, checkpoint_s=checkpoint_s, on_stop=on_stop,
+        start_s=start_s, join_s=join_s, checkpoint_every=every, checkpoint_s=checkpoint_s,
         samples_per_update=update_samples,
     )  # fmt: skip
     *starts, end_s = sorted(set(times)) if len(set(times)) > 1 else [0.0, times[0] + 1.0]
@@ -172,7 +161,7 @@ def test_it_does_not_matter_how_often_progress_is_looked_at(cuts, members):
     "bad",
     [{"padded_samples_per_s": 0}, {"packing_factor": 0.5}, {"scaling_efficiency": 1.5}, {"samples_per_update": 0},
      {"start_s": -1}, {"checkpoint_every": 0}, {"checkpoint_s": math.nan}, {"carried_share": 2}, {"max_epochs": 2},
-     {"on_stop": "wait"}, {"optimiser_s": 1}],
+     {"optimiser_s": 1}],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(bad):
     with refused(ValidationError, naming=tuple(bad)):
