@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
 from tltlab.policies.wrappers import REPLAYED
 from tltlab.runtime.engine.vllm import llm as adapter
+from tltlab.runtime.engine.vllm import replaced
 from tltlab.runtime.engine.vllm.capture import Captured, Sink
 from tltlab.runtime.engine.vllm.options import Attachment, engine_settings, speculative_config
+from tltlab.runtime.engine.vllm.runners import captured_graphs, held_bytes
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control
@@ -84,7 +87,6 @@ class Engine:
         scheduler.control = Control(self._pool, worker=worker, overlapped=scheduler.control.overlapped)
         self._pool.beside = takes_drafts
         self.weights = adapter.WeightUpdates(self.llm)
-        self._captures = False
 
     @property
     def control(self) -> Control:
@@ -141,22 +143,18 @@ class Engine:
         for a sink that cannot be pickled. An exception in the sink ends the capture, not the rollout.
         """
         adapter.start_capture(self.llm, sink, capture_room() if max_bytes is None else max_bytes)
-        self._captures = sink is not None
 
     @property
     def captured(self) -> Captured:
         """Counts since `capture` was last given a sink; empty without a sink."""
-        return cast(Captured, self._call("captured"))
+        return cast(Captured, adapter.scheduler_of(self.llm).capture.captured)
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
         """Capture no new requests within the block: for rollouts that must not reach the sink."""
-        was_paused = self._captures and self._call("pause_capture", True)
-        try:
+        capture = adapter.scheduler_of(self.llm).capture
+        with replaced(capture, "paused", True):
             yield
-        finally:
-            if self._captures and not self._death:
-                self._call("pause_capture", was_paused)
 
     def generate(
         self,
@@ -302,12 +300,8 @@ class Engine:
         self.control.drafters.forget()
 
     def reseed(self, seed: Sequence[int]) -> None:
-        """Derive everything random in the engine's processes from `seed`, ints of at least 0, from now on.
-
-        This process's global generators are seeded too where its core is here. A core in another process begins with
-        the first request that reaches it, so the assignment of its draws to requests still depends on the clock.
-        """
-        self._call("reseed", [int(part) for part in seed])
+        """Derive everything random in the engine's processes, this one included, from `seed`, ints of at least 0."""
+        adapter.reseed(self.llm, [int(part) for part in seed])
 
     def replay(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Repeat the choices of `rows`, this worker's `decisions` of a trace, then choose by the policy.
@@ -322,7 +316,7 @@ class Engine:
 
         Without `history` the state has no responses and stays small in a long run: call `recall` after loading it.
         """
-        return cast(dict[str, Any], json.loads(json.dumps(self._call("state_dict", history), allow_nan=False)))
+        return cast(dict[str, Any], json.loads(json.dumps(self.control.state_dict(history), allow_nan=False)))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict` and clear the prefix cache; nothing may be running.
@@ -330,7 +324,7 @@ class Engine:
         Set the policy and load draft weights first. Two engines behave alike only once both have loaded the state:
         suffix trees order equally frequent continuations by arrival of their texts.
         """
-        self._call("load_state_dict", state)
+        self.control.load_state_dict(_copied(state))
         self.llm.reset_prefix_cache()
 
     def snapshot(self) -> tuple[Any, dict[str, Any]]:
@@ -338,11 +332,11 @@ class Engine:
 
         Nothing may be running.
         """
-        return self._call("rng_state"), self._call("state_dict")
+        return adapter.rng_state(), _copied(self.control.state_dict())
 
     def restore(self, state: tuple[Any, dict[str, Any]]) -> None:
         """Restore a `snapshot` and clear the prefix cache."""
-        self._call("set_rng_state", state[0])
+        adapter.set_rng_state(state[0])
         self.load_state_dict(state[1])
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -392,11 +386,11 @@ class Engine:
     def held_bytes(self) -> dict[str, int]:
         """Bytes that the engine holds, by the names of a dry run; weights and caches are those of each device."""
         host = {"captured states": self.captured.peak_bytes, "drafter history": self.control.drafters.memory_bytes}
-        return cast(dict[str, int], self._call("held_bytes")) | host
+        return cast(dict[str, int], adapter.on_rank_0(self.llm, held_bytes)) | host
 
     def captured_graphs(self) -> CapturedGraphs:
         """The CUDA graphs that vLLM captured when the engine started."""
-        return cast(CapturedGraphs, self._call("captured_graphs"))
+        return cast(CapturedGraphs, adapter.on_rank_0(self.llm, captured_graphs))
 
     def sleep(self, level: int = 1) -> None:
         """Release the engine's memory until `wake_up`, as `vllm.LLM.sleep` does; nothing may be running.
@@ -419,8 +413,10 @@ class Engine:
         """Release the engine's memory, threads and processes."""
         self.llm.llm_engine.engine_core.shutdown()
 
-    def _call(self, name: str, *args: Any) -> Any:
-        return adapter.call(self.llm, name, *args)
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state, which shares nothing with the live one."""
+    return cast(dict[str, Any], pickle.loads(pickle.dumps(state)))
 
 
 def capture_room(engines: int = 1) -> int:

@@ -295,13 +295,6 @@ def start_capture(core: Any, sink: bytes | Sink | None, max_bytes: int) -> None:
         scheduler.capture = RemoteCapture(executor) if worker is None else getattr(worker.model_runner, _ATTRIBUTE)
 
 
-def pause_capture(core: Any, paused: bool) -> bool:
-    """Pause or resume the capture of new requests; return the previous state."""
-    capture = core.scheduler.capture
-    before, capture.paused = capture.paused, paused
-    return bool(before)
-
-
 def _attach(worker: Any, sink: bytes | Sink, max_bytes: int) -> None:
     if worker.rpc_rank:
         return

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
 
 from tltlab.drafters.base import Key
@@ -171,7 +173,7 @@ def keep_drafts_at(llm: Any, rates: Sequence[float]) -> None:
     set_rates(_worker(llm).model_runner.rejection_sampler, rates)
 
 
-def start_capture(llm: Any, sink: Sink | None, max_bytes: int) -> None:
+def start_capture(llm: Any, sink: Sink | bytes | None, max_bytes: int) -> None:
     """Pass every ended request with its hidden states to `sink`, in the model's process; None stops the capture.
 
     Running requests hold at most `max_bytes` of states. ConfigError where the sink cannot be sent there, and where the
@@ -182,21 +184,45 @@ def start_capture(llm: Any, sink: Sink | None, max_bytes: int) -> None:
         raise ConfigError(without)
     if sink is not None and getattr(speculative, "enable_adaptive_verification", False):
         raise ConfigError("hidden states cannot be captured with enable_adaptive_verification: leave it out")
-    if _worker(llm) is not None:
-        capture.start_capture(_core(llm), sink, max_bytes)
-        return
-    try:
-        pickled = None if sink is None else pickle.dumps(sink)
-    except Exception as error:  # objects in the sink may raise anything
-        raise ConfigError(
-            f"the engine's model runs in a process of its own, and the sink, which must go there, cannot: {error}"
-        ) from error
-    call(llm, "capture", pickled, max_bytes)
+    if sink is not None and _worker(llm) is None:
+        try:
+            sink = pickle.dumps(sink)
+        except Exception as error:  # objects in the sink may raise anything
+            raise ConfigError(
+                f"the engine's model runs in a process of its own, and the sink, which must go there, cannot: {error}"
+            ) from error
+    capture.start_capture(_core(llm), sink, max_bytes)
 
 
-def call(llm: Any, name: str, *args: Any) -> Any:
-    """Call `scheduler.call_control` beside the engine's scheduler; arguments and result are copies."""
-    return pickle.loads(_core(llm).tltlab(pickle.dumps((name, args))))
+def on_rank_0(llm: Any, function: Callable[[Any], Any]) -> Any:
+    """Return `function(worker)` of the model's rank 0; the other ranks compute the same."""
+    return _core(llm).model_executor.collective_rpc(function)[0]
+
+
+def reseed(llm: Any, seed: list[int]) -> None:
+    """Seed all random generators of this process and of the model's workers; all ranks draw the same tokens."""
+    _seed_process(None, seed)
+    _core(llm).model_executor.collective_rpc(_seed_process, args=(seed,))
+
+
+def _seed_process(worker: Any, seed: list[int]) -> None:
+    """Seed the generators of this process: the V1 runner draws on its device, the V2 runner seeds from numpy."""
+    for_torch, for_numpy, for_python = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
+    torch.manual_seed(for_torch % 2**63)
+    np.random.seed(for_numpy % 2**32)
+    random.seed(for_python)
+
+
+def rng_state() -> Any:
+    """Return the random states that tokens are drawn from, see `_seed_process`."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all(), np.random.get_state()
+
+
+def set_rng_state(state: Any) -> None:
+    cpu, cuda, numpy = state
+    torch.set_rng_state(cpu)
+    torch.cuda.set_rng_state_all(cuda)
+    np.random.set_state(numpy)
 
 
 def client_errors() -> tuple[type[Exception], ...]:

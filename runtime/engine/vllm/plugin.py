@@ -196,7 +196,7 @@ def _check_configuration(config: Any, variables: Variables) -> str:
 
 
 def attach() -> None:
-    """Route vLLM's utility messages to the control next to the scheduler, `engine_core.call_utility("tltlab", bytes)`.
+    """Let an engine core be asked for its metrics: `engine_core.call_utility("tltlab")`.
 
     A recording is finished before the engine core ends, and workers that draft nothing are not asked for drafts. vLLM's
     own schedulers are recorded where an engine's settings request a recording and no policy (`record_only`).
@@ -205,12 +205,7 @@ def attach() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    def tltlab(self: Any, message: bytes) -> bytes:
-        from .scheduler import call_control
-
-        return call_control(self, message)
-
-    EngineCore.tltlab = tltlab
+    EngineCore.tltlab = lambda self: pickle.dumps(self.scheduler.control.metrics())
 
     @replacing(EngineCore, "post_step")
     def post_step(stock: Any, self: Any, model_executed: bool) -> None:
@@ -350,13 +345,10 @@ def ask_for_metrics(client: Callable[[], Any]) -> list[tuple[Labels, Samples]]:
     with suppress(RuntimeError):
         if asyncio.get_running_loop() is loop:
             return []
-    message = pickle.dumps(("metrics", ()))
 
     async def ask() -> list[bytes]:
         cores = core_client.core_engines
-        return list(
-            await asyncio.gather(*(core_client._call_utility_async("tltlab", message, engine=core) for core in cores))
-        )
+        return list(await asyncio.gather(*(core_client._call_utility_async("tltlab", engine=core) for core in cores)))
 
     answering = asyncio.run_coroutine_threadsafe(ask(), loop)
     try:

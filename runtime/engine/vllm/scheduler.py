@@ -7,15 +7,10 @@ an iteration to the V1 and V2 model runner.
 
 from __future__ import annotations
 
-import pickle
-import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from operator import attrgetter
 from typing import Any
 
-import numpy as np
-import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -28,10 +23,9 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.engine.generation import LiveRequest, describe_exception
 
 from . import is_registered
-from .capture import NullCapture, pause_capture, start_capture
+from .capture import NullCapture
 from .options import Attachment, check_engine, drafts_nothing
 from .runners import NoProposer as NoProposer
-from .runners import captured_graphs, held_bytes
 from .sampling import speculative_sampling_is_sound
 from .watch import Watch
 
@@ -265,54 +259,3 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
         for request, share in zip(drafting, self.control.allot([r.request_id for r in drafting]), strict=True):
             if share < len(request.spec_token_ids):
                 request.spec_token_ids = request.spec_token_ids[:share]  # a copy: all requests share the list
-
-
-def call_control(core: Any, message: bytes) -> bytes:
-    """Run a pickled (name, args) on an engine core and return the pickled result.
-
-    `name` is one of `_COMMANDS`, or a member of the scheduler's `Control`: "begin", "drafters.forget".
-    """
-    name, args = pickle.loads(message)
-    if name in _COMMANDS:
-        return pickle.dumps(_COMMANDS[name](core, *args))
-    member = attrgetter(name)(core.scheduler.control)
-    return pickle.dumps(member(*args) if callable(member) else member)
-
-
-def _reseed(core: Any, seed: Sequence[int]) -> None:
-    _seed_process(None, list(seed))
-    # Tensor-parallel ranks draw the same tokens, so all get the same seed.
-    core.model_executor.collective_rpc(_seed_process, args=(list(seed),))
-
-
-def _seed_process(worker: Any, seed: list[int]) -> None:
-    """Seed the generators of this process: the V1 runner draws on its device, the V2 runner seeds from numpy."""
-    for_torch, for_numpy, for_python = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
-    torch.manual_seed(for_torch % 2**63)
-    np.random.seed(for_numpy % 2**32)
-    random.seed(for_python)
-
-
-def _rng_state(core: Any) -> Any:
-    """Return the random states that tokens are drawn from, see `_seed_process`."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all(), np.random.get_state()
-
-
-def _set_rng_state(core: Any, state: Any) -> None:
-    cpu, cuda, numpy = state
-    torch.set_rng_state(cpu)
-    torch.cuda.set_rng_state_all(cuda)
-    np.random.set_state(numpy)
-
-
-_COMMANDS: Mapping[str, Callable[..., Any]] = {
-    "reseed": _reseed,
-    "rng_state": _rng_state,
-    "set_rng_state": _set_rng_state,
-    "held_bytes": lambda core: core.model_executor.collective_rpc(held_bytes)[0],
-    "capture": start_capture,
-    "captured": lambda core: core.scheduler.capture.captured,
-    "pause_capture": pause_capture,
-    # Ranks capture the same graphs.
-    "captured_graphs": lambda core: core.model_executor.collective_rpc(captured_graphs)[0],
-}

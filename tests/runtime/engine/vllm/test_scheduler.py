@@ -6,14 +6,12 @@ The CPU platform turns asynchronous scheduling off, so no engine runs it here.
 from __future__ import annotations
 
 import copy
-import pickle
 import shutil
 import time
 from collections import deque
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,17 +228,14 @@ def test_without_a_policy_vllms_own_drafts_are_recorded(roomy: Engine, tmp_path:
     assert ["draft_model", 8, 16, 4] in drafted.values.tolist()
 
 
-def test_a_utility_call_puts_another_policy_in_force_while_requests_run(roomy: Engine):
-    from tltlab.runtime.engine.vllm.scheduler import call_control
-
+def test_another_policy_is_set_while_requests_run(roomy: Engine):
     worker = Overlapped.of(roomy)
     worker.add(40, "a")
     outputs = worker.goes_on()
-    core = SimpleNamespace(scheduler=worker.scheduler)
     for depth in (2, 9):
         policy = fixed("learned", depth).model_copy(update={"drafters": {"learned": HEAD}})
         with refused(ConfigError, naming=("4",)) if depth > 4 else nullcontext():
-            call_control(core, pickle.dumps(("set_policy", (policy, [1]))))
+            worker.scheduler.control.set_policy(policy, [1])
         worker.finish()
         outputs.append(worker.schedule())
     assert [output.num_spec_tokens_to_schedule for output in outputs] == [4, 4, 2, 2]
