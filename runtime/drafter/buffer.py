@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tltlab.errors import ConfigError, RunError, one_line
+from tltlab.files import new_file
 from tltlab.runtime.recipe.drafter import BufferConfig
 
 from .sequences import TrainingSequence
@@ -28,9 +28,6 @@ LONGEST = 0.5
 """Share of the sequences of earlier RL steps that count as their longest."""
 SHORTEST_STRETCH = 32
 """Rows below which a sequence is not cut to fill an update: text without context is unlike real drafting."""
-
-PARTIAL = ".partial"
-"""Suffix of a file that is being written; it remains where its writer died."""
 
 TENSORS = ("token_ids", "hidden", "aux")
 
@@ -181,13 +178,10 @@ def write_data(path: Path, data: TrainerData) -> None:
         "random_state": data.random_state,
         "sequences": [[list(s.key), s.first_position, s.prompt_tokens] for s in sequences],
     }
-    partial = path.with_name(path.name + PARTIAL)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial, metadata={"trainer_data": json.dumps(header)})
-        os.replace(partial, path)
+        with new_file(path) as new:
+            save_file(tensors, new, metadata={"trainer_data": json.dumps(header)})
     except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
         cause = one_line(error)[:200]
         raise RunError(f"cannot write training data to {path}, is the disk full? ({cause})") from error
 

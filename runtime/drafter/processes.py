@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -23,7 +24,6 @@ from tltlab.runtime.ray.actors import get, runtime_env
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.run.state import RunEvents
 
-from .buffer import PARTIAL
 from .group import LOOPBACK, RendezvousServer
 from .service import ServedDrafter
 from .training import TrainingPeriod
@@ -152,8 +152,8 @@ class TrainerProcesses:
         work_s = sum(self.answers("data_bytes").values()) / SLOW_DISK
         self.collect(self.ask("save_data", folder.resolve()), work_s=work_s)
         # Trainers that have not finished are dead by now.
-        for partial in folder.glob(f"*{PARTIAL}"):
-            partial.unlink()
+        for partial in folder.glob(".data-*"):
+            shutil.rmtree(partial)
 
     def kill(self, worker: int, why: str) -> None:
         """Kill a trainer; return when it is dead. It is restarted."""
