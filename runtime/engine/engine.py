@@ -15,7 +15,7 @@ import torch
 from tltlab.coordination.canary import CanaryConfig, check_chances
 from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, check_drafter, check_sampled_drafts
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, one_line
 from tltlab.hardware import available_memory
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
@@ -264,7 +264,7 @@ class Engine:
         try:
             return list(self.llm.llm_engine.step())
         except Exception as error:
-            self._death = f"it failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            self._death = f"it failed with {type(error).__name__}: {one_line(error)[:200]}"
             raise
 
     @property

@@ -25,6 +25,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.policies.simple import Fixed
 from tltlab.policies.specs import ExploreSpec
+from tltlab.runtime.drafter.heads.target import read_config
 from tltlab.strategy import Strategy
 
 from .engine import Engine
@@ -135,7 +136,8 @@ def start_engine(
     """
     name, spec = drafter if drafter is not None else ("ngram", ForcedDrafter())
     args: dict[str, Any] = {"max_num_seqs": max(grid.batches)} | dict(vllm_args)
-    args.setdefault("max_model_len", min(grid.longest, _positions(model)))
+    positions = getattr(read_config(model).get_text_config(), "max_position_embeddings", None) or grid.longest
+    args.setdefault("max_model_len", min(grid.longest, int(positions)))
     graphs = graphs_for(grid, name, drafter) if torch.cuda.is_available() else None
     return Engine(
         model, drafters={name: spec}, max_draft_depth=max(grid.depths), seed=seed, graphs=graphs, vllm_args=args
@@ -319,13 +321,3 @@ def _is_of(row: Mapping[str, Any], cell: Cell) -> bool:
         and row["draft_depth"] == cell.depth == row["next_draft_depth"]
         and row["num_drafted"] == cell.batch * cell.depth
     )
-
-
-def _positions(model: str) -> int:
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the configuration of {model}: {' '.join(str(error).split())[:300]}") from error
-    return int(getattr(config, "max_position_embeddings", None) or 2**31)

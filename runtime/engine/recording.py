@@ -193,7 +193,8 @@ class LiveRecording:
         """
         first = Path(path)
         for place in chain([first], (first.with_name(f"{first.name}-{n}") for n in count(1))):
-            if recording_of(place).exists() or place.is_symlink() or (place.exists() and not _is_empty(place)):
+            is_empty = place.is_dir() and not any(place.iterdir())
+            if recording_of(place).exists() or place.is_symlink() or (place.exists() and not is_empty):
                 continue
             try:
                 return cls(place, control, **labels)
@@ -485,7 +486,3 @@ class LiveRecording:
             *(self.path, why, recording_of(self.path)),
         )
         self._wake.set()
-
-
-def _is_empty(place: Path) -> bool:
-    return place.is_dir() and not any(place.iterdir())

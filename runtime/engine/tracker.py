@@ -150,9 +150,10 @@ class IterationTracker:
     `num_generated` counts tokens that clients got: sampled tokens and accepted drafts, but none after a response's end
     (`Control`).
 
-    `begin` opens a rollout and `end` closes it; outside of rollouts outcomes are delivered and no rows are kept.
-    `on_end` receives each ended iteration. Times in rows are seconds since `origin`, the time of `begin`. `verified`
-    takes O(batch), everything else O(1); a rollout holds O(batch) per iteration that verified drafts.
+    `num_scheduled` iterations of this rollout were scheduled. `begin` opens a rollout and `end` closes it; outside of
+    rollouts outcomes are delivered and no rows are kept. `on_end` receives each ended iteration. Times in rows are
+    seconds since `origin`, the time of `begin`. `verified` takes O(batch), everything else O(1); a rollout holds
+    O(batch) per iteration that verified drafts.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class IterationTracker:
         self._iterations: list[Row] = []
         self._decisions: list[Row] = []
         self._ended: list[Iteration] = []
-        self._number = len(self._in_flight)
+        self.num_scheduled = len(self._in_flight)
         for number, iteration in enumerate(self._in_flight):
             iteration.number = number
         self._stale = 0
@@ -198,13 +199,8 @@ class IterationTracker:
 
     def drop_in_flight(self) -> None:
         """Count no iteration in flight, of requests that have ended: its output may have waited for new ones."""
-        self._number -= len(self._in_flight) - self._stale
+        self.num_scheduled -= len(self._in_flight) - self._stale
         self._stale = len(self._in_flight)
-
-    @property
-    def num_scheduled(self) -> int:
-        """Number of iterations of this rollout that were scheduled."""
-        return self._number
 
     @property
     def drops_next(self) -> bool:
@@ -221,10 +217,18 @@ class IterationTracker:
         verified, batch = self.in_force, len(work.request_ids)
         context, prefill = work.context_tokens, work.prefill_tokens
         self._last = Iteration(
-            self._number, self._start_s, batch, work.waiting, context, prefill, verified, self._decided, self._draft_s
+            self.num_scheduled,
+            self._start_s,
+            batch,
+            work.waiting,
+            context,
+            prefill,
+            verified,
+            self._decided,
+            self._draft_s,
         )
         self._in_flight.append(self._last)
-        self._number += 1
+        self.num_scheduled += 1
         self._draft_s = None if self.overlapped else 0.0
         self.clear()
         return verified.strategy

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tltlab.drafters.base import Key
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse
 from tltlab.runtime.engine.recording import finish_reason_of
 from tltlab.runtime.engine.weights import BucketSlots
@@ -125,7 +125,7 @@ def _build(model: str, args: Mapping[str, Any]) -> Any:
         with _rendezvous_in_scratch():
             llm = vllm.LLM(model=model, scheduler_cls=scheduler_cls(None), **weight_transfer, **args)
     except (ValueError, OSError, TypeError, RuntimeError, AssertionError) as error:
-        raise ConfigError(f"vLLM cannot start on {model}: {' '.join(str(error).split())[:500]}") from error
+        raise ConfigError(f"vLLM cannot start on {model}: {one_line(error)[:500]}") from error
     if llm.llm_engine.vllm_config.scheduler_config.async_scheduling != bool(args["async_scheduling"]):
         llm.llm_engine.engine_core.shutdown()
         raise ConfigError("vLLM turns asynchronous scheduling off here: leave async_scheduling out")
@@ -359,7 +359,7 @@ class WeightUpdates:
         try:
             yield
         except Exception as error:
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            why = f"{type(error).__name__}: {one_line(error)[:300]}"
             self.unusable = f"vLLM cannot load these weights and is left with half of them ({why})"
             self.refused = RunError(self.unusable)
             raise self.refused from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 
 from . import on_cpu, starting, uncompiled
@@ -129,7 +129,7 @@ class StockEngine:
                     **(cpu_arguments if cpu else {}),
                 )
             except Exception as error:  # vLLM passes on errors of its loaders, from KeyError to AttributeError
-                why = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+                why = f"{type(error).__name__}: {one_line(error)[:400]}"
                 raise RunError(f"stock vLLM does not start on {target} with the drafter {drafter}: {why}") from error
         self.depth = depth
 
@@ -148,7 +148,7 @@ class StockEngine:
             with uncompiled(self._cpu):
                 outputs = self._llm.generate(inputs, params, use_tqdm=False)
         except client_errors() as error:
-            raise ConfigError(f"vLLM refuses these prompts: {' '.join(str(error).split())[:300]}") from error
+            raise ConfigError(f"vLLM refuses these prompts: {one_line(error)[:300]}") from error
         after = self._counters()
         drafts, *accepted = (now - then for now, then in zip(after, before, strict=True))
         token_ids = [list(output.outputs[0].token_ids) for output in outputs]
