@@ -378,7 +378,12 @@ def fitting_plan(plan: Callable[[float, bool], GraphPlan], pool: GraphPool, cap_
     plans = [plan(spacing, fill) for fill in (True, False) for spacing in _SPACINGS]
     fitting = [each for each in plans if memory_bytes(pool, each) <= cap_bytes]
     if not fitting:
-        check_memory(pool, plans[-1], cap_bytes)
+        least = plans[-1]
+        full, piecewise = len(least.full_graphs()), len(least.piecewise_graphs())
+        raise ConfigError(
+            f"the policy's {full} full and {piecewise} piecewise graphs take {memory_bytes(pool, least) / GIB:.2f} "
+            f"GiB, more than {cap_bytes / GIB:.2f}: give fewer depths, or a smaller largest batch than {least.max_num_seqs}"
+        )
     return min(fitting, key=lambda each: len(each.without_full_graph()))
 
 
@@ -403,18 +408,6 @@ def memory_bytes(pool: GraphPool, plan: GraphPlan) -> float:
     graphs, shared = plan.captured(), pool.model_copy(update={"page_tables": 0})
     without_logits = shared.model_copy(update={"vocab_size": 1})
     return sum(map(without_logits.target_bytes, graphs.target)) + sum(map(shared.drafter_bytes, graphs.drafter))
-
-
-def check_memory(pool: GraphPool, plan: GraphPlan, cap_bytes: float) -> float:
-    """Return `memory_bytes`; ConfigError where it exceeds `cap_bytes`."""
-    needed = memory_bytes(pool, plan)
-    if not needed <= cap_bytes:
-        full, piecewise = len(plan.full_graphs()), len(plan.piecewise_graphs())
-        raise ConfigError(
-            f"the policy's {full} full and {piecewise} piecewise graphs take {needed / GIB:.2f} GiB, more than "
-            f"{cap_bytes / GIB:.2f}: give fewer depths, or a smaller largest batch than {plan.max_num_seqs}"
-        )
-    return needed
 
 
 def _graphs(

@@ -32,7 +32,6 @@ def optimal_budget(
     base_s: float,
     token_s: float,
     *,
-    count_target: bool = False,
     most_per_pass: float = math.inf,
     most_in_all: float = math.inf,
     tolerance: float = 1e-9,
@@ -48,8 +47,7 @@ def optimal_budget(
 
     The paper prints k (1 - N / l) in the logarithm and k / (alpha (1 - k + k N / l)) in the sum (Eqs. 7 to 9), which
     is this with 1/k for k. The sum falls as N grows, so bisection finds N, to `tolerance` of the longest length.
-    `count_target` also charges token_s for the one token that each unfinished request has in a pass without drafts
-    (the paper's cost model counts them, its objective does not). `most_per_pass` bounds p_i / N, `most_in_all` their
+    `most_per_pass` bounds p_i / N, `most_in_all` their
     sum. The first three arguments have the shape (requests,) or are the same for all. Raises ConfigError.
 
     >>> passes, drafts = optimal_budget([100, 1000], 0.8, 0.9, base_s=9.5e-3, token_s=5e-5)
@@ -79,7 +77,7 @@ def optimal_budget(
                 return True
             needed = -tokens / alpha_i * math.log(slack / most_kept)
             drafts += needed
-            saved += 1.0 / (alpha_i * slack) - count_target
+            saved += 1.0 / (alpha_i * slack)
             if needed > most_per_pass * passes or token_s * saved > base_s:
                 return True
         return drafts > most_in_all * passes
@@ -121,7 +119,6 @@ class LengthAwareBudget(DraftBudget):
         quantiles: tuple[float, ...] = (1 / 3, 2 / 3),
         window: int = 4096,
         replan_every: int = 64,
-        count_target: bool = False,
     ) -> None:
         optimal_budget([1.0], reach, efficiency, base_s, token_s)
         if replan_every < 1:
@@ -130,7 +127,6 @@ class LengthAwareBudget(DraftBudget):
         self.token_s = token_s
         self.reach = reach
         self.replan_every = replan_every
-        self.count_target = count_target
         self.classes_ = LengthClasses(quantiles, window)
         # Tokens drafted, accepted and generated: so many of the last that the settings stand for one short response.
         accepted_share = reach * (1.0 - math.exp(-efficiency))
@@ -179,7 +175,6 @@ class LengthAwareBudget(DraftBudget):
                 self.efficiency,
                 self.base_s,
                 self.token_s,
-                count_target=self.count_target,
                 most_per_pass=depth,
                 most_in_all=batch * most,
                 tolerance=_TOLERANCE,

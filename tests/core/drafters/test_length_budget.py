@@ -61,12 +61,11 @@ def test_the_printed_equations_need_the_reciprocal_of_k():
 @given(
     st.lists(st.tuples(st.floats(1, 1e4), st.floats(0.05, 1), st.floats(0.05, 1)), min_size=1, max_size=12),
     st.floats(1e-4, 0.1),
-    st.booleans(),
 )
-def test_the_optimum_keeps_the_conditions_of_karush_kuhn_and_tucker(requests, token_s, count_target):
+def test_the_optimum_keeps_the_conditions_of_karush_kuhn_and_tucker(requests, token_s):
     """Multipliers of l_i - A_i(p_i) <= N: the marginal cost token_s / A_i'(p_i) of those on the line; they sum to 1."""
     lengths, reach, efficiency = (np.array(column) for column in zip(*requests, strict=True))
-    passes, drafts = optimal_budget(lengths, reach, efficiency, 1.0, token_s, count_target=count_target)
+    passes, drafts = optimal_budget(lengths, reach, efficiency, 1.0, token_s)
     needed = lengths * (1 - reach * (1 - np.exp(-efficiency * drafts / lengths)))
     assert (drafts >= 0).all()
     assert (needed <= passes * (1 + 1e-6)).all()
@@ -77,20 +76,12 @@ def test_the_optimum_keeps_the_conditions_of_karush_kuhn_and_tucker(requests, to
         """What one pass less costs at N = `at`: drafts, minus the passes of the target that they replace."""
         late = lengths > at
         left = (reach - 1 + at / lengths)[late]
-        return token_s * float((1 / (efficiency[late] * left) - count_target).sum())
+        return token_s * float((1 / (efficiency[late] * left)).sum())
 
     lowest = float(((1 - reach) * lengths).max())
     below, above = passes - 1e-6 * lengths.max(), passes * (1 + 1e-6)
     assert below <= lowest or price(below) > 1 - 1e-3
     assert price(above) <= 1 + 1e-3
-
-
-def test_counting_the_targets_own_token_drafts_more():
-    """Every pass saved then also saves one token of each request that is still there."""
-    case = tail()
-    plain, _ = optimal_budget(*case, BASE_S, TOKEN_S * 20)
-    counted, _ = optimal_budget(*case, BASE_S, TOKEN_S * 20, count_target=True)
-    assert counted < plain
 
 
 def test_bounds_on_a_pass_move_the_finish_line():
@@ -132,7 +123,7 @@ def taught(**settings) -> LengthAwareBudget:
 
 @pytest.mark.parametrize(
     "factory",
-    [LengthAwareBudget, lambda: LengthAwareBudget(token_s=5e-4, replan_every=7, quantiles=(0.5,), count_target=True)],
+    [LengthAwareBudget, lambda: LengthAwareBudget(token_s=5e-4, replan_every=7, quantiles=(0.5,))],
 )
 def test_it_keeps_the_contract(factory):
     check_budget(factory)

@@ -28,6 +28,7 @@ from tltlab.coordination.canary import CanaryConfig
 from tltlab.coordination.messages import Event
 from tltlab.coordination.schedule import ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError
+from tltlab.files import write_file
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.drafter import processes as trainer_processes
@@ -341,7 +342,7 @@ def test_a_dying_trainer_costs_a_checkpoint_its_data(story: Story, tmp_path: Pat
     story.run.state_dict(saved)
     found = {path.name for path in saved.iterdir()}
     assert found >= {"data-1.safetensors", "drafter.safetensors", "drafter_training.safetensors"}
-    assert not [name for name in found if name.startswith("data-2")]
+    assert not [name for name in found if "data-2" in name]
     data = read_data(saved / "data-1.safetensors")
     assert [sequence.key for sequence in (*data.held, *data.heldout)] == had[1]
     story.restarted(2, pid)
@@ -352,7 +353,7 @@ def dies_writing(trainer: SpotTrainer, folder: Path) -> None:
 
     def die(timeout_s: float) -> None:
         folder.mkdir(exist_ok=True)
-        (folder / "data-2.safetensors.partial").write_text("half")
+        write_file(folder / ".data-2.safetensors.tltlab-x" / "data-2.safetensors", "half")
         os._exit(1)
 
     trainer._feed.settle = die  # type: ignore[method-assign,assignment]
@@ -530,7 +531,7 @@ def test_closing_leaves_nothing(story: Story):
     story.close()
     until(lambda: not any(map(alive, pids)))
     assert not place.exists()
-    assert not list(story.folder.glob("**/*.partial"))
+    assert not list(story.folder.glob("**/.*.tltlab-*"))
     assert (story.folder / "drafter" / "final").exists()
 
 
@@ -643,7 +644,7 @@ def test_an_interrupted_run_leaves_nothing_behind(learning: Path, recipe_file: P
             process.wait()
         until(lambda: not [child for child in own if alive(child.pid)])
         assert not list(places.glob("tltlab*"))
-        assert not list(out.glob("**/*.partial"))
+        assert not list(out.glob("**/.*.tltlab-*"))
         assert len(repair(out / "trace").rl_steps) >= 1
         events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
         assert events[-1]["event"].startswith("the run stopped: KeyboardInterrupt")

@@ -20,7 +20,6 @@ from tltlab.policies.specs import ExploreSpec, FixedSpec, TableRow, TableSpec
 from tltlab.runtime.engine.graphs import (
     GIB,
     GraphPlan,
-    check_memory,
     fitting_plan,
     memory_bytes,
     plan_graphs,
@@ -292,9 +291,8 @@ def test_trees_are_refused():
 def test_memory_beyond_cap_is_refused_with_numbers():
     plan = plan_graphs(table((1, 8), (5, 2), (17, 0)), 32)
     needed = memory_bytes(POOL, plan)
-    assert check_memory(POOL, plan, needed) == needed
     with refused(ConfigError, naming=(f"{needed / GIB:.2f}", "0.50")):
-        check_memory(POOL, plan, 0.5 * GIB)
+        fitting_plan(lambda spacing, fill: plan, POOL, 0.5 * GIB)
 
 
 def test_memory_grows_with_graphs_and_with_drafters_network():
