@@ -382,7 +382,8 @@ def fitting_plan(plan: Callable[[float, bool], GraphPlan], pool: GraphPool, cap_
         full, piecewise = len(least.full_graphs()), len(least.piecewise_graphs())
         raise ConfigError(
             f"the policy's {full} full and {piecewise} piecewise graphs take {memory_bytes(pool, least) / GIB:.2f} "
-            f"GiB, more than {cap_bytes / GIB:.2f}: give fewer depths, or a smaller largest batch than {least.max_num_seqs}"
+            f"GiB, more than {cap_bytes / GIB:.2f}: give fewer depths, or a smaller largest batch than "
+            f"{least.max_num_seqs}"
         )
     return min(fitting, key=lambda each: len(each.without_full_graph()))
 
