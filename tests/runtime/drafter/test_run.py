@@ -88,7 +88,7 @@ class StandIn:
 
     def _guard_drafter(self, config: CanaryConfig) -> None: ...
 
-    def _went_back(self, rl_step: int) -> None:
+    def _rewind(self, rl_step: int) -> None:
         self.feed.status(rl_step - 1, busy=False)
 
     def _update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: list[float], updates: int) -> None:
