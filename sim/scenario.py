@@ -273,8 +273,8 @@ class Scenario(SimulationConfig):
 
         `drafters` are those of the policies, by default those of the trace.
 
-        The bound is for iterations that take the modelled costs: with `noise` a fast rollout may undercut it. Where
-        acceptance depends on the drafter's age and training, it is that of the freshest and best trained one.
+        The bound is for iterations that take the modelled costs: with `noise` a fast rollout may undercut it.
+        Acceptance that depends on the drafter's age and training is that of a fresh, fully trained drafter.
         """
         model = self.acceptance
         if model is not None:

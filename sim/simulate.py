@@ -221,7 +221,7 @@ _OUTSIDE = ("acceptance", "batch", "verified_tokens", "context_tokens")
 
 
 def totals(rollouts: Sequence[SimulatedRollout], scenario: Scenario | None = None) -> tuple[Totals, ...]:
-    """The sums over each rollout, one after another; what is outside is that of the scenario's costs and acceptance."""
+    """Return the sums over each rollout; `outside` is by the scenario's costs and acceptance."""
     found = []
     for rollout in rollouts:
         c, worker = rollout.columns()

@@ -28,7 +28,7 @@ _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow",
 class Prompt:
     """One problem. `token_ids` is the model's input, `text` the reward function's.
 
-    The text of a prompt of several messages is that of the user's last one.
+    The text of a prompt with several messages is the user's last one.
     """
 
     prompt_id: str

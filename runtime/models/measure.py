@@ -31,7 +31,7 @@ def sample(
 ) -> list[Sampled]:
     """Sample one response per prompt, all at once: each token costs one pass over the responses still running.
 
-    `prompts` are token ids; the entropy at a position is that of the distribution sampled from, at `temperature`.
+    `prompts` are token ids. The entropy at a position is of the sampling distribution, at `temperature`.
     """
     eos, pad = model.config.eos_token_id, model.config.pad_token_id
     generator = torch.Generator().manual_seed(seed)

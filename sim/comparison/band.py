@@ -356,7 +356,7 @@ def with_overhead(scenario: Scenario, strategies: Sequence[Strategy], error: flo
     """Scenarios in which all that speculation adds is cheaper, and dearer, so that an iteration is off by the error.
 
     That moves deep drafts and large batches more than shallow and small ones, as an error of all speculative iterations
-    does not. The iteration is that of the mean draft of these strategies at the mean batch size of a rollout.
+    does not. The iteration has the mean draft of these strategies, at the mean batch size of a rollout.
     """
     costs, step = scenario.costs, scenario.steps[0]
     # The longest response takes as many iterations as it has tokens, the others run in a part of them.

@@ -57,7 +57,7 @@ class Comparison(pd.DataFrame):
 def sweep(scenario: Scenario | TraceSource, policies: Policies, *, jobs: int | None = 1) -> pd.DataFrame:
     """Simulate every policy on the scenario: one row per policy and RL step, in order, with `makespan_s`.
 
-    `scenario` may be a trace as `simulate` takes it: then it is that of `Scenario.of`. `policies` are a dict of
+    `scenario` may be a trace as `simulate` takes it, from which `Scenario.of` makes one. `policies` are a dict of
     policies by name, a list or names with commas between, each as `simulate` takes it.
     `jobs` processes share the policies; the numbers do not depend on them. ConfigError for jobs < 1.
 

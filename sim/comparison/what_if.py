@@ -89,7 +89,7 @@ def what_if(
     of `SimulationConfig`: `gpus` (such as 8xH100) of a `model` (a name or `config.json`), or `costs` on `workers`.
     Where none is named, the trace's costs are taken, else the machine of a log, else 8xH100 of Qwen2.5-7B.
     For a training log with stages, rollouts and stages take the log's seconds, and one that drafts is compared with its
-    own run first (`WhatIf.running`). Acceptance that nobody gives is the recorded one, else
+    own run first (`WhatIf.running`). Acceptance that is not given is the recorded one, else
     `tltlab.acceptance.load.DEFAULTS`, with 0.5 and 0.85 of the drafter in addition. `accept` is short for the chance
     that a token of `drafter` ("learned") is accepted once those before it were, all other drafters as in `DEFAULTS`.
 

@@ -28,9 +28,9 @@ BUCKET_TOKENS = 512
 class ExpectedIteration:
     """Seconds and tokens that an iteration of a strategy is expected to take and to bring, at a batch and a context.
 
-    Acceptance by context is that at the batch's mean context. Where acceptance differs between requests otherwise or is
-    replayed, tokens are the mean of a simulation under that strategy alone; a learned drafter is taken as fresh as it
-    is at first.
+    Acceptance by context is taken at the batch's mean context. Where acceptance differs between requests otherwise or
+    is replayed, tokens are the mean of a simulation under that strategy alone; a learned drafter is taken as fresh as
+    it is at first.
     """
 
     def __init__(self, scenario: Scenario, strategies: Sequence[Strategy]) -> None:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _SELECTION, _JUDGEMENT = 1, 2
 """Stages after the search."""
 _RACERS = 5
-"""So many of the settings that were searched race in sampled mode, and those that were tried first."""
+"""Searched settings that race in sampled mode, in addition to those tried first."""
 _TUNED_ON = 4
 """RL steps of a sample to tune on."""
 

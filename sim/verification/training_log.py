@@ -1,7 +1,7 @@
 """Training logs, which have no iterations: costs that they identify, and later RL steps predicted from earlier ones.
 
 An RL step of a log has lengths (often maximum-entropy ones), the rollout's seconds and perhaps the accept length. With
-costs at hand its rollout takes the simulated time, multiplied by one level, and a time outside of iterations:
+costs its rollout takes the simulated time, multiplied by one level, and a time outside of iterations:
 
     rollout_s = level * simulated_s + outside_s
 

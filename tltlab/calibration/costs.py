@@ -88,7 +88,7 @@ def fit_trace(
 ) -> CostFit:
     """Fit costs to `trace.iterations`; fewer than two folds, or one RL step: no cross-validation.
 
-    The costs' `noise` is that of iterations which prefilled nothing. `hardware` is for kind "roofline". Raises
+    The costs' `noise` is of iterations without prefill. `hardware` is for kind "roofline". Raises
     ConfigError for a trace without iterations and for an unknown kind.
     """
     table = iterations_of(trace)

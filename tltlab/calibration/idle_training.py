@@ -126,7 +126,7 @@ def _rate(periods: pd.DataFrame) -> tuple[float, float]:
 
 
 def _pauses(rows: pd.DataFrame) -> tuple[float, float]:
-    """`start_s` and `join_s`, NaN where nobody joined: who comes later pauses the group, and itself, for `join_s`."""
+    """`start_s` and `join_s`, NaN if no member joined: a later member pauses the group, and itself, for `join_s`."""
     come = rows.groupby(["rl_step", "term"])["t_start"]
     joined = come.rank(method="dense") - 1
     later = come.rank(method="dense", ascending=False) - 1

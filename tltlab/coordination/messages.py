@@ -80,7 +80,7 @@ class Train:
 
     `members` are in rank order, the leader first. `term` numbers the training period: a term has one leader. `group`
     numbers the composition, the same for all its members and larger at each change: enough to name their rendezvous by.
-    `incarnation` is that of the process which it is for.
+    `incarnation` identifies the process that the command is for.
     """
 
     worker: int

@@ -142,7 +142,7 @@ def _drafted(run: RunEvidence) -> pd.DataFrame:
         raise NotChecked(NO_LOG)
     log = run.log
     if log["accept_length"].isna().all():
-        # At least that many: the share kept is that of tokens, of which a draft has one or more.
+        # A lower bound: the accepted share counts tokens, and a draft has one or more.
         log = log.assign(accept_length=1.0 + log["draft_rate"])
     rows = log[log["accept_length"].notna()].reset_index(drop=True)
     if rows.empty:

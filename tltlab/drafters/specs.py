@@ -171,8 +171,8 @@ DEFAULT_DRAFTERS: dict[str, ModelFreeSpec] = {"ngram": NgramSpec(), "suffix": Su
 class Drafters(Mapping[str, DrafterTraits]):
     """Drafters of a run by name, with their traits: the standard ones, those of `specs` and those of `traits`.
 
-    Standard are `ngram`, `suffix`, `learned` and `block`. `traits` are of drafters whose spec is not at
-    hand, such as a recorded trace's. A hybrid has a network where one of its parts has. Names are for people: whatever
+    Standard are `ngram`, `suffix`, `learned` and `block`. `traits` are of drafters without a spec, such as those of a
+    recorded trace. A hybrid has a network where one of its parts has. Names are for people: whatever
     depends on what a drafter is asks here.
 
     >>> drafters = Drafters({"own": SuffixSpec(window=4)})

@@ -105,7 +105,7 @@ def lines_of(binary: Iterable[bytes]) -> Iterator[Line]:
 
 
 def entries_of(lines: Iterable[Line], forms: Sequence[Form], hints: Sequence[str]) -> Iterator[Entry]:
-    """The lines that have one of the forms, and a hint. A block's number, once opened, is that of its lines."""
+    """The lines that have one of the forms, and a hint. Lines of a block have the block's number."""
     block: int | None = None
     in_block: dict[str, Any] = {}
     num_reports = 0

@@ -320,7 +320,8 @@ def text_id(value: Any) -> str:
 def flat(fields: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
     """Return a record with the fields of its objects beside its own, by paths such as `usage.completion_tokens`.
 
-    A list of one choice is that choice. Messages stay whole, and `{"type": "length"}` as a finish reason is its type.
+    A list with one choice stands for the choice. Messages stay whole, and `{"type": "length"}` as a finish reason is
+    its type.
     """
     result: dict[str, Any] = {}
     is_deep = before.count(".") > _MOST_DEPTH

@@ -67,9 +67,9 @@ class LengthModel(StoredModel):
     takes over where there is one: a rollout ends with its few longest responses, and a line through two quantiles
     invents them. L is rounded, at least 1, and cut at `max_response_tokens`. `prompt_share` is the intraclass
     correlation of z; before the cut and for a log-normal also that of log L. From one epoch to the next a prompt's u
-    keeps the correlation `prompt_memory`. Prompts have log-normal lengths; `prompt_length_correlation` is that of their
-    log with u. `step_scores` are of the longest response of each RL step that the law was fitted to (`longest`).
-    `notes` name the sources of the values.
+    keeps the correlation `prompt_memory`. Prompts have log-normal lengths; `prompt_length_correlation` is the
+    correlation of their log with u. `step_scores` are of the longest response of each RL step that the law was fitted
+    to (`longest`). `notes` name the sources of the values.
 
     >>> model = LengthModel(quantiles=((0.5, 800), (0.9, 3200)), prompt_share=0.9, max_response_tokens=16384)
     >>> round(model.quantile(0.5)), round(model.quantile(0.99)), round(model.cap_mass(), 4)

@@ -151,7 +151,7 @@ def set_rng_state(rng: np.random.Generator, state: dict[str, Any]) -> None:
 
 
 def refuse_other_arms(saved: list[Any], arms: list[Any]) -> None:
-    """ConfigError where a saved state is that of other arms."""
+    """ConfigError where a saved state has other arms."""
     if saved != arms:
         raise ConfigError(f"the saved state has the arms {saved}, this policy has {arms}")
 

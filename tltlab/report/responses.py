@@ -75,7 +75,7 @@ def _step(trace: Trace) -> int:
 
 
 def _decoder(run: Path, recipe: Any) -> Decode:
-    """Function that decodes token ids: the model's tokenizer where it is at hand, else the ids themselves."""
+    """Function that decodes token ids: the model's tokenizer if available, else the ids themselves."""
     model = recipe.get("model") if isinstance(recipe, dict) else None
     for folder in (run / "model", *([Path(model)] if isinstance(model, str) else [])):
         with suppress(ConfigError):

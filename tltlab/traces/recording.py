@@ -309,7 +309,7 @@ def merge_recordings(parts: Sequence[EngineTrace]) -> tuple[Manifest, dict[str, 
     named = [part.manifest.without_iterations for part in parts]
     without = None
     if all(steps is not None for steps in named):
-        # Those of which no part has any.
+        # RL steps without iterations in any part.
         there = set(tables["iterations"]["whole"]) if "iterations" in tables else set()
         moved = {places.get((at, step), (step, 0.0))[0] for at, steps in enumerate(named) for step in steps or ()}
         without = tuple(sorted(moved - there))

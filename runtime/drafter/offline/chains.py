@@ -74,7 +74,7 @@ class _Run:
     values: Tensor
 
     def follow(self, at: Tensor, residual: Tensor, q: Tensor, max_depth: int) -> Tensor:
-        """Return the accepted tokens of the chains whose first draft is that of the inputs `at` (A): uint8 (A).
+        """Return the accepted tokens of the chains that start at the inputs `at` (A): uint8 (A).
 
         `residual` (A, H) and `q` (A, heads, D) are those of these inputs. A chain attends to the keys up to its own
         input, and its own later ones.
