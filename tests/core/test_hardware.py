@@ -14,7 +14,7 @@ from tltlab.hardware import RUNTIME_BYTES, Gpu, ModelShape, activation_bytes, gp
     [("Qwen2.5-7B", 7.07, 57_344), ("Qwen2.5-32B", 31.98, 262_144), ("Qwen3-32B", 31.98, 262_144),
      ("Llama-3.3-70B", 69.50, 327_680), ("Llama-3.1-8B", 7.50, 131_072)],
 )  # fmt: skip
-def test_weights_read_per_step_and_kv_bytes_per_token(name: str, billions: float, kv_bytes: int):
+def test_weight_bytes_per_step_and_kv_bytes(name: str, billions: float, kv_bytes: int):
     shape = model(name)
     assert round(shape.weight_params / 1e9, 2) == billions
     assert shape.kv_bytes_per_token == kv_bytes

@@ -90,13 +90,13 @@ def run(*, dies: bool) -> dict[int, Any]:
     return found
 
 
-def test_else_members_with_gpu_each_would_exchange_through_host_or_end_with_different_drafters():
+def test_members_with_a_gpu_each_exchange_over_nccl():
     found = run(dies=False)
     assert not any(one["on_host"] for one in found.values())
     assert found[0]["sum"] == found[1]["sum"]
 
 
-def test_else_trainer_whose_peer_died_would_wait_in_nccl_for_ever_or_be_killed_by_its_watchdog():
+def test_a_trainer_survives_a_dead_peer_in_nccl():
     found = run(dies=True)[0]
     assert "hangs" in found["lost"]
     assert found["seconds"] < TIMEOUT_S + 5

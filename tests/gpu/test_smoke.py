@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900), pyt
 WITHIN_S = 600
 
 
-def test_every_rollout_would_be_slower_if_seam_cost_tenth(model: Path):
+def test_the_seam_costs_less_than_a_tenth(model: Path):
     """At batch 256, beside stock vLLM."""
     rates: dict[str, list[float]] = {}
     modes = ("stock, synchronous, one process", "policy none")
@@ -33,7 +33,7 @@ def test_every_rollout_would_be_slower_if_seam_cost_tenth(model: Path):
     assert ours > 0.9 * stock
 
 
-def test_no_run_would_get_through_its_first_steps_if_smoke_recipe_does_not(model: Path, tmp_path: Path):
+def test_the_smoke_recipe_runs_its_first_steps(model: Path, tmp_path: Path):
     begun, run = time.monotonic(), tmp_path / "run"
     overrides = [f"model={model}", *(f"data.{name}={model / name}.jsonl" for name in ("train", "heldout"))]
     run_tltlab("train", "gpu_smoke", *overrides, "--out", str(run))

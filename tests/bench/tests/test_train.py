@@ -116,7 +116,7 @@ def test_trls_vllm_mode_corrects_as_our_recipe_does(tmp_path: Path):
     }
 
 
-def test_the_first_step_of_a_run_is_left_out():
+def test_first_step_of_run_is_left_out():
     blocks = [block(OURS, [9.0, 3.0, 4.0]), block(DEFAULTS, [90.0, 60.0, 70.0]), block(OURS, [8.0, 3.0, 2.0])]
     assert steady(blocks, OURS) == [3.0, 4.0, 3.0, 2.0]
     found = summarise(blocks, {OURS: 21, DEFAULTS: 28}, heldout=512)

@@ -185,7 +185,7 @@ def test_rl_step_of_stream_is_trace(tmp_path, tiny_chunks):
     assert read(one.write(tmp_path / "one")).outcomes.equals(one.outcomes)
 
 
-def test_metrics_do_not_depend_on_how_traces_are_read(tmp_path, tiny_chunks):
+def test_metrics_do_not_depend_on_the_reader(tmp_path, tiny_chunks):
     streamed, memory = read(written(tmp_path / "t", 7)), whole(7)
     assert len(list(streamed.parts())) > 3
     assert len(list(memory.parts())) == 1

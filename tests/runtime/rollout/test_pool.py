@@ -93,7 +93,7 @@ def undisturbed(pool: WorkerPool, policy: Policy, rl_step: int) -> tuple[list[Ro
     return pool.generate(pool.share(requests(rl_step)), rl_step), before
 
 
-def test_engines_with_planned_graphs_say_what_iterations_ran_in(pool: WorkerPool):
+def test_engines_report_the_graphs_of_iterations(pool: WorkerPool):
     captured = [(graphs.runner, graphs.mode, graphs.full) for graphs in pool.ask("ask_engine", "captured_graphs")]
     assert captured == [("V1", "NONE", ())] * 2
     pool.set_policy(SUFFIX, 0)

@@ -45,7 +45,7 @@ def left_out(cells: pd.DataFrame, column: str) -> np.ndarray:
     return np.abs(np.concatenate([errors(fitted(cells[~part]), cells[part]) for part in parts]))
 
 
-def test_tlt_is_within_one_percent_on_held_out_cells(shared_data: Path):
+def test_tlt_errs_one_percent_on_held_out_cells(shared_data: Path):
     cells = pd.read_csv(shared_data / "tlt_sd_tables.csv").rename(columns={"topk": "top_k"})
     cells = cells[cells["accept_length"].notna()]
     curve = fitted(cells)
