@@ -116,7 +116,7 @@ def table(
         wraps = words and at == num - 1
         drawing.add_column(
             Text(header[at]) if header else "", justify="left" if at < left or wraps else "right", width=widths[at],
-            no_wrap=not wraps, overflow="ellipsis",
+            no_wrap=not wraps, overflow="fold" if wraps else "ellipsis",
         )  # fmt: skip
     for row in cells:
         drawing.add_row(*(Text(row[at]) for at in shown if at < len(row)))
@@ -128,7 +128,7 @@ def table(
     return "\n".join(lines)
 
 
-_SHORTEST = 16
+_SHORTEST = 24
 """Columns of the terminal that a shortened cell keeps."""
 
 

@@ -202,8 +202,8 @@ def system_table(comparison: pd.DataFrame, sampled: bool) -> str:
         rollout = list(zip(times, _times(row, "makespan_s", "ratio"), strict=True))
         cells = [("system", name), ("drafters", drafters_text(row["drafters"])), *rollout[:2]]
         if whole:
-            cells += [] if ranked else [("accept", accept)]
             cells += zip(("RL step s", *times[1:]), _times(row, "step_s", "step_ratio"), strict=True)
+            cells += [] if ranked else [("accept", accept)]
         else:
             tokens = f"{row['tokens_per_s_ratio']:.2f}x"
             cells += [rollout[2], ("tokens/s", tokens), ("regret", _regret(row)), ("accept", accept)]

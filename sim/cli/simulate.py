@@ -10,7 +10,7 @@ import typer
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.console import AllowCode, Json, emit, parse_strategy
+from tltlab.console import AllowCode, Json, emit, parse_strategy, table
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
@@ -180,7 +180,7 @@ def simulate(
     if spot_training is not None and (granted is None or granted.trained_drafter is None):
         lines.append(("", "it changes nothing here: only acceptance of kind fresh depends on training"))
     lines += [("assumed", note) for note in assumptions]
-    emit(summary, as_json=as_json, text="\n".join(f"{label:<18} {words}" for label, words in lines))
+    emit(summary, as_json=as_json, text=table([], lines, words=True))
 
 
 def another_step(source: Trace, result: SimResult) -> Makespan | None:

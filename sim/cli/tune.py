@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -122,8 +124,18 @@ def tune(
         cost_error=cost_error, jobs=jobs, graphs=graphs, gpus=gpus, model=model, engine=engine, tp=tp,
     )  # fmt: skip
     origin = made_by("numpy", "scipy", "simpy", "optuna") | {"paths": [str(path) for path in traces]}
-    with progress_bar("trials", trials) as done:
-        result = run(sources, config, provenance=origin, done=done, on_stage=progress, journal=journal)
+    with ExitStack() as showing:
+        showing.enter_context(options.counting())
+
+        @cache
+        def bar() -> Callable[[str], None]:
+            """The bar of trials; up to the first trial simulations are counted."""
+            showing.close()
+            return showing.enter_context(progress_bar("trials", trials))
+
+        result = run(
+            sources, config, provenance=origin, done=lambda part: bar()(part), on_stage=progress, journal=journal
+        )
     result.policy.write(out)
     if plot is not None:
         save_figure(result.history(), plot)
@@ -146,22 +158,14 @@ def text(result: TuneResult, out: Path) -> str:
         rows.append((name, drafters_text(row.drafters), *times))
     rows += [
         ("per-iteration oracle", "", f"{result.oracle_s:.4g}"),
-        ("clairvoyant bound (no noise)", "", f"{result.bound_s:.4g}"),
+        ("clairvoyant, no noise", "", f"{result.bound_s:.4g}"),
     ]
-    columns = [
-        "held-out RL steps, simulated",
-        "drafters",
-        "makespan s",
-        "speed-up",
-        "draws only",
-        "regret",
-        "to bound",
-    ]
+    columns = ["policy", "drafters", "makespan s", "speed-up", "draws only", "regret", "to bound"]
     lines = [
         table(columns, rows, left=2),
         *filter(None, [granted_text([asdict(row) for row in result.candidates], "name")]),
         "",
-        f"speed-up: over {result.best_fixed}, the best fixed strategy; {DRAWS_ONLY}; "
+        f"simulated, on RL steps held out; speed-up: over {result.best_fixed}, the best fixed strategy; {DRAWS_ONLY}; "
         "regret: to the per-iteration oracle, which knows costs and acceptance; to bound: to the clairvoyant bound",
         f"minimised: {result.policy.provenance['objective']}",
         f"verdict: {result.verdict}",

@@ -75,6 +75,7 @@ OF_THIS_MACHINE = (
     (r"(simulated in|in|takes|took)( +)[\d.]+ s\b", r"\1\2SECONDS s"),
     (r"\([\d.]+ MB\)", "(SIZE MB)"),
     (r"; \d+ s\n", "; SECONDS s\n"),
+    (r"(?m)^simulation \d+\n", ""),
     (r"this machine has [\d.e+]+ GB(, TOO LITTLE for a run here)?", "this machine has SIZE GB"),
     (r"(?s)\nenvironment\n.*", "\nENVIRONMENT\n"),
 )

@@ -80,21 +80,24 @@ def verify(
         trace = read(run)
         chosen = parse_rl_steps(rl_steps, trace.rl_steps)
         if decisions:
-            played = replay_decisions(trace, rl_steps=chosen, allow_code=allow_code or (), jobs=jobs)
+            with options.counting():
+                played = replay_decisions(trace, rl_steps=chosen, allow_code=allow_code or (), jobs=jobs)
             emit(played.json(), as_json=as_json, text=played.text())
             return
         if is_log(trace):
             trace = trace if chosen is None else trace.select(chosen)
-            log = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW, jobs=jobs)
-            whole = whole_steps(trace, log, window or LOG_WINDOW)
+            with options.counting():
+                log = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW, jobs=jobs)
+                whole = whole_steps(trace, log, window or LOG_WINDOW)
             emit(log.json() | whole.json(), as_json=as_json, text="\n".join(filter(None, [log.text(), whole.text()])))
             return
         if costs is not None or workers is not None:
             raise ConfigError("--costs and --workers are for training logs: a recorded run has its own")
-        verification = run_verify(
-            run, rl_steps=chosen, window=window or WINDOW, samples=samples or SAMPLES, seed=seed,
-            allow_code=allow_code or (), jobs=jobs,
-        )  # fmt: skip
+        with options.counting():
+            verification = run_verify(
+                run, rl_steps=chosen, window=window or WINDOW, samples=samples or SAMPLES, seed=seed,
+                allow_code=allow_code or (), jobs=jobs,
+            )  # fmt: skip
         emit(verification.json(), as_json=as_json, text=text(verification))
         return
     if decisions:

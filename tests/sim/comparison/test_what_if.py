@@ -286,7 +286,7 @@ def test_command_answers_in_json_and_as_page(lengths: Path, tmp_path: Path, caps
     page = (tmp_path / "answer.html").read_text()
     result = json.loads(typed(capsys, *asked, "--json")[1])
     assert result["verdict"] in page
-    assert "<td>geometric:0.7 (default)</td>" in page
+    assert ">geometric:0.7 (default)</td>" in page
     assert result["acceptance"] == {"learned": "geometric:0.7 (default)"}
     assert f"<dt>RL step</dt><dd>{result['speedup']['rl_step']['mean']:.2f}x</dd>" in page
     assert f"drafted tokens accepted, each: 0.5\\nrollout: {result['by_accept'][0]['rollout']['mean']:.4g}\\n" in page
