@@ -51,7 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_clean_environment_imports_the_wheel_alone(wheel: Path, tmp_path: Path):
     names = zipfile.ZipFile(wheel).namelist()
-    assert "tltlab/importers/frameworks.toml" in names
+    assert {"tltlab/importers/frameworks.toml", "tltlab/importers/fields.toml"} <= set(names)
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"tltlab"}
     venv.create(tmp_path / "venv", with_pip=False)
