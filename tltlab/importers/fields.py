@@ -11,7 +11,7 @@ import ast
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -202,24 +202,6 @@ def parsed(cell: Any) -> Any:
     return cell
 
 
-@dataclass(frozen=True, slots=True)
-class Ids:
-    """A list of token ids: its size, the ones of a mask (else 0), and how many equal values begin and end it."""
-
-    size: int
-    ones: int
-    head: int
-    tail: int
-
-    @classmethod
-    def of(cls, values: Sequence[Any], is_mask: bool) -> Ids:
-        size = len(values)
-        head = next((i for i in range(size) if values[i] != values[0]), size)
-        tail = next((i for i in range(size) if values[-1 - i] != values[-1]), size)
-        return cls(size=size, ones=sum(value == 1 for value in values) if is_mask else 0, head=head, tail=tail)
-
-
-_GENERATED = {"assistant", "model", "ai", "gpt", "chatgpt", "bot", "agent"}
 _OTHERS = {"system", "developer", "user", "human", "tool", "function", "environment", "observation", "ipython"}
 _CALLS = ("function_call", "tool_use", "tool_call", "custom_tool_call", "mcp_call", "server_tool_use")
 _TEXTS = ("thinking", "reasoning", "reasoning_content", "summary", "text", "content", "value", "refusal")

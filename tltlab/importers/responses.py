@@ -19,7 +19,6 @@ from tltlab.config import shown
 from tltlab.errors import TraceError
 
 from .fields import (
-    Ids,
     conversation_texts,
     is_list,
     is_message,
@@ -182,24 +181,18 @@ class Reader(RequestReader):
             if self._lists.get(column) == "ids" and lists_in(frame[column]).any()
         ]  # fmt: skip
 
-    def _ids(self, frame: pd.DataFrame, column: str) -> list[Ids | None]:
-        is_mask = "mask" in kind_of(column)
-        return [Ids.of(cell, is_mask) if is_list(cell) else None for cell in frame[column]]
-
     def _sizes(self, frame: pd.DataFrame, column: str, end: str = "tail") -> Any:
         """Tokens of each list: the ones of a mask, else its entries without padding at an end; NaN without a list."""
-        lists = self._ids(frame, column)
-        sizes = np.array([np.nan if ids is None else ids.size for ids in lists])
+        sizes, ones = _sizes(frame[column], column)
         if "mask" in kind_of(column):
-            ones = np.array([np.nan if ids is None else ids.ones or ids.size for ids in lists])
-            if np.nansum(sizes - ones) > 0:
+            if np.nansum((sizes - ones)[ones > 0]) > 0:
                 self.note(f"{column}: ones are the tokens generated, zeros (tools' tokens, padding) are left out")
-            if any(ids is not None and ids.size and not ids.ones for ids in lists):
+            if ((ones == 0) & (sizes > 0)).any():
                 self.note(f"{column}: where it has no ones its size is taken")
-            return ones
-        ends = [(0, 0) if ids is None else (getattr(ids, end), ids.size) for ids in lists]
-        runs = np.array([0 if run in (1, size) else run for run, size in ends])
-        if len(lists) > 1 and len(set(sizes)) == 1 and 2 * (runs > 0).sum() > len(lists):
+            return np.where(ones == 0, sizes, ones)
+        step = 1 if end == "head" else -1
+        runs = np.array([_run(cell[::step]) if is_list(cell) else 0 for cell in frame[column]])
+        if len(sizes) > 1 and len(set(sizes)) == 1 and 2 * (runs > 0).sum() > len(sizes):
             self.note(f"{column}: lists of one size with repeated ids at the {end}, which are taken for padding")
             return sizes - runs
         return sizes
@@ -215,14 +208,11 @@ class Reader(RequestReader):
         """Note lists whose size is not the recorded number, which counts."""
         for column in columns:
             self._seen.add(column)
-            lists = self._ids(frame, column)
+            sizes, ones = _sizes(frame[column], column)
             whole = bool(kind_of(column) & {"all_ids", "tokens"})
-            differ = sum(
-                ids is not None and (ids.size < value if whole else value not in (ids.size, ids.ones))
-                for ids, value in zip(lists, values, strict=True)
-            )
-            if differ:
-                self.counts[f"{column}\n{chosen}"] += differ
+            differs = sizes < values if whole else ~np.isnan(sizes) & (values != sizes) & (values != ones)
+            if differs.any():
+                self.counts[f"{column}\n{chosen}"] += int(differs.sum())
 
     def _fill_from_whole(self, records: Records, values: Any, failed: Any, others: Sequence[str]) -> Any:
         """Fill in lists or numbers of prompt and response together, less the prompt."""
@@ -357,6 +347,20 @@ class Reader(RequestReader):
                     self.counts["turns"] += several
                     self._seen.add(column)
                     return
+
+
+def _sizes(cells: pd.Series[Any], column: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Entries of each list, NaN without a list, and the ones of a mask, else 0."""
+    sizes = [len(cell) if is_list(cell) else np.nan for cell in cells]
+    is_mask = "mask" in kind_of(column)
+    ones = [sum(one == 1 for one in cell) if is_mask and is_list(cell) else 0 for cell in cells]
+    return np.array(sizes, np.float64), np.array(ones, np.float64)
+
+
+def _run(values: Sequence[Any]) -> int:
+    """How many equal values begin a list; 0 for one, and for all of them."""
+    run = next((at for at, value in enumerate(values) if value != values[0]), len(values))
+    return 0 if run in (1, len(values)) else run
 
 
 def _size(cell: Any) -> int:
