@@ -41,6 +41,9 @@ SUM_SUFFIX = ".sha256"
 """Suffix of the file with the SHA-256 of the one next to it."""
 PACKED = (".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4", ".zip")
 """Endings of files that `open_unpacked` unpacks."""
+_PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ": "xz",
+             b"\x04\x22\x4d\x18": "lz4"}  # fmt: skip
+"""How a file is packed, by its first bytes."""
 _LOCK = "lock"
 _PATIENCE_S = 0.2
 """How long a lock is waited for, seconds: somebody may only be asking whether it is held."""
@@ -111,18 +114,8 @@ def open_unpacked(path: Path) -> BinaryIO:
     head = file.peek(6)[:6]
     if head.startswith(b"PK\x03\x04"):
         return _zip_member(file)
-    return file if (how := _packing(head)) is None else io.BufferedReader(_Unpacked(path, file, how))
-
-
-def _packing(head: bytes) -> str | None:
-    signs = {
-        b"\x1f\x8b": "gzip",
-        b"\x28\xb5\x2f\xfd": "zstd",
-        b"BZh": "bz2",
-        b"\xfd7zXZ": "xz",
-        b"\x04\x22\x4d\x18": "lz4",
-    }
-    return next((how for sign, how in signs.items() if head.startswith(sign)), None)
+    how = next((how for sign, how in _PACKINGS.items() if head.startswith(sign)), None)
+    return file if how is None else io.BufferedReader(_Unpacked(path, file, how))
 
 
 def _zip_member(file: IO[bytes]) -> BinaryIO:
