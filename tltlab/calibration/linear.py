@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Self
 
 import numpy as np
@@ -15,7 +16,7 @@ from .robust import fit, non_negative
 
 _ENOUGH_FAR = 200
 """Iterations beyond twice FAR_TOKENS that it takes to fit a slope of their own."""
-_DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
+DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 
 
 class LinearEstimator(CostEstimator):
@@ -89,13 +90,9 @@ def fit_measured(rows: Iterations) -> tuple[LinearCosts, list[str]]:
         "draft_level_per_request_s": rows.next_depth * rows.batch,
     }
     terms = non_negative(columns, rows.seconds) | {"sd_idle_s": None}
-    notes = []
+    notes: list[str] = []
     if rows.spec.any():
-        inside = [name for name in _DRAFTING if terms[name] is None]
-        terms |= dict.fromkeys(inside, 0.0) | {"sd_idle_s": 0.0}
-        notes.append("what a loaded drafter costs in plain decoding was not measured: sd_idle_s is written 0")
-        if inside:
-            notes.append(f"{', '.join(inside)} not identified apart from other terms, which include them; written 0")
+        terms |= measured_drafting(terms, notes)
     else:
         notes.append("nothing was drafted: the drafting terms are unknown")
     if (rows.verified == rows.batch).all():
@@ -104,6 +101,14 @@ def fit_measured(rows: Iterations) -> tuple[LinearCosts, list[str]]:
         notes.append("per_token_s is not identified: it does not vary apart from other terms")
     _note_unidentified(terms, notes)
     return LinearCosts.model_validate(terms), notes
+
+
+def measured_drafting(terms: Mapping[str, float | None], notes: list[str]) -> dict[str, float]:
+    """Drafting terms of measured iterations, and notes: 0 for a term that is inside others."""
+    notes.append("what a loaded drafter costs in plain decoding was not measured: sd_idle_s is written 0")
+    if inside := [name for name in DRAFTING if terms[name] is None]:
+        notes.append(f"{', '.join(inside)} not identified apart from other terms, which include them; written 0")
+    return {name: terms[name] or 0.0 for name in DRAFTING} | {"sd_idle_s": 0.0}
 
 
 def _columns(rows: Iterations) -> dict[str, Floats]:

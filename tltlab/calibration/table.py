@@ -17,6 +17,7 @@ from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .iterations import CostEstimator, Iterations
+from .linear import DRAFTING, measured_drafting
 from .residuals import NUM_BANDS, band
 from .robust import (
     attention_knots,
@@ -28,8 +29,6 @@ from .robust import (
     forward_knots,
     non_negative,
 )
-
-_DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 
 
 class TableEstimator(CostEstimator):
@@ -119,7 +118,6 @@ class MeasuredTableEstimator(TableEstimator):
         forward_at, batch_at = np.unique(rows.verified), np.unique(rows.batch)
         columns = forward_columns(rows.verified, forward_at) | context_columns(rows.batch, rows.context, batch_at)
         columns |= fixed_columns(rows.batch, batch_at)
-        terms: dict[str, float | None] = {}
         notes: list[str] = []
         drafts = bool(rows.spec.any())
         if drafts:
@@ -129,13 +127,7 @@ class MeasuredTableEstimator(TableEstimator):
         # Among the curves that fit the measurements, the straightest is taken.
         bends = forward_bends(rows.verified, rows.seconds, forward_at) if drafts else []
         coefficients = non_negative(columns, rows.seconds, small=bends)
-        if drafts:
-            terms |= {name: coefficients[name] or 0.0 for name in _DRAFTING} | {"sd_idle_s": 0.0}
-            notes.append("what a loaded drafter costs in plain decoding was not measured: sd_idle_s is written 0")
-            if unknown := [name for name in _DRAFTING if coefficients[name] is None]:
-                notes.append(
-                    f"{', '.join(unknown)} not identified apart from other terms, which include them; written 0"
-                )
+        terms = measured_drafting(coefficients, notes) if drafts else {}
         knots: dict[str, Any] = {
             "forward": forward_knots(coefficients, forward_at),
             "attention": attention_knots(coefficients, batch_at),
@@ -171,7 +163,7 @@ def predict_iterations(costs: CostModel, rows: Iterations) -> Floats:
 
 
 def _drafting_terms(rows: Iterations) -> dict[str, float | None]:
-    zeros: dict[str, float | None] = dict.fromkeys(_DRAFTING, 0.0)
+    zeros: dict[str, float | None] = dict.fromkeys(DRAFTING, 0.0)
     drafting = (rows.next_depth > 0) & (rows.draft_s > 0)
     if not drafting.any():
         return zeros
