@@ -6,7 +6,6 @@ of what the weights cost in a 7B model (4 * 28 * 3584 * 16K FLOPs per token agai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -49,32 +48,19 @@ class StepWorkload:
     num_updates: int = 1
 
     @classmethod
-    def of(
-        cls,
-        prompt_tokens: Sequence[int] | Ints,
-        response_tokens: Sequence[int] | Ints,
-        *,
-        groups: Sequence[str] | None = None,
-        rewards: Sequence[float | None] | None = None,
-        num_updates: int = 1,
-    ) -> StepWorkload:
-        """Add up the responses of one RL step; without groups and rewards all of them are informative.
+    def of_rows(cls, rows: pd.DataFrame, *, num_updates: int = 1) -> StepWorkload:
+        """Add up one RL step's rows of `workload` joined with `outcomes`; without rewards all are informative.
 
         A group with an unknown reward counts as informative. Raises ConfigError for an RL step without responses.
-
-        >>> StepWorkload.of([2, 2], [8, 18]).num_tokens
-        30
         """
-        responses = np.asarray(response_tokens, np.int64)
-        if not len(responses):
+        if not len(rows):
             raise ConfigError("an RL step without responses has no stages: give it at least one response")
         if num_updates < 1:
             raise ConfigError(f"num_updates must be at least 1, got {num_updates}")
-        tokens = np.asarray(prompt_tokens, np.int64) + responses
+        responses = rows["response_tokens"].to_numpy(np.int64)
+        tokens = rows["prompt_tokens"].to_numpy(np.int64) + responses
         pairs = 0.5 * tokens.astype(np.float64) ** 2
-        informative = np.ones(len(tokens), dtype=bool)
-        if groups is not None and rewards is not None:
-            informative = _informative(groups, rewards)
+        informative = _informative(rows) if "reward" in rows else np.ones(len(rows), bool)
         return cls(
             num_responses=len(tokens),
             num_response_tokens=int(responses.sum()),
@@ -85,20 +71,12 @@ class StepWorkload:
             num_updates=num_updates,
         )
 
-    @classmethod
-    def of_rows(cls, rows: pd.DataFrame, *, num_updates: int = 1) -> StepWorkload:
-        """The same from one RL step's rows of `workload` joined with `outcomes`; rewards are used where known."""
-        return cls.of(
-            rows["prompt_tokens"].to_numpy(),
-            rows["response_tokens"].to_numpy(),
-            groups=rows["prompt_id"].tolist(),
-            rewards=rows["reward"].tolist() if "reward" in rows else None,
-            num_updates=num_updates,
-        )
 
-
-def _informative(groups: Sequence[str], rewards: Sequence[float | None]) -> Flags:
-    of, reward = np.unique(groups, return_inverse=True)[1], np.array(rewards, np.float64)
+def _informative(rows: pd.DataFrame) -> Flags:
+    of, reward = (
+        np.unique(rows["prompt_id"].tolist(), return_inverse=True)[1],
+        rows["reward"].astype(np.float64).to_numpy(),
+    )
     highest, lowest = np.full(len(reward), -np.inf), np.full(len(reward), np.inf)
     # An unknown reward may be anything.
     np.maximum.at(highest, of, np.where(np.isnan(reward), np.inf, reward))

@@ -52,22 +52,27 @@ def recorded(costs: StageCosts, *, rl_steps: int = 12, noise: float = 0.0, rewar
     return trace.replace(steps=pd.DataFrame(steps))
 
 
+def work_of(prompt_tokens, response_tokens, num_updates=1, **columns) -> StepWorkload:
+    rows = {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens} | columns
+    return StepWorkload.of_rows(pd.DataFrame(rows), num_updates=num_updates)
+
+
 def test_a_workload_counts_tokens_and_attended_pairs():
-    work = StepWorkload.of([2, 4], [8, 16])
+    work = work_of([2, 4], [8, 16])
     assert (work.num_responses, work.num_response_tokens, work.num_tokens) == (2, 24, 30)
     assert work.num_pairs == (10**2 + 20**2) / 2
 
 
 @pytest.mark.parametrize(("rewards", "informative"), [([1, 1, 0, 1], [4, 8]), ([1, None, 1, 1], [1, 2])])
 def test_groups_with_equal_rewards_teach_nothing(rewards, informative):
-    work = StepWorkload.of([0] * 4, [1, 2, 4, 8], groups=["a", "a", "b", "b"], rewards=rewards)
+    work = work_of([0] * 4, [1, 2, 4, 8], prompt_id=["a", "a", "b", "b"], reward=rewards)
     assert work.num_tokens == 15
     assert work.informative_tokens == sum(informative)
     assert work.informative_pairs == sum(n**2 for n in informative) / 2
 
 
 def test_stages_are_linear_in_their_work():
-    work = StepWorkload.of([0, 0], [10, 20], num_updates=3)
+    work = work_of([0, 0], [10, 20], num_updates=3)
     assert InferenceCosts(base_s=1, per_token_s=0.1, per_pair_s=0.01).seconds(work) == pytest.approx(1 + 3 + 2.5)
     assert TrainCosts(base_s=1, per_token_s=1, per_update_s=10).seconds(work) == 1 + 30 + 30
     assert SyncCosts(base_s=0.5, num_bytes=14e9, bytes_per_s=7e9).seconds() == 2.5
@@ -90,7 +95,7 @@ def test_overlapped_grading_is_a_queue(responses, per_response_s, per_token_s):
 
 
 def test_roofline_counts_two_flops_per_weight_and_token():
-    work = StepWorkload.of([0], [1000])
+    work = work_of([0], [1000])
     costs = roofline(mfu_inference=0.5, mfu_train=0.5, recompute=False)
     forward = (2 * 7.07e9 * 1000 + 4 * 28 * 3584 * 1000**2 / 2) / (8 * 989e12 * 0.5)
     assert costs.inference.seconds(work) == pytest.approx(forward, rel=1e-3)
@@ -189,7 +194,7 @@ def test_rows_without_stages_are_refused():
         with refused(TraceError, naming=(fact,)):
             fit_stages(trace.replace(steps=steps))
     with refused(ConfigError, naming=("responses",)):
-        StepWorkload.of([], [])
+        work_of([], [])
 
 
 @cache
