@@ -302,7 +302,8 @@ class Reader(RequestReader):
         cells = records.frame[column]
         first = next((cell for cell in cells if not is_missing(cell)), None)
         if first is None:
-            return bool((cells == "").any()) and not records.is_table
+            # An empty response is a text, and so is one such as "NULL".
+            return not records.is_table and any(isinstance(cell, str) for cell in cells)
         if isinstance(first, str):
             return not records.is_table or bool(np.isnan(numbers(cells)).all())
         return self._lists.get(column) != "ids" and conversation_texts(first) is not None

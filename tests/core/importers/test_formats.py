@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.refused import refused
@@ -392,6 +392,7 @@ texts = st.text(st.characters(blacklist_categories=["Cs"]), max_size=12).filter(
 
 @settings(max_examples=15, deadline=None)
 @given(rows=st.lists(st.tuples(st.integers(0, 3), texts, texts), min_size=1, max_size=20))
+@example(rows=[(0, "", "NULL")])
 def test_verl_dumps_keep_every_response_and_length(rows, tmp_path_factory):
     folder = tmp_path_factory.mktemp("dump")
     for step in {row[0] for row in rows}:
