@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.by_request import SiblingAcceptance
+from tltlab.acceptance.context import ContextAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
 from tltlab.arrays import Floats
@@ -16,11 +17,12 @@ from tltlab.errors import ConfigError
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
 from tltlab.traces.trace import Trace
 
+from .context import by_context
 from .freshness import drafter_states, fit_freshness, measured_state
 from .measured import fit_acceptance
 
 KINDS = ("by-batch", "siblings", "fresh")
-Model = MeasuredAcceptance | SiblingAcceptance | FreshAcceptance
+Model = MeasuredAcceptance | ContextAcceptance | SiblingAcceptance | FreshAcceptance
 _ASSUMPTION = 'state an assumption: a file {"kind": "fresh", "base": MODEL, "drafter": NAME, "freshness": {...}}'
 
 
@@ -38,7 +40,7 @@ def fit_kind(trace: Trace, kind: str = "by-batch") -> AcceptanceFit:
 
     "by-batch" takes iterations, which alone know the batch, and acceptance.parquet where there are none; "siblings"
     needs iterations, "fresh" acceptance.parquet. Raises ConfigError for an unknown kind and where the trace lacks what
-    a kind needs; "by-batch" without speculation has model None.
+    a kind needs; "by-batch" without speculation has model None, and a trained length where drafts identify one.
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of acceptance {kind!r}: there are {', '.join(KINDS)}")
@@ -53,10 +55,17 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
             note = "nothing was speculated, so there is no acceptance to fit"
             return AcceptanceFit(kind="by-batch", model=None, notes=(note,))
         note = "acceptance: walked along acceptance.parquet, which knows no batch: one band for all of them"
-        model = _pool(_walked_drafts(trace), trace.drafters)
-        return AcceptanceFit(kind="by-batch", model=model, notes=(note,))
+        drafts = _walked_drafts(trace)
+        pooled, context_notes = by_context(_pool(drafts, trace.drafters), drafts, trace.workload)
+        return AcceptanceFit(kind="by-batch", model=pooled, notes=(note, *context_notes))
     measured, notes = fit_acceptance(table, trace.drafters)
-    return AcceptanceFit(kind="by-batch", model=measured, notes=tuple(notes))
+    model: Model | None = measured
+    if measured is not None and not all(map(measured.copied, measured.drafters)):
+        drafts, left_out = recorded_drafts(trace)
+        model, context_notes = by_context(measured, drafts, trace.workload)
+        notes += context_notes
+        notes += [f"acceptance by context is not known: {note}" for note in left_out if drafts.empty]
+    return AcceptanceFit(kind="by-batch", model=model, notes=tuple(notes))
 
 
 def _siblings(trace: Trace) -> AcceptanceFit:
