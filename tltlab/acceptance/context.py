@@ -45,8 +45,8 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
 
         share(c) = 1 for c <= T,      max(0, (9 T - c) / (8 T)) beyond.
 
-    So `base` describes the drafter within the length at which it was trained, and c and T are in tokens. T None is a
-    drafter whose acceptance does not depend on context.
+    So `base` describes the drafter within the length at which it was trained, and c and T are in tokens. `names` are
+    the drafters that this holds for, () for all. T None is a drafter whose acceptance does not depend on context.
 
     Source: accept lengths of an EAGLE-3 head of Qwen3-8B trained at 2K tokens, 2.30 / 2.04 / 1.69 / 1.09 at a context
     of 2K / 4K / 8K / 16K (vllm-project/speculators, PR 684), taken as chains of depth 3: chances .635 / .557 / .427 /
@@ -62,6 +62,7 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
     kind: Literal["context"] = "context"
     base: SerializeAsAny[AcceptanceModel]
     trained_tokens: Positive | None
+    names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @field_validator("base", mode="before")
@@ -89,7 +90,7 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
     def at_context(self, context_tokens: float) -> Acceptance:
         if self.trained_tokens is None:
             return self.base
-        return Scaled(self.base, (), float(self.share(np.array(context_tokens))))
+        return Scaled(self.base, self.names, float(self.share(np.array(context_tokens))))
 
     def within(self, context_tokens: float) -> Acceptance:
         beyond = self.trained_tokens is not None and context_tokens > self.trained_tokens
@@ -104,7 +105,7 @@ class ContextAcceptance(Wrapped, AcceptanceModel):
 
     def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         survival = self.base.survival(strategy, requests)
-        if self.trained_tokens is None:
+        if self.trained_tokens is None or (self.names and strategy.drafter not in self.names):
             return survival
         return scaled(survival, self.share(requests.context_tokens)[:, None])
 

@@ -1,4 +1,4 @@
-"""Metrics of RL steps as frameworks print and store them: logs, JSON, CSV, TensorBoard, MLflow.
+"""Metrics of RL steps as frameworks print and store them: logs, JSON, CSV, TensorBoard, MLflow, vLLM's counters.
 
 Lines of consoles are read by `log_lines` with the keys of `frameworks.toml`. Other readable sources: JSON Lines with a
 step each, a JSON object of `{metric: {step: value}}` (NeMo-RL) or with a `log_history` (Trainer), event files of
@@ -56,6 +56,7 @@ _COUNTS = {"gpus": "0", "gpus_per_node": "0", "nodes": "1", "tp": "0", "engines"
 """Numbers of a configuration, with their defaults."""
 _MOST_HELD_BYTES = 1 << 26
 """Most bytes of a log held in memory; larger ones are read anew each time."""
+_SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+0-9.eEinfINFnaN]+)(?: \d+)?$")
 
 
 def metrics_files(folder: Path) -> list[Path]:
@@ -146,6 +147,9 @@ def records_of(path: Path) -> Iterator[Record]:
             if whole is not None:
                 yield from _from_json(whole)
                 return
+            file.seek(0)
+            lines = (line.decode("utf-8", "replace") for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
+            yield from _from_scrapes(lines)
         yield from _from_lines(path)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
@@ -295,6 +299,21 @@ def _from_entries(lines: Iterable[Line]) -> list[Record]:
     return records
 
 
+def _from_scrapes(lines: Iterable[str]) -> Iterator[Record]:
+    scrape: dict[tuple[str, str], float] = {}
+    before: dict[tuple[str, str], float] = {}
+    num_scrapes = 0
+    for line_number, line in enumerate(lines, 1):
+        if line.startswith("vllm:") and (sample := _sample(line)) is not None:
+            if sample[0] in scrape:
+                num_scrapes += 1
+                yield from _from_counters(num_scrapes, f"line {line_number}", before, scrape)
+                before, scrape = scrape, {}
+            scrape[sample[0]] = sample[1]
+    if scrape:
+        yield from _from_counters(num_scrapes + 1, "the last scrape", before, scrape)
+
+
 def _from_json(whole: Any) -> Iterator[Record]:
     """A whole file of JSON: a history, records, or `{metric: {step: value}}`."""
     if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
@@ -344,6 +363,44 @@ def _record(rl_step: int | None, place: str, fields: Mapping[str, Any]) -> Itera
             values[name] = value
     if values:
         yield Record(rl_step=rl_step, place=place, values=values)
+
+
+def _sample(text: str) -> tuple[tuple[str, str], float] | None:
+    if (match := _SAMPLE.match(text.strip())) is None or (value := number(match[3])) is None:
+        return None
+    return (match[1], match[2] or ""), value
+
+
+def _from_counters(
+    rl_step: int, place: str, before: Mapping[tuple[str, str], float], scrape: Mapping[tuple[str, str], float]
+) -> Iterator[Record]:
+    """Yield the sums of vLLM's counters between two scrapes of `/metrics`, over engines; each scrape ends an RL step.
+
+    The longest response is the upper bound of its bucket. A counter that fell belongs to a restarted engine.
+    """
+    counts = {s: value - earlier if value >= (earlier := before.get(s, 0.0)) else value for s, value in scrape.items()}
+
+    def total(name: str, label: str = "") -> float:
+        return sum(value for (series, labels), value in counts.items() if series == f"vllm:{name}" and label in labels)
+
+    if not (requests := total("request_generation_tokens_count")):
+        return
+    mean = total("request_generation_tokens_sum") / requests
+    values = {"vllm/num_requests": requests, "vllm/mean_generation_tokens": mean}
+    if prompts := total("request_prompt_tokens_count"):
+        values["vllm/mean_prompt_tokens"] = total("request_prompt_tokens_sum") / prompts
+    if successes := total("request_success_total"):
+        values["vllm/cut_share"] = total("request_success_total", 'finished_reason="length"') / successes
+    if drafts := total("spec_decode_num_drafts_total"):
+        values["vllm/num_drafts"] = drafts
+        values["vllm/num_accepted_tokens"] = total("spec_decode_num_accepted_tokens_total")
+    below: dict[float, float] = {}
+    for (series, labels), value in counts.items():
+        if series == "vllm:request_generation_tokens_bucket" and (bound := re.search(r'le="([^"]+)"', labels)):
+            below[float(bound[1])] = below.get(float(bound[1]), 0.0) + value
+    if holding_all := [bound for bound, count in below.items() if count >= requests and math.isfinite(bound)]:
+        values["vllm/max_generation_tokens"] = min(holding_all)
+    yield Record(rl_step=rl_step, place=place, values=values)
 
 
 def _tensorboard(files: list[Path]) -> Iterator[Record]:

@@ -288,6 +288,20 @@ def test_wandbs_own_format_is_refused(tmp_path):
             attempt()
 
 
+def scrape(requests, tokens, drafts, accepted):
+    bounds = {"200.0": requests // 2, "500.0": requests, "+Inf": requests}
+    ended = {"length": requests // 4, "stop": requests - requests // 4}
+    return [
+        "# HELP vllm:generation_tokens_total x",
+        f'vllm:request_generation_tokens_sum{{engine="0",model_name="m"}} {tokens}',
+        f'vllm:request_generation_tokens_count{{engine="0",model_name="m"}} {requests}',
+        *(f'vllm:request_generation_tokens_bucket{{engine="0",le="{le}"}} {num}' for le, num in bounds.items()),
+        *(f'vllm:request_success_total{{engine="0",finished_reason="{why}"}} {num}' for why, num in ended.items()),
+        f'vllm:spec_decode_num_drafts_total{{engine="0"}} {drafts}',
+        f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}',
+    ]
+
+
 def completions(step, mean, **more):
     return {"step": step, "completions/mean_length": mean, **more}
 
@@ -324,6 +338,7 @@ NEMO_RL_STEP = {"rl_step": [3], "rollout_s": [40.1], "train_s": [12.0], "step_s"
 STATE = {"best_metric": None, "log_history": [*TRAINER, {"eval_loss": 1.0, "step": 10}]}
 # A count of all tokens so far is no length of a response.
 SO_FAR = [completions(step, 100.0, num_tokens=1e5 * step, step_time=9.0) for step in (1, 2)]
+VLLM_STEPS = {"size": [8, 16], "tokens": [1600, 3200], "cut": [2, 4], "accept_length": [3.0, 2.5]}
 
 
 @pytest.mark.parametrize(
@@ -340,6 +355,7 @@ SO_FAR = [completions(step, 100.0, num_tokens=1e5 * step, step_time=9.0) for ste
         ("skyrl.jsonl", [json.dumps(SKYRL)] * 2, SKYRL_STEP | {"rl_step": [7], "tokens": [2572]}),
         ("nemo-rl.log", NEMO_RL_CONSOLE, NEMO_RL_STEP | {"tokens": [2604]}),
         ("nemo-rl.json", [json.dumps({k: {"3": v} for k, v in NEMO_RL.items()})], NEMO_RL_STEP | {"tokens": [5208]}),
+        ("vllm.prom", [*scrape(8, 1600, 100, 200), *scrape(24, 4800, 300, 500)], VLLM_STEPS),
     ],
 )
 def test_metrics_are_read_as_each_framework_logs_them(tmp_path, name, lines, expected):
