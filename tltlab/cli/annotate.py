@@ -105,8 +105,9 @@ def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Ann
 
     Without a name a model-free drafter has that of its kind, a user's own that of its module, a learned one "learned".
     """
-    name, spec_text = _split_name(text)
-    spec_text, age = _split_age(spec_text)
+    parts = re.fullmatch(r"(?:([\w.-]+)=)?(.*?)(?:@(\d+))?", text, re.DOTALL)
+    assert parts is not None
+    name, spec_text, age = parts[1], parts[2], int(parts[3] or 0)
     if name == NO_SPECULATION.drafter:
         raise ConfigError(f"--drafter {text}: {name!r} stands for no speculation; give the drafter another name")
     if age > _OLDEST:
@@ -117,16 +118,6 @@ def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Ann
     spec = _model_free(spec_text)
     named = spec.module if isinstance(spec, OwnDrafter) else spec.kind
     return DraftedBy(name or named, age), ReplayedDrafter(spec.build), spec.traits
-
-
-def _split_name(text: str) -> tuple[str | None, str]:
-    match = re.fullmatch(r"([\w.-]+)=(.+)", text, re.DOTALL)
-    return (match[1], match[2]) if match else (None, text)
-
-
-def _split_age(text: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(.+)@(\d+)", text, re.DOTALL)
-    return (match[1], int(match[2])) if match else (text, 0)
 
 
 def _model_free(text: str) -> ModelFreeSpec:
