@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
+from tltlab.own import is_own
 from tltlab.planning import placement as core
 from tltlab.planning.dispatch import Seconds, predicted_long, rank_groups, split_pools
 from tltlab.planning.placement import PlacedRequest, Placement, assign_least_loaded, collect, placed
@@ -67,31 +68,20 @@ class _Workload(Sequence[PlacedRequest]):
         return list(map(PlacedRequest, r.keys, r.prompt_tokens, r.max_response_tokens))
 
 
-class History(Mapping[str, Sequence[int]]):
-    """Response lengths of RL steps by prompt id, the oldest first; they are sorted out when a placement looks."""
+def place_steps(
+    steps: Sequence[Requests], workers: int, placement: str | Placement | type[Placement] | None, costs: CostModel
+) -> tuple[list[list[int]], ...]:
+    """The queues of RL steps that follow each other, see `place`; by default contiguous.
 
-    def __init__(self) -> None:
-        self._new: list[Requests] = []
-        self._lengths: dict[str, list[int]] = {}
-
-    def add(self, requests: Requests) -> None:
-        """Add an RL step that has ended."""
-        self._new.append(requests)
-
-    def _known(self) -> dict[str, list[int]]:
-        for requests in self._new:
-            add_lengths(self._lengths, requests)
-        self._new = []
-        return self._lengths
-
-    def __getitem__(self, prompt_id: str) -> Sequence[int]:
-        return self._known()[prompt_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known())
-
-    def __len__(self) -> int:
-        return len(self._known())
+    A placement of the user's own has the lengths of the steps before as its history; no other looks at them.
+    """
+    rule, queues = find_placement(placement or "contiguous"), []
+    history: dict[str, list[int]] = {}
+    for step in steps:
+        queues.append(place(step, workers, rule, costs, history))
+        if isinstance(rule, Placement) and is_own(rule):
+            add_lengths(history, step)
+    return tuple(queues)
 
 
 def find_placement(source: str | Placement | type[Placement]) -> str | Placement:

@@ -40,7 +40,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .bounds import Floors, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
 from .idle_training import IdleUse, SimulatedSpotTrainer
-from .placement import History, find_placement, place
+from .placement import place_steps
 
 
 def policy_name(source: PolicySource) -> str:
@@ -108,15 +108,9 @@ class Scenario(SimulationConfig):
         )
         acceptance, acceptance_name = config.find_acceptance(trace)
         costs, costs_name = config.find_costs(trace)
-        queues: list[list[list[int]]] = []
-        history = History()
-        rule = find_placement(config.placement or "contiguous")
-        for step in steps:
-            queues.append(place(step, workers, rule, costs, history))
-            history.add(step)
         values = {field.name: getattr(config, field.name) for field in fields(SimulationConfig)} | {
             "steps": steps,
-            "queues": tuple(queues),
+            "queues": place_steps(steps, workers, config.placement, costs),
             "costs": costs,
             "acceptance": acceptance,
             "workers": workers,

@@ -24,7 +24,7 @@ from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.sim.engine.requests import Requests, Turns
-from tltlab.sim.placement import History, find_placement, place
+from tltlab.sim.placement import place_steps
 from tltlab.sim.scenario import Scenario
 from tltlab.stats import paired_ratio, student_margin
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -296,14 +296,10 @@ def recorded_tokens(trace: Trace, drafter: str) -> Ends | None:
 
 def resampled(scenario: Scenario, rng: np.random.Generator) -> Scenario:
     """The scenario with as many prompt groups per RL step, drawn with replacement; responses where groups are few."""
-    history, rule = History(), find_placement(scenario.placement or "contiguous")
-    steps, queues = [], []
-    for step in scenario.steps:
-        drawn = _drawn(step, rng)
-        queues.append(place(drawn, scenario.workers, rule, scenario.costs, history))
-        history.add(drawn)
-        steps.append(drawn)
-    return replace(scenario, steps=tuple(steps), queues=tuple(queues))
+    steps = tuple(_drawn(step, rng) for step in scenario.steps)
+    return replace(
+        scenario, steps=steps, queues=place_steps(steps, scenario.workers, scenario.placement, scenario.costs)
+    )
 
 
 def _drawn(step: Requests, rng: np.random.Generator) -> Requests:

@@ -54,22 +54,21 @@ class Comparison(pd.DataFrame):
                     xlabel="speed-up over the baseline (intervals: draws only)", reference=1.0)  # fmt: skip
 
 
-def sweep(scenario: Scenario | TraceSource, policies: Policies, *, jobs: int | None = 1) -> pd.DataFrame:
+def sweep(
+    scenario: Scenario | TraceSource, policies: Policies, *, jobs: int | None = 1, outside: bool = False
+) -> pd.DataFrame:
     """Simulate every policy on the scenario: one row per policy and RL step, in order, with `makespan_s`.
 
     `scenario` may be a trace as `simulate` takes it, from which `Scenario.of` makes one. `policies` are a dict of
     policies by name, a list or names with commas between, each as `simulate` takes it.
-    `jobs` processes share the policies; the numbers do not depend on them. ConfigError for jobs < 1.
+    `jobs` processes share the policies; the numbers do not depend on them. With `outside` the table's `attrs` has
+    `outside_calibration` of each policy. ConfigError for jobs < 1.
 
     >>> sweep("traces/tiny", "none,beg-mab").makespan_s.tolist()  # doctest: +SKIP
     """
     at_least(1, jobs=jobs)
     scenario = scenario if isinstance(scenario, Scenario) else Scenario.of(scenario)
-    return _swept(scenario, named_policies(policies), jobs)
-
-
-def _swept(scenario: Scenario, policies: Mapping[str, Policy], jobs: int | None, outside: bool = False) -> pd.DataFrame:
-    """The table of `sweep`; with `outside` its `attrs` has `outside_calibration` of each policy."""
+    policies = named_policies(policies)
     scenario.check_acceptance(policies.values())
     # The longest begin first: the last to end then ends about when the others do.
     seconds = {name: expected_s(scenario, policy) for name, policy in policies.items()}
@@ -142,30 +141,25 @@ def compare(
     if baseline not in policies:
         raise ConfigError(f"the baseline {baseline!r} is none of the policies {', '.join(policies)}")
     at_least(1, repeats=repeats)
-    table = partial(_compared, policies, baseline, repeats, jobs)
     if isinstance(scenario, Scenario):
-        return table(scenario, len(scenario.steps))
+        return _compared(scenario, policies, baseline, repeats, jobs)
     scenarios = Scenarios(read(scenario), config.changed(settings, compare))
-    num_of = len(scenarios.trace.rl_steps)
 
     def is_enough(table: Comparison) -> bool:
         return small(intervals_of(table, "ratio"), table.attrs["evidence"]["speedup_error"])
 
-    return scenarios.answer(lambda rl_steps: table(scenarios.of(rl_steps), num_of), is_enough)
+    table = scenarios.answer(lambda steps: _compared(scenarios.of(steps), policies, baseline, repeats, jobs), is_enough)
+    table.attrs["num_rl_steps_of"] = len(scenarios.run)
+    return table
 
 
 def _compared(
-    policies: Mapping[str, Policy],
-    baseline: str,
-    repeats: int,
-    jobs: int | None,
-    scenario: Scenario,
-    num_rl_steps_of: int,
+    scenario: Scenario, policies: Mapping[str, Policy], baseline: str, repeats: int, jobs: int | None
 ) -> Comparison:
     strategies = strategies_run(*policies.values())
     drafters = scenario.registry_of(policies)
     seeded = [replace(scenario, seed=scenario.seed + k) for k in range(repeats)]
-    tables = [_swept(repeat, policies, jobs, outside=repeat is seeded[0]) for repeat in seeded]
+    tables = [sweep(repeat, policies, jobs=jobs, outside=repeat is seeded[0]) for repeat in seeded]
     means = pd.concat(tables).groupby(["policy", "rl_step"])["makespan_s"].mean()
     bound_s = float(np.mean([repeat.bounds_s(strategies, drafters) for repeat in seeded]))
     base = means[baseline].to_numpy()
@@ -189,7 +183,7 @@ def _compared(
     table.attrs.update(
         baseline=baseline,
         num_rl_steps=len(scenario.steps),
-        num_rl_steps_of=num_rl_steps_of,
+        num_rl_steps_of=len(scenario.steps),
         costs=scenario.costs_name,
         acceptance=scenario.acceptance_name,
         evidence=scenario.evidence((s for policy in policies.values() for s in policy.strategies), outside),

@@ -156,15 +156,6 @@ class ReplayedDecisions(Wrapper):
         self.unknown_ = replayed is None
         return NO_CHOICE if replayed is None else replace(replayed, learns=own.learns)
 
-    def state_dict(self) -> dict[str, Any]:
-        """How far it has come, and what `inner` has learned."""
-        return {"place": list(self.place), "inner": self.inner.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        rl_step, iteration = state["place"]
-        self.seek((rl_step, iteration))
-        self.inner.load_state_dict(state["inner"])
-
 
 def _choice(row: Mapping[str, Any]) -> Choice:
     strategy = Strategy(str(row["drafter"]), int(row["draft_depth"]), int(row["top_k"]), int(row["tokens_to_verify"]))
