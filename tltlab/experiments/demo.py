@@ -14,6 +14,9 @@ import numpy as np
 import pandas as pd
 
 from tltlab.calibration.api import Calibration, calibrate
+from tltlab.console import progress, table
+from tltlab.errors import RunError
+from tltlab.files import sealed, write_json
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.report.perfetto import write_perfetto
 from tltlab.report.timeline import timeline
@@ -31,10 +34,6 @@ from tltlab.sim.tuning.tune import TuneResult, tune
 from tltlab.sim.verification.rollouts import Verification, nearest, verify
 from tltlab.traces.metrics import mean_accept_length, summary
 from tltlab.traces.trace import Trace, read
-
-from .console import progress, table
-from .errors import RunError
-from .files import sealed, write_json
 
 PLAIN, EXPLORE, TUNED, ADAPTIVE = "none", "explore", "tuned", "adaptive"
 TRIALS = 12
