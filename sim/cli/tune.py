@@ -26,7 +26,7 @@ from tltlab.traces.trace import Trace
 from . import options
 
 if TYPE_CHECKING:
-    from tltlab.sim.tuning.search import GraphMemory
+    from tltlab.planning.graph_pool import GraphMemory
     from tltlab.sim.tuning.tune import TuneResult
 
 _GIB = 2**30
@@ -199,7 +199,7 @@ def _steps(option: str, text: str | None, sources: list[Trace]) -> list[int] | N
 
 
 def _graphs(memory: float | None, pool: Path | None, max_batch: int) -> GraphMemory | None:
-    from tltlab.sim.tuning.search import GraphMemory
+    from tltlab.planning.graph_pool import GraphMemory
 
     if (memory is None) != (pool is None):
         raise ConfigError("--graph-memory and --graph-pool belong together: how much there is, and what graphs take")

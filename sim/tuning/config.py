@@ -8,11 +8,10 @@ from typing import Any
 
 from tltlab.errors import ConfigError
 from tltlab.own import split
+from tltlab.planning.graph_pool import GraphMemory
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.sim.config import SimulationConfig, at_least
 from tltlab.sim.scenario import policy_name
-
-from .search import GraphMemory
 
 _STAGE = 10_000
 """How far apart the seeds of two stages lie."""

@@ -16,10 +16,9 @@ from typing import Any, cast
 import numpy as np
 
 from tltlab.config import json_or_text
-from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.planning.buckets import plan_buckets
-from tltlab.planning.graph_pool import GraphPool, plan_for
+from tltlab.planning.graph_pool import GraphMemory
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.selector import SelectorSpec
 from tltlab.policies.specs import BegMabSpec, Bucket, CustomSpec, FixedSpec, TableRow, TableSpec
@@ -37,21 +36,6 @@ SHIPPED_SETTINGS = {
 _TRIALS_AT_ONCE = 4
 _LEAST_WEIGHT = 1e-6
 _RANGE_VALUES = 17
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphMemory:
-    """Room for captured CUDA graphs: the engine's pool, what it captures, and how many bytes may go into it."""
-
-    pool: GraphPool
-    cap_bytes: float
-    max_batch: int
-    sizes: tuple[int, ...]
-    drafters: Drafters = STANDARD
-
-    def holds(self, policy: Policy) -> bool:
-        """Return whether the graphs of a policy fit."""
-        return self.pool.fits(plan_for(policy, self.max_batch, self.sizes, self.drafters), self.cap_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +79,9 @@ class Prices:
                 self.seconds[s, n] for n in range(b, self.max_batch + 1 if b == most else min(b, self.max_batch) + 1)
             ),
             self.strategies,
-            pool=graphs.pool if graphs else None,
-            cap_bytes=graphs.cap_bytes if graphs else None,
-            sizes=graphs.sizes if graphs else None,
             max_batch=most,
             max_buckets=max_buckets,
-            drafters=graphs.drafters if graphs else STANDARD,
+            graphs=graphs,
         )
         return TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in plan.rows))
 

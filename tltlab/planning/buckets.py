@@ -20,11 +20,10 @@ import scipy.sparse as sp
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from tltlab.arrays import Floats
-from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
-from .graph_pool import DrafterRunner, GraphPool, TargetRunner, plan_bucketed, sglang_sizes
+from .graph_pool import DrafterRunner, GraphMemory, TargetRunner
 
 ROUNDING = 1e-12
 LEAST_S = 1e-300
@@ -48,17 +47,14 @@ def plan_buckets(
     seconds_of: Callable[[Strategy, int], float],
     strategies: Sequence[Strategy],
     *,
-    pool: GraphPool | None = None,
-    cap_bytes: float | None = None,
-    sizes: Sequence[int] | None = None,
     max_batch: int,
     max_buckets: int | None = None,
-    drafters: Drafters = STANDARD,
+    graphs: GraphMemory | None = None,
 ) -> BucketPlan:
     """The plan for batches 1..max_batch with the fewest seconds; of equals the one with the least memory or rows.
 
-    `seconds_of(s, b)` is what all that is generated at batch b takes under s. `sizes` are the captured batch sizes,
-    SGLang's up to `max_batch` where none are given. Raises ConfigError where no plan fits into `cap_bytes`.
+    `seconds_of(s, b)` is what all that is generated at batch b takes under s. Raises ConfigError where no plan's
+    `graphs` fit.
 
     >>> from tltlab.strategy import NO_SPECULATION
     >>> took = {("ngram", 1): 45.0, ("ngram", 2): 20.0, ("none", 1): 90.0, ("none", 2): 10.0}
@@ -67,22 +63,21 @@ def plan_buckets(
     >>> [(b, str(s)) for b, s in plan.rows]
     [(1, 'ngram:4'), (2, 'none')]
     """
-    strategies = _checked(strategies, pool, cap_bytes, max_batch, max_buckets)
-    sizes = sglang_sizes(max_batch) if sizes is None else tuple(sizes)
-    seconds = _seconds(seconds_of, strategies, max_batch)
+    strategies = tuple(dict.fromkeys(strategies))
+    seconds = np.array([[seconds_of(s, b) for b in range(1, max_batch + 1)] for s in strategies])
     max_rows = max_batch if max_buckets is None else min(max_buckets, max_batch)
-    choice = _without_cap(seconds, max_rows)
-    plan = _plan(choice, seconds, strategies, pool, sizes, drafters)
-    if pool is None or cap_bytes is None or plan.memory_bytes <= cap_bytes:
+    plan = _plan(_without_cap(seconds, max_rows), seconds, strategies, graphs)
+    if graphs is None or plan.memory_bytes <= graphs.cap_bytes:
         return plan
-    fitting = _within_cap(seconds, strategies, pool, sizes, cap_bytes, drafters, max_rows)
+    fitting = _within_cap(seconds, strategies, graphs, max_rows)
     if fitting is None:
-        least = min(pool.memory_bytes(plan_bucketed([(1, s)], max_batch, sizes, drafters=drafters)) for s in strategies)
+        least = min(graphs.bytes_of([(1, s)], max_batch) for s in strategies)
         raise ConfigError(
-            f"no plan of {', '.join(map(str, strategies))} fits into {cap_bytes:.4g} bytes; the smallest of them alone "
-            f"takes {least:.4g} for batches to {max_batch}: raise the cap, or lower max_batch or the captured sizes"
+            f"no plan of {', '.join(map(str, strategies))} fits into {graphs.cap_bytes:.4g} bytes; the smallest of "
+            f"them alone takes {least:.4g} for batches to {max_batch}: raise the cap, or lower max_batch or the "
+            "captured sizes"
         )
-    return _plan(fitting, seconds, strategies, pool, sizes, drafters)
+    return fitting
 
 
 def _without_cap(seconds: Floats, max_rows: int) -> list[int]:
@@ -110,70 +105,26 @@ def _without_cap(seconds: Floats, max_rows: int) -> list[int]:
 
 
 def _plan(
-    choice: Sequence[int],
-    seconds: Floats,
-    strategies: Sequence[Strategy],
-    pool: GraphPool | None,
-    sizes: Sequence[int],
-    drafters: Drafters,
+    choice: Sequence[int], seconds: Floats, strategies: Sequence[Strategy], graphs: GraphMemory | None
 ) -> BucketPlan:
     rows = tuple((b + 1, strategies[s]) for b, s in enumerate(choice) if b == 0 or s != choice[b - 1])
-    memory = 0.0 if pool is None else pool.memory_bytes(plan_bucketed(rows, len(choice), sizes, drafters=drafters))
-    return BucketPlan(
-        rows=rows, seconds=math.fsum(seconds[s, b] for b, s in enumerate(choice)), memory_bytes=float(memory)
-    )
-
-
-def _seconds(seconds_of: Callable[[Strategy, int], float], strategies: Sequence[Strategy], max_batch: int) -> Floats:
-    seconds = np.zeros((len(strategies), max_batch))
-    for b in range(1, max_batch + 1):
-        for i, strategy in enumerate(strategies):
-            value = seconds_of(strategy, b)
-            if not 0.0 <= value < math.inf:
-                raise ConfigError(f"seconds of {strategy} at batch {b} must be finite and not negative, got {value}")
-            seconds[i, b - 1] = value
-    return seconds
-
-
-def _checked(
-    strategies: Sequence[Strategy],
-    pool: GraphPool | None,
-    cap_bytes: float | None,
-    max_batch: int,
-    max_buckets: int | None,
-) -> tuple[Strategy, ...]:
-    strategies = tuple(dict.fromkeys(strategies))
-    if not strategies:
-        raise ConfigError("no strategies to choose buckets from: give at least one")
-    if max_batch < 1:
-        raise ConfigError(f"max_batch must be at least 1, got {max_batch}")
-    if max_buckets is not None and max_buckets < 1:
-        raise ConfigError(f"max_buckets must be at least 1, got {max_buckets}")
-    if cap_bytes is not None and pool is None:
-        raise ConfigError("a memory cap needs the memory of graphs: give pool as well")
-    if cap_bytes is not None and not cap_bytes > 0:
-        raise ConfigError(f"cap_bytes must be above 0, got {cap_bytes}")
-    return strategies
+    took = math.fsum(seconds[s, b] for b, s in enumerate(choice))
+    return BucketPlan(rows=rows, seconds=took, memory_bytes=graphs.bytes_of(rows, len(choice)) if graphs else 0.0)
 
 
 def _within_cap(
-    seconds: Floats,
-    strategies: Sequence[Strategy],
-    pool: GraphPool,
-    sizes: Sequence[int],
-    cap: float,
-    drafters: Drafters,
-    max_rows: int,
-) -> list[int] | None:
-    """The choice of least `seconds` [strategy, batch] whose graphs fit into `cap` bytes; None where none fits.
+    seconds: Floats, strategies: Sequence[Strategy], graphs: GraphMemory, max_rows: int
+) -> BucketPlan | None:
+    """The plan of least `seconds` [strategy, batch] whose graphs fit; None where none fits.
 
     Variables: x[s, b], s serves b; z[r, b], runner r is open at b, falling in b; q[s, b], a row of s ends at b. A graph
     is captured where its runner serves a captured size or a row ends, and a runner costs its opening beyond its graphs
     at its largest batch.
     """
+    pool, cap = graphs.pool, graphs.cap_bytes
     (num_s, num_b), batches = seconds.shape, range(1, seconds.shape[1] + 1)
     targets = sorted({s.tokens_to_verify for s in strategies})
-    drafted = [s for s in strategies if drafters.network_passes(s)]
+    drafted = [s for s in strategies if graphs.drafters.network_passes(s)]
     uses = np.array([[s.tokens_to_verify == v for v in targets] + [s == d for d in drafted] for s in strategies])
     single, pair = (
         np.array(
@@ -184,7 +135,7 @@ def _within_cap(
     )
     graph = pair - single
     num_r, end = len(graph), uses @ graph
-    captured = np.isin(np.array(batches), np.asarray(sizes))
+    captured = np.isin(np.array(batches), np.asarray(graphs.sizes))
     each, after = sp.identity(num_b), sp.eye(num_b, k=1)
     falls = sp.eye(num_b - 1, num_b, k=1) - sp.eye(num_b - 1, num_b)
     memory = (end * captured, np.diff(single - graph, axis=1, prepend=0), end * ~captured)
@@ -215,7 +166,8 @@ def _within_cap(
         if found.x is None:
             return None
         choice: list[int] = found.x[: num_s * num_b].reshape(num_s, num_b).argmax(axis=0).tolist()
+        plan = _plan(choice, seconds, strategies, graphs)
         # The solver's tolerance may let a plan be larger than the cap.
-        if _plan(choice, seconds, strategies, pool, sizes, drafters).memory_bytes <= cap * (1.0 + ROUNDING):
+        if plan.memory_bytes <= cap * (1.0 + ROUNDING):
             break
-    return choice
+    return plan

@@ -198,10 +198,6 @@ class GraphPool(FrozenModel):
         """Bytes of all runners of a plan."""
         return sum(map(self.target_bytes, plan.target)) + sum(map(self.drafter_bytes, plan.drafter))
 
-    def fits(self, plan: CapturePlan, cap_bytes: float) -> bool:
-        """Return whether a plan takes no more than `cap_bytes`."""
-        return self.memory_bytes(plan) <= cap_bytes
-
     def target_bytes(self, runner: TargetRunner) -> float:
         """Bytes of one target runner."""
         largest = runner.batches[-1]
@@ -229,6 +225,25 @@ class GraphPool(FrozenModel):
 
     def _tables(self, batch: int) -> float:
         return 4.0 * self.page_tables * self.context_tokens * batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphMemory:
+    """Room for captured CUDA graphs: the engine's pool, what it captures, and how many bytes may go into it."""
+
+    pool: GraphPool
+    cap_bytes: float
+    max_batch: int
+    sizes: tuple[int, ...]
+    drafters: Drafters = STANDARD
+
+    def bytes_of(self, rows: Sequence[tuple[int, Strategy]], max_batch: int) -> float:
+        """Bytes of the graphs of a table's rows."""
+        return float(self.pool.memory_bytes(plan_bucketed(rows, max_batch, self.sizes, drafters=self.drafters)))
+
+    def holds(self, policy: Policy) -> bool:
+        """True if the graphs of a policy fit."""
+        return self.pool.memory_bytes(plan_for(policy, self.max_batch, self.sizes, self.drafters)) <= self.cap_bytes
 
 
 def _drafter_passes(strategy: Strategy) -> int:

@@ -24,13 +24,13 @@ from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.own import code_allowed
-from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
+from tltlab.planning.graph_pool import GraphMemory, GraphPool, plan_for, sglang_sizes
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec, TableRow, TableSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.tuning.cases import TuningCase, TuningCases
 from tltlab.sim.tuning.oracle import ExpectedIteration, oracle_policy
-from tltlab.sim.tuning.search import GraphMemory, Prices
+from tltlab.sim.tuning.search import Prices
 from tltlab.sim.tuning.tune import TuneResult, tune
 from tltlab.stats import paired_ratio
 from tltlab.strategy import NO_SPECULATION, Strategy
