@@ -29,7 +29,7 @@ from tltlab.policies.selector import WHOLE_TOKENS, Selector
 from tltlab.sim.engine.admission import BufferFeed, RoundFeed, Stream
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import Drawn, Rates, Replayed
-from tltlab.sim.engine.log import SimulatedRollout
+from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.worker import RolloutSimulator

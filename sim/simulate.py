@@ -18,7 +18,8 @@ from tltlab.costs.evidence import interval
 from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.sim.engine import record
-from tltlab.sim.engine.log import Columns, SimulatedRollout
+from tltlab.sim.engine.log import Columns
+from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.strategy import Strategy
 from tltlab.traces import metrics
 from tltlab.traces.trace import Manifest, Trace

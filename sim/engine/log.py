@@ -1,25 +1,19 @@
-"""A simulated rollout: times of its requests, and the logs of its workers' macro-steps, as columns."""
+"""Log of a worker's macro-steps in a rollout, as columns."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tltlab.arrays import Array, Flags, Floats, Ints
-from tltlab.sim.idle_training import SpotResult
 
 from .batch import MacroStep
 from .regime import Regime
-from .requests import Requests
-
-if TYPE_CHECKING:
-    from .memoryless import Drained
 
 
 class Entry(NamedTuple):
@@ -134,61 +128,3 @@ class WorkerLog:
         parts = [*(part() for part in self._parts), Columns.of(self._entries)]
         self._parts, self._entries = [], []
         return Columns.joined(parts)
-
-
-@dataclass(slots=True)
-class SimulatedRollout:
-    """Result of one simulated RL step: times per request (nan: never ran), the workers' logs and the end.
-
-    `old_tokens` of its responses were generated under the weights of earlier steps; `wasted_tokens` were generated for
-    nothing. Where RL steps are not apart, `ages` are the updates since each response was begun; until now `num_begun`
-    were, which come to `begun_tokens` when they have ended, and `num_dropped` of them were too old to train on. Where
-    responses have turns, `submit_s` is when each came to the engine (None: all at 0), and calls waited `tool_wait_s`
-    for a tool that was free.
-    """
-
-    requests: Requests
-    worker_of: Ints
-    first_token_s: Floats
-    finish_s: Floats
-    logs: list[WorkerLog]
-    worker_end_s: list[float]
-    makespan_s: float = 0.0
-    spot: SpotResult | None = None
-    old_tokens: float = 0.0
-    wasted_tokens: float = 0.0
-    ages: Ints | None = None
-    num_begun: int = 0
-    begun_tokens: int = 0
-    num_dropped: int = 0
-    submit_s: Floats | None = None
-    tool_wait_s: float = 0.0
-    drained: Drained | None = None
-
-    def columns(self) -> tuple[Columns, Ints]:
-        """All macro-steps, one worker after another, and the worker of each; `drained` is all of a rollout at once."""
-        if self.drained is not None:
-            num_steps = np.count_nonzero(self.drained.counts, axis=1)
-            return self.drained.columns(range(len(self.logs))), np.repeat(np.arange(len(self.logs)), num_steps)
-        parts = [log.columns for log in self.logs]
-        return Columns.joined(parts), np.repeat(np.arange(len(parts)), list(map(len, parts)))
-
-    def settled(self) -> SimulatedRollout:
-        """Itself, with its macro-steps as arrays: a fifth of the memory, where rollouts are kept."""
-        if self.drained is None:
-            for log in self.logs:
-                len(log.columns)
-        return self
-
-    @property
-    def busy_s(self) -> float:
-        """Worker-seconds of switching, prefill and decoding; the rest up to workers * makespan is idle."""
-        c, worker = self.columns()
-        ends = np.searchsorted(worker, np.arange(1, len(self.logs)))
-        return math.fsum(float(part.sum()) for part in np.split(c.switch_s + c.prefill_s + c.seconds, ends))
-
-    def note_first_tokens(self, requests: Sequence[int], now: float) -> None:
-        """Record the first tokens of requests; a time from before a preemption stays."""
-        for request in requests:
-            if math.isnan(self.first_token_s[request]):
-                self.first_token_s[request] = now

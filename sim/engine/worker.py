@@ -42,9 +42,10 @@ from tltlab.strategy import NO_SPECULATION
 
 from .admission import MOST_ITERATIONS, RequestFeed
 from .batch import Batch, MacroStep, RequestsView
-from .log import Entry, SimulatedRollout, WorkerLog
+from .log import Entry, WorkerLog
 from .memoryless import Drained, MemorylessChoices
 from .random_numbers import NoiseDraws
+from .record import SimulatedRollout
 from .regime import Regime, Regimes
 from .requests import Requests, Residents, Tools, check_fits
 from .scheduler import Scheduler

@@ -27,7 +27,7 @@ from tltlab.policies.selector import Selector
 from tltlab.sim.comparison.jobs import side_by_side
 from tltlab.sim.engine import record
 from tltlab.sim.engine.batch import Batch, Gains, MacroStep, SpeculativeIterations
-from tltlab.sim.engine.log import SimulatedRollout
+from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.worker import RolloutSimulator

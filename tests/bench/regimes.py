@@ -26,7 +26,7 @@ from tltlab.lengths.model import REGIMES
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.specs import CustomSpec
-from tltlab.sim.engine.log import SimulatedRollout
+from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.tuning.oracle import oracle_policy
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -23,8 +23,8 @@ from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.engine.batch import Batch
 from tltlab.sim.engine.by_request import Rates
-from tltlab.sim.engine.log import SimulatedRollout
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
+from tltlab.sim.engine.record import SimulatedRollout
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.worker import RolloutSimulator
