@@ -35,15 +35,7 @@ class EpsilonGreedy(BegMab, kind="epsilon-greedy"):
         *,
         rng: np.random.Generator,
     ) -> None:
-        super().__init__(
-            [(1, strategies)],
-            epsilon=epsilon,
-            window=window,
-            reward=reward,
-            plain_rate=plain_rate,
-            statistic=statistic,
-            rng=rng,
-        )
+        super().__init__([(1, strategies)], (), (), epsilon, window, reward, plain_rate, statistic, rng=rng)
 
 
 class Ucb1(EpsilonGreedy, kind="ucb1"):
