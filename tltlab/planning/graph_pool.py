@@ -164,7 +164,7 @@ class GraphPool(FrozenModel):
     """Bytes that captured graphs take on one GPU; see the module for the terms.
 
     `bytes_per_layer` is what a graph keeps for the kernels of one layer, the one parameter without a source: fit it on
-    a measured pool (`fitted`). `keeps_logits`: each target graph keeps its fp32 logits, as SGLang did until its pull
+    a measured pool. `keeps_logits`: each target graph keeps its fp32 logits, as SGLang did until its pull
     request 8579 of July 2025; else a runner has one buffer. `page_tables` per attention state is 7 in SGLang 0.5's
     FlashAttention backend with top_k > 1.
     """
@@ -178,21 +178,6 @@ class GraphPool(FrozenModel):
     page_tables: Annotated[int, Field(ge=0)] = 7
     workspace_bytes: Annotated[int, Field(ge=0)] = 32 * 2**20
     bytes_per_layer: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-    def fitted(self, plan: CapturePlan, measured_bytes: float) -> GraphPool:
-        """This pool with the `bytes_per_layer` that makes `plan` take `measured_bytes`.
-
-        Raises ConfigError where the other terms alone exceed them.
-        """
-        buffers = self.model_copy(update={"bytes_per_layer": 0.0}).memory_bytes(plan)
-        if buffers > measured_bytes:
-            raise ConfigError(
-                f"the pool's buffers alone take {buffers:.4g} bytes, more than the {measured_bytes:.4g} measured: "
-                "a model fact (context, captured sizes, keeps_logits) differs from the measured engine's"
-            )
-        passes = sum((self.num_layers + 1) * len(r.batches) for r in plan.target)
-        passes += sum(_drafter_passes(r.strategy) * len(r.batches) for r in plan.drafter)
-        return self.model_copy(update={"bytes_per_layer": (measured_bytes - buffers) / passes})
 
     def memory_bytes(self, plan: CapturePlan) -> float:
         """Bytes of all runners of a plan."""

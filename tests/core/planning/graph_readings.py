@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_bucketed, sglang_sizes
 from tltlab.strategy import Strategy
 
@@ -39,6 +38,17 @@ DEPTHS = ((1, DEFAULT), *((1, Strategy("learned", depth, 4, 48)) for depth in (4
 TOP_KS = tuple((1, Strategy("learned", 8, top_k, 48)) for top_k in (4, 6, 8, 10))
 """The same with top_k: the first four of TLT's Table 1."""
 RL_CONTEXT = PROMPT_TOKENS + 32_768
+
+
+def fit_pool(pool: GraphPool, plan: CapturePlan, measured_bytes: float) -> GraphPool | None:
+    """The pool with the `bytes_per_layer` that makes a plan take `measured_bytes`; None where buffers alone take more.
+
+    Memory is linear in it.
+    """
+    buffers, one = (pool.model_copy(update={"bytes_per_layer": b}).memory_bytes(plan) for b in (0.0, 1.0))
+    if buffers > measured_bytes:
+        return None
+    return pool.model_copy(update={"bytes_per_layer": (measured_bytes - buffers) / (one - buffers)})
 
 
 def plan_naive(
@@ -83,10 +93,7 @@ class PoolReading:
     def fitted(self) -> GraphPool | None:
         """Its pool with the overhead that makes a single strategy take what TLT measured; None where the buffers alone
         exceed that."""
-        try:
-            return self.pool().fitted(self.plans()["single"], MEASURED_GB["single"] * GIB)
-        except ConfigError:
-            return None
+        return fit_pool(self.pool(), self.plans()["single"], MEASURED_GB["single"] * GIB)
 
 
 READINGS = (
