@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from tests.refused import refused
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers import rows
-from tltlab.importers.fields import is_missing
 from tltlab.importers.formats import guess, import_dump
 from tltlab.importers.sources import read
 from tltlab.importers.token_counts import CharsPerToken, FolderTokenizer, token_counter
@@ -384,15 +383,13 @@ def test_options_of_other_formats_are_refused(verl, options, facts):
         dump(verl, **options)
 
 
-# A text such as "NULL" stands for a missing field.
-texts = st.text(st.characters(blacklist_categories=["Cs"]), max_size=12).filter(
-    lambda text: not text or not is_missing(text)
-)
+texts = st.text(st.characters(blacklist_categories=["Cs"]), max_size=12)
 
 
 @settings(max_examples=15, deadline=None)
 @given(rows=st.lists(st.tuples(st.integers(0, 3), texts, texts), min_size=1, max_size=20))
 @example(rows=[(0, "", "NULL")])
+@example(rows=[(0, "None", "nan"), (0, "null", "")])
 def test_verl_dumps_keep_every_response_and_length(rows, tmp_path_factory):
     folder = tmp_path_factory.mktemp("dump")
     for step in {row[0] for row in rows}:
