@@ -168,7 +168,7 @@ def text(answer: WhatIf) -> str:
     evidence = [] if answer.evidence == answer.setting else [answer.evidence.partition(";")[0]]
     rows = [
         ("on", ", ".join([f"{answer.setting}: {answer.workers} workers", *evidence])),
-        ("drafting", ", ".join(f"{row.strategy} from {row.min_batch} requests" for row in answer.drafting)),
+        ("drafting", ", ".join(f"{row.strategy} from batch {row.min_batch}" for row in answer.drafting)),
         ("in the table", f"the verdict's speed-up is that of {THE_VERDICT.name}"),
         *([] if answer.training is None else [("training", str(answer.training))]),
         ("used", used or "a trace"),
