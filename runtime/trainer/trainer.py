@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.heads.mtp import mtp_weights, save_with_mtp
 from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
-from tltlab.runtime.engine.weights import Engines, WeightSender
+from tltlab.runtime.engine.weights import Engines
 from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.run.memory import Peak, ProcessMemory, tensor_bytes
 
@@ -36,6 +36,7 @@ from .losses import Mismatch, correction_weights, kl_estimate, mismatch, mismatc
 from .model import PackedTokens, PolicyModel, WholeTensors, checkpoint_activations, load_policy_model
 from .ranks import device_of, make_deterministic, meet, micro_batches, own_micro_batches, sequence_groups
 from .samples import Pair, Sample, TrainingValues, UpdateBatch, minibatches_of, pairs_of, share_out
+from .sender import WeightSender
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
