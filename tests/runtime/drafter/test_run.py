@@ -86,6 +86,9 @@ class StandIn:
     def _place(self) -> tuple[str, dict[str, str]]:
         return ray.get_runtime_context().get_node_id(), {}
 
+    def _ask_engine(self, method: str, *args: Any) -> Any:
+        return getattr(self, f"_{method}")(*args)
+
     def _guard_drafter(self, config: CanaryConfig) -> None: ...
 
     def _rewind(self, rl_step: int) -> None:
@@ -596,7 +599,7 @@ def test_with_engines_only_a_collapsed_drafter_stops_serving(
         monkeypatch.setattr(drafting, "_start_training", lambda: None)
         drafting.rewind(0, origin, None)
         assert_engines_draft_with(load_head(drafting.head).serving_weights(), run)
-        reports = drafting._ask_engines("drafter_report")
+        reports = drafting._ask_engines("ask_engine", "drafter_report")
         assert [(report.updates, report.serves) for report in reports] == [(0, False)] * 2
     trace = tltlab.read(tmp_path / "run" / "trace")
     assert trace.steps["drafter_version"].iloc[-1] >= 2

@@ -50,10 +50,11 @@ from types import SimpleNamespace
 from tltlab.cli.app import main
 from tltlab.runtime.ray import start
 
-script, forks, *arguments = sys.argv
-Path(script).with_suffix(".pid").write_text(str(os.getpid()))
-start._prefork.append(SimpleNamespace(command=forks))
-main(["train", *arguments])
+if __name__ == "__main__":
+    script, forks, *arguments = sys.argv
+    Path(script).with_suffix(".pid").write_text(str(os.getpid()))
+    start._prefork.append(SimpleNamespace(command=forks))
+    main(["train", *arguments])
 """
 
 
