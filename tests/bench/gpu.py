@@ -74,11 +74,11 @@ def bench_quick(
     into the minutes is left out.
     """
     from tltlab.rehearsal.plan import plan_of
-    from tltlab.rehearsal.played import played
     from tltlab.rehearsal.result import judged
     from tltlab.rehearsal.run import rehearse
     from tltlab.runtime.engine.environment import hardware as machine
     from tltlab.runtime.engine.environment import versions
+    from tltlab.runtime.rollout.played import played
 
     begun, rows, sentences = time.monotonic(), list[dict[str, Any]](), list[str]()
     result: dict[str, Any] = {

@@ -21,12 +21,11 @@ from tltlab.own import split
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.engine import environment
+from tltlab.runtime.rollout.played import STOCK, RehearsalPlan
 from tltlab.sim.verification.policies import named_policies
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import num_workers
 from tltlab.traces.trace import Trace
-
-from .played import STOCK, RehearsalPlan
 
 TINY = ModelShape(
     name="tiny-shape", hidden=128, intermediate=256, layers=2, heads=4, kv_heads=2, head_dim=32, vocab=1024

@@ -24,6 +24,7 @@ from tltlab.errors import ConfigError, RunError, TltlabError
 from tltlab.files import sealed, write_json
 from tltlab.runtime.engine.environment import gpus, hardware, versions
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
+from tltlab.runtime.rollout.played import STOCK, RehearsalPlan, details_of, played
 from tltlab.runtime.run.rows import rollout_alone
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.verification.policies import predicted_from_others
@@ -33,8 +34,6 @@ from tltlab.traces.metrics import mean_accept_length, running_requests, tail_win
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
-
-from .played import STOCK, RehearsalPlan, details_of, played
 
 _MOST_CHOSEN = 3
 

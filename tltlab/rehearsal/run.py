@@ -14,8 +14,7 @@ from pathlib import Path
 from tltlab.console import progress
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_object, write_json
-
-from .played import PLAN, STOCK, RehearsalPlan, engine_file, pending_rollouts, played
+from tltlab.runtime.rollout.played import PLAN, STOCK, RehearsalPlan, engine_file, pending_rollouts, played
 
 START_S = {True: 60.0, False: 20.0}
 """Seconds that an engine is expected to take to start, on a GPU and without one, until one has."""
@@ -67,7 +66,7 @@ def _run(plan: RehearsalPlan, out: Path, workers: Sequence[int], stock: bool, de
         for device, worker in enumerate(workers):
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(workers))))).split(",")
             own = {"CUDA_VISIBLE_DEVICES": visible[device]} if len(workers) > 1 else {}
-            command = [sys.executable, "-m", "tltlab.rehearsal.played", str(out), str(worker), engine]
+            command = [sys.executable, "-m", "tltlab.runtime.rollout.played", str(out), str(worker), engine]
             log_file = out / f"{engine_file(worker, stock)}.log"
             with ExitStack() as files:
                 log = files.enter_context(log_file.open("ab"))

@@ -16,7 +16,7 @@ from tests.refused import refused
 from tltlab.acceptance.load import load_acceptance
 from tltlab.errors import ConfigError
 from tltlab.rehearsal.plan import TINY, acceptance_by_drafter, plan_of, shares
-from tltlab.rehearsal.played import STOCK, RehearsalPlan, requests_of
+from tltlab.runtime.rollout.played import STOCK, RehearsalPlan, requests_of
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 

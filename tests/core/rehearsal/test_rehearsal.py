@@ -20,9 +20,9 @@ from tests.core.rehearsal.test_plan import TINY_TRACE, planned
 from tests.refused import refused
 from tltlab.cli.app import main
 from tltlab.errors import ConfigError, RunError
-from tltlab.rehearsal.played import STOCK, played, read_plan
 from tltlab.rehearsal.result import judged
 from tltlab.rehearsal.run import rehearse
+from tltlab.runtime.rollout.played import STOCK, played, read_plan
 
 ROUNDS, DEPTH, BATCHES = 3, 4, [1, 2]
 POLICIES = gpu.QUICK.split(",")

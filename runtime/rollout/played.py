@@ -1,6 +1,6 @@
 """Rollouts of given lengths on one engine under each policy, with a model's shape and random weights.
 
-    python -m tltlab.rehearsal.played OUT WORKER stock|ours [DEADLINE]
+    python -m tltlab.runtime.rollout.played OUT WORKER stock|ours [DEADLINE]
 
 plays the rollouts of `OUT/rehearsal.json` that are not in OUT yet, in its own process, which releases all of a
 device's memory. Text does not matter: responses run to their lengths, vLLM accepts drafts at given rates
