@@ -1,1 +1,1 @@
-"""The first minute: what speculation would bring, files that run, every setting."""
+"""First steps: the demo, what speculation would bring, a rehearsal, files that run, every setting."""
