@@ -32,7 +32,7 @@ from tltlab.lengths.generate import ToolUse, generate
 from tltlab.lengths.model import of_regime
 from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
-from tltlab.sim.comparison.systems import compare_systems
+from tltlab.sim.study.systems import compare_systems
 from tltlab.sim.config import SimulationConfig
 
 # %matplotlib inline

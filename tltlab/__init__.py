@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from .policies.policy import Policy, load_policy
     from .policies.selector import Selector
     from .report.timeline import timeline
-    from .sim.comparison.grid import sweep
-    from .sim.comparison.sweep import compare
-    from .sim.comparison.what_if import what_if
+    from .sim.study.grid import sweep
+    from .sim.study.sweep import compare
+    from .sim.study.what_if import what_if
     from .sim.simulate import simulate
     from .sim.tuning.tune import tune
     from .traces.trace import Trace
@@ -55,14 +55,14 @@ _MODULE_OF = {
     "Policy": "policies.policy",
     "Selector": "policies.selector",
     "Trace": "traces.trace",
-    "compare": "sim.comparison.sweep",
+    "compare": "sim.study.sweep",
     "load_policy": "policies.policy",
     "read": "importers.sources",
     "simulate": "sim.simulate",
-    "sweep": "sim.comparison.grid",
+    "sweep": "sim.study.grid",
     "timeline": "report.timeline",
     "tune": "sim.tuning.tune",
-    "what_if": "sim.comparison.what_if",
+    "what_if": "sim.study.what_if",
 }
 
 

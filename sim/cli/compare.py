@@ -17,10 +17,10 @@ from tltlab.files import write_json
 from tltlab.importers.sources import read
 from tltlab.own import code_allowed
 from tltlab.planning.systems import SYSTEMS
-from tltlab.sim.comparison.logged import logged_share, machine_of
-from tltlab.sim.comparison.sample import sample_text
-from tltlab.sim.comparison.sweep import compare as compare_policies
-from tltlab.sim.comparison.sweep import drafters_text, granted_text, speed_up_cells, speed_ups
+from tltlab.sim.study.logged import logged_share, machine_of
+from tltlab.sim.study.sample import sample_text
+from tltlab.sim.study.sweep import compare as compare_policies
+from tltlab.sim.study.sweep import drafters_text, granted_text, speed_up_cells, speed_ups
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import named_policies
@@ -124,7 +124,7 @@ def compare(
             raise ConfigError("--systems bring their policies and placement: leave out --policies and --placement")
         if gpus_per_worker is not None and stages is None and not config.is_on_machine:
             raise ConfigError("--gpus-per-worker places the stages of RL steps: give --stages")
-        from tltlab.sim.comparison.systems import compare_systems
+        from tltlab.sim.study.systems import compare_systems
 
         arguments: dict[str, Any] = {
             "gpus_per_worker": gpus_per_worker, "repeats": repeats, "jobs": jobs, "ranges": ranges, "stages": stages,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tltlab.console import progress_bar
-from tltlab.sim.comparison.jobs import counted
+from tltlab.sim.study.jobs import counted
 from tltlab.traces.trace import Trace
 
 Workers = Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")]

@@ -22,7 +22,7 @@ from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.sim.comparison.system_run import by_name
+from tltlab.sim.study.system_run import by_name
 from tltlab.sim.config import SimulationConfig, Source
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps

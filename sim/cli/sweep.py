@@ -15,8 +15,8 @@ from tltlab.files import write_file, write_json
 from tltlab.importers.sources import read
 from tltlab.own import code_allowed, split
 from tltlab.planning.systems import SYSTEMS, find_systems
-from tltlab.sim.comparison.sample import sample_text
-from tltlab.sim.comparison.sweep import drafters_text, granted_text, speed_up_cells
+from tltlab.sim.study.sample import sample_text
+from tltlab.sim.study.sweep import drafters_text, granted_text, speed_up_cells
 from tltlab.sim.config import SimulationConfig
 
 from . import options
@@ -73,8 +73,8 @@ def sweep(
     Example: tltlab sweep traces/tiny --workers 1,2,4 --acceptance 0.5,0.7 --policies ngram:4,beg-mab --out sweep.csv
     """
     from tltlab.costs.deployment import GPUS, MODEL
-    from tltlab.sim.comparison.grid import BASELINES, Axes
-    from tltlab.sim.comparison.grid import sweep as run
+    from tltlab.sim.study.grid import BASELINES, Axes
+    from tltlab.sim.study.grid import sweep as run
 
     if out is not None and (out.is_dir() or out.suffix not in _ENDINGS):
         raise ConfigError(f"--out {out}: name a file that ends in {', '.join(_ENDINGS)}")

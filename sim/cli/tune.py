@@ -146,7 +146,7 @@ def tune(
 def text(result: TuneResult, out: Path) -> str:
     """The result for people."""
     from tltlab.sim.cli.compare import DRAWS_ONLY
-    from tltlab.sim.comparison.sweep import drafters_text, granted_text, speed_up_cells, speed_ups
+    from tltlab.sim.study.sweep import drafters_text, granted_text, speed_up_cells, speed_ups
 
     rows: list[tuple[str, ...]] = []
     for row in result.candidates:

@@ -19,8 +19,8 @@ from tltlab.arrays import Floats
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.sim.comparison.jobs import ALONE_S, side_by_side
-from tltlab.sim.comparison.sample import spread
+from tltlab.sim.study.jobs import ALONE_S, side_by_side
+from tltlab.sim.study.sample import spread
 from tltlab.sim.scenario import Scenario
 from tltlab.stats import Interval, paired_ratio
 from tltlab.strategy import Strategy

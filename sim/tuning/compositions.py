@@ -16,8 +16,8 @@ from tltlab.importers.sources import TraceSource, read
 from tltlab.planning.composition import SharedBuffer, System
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import load_policy
-from tltlab.sim.comparison.sample import Scenarios
-from tltlab.sim.comparison.systems import compare_systems, ratios_are_small
+from tltlab.sim.study.sample import Scenarios
+from tltlab.sim.study.systems import compare_systems, ratios_are_small
 from tltlab.sim.config import SimulationConfig, at_least
 from tltlab.sim.simulate import outside_calibration
 from tltlab.traces.trace import Trace

@@ -10,7 +10,7 @@ import numpy as np
 
 from tltlab.arrays import Floats
 from tltlab.policies.policy import Policy
-from tltlab.sim.comparison.band import Band, Effect, InputErrors, Source, at_range_ends, effect, of_steps, with_overhead
+from tltlab.sim.study.band import Band, Effect, InputErrors, Source, at_range_ends, effect, of_steps, with_overhead
 from tltlab.stats import finite, paired_interval
 from tltlab.strategy import Strategy
 

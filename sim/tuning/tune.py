@@ -26,8 +26,8 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.sim.comparison.band import InputErrors
-from tltlab.sim.comparison.sample import ALL_OF, FIRST, small, spread
+from tltlab.sim.study.band import InputErrors
+from tltlab.sim.study.sample import ALL_OF, FIRST, small, spread
 from tltlab.sim.config import decision_interval
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario

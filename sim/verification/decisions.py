@@ -24,7 +24,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.driver import PolicyDriver, Rewarded
 from tltlab.policies.selector import Selector
-from tltlab.sim.comparison.jobs import side_by_side
+from tltlab.sim.study.jobs import side_by_side
 from tltlab.sim.engine import record
 from tltlab.sim.engine.batch import Batch, Gains, MacroStep, SpeculativeIterations
 from tltlab.sim.engine.record import SimulatedRollout

@@ -28,7 +28,7 @@ import pandas as pd
 
 from bench.harness import Progress, Table, in_turn, quiet, ratio, shown
 from tltlab.errors import ConfigError, did_you_mean
-from tltlab.sim.comparison.jobs import cores
+from tltlab.sim.study.jobs import cores
 
 TRACES = Path(__file__).parents[2] / "traces"
 FLOOR, BASE = "--help", "trace describe"

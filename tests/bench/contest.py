@@ -25,7 +25,7 @@ from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import Policy
 from tltlab.policies.simple import BatchTable, bucket_of
 from tltlab.policies.specs import AdaptiveSpec, CustomSpec, NoneSpec
-from tltlab.sim.comparison.jobs import side_by_side
+from tltlab.sim.study.jobs import side_by_side
 from tltlab.state import Choice, StepState
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -20,7 +20,7 @@ from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, TableRow, TableSpec
-from tltlab.sim.comparison.sweep import sweep
+from tltlab.sim.study.sweep import sweep
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy

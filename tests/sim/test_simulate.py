@@ -24,8 +24,8 @@ from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, SimResult, SimulationConfig, simulate
 from tltlab.sim.cli.simulate import simulate as command
-from tltlab.sim.comparison.sweep import compare
-from tltlab.sim.comparison.what_if import what_if
+from tltlab.sim.study.sweep import compare
+from tltlab.sim.study.what_if import what_if
 from tltlab.sim.engine import record
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.tuning.config import TuneConfig

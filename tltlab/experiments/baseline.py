@@ -20,7 +20,7 @@ from tltlab.costs.stages import RooflineStages
 from tltlab.lengths.generate import generate
 from tltlab.lengths.model import of_regime
 from tltlab.planning.claims import CLAIMS
-from tltlab.sim.comparison.systems import compare_systems
+from tltlab.sim.study.systems import compare_systems
 
 from .harness import Case, Experiment, Row
 from .models import Several

@@ -19,7 +19,7 @@ from tltlab.planning.composition import Admission, EarlierEpoch, SharedBuffer, T
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import load_policy
 from tltlab.sim import simulate
-from tltlab.sim.comparison.systems import compare_systems
+from tltlab.sim.study.systems import compare_systems
 from tltlab.sim.engine.admission import RoundFeed, Stream
 from tltlab.sim.engine.batch import FluidBatch
 from tltlab.sim.engine.regime import Regimes

@@ -7,7 +7,7 @@ import pytest
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
-from tltlab.sim.comparison.systems import compare_systems
+from tltlab.sim.study.systems import compare_systems
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.tuning.compositions import compositions, search_systems
 

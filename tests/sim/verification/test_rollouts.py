@@ -25,7 +25,7 @@ from tltlab.lengths.model import REGIMES
 from tltlab.policies.policy import Activation, LengthAwareBudgetSpec, Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import simulate
-from tltlab.sim.comparison import jobs as side
+from tltlab.sim.study import jobs as side
 from tltlab.sim.verification.decisions import replay_decisions
 from tltlab.sim.verification.policies import judge
 from tltlab.sim.verification.rollouts import _measured, drawn_lengths, text, verify

@@ -25,7 +25,7 @@ from tltlab.traces.metrics import per_step
 from . import reading as readings
 
 if TYPE_CHECKING:
-    from tltlab.sim.comparison.verdict import WhatIf
+    from tltlab.sim.study.verdict import WhatIf
 
 _PAGES = (".html", ".htm")
 
@@ -90,7 +90,7 @@ def what_if(
     if policy_out is not None:
         check_writable(policy_out)
     from tltlab.sim.cli.compare import system_rows, system_table
-    from tltlab.sim.comparison.what_if import what_if as run
+    from tltlab.sim.study.what_if import what_if as run
 
     facts: dict[str, Any] = {
         "column": column, "step_column": step_column, "group_column": group_column, "lists": lists,
@@ -159,8 +159,8 @@ def _pictures(answer: WhatIf) -> tuple[Part, ...]:
 
 def text(answer: WhatIf) -> str:
     """The answer for people, words first."""
-    from tltlab.sim.comparison.sample import sample_text
-    from tltlab.sim.comparison.what_if import THE_VERDICT
+    from tltlab.sim.study.sample import sample_text
+    from tltlab.sim.study.what_if import THE_VERDICT
 
     num_of = len(answer.trace.rl_steps)
     simulated = sample_text([answer.num_rl_steps], num_of, sampled=answer.is_sampled)

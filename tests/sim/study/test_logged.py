@@ -9,10 +9,10 @@ import pytest
 from tltlab.calibration.acceptance.logged import LoggedDrafting
 from tltlab.doctor.signatures import diagnose
 from tltlab.importers.sources import read
-from tltlab.sim.comparison import what_if as questions
-from tltlab.sim.comparison.logged import LoggedRun
-from tltlab.sim.comparison.sample import Scenarios
-from tltlab.sim.comparison.what_if import what_if
+from tltlab.sim.study import what_if as questions
+from tltlab.sim.study.logged import LoggedRun
+from tltlab.sim.study.sample import Scenarios
+from tltlab.sim.study.what_if import what_if
 from tltlab.sim.config import SimulationConfig
 from tltlab.strategy import Strategy
 

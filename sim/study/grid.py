@@ -20,10 +20,10 @@ from tltlab.files import parse_json
 from tltlab.importers.sources import TraceSource, read
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy
-from tltlab.sim.comparison.jobs import side_by_side
-from tltlab.sim.comparison.sample import Scenarios, samples, small
-from tltlab.sim.comparison.sweep import intervals_of, ratio_columns, speed_ups
-from tltlab.sim.comparison.systems import SystemComparison, ratios_are_small
+from tltlab.sim.study.jobs import side_by_side
+from tltlab.sim.study.sample import Scenarios, samples, small
+from tltlab.sim.study.sweep import intervals_of, ratio_columns, speed_ups
+from tltlab.sim.study.systems import SystemComparison, ratios_are_small
 from tltlab.sim.config import SimulationConfig, at_least, check_keywords
 from tltlab.sim.scenario import Scenario, named_policies
 from tltlab.traces.schema import KEY

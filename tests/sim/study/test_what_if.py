@@ -14,9 +14,9 @@ from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import DEFAULTS
 from tltlab.costs.deployment import Deployment
 from tltlab.errors import ConfigError
-from tltlab.sim.comparison import what_if as questions
-from tltlab.sim.comparison.sweep import drafters_text, granted_text
-from tltlab.sim.comparison.what_if import what_if
+from tltlab.sim.study import what_if as questions
+from tltlab.sim.study.sweep import drafters_text, granted_text
+from tltlab.sim.study.what_if import what_if
 from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.simulate import simulate
 from tltlab.sim.topology import Colocated

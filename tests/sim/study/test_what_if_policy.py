@@ -11,7 +11,7 @@ import pytest
 
 from tests.sim.workloads import typed
 from tltlab.policies.policy import load_policy
-from tltlab.sim.comparison.what_if import what_if
+from tltlab.sim.study.what_if import what_if
 from tltlab.traces.metrics import rollout_s
 
 MACHINE = ("--gpus", "2xH100", "--model", "Qwen2.5-7B")

@@ -17,8 +17,8 @@ from tltlab import ConfigError, Selector, compare, load_policy, read, simulate, 
 from tltlab.calibration.api import calibrate
 from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
-from tltlab.sim.comparison.sweep import sweep
-from tltlab.sim.comparison.systems import compare_systems
+from tltlab.sim.study.sweep import sweep
+from tltlab.sim.study.systems import compare_systems
 from tltlab.sim.scenario import Scenario
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -11,8 +11,8 @@ import tltlab
 from tests.refused import refused
 from tltlab.costs.deployment import Deployment
 from tltlab.errors import ConfigError
-from tltlab.sim.comparison.grid import Axes, SweepGrid
-from tltlab.sim.comparison.systems import compare_systems
+from tltlab.sim.study.grid import Axes, SweepGrid
+from tltlab.sim.study.systems import compare_systems
 from tltlab.sim.config import SimulationConfig
 
 from ..workloads import typed

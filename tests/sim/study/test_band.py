@@ -17,9 +17,9 @@ from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.evidence import Evidence
 from tltlab.costs.profiles import profiles
 from tltlab.policies.policy import load_policy
-from tltlab.sim.comparison import band as bands_of
-from tltlab.sim.comparison import what_if as questions
-from tltlab.sim.comparison.band import (
+from tltlab.sim.study import band as bands_of
+from tltlab.sim.study import what_if as questions
+from tltlab.sim.study.band import (
     LEARNED,
     UNMEASURED,
     Band,
@@ -31,7 +31,7 @@ from tltlab.sim.comparison.band import (
     resampled,
     with_overhead,
 )
-from tltlab.sim.comparison.what_if import what_if
+from tltlab.sim.study.what_if import what_if
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
 

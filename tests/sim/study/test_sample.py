@@ -18,10 +18,10 @@ from tltlab import ConfigError, compare, read, sweep, what_if
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.policies.policy import load_policy
-from tltlab.sim.comparison import jobs
-from tltlab.sim.comparison import what_if as questions
-from tltlab.sim.comparison.sample import Scenarios
-from tltlab.sim.comparison.systems import compare_systems
+from tltlab.sim.study import jobs
+from tltlab.sim.study import what_if as questions
+from tltlab.sim.study.sample import Scenarios
+from tltlab.sim.study.systems import compare_systems
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.scenario import Scenario
 from tltlab.traces.trace import Trace
