@@ -11,7 +11,7 @@ if __name__ == "sim":
 
 from typing import TYPE_CHECKING, Any
 
-from .comparison.sweep import compare, sweep
+from .study.compare import compare
 from .config import SimulationConfig
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
@@ -32,7 +32,6 @@ __all__ = [
     "compare",
     "run_steps",
     "simulate",
-    "sweep",
     "verify",
 ]
 

@@ -251,10 +251,14 @@ def _sampled(
         plain = [fix for r, fix in zip(regimes, row, strict=True) if r.cdf is None]
         priced.append((min([_break_even_price(grid, drawn), *plain]), drawn))
     least = np.empty((len(fixed), len(ids)))
+    # All strategies gain from the same draw: what each gains changes at the edges of their distributions alone.
+    edges = np.unique(np.concatenate(cdfs))
+    each = _gains(cdfs, np.concatenate([[-1.0], edges]))
+    most, surpluses = each.max(axis=0), [(price * each - drawn).max(axis=0) for price, drawn in priced]
     for j, i in enumerate(ids):
         length, prompt = requests.response_tokens[i], requests.prompt_tokens[i]
-        gains = _gains(cdfs, uniforms(seeds[j : j + 1], np.zeros(1, np.int64), length)[0])
-        best = gains.max(axis=0)
+        draws = np.searchsorted(edges, uniforms(seeds[j : j + 1], np.zeros(1, np.int64), length)[0], side="right")
+        best = most[draws]
         walk = np.concatenate([[0.0], np.cumsum(best / mean - 1.0)])
         rise = float((walk - np.minimum.accumulate(walk)).max())
         n = int(np.searchsorted(np.cumsum(best), length)) + 1
@@ -262,8 +266,8 @@ def _sampled(
             n * prompt + n * (n - 1) / 2,
             (prompt * length + length**2 / 2 - best.max() * length / 2) / mean - (prompt + length) * rise,
         )
-        for k, (price, drawn) in enumerate(priced):
-            surplus = max(0.0, float(np.cumsum((price * gains - drawn).max(axis=0)).max()))
+        for k, (price, _) in enumerate(priced):
+            surplus = max(0.0, float(np.cumsum(surpluses[k][draws]).max()))
             # The factor forgives the rounding of a sum of as many terms as the response has tokens.
             paid = (price * length - surplus) * (1 - 1e-10)
             least[k, j] = max(paid, n * min(fixed[k])) + slope_s * contexts

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from tltlab.acceptance.base import UNKNOWN, Acceptance, AcceptanceModel
 from tltlab.acceptance.load import DEFAULT, acceptance_text, load_acceptance
+from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.calibration.acceptance.logged import LoggedDrafting
 from tltlab.calibration.acceptance.measured import fit_acceptance
@@ -155,8 +156,9 @@ class SimulationConfig:
     def find_acceptance(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
         """The acceptance model, and its name or source; None where no acceptance is known."""
         if self.acceptance is not None and self.acceptance != "trace":
-            model, written = load_acceptance(self.acceptance), isinstance(self.acceptance, str | Path)
-            return model, str(self.acceptance) if written and self.acceptance != DEFAULT else acceptance_text(model)
+            model = load_acceptance(self.acceptance, epochs=has_epochs(trace))
+            written = isinstance(self.acceptance, str | Path) and not isinstance(model, PerDrafter)
+            return model, str(self.acceptance) if written else acceptance_text(model)
         table = trace.acceptance
         if table is not None and len(table):
             return TraceAcceptance(table), "the trace's own"
@@ -172,6 +174,11 @@ class SimulationConfig:
         if self.acceptance is not None:
             raise ConfigError(f"acceptance 'trace': {UNKNOWN.format('ngram')}")
         return None, None
+
+
+def has_epochs(trace: Trace) -> bool:
+    """Return whether prompts of the trace were rolled out in an earlier epoch."""
+    return bool((trace.workload["epoch"] > 0).any())
 
 
 def decision_interval(trace: Trace) -> int:

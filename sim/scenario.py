@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -41,6 +42,10 @@ from .bounds import Floors, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
 from .idle_training import IdleUse, SimulatedSpotTrainer
 from .placement import place_steps
+
+
+DEPTHS = (1, 2, 3, 4, 6, 8)
+"""Depths of the chains that are searched, and over which bounds are."""
 
 
 def policy_name(source: PolicySource) -> str:
@@ -262,6 +267,37 @@ class Scenario(SimulationConfig):
             "speedup_error": evidence.speedup_error(extrapolated=bool(beyond)) if speculates else None,
         }
 
+    def covered_chains(self, drafters: Sequence[str]) -> tuple[list[Strategy], list[str]]:
+        """Return the chains of `DEPTHS` by these drafters that costs and acceptance cover, and why others are not."""
+        covered, why = [], dict[str, list[str]]()
+        model, most = self.acceptance, max(map(len, self.steps), default=1)
+        settled = None if model is None else model.in_state({})
+        for strategy in (Strategy.chain(name, depth) for name in drafters for depth in DEPTHS):
+            try:
+                Regimes([strategy], self.costs, settled, self.registry).up_to(most)
+                covered.append(strategy)
+            except ConfigError as error:
+                why.setdefault(str(error), []).append(str(strategy))
+        return covered, [f"left out: {', '.join(names)}: {reason}" for reason, names in why.items()]
+
+    def bounding(self, policy: Policy, own: Acceptance | None = None) -> tuple[Scenario, list[Strategy]]:
+        """Return the scenario and the strategies of the bound to which a policy's regret is.
+
+        It is over plain decoding, every chain that the acceptance covers by the drafters that it names (by the policy's
+        where it names none), and what the policy drafts, with its `own` acceptance where that is another.
+        """
+        model, scenario = self.acceptance, self
+        used = sorted({s.drafter for s in policy.strategies if s.speculates})
+        if own is not None and own is not model:
+            replayed = own.varies_by == "position" or (model is not None and model.varies_by == "position")
+            parts = {} if model is None or replayed else {name: model.at_best([name]) for name in model.drafters}
+            parts |= {} if replayed else {name: own.at_best([name]) for name in used}
+            scenario = replace(self, acceptance=own if replayed else PerDrafter(parts))
+        names = used if scenario.acceptance is None else scenario.acceptance.drafters or used
+        known = [name for name in names if name in scenario.registry]
+        chains = [] if scenario.acceptance is None else scenario.covered_chains(known)[0]
+        return scenario, list(dict.fromkeys([NO_SPECULATION, *chains, *policy.strategies]))
+
     def bounds_s(self, strategies: Sequence[Strategy], drafters: Drafters | None = None) -> list[float]:
         """The clairvoyant lower bound of each RL step, over all uses of these strategies, all requests drafted alike.
 
@@ -270,6 +306,13 @@ class Scenario(SimulationConfig):
         The bound is for iterations that take the modelled costs: with `noise` a fast rollout may undercut it.
         Acceptance that depends on the drafter's age and training is that of a fresh, fully trained drafter.
         """
+        plain = self.costs.iteration(NO_SPECULATION, drafter_loaded=False)
+        idle = self.costs.iteration(NO_SPECULATION, drafter_loaded=True)
+        if NO_SPECULATION in strategies and len(strategies) > 1 and idle.seconds(1, 0.0) > plain.seconds(1, 0.0):
+            # A policy that never drafts has no drafter loaded.
+            alone = self.bounds_s([NO_SPECULATION])
+        else:
+            alone = [math.inf] * len(self.steps)
         model = self.acceptance
         if model is not None:
             model = model.at_best([s.drafter for s in strategies]).within(self.longest_context_tokens)
@@ -287,14 +330,7 @@ class Scenario(SimulationConfig):
             if step.turns is not None and self.max_tools is not None:
                 bound_s = max(bound_s, sum(step.turns.tool_s) / self.max_tools)
             bounds_s.append(bound_s + self.costs.outside_s if bound_s else bound_s)
-        return bounds_s
-
-
-def strategies_run(*policies: Policy) -> tuple[Strategy, ...]:
-    """All strategies of iterations under these policies: plain decoding too where one learns, since it begins so."""
-    own = dict.fromkeys(strategy for policy in policies for strategy in policy.strategies)
-    plainly = not all(map(is_memoryless, policies))
-    return tuple({**own, NO_SPECULATION: None} if plainly else own)
+        return list(map(min, bounds_s, alone))
 
 
 def is_memoryless(policy: Policy) -> bool:

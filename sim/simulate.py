@@ -15,6 +15,7 @@ import pandas as pd
 import tltlab
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.evidence import interval
+from tltlab.drafters.specs import Drafters
 from tltlab.importers.sources import TraceSource, read
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.sim.engine import record
@@ -25,7 +26,7 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import Manifest, Trace
 
 from .config import SimulationConfig, named
-from .scenario import Scenario, budgets_of, policy_name, strategies_run
+from .scenario import Scenario, budgets_of, policy_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,7 +95,7 @@ class SimResult:
         `evidence` is that of `Scenario.evidence`, and `makespan_interval_s` is the 90 % range of the makespan from
         cost-model error, at the given lengths and acceptance.
         """
-        bounds_s, found = self.bounds_s(), self._totals
+        bounds_s, found = self.bounds_s(), self.totals
         strategies = dict.fromkeys(strategy for each in found for strategy in each.strategies)
         speculates = any(strategy.speculates for strategy in strategies)
         outside = outside_calibration(self.scenario, self.rollouts, found)
@@ -128,7 +129,7 @@ class SimResult:
                 rollout_s=float(rollout.makespan_s),
                 busy_s=each.busy_s,
             )
-            for rollout, each in zip(self.rollouts, self._totals, strict=True)
+            for rollout, each in zip(self.rollouts, self.totals, strict=True)
         ]
 
     def _spot_training(self) -> dict[str, float] | None:
@@ -187,18 +188,18 @@ class SimResult:
             "tool_s": math.fsum(s for t in turns for s in t.tool_s),
             "tool_wait_s": math.fsum(r.tool_wait_s for r in self.rollouts),
             "prompt_tokens": sum(int(r.requests.prompts.sum()) for r in self.rollouts),
-            "prefilled_tokens": math.fsum(each.prefilled_tokens for each in self._totals),
+            "prefilled_tokens": math.fsum(each.prefilled_tokens for each in self.totals),
         }
 
     @cached_property
-    def _totals(self) -> tuple[Totals, ...]:
+    def totals(self) -> tuple[Totals, ...]:
         """By RL step; the macro-steps themselves are not kept."""
         return totals(self.rollouts, self.scenario)
 
     @property
     def mean_accept_length(self) -> float | None:
         """Over all speculative iterations, as in `summary`."""
-        return accept_length(self._totals)
+        return accept_length(self.totals)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,7 +366,14 @@ def simulated(
         policy=name,
         scenario=scenario,
         wall_s=wall_s,
-        # A budget drafts less than its strategy for some: the bound does not hold for it.
-        bounds_s=lambda: None if budgets_of(chosen, 1) else scenario.bounds_s(strategies_run(chosen), drafters),
+        bounds_s=lambda: _bounds_s(scenario, chosen, drafters),
         record_iterations=record_iterations,
     )
+
+
+def _bounds_s(scenario: Scenario, policy: Policy, drafters: Drafters) -> list[float] | None:
+    """Return the bounds; None for a budget, which drafts less than its strategy for some."""
+    if budgets_of(policy, 1):
+        return None
+    bounding, strategies = scenario.bounding(policy)
+    return bounding.bounds_s(strategies, drafters)

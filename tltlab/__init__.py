@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from .policies.policy import Policy, load_policy
     from .policies.selector import Selector
     from .report.timeline import timeline
-    from .sim.study.grid import sweep
-    from .sim.study.sweep import compare
+    from .sim.study.compare import compare
     from .sim.study.what_if import what_if
     from .sim.simulate import simulate
     from .sim.tuning.tune import tune
@@ -44,7 +43,6 @@ __all__ = [
     "load_policy",
     "read",
     "simulate",
-    "sweep",
     "timeline",
     "tune",
     "what_if",
@@ -55,11 +53,10 @@ _MODULE_OF = {
     "Policy": "policies.policy",
     "Selector": "policies.selector",
     "Trace": "traces.trace",
-    "compare": "sim.study.sweep",
+    "compare": "sim.study.compare",
     "load_policy": "policies.policy",
     "read": "importers.sources",
     "simulate": "sim.simulate",
-    "sweep": "sim.study.grid",
     "timeline": "report.timeline",
     "tune": "sim.tuning.tune",
     "what_if": "sim.study.what_if",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,14 +53,16 @@ SHIPPED: dict[str, Base | FreshAcceptance] = {
 }
 """Models that come along, by name."""
 
-DEFAULTS = {"learned": "geometric:0.7", "ngram": "geometric:0.42", "suffix": "geometric:0.57"}
-"""Assumed acceptance of each drafter, named "default".
+DEFAULTS = {"learned": "geometric:0.7", "ngram": "geometric:0.42", "suffix": "geometric:0.42"}
+WITH_EPOCHS = {"suffix": "geometric:0.57"}
+"""Assumed acceptance of each drafter, named "default", and that of drafters which remember earlier epochs of the same
+prompts.
 
 - `learned`: an assumption, 3.2 tokens per iteration at depth 8; with trees TLT reports 4.6 to 6.5 (arXiv 2511.16665,
   table 6).
 - `ngram`: a lone request of Seer (arXiv 2511.14617), 1.70 tokens per round without sibling responses.
-- `suffix`: a tree of the group's text in the same table, 2.32 tokens per round with 5 sibling responses; 2.04 with one,
-  2.53 with 15.
+- `suffix`: a request's own text alone gives what n-grams give. With responses of earlier epochs, a tree of the group's
+  text in the same table: 2.32 tokens per round with 5 sibling responses; 2.04 with one, 2.53 with 15.
 """
 DEFAULT = "default"
 
@@ -78,23 +79,27 @@ class OwnAcceptance(OwnPart):
     contract = "check_acceptance"
 
 
-def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, Any] | str | Path) -> Acceptance:
+def load_acceptance(
+    source: Acceptance | type[AcceptanceModel] | Mapping[str, Any] | str | Path, *, epochs: bool = False
+) -> Acceptance:
     """Return an acceptance model from itself, a dict, `constant:A`, `geometric:ALPHA`, a shipped name or a JSON file.
 
     A number is a geometric model's ALPHA, `0.8/0.6/0.5` the chances that a chain is kept up to each of its tokens, and
     `lengths:1.8/2.4/2.2` the accept lengths at depth 1, 2 and 3, bonus included. By drafter:
-    `learned=MODEL,ngram=MODEL`, a dict of models by drafter, `all=MODEL`, or "default" for `DEFAULTS`. `MODEL@2k` is a
+    `learned=MODEL,ngram=MODEL` or a dict of models by drafter, of which the drafters that are not named keep their
+    default, `all=MODEL`, or "default" for all of `DEFAULTS`, with `epochs` of the same prompts before those of
+    `WITH_EPOCHS`. `MODEL@2k` is a
     drafter trained at 2,048 tokens, `MODEL@short` one of `context.TRAINED_TOKENS`. `module:Class(key=value,...)` is a
     user's own class, as is the class itself or an instance: it must pass `tltlab.testing.check_acceptance`.
 
     >>> load_acceptance("geometric:0.5").tokens_per_iteration(Strategy.chain("ngram", 2))
     1.75
-    >>> load_acceptance("learned=geometric:0.5,ngram=0.4").drafters
-    ('learned', 'ngram')
+    >>> str(load_acceptance("learned=geometric:0.5,ngram=0.4"))
+    'learned=geometric:0.5,ngram=0.4,suffix=geometric:0.42 (default)'
     """
     if isinstance(source, Mapping):
         by_drafter = source and "kind" not in source and all(map(_is_source, source.values()))
-        return _by_drafter(source) if by_drafter else _validated(source, "acceptance")
+        return _by_drafter(source, epochs) if by_drafter else _validated(source, "acceptance")
     text = str(source) if isinstance(source, str | Path) else ""
     if text and split_by_drafter(text) is None and not Path(text).exists() and (trained := split_trained(text)):
         return trained_at(load_acceptance(trained[0]), trained[1], text)
@@ -110,12 +115,11 @@ def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, An
         assert not isinstance(source, type)
         return source
     if text == DEFAULT:
-        usual = _by_drafter(DEFAULTS)
-        return replace(usual, texts={name: f"{model} ({DEFAULT})" for name, model in usual.texts.items()})
+        return _by_drafter({}, epochs)
     if text in SHIPPED:
         return SHIPPED[text]
     if (parts := split_by_drafter(text)) is not None:
-        return _by_drafter(parts)
+        return _by_drafter(parts, epochs)
     with suppress(ValueError):
         first, *others = map(float, text.split("/"))
         value = {"kind": "chances", "kept": (first, *others)} if others else {"kind": "geometric", "alpha": first}
@@ -204,7 +208,8 @@ def _is_source(value: Any) -> bool:
     return isinstance(value, str | Path | Mapping | Acceptance)
 
 
-def _by_drafter(sources: Mapping[str, Any]) -> PerDrafter:
+def _by_drafter(sources: Mapping[str, Any], epochs: bool) -> PerDrafter:
+    """Return one model of these; without one for `EVERY` drafter those not named keep their default."""
     texts: dict[str, str] = {}
     models: dict[str, Acceptance] = {}
     for name, source in sources.items():
@@ -214,6 +219,12 @@ def _by_drafter(sources: Mapping[str, Any]) -> PerDrafter:
             raise ConfigError(f"acceptance of {name}: {source} is by drafter itself; give one model")
         texts[name] = str(source) if isinstance(source, str | Path) else acceptance_text(model)
     others = models.pop(EVERY, None)
+    if others is None:
+        for name, text in (DEFAULTS | (WITH_EPOCHS if epochs else {})).items():
+            if name not in models:
+                models[name] = load_acceptance(text)
+                which = f"{DEFAULT}, earlier epochs" if epochs and name in WITH_EPOCHS else DEFAULT
+                texts[name] = f"{text} ({which})"
     return PerDrafter(models, others, texts)
 
 

@@ -1,0 +1,268 @@
+"""Reducers of a study's table: ratios with paired intervals, regret, order, and their words.
+
+Of cells of one point (the same axes) all are compared with the point's baseline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from tltlab.arrays import Floats
+from tltlab.planning.claims import CLAIMS, difference
+from tltlab.planning.execution import missing_part
+from tltlab.planning.system_binding import BoundSystem
+from tltlab.sim.scenario import Scenario, budgets_of
+from tltlab.stats import LEVEL, Interval, mean_of_few, paired_ratio
+
+from .study import Cell
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DRAWS_ONLY = "draws only: 95 % interval over RL steps, without errors of costs and acceptance"
+REGRET = (
+    "regret: time above the clairvoyant bound, which knows every length and all that would be accepted of any draft "
+    "that the acceptance covers"
+)
+_DRAFTERS_CHARACTERS = 16
+_MOST_PANELS = 6
+
+
+class Comparison(pd.DataFrame):
+    """A comparison's rows: a DataFrame that draws itself."""
+
+    @property
+    def _constructor(self) -> Callable[..., pd.DataFrame]:
+        """Parts of it are DataFrames and nothing else."""
+        return pd.DataFrame
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a plain DataFrame of the same rows."""
+        return pd.DataFrame(self)
+
+    @property
+    def compared(self) -> str:
+        """The column that names the rows."""
+        return "policy" if "policy" in self else "system"
+
+    def plot(self) -> Figure:  # type: ignore[override]
+        """Draw the speed-up of each row over the baseline, with its interval of draws only; of axes heat maps.
+
+        A heat map is over the two axes with most values, a panel for each row's name; other axes are averaged over, as
+        the title states.
+        """
+        from tltlab.charts import bars, heat_maps
+
+        name = "title" if "title" in self else self.compared
+        sizes = {axis: self[axis].map(str).nunique() for axis in self.attrs["axes"]}
+        if not sizes:
+            low, high = (1.0 / self[end] for end in ("ratio_high", "ratio_low"))
+            return bars(self[name].tolist(), (1.0 / self["ratio"]).tolist(), low.tolist(), high.tolist(),
+                        title="Rollouts (simulated)", xlabel="speed-up over the baseline (intervals: draws only)",
+                        reference=1.0)  # fmt: skip
+        across = sorted(sizes, key=lambda axis: -sizes[axis])
+        x, y, averaged = across[0], (*across[1:2], self.compared)[0], across[2:]
+        values = "step_speed_up" if "step_speed_up" in self else "speed_up"
+        whole = {f"all {self.compared}s".replace("ys", "ies"): self.to_frame()}
+        named = dict(list(self.to_frame().groupby(self.compared, sort=False)))
+        panels = whole if y == self.compared else {n: p for n, p in named.items() if n != self.attrs["baseline"]}
+        tables = {
+            str(title): rows.pivot_table(index=y, columns=x, values=values, sort=False, aggfunc="mean")
+            for title, rows in list(panels.items())[:_MOST_PANELS]
+        }
+        mean = f", mean over {', '.join(averaged)}" if averaged else ""
+        what = "speed-up of the RL step" if values.startswith("step") else "speed-up"
+        return heat_maps(
+            tables, xlabel=x, ylabel=y, title=f"{what} over {self.attrs['baseline']} (simulated{mean})"
+        )
+
+
+def compared(cells: Sequence[Cell], table: pd.DataFrame, nominal: Scenario, baseline: str) -> list[dict[str, Any]]:
+    """Return a row for each name among the cells of one point, which are repeats of it under other seeds.
+
+    `nominal` is the point's scenario under its first seed, with all its workers and the acceptance that was given.
+    Where the `baseline` failed, ratios are NaN.
+    """
+    kind = "policy" if "policy" in table else "system"
+    first = {cell.name: cell for cell in reversed(cells)}
+    means = table.drop(columns=["outside", "drafters", "acceptance"]).groupby([kind, "rl_step"], sort=False)
+    means = means.mean(numeric_only=True)
+    names = [name for name in dict.fromkeys(cell.name for cell in cells) if name in means.index.get_level_values(0)]
+    of_name = {name: means.loc[name].sort_index() for name in names}
+    base, bounds = of_name.get(baseline), _Bounds(nominal, len(cells) // max(1, len(first)))
+    return [_row(first[name], of_name[name], base, bounds, nominal, kind) for name in names]
+
+
+def _row(
+    cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, bounds: _Bounds, nominal: Scenario, kind: str
+) -> dict[str, Any]:
+    seed, bound = nominal.seed, cell.system
+    column = {name: steps[name].to_numpy(np.float64) for name in steps}
+    per_s = _per_second(column)
+    bounds_s = bounds.of(cell)
+    shares = {
+        "bubble_fraction": _share(column["idle_s"], column["worker_s"], seed),
+        "off_policy_share": _share(column["old_tokens"], column["tokens"], seed),
+        "wasted_share": _share(column["wasted_tokens"], column["tokens"] + column["wasted_tokens"], seed),
+        "regret": None if bounds_s is None else _share(column["makespan_s"], bounds_s, seed, less=1.0),
+    }
+    means = {"makespan_s": mean_of_few(column["makespan_s"]), "tokens_per_s": mean_of_few(per_s)}
+    drafts = column["drafts"].sum()
+    row: dict[str, Any] = {kind: cell.name}
+    row |= {} if bound is None else {"title": bound.system.title}
+    row |= dict(cell.axes) | cell.scenario.granted(cell.policy.strategies)
+    row |= {name: interval.estimate for name, interval in means.items()}
+    other = None if base is None else {name: base[name].to_numpy(np.float64) for name in base}
+    row |= _ratios("", column["makespan_s"], other and other["makespan_s"], seed)
+    row |= _ratios("tokens_per_s_", per_s, other and _per_second(other), seed, of_rates=True)
+    row |= {name: None if interval is None else interval.estimate for name, interval in shares.items()}
+    row["mean_accept_length"] = math.fsum(column["kept_tokens"]) / drafts if drafts else None
+    if np.isfinite(column["step_s"]).all():
+        means["step_s"] = mean_of_few(column["step_s"])
+        row["step_s"] = means["step_s"].estimate
+        row |= _ratios("step_", column["step_s"], other and other["step_s"], seed)
+        row["rollout_share"] = float(column["makespan_s"].sum() / column["step_s"].sum())
+    row["intervals"] = {name: None if i is None else (i.low, i.high) for name, i in (means | shares).items()}
+    return row if bound is None else row | _about(bound, row, column, nominal)
+
+
+def _about(bound: BoundSystem, row: Mapping[str, Any], column: Mapping[str, Floats], nominal: Scenario) -> Any:
+    """Return a system's own columns."""
+    from .systems import generating_workers
+
+    system = bound.system
+    same = ("lossless", "on_policy", "source", "algorithm", "exact")
+    return {name: getattr(system, name) for name in same} | {
+        "runs_here": missing_part(system) or True,
+        "length_bias": float(column["length_bias"][0]),
+        "workers": generating_workers(system, nominal.workers),
+        "claim": _beside_claim(row, nominal),
+        "assumptions": bound.assumptions,
+        "stand_ins": bound.stand_ins,
+        "defaults": bound.defaults,
+    }
+
+
+class _Bounds:
+    """Clairvoyant bounds of a point's RL steps, mean over the seeds.
+
+    The bound of a row is over every chain that the acceptance of the point covers and what the row drafts itself, so it
+    does not depend on the rows beside it.
+    """
+
+    def __init__(self, nominal: Scenario, repeats: int) -> None:
+        self.nominal, self.repeats = nominal, repeats
+        self._known: dict[Any, Floats] = {}
+
+    def of(self, cell: Cell) -> Floats | None:
+        """Return the bounds; None under a per-request budget, and for a system that rolls out other work."""
+        if budgets_of(cell.policy, 1) or (cell.system is not None and not cell.system.system.same_work):
+            return None
+        scenario, strategies = self.nominal.bounding(cell.policy, cell.scenario.acceptance)
+        key = frozenset(strategies), id(scenario.acceptance)
+        if key not in self._known:
+            drafters = scenario.registry_of({cell.name: cell.policy})
+            seeds = range(scenario.seed, scenario.seed + self.repeats)
+            each = [replace(scenario, seed=seed).bounds_s(strategies, drafters) for seed in seeds]
+            self._known[key] = np.asarray(np.mean(each, axis=0), np.float64)
+        return self._known[key]
+
+
+def _per_second(column: Mapping[str, Floats]) -> Floats:
+    """Return tokens per second of the rollout that are trained on; 0 where nothing is generated."""
+    seconds = column["makespan_s"]
+    return np.divide(column["tokens"], seconds, out=np.zeros_like(seconds), where=seconds > 0)
+
+
+def _ratios(prefix: str, values: Floats, base: Floats | None, seed: int, of_rates: bool = False) -> dict[str, Any]:
+    """Return the ratio to the baseline with its interval, and of times the speed-up likewise."""
+    if base is None:
+        ratio = Interval(estimate=math.nan, low=math.nan, high=math.nan, level=LEVEL, method="none")
+    else:
+        ratio = paired_ratio(values, base, rng=np.random.default_rng(seed))
+    columns = {f"{prefix}ratio": ratio.estimate, f"{prefix}ratio_low": ratio.low, f"{prefix}ratio_high": ratio.high}
+    if of_rates:
+        return columns
+    ends = {"": ratio.estimate, "_low": ratio.high, "_high": ratio.low}
+    return columns | {f"{prefix}speed_up{end}": 1.0 / v if v > 0 else math.nan for end, v in ends.items()}
+
+
+def _share(part: Floats, whole: Floats, seed: int, *, less: float = 0.0) -> Interval | None:
+    """Return sum(part) / sum(whole) - less with its interval over RL steps; None where there is nothing to share."""
+    if not whole.all():
+        return None
+    ratio = paired_ratio(part, whole, rng=np.random.default_rng(seed))
+    return replace(ratio, **{name: getattr(ratio, name) - less for name in ("estimate", "low", "high")})
+
+
+def _beside_claim(row: Mapping[str, Any], scenario: Scenario) -> dict[str, Any] | None:
+    """Return the claim of the system's paper, the simulated speed-up of the same kind, and the difference in words."""
+    if (claim := CLAIMS.get(row["system"])) is None:
+        return None
+    kinds = {"RL step": "step_speed_up", "rollout": "speed_up", "tokens per second": "tokens_per_s_ratio"}
+    name = kinds[claim.of] if kinds[claim.of] in row else "speed_up"
+    estimate, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+    responses = sum(len(step) for step in scenario.steps) / (len(scenario.steps) * scenario.workers)
+    sentence = difference(
+        claim, estimate, low, high, responses_per_worker=responses, of_same=name == kinds[claim.of],
+        cap=max(max(step.max_response_tokens) for step in scenario.steps),
+    )  # fmt: skip
+    interval = None if low != low else (low, None if high != high else high)
+    return asdict(claim) | {"speed_up": estimate, "interval": interval, "difference": sentence}
+
+
+def intervals_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Interval]:
+    """Return the ratios of these rows that are known, with their intervals."""
+    return [
+        Interval(estimate=row[name], low=row[f"{name}_low"], high=row[f"{name}_high"], level=LEVEL, method="none")
+        for row in rows
+        if row.get(name) is not None and row[name] == row[name]
+    ]
+
+
+def drafters_text(names: Sequence[str]) -> str:
+    """Return the drafters of a row for a table's cell; many are counted, and `granted_text` has their names.
+
+    >>> drafters_text(["learned", "ngram"]), drafters_text([])
+    ('learned+ngram', 'none')
+    """
+    text = "+".join(names) or "none"
+    return text if len(text) <= _DRAFTERS_CHARACTERS else f"{len(names)} drafters"
+
+
+def granted_text(rows: Sequence[Mapping[Any, Any]], name: str) -> str:
+    """Return a line with the acceptance granted to each drafter in a table's `rows`; "" where none drafts.
+
+    Rows are named, by their `name`, where a drafter has another acceptance in another row.
+
+    >>> granted_text([{"policy": "fixed", "drafters": ["ngram"], "acceptance": {"ngram": "geometric:0.4"}}], "policy")
+    'acceptance: ngram geometric:0.4'
+    """
+    rows_of: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for drafter, text in row["acceptance"].items():
+            rows_of.setdefault((drafter, text), []).append(str(row[name]))
+    drafters = [drafter for drafter, _ in rows_of]
+    parts = []
+    for (drafter, text), names in sorted(rows_of.items()):
+        several = f" ({', '.join(dict.fromkeys(names))})" if drafters.count(drafter) > 1 else ""
+        parts.append(f"{drafter} {text}{several}")
+    counted = {str(row[name]): row["drafters"] for row in rows if len("+".join(row["drafters"])) > _DRAFTERS_CHARACTERS}
+    parts += [f"{row} drafts with {', '.join(names)}" for row, names in counted.items()]
+    return f"acceptance: {'; '.join(parts)}" if parts else ""
+
+
+def speed_up_cells(row: Mapping[str, Any], name: str = "speed_up") -> tuple[str, str]:
+    """Return a speed-up and its interval for a table."""
+    value, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
+    unknown = [end is None or end != end for end in (value, low, high)]
+    times = "" if unknown[0] else f"{value:.2f}x"
+    if unknown[1]:
+        return times, "one RL step"
+    return times, f"[{low:.2f}, {'inf' if unknown[2] else format(high, '.2f')}]"

@@ -1,0 +1,309 @@
+"""One question, asked in one place: these responses, under these policies or systems, on these machines.
+
+A `Study` has cells and fills one long table, a row per cell and RL step, by a backend: "simulated" here, "played" on
+real engines (`tltlab.rehearsal`). Everything else is a reducer over that table (`reduce`, `band`).
+
+Columns of the table (`COLUMNS`), beside a column for each axis of the cells:
+
+    cell, policy or system   place of the cell in the study, and its name
+    backend                  simulated or played
+    rl_step, seed            what was rolled out, and the seed (played: the round)
+    makespan_s               seconds of the rollout
+    step_s                   seconds of the whole RL step; NaN where the costs of the other stages are not known
+    tokens                   tokens that are trained on; old_tokens of them are of earlier weights
+    wasted_tokens            tokens that nothing trains on
+    drafts, kept_tokens      verified drafts, and the tokens that came of them, bonus tokens included
+    accept_length            kept_tokens / drafts; NaN without drafts
+    idle_s, worker_s         worker-seconds without work, and all
+    bubble_fraction          idle_s / worker_s
+    iterations, outside      iterations, and how many of them the costs and the acceptance were not fitted on
+    length_bias              mean length of trained responses over that of all begun
+    drafters, acceptance     drafters of the policy and in words what was granted to each
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tltlab.costs.stages import StageCosts
+from tltlab.errors import ConfigError, InputError, TltlabError, one_line
+from tltlab.files import parse_json
+from tltlab.planning.system_binding import BoundSystem
+from tltlab.policies.policy import Policy
+from tltlab.sim.rl_steps import RunResult, run_steps
+from tltlab.sim.scenario import Scenario, is_memoryless
+from tltlab.sim.simulate import SimResult, simulated
+from tltlab.sim.topology import Colocated, Topology
+from tltlab.traces.trace import Manifest
+
+from .jobs import side_by_side
+
+SIMULATED, PLAYED = "simulated", "played"
+COLUMNS = (
+    "cell", "backend", "rl_step", "seed", "makespan_s", "step_s", "tokens", "old_tokens", "wasted_tokens", "drafts",
+    "kept_tokens", "accept_length", "idle_s", "worker_s", "bubble_fraction", "iterations", "outside", "length_bias",
+    "drafters", "acceptance",
+)  # fmt: skip
+_REQUEST_S, _DECISION_S = 2e-6, 3e-5
+"""Seconds of a simulation by request, and by decision of a policy that learns."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A policy, or a system, under some conditions.
+
+    `axes` has the values that tell it from cells of the same name, `scenario` all of its simulation but the policy.
+    With `stages` it is whole RL steps on `topology` (default: colocated GPUs). With a `delay` choices hold at once, and
+    their outcomes come so many choices later. `system` is set for a system from the literature.
+    """
+
+    name: str
+    policy: Policy
+    scenario: Scenario
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    system: BoundSystem | None = None
+    stages: StageCosts | None = None
+    topology: Topology | None = None
+    manifest: Manifest | None = None
+    delay: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Name and axes in words."""
+        return ", ".join([self.name, *(f"{axis} {value}" for axis, value in self.axes.items())])
+
+    @property
+    def expected_s(self) -> float:
+        """Approximate seconds of the simulation, by decisions where the policy learns, else by requests."""
+        scenario = self.scenario
+        if is_memoryless(self.policy):
+            return _REQUEST_S * sum(map(len, scenario.steps))
+        rollouts = zip(scenario.steps, scenario.queues, strict=True)
+        longest = (step.lengths[queue].max() for step, queues in rollouts for queue in queues if len(queue))
+        return _DECISION_S * float(sum(longest)) / scenario.decision_block
+
+    def simulate(self, record_iterations: bool = False) -> tuple[SimResult, RunResult | None]:
+        """Return the rollouts, and where stages are known the whole RL steps."""
+        manifest = self.manifest or Manifest(kind="simulated", num_workers=self.scenario.workers)
+        result = simulated(self.scenario, self.policy, self.name, manifest, record_iterations)
+        if self.stages is None:
+            return result, None
+        topology = self.topology or Colocated(gpus_per_worker=self.scenario.costs.tensor_parallel)
+        changes = {} if self.system is None else {n: getattr(self.system.system, n) for n in ("fused", "streamed")}
+        return result, run_steps(result, self.stages, topology=topology, **changes)
+
+    def makespans(self) -> list[Row]:
+        """Return rows with the makespan alone; the macro-steps of a rollout are not kept."""
+        rollouts = self.scenario.each_rollout(self.policy, delay=self.delay)
+        return [{"rl_step": each.requests.rl_step, "makespan_s": each.makespan_s} for each in rollouts]
+
+    def rows(self) -> list[Row]:
+        """Return a row for each RL step with everything that the simulation shows."""
+        result, whole = self.simulate()
+        rollouts, stale = result.rollouts, result.asynchronous
+        step_s = [math.nan] * len(rollouts) if whole is None else whole.steps["step_s"].tolist()
+        rows = []
+        for rollout, total, seconds in zip(rollouts, result.totals, step_s, strict=True):
+            worker_s = self.scenario.workers * rollout.makespan_s
+            idle_s, kept_tokens = max(0.0, worker_s - rollout.busy_s), math.fsum(total.tokens.tolist())
+            rows.append(
+                {
+                    "rl_step": rollout.requests.rl_step,
+                    "makespan_s": float(rollout.makespan_s),
+                    "step_s": float(seconds),
+                    "tokens": float(rollout.requests.trained_tokens.sum()),
+                    "old_tokens": float(rollout.old_tokens),
+                    "wasted_tokens": float(rollout.wasted_tokens),
+                    "drafts": total.pairs,
+                    "kept_tokens": kept_tokens,
+                    "accept_length": kept_tokens / total.pairs if total.pairs else math.nan,
+                    "idle_s": idle_s,
+                    "worker_s": worker_s,
+                    "bubble_fraction": idle_s / worker_s if worker_s else math.nan,
+                    "iterations": total.iterations,
+                    "outside": dict(total.outside),
+                    "length_bias": 1.0 if stale is None else float(stale["length_bias"] or 1.0),
+                }
+            )
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Cells that share nothing but common random numbers, and how they are simulated.
+
+    Without `details` the table has makespans alone. `jobs` processes (None: one per core) share the cells; no number
+    depends on them.
+    """
+
+    cells: Sequence[Cell]
+    details: bool = True
+    jobs: int | None = 1
+
+    def table(self, journal: Journal | None = None) -> pd.DataFrame:
+        """Simulate every cell; return the rows of all, in their order.
+
+        With a `journal` a finished cell is written to it, and one that is there is not simulated again. A cell that
+        raises keeps the rows of the others: `attrs["failed"]` has its message by label. Raises the first error where
+        every cell fails, and ConfigError, before anything is simulated, for a drafter that has no acceptance.
+        """
+        for cell in self.cells:
+            _check(cell)
+        found: dict[int, list[Row]] = {} if journal is None else journal.of(self.cells)
+        failed: dict[str, TltlabError] = {}
+        # The longest begin first: the last to end then ends about when the others do.
+        seconds = [cell.expected_s for cell in self.cells]
+        order = sorted(set(range(len(self.cells))) - found.keys(), key=lambda at: -seconds[at])
+        tasks = [partial(_simulated, _Once(self.cells[at]), self.details) for at in order]
+        results = side_by_side(tasks, jobs=self.jobs, expected_s=[seconds[at] for at in order])
+        for at, result in zip(order, results, strict=True):
+            if isinstance(result, TltlabError):
+                failed[self.cells[at].label] = result
+                continue
+            found[at] = result
+            if journal is not None:
+                journal.add(self.cells[at], result)
+        if failed and not found:
+            raise next(iter(failed.values()))
+        rows = [row for at in range(len(self.cells)) for row in self._labelled(at, found.get(at, ()))]
+        table = pd.DataFrame(rows)
+        table.attrs["failed"] = {label: one_line(error) for label, error in failed.items()}
+        return table
+
+    def _labelled(self, at: int, rows: Sequence[Row]) -> Iterator[Row]:
+        cell = self.cells[at]
+        kind = "policy" if cell.system is None else "system"
+        labels = {"cell": at, kind: cell.name, **cell.axes, "backend": SIMULATED, "seed": cell.scenario.seed}
+        if self.details:
+            labels |= cell.scenario.granted(cell.policy.strategies)
+        for row in rows:
+            yield labels | row
+
+
+def _check(cell: Cell) -> None:
+    """ConfigError with the name of the policy and of the drafter where the acceptance does not have one."""
+    try:
+        cell.scenario.check_acceptance([cell.policy])
+        model = cell.scenario.acceptance
+        if model is not None:
+            settled = model.in_state({})
+            for strategy in cell.policy.strategies:
+                if strategy.speculates:
+                    settled.check(strategy)
+    except ConfigError as error:
+        raise ConfigError(f"policy {cell.name}: {error}") from error
+
+
+def _simulated(once: _Once, details: bool) -> list[Row] | TltlabError:
+    try:
+        return once.cell.rows() if details else once.cell.makespans()
+    except TltlabError as error:
+        return error
+
+
+class _Once:
+    """A cell whose scenario a process unpickles once, however many of its cells have it."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rest = replace(self.cell, scenario=None)  # type: ignore[arg-type]
+        return _received, (_pickled(self.cell.scenario), rest)
+
+
+def _received(pickled: bytes, rest: Cell) -> _Once:
+    return _Once(replace(rest, scenario=_unpickled(pickled)))
+
+
+@lru_cache(maxsize=16)
+def _unpickled(pickled: bytes) -> Scenario:
+    scenario: Scenario = pickle.loads(pickled)
+    return scenario
+
+
+_PICKLED: dict[int, tuple[Scenario, bytes]] = {}
+
+
+def _pickled(scenario: Scenario) -> bytes:
+    """Return the bytes of a scenario; the last few are kept, as are their scenarios, whose ids are used."""
+    if id(scenario) not in _PICKLED:
+        from joblib.externals.loky.backend.reduction import dumps
+
+        while len(_PICKLED) >= 16:
+            _PICKLED.pop(next(iter(_PICKLED)))
+        _PICKLED[id(scenario)] = scenario, bytes(dumps(scenario))
+    return _PICKLED[id(scenario)][1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Journal:
+    """A file of finished cells, so that an interrupted study continues, also with more cells.
+
+    `question` stands for all that the rows depend on beside the cells' names and axes. Raises ConfigError for a file of
+    another question.
+    """
+
+    path: Path
+    question: str
+    done: Callable[[str], None] = lambda label: None
+
+    @cached_property
+    def _rows(self) -> dict[str, list[Row]]:
+        """Rows by key; a last line that was cut off is ignored."""
+        if not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._append(self.question)
+            return {}
+        head, *lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
+        if head.rstrip("\n") != self.question:
+            raise ConfigError(
+                f"{self.path} is of another comparison (trace, settings or policies): delete it, or name another --out"
+            )
+        if lines and not lines[-1].endswith("\n"):
+            self.path.write_text(head + "".join(lines[:-1]), encoding="utf-8")
+            lines = lines[:-1]
+        return dict(parse_json(line) for line in lines)
+
+    def of(self, cells: Sequence[Cell]) -> dict[int, list[Row]]:
+        """Rows of the cells that are there, by place."""
+        known = {at: self._rows.get(_key(cell)) for at, cell in enumerate(cells)}
+        found = {at: rows for at, rows in known.items() if rows is not None}
+        for at in found:
+            self.done(cells[at].label)
+        return found
+
+    def add(self, cell: Cell, rows: list[Row]) -> None:
+        """Write a finished cell."""
+        self._rows[_key(cell)] = rows
+        self._append(json.dumps([_key(cell), rows]))
+        self.done(cell.label)
+
+    def _append(self, line: str) -> None:
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror}") from error
+
+
+def _key(cell: Cell) -> str:
+    rl_steps = [step.rl_step for step in cell.scenario.steps]
+    return json.dumps([cell.name, dict(cell.axes), cell.scenario.seed, rl_steps], sort_keys=True, default=str)
+
+
+def by_rl_step(table: pd.DataFrame, value: str) -> dict[int, np.ndarray[Any, np.dtype[np.float64]]]:
+    """Return the values of each cell in the order of its RL steps."""
+    return {int(cell): rows[value].to_numpy(np.float64) for cell, rows in table.groupby("cell", sort=False)}
