@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from tltlab.config import shown
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, UniformBudget
-from tltlab.drafters.specs import NETWORK, STANDARD, TEXT, Drafters, DrafterTraits
+from tltlab.drafters.specs import NETWORK, STANDARD, TEXT, Drafters, DrafterSpec, DrafterTraits
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
 from tltlab.own import from_user, raised, split
@@ -141,8 +141,11 @@ class Scenario(SimulationConfig):
         if self.acceptance is None or self.acceptance.drafters:
             return
         policies = list(policies)
-        names = {s.drafter for policy in policies for s in policy.strategies if s.speculates}
         own = {name: spec for policy in policies for name, spec in policy.drafters.items()}
+        self.check_drafters({s.drafter for policy in policies for s in policy.strategies if s.speculates}, own)
+
+    def check_drafters(self, names: Collection[str], own: Mapping[str, DrafterSpec] = {}) -> None:
+        """ConfigError where one model would serve drafters of different kinds among these."""
         refuse_one_for_several(self.acceptance, self.acceptance_name, names, self.registry.beside(own))
 
     def rollouts(self, policy: Policy, **options: Any) -> tuple[SimulatedRollout, ...]:

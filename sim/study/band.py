@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -30,7 +29,7 @@ from tltlab.stats import paired_ratio, student_margin
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
-from .jobs import side_by_side
+from .study import Cell, Study, by_rl_step
 
 LEVEL = 0.9
 Source = Literal["costs", "acceptance", "lengths"]
@@ -105,12 +104,16 @@ class Band:
         """The speed-up and its range."""
         return {"mean": self.estimate, "low": self.low, "high": self.high}
 
+    def of_part(self, part: Part) -> Ends:
+        """The speed-up at the ends of the range of one input."""
+        return self.estimate * math.exp(part.low), self.estimate * math.exp(part.high)
+
     def json(self) -> dict[str, Any]:
         """The range and, by input, the speed-up at the ends of that one's range and its share of the variance."""
-        at, exp = self.estimate, math.exp
-        parts = [
-            {"name": p.name, "low": at * exp(p.low), "high": at * exp(p.high), "share": p.share} for p in self.parts
-        ]
+        parts = {}
+        for part in self.parts:
+            low, high = self.of_part(part)
+            parts[part.name] = {"low": low, "high": high, "share": part.share}
         return {"low": self.low, "high": self.high, "level": LEVEL, "parts": parts}
 
     def __str__(self) -> str:
@@ -161,7 +164,7 @@ class InputErrors:
         tokens = {}
         for name in drafters:
             usual = LEARNED if scenario.registry[name].has_network else TEXT
-            if f"({DEFAULT})" in granted[name]:
+            if f"({DEFAULT}" in granted[name]:
                 tokens[name] = usual
             elif recorded:
                 tokens[name] = recorded_tokens(trace, name) or usual
@@ -225,7 +228,9 @@ def bands(
     ends = [end for ends in moved.values() for end in ends]
     runs = [(end, policy(end)) for end in ends] + [(draw, used) for draw in drawn]
     runs += [(end, baseline) for end in ends if baseline is not None] + [(draw, baseline or none) for draw in drawn]
-    found = list(side_by_side([partial(_makespans, *run) for run in runs], jobs=jobs))
+    cells = [Cell(name=str(at), policy=each, scenario=run) for at, (run, each) in enumerate(runs)]
+    rows = Study(cells=cells, details=False, jobs=jobs).table()
+    found = list(by_rl_step(rows, "makespan_s").values()) if runs else []
     drafting_s, plain_s = found[: len(ends) + len(drawn)], found[len(ends) + len(drawn) :]
     # The ends of costs and acceptance are those of speculation: plain decoding takes what it took.
     plain_s = plain_s if baseline is not None else [plain.rollout_s] * len(ends) + plain_s
@@ -256,8 +261,8 @@ def bands(
             margin = student_margin(float(np.std(logs, ddof=1)), len(logs) - 1, LEVEL)
             effects["lengths"] = -margin, margin
         else:
-            rows = [times.step_s if whole else times.rollout_s for times in (plain, drafting)]
-            effects["lengths"] = of_steps(*rows, seed=scenario.seed)
+            each = [times.step_s if whole else times.rollout_s for times in (plain, drafting)]
+            effects["lengths"] = of_steps(*each, seed=scenario.seed)
         return Band.of(estimate, effects)
 
     return of(False), None if plain.step_s is None or drafting.step_s is None else of(True)
@@ -326,10 +331,6 @@ def _drawn(step: Requests, rng: np.random.Generator) -> Requests:
         recorded_worker=step.recorded_worker[at], kept=None if step.kept is None else step.kept[at],
         make_keys=lambda: [step.keys[i] for i in at], make_rows=lambda: step.rows.iloc[at],
     )  # fmt: skip
-
-
-def _makespans(scenario: Scenario, policy: Policy) -> Floats:
-    return np.array([rollout.makespan_s for rollout in scenario.each_rollout(policy)])
 
 
 def _tokens(scenario: Scenario) -> Floats:

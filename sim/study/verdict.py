@@ -1,4 +1,4 @@
-"""The answer of `what_if`: speed-ups, verdict, picture, JSON."""
+"""The answer of `what_if`: speed-ups with and without training, verdict, picture, JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from tltlab.acceptance.load import DEFAULT, WITH_EPOCHS
 from tltlab.importers.step_metrics import SEVERAL_TURNS
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
@@ -27,36 +28,73 @@ if TYPE_CHECKING:
 
 LEAST, MOST = 0.5, 0.85
 """Acceptance values that are also tried where none was measured."""
+WITHOUT_TRAINING, WITH_TRAINING = "without_training", "with_training"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedUp:
-    """Speed-up over plain decoding at one acceptance (None: the recorded one); intervals are 95 %, of draws only.
+class Answer:
+    """The best table of one drafter, and its speed-up over plain decoding; intervals are 95 %, of draws only.
 
-    `rl_step` is None where the other stages' costs are unknown.
+    `rl_step` and its band are None where the other stages' costs are unknown. `placement_gain` is the rollout's time
+    over that under a placement by expected lengths, `accept` the chance that a drafted token is accepted, None where it
+    is not the same for all, and `acceptance` what was granted in words.
     """
 
-    accept: float | None
+    drafter: str
+    trained: bool
+    policy: Policy
+    times: Times
     rollout: Interval
     rl_step: Interval | None
-    times: Times
-    policy: Policy
+    band: Band
+    rl_step_band: Band | None
+    placement_gain: float
+    accept: float | None
+    acceptance: Mapping[str, str]
+
+    @property
+    def rows(self) -> tuple[Any, ...]:
+        """Rows (min_batch, strategy) of the table."""
+        selector = self.policy.selector
+        return selector.rows if isinstance(selector, TableSpec) else ()
+
+    @property
+    def drafts(self) -> bool:
+        """True if the table drafts at any batch size."""
+        return any(row.strategy.speculates for row in self.rows)
+
+    @property
+    def condition(self) -> str:
+        """What the acceptance of the drafts is, in words."""
+        if self.accept is not None:
+            return f"if {100 * self.accept:.0f} % of its tokens are accepted once those before them were"
+        return f"with drafts accepted as in {' and '.join(self.acceptance.values())}"
+
+    def json(self) -> dict[str, Any]:
+        """The keys of an answer in `tltlab what-if --json`."""
+        return {
+            "policy": self.policy.model_dump(mode="json"),
+            "drafters": [self.drafter],
+            "acceptance": dict(self.acceptance),
+            "rollout": self.band.ends_json(),
+            "rl_step": self.rl_step_band and self.rl_step_band.ends_json(),
+            "placement_gain": self.placement_gain,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """The answer; `speed_ups` are by rising acceptance, `chosen` is the one that was asked for.
+    """The answer. Of `answers` the first is what needs no training, where there is one, and is what the rest is about.
 
-    `systems` are `compare_systems`' rows, that of `THE_VERDICT` among them. `used` maps columns of a trace to the
-    source's, `ignored` are its others. `drafters` are those of the verdict's table, `acceptance` has in words
-    what was granted to each, `recorded` is true where the trace has it.
-    `plain_s` is a rollout's mean seconds without speculation, `rollout_share` its share of the RL step, which is
-    the log's or follows from assumed stages (`share_of`); `running` compares with what a log's own run drafts with.
-    `crowded_share` the share of worker time with more requests than the policy drafts for. `band` is the range of the
-    rollout's speed-up, `rl_step_band` that of the RL step's, None as in `SpeedUp`. `training` is what
-    training the drafter would bring, None where the trace does not know. `num_rl_steps` were simulated, `is_sampled`
-    if they are a sample. `example` is the RL step of median rollout time, `config` are the settings that
-    were asked for.
+    `by_accept` are the times of its drafter's best tables by acceptance; `with_epochs` is the speed-up with drafts from
+    earlier epochs of the same prompts, None where that is no question. `systems` are rows of `compare`, those of the
+    answers' tables among them. `used` maps columns of a trace to the source's, `ignored` are its others. `recorded` is
+    true where the trace has the acceptance. `plain_s` is a rollout's mean seconds without speculation, `rollout_share`
+    its share of the RL step, which is the log's or follows from assumed stages (`share_of`); `running` compares with
+    what a log's own run drafts with. `crowded_share` is the share of worker time with more requests than the policy
+    drafts for. `training` is what training the drafter would bring, None where the trace does not know. `num_rl_steps`
+    were simulated, `is_sampled` if they are a sample. `example` is the RL step of median rollout time, `config` are the
+    settings that were asked for.
     """
 
     trace: Trace
@@ -67,19 +105,16 @@ class WhatIf:
     distance: str
     evidence: str
     workers: int
-    chosen: SpeedUp
-    speed_ups: tuple[SpeedUp, ...]
+    answers: tuple[Answer, ...]
+    by_accept: Mapping[float, Times]
+    with_epochs: float | None
     plain_s: float
     rollout_share: float | None
     share_of: ShareOf | None
     crowded_share: float
-    band: Band
-    rl_step_band: Band | None
     running: Running | None
     training: DrafterTraining | None
     systems: pd.DataFrame
-    drafters: tuple[str, ...]
-    acceptance: Mapping[str, str]
     recorded: bool
     decision_block: int
     num_rl_steps: int
@@ -90,38 +125,59 @@ class WhatIf:
     notes: tuple[str, ...] = field(default=())
 
     @property
+    def best(self) -> Answer:
+        """The answer that needs no training, else the only one."""
+        return self.answers[0]
+
+    @property
     def verdict(self) -> str:
-        """The answer in a sentence or two."""
-        chosen, speed_ups = self.chosen, [s for s in self.speed_ups if s.accept in (LEAST, MOST)]
-        names = " or ".join(self.drafters)
-        if chosen.accept is not None:
-            chance = f"{100 * chosen.accept:.0f} %"
-            condition = f"if a token drafted by {names} is accepted {chance} of the time once those before it were"
-        elif self.recorded:
-            condition = f"with as many tokens drafted by {names} accepted as were recorded"
-        else:
-            condition = f"with drafts of {names} accepted as in {' and '.join(self.acceptance.values())}"
-        whole = self.rl_step_band
-        step = "" if whole is None else f", the RL step {whole.estimate:.2f}x ({whole.range_text})"
-        if chosen.rollout.estimate < 1.005:
-            head = f"Speculation would not make the rollout faster {condition}: {self.band}"
-        else:
-            head = f"Speculation would speed up the rollout {self.band}{step}, {condition}"
+        """The answers in a few sentences."""
+        best, others = self.best, self.answers[1:]
+        head = self._head(best)
         if self.running is not None:
             head = f"{self.running.head}. Over plain decoding, s{head[1:]}"
-        beside = ", ".join(f"at {100 * (s.accept or 0):.0f} % {s.rollout.estimate:.2f}x" for s in speed_ups)
-        sure = " A slowdown is within that range." if self.band.loses and self.drafts else ""
         turns = next((note.removeprefix(SEVERAL_TURNS) for note in self.notes if note.startswith(SEVERAL_TURNS)), "")
-        bound = f"An upper bound: {turns}. " if turns else ""
-        return f"{bound}{head}{f'; {beside}' if beside else ''}.{sure} {self.limited_by}"
+        parts = [f"An upper bound: {turns}. {head}." if turns else f"{head}."]
+        if best.band.loses and best.drafts:
+            parts.append("A slowdown is within that range.")
+        if self.with_epochs is not None:
+            parts.append(f"With earlier epochs of the same prompts to draft from {self.with_epochs:.2f}x.")
+        for other in others:
+            parts.append(f"With a trained drafter ({other.drafter}) {other.band}, {other.condition}.")
+        if (gain := best.placement_gain - 1) >= 0.005:
+            parts.append(f"Placement by expected lengths would make it {gain:.0%} faster still.")
+        return " ".join([*parts, self.limited_by])
+
+    def _head(self, best: Answer) -> str:
+        need = "a trained drafter" if best.trained else "drafts that need no training"
+        condition = f"with {need} ({best.drafter}), {best.condition}"
+        if self.recorded:
+            condition = f"with {need} ({best.drafter}), as many accepted as were recorded"
+        step = "" if (whole := best.rl_step_band) is None else f", the RL step {whole.estimate:.2f}x ({whole.range_text})"
+        at = self._speed_ups()
+        beside = "; ".join(f"at {100 * chance:.0f} % {at[chance]:.2f}x" for chance in (LEAST, MOST) if chance in at)
+        beside = f"; {beside}" if beside and best.drafts else ""
+        if best.rollout.estimate < 1.005:
+            return f"Speculation would not make the rollout faster {condition}: {best.band}{beside}"
+        return f"Speculation would speed up the rollout {best.band}{step} {condition}{beside}"
+
+    def _speed_ups(self, whole: bool = False) -> dict[float, float]:
+        """Speed-ups of rollouts, or of whole RL steps, by acceptance."""
+        found, own = {}, self.by_accept.get(self.best.accept or 0.0)
+        for chance, times in self.by_accept.items():
+            seconds = times.step_s if whole else times.rollout_s
+            nominal = None if own is None else own.step_s if whole else own.rollout_s
+            band = self.best.rl_step_band if whole else self.best.band
+            if seconds is not None and nominal is not None and band is not None:
+                found[chance] = band.estimate * float(nominal.sum() / seconds.sum())
+        return found
 
     @property
     def limited_by(self) -> str:
         """The main limit of the speed-up."""
-        rows = self.drafting
+        rows, limits = self.best.rows, []
         drafts_to = max((row.min_batch for row in rows[1:]), default=1) - 1
-        limits = []
-        if not self.drafts:
+        if not self.best.drafts:
             limits.append("drafting costs more than it saves at every batch size")
         elif self.crowded_share > 0.05 and not rows[-1].strategy.speculates:
             limits.append(
@@ -134,48 +190,56 @@ class WhatIf:
                 f"the rollout is {100 * self.rollout_share:.0f} % of the RL step, so that no rollout could make it "
                 f"more than {most:.1f}x as fast"
             )
-        if not limits:
-            limits.append("how many drafted tokens are accepted")
-        return f"Limited by: {'; '.join(limits)}."
+        return f"Limited by: {'; '.join(limits or ['how many drafted tokens are accepted'])}."
 
     @property
     def policy(self) -> Policy:
-        """The policy that was found, with its provenance."""
-        return self.chosen.policy.with_provenance(
+        """The policy of the best answer, with its provenance."""
+        best = self.best
+        return best.policy.with_provenance(
             trace=[self.trace.manifest.name], machine=self.setting, costs=[self.costs_name],
-            acceptance=[" and ".join(self.acceptance.values())], seed=self.config.seed,
-            num_rl_steps=[len(self.trace.rl_steps)], makespan_s=float(self.chosen.times.rollout_s.mean()),
-            compared_with="none", band={"rollout": [self.band.low, self.band.high]}, simulated=True,
+            acceptance=[" and ".join(best.acceptance.values())], seed=self.config.seed,
+            num_rl_steps=[len(self.trace.rl_steps)], makespan_s=float(best.times.rollout_s.mean()),
+            compared_with="none", band={"rollout": [best.band.low, best.band.high]}, simulated=True,
         )  # fmt: skip
 
     @property
-    def drafting(self) -> tuple[Any, ...]:
-        """Rows (min_batch, strategy) of the policy that was found."""
-        selector = self.chosen.policy.selector
-        return selector.rows if isinstance(selector, TableSpec) else ()
-
-    @property
-    def drafts(self) -> bool:
-        """True if the policy that was found drafts at any batch size."""
-        return any(row.strategy.speculates for row in self.drafting)
+    def assumed(self) -> list[dict[str, str | None]]:
+        """What was assumed, its value, and what the answer would be at the ends of its range, where that is known."""
+        rows: list[dict[str, str | None]] = []
+        for answer in self.answers:
+            for drafter, text in answer.acceptance.items():
+                if f"({DEFAULT}" in text:
+                    part = next(part for part in answer.band.parts if part.name == "acceptance")
+                    ends = answer.band.of_part(part)
+                    effect = f"rollout {ends[0]:.2f}x to {ends[1]:.2f}x"
+                    rows.append({"what": f"acceptance of {drafter}", "value": text, "effect": effect})
+        if self.with_epochs is not None:
+            value = " and ".join(f"{name} {text}" for name, text in WITH_EPOCHS.items())
+            rows.append(
+                {"what": "no earlier epochs of the same prompts", "value": "none in the trace",
+                 "effect": f"with them {value}: rollout {self.with_epochs:.2f}x"}
+            )  # fmt: skip
+        noted = [note for note in self.notes if not note.startswith(("acceptance: ", SEVERAL_TURNS))]
+        return rows + [{"what": note, "value": None, "effect": None} for note in noted]
 
     def timelines(self) -> tuple[Trace, Trace]:
         """Simulate the RL step of median rollout time without speculation and under the policy that was found."""
-        manifest = Manifest(kind="simulated", num_workers=self.workers)
-        found = self.chosen.policy
+        manifest, found = Manifest(kind="simulated", num_workers=self.workers), self.best.policy
         return simulated(self.example, load_policy("none"), "none", manifest).trace, simulated(
             self.example, found, policy_name(found), manifest
         ).trace
 
     def to_frame(self) -> pd.DataFrame:
-        """The systems, one row each, with `speed_up` beside `ratio`."""
-        return self.systems.assign(speed_up=1.0 / self.systems["ratio"])
+        """The systems, one row each."""
+        return pd.DataFrame(self.systems)
 
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab what-if --json`, without the systems' rows; `policy` is what a policy file holds."""
-        bands = {"rollout": self.band, "rl_step": self.rl_step_band}
+        best, whole = self.best, self._speed_ups(whole=True)
         return {
             "verdict": self.verdict,
+            "answers": {WITH_TRAINING if a.trained else WITHOUT_TRAINING: a.json() for a in self.answers},
             "num_rl_steps": self.num_rl_steps,
             "num_rl_steps_of": len(self.trace.rl_steps),
             "num_responses": self.trace.num_rows("outcomes"),
@@ -184,19 +248,20 @@ class WhatIf:
             "costs": self.costs_name,
             "distance": self.distance,
             "evidence": self.evidence,
-            "accept": self.chosen.accept,
-            "drafters": list(self.drafters),
-            "acceptance": dict(self.acceptance),
-            "speedup": {name: band and band.ends_json() for name, band in bands.items()},
-            "band": {name: band and band.json() for name, band in bands.items()},
+            "accept": best.accept,
+            "drafters": [best.drafter],
+            "acceptance": dict(best.acceptance),
+            "speedup": {
+                "rollout": best.band.ends_json(),
+                "rl_step": best.rl_step_band and best.rl_step_band.ends_json(),
+            },
+            "band": best.band.json(),
             "by_accept": [
-                {"accept": s.accept}
-                | {
-                    name: each and {"mean": each.estimate}
-                    for name, each in (("rollout", s.rollout), ("rl_step", s.rl_step))
-                }
-                for s in self.speed_ups
+                {"accept": at, "rollout": {"mean": mean}, "rl_step": {"mean": whole[at]} if at in whole else None}
+                for at, mean in self._speed_ups().items()
             ],
+            "with_epochs": self.with_epochs,
+            "assumed": self.assumed,
             "makespan_s": self.plain_s,
             "rollout_share": self.rollout_share,
             "share_of": self.share_of,
@@ -204,7 +269,7 @@ class WhatIf:
             "crowded_share": self.crowded_share,
             "drafter_training": None if self.training is None else self.training.json(),
             "policy": self.policy.model_dump(mode="json"),
-            "drafting": [{"min_batch": row.min_batch, "strategy": str(row.strategy)} for row in self.drafting],
+            "drafting": [{"min_batch": row.min_batch, "strategy": str(row.strategy)} for row in best.rows],
             "columns": {"used": dict(self.used), "ignored": list(self.ignored)},
             "decision_block": self.decision_block,
             "notes": list(self.notes),
@@ -212,47 +277,50 @@ class WhatIf:
         }
 
     def plot(self) -> Figure:
-        """The verdict with its range; speed-ups by acceptance, where it is not known; and the systems' rollouts."""
+        """The answers with their ranges; speed-ups by acceptance, where it is not known; and the systems' rollouts."""
         from matplotlib.figure import Figure
 
         from tltlab.charts import bars
 
-        points = [s for s in self.speed_ups if s.accept is not None]
+        points = self._speed_ups()
         # The systems' bars have room for their names, which are 9 points high.
         heights = (1.4, *((2.8,) if points else ()), 0.8 + 0.22 * len(self.systems))
         figure = Figure(figsize=(7.2, sum(heights) + 0.4), layout="constrained")
         top, *curves, below = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-        known = {"rollout": self.band, "RL step": self.rl_step_band}
-        drawn = {name: band for name, band in known.items() if band is not None}
+        drawn = {f"rollout, {answer.drafter}": answer.band for answer in self.answers}
+        if self.best.rl_step_band is not None:
+            drawn[f"RL step, {self.best.drafter}"] = self.best.rl_step_band
         bars(list(drawn), [b.estimate for b in drawn.values()], [b.low for b in drawn.values()],
              [b.high for b in drawn.values()], xlabel="speed-up, with its 90 % range", reference=1.0, axes=top,
              title=f"With speculation: {self.setting} (simulated)")  # fmt: skip
         for axes in curves:
-            self._plot_speed_ups(axes, points)
+            self._plot_by_accept(axes)
         frame = self.to_frame()
-        bars(frame["title"].tolist(), frame["speed_up"].tolist(), (1 / frame["ratio_high"]).tolist(),
-             (1 / frame["ratio_low"]).tolist(), xlabel="speed-up of the rollout over VeRL's (intervals: draws only)",
+        bars(frame["title"].tolist(), frame["speed_up"].tolist(), frame["speed_up_low"].tolist(),
+             frame["speed_up_high"].tolist(), xlabel="speed-up of the rollout over VeRL's (intervals: draws only)",
              title="Systems (simulated)", reference=1.0, axes=below)  # fmt: skip
         return figure
 
-    def _plot_speed_ups(self, above: Axes, speed_ups: Sequence[SpeedUp]) -> None:
-        """Speed-ups over acceptance, and the range at the acceptance of the verdict."""
+    def _plot_by_accept(self, above: Axes) -> None:
+        """Draw speed-ups over acceptance, and the range at the acceptance of the verdict."""
         from tltlab.charts import COLORS, DASHES, finish
 
-        for i, (name, band) in enumerate((("rollout", self.band), ("rl_step", self.rl_step_band))):
-            points = [(s.accept, interval) for s in speed_ups if (interval := getattr(s, name)) is not None]
-            if points and band is not None:
-                x, y = zip(*((accept, interval.estimate) for accept, interval in points), strict=True)
-                label = name.replace("rl_step", "RL step")
-                above.plot(x, y, color=COLORS[i], linestyle=DASHES[i], marker="o", markersize=4, label=label)
-                away = [[band.estimate - band.low], [band.high - band.estimate]]
-                # Two ranges at one acceptance stand side by side.
-                at = (self.chosen.accept or 0.0) + 0.004 * (2 * i - 1)
-                above.errorbar([at], [band.estimate], yerr=away, color=COLORS[i], capsize=3, fmt="none")
+        best = self.best
+        bands = {"rollout": best.band, "RL step": best.rl_step_band}
+        for i, ((name, band), points) in enumerate(
+            zip(bands.items(), (self._speed_ups(), self._speed_ups(whole=True)), strict=True)
+        ):
+            if not points or band is None:
+                continue
+            above.plot(list(points), list(points.values()), color=COLORS[i], linestyle=DASHES[i], marker="o",
+                       markersize=4, label=name)  # fmt: skip
+            # Two ranges at one acceptance stand side by side.
+            at, away = (best.accept or 0.0) + 0.004 * (2 * i - 1), [[band.estimate - band.low], [band.high - band.estimate]]
+            above.errorbar([at], [band.estimate], yerr=away, color=COLORS[i], capsize=3, fmt="none")
         above.axhline(1.0, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
         above.legend(fontsize=8, frameon=False)
         finish(above, title="By acceptance; the 90 % range where the verdict is", grid="both",
-               xlabel="drafted tokens accepted, each", ylabel="speed-up")  # fmt: skip
+               xlabel=f"tokens drafted by {best.drafter} that are accepted, each", ylabel="speed-up")  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<WhatIf: {self.verdict}>"

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy.sparse as sp
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
@@ -136,6 +134,10 @@ def _within_cap(
     graph = pair - single
     num_r, end = len(graph), uses @ graph
     captured = np.isin(np.array(batches), np.asarray(graphs.sizes))
+    # Imported here: these take half a second, and only a cap needs them.
+    import scipy.sparse as sp
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
     each, after = sp.identity(num_b), sp.eye(num_b, k=1)
     falls = sp.eye(num_b - 1, num_b, k=1) - sp.eye(num_b - 1, num_b)
     memory = (end * captured, np.diff(single - graph, axis=1, prepend=0), end * ~captured)
