@@ -205,12 +205,13 @@ def sweep(
         if _key(point) in rows_of:
             done(_label(point))
     places = dict(zip(map(_key, pending), _at(trace, axes, config, pending), strict=True))
-    for rl_steps in [list(config.rl_steps)] if config.rl_steps is not None else samples(trace.rl_steps):
+    named = config.steps_of(trace)
+    for rl_steps in [list(named)] if named is not None else samples(trace.rl_steps):
         tasks = [_task(axes, chosen, places[_key(point)], rl_steps) for point in pending]
         found = zip(pending, side_by_side(tasks, jobs=jobs), strict=True)
         pending = []
         for point, (rows, is_enough) in found:
-            if not is_enough and config.rl_steps is None and len(rl_steps) < len(trace.rl_steps):
+            if not is_enough and named is None and len(rl_steps) < len(trace.rl_steps):
                 pending.append(point)
                 continue
             rows_of[_key(point)] = rows

@@ -53,7 +53,7 @@ def simulate_system(
     whose trainer has its own GPUs generates on fewer workers. Raises ConfigError as `simulate` does.
     """
     trace = read(trace)
-    config, machine = config.changed(settings, simulate_system).on_machine(trace)
+    config, machine = config.changed(settings, simulate_system).on_trace(trace)
     stages = machine.stages if stages is None and machine is not None else stages
     workers = config.num_workers(trace)
     scenario = Scenario.of(trace, config, **settings_of(bound, workers, config, config.find_costs(trace)[0]))
