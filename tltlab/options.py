@@ -51,7 +51,7 @@ class Option:
 
     `parse` makes a value of text, wherever the text comes from. `cli` is the type on the command line: text for a union
     of types. `min` is the least number, `choices` are the words to choose from. `default` replaces the field's default
-    on the command line of one command (see `Without`); `...` keeps it. `kinds` are the field's types, filled in by `options_of`.
+    in one command (see `Without`); `...` keeps that. `options_of` fills in `kinds`, the field's types.
     """
 
     help: str = ""
