@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 import pyarrow.compute as pc
@@ -19,6 +19,7 @@ from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.calibration.acceptance.logged import LoggedDrafting
 from tltlab.calibration.acceptance.measured import fit_acceptance
+from tltlab.calibration.api import parse_rl_steps
 from tltlab.config import faults_in
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
@@ -27,9 +28,11 @@ from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
 from tltlab.hardware import ModelShape
+from tltlab.options import Option, check
 from tltlab.own import is_own
 from tltlab.planning.composition import Admission, SharedBuffer, Workload
 from tltlab.planning.placement import Placement
+from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.workload import Prefix
 from tltlab.traces.trace import Trace, run_folder
 
@@ -45,7 +48,8 @@ class SimulationConfig:
     Where left open: costs from the trace folder's `costs.json`, else the preset `cpu-small`; acceptance from the
     trace's acceptance.parquet, else the folder's `acceptance.json`, else what the recorded iterations accepted
     ("trace": without the file), else the accept length of a training log; workers from the manifest; placement
-    contiguous, or what a system or a tuning takes; all RL steps.
+    contiguous, or what a system or a tuning takes; all RL steps. `rl_steps` may be
+    text as on the command line.
 
     `gpus` such as 8xH100 and a `model` (a name or `config.json`), with an `engine` and `tp` GPUs per worker where
     those are not to be found, bring costs and workers (`Deployment.of`); acceptance that is not known is then
@@ -73,34 +77,70 @@ class SimulationConfig:
     0
     """
 
-    costs: CostModel | type[CostModel] | Source | None = None
-    acceptance: Acceptance | type[AcceptanceModel] | Source | None = None
-    workers: int | None = None
-    placement: str | Placement | type[Placement] | None = None
-    mode: str = "fluid"
-    seed: int = 0
-    rl_steps: Sequence[int] | None = None
-    decision_block: int = 1
-    max_response_tokens: int | None = None
-    prefix_caching: bool = False
-    spot: SpotTraining | Source | None = None
+    workers: Annotated[int | None, Option("Rollout workers. [default: the manifest's]")] = None
+    costs: Annotated[
+        CostModel | type[CostModel] | Source | None,
+        Option("Cost file, preset or module:Class. [default: the trace's costs.json, else cpu-small]"),
+    ] = None
+    gpus: Annotated[str | None, Option("Such as 8xH100, in place of costs and workers. [with --model: 8xH100]")] = None
+    model: Annotated[
+        str | ModelShape | None,
+        Option("On --gpus: Qwen/Qwen2.5-7B or another name, or a config.json. [default: Qwen2.5-7B]"),
+    ] = None
+    engine: Annotated[
+        str | None, Option("On --gpus: the engine's profile. [default: measured nearest to GPUs and model]")
+    ] = None
+    tp: Annotated[int | None, Option("On --gpus: GPUs of a worker. [default: the fewest that hold it]", min=1)] = None
+    acceptance: Annotated[
+        Acceptance | type[AcceptanceModel] | Source | None,
+        Option(
+            "By drafter, learned=geometric:0.7,ngram=geometric:0.42, or all=MODEL; a MODEL is geometric:ALPHA, "
+            "constant:A, 0.8/0.6/0.5 by token, lengths:1.8/2.4 by depth, a fitted file, module:Class; MODEL@2k falls "
+            "beyond the 2,048 tokens at which the drafter was trained (@short, @window, @long, @mtp); also trace, "
+            "default. [default: what the trace has, else with --gpus the default of each drafter]"
+        ),
+    ] = None
+    placement: Annotated[
+        str | Placement | type[Placement] | None,
+        Option(f"One of {', '.join(PLACEMENTS)}, or module:Class. [default: contiguous, or the system's]"),
+    ] = None
+    mode: Annotated[str, Option("fluid (expected tokens) or sampled.", choices=get_args(Mode))] = "fluid"
+    seed: Annotated[int, Option("Seed of policies, of searches and of what is sampled.", min=0)] = 0
+    rl_steps: Annotated[
+        Sequence[int] | str | None, Option("a:b, RL steps a to b - 1; or one; or all. [default: all]")
+    ] = None
+    max_response_tokens: Annotated[int | None, Option("Cut longer responses, as a lower cap would.")] = None
+    prefix_caching: Annotated[
+        bool,
+        Option(
+            "A group's prompt is prefilled, and held, once on each worker, and a preempted request goes on from what "
+            "is left of it in the KV cache: engines' own default."
+        ),
+    ] = False
+    prefix: Annotated[
+        str,
+        Option("Between turns a prefix is kept (cached while there is room) or recomputed.", choices=get_args(Prefix)),
+    ] = "kept"
+    max_tools: Annotated[int | None, Option("Tools that may run at once; other calls wait. [default: any]")] = None
+    tool_s: Annotated[
+        float | None,
+        Option(
+            "Seconds of a tool between turns where the trace does not know. [default: refuse]",
+            names=("--tool-seconds",),
+        ),
+    ] = None
+    decision_block: Annotated[int, Option("Iterations per decision of a learning policy; more is faster.")] = 1
+    spot: Annotated[
+        SpotTraining | Source | None,
+        Option("Train the drafter on idle workers: a file of rates and costs, or tlt.", names=("--spot-training",)),
+    ] = None
     workload: Workload | None = None
     online_updates: int = 0
     admission: Admission | SharedBuffer | None = None
-    prefix: str = "kept"
-    max_tools: int | None = None
-    tool_s: float | None = None
-    gpus: str | None = None
-    model: str | ModelShape | None = None
-    engine: str | None = None
-    tp: int | None = None
 
     def __post_init__(self) -> None:
-        for name, kinds in (("mode", get_args(Mode)), ("prefix", get_args(Prefix))):
-            if (kind := getattr(self, name)) not in kinds:
-                raise ConfigError(f"no {name} named {kind!r}; there are {', '.join(kinds)}")
+        check(self)
         at_least(1, decision_block=self.decision_block, max_tools=self.max_tools)
-        at_least(0, seed=self.seed)
         if self.tool_s is not None and not 0 <= self.tool_s < math.inf:
             raise ConfigError(f"the seconds of a tool must be 0 or more, got {self.tool_s}")
         asked = [f"--{name} {value}" for name, value in self._machine.items() if value is not None]
@@ -117,8 +157,13 @@ class SimulationConfig:
         """True if GPUs or a model bring costs and workers."""
         return any(value is not None for value in self._machine.values())
 
-    def on_machine(self, trace: Trace) -> tuple[Self, Deployment | None]:
-        """Replace GPUs and model by their costs, workers and acceptance; None where neither is set."""
+    def on_trace(self, trace: Trace) -> tuple[Self, Deployment | None]:
+        """Replace RL steps in words by their numbers, and GPUs and model by their costs, workers and acceptance.
+
+        The deployment is None where neither GPUs nor a model are set.
+        """
+        if isinstance(self.rl_steps, str):
+            return replace(self, rl_steps=self.steps_of(trace)).on_trace(trace)
         if not self.is_on_machine:
             return self, None
         cap = math.inf if self.max_response_tokens is None else self.max_response_tokens
@@ -131,6 +176,10 @@ class SimulationConfig:
             gpus=None, model=None, engine=None, tp=None,
         )  # fmt: skip
         return resolved, machine
+
+    def steps_of(self, trace: Trace) -> Sequence[int] | None:
+        """Return the RL steps of the trace that the settings name; None where they name none."""
+        return parse_rl_steps(self.rl_steps, trace.rl_steps) if isinstance(self.rl_steps, str) else self.rl_steps
 
     def changed(self, settings: Mapping[str, Any], function: Callable[..., Any]) -> Self:
         """With these fields in place of its own; ConfigError for a keyword that neither they nor `function` have."""

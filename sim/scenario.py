@@ -103,12 +103,12 @@ class Scenario(SimulationConfig):
         `settings` are fields of `SimulationConfig` that replace those of `config`.
         """
         trace = read(trace)
-        config, _ = config.changed(settings, cls.of).on_machine(trace)
+        config, _ = config.changed(settings, cls.of).on_trace(trace)
         workers = config.num_workers(trace)
         steps = tuple(
             changed(replace(step, prefix_caching=config.prefix_caching), config.workload, config.seed)
             for step in requests_by_step(
-                trace, config.rl_steps, config.max_response_tokens, prefix=config.prefix, tool_s=config.tool_s
+                trace, config.steps_of(trace), config.max_response_tokens, prefix=config.prefix, tool_s=config.tool_s
             )
         )
         acceptance, acceptance_name = config.find_acceptance(trace)

@@ -43,7 +43,6 @@ SampledRlSteps = Annotated[
     typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one; or all. [default: of more than 24 a sample]"),
 ]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes. [default: the cores here]")]
-DecisionBlock = Annotated[int, typer.Option(help="Iterations per decision of a learning policy; more is faster.")]
 DefaultDecisionBlock = Annotated[
     int | None,
     typer.Option(help="Iterations between decisions. [default: 1; systems on long or many responses: cap / 256]"),

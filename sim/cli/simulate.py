@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tltlab.acceptance.base import Acceptance
-from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import AllowCode, Json, emit, parse_strategy, table
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs, load_stages
@@ -17,6 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.lengths.fit import outlook
 from tltlab.lengths.longest import Makespan
+from tltlab.options import command
 from tltlab.own import code_allowed
 from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
@@ -24,7 +24,6 @@ from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim.study.system_run import by_name
 from tltlab.sim.config import SimulationConfig, Source
-from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps
 from tltlab.sim.rl_steps import summary as whole_steps
 from tltlab.sim.simulate import SimResult, outside_text, simulated
@@ -36,8 +35,10 @@ from tltlab.traces.trace import Trace
 from . import options
 
 
+@command
 def simulate(
     trace: Annotated[Path, typer.Argument(help="A trace or RUN folder.")],
+    config: SimulationConfig,
     policy: Annotated[
         str, typer.Option(help="Shipped name, drafts (ngram:4@8), policy file or package.module:Class.")
     ] = "none",
@@ -45,18 +46,6 @@ def simulate(
         str | None,
         typer.Option(help=f"A system from the literature in place of a policy: {', '.join(SYSTEMS)}."),
     ] = None,
-    workers: options.Workers = None,
-    costs: options.Costs = None,
-    gpus: options.Gpus = None,
-    model: options.Model = None,
-    engine: options.Engine = None,
-    tp: options.TensorParallel = None,
-    acceptance: options.Acceptance = None,
-    placement: Annotated[
-        str | None,
-        typer.Option(help=f"One of {', '.join(PLACEMENTS)}, or module:Class. [default: contiguous, or the system's]"),
-    ] = None,
-    mode: options.Mode = "fluid",
     strategy: Annotated[
         str | None, typer.Option(help="One strategy throughout, ngram:4 or D,K,V as 4,1,5; replaces --policy.")
     ] = None,
@@ -67,7 +56,6 @@ def simulate(
     sd_threshold: Annotated[
         int | None, typer.Option(help="Speculate only while at most this many requests run on the worker.")
     ] = None,
-    seed: options.Seed = 0,
     staleness: Annotated[
         int,
         typer.Option(help="Engines go on from RL step to RL step, bounded to so many updates. [0: synchronous]"),
@@ -79,22 +67,12 @@ def simulate(
     concurrency: Annotated[
         float, typer.Option(help="With --staleness: responses in flight, as a multiple of what an RL step trains.")
     ] = 1.0,
-    prefix: options.Prefix = "kept",
-    max_tools: options.MaxTools = None,
-    tool_seconds: options.ToolSeconds = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the simulated trace to this folder; an earlier simulation is replaced.")
     ] = None,
-    rl_steps: options.RlSteps = None,
-    max_response_tokens: Annotated[int | None, typer.Option(help="Cut longer responses, as a lower cap would.")] = None,
-    prefix_caching: options.PrefixCaching = False,
-    decision_block: options.DecisionBlock = 1,
     record_iterations: Annotated[
         bool, typer.Option("--record-iterations", help="Write iterations and decisions too.")
     ] = False,
-    spot_training: Annotated[
-        str | None, typer.Option(help="Train the drafter on idle workers: a file of rates and costs, or tlt.")
-    ] = None,
     stages: Annotated[
         str | None, typer.Option(help="Stage costs, a file or preset: simulate whole RL steps, not rollouts alone.")
     ] = None,
@@ -118,15 +96,8 @@ def simulate(
     """
     source = read(trace)
     refuse_to_overwrite_recording(out)
-    config = SimulationConfig(
-        costs=costs, acceptance=acceptance, workers=workers,
-        placement=placement, mode=mode, seed=seed, rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
-        decision_block=decision_block, max_response_tokens=max_response_tokens, prefix_caching=prefix_caching,
-        spot=spot_training, prefix=prefix, max_tools=max_tools, tool_s=tool_seconds,
-        admission=asynchronous(staleness, stale=stale, concurrency=concurrency), gpus=gpus, model=model, engine=engine,
-        tp=tp,
-    )  # fmt: skip
-    config, machine = config.on_machine(source)
+    config = replace(config, admission=asynchronous(staleness, stale=stale, concurrency=concurrency))
+    config, machine = config.on_trace(source)
     others = stages if stages or machine is None else machine.stages
     if others is None and (topology is not None or gpus_per_worker is not None or max_staleness):
         raise ConfigError(
@@ -157,14 +128,15 @@ def simulate(
             each = gpus_per_worker or result.scenario.costs.tensor_parallel
             placed = load_topology(topology or "colocated", gpus_per_worker=each, max_staleness=max_staleness)
             whole = run_steps(result, load_stages(others), topology=placed)
-        if any(each.speculates for each in chosen.strategies) and not staleness and spot_training is None:
+        if any(each.speculates for each in chosen.strategies) and not staleness and config.spot is None:
             plain = simulated(result.scenario, load_policy("none"), "none", source.manifest)
             speed_up = {"rollout": plain.makespan_s / result.makespan_s, "rl_step": None}
             if whole is not None and others is not None:
                 speed_up["rl_step"] = run_steps(plain, load_stages(others), topology=placed).step_s / whole.step_s
     if machine is not None and whole is not None and not stages:
         assumptions = (*assumptions, *machine.assumed)
-    ahead = None if system is not None or staleness or max_response_tokens is not None else another_step(source, result)
+    changed = system is not None or staleness or config.max_response_tokens is not None
+    ahead = None if changed else another_step(source, result)
     composed = {} if system is None else {"system": system, "assumptions": list(assumptions)}
     summary = (
         result.summary
@@ -177,7 +149,7 @@ def simulate(
     lines, granted = summary_lines(summary), result.scenario.acceptance
     if ahead is not None:
         lines.insert(1, ("", f"{ahead}, from lengths alone"))
-    if spot_training is not None and (granted is None or granted.trained_drafter is None):
+    if config.spot is not None and (granted is None or granted.trained_drafter is None):
         lines.append(("", "it changes nothing here: only acceptance of kind fresh depends on training"))
     lines += [("assumed", note) for note in assumptions]
     emit(summary, as_json=as_json, text=table([], lines, words=True))

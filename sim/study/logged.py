@@ -92,7 +92,7 @@ class LoggedRun:
         if table is None or share is None:
             return run
         rows, part = rollout_rows(table)
-        timed = [step for step in (scenarios.config.rl_steps or trace.rl_steps) if step in rows.index]
+        timed = [step for step in (scenarios.config.steps_of(trace) or trace.rl_steps) if step in rows.index]
         if not timed:
             return run
         sample = next(samples(timed))

@@ -87,7 +87,7 @@ class Scenarios:
         self.is_sampled = config.rl_steps is None
         model, name = config.find_acceptance(trace) if acceptance is None else acceptance
         known = config if model is None else replace(config, acceptance=model)
-        settled, self.machine = known.on_machine(trace)
+        settled, self.machine = known.on_trace(trace)
         if model is None and self.machine is not None:
             model, name = settled.find_acceptance(trace)
         self.acceptance, self.acceptance_name = model, name
@@ -97,7 +97,7 @@ class Scenarios:
 
     def answer(self, answer: Callable[[list[int]], Answer], enough: Callable[[Answer], bool]) -> Answer:
         """Answer from the RL steps of the settings, or where they name none from as many `samples` as are `enough`."""
-        rl_steps = self.config.rl_steps
+        rl_steps = self.config.steps_of(self.trace)
         for sample in samples(self.run) if rl_steps is None else [list(rl_steps)]:
             found = answer(sample)
             if enough(found):
@@ -138,14 +138,14 @@ class Scenarios:
 
     def _placed(self, config: SimulationConfig) -> Scenario:
         """A scenario with the requests and queues of these settings."""
-        placement = config.placement
+        placement, rl_steps = config.placement, config.steps_of(self.trace) or ()
         blind = placement is None or (isinstance(placement, str) and placement in PLACEMENTS)
         # Scenarios keep the objects alive whose ids are used.
         rule = placement if placement is None or isinstance(placement, str) else id(placement)
         drawn = None if config.workload is None else (config.workload, config.seed)
-        key = (tuple(config.rl_steps or ()), drawn, rule, config.workers, None if blind else id(config.costs))
+        key = (tuple(rl_steps), drawn, rule, config.workers, None if blind else id(config.costs))
         if key not in self._shared:
-            self._shared[key] = Scenario.of(self._part(config.rl_steps or ()), replace(config, spot=None))
+            self._shared[key] = Scenario.of(self._part(rl_steps), replace(config, spot=None))
         return self._shared[key]
 
     def _part(self, rl_steps: Sequence[int]) -> Trace:

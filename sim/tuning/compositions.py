@@ -70,7 +70,8 @@ def search_systems(
     """
     at_least(1, finalists=finalists)
     source: Trace = read(trace)
-    every: Sequence[int] = sorted(source.rl_steps if config.rl_steps is None else config.rl_steps)
+    named = config.steps_of(source)
+    every: Sequence[int] = sorted(source.rl_steps if named is None else named)
     if len(every) < 2:
         raise ConfigError("a search chooses on half of the RL steps and judges on the others: give at least two")
 

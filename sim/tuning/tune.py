@@ -442,12 +442,13 @@ def _provenance(
 def _split(trace: Trace, config: TuneConfig) -> tuple[list[int], list[int], bool]:
     """RL steps to tune on, others to judge on, and whether to judge on a sample of these."""
     name = trace.manifest.name or "the trace"
-    steps = list(trace.rl_steps) if config.rl_steps is None else [s for s in trace.rl_steps if s in config.rl_steps]
+    named = config.steps_of(trace)
+    steps = list(trace.rl_steps) if named is None else [s for s in trace.rl_steps if s in named]
     if len(steps) < 2:
         raise ConfigError(
             f"{name} has {len(steps)} RL step: tuning needs at least two, one to tune on and one to judge on"
         )
-    sampled = config.rl_steps is None and len(steps) > ALL_OF
+    sampled = named is None and len(steps) > ALL_OF
     if config.judge_steps is not None:
         judge_on = [step for step in steps if step in set(config.judge_steps)]
     elif sampled:

@@ -13,12 +13,14 @@ import typer
 from tltlab.console import Json, command_group, emit, progress, table
 from tltlab.errors import ConfigError
 from tltlab.importers.formats import imported
+from tltlab.importers.rows import Reading
 from tltlab.importers.sources import read
 from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, outlook, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.longest import longest
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.lengths.summaries import DEFAULTS, KEYS, from_summaries, read_summaries
+from tltlab.options import command
 from tltlab.traces.recovery import repair as repair_recording
 from tltlab.traces.storage import check_sums
 from tltlab.traces.stream import StreamWriter, count
@@ -109,27 +111,16 @@ def merge(
 
 
 @app.command("import")
+@command
 def import_trace(
     dump: Annotated[
         Path,
         typer.Argument(help="Rollouts, requests or lengths, of any program, or a training log; packed too."),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; a trace there is replaced.")],
+    reading: Reading,
     form: options.Form = None,
-    tokenizer: options.Tokenizer = None,
-    chars_per_token: options.CharsPerToken = None,
-    reward: Annotated[
-        list[str] | None, typer.Option(help="trl: a column of rewards; given more than once they are added.")
-    ] = None,
-    column: options.Column = None,
-    step_column: options.StepColumn = None,
-    group_column: options.GroupColumn = None,
-    lists: options.ListsOption = None,
-    time_unit: options.TimeUnitOption = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Rollout workers to write into the manifest.")] = None,
-    group_size: options.GroupSize = None,
-    responses: options.Responses = None,
-    cap: options.Cap = None,
     as_json: Json = False,
 ) -> None:
     """Make a trace of rollouts, of requests, of a table of response lengths, or of a training log.
@@ -144,12 +135,7 @@ def import_trace(
 
     Example: tltlab trace import lengths.csv --out my-trace --workers 8 --group-size 16
     """
-    asked = options.reading(
-        column=column, step_column=step_column, group_column=group_column, lists=lists, time_unit=time_unit,
-        tokenizer=tokenizer, chars_per_token=chars_per_token, group_size=group_size, cap=cap, responses=responses,
-        reward=reward,
-    )  # fmt: skip
-    trace = imported(dump, asked, form=options.known_format(form), workers=workers).trace
+    trace = imported(dump, reading, form=options.known_format(form), workers=workers).trace
     path = trace.write(out)
     for note in filter(None, (trace.manifest.notes or "").split("; ")):
         progress(f"assumed: {note}")

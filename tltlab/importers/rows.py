@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, count, pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TextIO
+from typing import Annotated, Any, Literal, NoReturn, TextIO
 
 import numpy as np
 import pandas as pd
@@ -23,11 +23,12 @@ import pyarrow.parquet as pq
 from tltlab.config import shown
 from tltlab.errors import TraceError
 from tltlab.files import MOST_JSON_BYTES, PACKED, open_input, open_unpacked, parse_json
+from tltlab.options import Option, check
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 from tltlab.traces.trace import check_source
 
 from .fields import ENVELOPES, LISTS, NAMES, UNITS, is_list, is_message, kind_of, parsed, plain
-from .token_counts import NoTokenCounter, TokenCounter
+from .token_counts import NoTokenCounter, TokenCounter, token_counter
 
 Lists = Literal["lengths", "ids"]
 TimeUnit = Literal["s", "ms", "us", "ns"]
@@ -276,21 +277,48 @@ class Reading:
     `column` has the lengths, `step_column` the RL steps, `group_column` what is the same for all samples of a prompt:
     each a field's name, with points where it is within objects. `lists` is the meaning of numbers in a list,
     `time_unit` the unit of times. `max_response_tokens` is the run's cap, unknown the longest response. `responses` is
-    their number in each RL step of a log, for metrics alone; `reward_columns` are for trl alone. `tokens` counts texts.
-    `needs` are columns of a trace that no record may lack.
+    their number in each RL step of a log, for metrics alone; `reward_columns` are for trl alone. `tokens` counts texts,
+    by default with the `tokenizer` or by `chars_per_token`. `needs` are columns of a trace that no record may lack.
+
+    Raises ConfigError for a value that is none of a field, and for both a tokenizer and `chars_per_token`.
     """
 
-    column: str | None = None
-    step_column: str | None = None
-    group_column: str | None = None
-    lists: Lists | None = None
-    time_unit: TimeUnit | None = None
-    group_size: int | None = None
-    max_response_tokens: int | None = None
-    responses: int | None = None
-    reward_columns: tuple[str, ...] = ()
-    tokens: TokenCounter = field(default_factory=NoTokenCounter)
+    tokenizer: Annotated[
+        Path | None, Option("The model's folder (tokenizer.json), to count the tokens of text.", parse=Path)
+    ] = None
+    chars_per_token: Annotated[
+        float | None, Option("Approximate tokens of text by so many characters each, such as 3.6.")
+    ] = None
+    reward_columns: Annotated[
+        tuple[str, ...],
+        Option("trl: a column of rewards; given more than once they are added.", names=("--reward",)),
+    ] = ()
+    column: Annotated[str | None, Option("Field of the lengths, where its name is unusual; a.b is b within a.")] = None
+    step_column: Annotated[str | None, Option("Field of the RL step, likewise.")] = None
+    group_column: Annotated[str | None, Option("Field that is the same for all samples of a prompt, likewise.")] = None
+    lists: Annotated[Lists | None, Option("What lists of numbers are: lengths, of a response each, or token ids.")] = (
+        None
+    )
+    time_unit: Annotated[TimeUnit | None, Option("Unit of times without one in their names: s, ms, us, ns.")] = None
+    group_size: Annotated[
+        int | None, Option("Samples per prompt, so many in a row, where nothing names the prompt.", min=1)
+    ] = None
+    responses: Annotated[
+        int | None, Option("metrics: responses of an RL step, where the log has no number.", min=1)
+    ] = None
+    max_response_tokens: Annotated[
+        int | None,
+        Option(
+            "The run's cap: responses of this length count as cut.", names=("--cap", "--max-response-tokens"), min=1
+        ),
+    ] = None
+    tokens: TokenCounter = field(default=NoTokenCounter(), compare=False)
     needs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check(self)
+        if isinstance(self.tokens, NoTokenCounter):
+            object.__setattr__(self, "tokens", token_counter(self.tokenizer, self.chars_per_token))
 
 
 @dataclass(frozen=True, kw_only=True)

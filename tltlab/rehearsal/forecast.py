@@ -142,7 +142,7 @@ def _timed(recipe: Recipe, name: str, trace: Trace) -> StepTime:
         acceptance=DEFAULT, seed=recipe.seed, decision_block=decision_interval(trace),
         rl_steps=trace.rl_steps[:RL_STEPS],
     )  # fmt: skip
-    config, machine = config.on_machine(trace)
+    config, machine = config.on_trace(trace)
     assert machine is not None
     policy = recipe.read_policy()
     scenario = Scenario.of(trace, config)

@@ -15,6 +15,8 @@ from tltlab.charts import FORMATS, save_figure
 from tltlab.console import Json, emit, made_by, progress_bar, table
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable, write_file, write_json
+from tltlab.importers.rows import Reading
+from tltlab.options import Without, command
 from tltlab.planning.systems import SYSTEMS
 from tltlab.report.comparison import comparison_page
 from tltlab.report.page import Part, render
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _PAGES = (".html", ".htm")
 
 
+@command
 def what_if(
     lengths: Annotated[
         Path,
@@ -38,6 +41,7 @@ def what_if(
             help="Lengths: CSV, JSON, JSONL, Parquet, rollouts, requests, a log, packed too; a trace or RUN.",
         ),
     ],
+    reading: Annotated[Reading, Without("reward_columns")],
     gpus: options.Gpus = None,
     model: options.Model = None,
     engine: options.Engine = None,
@@ -60,16 +64,6 @@ def what_if(
         str | None, typer.Option(help=f"Systems of the table: all, or of {', '.join(SYSTEMS)}. [default: four of them]")
     ] = None,
     form: readings.Form = None,
-    tokenizer: readings.Tokenizer = None,
-    chars_per_token: readings.CharsPerToken = None,
-    column: readings.Column = None,
-    step_column: readings.StepColumn = None,
-    group_column: readings.GroupColumn = None,
-    lists: readings.ListsOption = None,
-    time_unit: readings.TimeUnitOption = None,
-    group_size: readings.GroupSize = None,
-    responses: readings.Responses = None,
-    cap: readings.Cap = None,
     rl_steps: options.SampledRlSteps = None,
     jobs: options.Jobs = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of policies and of intervals.")] = 0,
@@ -92,12 +86,6 @@ def what_if(
     from tltlab.sim.cli.compare import system_rows, system_table
     from tltlab.sim.study.what_if import what_if as run
 
-    facts: dict[str, Any] = {
-        "column": column, "step_column": step_column, "group_column": group_column, "lists": lists,
-        "time_unit": time_unit, "tokenizer": tokenizer, "chars_per_token": chars_per_token, "group_size": group_size,
-        "cap": cap, "responses": responses,
-    }  # fmt: skip
-    asked = readings.reading(**facts)
     with ExitStack() as stack:
         left: list[Callable[[str], None]] = []
 
@@ -110,8 +98,8 @@ def what_if(
 
         answer = run(
             lengths, gpus=gpus, model=model, engine=engine, tp=tp, costs=costs, workers=workers,
-            acceptance=acceptance, accept=accept, drafter=drafter, systems=systems, reading=asked, jobs=jobs, seed=seed,
-            form=readings.known_format(form), rl_steps=rl_steps, on_stage=on_stage,
+            acceptance=acceptance, accept=accept, drafter=drafter, systems=systems, reading=reading, jobs=jobs,
+            seed=seed, form=readings.known_format(form), rl_steps=rl_steps, on_stage=on_stage,
         )  # fmt: skip
     attributes = ("baseline", "left_out", "num_gpus")
     result: dict[str, Any] = answer.json() | {"systems": system_rows(answer.systems), "figures": "simulated"}
@@ -132,7 +120,7 @@ def what_if(
     lines += ["", answer.verdict]
     if policy_out is not None:
         lines.append(f"next: TLTLAB_POLICY={shlex.quote(str(policy_out.absolute()))} python train.py")
-        if not any([*facts.values(), form, answer.share_of == "log", lengths.is_fifo()]):
+        if not any([reading != Reading(), form, answer.share_of == "log", lengths.is_fifo()]):
             lines.append(f"  or: {_simulation(answer, lengths, policy_out, accept, rl_steps)}")
     elif answer.drafts:
         lines.append("next: --policy-out policy.json, then TLTLAB_POLICY=policy.json python train.py")
