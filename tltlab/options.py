@@ -81,6 +81,8 @@ class Option:
 
     def _takes(self, value: Any) -> bool:
         kinds = self.kinds
+        if Any in kinds:
+            return True
         if isinstance(value, bool):
             return bool in kinds
         if isinstance(value, Integral):

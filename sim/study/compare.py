@@ -7,21 +7,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
 import pandas as pd
 
 from tltlab.costs.load import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
+from tltlab.options import Option, check, to_json
+from tltlab.own import split
 from tltlab.planning.composition import System
 from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy, PolicySource
-from tltlab.sim.config import SimulationConfig, Source, at_least, check_keywords, decision_interval
+from tltlab.sim.config import SimulationConfig, Source, at_least, decision_interval
+from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario, named_policies
-from tltlab.stats import Interval
+from tltlab.sim.topology import Colocated
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
@@ -31,23 +33,101 @@ from .sample import Scenarios, samples, small
 from .study import Cell, Journal, Study
 from .systems import bind_all, system_cell
 
-AXES = ("workers", "gpus", "model", "engine", "tp", "costs", "acceptance", "placement", "max_response_tokens", "group_size")  # fmt: skip
-"""Settings of which a list makes a grid; `group_size` keeps the first samples of each prompt."""
 POLICIES = "none,table,beg-mab,adaptive"
 Policies = Mapping[str, PolicySource] | Sequence[PolicySource] | str
+
+
+def _several(text: str) -> Any:
+    """Return the value of an option, or a list of them; models of acceptance by drafter have ; between."""
+    parts = split(text, ";") if ";" in text or "=" in text and "(" not in text else split(text)
+    values = [int(part) if part.strip().isdigit() else part for part in parts]
+    return values if len(values) > 1 else values[0] if values else text
+
+
+def _axis(help: str, **more: Any) -> Option:
+    return Option(f"{help}; several make a grid.", parse=_several, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig(SimulationConfig):
+    """Settings of a comparison: those of its simulations, of which lists for some fields make a grid, and its own.
+
+    `group_size` keeps the first samples of each prompt. `stages` are the costs of the other stages of RL steps, by
+    default those of the machine that `gpus` name, and `gpus_per_worker` places them. `repeats` are seeds, `jobs` the
+    processes (None: one per core), on which no number depends. Raises ConfigError for axes that contradict, and a value
+    of an axis that comes twice or is below 1.
+
+    >>> [axes for axes, _ in StudyConfig(workers=[1, 2], acceptance="0.7").points()]
+    [{'workers': 1}, {'workers': 2}]
+    """
+
+    workers: Annotated[int | Sequence[int] | None, _axis("Rollout workers, such as 4,8")] = None  # type: ignore[assignment]
+    costs: Annotated[Any, _axis("Cost file, preset or module:Class [default: the trace's, else cpu-small]")] = None
+    gpus: Annotated[str | Sequence[str] | None, _axis("Such as 8xH100,8xB200, in place of costs and workers")] = None  # type: ignore[assignment]
+    model: Annotated[Any, _axis("On --gpus: Qwen/Qwen2.5-7B or another name, or a config.json")] = None
+    engine: Annotated[str | Sequence[str] | None, _axis("On --gpus: the engine's profile")] = None  # type: ignore[assignment]
+    acceptance: Annotated[
+        Any,
+        _axis(
+            "As simulate's, by drafter learned=0.7,ngram=0.4 (others keep their default) or 0.7 for one, with ; between"
+        ),
+    ] = None
+    placement: Annotated[Any, _axis(f"One of {', '.join(PLACEMENTS)}, or module:Class")] = None
+    max_response_tokens: Annotated[  # type: ignore[assignment]
+        int | Sequence[int] | None, _axis("Cap that cuts longer responses", names=("--cap", "--max-response-tokens"))
+    ] = None
+    group_size: Annotated[int | Sequence[int] | None, _axis("First samples of each prompt to keep")] = None
+    rl_steps: Annotated[
+        Sequence[int] | str | None,
+        Option("a:b, RL steps a to b - 1; or one; or all. [default: of more than 24 a sample]"),
+    ] = None
+    decision_block: Annotated[  # type: ignore[assignment]
+        int | None,
+        Option("Iterations between decisions. [default: 1; systems on long or many responses: cap / 256]", min=1),
+    ] = None
+    stages: Annotated[
+        StageCosts | Source | None, Option("Stage costs, a file or preset, for whole RL steps too. [default: of --gpus]")
+    ] = None
+    gpus_per_worker: Annotated[
+        int | None, Option("With stages: GPUs of a rollout worker. [default: the costs' tp, else 1]", min=1)
+    ] = None
+    repeats: Annotated[int, Option("Seeds, each the same for all policies.", min=1)] = 1
+    jobs: Annotated[int | None, Option("Processes. [default: the cores here]", min=1, default=None)] = 1
+
+    def __post_init__(self) -> None:
+        # The fields of the simulations are checked where an axis has one value.
+        check(self)
+        for name, values in self.axes.items():
+            if len(set(map(str, values))) < len(values):
+                raise ConfigError(f"{name}: a value comes twice in {', '.join(map(str, values))}")
+        for _, config in self.points():
+            for name in ("workers", "max_response_tokens"):
+                at_least(1, **{name: getattr(config, name)})
+        for size in self.axes.get("group_size", (self.group_size,)):
+            at_least(1, group_size=size)
+
+    @property
+    def axes(self) -> dict[str, tuple[Any, ...]]:
+        """The values of each field that has a list of them."""
+        lists = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("rl_steps", "seed")}
+        return {name: tuple(value) for name, value in lists.items() if isinstance(value, list | tuple)}
+
+    def points(self) -> Iterator[tuple[dict[str, Any], SimulationConfig]]:
+        """Yield each combination of the axes' values, and the settings of the simulations there."""
+        base = {field.name: getattr(self, field.name) for field in fields(SimulationConfig)}
+        base["decision_block"] = self.decision_block or 1
+        for values in product(*self.axes.values()):
+            axes = dict(zip(self.axes, values, strict=True))
+            yield axes, SimulationConfig(**base | {name: value for name, value in axes.items() if name in base})
 
 
 def compare(
     trace: TraceSource,
     policies: Policies | None = None,
-    config: SimulationConfig = SimulationConfig(),
+    config: StudyConfig = StudyConfig(),
     *,
     systems: str | Sequence[str | System] | None = None,
     baseline: str | None = None,
-    stages: StageCosts | Source | None = None,
-    gpus_per_worker: int | None = None,
-    repeats: int = 1,
-    jobs: int | None = 1,
     journal: Path | None = None,
     done: Callable[[str], None] = lambda label: None,
     **settings: Any,
@@ -55,10 +135,8 @@ def compare(
     """Compare policies, or `systems` from the literature, on the same responses with common random numbers.
 
     `policies` are a dict of policies by name, a list, or names with commas between, each as `simulate` takes it.
-    `settings` are fields of `SimulationConfig` that replace those of `config`; a list of values for one of `AXES` makes
-    a grid, with a row for each policy at every combination. Systems bring their own placement and idle use, and all
-    have the GPUs of `workers` workers of `gpus_per_worker` (default: the costs' tensor parallelism). With `stages`, or
-    on `gpus`, whole RL steps are compared too.
+    `settings` are fields of `StudyConfig` that replace those of `config`: lists make a grid, with a row for each policy
+    at every combination. Systems bring their own placement and idle use, and all have the GPUs of all workers.
 
     Rows are ordered by RL step, else by rollout, the fastest first; those of a grid by its points. Columns: `policy` or
     `system` (with its `title`), a column for each axis, `drafters` and the `acceptance` granted to each, `makespan_s`
@@ -71,12 +149,11 @@ def compare(
     `rollout_share`; of a grid `num_rl_steps`. Systems have `lossless`, `runs_here` (True, or the parts that no engine
     here has), `length_bias` (mean length of trained responses over that of all begun), `claim` of the system's paper
     beside what is found, `workers` (those that generate), `assumptions`, `stand_ins`, `defaults` (numbers that were
-    missing) and `source`.
+    missing) and `source`. The acceptance of a grid over it is the column `granted`.
 
-    `repeats` are seeds, each with common random numbers for all; a step's repeats are averaged before resampling, since
-    they share its lengths. Where `rl_steps` are left open in a trace of more than 24, a sample is simulated
-    (`tltlab.sim.study.sample`), of each point its own. `jobs` processes (None: one per core) share the cells. `journal`
-    is a file in which finished cells are kept, from which an interrupted comparison continues; `done` receives each.
+    A step's repeats are averaged before resampling, since they share its lengths. Where `rl_steps` are left open in a
+    trace of more than 24, a sample is simulated (`tltlab.sim.study.sample`), of each point its own. `journal` is a file
+    in which finished cells are kept, from which an interrupted comparison continues; `done` receives each.
 
     `attrs` has `axes`, `baseline`, `num_rl_steps` of the trace's `num_rl_steps_of`, `num_workers`, `num_gpus`, the
     names of `costs` and `acceptance`, `evidence` (`Scenario.evidence`), of the baseline and the fastest the largest
@@ -85,61 +162,50 @@ def compare(
     >>> compare("traces/tiny", "none,beg-mab", workers=[1, 2]).speed_up.tolist()  # doctest: +SKIP
     >>> compare("traces/tiny", systems="verl,tlt-base").set_index("system").ratio  # doctest: +SKIP
     """
-    at_least(1, repeats=repeats, jobs=jobs)
     if systems is not None and policies is not None:
         raise ConfigError("systems bring their policies: compare one of the two")
-    names = [field.name for field in fields(config)]
-    check_keywords(settings, [*names, "group_size"], compare)
-    axes = _axes(settings)
-    config = replace(config, **{name: value for name, value in settings.items() if name in names and name not in axes})
-    if not isinstance(settings.get("group_size"), int | None) and "group_size" not in axes:
-        raise ConfigError(f"group_size is a whole number, got {settings['group_size']!r}")
-    source = read(trace)
-    if systems is not None:
-        config = _of_systems(config, source, settings, systems := list(find_systems(systems)))
-    chosen = {} if systems is not None else named_policies(POLICIES if policies is None else policies)
+    config = config.changed(settings, compare)
+    source, axes = read(trace), config.axes
+    found = None if systems is None else list(find_systems(systems))
+    chosen = {} if found is not None else named_policies(POLICIES if policies is None else policies)
     if axes:
         # Each point has plain decoding, to which its other rows are compared.
         plain = find_systems("verl")[0]
-        systems = systems and [plain, *(system for system in systems if system.name != plain.name)]
+        found = found and [plain, *(system for system in found if system.name != plain.name)]
         chosen = chosen and named_policies("none") | chosen
-    listed = [system.name for system in systems] if systems else list(chosen)
-    baseline = baseline or ("verl" if systems and "verl" in listed else listed[0])
+    listed = [system.name for system in found] if found else list(chosen)
+    baseline = baseline or ("verl" if found and "verl" in listed else listed[0])
     if baseline not in listed:
         raise ConfigError(f"the baseline {baseline!r} is none of {', '.join(listed)}")
-    question = _Question(
-        chosen=chosen, systems=systems, stages=None if stages is None else load_stages(stages), repeats=repeats,
-        gpus_per_worker=gpus_per_worker,
-    )  # fmt: skip
-    points = [_Point.of(source, config, dict(zip(axes, each, strict=True)), settings.get("group_size"), question.stages)
-              for each in product(*axes.values())]  # fmt: skip
+    question = _Question(chosen=chosen, systems=found, config=config)
+    points = [_Point.of(source, each, at, question) for at, each in config.points()]
     kept = None
     if journal is not None:
-        asked = [f"{f.name} {value}" for f in fields(config) if (value := getattr(config, f.name)) is not None]
+        about = [source.num_rows("outcomes"), int(source.outcomes["response_tokens"].sum()), found is not None]
+        asked = {name: value for name, value in to_json(config).items() if value is not None and name not in axes}
         policies_json = {name: policy.model_dump(mode="json") for name, policy in chosen.items()}
-        about = [source.num_rows("outcomes"), int(source.outcomes["response_tokens"].sum()), asked, policies_json, repeats]
-        kept = Journal(path=journal, question=json.dumps([*about, systems is not None]), done=done)
+        asked.pop("jobs", None)
+        kept = Journal(path=journal, question=json.dumps([*about, asked, policies_json], sort_keys=True), done=done)
     rows_of: dict[int, list[dict[str, Any]]] = {}
-    attrs: dict[str, Any] = {"failed": {}}
+    attrs: dict[str, Any] = {}
     pending = list(range(len(points)))
-    chosen_steps = points[0].scenarios.config.rl_steps
-    for rl_steps in samples(source.rl_steps) if chosen_steps is None else [list(chosen_steps)]:
+    named = config.steps_of(source)
+    for rl_steps in samples(source.rl_steps) if named is None else [list(named)]:
         cells = {at: list(question.cells(points[at], rl_steps)) for at in pending}
-        study = Study(cells=[cell for each in cells.values() for cell in each], jobs=jobs)
-        table, first = study.table(kept), 0
-        again = []
+        study = Study(cells=[cell for each in cells.values() for cell in each], jobs=config.jobs)
+        table, first, again = study.table(kept), 0, []
         for at in pending:
             part = table[table["cell"].between(first, first + len(cells[at]) - 1)]
             first += len(cells[at])
             nominal = points[at].scenarios.of(rl_steps)
             rows_of[at] = compared(cells[at], part, nominal, baseline) if len(part) else []
-            found = _about(points[at], nominal, cells[at], part, rows_of[at], baseline)
-            attrs |= found | {"failed": table.attrs["failed"]}
+            attrs = _about(points[at], nominal, cells[at], part, rows_of[at], baseline)
             ratios = [interval for name in ("ratio", "step_ratio") for interval in intervals_of(rows_of[at], name)]
-            if not _enough(ratios, found["evidence"]) and chosen_steps is None and len(rl_steps) < len(source.rl_steps):
+            if not small(ratios, attrs["evidence"]["speedup_error"]) and len(rl_steps) < len(source.rl_steps):
                 again.append(at)
             for row in rows_of[at] if axes else ():
                 row["num_rl_steps"] = len(rl_steps)
+        attrs["failed"] = table.attrs["failed"]
         pending = again
         if not pending:
             break
@@ -148,41 +214,8 @@ def compare(
         order = "step_s" if "step_s" in frame else "makespan_s"
         frame = frame.sort_values(order, kind="stable", ignore_index=True)
     result = Comparison(frame)
-    result.attrs |= attrs | {"axes": {n: list(v) for n, v in axes.items()}, "baseline": baseline}
+    result.attrs |= attrs | {"axes": {name: list(values) for name, values in axes.items()}, "baseline": baseline}
     return result
-
-
-def _enough(ratios: Sequence[Interval], evidence: Mapping[str, Any]) -> bool:
-    """True if RL steps more would not make the ratios much surer, as the costs are off."""
-    return small(ratios, evidence["speedup_error"])
-
-
-def _axes(settings: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the values of each axis in `settings`. ConfigError for what contradicts, and a value that comes twice."""
-    axes = {name: tuple(settings[name]) for name in AXES if isinstance(settings.get(name), list | tuple)}
-    for name, values in axes.items():
-        if len(set(map(str, values))) < len(values):
-            raise ConfigError(f"{name}: a value comes twice in {', '.join(map(str, values))}")
-        if not values:
-            raise ConfigError(f"{name}: an axis needs a value")
-        if any(isinstance(value, int) and value < 1 for value in values):
-            raise ConfigError(f"{name} are whole numbers above 0, got {', '.join(map(str, values))}")
-    if other := {"workers", "costs"} & axes.keys():
-        if any(settings.get(name) is not None for name in ("gpus", "model", "engine", "tp")):
-            raise ConfigError(f"GPUs determine {' and '.join(sorted(other))}: give one of the two")
-    return axes
-
-
-def _of_systems(
-    config: SimulationConfig, trace: Trace, settings: Mapping[str, Any], systems: Sequence[System]
-) -> SimulationConfig:
-    """Return the settings under which systems are compared; ConfigError for a placement that a system fixes."""
-    fixed = [system for system in systems if system.placement != "contiguous"]
-    if settings.get("placement", config.placement) is not None and fixed:
-        raise ConfigError(f"system {fixed[0].name} fixes its placement, {fixed[0].placement}: leave out placement")
-    if "decision_block" not in settings and config.decision_block == 1:
-        config = replace(config, decision_block=decision_interval(trace))
-    return replace(config, spot=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,17 +227,16 @@ class _Point:
     stages: StageCosts | None
 
     @classmethod
-    def of(
-        cls, trace: Trace, config: SimulationConfig, axes: dict[str, Any], group_size: int | None,
-        stages: StageCosts | None,
-    ) -> _Point:  # fmt: skip
-        size = axes.get("group_size", group_size)
-        changes = {name: value for name, value in axes.items() if name != "group_size"}
-        config = replace(config, **changes)
-        if size is not None:
+    def of(cls, trace: Trace, config: SimulationConfig, axes: dict[str, Any], question: _Question) -> _Point:
+        """Return the point of the trace under these settings."""
+        asked = question.config
+        stages = None if asked.stages is None else load_stages(asked.stages)
+        if question.systems is not None:
+            config = question.of_systems(config, trace)
+        if (size := axes.get("group_size", asked.group_size)) is not None:
             # Costs and acceptance lie next to the trace, or were measured of all its responses.
-            known = config.find_acceptance(trace)[0]
-            config = replace(config, acceptance=known if config.acceptance is None else config.acceptance)
+            if config.acceptance is None:
+                config = replace(config, acceptance=config.find_acceptance(trace)[0])
             if not config.is_on_machine:
                 config = replace(config, costs=config.find_costs(trace)[0])
             trace = _first_samples(trace, size)
@@ -229,26 +261,33 @@ class _Question:
 
     chosen: Mapping[str, Policy]
     systems: Sequence[System] | None
-    stages: StageCosts | None
-    repeats: int
-    gpus_per_worker: int | None
+    config: StudyConfig
+
+    def of_systems(self, config: SimulationConfig, trace: Trace) -> SimulationConfig:
+        """Return the settings under which systems are compared; ConfigError for a placement that a system fixes."""
+        fixed = [system for system in self.systems or () if system.placement != "contiguous"]
+        if config.placement is not None and fixed:
+            raise ConfigError(f"system {fixed[0].name} fixes its placement, {fixed[0].placement}: leave out placement")
+        block = self.config.decision_block or decision_interval(trace)
+        return replace(config, decision_block=block, spot=None)
 
     def cells(self, point: _Point, rl_steps: Sequence[int]) -> Iterator[Cell]:
         """Yield a cell for each policy or system and seed."""
         scenarios, nominal = point.scenarios, point.scenarios.of(rl_steps)
         bound = [] if self.systems is None else bind_all(self.systems, nominal)
-        for repeat in range(self.repeats):
-            seed = nominal.seed + repeat
+        for seed in range(nominal.seed, nominal.seed + self.config.repeats):
             for binding in bound:
-                cell = system_cell(binding, scenarios, rl_steps, point.stages, self.gpus_per_worker, seed=seed)
+                gpus = self.config.gpus_per_worker
+                cell = system_cell(binding, scenarios, rl_steps, point.stages, gpus, seed=seed)
                 yield replace(cell, axes=point.axes)
             if self.chosen:
                 nominal.registry_of(self.chosen)
                 scenario = replace(nominal, seed=seed)
+                gpus = self.config.gpus_per_worker or scenario.costs.tensor_parallel
                 for name, policy in self.chosen.items():
                     yield Cell(
                         name=name, policy=policy, scenario=scenario, axes=point.axes, stages=point.stages,
-                        manifest=scenarios.trace.manifest,
+                        topology=Colocated(gpus_per_worker=gpus), manifest=scenarios.trace.manifest,
                     )  # fmt: skip
 
 

@@ -116,7 +116,9 @@ def _row(
     drafts = column["drafts"].sum()
     row: dict[str, Any] = {kind: cell.name}
     row |= {} if bound is None else {"title": bound.system.title}
-    row |= dict(cell.axes) | cell.scenario.granted(cell.policy.strategies)
+    granted = cell.scenario.granted(cell.policy.strategies)
+    row |= {"drafters": granted["drafters"], "acceptance": granted["acceptance"]}
+    row |= dict(cell.axes) | ({"granted": granted["acceptance"]} if "acceptance" in cell.axes else {})
     row |= {name: interval.estimate for name, interval in means.items()}
     other = None if base is None else {name: base[name].to_numpy(np.float64) for name in base}
     row |= _ratios("", column["makespan_s"], other and other["makespan_s"], seed)
@@ -246,7 +248,7 @@ def granted_text(rows: Sequence[Mapping[Any, Any]], name: str) -> str:
     """
     rows_of: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        for drafter, text in row["acceptance"].items():
+        for drafter, text in row.get("granted", row["acceptance"]).items():
             rows_of.setdefault((drafter, text), []).append(str(row[name]))
     drafters = [drafter for drafter, _ in rows_of]
     parts = []
