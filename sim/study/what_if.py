@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -14,15 +14,13 @@ from tltlab.acceptance.base import Acceptance, GeometricAcceptance
 from tltlab.acceptance.context import ContextAcceptance
 from tltlab.acceptance.load import DEFAULT, DEFAULTS, WITH_EPOCHS, load_acceptance, with_drafter
 from tltlab.acceptance.per_drafter import PerDrafter
-from tltlab.calibration.api import parse_rl_steps
-from tltlab.costs.base import CostModel
 from tltlab.costs.deployment import GPUS
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
-from tltlab.hardware import ModelShape
 from tltlab.importers.formats import Format
 from tltlab.importers.rows import Reading
 from tltlab.importers.sources import TraceSource, read_lengths
+from tltlab.options import Option
 from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.planning.systems import SYSTEMS, find_systems
@@ -30,8 +28,6 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
 from tltlab.sim.config import (
     SimulationConfig,
-    Source,
-    at_least,
     beside_trace,
     check_keywords,
     decision_interval,
@@ -57,74 +53,77 @@ _CURVE = (0.3, 0.6, 0.95)
 _DEFAULT_SYSTEMS = ("verl", "tlt", "tlt-base", "vllm-dynamic")
 
 
+@dataclass(frozen=True, kw_only=True)
+class WhatIfConfig(SimulationConfig):
+    """Settings of an estimate, beside those of its simulations; where no machine is named see `with_default_machine`.
+
+    `accept` is short for the chance that a token of `drafter` ("learned") is accepted once those before it were, all
+    other drafters as in `tltlab.acceptance.load.DEFAULTS`. With a `drafter` its table alone is found. `systems` are
+    compared beside. `jobs` processes (None: one per core) share the cells. Raises ConfigError for an `accept` that is
+    no chance or stands beside an acceptance.
+    """
+
+    accept: Annotated[
+        float | None, Option("Short for the chance of --drafter's tokens, the others' as usual. [default: 0.7 of learned]")
+    ] = None
+    drafter: Annotated[str | None, Option("The only drafter to find a table for. [default: all of the acceptance]")] = None
+    systems: Annotated[
+        str | Sequence[str] | None,
+        Option(f"Systems of the table: all, or of {', '.join(SYSTEMS)}. [default: four of them]"),
+    ] = None
+    jobs: Annotated[int | None, Option("Processes. [default: the cores here]", min=1)] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.accept is not None and not 0.0 < self.accept < 1.0:
+            raise ConfigError(f"accept is a chance between 0 and 1, such as 0.7, got {self.accept:g}")
+        if self.accept is not None and self.acceptance is not None:
+            raise ConfigError(f"accept {self.accept:g} is short for an acceptance of one drafter: leave out one of the two")
+
+    @property
+    def only_drafter(self) -> str | None:
+        """The only drafter to find a table for; None: all."""
+        return "learned" if self.accept is not None and self.drafter is None else self.drafter
+
+
 def what_if(
     lengths: TraceSource,
+    config: WhatIfConfig = WhatIfConfig(),
     *,
-    gpus: str | None = None,
-    model: str | ModelShape | None = None,
-    engine: str | None = None,
-    tp: int | None = None,
-    costs: CostModel | Source | None = None,
-    workers: int | None = None,
-    acceptance: Acceptance | Source | None = None,
-    accept: float | None = None,
-    drafter: str | None = None,
-    systems: str | Sequence[str] | None = None,
-    column: str | None = None,
-    reading: Reading | None = None,
+    reading: Reading = Reading(),
     form: Format | None = None,
-    seed: int = 0,
-    rl_steps: Sequence[int] | str | None = None,
-    jobs: int | None = 1,
-    on_stage: Callable[[str, int], None] = lambda message, total: None,
-    **misspelt: Any,
+    **settings: Any,
 ) -> WhatIf:
     """Simulate these responses with and without speculation; the answer is `verdict`, the rest is behind it.
 
-    `lengths` are whatever `read_lengths` takes: a file of any of its formats, a trace, a DataFrame, an array. `column`
-    (of the lengths), or all of a `reading`, and `form` give what a file lacks. The machine and the acceptance are those
-    of `SimulationConfig`: `gpus` (such as 8xH100) of a `model` (a name or `config.json`), or `costs` on `workers`.
-    Where none is named, the trace's costs are taken, else the machine of a log, else 8xH100 of Qwen2.5-7B.
-    For a training log with stages, rollouts and stages take the log's seconds, and one that drafts is compared with its
-    own run first (`WhatIf.running`). Acceptance that is not given is the recorded one, else
-    `tltlab.acceptance.load.DEFAULTS`. `accept` is short for the chance that a token of `drafter` ("learned") is
-    accepted once those before it were, all other drafters as in `DEFAULTS`.
+    `lengths` are whatever `read_lengths` takes: a file of any of its formats, a trace, a DataFrame, an array. `settings`
+    are fields of `WhatIfConfig` and of `Reading` (such as the `column` of the lengths) that replace those of `config`
+    and `reading`; `form` is the file's format. For a training log with stages, rollouts and stages take the log's
+    seconds, and one that drafts is compared with its own run first (`WhatIf.running`). Acceptance that is not given is
+    the recorded one, else `tltlab.acceptance.load.DEFAULTS`.
 
-    The best table of draft depths by batch size is found for every drafter that the acceptance names, or for `drafter`
-    alone: the tables that `tune` searches too. The answers are the fastest of drafters that need no training and the
-    fastest of trained ones, each with its range and with what `EXPECTED` placement would add. `rl_steps` (numbers, or
-    text such as "0:5" or "all") are simulated, by default a sample where there are more than 24 (`Scenarios.answer`).
-    `jobs` processes (None: one per core) share the cells. `on_stage` receives each finished stage and the number of
-    stages, again for each larger sample. Costs O(responses) per policy, most of it the bandits among `systems`.
+    The best table of draft depths by batch size is found for every drafter that the acceptance names: the tables that
+    `tune` searches too. The answers are the fastest of drafters that need no training and the fastest of trained ones,
+    each with its range and with what `EXPECTED` placement would add. By default a sample is simulated of more than 24
+    RL steps (`Scenarios.answer`). Costs O(responses) per policy, most of it the bandits among `systems`.
 
     >>> what_if([200] * 500 + [4000] * 12, gpus="8xH100", model="Qwen2.5-7B").verdict  # doctest: +SKIP
     """
     started = time.perf_counter()
-    check_keywords(misspelt, (), what_if)
-    at_least(1, jobs=jobs)
-    if accept is not None and not 0.0 < accept < 1.0:
-        raise ConfigError(f"accept is a chance between 0 and 1, such as 0.7, got {accept:g}")
-    if accept is not None and acceptance is not None:
-        raise ConfigError(f"accept {accept:g} is short for an acceptance of one drafter: leave out one of the two")
-    drafter = "learned" if accept is not None and drafter is None else drafter
-    reading = reading or Reading()
-    source = read_lengths(lengths, replace(reading, column=column or reading.column), form)
-    trace = source.trace
-    chosen = parse_rl_steps(rl_steps, trace.rl_steps) if isinstance(rl_steps, str) else rl_steps
-    config = SimulationConfig(
-        gpus=gpus, model=model, engine=engine, tp=tp, costs=costs, workers=workers, acceptance=acceptance, seed=seed,
-        rl_steps=chosen,
-    )  # fmt: skip
-    config, recorded = _with_acceptance(with_default_machine(config, trace), trace, accept, drafter)
+    of_reading = {field.name for field in fields(Reading)} & settings.keys()
+    check_keywords(settings, [field.name for field in (*fields(config), *fields(Reading))], what_if)
+    reading = replace(reading, **{name: settings.pop(name) for name in of_reading})
+    source = read_lengths(lengths, reading, form)
+    trace, asked = source.trace, replace(config, **settings)
+    config, drafter, recorded = _with_acceptance(with_default_machine(asked, trace), trace)
     logged = LoggedRun.of(Scenarios(trace, config))
     scenarios = logged.scenarios
-    compared_with = list(find_systems(systems or _DEFAULT_SYSTEMS))
+    compared_with = list(find_systems(config.systems or _DEFAULT_SYSTEMS))
     # All results are relative to VeRL, which does not speculate.
     verl = SYSTEMS["verl"]
     ask = _Question(
-        scenarios=scenarios, drafters=_drafters(scenarios, drafter), recorded=recorded, logged=logged, jobs=jobs,
-        systems=compared_with if verl in compared_with else [verl, *compared_with], on_stage=on_stage,
-        block=decision_interval(trace),
+        scenarios=scenarios, drafters=_drafters(scenarios, drafter), recorded=recorded, logged=logged, jobs=config.jobs,
+        systems=compared_with if verl in compared_with else [verl, *compared_with], block=decision_interval(trace),
     )  # fmt: skip
     found = scenarios.answer(ask.answer, ask.is_enough)
     scenario, best, base, machine = found.scenario, found.answers[0], found.base, scenarios.machine
@@ -145,11 +144,11 @@ def what_if(
         share_of=logged.share_of, running=found.running, crowded_share=_crowded_share(found.plain, best.policy),
         training=drafter_training(trace, scenario), recorded=recorded, num_rl_steps=len(scenario.steps),
         is_sampled=scenarios.is_sampled, wall_s=time.perf_counter() - started,
-        example=scenarios.of([scenario.steps[median].rl_step]), config=config,
+        example=scenarios.of([scenario.steps[median].rl_step]), config=asked,
     )  # fmt: skip
 
 
-def with_default_machine(config: SimulationConfig, trace: Trace) -> SimulationConfig:
+def with_default_machine(config: WhatIfConfig, trace: Trace) -> WhatIfConfig:
     """Return the settings; where they name no machine that of the trace's costs, else of its log, else `GPUS`."""
     counted = config.workers is not None or trace.manifest.num_workers is not None
     has_costs = counted and beside_trace(trace, "costs.json") is not None
@@ -158,19 +157,17 @@ def with_default_machine(config: SimulationConfig, trace: Trace) -> SimulationCo
     return replace(config, **({"gpus": GPUS} | machine_of(trace)))
 
 
-def _with_acceptance(
-    config: SimulationConfig, trace: Trace, accept: float | None, drafter: str | None
-) -> tuple[SimulationConfig, bool]:
-    """Return the settings with the acceptance that is asked for, and whether the trace has it."""
-    known, _ = config.find_acceptance(trace)
+def _with_acceptance(config: WhatIfConfig, trace: Trace) -> tuple[WhatIfConfig, str | None, bool]:
+    """Return the settings with the acceptance that is asked for, the only drafter, and whether the trace has it."""
+    known, drafter = config.find_acceptance(trace)[0], config.only_drafter
     if drafter is not None and (known is None or drafter not in known.drafters):
         STANDARD[drafter]  # Refuses a name that no drafter has.
-    if accept is not None and drafter is not None:
-        usual, own = load_acceptance(DEFAULT, epochs=has_epochs(trace)), GeometricAcceptance(alpha=accept)
-        return replace(config, acceptance=with_drafter(usual, drafter, own)), False
+    if config.accept is not None and drafter is not None:
+        usual, own = load_acceptance(DEFAULT, epochs=has_epochs(trace)), GeometricAcceptance(alpha=config.accept)
+        return replace(config, acceptance=with_drafter(usual, drafter, own), accept=None), drafter, False
     if known is None:
-        return replace(config, acceptance=DEFAULT), False
-    return config, config.acceptance in (None, "trace")
+        return replace(config, acceptance=DEFAULT), drafter, False
+    return config, drafter, config.acceptance in (None, "trace")
 
 
 def _drafters(scenarios: Scenarios, drafter: str | None) -> list[str]:
@@ -211,28 +208,21 @@ class _Question:
     block: int
     logged: LoggedRun
     jobs: int | None
-    on_stage: Callable[[str, int], None]
 
     def answer(self, rl_steps: Sequence[int]) -> _Found:
         """Simulate these RL steps without speculation, under the best table of each drafter, and under each system."""
-        scenario, total = self.scenarios.of(rl_steps), 5
-        responses = sum(len(step.chains) for step in scenario.steps)
-        self.on_stage(f"{responses} responses of {len(scenario.steps)} RL steps", total)
+        scenario = self.scenarios.of(rl_steps)
         plain = simulated(scenario, load_policy("none"), "none", self.scenarios.trace.manifest)
         tables = self._tables(scenario)
         table = Study(cells=list(self._cells(rl_steps, tables)), jobs=self.jobs)
         rows = table.table()
         times = {cell.name: _times(rows[rows["cell"] == at]) for at, cell in enumerate(table.cells)}
         base = times["none"]
-        self.on_stage("plain decoding, and the best table of each drafter", total)
         best = self._best(scenario, tables, times)
         answers = tuple(self._answer(scenario, name, tables[name], times, base) for name in best)
-        self.on_stage("90 % range", total)
         chances = self._chances(scenario, best[0])
         curve = dict(zip(chances, self._curve(rl_steps, best[0], chances), strict=True))
-        self.on_stage("acceptance", total)
         systems = self._compared(rl_steps, {name: tables[name] for name in best})
-        self.on_stage(f"systems {', '.join(systems['system'])}", total)
         return _Found(
             scenario=scenario, plain=plain, base=base, answers=answers, by_accept=curve,
             with_epochs=self._with_epochs(rl_steps, base), systems=systems,

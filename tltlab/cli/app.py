@@ -27,7 +27,8 @@ _COMPLETE = "_TLTLAB_COMPLETE"
 _GONE = {
     "advise": "`tltlab what-if` estimates the benefit of training the drafter",
     "completion": "`tltlab --install-completion` sets the shell up, `tltlab --show-completion` prints the script",
-    "map": "`tltlab sweep` compares systems, and notebook 08 draws which family pays where",
+    "map": "`tltlab compare` takes lists of values, and notebook 08 draws which family pays where",
+    "sweep": "`tltlab compare` takes lists, such as --workers 4,8 --gpus 8xH100,8xB200",
     "off-policy": "decisions.parquet of a trace has the propensities that such estimates are computed from",
 }
 """Commands of the release before, and what replaces them."""

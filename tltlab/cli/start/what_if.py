@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from tltlab.charts import FORMATS, save_figure
-from tltlab.console import Json, emit, made_by, progress_bar, table
+from tltlab.console import Json, emit, json_rows, made_by, progress_bar, table
 from tltlab.errors import ConfigError
 from tltlab.files import check_writable, write_file, write_json
 from tltlab.importers.rows import Reading
-from tltlab.options import Without, command
-from tltlab.planning.systems import SYSTEMS
+from tltlab.options import Option, Without, command, to_json
 from tltlab.report.comparison import comparison_page
 from tltlab.report.page import Part, render
 from tltlab.report.rollout import lengths_part, timelines_part
-from tltlab.sim.cli import options
+from tltlab.sim.cli.compare import SAMPLED
+from tltlab.sim.cli.compare import text as comparison_text
+from tltlab.sim.study.jobs import counted
+from tltlab.sim.study.sample import sample_text
+from tltlab.sim.study.verdict import WhatIf
+from tltlab.sim.study.what_if import WhatIfConfig
+from tltlab.sim.study.what_if import what_if as run
 from tltlab.traces.metrics import per_step
 
 from . import reading as readings
-
-if TYPE_CHECKING:
-    from tltlab.sim.study.verdict import WhatIf
 
 _PAGES = (".html", ".htm")
 
@@ -41,33 +41,18 @@ def what_if(
             help="Lengths: CSV, JSON, JSONL, Parquet, rollouts, requests, a log, packed too; a trace or RUN.",
         ),
     ],
-    reading: Annotated[Reading, Without("reward_columns")],
-    gpus: options.Gpus = None,
-    model: options.Model = None,
-    engine: options.Engine = None,
-    tp: options.TensorParallel = None,
-    costs: Annotated[
-        str | None, typer.Option(help="Cost file or preset instead. [default: the trace's, else --gpus 8xH100]")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="With --costs: rollout workers.")] = None,
-    acceptance: options.Acceptance = None,
-    accept: Annotated[
-        float | None,
-        typer.Option(
-            help="Short for the chance of --drafter's tokens, the others' as usual. [default: 0.7 of learned]"
+    config: Annotated[
+        WhatIfConfig,
+        Without(
+            "mode", "max_response_tokens", "prefix_caching", "prefix", "max_tools", "tool_s", "decision_block", "spot",
+            rl_steps=Option(SAMPLED), jobs=Option(default=None),
         ),
-    ] = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="Of the verdict's table. [default: the recorded ones, else learned]")
-    ] = None,
-    systems: Annotated[
-        str | None, typer.Option(help=f"Systems of the table: all, or of {', '.join(SYSTEMS)}. [default: four of them]")
-    ] = None,
+    ],
+    reading: Annotated[Reading, Without("reward_columns")],
     form: readings.Form = None,
-    rl_steps: options.SampledRlSteps = None,
-    jobs: options.Jobs = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of policies and of intervals.")] = 0,
-    policy_out: Annotated[Path | None, typer.Option(help="Write the policy that was found as a policy file.")] = None,
+    policy_out: Annotated[
+        Path | None, typer.Option(help="Write the policy that needs no training as a policy file.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write .html (a page), .png or .svg (the picture) or .json (the result).")
     ] = None,
@@ -83,29 +68,12 @@ def what_if(
         raise ConfigError(f"--out {out}: name a file that ends in .html, .png, .svg or .json")
     if policy_out is not None:
         check_writable(policy_out)
-    from tltlab.sim.cli.compare import system_rows, system_table
-    from tltlab.sim.study.what_if import what_if as run
-
-    with ExitStack() as stack:
-        left: list[Callable[[str], None]] = []
-
-        def on_stage(stage: str, total: int) -> None:
-            if not left:
-                # A larger sample has the same stages again.
-                stack.close()
-                left.extend([stack.enter_context(progress_bar("stage", total))] * total)
-            left.pop()(stage)
-
-        answer = run(
-            lengths, gpus=gpus, model=model, engine=engine, tp=tp, costs=costs, workers=workers,
-            acceptance=acceptance, accept=accept, drafter=drafter, systems=systems, reading=reading, jobs=jobs,
-            seed=seed, form=readings.known_format(form), rl_steps=rl_steps, on_stage=on_stage,
-        )  # fmt: skip
-    attributes = ("baseline", "left_out", "num_gpus")
-    result: dict[str, Any] = answer.json() | {"systems": system_rows(answer.systems), "figures": "simulated"}
-    result |= {key: answer.systems.attrs[key] for key in attributes}
+    with progress_bar("simulation", None) as bar, counted(lambda: bar("")):
+        answer = run(lengths, config, reading=reading, form=readings.known_format(form))
+    result: dict[str, Any] = answer.json() | {"systems": json_rows(answer.systems), "figures": "simulated"}
+    result |= {key: answer.systems.attrs[key] for key in ("baseline", "num_gpus")}
     origin = made_by("numpy", "scipy", "simpy")
-    result |= {"policy_out": policy_out and str(policy_out), "trace": str(lengths), "seed": seed, **origin}
+    result |= {"policy_out": policy_out and str(policy_out), "trace": str(lengths), "settings": to_json(config), **origin}
     if policy_out is not None:
         answer.policy.with_provenance(**origin, paths=[str(lengths)]).write(policy_out)
     if out is not None and out.suffix in _PAGES:
@@ -115,25 +83,29 @@ def what_if(
         save_figure(answer.plot(), out)
     elif out is not None:
         write_json(out, result)
-    lines = [text(answer), "", system_table(answer.systems, answer.is_sampled)]
+    rows = json_rows(answer.systems)
+    lines = [text(answer), "", comparison_text(answer.systems, rows, sampled=answer.is_sampled)]
     lines += [f"wrote {path}" for path in (out, policy_out) if path is not None]
     lines += ["", answer.verdict]
+    best, training = answer.best, "needs a trained drafter" if answer.best.trained else "needs no training"
     if policy_out is not None:
+        lines.append(f"{policy_out} is the table of {best.drafter}, which {training}")
         lines.append(f"next: TLTLAB_POLICY={shlex.quote(str(policy_out.absolute()))} python train.py")
-        if not any([reading != Reading(), form, answer.share_of == "log", lengths.is_fifo()]):
-            lines.append(f"  or: {_simulation(answer, lengths, policy_out, accept, rl_steps)}")
-    elif answer.drafts:
+        if reading == Reading() and form is None and answer.share_of != "log" and not lengths.is_fifo():
+            lines.append(f"  or: {_simulation(answer, lengths, policy_out)}")
+    elif best.drafts:
         lines.append("next: --policy-out policy.json, then TLTLAB_POLICY=policy.json python train.py")
     emit(result, as_json=as_json, text="\n".join(lines))
 
 
-def _simulation(answer: WhatIf, lengths: Path, policy: Path, accept: float | None, rl_steps: str | None) -> str:
-    """The command that simulates the policy that was found as it was found."""
+def _simulation(answer: WhatIf, lengths: Path, policy: Path) -> str:
+    """Return the command that simulates the policy that was found as it was found."""
     asked = answer.config
-    named = {name: getattr(asked, name) for name in ("gpus", "model", "engine", "tp", "costs", "workers", "acceptance")}
-    if accept is not None:
-        named["acceptance"] = f"{answer.drafters[0]}=geometric:{accept:g}"
-    named |= {"rl-steps": rl_steps, "seed": asked.seed or None}
+    names = ("gpus", "model", "engine", "tp", "costs", "workers", "acceptance", "placement", "rl_steps")
+    named = {name.replace("_", "-"): getattr(asked, name) for name in names}
+    if asked.accept is not None:
+        named["acceptance"] = f"{answer.best.drafter}=geometric:{asked.accept:g}"
+    named["seed"] = asked.seed or None
     options = [word for name, value in named.items() if value is not None for word in (f"--{name}", str(value))]
     return shlex.join(["tltlab", "simulate", str(lengths), "--policy", str(policy), *options])
 
@@ -147,23 +119,22 @@ def _pictures(answer: WhatIf) -> tuple[Part, ...]:
 
 def text(answer: WhatIf) -> str:
     """The answer for people, words first."""
-    from tltlab.sim.study.sample import sample_text
-    from tltlab.sim.study.what_if import THE_VERDICT
-
     num_of = len(answer.trace.rl_steps)
     simulated = sample_text([answer.num_rl_steps], num_of, sampled=answer.is_sampled)
     used = ", ".join(column if column == name else f"{column} ({name})" for name, column in answer.used.items())
     evidence = [] if answer.evidence == answer.setting else [answer.evidence.partition(";")[0]]
     rows = [
         ("on", ", ".join([f"{answer.setting}: {answer.workers} workers", *evidence])),
-        ("drafting", ", ".join(f"{row.strategy} from batch {row.min_batch}" for row in answer.drafting)),
-        ("in the table", f"the verdict's speed-up is that of {THE_VERDICT.name}"),
+        *(
+            (f"table of {each.drafter}", ", ".join(f"{row.strategy} from batch {row.min_batch}" for row in each.rows))
+            for each in answer.answers
+        ),
         *([] if answer.training is None else [("training", str(answer.training))]),
         ("used", used or "a trace"),
         *([("ignored", ", ".join(answer.ignored))] if answer.ignored else []),
         ("responses", f"{answer.trace.num_rows('outcomes')} of {num_of} RL steps"),
         *([("simulated", simulated)] if answer.num_rl_steps < num_of else []),
-        *(("assumed", note) for note in answer.notes),
+        *(("assumed", ", ".join(filter(None, each.values()))) for each in answer.assumed),
         ("simulated in", f"{answer.wall_s:.1f} s"),
     ]
     return "\n".join([answer.verdict, "", table([], rows, words=True)])
