@@ -11,11 +11,11 @@ if __name__ == "sim":
 
 from typing import TYPE_CHECKING, Any
 
-from .study.compare import compare
 from .config import SimulationConfig
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .simulate import SimResult, simulate
+from .study.compare import compare
 from .topology import Colocated, Separate
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """Clairvoyant lower bounds on a rollout's makespan: no placement, order or choice among the strategies beats them.
 
-`lower_bound_s` holds for every acceptance:
+`lower_bound_s` holds for every acceptance, where each request gains what is expected or replayed (a bound that no draw
+can undercut would be half as high; a sampled rollout may undercut this one by chance):
 
     path = max_i alone_i            the longest response by itself, in a batch of 1, its tools' time included
     area = sum_i share_i / W        the work of all responses, shared by workers that are never idle
@@ -16,13 +17,8 @@ The least decoding time of one response of L tokens, prompt p, under strategies 
   (fix_s + c*(p + x))/A_s - c/2, so the time is at least the integral of min_s h_s over [0, L]. That minimum is concave
   in x, hence the integral is at least L times the mean of its ends. Exact for one strategy.
 - replayed: the shortest path over positions, exact.
-- by request: as fluid, with the most that a request can get anywhere in its response (reach + 1 when sampled). Where
+- by request: as fluid, with the most that a request can get anywhere in its response . Where
   acceptance falls with context, the most in each stretch of it.
-- sampled: the draws u_1, u_2, ... are fixed and used up in order. For any price lam per token (at most the cost of a
-  plain iteration, where there is one), sum fix_s >= lam*L - max_K sum_{k<=K} max_s(lam*gain_s(u_k) - fix_s). With a_k
-  the best gain of draw k, A its mean, R the largest rise of the walk of steps a_k/A - 1, the contexts sum to at least
-  (p*L + L^2/2)/A - max(a)*L/(2*A) - (p + L)*R: summation by parts, as contexts only grow. Nor are there fewer
-  iterations than the best gains allow, which is the better bound on both for short responses.
 
 `shared_bound_s`, where all gain alike, weighs the path of every response against the work of all: who is fast takes
 room. A worker that runs b requests under strategy s gives each A_s tokens in an iteration of f_s(b) + c*S seconds. To
@@ -52,7 +48,6 @@ from tltlab.acceptance.base import Acceptance, RequestArrays
 from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.sim.engine.batch import TOLERANCE_TOKENS
-from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
 
@@ -99,7 +94,6 @@ def lower_bound_s(
     costs: CostModel,
     workers: int,
     acceptance: Acceptance | None,
-    mode: str,
     seed: int,
 ) -> float:
     """Seconds that no schedule of these requests on `workers` workers undercuts."""
@@ -111,7 +105,7 @@ def lower_bound_s(
     most = largest_batch(requests, costs)
     fixed = [floors.fixed_s[:, most - 1].tolist(), floors.each_s[:, most - 1].tolist()]
     slope_s = float(floors.slope_s[most - 1])
-    decoding = _decoding_s(requests, ids.tolist(), floors.regimes, fixed, slope_s, acceptance, mode, seed)
+    decoding = _decoding_s(requests, ids.tolist(), floors.regimes, fixed, slope_s, acceptance, seed)
     alone, share = prefill + decoding[0], _held_s(prefill, costs) + decoding[1]
     if requests.turns is not None:
         seconds = dict(zip(ids.tolist(), (alone + np.array(requests.turns.tool_s)[ids]).tolist(), strict=True))
@@ -141,7 +135,6 @@ def _decoding_s(
     fixed: list[list[float]],
     slope_s: float,
     acceptance: Acceptance | None,
-    mode: str,
     seed: int,
 ) -> list[Floats]:
     """Least seconds to decode each response that ran, for each row of `fixed`: the fixed cost of each regime."""
@@ -150,15 +143,13 @@ def _decoding_s(
             return [
                 _replayed(requests, ids, list(zip(regimes, row, strict=True)), slope_s, acceptance) for row in fixed
             ]
-        if mode == "sampled" and acceptance is not None and acceptance.varies_by == "nothing":
-            return _sampled(requests, ids, regimes, fixed, slope_s, seed)
     prompts = requests.prompts[ids].astype(np.float64)
     lengths = requests.lengths[ids].astype(np.float64) - TOLERANCE_TOKENS
 
     levels: dict[str, Floats] = {}
     siblings = np.zeros(len(ids))
     by_request = acceptance is not None and acceptance.varies_by == "request"
-    if by_request and mode != "sampled":
+    if by_request:
         keys = [requests.keys[i] for i in ids]
         size = Counter(key[:2] for key in requests.keys)
         siblings = np.array([size[key[:2]] - 1.0 for key in keys])
@@ -169,8 +160,6 @@ def _decoding_s(
     def most(regime: Regime, begin: float) -> Floats | float:
         if acceptance is None or not by_request or not regime.strategy.speculates:
             return regime.tokens
-        if mode == "sampled":
-            return regime.most + 1.0
         # The iteration that brings token `begin` may have started with less context.
         context_tokens = max(0.0, begin - regime.most - 1.0) + float(prompts.min())
         arrays = RequestArrays(levels[regime.strategy.drafter], lengths, siblings, prompts)
@@ -178,7 +167,7 @@ def _decoding_s(
 
     # Acceptance that falls with context has a bound for each stretch of a response.
     longest = float(lengths.max())
-    falls = by_request and mode != "sampled" and acceptance is not None and acceptance.at_context(0.0) is not acceptance
+    falls = by_request and acceptance is not None and acceptance.at_context(0.0) is not acceptance
     begins = np.arange(0.0, longest, _STRETCH_TOKENS) if falls else [0.0]
     least = [np.zeros(len(ids)) for _ in fixed]
     for begin in begins:
@@ -231,62 +220,6 @@ def _replayed(
     result = np.empty(len(ids))
     result[order] = best[np.arange(len(order)), lengths % window]
     return result
-
-
-def _sampled(
-    requests: Requests,
-    ids: list[int],
-    regimes: Sequence[Regime],
-    fixed: list[list[float]],
-    slope_s: float,
-    seed: int,
-) -> list[Floats]:
-    seeds = request_seeds(seed, [requests.keys[i] for i in ids])
-    cdfs = [r.cdf for r in regimes if r.cdf is not None]
-    grid = _gains(cdfs, (np.arange(2048) + 0.5) / 2048)
-    mean = float(grid.max(axis=0).mean())
-    priced = []
-    for row in fixed:
-        drawn = np.array([fix for r, fix in zip(regimes, row, strict=True) if r.cdf is not None])[:, None]
-        plain = [fix for r, fix in zip(regimes, row, strict=True) if r.cdf is None]
-        priced.append((min([_break_even_price(grid, drawn), *plain]), drawn))
-    least = np.empty((len(fixed), len(ids)))
-    # All strategies gain from the same draw: what each gains changes at the edges of their distributions alone.
-    edges = np.unique(np.concatenate(cdfs))
-    each = _gains(cdfs, np.concatenate([[-1.0], edges]))
-    most, surpluses = each.max(axis=0), [(price * each - drawn).max(axis=0) for price, drawn in priced]
-    for j, i in enumerate(ids):
-        length, prompt = requests.response_tokens[i], requests.prompt_tokens[i]
-        draws = np.searchsorted(edges, uniforms(seeds[j : j + 1], np.zeros(1, np.int64), length)[0], side="right")
-        best = most[draws]
-        walk = np.concatenate([[0.0], np.cumsum(best / mean - 1.0)])
-        rise = float((walk - np.minimum.accumulate(walk)).max())
-        n = int(np.searchsorted(np.cumsum(best), length)) + 1
-        contexts = max(
-            n * prompt + n * (n - 1) / 2,
-            (prompt * length + length**2 / 2 - best.max() * length / 2) / mean - (prompt + length) * rise,
-        )
-        for k, (price, _) in enumerate(priced):
-            surplus = max(0.0, float(np.cumsum(surpluses[k][draws]).max()))
-            # The factor forgives the rounding of a sum of as many terms as the response has tokens.
-            paid = (price * length - surplus) * (1 - 1e-10)
-            least[k, j] = max(paid, n * min(fixed[k])) + slope_s * contexts
-    return list(least)
-
-
-def _gains(cdfs: list[Floats], u: Floats) -> Ints:
-    """Tokens that each strategy gets out of each draw, shape (strategies, draws)."""
-    return np.stack([1 + np.searchsorted(cdf, u, side="right") for cdf in cdfs])
-
-
-def _break_even_price(gains: Ints, fixed: Floats) -> float:
-    """Seconds per token at which the best strategy for each draw, known beforehand, breaks even on average."""
-    low, high = 0.0, float((fixed[:, 0] / gains.mean(axis=1)).min())
-    for _ in range(50):
-        price = (low + high) / 2
-        surplus = float((price * gains - fixed).max(axis=0).mean())
-        low, high = (low, price) if surplus > 0 else (price, high)
-    return low
 
 
 def shared_bound_s(requests: Requests, floors: Floors, costs: CostModel, workers: int) -> float:

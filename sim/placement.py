@@ -22,6 +22,8 @@ from tltlab.strategy import NO_SPECULATION
 RANKER_RECALL = 0.87
 """Share of the longest fifth that StreamRL's ranker finds (arXiv 2504.15930, 7B)."""
 LONG_SHARE = 0.2
+EXPECTED = "longest_expected"
+"""Placement by expected lengths, whose gain every answer has."""
 
 
 def place(

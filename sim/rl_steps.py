@@ -17,7 +17,7 @@ import pandas as pd
 import simpy
 
 from tltlab.arrays import Floats
-from tltlab.costs.stages import STAGES, StageCosts, StepWorkload, served_s
+from tltlab.costs.stages import STAGES, StageCosts, served_s
 from tltlab.errors import ConfigError
 from tltlab.planning.dispatch import stage_left
 from tltlab.sim.engine.record import SimulatedRollout
@@ -212,7 +212,7 @@ def _times(
     if stages.inference is None or stages.reward is None or stages.train is None or stages.sync is None:
         missing = [name for name in ("inference", "reward", "train", "sync") if getattr(stages, name) is None]
         raise ConfigError(f"the stage costs do not know {', '.join(missing)}: add what it takes, {{}} for nothing")
-    work = StepWorkload.of_rows(rollout.requests.rows, num_updates=num_updates)
+    work = rollout.requests.work(num_updates)
     inference_s = stages.inference.seconds(work)
     if fused:
         tokens = rollout.requests.response_tokens

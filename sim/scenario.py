@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.acceptance.base import Acceptance
-from tltlab.acceptance.load import granted
+from tltlab.acceptance.load import DEFAULTS, granted
 from tltlab.acceptance.per_drafter import PerDrafter, refuse_one_for_several
 from tltlab.arrays import Floats
 from tltlab.config import shown
@@ -42,7 +42,6 @@ from .bounds import Floors, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
 from .idle_training import IdleUse, SimulatedSpotTrainer
 from .placement import place_steps
-
 
 DEPTHS = (1, 2, 3, 4, 6, 8)
 """Depths of the chains that are searched, and over which bounds are."""
@@ -270,18 +269,50 @@ class Scenario(SimulationConfig):
             "speedup_error": evidence.speedup_error(extrapolated=bool(beyond)) if speculates else None,
         }
 
-    def covered_chains(self, drafters: Sequence[str]) -> tuple[list[Strategy], list[str]]:
-        """Return the chains of `DEPTHS` by these drafters that costs and acceptance cover, and why others are not."""
+    def placed(self, placement: str) -> Scenario:
+        """Return the same requests under another placement."""
+        queues = place_steps(self.steps, self.workers, placement, self.costs)
+        return replace(self, placement=placement, queues=queues)
+
+    def searched_drafters(self) -> list[str]:
+        """Return the drafters whose tables are searched: those that the acceptance names, else the standard ones.
+
+        ConfigError where one model would serve drafters of different kinds among these.
+        """
+        assert self.acceptance is not None
+        if names := list(self.acceptance.drafters):
+            return names
+        names = [name for name in DEFAULTS if self.acceptance.knows(name)]
+        self.check_drafters(names)
+        return names
+
+    def covered_chains(
+        self, drafters: Sequence[str], depths: Sequence[int] = DEPTHS
+    ) -> tuple[list[Strategy], list[str]]:
+        """Return the chains of these depths and drafters that costs and acceptance cover, and why others are not."""
         covered, why = [], dict[str, list[str]]()
-        model, most = self.acceptance, max(map(len, self.steps), default=1)
-        settled = None if model is None else model.in_state({})
-        for strategy in (Strategy.chain(name, depth) for name in drafters for depth in DEPTHS):
-            try:
-                Regimes([strategy], self.costs, settled, self.registry).up_to(most)
+        settled = None if self.acceptance is None else self.acceptance.in_state({})
+        for strategy in (Strategy.chain(name, depth) for name in drafters for depth in depths):
+            if strategy not in self._refusals:
+                try:
+                    Regimes([strategy], self.costs, settled, self.registry).up_to(self._largest_queue)
+                    self._refusals[strategy] = ""
+                except ConfigError as error:
+                    self._refusals[strategy] = str(error)
+            if reason := self._refusals[strategy]:
+                why.setdefault(reason, []).append(str(strategy))
+            else:
                 covered.append(strategy)
-            except ConfigError as error:
-                why.setdefault(str(error), []).append(str(strategy))
         return covered, [f"left out: {', '.join(names)}: {reason}" for reason, names in why.items()]
+
+    @cached_property
+    def _refusals(self) -> dict[Strategy, str]:
+        """Why a chain is not covered, "" where it is."""
+        return {}
+
+    @property
+    def _largest_queue(self) -> int:
+        return max((len(queue) for queues in self.queues for queue in queues), default=1)
 
     def bounding(self, policy: Policy, own: Acceptance | None = None) -> tuple[Scenario, list[Strategy]]:
         """Return the scenario and the strategies of the bound to which a policy's regret is.
@@ -291,11 +322,13 @@ class Scenario(SimulationConfig):
         """
         model, scenario = self.acceptance, self
         used = sorted({s.drafter for s in policy.strategies if s.speculates})
+        if isinstance(own, PerDrafter) and isinstance(model, PerDrafter):
+            own = None if all(own.of(name) is model.models.get(name, model.others) for name in used) else own
         if own is not None and own is not model:
             replayed = own.varies_by == "position" or (model is not None and model.varies_by == "position")
             parts = {} if model is None or replayed else {name: model.at_best([name]) for name in model.drafters}
             parts |= {} if replayed else {name: own.at_best([name]) for name in used}
-            scenario = replace(self, acceptance=own if replayed else PerDrafter(parts))
+            scenario = replace(scenario, acceptance=own if replayed else PerDrafter(parts))
         names = used if scenario.acceptance is None else scenario.acceptance.drafters or used
         known = [name for name in names if name in scenario.registry]
         chains = [] if scenario.acceptance is None else scenario.covered_chains(known)[0]
@@ -322,12 +355,10 @@ class Scenario(SimulationConfig):
         regimes = Regimes(strategies, self.costs, model, self.registry if drafters is None else drafters)
         floors = Floors.of(regimes, max(map(len, self.steps), default=1))
         # All gain alike in every iteration: then sharing a worker has an exact price.
-        alike = not any(s.speculates for s in strategies) or (
-            self.mode == "fluid" and model is not None and model.varies_by == "nothing"
-        )
+        alike = not any(s.speculates for s in strategies) or (model is not None and model.varies_by == "nothing")
         bounds_s = []
         for step in self.steps:
-            bound_s = lower_bound_s(step, floors, self.costs, self.workers, model, self.mode, self.seed)
+            bound_s = lower_bound_s(step, floors, self.costs, self.workers, model, self.seed)
             if alike:
                 bound_s = max(bound_s, shared_bound_s(step, floors, self.costs, self.workers))
             if step.turns is not None and self.max_tools is not None:

@@ -112,7 +112,11 @@ def text(found: Comparison, rows: Sequence[Mapping[str, Any]], *, sampled: bool)
         marked = [f"* {note}" for note in row["stand_ins"]] + [f"+ {note}" for note in row["defaults"]]
         marked += [] if row["lossless"] else ["not lossless"]
         marked += [] if row["runs_here"] is True else [str(row["runs_here"])]
-        marked += [] if row["workers"] == attrs["num_workers"] else [f"generates on {row['workers']} workers, the others train"]
+        marked += (
+            []
+            if row["workers"] == attrs["num_workers"]
+            else [f"generates on {row['workers']} workers, the others train"]
+        )
         if row["length_bias"] != 1.0:
             marked.append(f"length of what is trained on over what is begun: {row['length_bias']:.2f}")
         for note in marked:

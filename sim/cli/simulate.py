@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from tltlab.sim.study.system_run import by_name
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.console import AllowCode, Json, emit, parse_strategy, table
@@ -22,7 +23,6 @@ from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.sim.study.system_run import by_name
 from tltlab.sim.config import SimulationConfig, Source
 from tltlab.sim.rl_steps import RunResult, run_steps
 from tltlab.sim.rl_steps import summary as whole_steps

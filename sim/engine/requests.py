@@ -13,6 +13,7 @@ import pandas as pd
 
 from tltlab.acceptance.base import Acceptance, Key
 from tltlab.arrays import Array, Flags, Floats, Ints, Words
+from tltlab.costs.stages import StepWorkload
 from tltlab.errors import ConfigError
 
 from .random_numbers import request_seeds
@@ -122,6 +123,7 @@ class Requests:
     kept: Ints | None = None
     _seeds: dict[int, Words] = field(default_factory=dict, init=False)
     _levels: dict[tuple[str, int], tuple[Acceptance, Floats]] = field(default_factory=dict, init=False)
+    _work: dict[int, StepWorkload] = field(default_factory=dict, init=False)
     _placed: list[tuple[list[list[int]], Ints, Residents]] = field(default_factory=list, init=False)
 
     def __len__(self) -> int:
@@ -136,6 +138,12 @@ class Requests:
     def rows(self) -> pd.DataFrame:
         """Columns of the trace's workload and outcomes."""
         return self.make_rows()
+
+    def work(self, num_updates: int) -> StepWorkload:
+        """Return the work of the stages after the rollout."""
+        if num_updates not in self._work:
+            self._work[num_updates] = StepWorkload.of_rows(self.rows, num_updates=num_updates)
+        return self._work[num_updates]
 
     @cached_property
     def prompt_tokens(self) -> list[int]:

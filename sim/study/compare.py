@@ -39,7 +39,7 @@ Policies = Mapping[str, PolicySource] | Sequence[PolicySource] | str
 
 def _several(text: str) -> Any:
     """Return the value of an option, or a list of them; models of acceptance by drafter have ; between."""
-    parts = split(text, ";") if ";" in text or "=" in text and "(" not in text else split(text)
+    parts = split(text, ";") if ";" in text or ("=" in text and "(" not in text) else split(text)
     values = [int(part) if part.strip().isdigit() else part for part in parts]
     return values if len(values) > 1 else values[0] if values else text
 
@@ -86,7 +86,8 @@ class StudyConfig(SimulationConfig):
         Option("Iterations between decisions. [default: 1; systems on long or many responses: cap / 256]", min=1),
     ] = None
     stages: Annotated[
-        StageCosts | Source | None, Option("Stage costs, a file or preset, for whole RL steps too. [default: of --gpus]")
+        StageCosts | Source | None,
+        Option("Stage costs, a file or preset, for whole RL steps too. [default: of --gpus]"),
     ] = None
     gpus_per_worker: Annotated[
         int | None, Option("With stages: GPUs of a rollout worker. [default: the costs' tp, else 1]", min=1)

@@ -104,9 +104,7 @@ def cell_named(
         raise ConfigError(f"system {name}: {error}{advice if missing else ''}") from error
     if scenario.spot is not None:
         bound = replace(bound, spot=scenario.spot)
-    return system_cell(
-        bound, scenarios, rl_steps, stages, gpus_per_worker, acceptance_name=scenario.acceptance_name
-    )
+    return system_cell(bound, scenarios, rl_steps, stages, gpus_per_worker, acceptance_name=scenario.acceptance_name)
 
 
 def replayable(acceptance: Acceptance | None, steps: Sequence[Requests]) -> Acceptance | None:

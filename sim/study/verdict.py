@@ -153,7 +153,9 @@ class WhatIf:
         condition = f"with {need} ({best.drafter}), {best.condition}"
         if self.recorded:
             condition = f"with {need} ({best.drafter}), as many accepted as were recorded"
-        step = "" if (whole := best.rl_step_band) is None else f", the RL step {whole.estimate:.2f}x ({whole.range_text})"
+        step = (
+            "" if (whole := best.rl_step_band) is None else f", the RL step {whole.estimate:.2f}x ({whole.range_text})"
+        )
         at = self._speed_ups()
         beside = "; ".join(f"at {100 * chance:.0f} % {at[chance]:.2f}x" for chance in (LEAST, MOST) if chance in at)
         beside = f"; {beside}" if beside and best.drafts else ""
@@ -315,7 +317,10 @@ class WhatIf:
             above.plot(list(points), list(points.values()), color=COLORS[i], linestyle=DASHES[i], marker="o",
                        markersize=4, label=name)  # fmt: skip
             # Two ranges at one acceptance stand side by side.
-            at, away = (best.accept or 0.0) + 0.004 * (2 * i - 1), [[band.estimate - band.low], [band.high - band.estimate]]
+            at, away = (
+                (best.accept or 0.0) + 0.004 * (2 * i - 1),
+                [[band.estimate - band.low], [band.high - band.estimate]],
+            )
             above.errorbar([at], [band.estimate], yerr=away, color=COLORS[i], capsize=3, fmt="none")
         above.axhline(1.0, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
         above.legend(fontsize=8, frameon=False)

@@ -33,6 +33,7 @@ from tltlab.sim.config import (
     decision_interval,
     has_epochs,
 )
+from tltlab.sim.placement import EXPECTED
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.simulate import SimResult, outside_calibration, simulated
 from tltlab.sim.tuning.drafter_training import best_table, drafter_training
@@ -47,8 +48,6 @@ from .study import Cell, Study
 from .systems import bind_all, replayable, system_cell
 from .verdict import LEAST, MOST, Answer, WhatIf
 
-EXPECTED = "longest_expected"
-"""Placement by expected lengths, whose gain every answer has."""
 _CURVE = (0.3, 0.6, 0.95)
 _DEFAULT_SYSTEMS = ("verl", "tlt", "tlt-base", "vllm-dynamic")
 
@@ -64,9 +63,12 @@ class WhatIfConfig(SimulationConfig):
     """
 
     accept: Annotated[
-        float | None, Option("Short for the chance of --drafter's tokens, the others' as usual. [default: 0.7 of learned]")
+        float | None,
+        Option("Short for the chance of --drafter's tokens, the others' as usual. [default: 0.7 of learned]"),
     ] = None
-    drafter: Annotated[str | None, Option("The only drafter to find a table for. [default: all of the acceptance]")] = None
+    drafter: Annotated[str | None, Option("The only drafter to find a table for. [default: all of the acceptance]")] = (
+        None
+    )
     systems: Annotated[
         str | Sequence[str] | None,
         Option(f"Systems of the table: all, or of {', '.join(SYSTEMS)}. [default: four of them]"),
@@ -78,7 +80,9 @@ class WhatIfConfig(SimulationConfig):
         if self.accept is not None and not 0.0 < self.accept < 1.0:
             raise ConfigError(f"accept is a chance between 0 and 1, such as 0.7, got {self.accept:g}")
         if self.accept is not None and self.acceptance is not None:
-            raise ConfigError(f"accept {self.accept:g} is short for an acceptance of one drafter: leave out one of the two")
+            raise ConfigError(
+                f"accept {self.accept:g} is short for an acceptance of one drafter: leave out one of the two"
+            )
 
     @property
     def only_drafter(self) -> str | None:
@@ -96,9 +100,9 @@ def what_if(
 ) -> WhatIf:
     """Simulate these responses with and without speculation; the answer is `verdict`, the rest is behind it.
 
-    `lengths` are whatever `read_lengths` takes: a file of any of its formats, a trace, a DataFrame, an array. `settings`
-    are fields of `WhatIfConfig` and of `Reading` (such as the `column` of the lengths) that replace those of `config`
-    and `reading`; `form` is the file's format. For a training log with stages, rollouts and stages take the log's
+    `lengths` are whatever `read_lengths` takes: a file of any of its formats, a trace, a DataFrame, an array.
+    `settings` are fields of `WhatIfConfig` and of `Reading` (such as the `column` of the lengths) that replace those of
+    `config` and `reading`; `form` is the file's format. For a training log with stages, rollouts and stages take the log's
     seconds, and one that drafts is compared with its own run first (`WhatIf.running`). Acceptance that is not given is
     the recorded one, else `tltlab.acceptance.load.DEFAULTS`.
 
@@ -121,8 +125,9 @@ def what_if(
     compared_with = list(find_systems(config.systems or _DEFAULT_SYSTEMS))
     # All results are relative to VeRL, which does not speculate.
     verl = SYSTEMS["verl"]
+    drafters = [drafter] if drafter else scenarios.of(trace.rl_steps[:1]).searched_drafters()
     ask = _Question(
-        scenarios=scenarios, drafters=_drafters(scenarios, drafter), recorded=recorded, logged=logged, jobs=config.jobs,
+        scenarios=scenarios, drafters=drafters, recorded=recorded, logged=logged, jobs=config.jobs,
         systems=compared_with if verl in compared_with else [verl, *compared_with], block=decision_interval(trace),
     )  # fmt: skip
     found = scenarios.answer(ask.answer, ask.is_enough)
@@ -168,19 +173,6 @@ def _with_acceptance(config: WhatIfConfig, trace: Trace) -> tuple[WhatIfConfig, 
     if known is None:
         return replace(config, acceptance=DEFAULT), drafter, False
     return config, drafter, config.acceptance in (None, "trace")
-
-
-def _drafters(scenarios: Scenarios, drafter: str | None) -> list[str]:
-    """Return the drafters to search; ConfigError where one model would serve drafters of different kinds."""
-    if drafter is not None:
-        return [drafter]
-    granted = scenarios.acceptance
-    assert granted is not None
-    names = list(granted.drafters)
-    if not names:
-        names = [name for name in DEFAULTS if granted.knows(name)]
-        scenarios.of(scenarios.trace.rl_steps[:1]).check_drafters(names)
-    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +238,7 @@ class _Question:
     def _cells(self, rl_steps: Sequence[int], tables: Mapping[str, Policy]) -> Iterator[Cell]:
         """Yield plain decoding and each drafter's table, then the tables under a placement by expected lengths."""
         here = self.scenarios.of(rl_steps)
-        placed = self.scenarios.of(rl_steps, placement=EXPECTED)
+        placed = here.placed(EXPECTED)
         for name, policy in {"none": load_policy("none"), **tables}.items():
             yield self._cell(name, policy, here)
         for name, policy in tables.items():
@@ -264,9 +256,7 @@ class _Question:
                 best.append(min(names, key=lambda name: float(times[name].rollout_s.sum())))
         return best
 
-    def _answer(
-        self, scenario: Scenario, name: str, policy: Policy, times: Mapping[str, Times], base: Times
-    ) -> Answer:
+    def _answer(self, scenario: Scenario, name: str, policy: Policy, times: Mapping[str, Times], base: Times) -> Answer:
         own, placed, seed = times[name], times[f"{name} {EXPECTED}"], scenario.seed
         whole = None
         if base.step_s is not None and own.step_s is not None:
@@ -307,7 +297,9 @@ class _Question:
         for chance in chances:
             own = GeometricAcceptance(alpha=chance)
             # The curve is over chances within the trained length.
-            model = with_drafter(granted, drafter, part.with_parts([own]) if isinstance(part, ContextAcceptance) else own)
+            model = with_drafter(
+                granted, drafter, part.with_parts([own]) if isinstance(part, ContextAcceptance) else own
+            )
             cells.append(self._best_cell(f"{chance}", self.scenarios.of(rl_steps, acceptance=model), drafter))
         rows = Study(cells=cells, jobs=self.jobs).table() if cells else pd.DataFrame()
         return [_times(rows[rows["cell"] == at]) for at in range(len(cells))]
@@ -347,7 +339,9 @@ class _Question:
         cells = [system_cell(binding, scenarios, rl_steps, stages) for binding in bound]
         rows = Study(cells=cells, jobs=self.jobs).table()
         order = "makespan_s" if stages is None else "step_s"
-        frame = pd.DataFrame(compared(cells, rows, nominal, "verl")).sort_values(order, kind="stable", ignore_index=True)
+        frame = pd.DataFrame(compared(cells, rows, nominal, "verl")).sort_values(
+            order, kind="stable", ignore_index=True
+        )
         result = Comparison(frame)
         result.attrs |= {
             "baseline": "verl", "axes": {}, "num_rl_steps": len(nominal.steps), "num_workers": nominal.workers,

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-import pickle
-import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from tltlab.acceptance.base import Scaled
 from tltlab.arrays import Floats
-from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.sim.study.jobs import ALONE_S, side_by_side
+from tltlab.sim.scenario import Scenario, budgets_of
+from tltlab.sim.study.band import InputErrors, at_range_ends
 from tltlab.sim.study.sample import spread
-from tltlab.sim.scenario import Scenario
+from tltlab.sim.study.study import Cell, Study, by_rl_step
 from tltlab.stats import Interval, paired_ratio
 from tltlab.strategy import Strategy
 
@@ -33,50 +29,6 @@ LEVEL = 1e-3
 _PLAIN = {"none": load_policy("none")}
 
 
-@dataclass(kw_only=True)
-class Processes:
-    """The processes of a tuning: `jobs` of them (None: one per core), from when it has worked for `ALONE_S` on."""
-
-    jobs: int | None = 1
-    worked_s: float = 0.0
-
-    def run(self, tasks: Sequence[Callable[[], Floats]]) -> list[Floats]:
-        """Results in the order of the tasks."""
-        began = time.perf_counter()
-        with warnings.catch_warnings():
-            # joblib replaces a process whose memory has grown by 300 MB, as long rollouts do; no task is lost.
-            warnings.filterwarnings("ignore", "A worker stopped while", UserWarning)
-            results = list(side_by_side(tasks, jobs=self.jobs, running=self.worked_s > ALONE_S))
-        self.worked_s += time.perf_counter() - began
-        return results
-
-
-class _Once:
-    """A scenario that a process unpickles once, however many of its tasks have it."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-
-    @cached_property
-    def _pickled(self) -> bytes:
-        from joblib.externals.loky.backend.reduction import dumps
-
-        return bytes(dumps(self.scenario))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self._pickled,)
-
-
-@lru_cache(maxsize=16)
-def _received(pickled: bytes) -> _Once:
-    return _Once(pickle.loads(pickled))
-
-
-def _makespans(once: _Once, policy: Policy, mode: str, seed: int, delay: int | None) -> Floats:
-    scenario = replace(once.scenario, mode=mode, seed=seed)
-    return np.array([rollout.makespan_s for rollout in scenario.each_rollout(policy, delay=delay)])
-
-
 @dataclass(frozen=True, kw_only=True)
 class TuningCase:
     """RL steps of the `trace`-th trace under one assumption about costs and acceptance."""
@@ -85,10 +37,6 @@ class TuningCase:
     trace: int
     scenario: Scenario
 
-    @cached_property
-    def once(self) -> _Once:
-        return _Once(self.scenario)
-
     def some(self, num: int) -> TuningCase:
         """The case with so many of its RL steps, spread over them."""
         at = spread(range(len(self.scenario.steps)), num)
@@ -96,23 +44,20 @@ class TuningCase:
         return replace(self, scenario=replace(self.scenario, steps=steps, queues=queues))
 
     def perturbed(self, error: float, drafters: tuple[str, ...]) -> list[TuningCase]:
-        """The same steps with the costs of speculation and of plain decoding, and chances of these drafters, off.
+        """Return the case with the costs of speculation, and with tokens per draft, off by this share either way.
 
-        Each by this share, the costs either way in turn. Where both costs err alike nothing changes relative to plain
-        decoding, so those cases are left out. Raises ConfigError where acceptance is replayed.
+        Raises ConfigError where acceptance is replayed.
         """
-        costs, known = self.scenario.costs, self.scenario.acceptance
-        assert known is not None
-        if known.varies_by == "position":
+        known = self.scenario.acceptance
+        if known is None or known.varies_by == "position":
             raise ConfigError("a cost error needs an acceptance model, such as a fitted one or geometric:ALPHA")
-        cases = []
-        for how, dearer in (("cheaper", 1.0 - error), ("dearer", 1.0 + error)):
-            off = ScaledCosts.wrapping(costs, level=2.0 - dearer, speculative=dearer / (2.0 - dearer))
-            for word, accepted in (("less", 1.0 - error), ("more", 1.0 + error)):
-                scenario = replace(self.scenario, costs=off, acceptance=Scaled(known, drafters, accepted))
-                name = f"{self.name}: speculation {how} than thought, {word} accepted"
-                cases.append(TuningCase(name=name, trace=self.trace, scenario=scenario))
-        return cases
+        tokens = dict.fromkeys(drafters, (1.0 / (1.0 + error), 1.0 + error))
+        ends = at_range_ends(self.scenario, InputErrors(speed_up=error, seconds=error, tokens=tokens))
+        return [
+            replace(self, name=f"{self.name}: {source}, {'lower' if at == 0 else 'upper'} end", scenario=scenario)
+            for source, both in ends.items()
+            for at, scenario in enumerate(both)
+        ]
 
     def batch_times(self) -> dict[int, tuple[float, float]]:
         """By batch size: plain iterations per RL step that workers spend at it, and their mean context."""
@@ -135,7 +80,7 @@ class TuningCases:
 
     cases: tuple[TuningCase, ...]
     robust: bool
-    processes: Processes = field(default_factory=Processes, compare=False)
+    jobs: int | None = 1
 
     @property
     def objective(self) -> str:
@@ -146,7 +91,7 @@ class TuningCases:
     @property
     def nominal(self) -> tuple[TuningCase, ...]:
         """One case per trace, under the costs as they were given."""
-        return tuple({case.trace: case for case in reversed(self.cases)}.values())[::-1]
+        return self._nominal
 
     def some(self, share: float, least: int) -> TuningCases:
         """This share of each case's RL steps, `least` or more, spread over them."""
@@ -166,22 +111,23 @@ class TuningCases:
 
         With strategies of an `oracle` also `ORACLE`, which knows each case's costs and whose choices hold at once.
         """
-        runs: list[tuple[str, TuningCase, Policy, int | None]] = []
-        for case in self.cases:
-            # The last ones learn and take longest: they are begun first.
-            runs += [(name, case, policies[name], None) for name in reversed(list(policies))]
-            if oracle:
-                runs.insert(0, (ORACLE, case, oracle_policy(case.scenario, oracle), 0))
-        tasks = [
-            partial(_makespans, case.once, policy, mode, seed, delay)
-            for _, case, policy, delay in runs
-            for seed in seeds
-        ]
-        each = self.processes.run(tasks)
-        seconds: dict[str, list[Floats]] = {name: [] for name in policies}
-        for at, (name, *_) in enumerate(runs):
-            seconds.setdefault(name, []).append(np.mean(each[at * len(seeds) : (at + 1) * len(seeds)], axis=0))
-        return seconds
+        cells = []
+        for at, case in enumerate(self.cases):
+            for seed in seeds:
+                scenario = replace(case.scenario, mode=mode, seed=seed)
+                cell = Cell(name=ORACLE, policy=_PLAIN["none"], scenario=scenario, axes={"case": at})
+                if oracle:
+                    cells.append(replace(cell, policy=oracle_policy(case.scenario, oracle), delay=0))
+                cells += [replace(cell, name=name, policy=policy) for name, policy in policies.items()]
+        table = Study(cells=cells, details=False, jobs=self.jobs).table()
+        if failed := table.attrs["failed"]:
+            raise ConfigError("; ".join(f"{label}: {why}" for label, why in failed.items()))
+        by_cell = by_rl_step(table, "makespan_s")
+        each: dict[tuple[str, int], list[Floats]] = defaultdict(list)
+        for number, cell in enumerate(cells):
+            each[cell.name, cell.axes["case"]].append(by_cell[number])
+        names = [*policies, *([ORACLE] if oracle else [])]
+        return {name: [np.mean(each[name, at], axis=0) for at in range(len(self.cases))] for name in names}
 
     def race(self, policies: Mapping[str, Policy], *, seeds: Sequence[int], seed: int) -> dict[str, float]:
         """Scores of policies in sampled mode, relative to the best one's, over as many of the `seeds` as that takes.
@@ -217,14 +163,26 @@ class TuningCases:
             for n in [len(runs[name])]
         }
 
-    def bound_s(self, strategies: Sequence[Strategy]) -> float:
-        """The clairvoyant lower bound of a nominal RL step's makespan where every request gains what is expected.
+    def bounds_s(self, policy: Policy) -> Floats | None:
+        """Return the bound of each nominal RL step to which the policy's regret is; None under a per-request budget."""
+        if budgets_of(policy, 1):
+            return None
+        bounds = []
+        for case in self.nominal:
+            scenario, strategies = case.scenario.bounding(policy)
+            if (key := (id(case), frozenset(strategies))) not in self._bounds:
+                drafters = scenario.registry_of({"": policy})
+                self._bounds[key] = np.array(scenario.bounds_s(strategies, drafters))
+            bounds.append(self._bounds[key])
+        return np.concatenate(bounds)
 
-        It is for costs without noise, and a sampled rollout may undercut it by chance; a bound that no sample can
-        undercut would be too loose to be of use.
-        """
-        bounds_s = [replace(case.scenario, mode="fluid").bounds_s(strategies) for case in self.nominal]
-        return float(np.mean(np.concatenate(bounds_s)))
+    @cached_property
+    def _bounds(self) -> dict[Any, Floats]:
+        return {}
+
+    @cached_property
+    def _nominal(self) -> tuple[TuningCase, ...]:
+        return tuple({case.trace: case for case in reversed(self.cases)}.values())[::-1]
 
     def mean_s(self, seconds: Sequence[Floats]) -> float:
         """Seconds of a nominal RL step on average."""

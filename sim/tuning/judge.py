@@ -42,7 +42,7 @@ class JudgedPolicy:
 
     `acceptance` has in words what is granted to each of its `drafters`, of all traces where they differ. `ratio` of the
     objective to the best fixed strategy's with its 95 % interval, None where one RL step gives none; `regret` of the
-    makespan to the per-iteration oracle, `regret_to_bound` to the clairvoyant bound.
+    makespan to the clairvoyant bound, as in `compare`, None under a per-request budget.
     """
 
     name: str
@@ -53,8 +53,7 @@ class JudgedPolicy:
     ratio: float
     ratio_low: float | None
     ratio_high: float | None
-    regret: float
-    regret_to_bound: float | None
+    regret: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +94,14 @@ def judge(
     not tuned. With few RL steps a bootstrap distinguishes too readily, which here only favours the faster policy.
     """
     makespans = cases.makespans(finalists.policies, mode="sampled", seeds=seeds, oracle=strategies)
-    oracle_s, bound_s = cases.mean_s(makespans.pop(ORACLE)), cases.bound_s(strategies)
+    oracle_s = cases.mean_s(makespans.pop(ORACLE))
+    bound_s = cases.bounds_s(finalists.policies["none"])
+    assert bound_s is not None
     plain, fixed = makespans["none"], finalists.best_fixed
     rows = []
     for name, seconds in makespans.items():
         interval = cases.ratio(seconds, makespans[fixed], plain, seed=seed)
-        makespan_s = cases.mean_s(seconds)
+        makespan_s, bounds_s = cases.mean_s(seconds), cases.bounds_s(finalists.policies[name])
         rows.append(
             JudgedPolicy(
                 name=name,
@@ -110,8 +111,7 @@ def judge(
                 ratio=interval.estimate,
                 ratio_low=finite(interval.low),
                 ratio_high=finite(interval.high),
-                regret=makespan_s / oracle_s - 1.0,
-                regret_to_bound=makespan_s / bound_s - 1.0 if bound_s > 0 else None,
+                regret=None if bounds_s is None or not bounds_s.any() else makespan_s / float(bounds_s.mean()) - 1.0,
             )
         )
     by_name = {row.name: row for row in rows}
@@ -139,7 +139,7 @@ def judge(
         bands=bands,
         candidates=tuple(sorted(rows, key=lambda row: row.makespan_s)),
         oracle_s=oracle_s,
-        bound_s=bound_s,
+        bound_s=float(bound_s.mean()),
     )
 
 

@@ -13,30 +13,35 @@ import html
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import pandas as pd
 
 from tltlab.acceptance.base import UNKNOWN
+from tltlab.calibration.api import parse_rl_steps
+from tltlab.console import whole_numbers
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import TraceSource, read
-from tltlab.policies.policy import Policy, load_policy
+from tltlab.options import Option
+from tltlab.own import split
+from tltlab.planning.graph_pool import GraphMemory
+from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.specs import FixedSpec
+from tltlab.sim.config import SimulationConfig, decision_interval
+from tltlab.sim.placement import EXPECTED
+from tltlab.sim.scenario import DEPTHS, Scenario, policy_name
 from tltlab.sim.study.band import InputErrors
 from tltlab.sim.study.sample import ALL_OF, FIRST, small, spread
-from tltlab.sim.config import decision_interval
-from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.scenario import Scenario
+from tltlab.sim.study.study import Cell, Study
 from tltlab.stats import Interval
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
-from .cases import Processes, TuningCase, TuningCases
-from .config import TuneConfig
+from .cases import TuningCase, TuningCases
 from .judge import Finalists, Judged, judge
 from .search import Bandits, Parameters, Prices, Space, Trial, elastic, fixed, search, tables, values_of
 
@@ -51,12 +56,129 @@ _TUNED_ON = 4
 """RL steps of a sample to tune on."""
 
 
+_STAGE = 10_000
+"""How far apart the seeds of two stages lie."""
+_REPEATS = 3
+"""Seeds where RL steps are no sample."""
+
+
+def _depths(text: str) -> Sequence[int]:
+    return whole_numbers("--depths", text)
+
+
+def _searched(search: Sequence[str]) -> dict[str, str]:
+    """Return the values of `--search` by setting; ConfigError for a setting without values, or that comes twice."""
+    values: dict[str, str] = {}
+    for text in search:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier() or key in values:
+            raise ConfigError(f"--search {text}: give KEY=LOW..HIGH or KEY=A|B|C, each key once")
+        values[key] = value
+    return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig(SimulationConfig):
+    """A user's settings of a tuning, beside those of its simulations; modes are the tuning's own.
+
+    Placement is the recorded one by default where the trace knows its workers, else contiguous. `judge_steps` are held
+    out, by default every other RL step of each trace. A trace of more than 24 RL steps is tuned on 4 and judged on 8
+    others, or on more until the champion's interval lies on one side of 1 or is small compared with the costs' error.
+    `rl_steps` replaces this sample. A policy decides once in `decision_block` iterations, by default 1, of many
+    or long responses cap / 256. Candidates: no speculation, chains of `depths` by each of
+    `drafters` (default: those that the acceptance knows) always or below a threshold, exact tables of up to
+    `max_buckets` rows, and BEG-MAB. `trials` trials of Optuna search BEG-MAB's settings; 0 leaves it out. Sampled times
+    are means of up to `repeats` seeds, by default 3, of a sample of RL steps 1, as more RL steps narrow its intervals
+    as well. `policies` are further candidates, as `load_policy` takes them. With `search`, values or `low..high` by
+    setting, their settings are what the trials search, in place of the bandit's, and the best of them is the result,
+    whether it is worth it or not.
+
+    `robust` minimises the largest ratio to plain decoding over the traces and, with `cost_error` e, over costs and
+    chances of drafted tokens that are off by a share of e either way. `graphs` limits policies to those whose CUDA
+    graphs fit. The result does not depend on `jobs`, the processes (None: one per core).
+    """
+
+    depths: Annotated[
+        Sequence[int],
+        Option("Draft depths to try, with commas between. [default: 1,2,3,4,6,8]", parse=_depths, cli=str),
+    ] = DEPTHS
+    drafters: Annotated[
+        Sequence[str] | None,
+        Option("Drafters to try, with commas between. [default: those of the acceptance]", parse=split, cli=str),
+    ] = None
+    policies: Annotated[
+        Sequence[PolicySource] | str,
+        Option("Further candidates, with commas between: shipped names, files, module:Class.", cli=str),
+    ] = ()
+    search: Annotated[
+        Mapping[str, Sequence[Any] | str] | Sequence[str],
+        Option("Tune this setting of --policies; or KEY=A|B|C. Repeatable.", cli=list[str], metavar="KEY=LOW..HIGH"),
+    ] = field(default_factory=dict)
+    judge_steps: Annotated[
+        Sequence[int] | str | None,
+        Option("a:b, RL steps to judge on; the rest is tuned on. [default: every other one]", names=("--judge",)),
+    ] = None
+    max_buckets: Annotated[int, Option("Most rows of a table and buckets of a bandit.", min=1)] = 4
+    trials: Annotated[int, Option("Settings to try, of the bandit or --search; 0: none.", min=0)] = 40
+    rl_steps: Annotated[
+        Sequence[int] | str | None,
+        Option("a:b, RL steps to use. [default: all of 24 or fewer, else a sample spread over the run]"),
+    ] = None
+    repeats: Annotated[
+        int | None,
+        Option("Seeds that a sampled score is the mean of. [default: 3; of a sample of RL steps 1]", min=1),
+    ] = None
+    decision_block: Annotated[  # type: ignore[assignment]
+        int | None, Option("Iterations per decision. [default: 1; of long or many responses: cap / 256]", min=1)
+    ] = None
+    robust: Annotated[
+        bool, Option("Worst case over the traces and the cost error instead of the mean.", names=("--robust",))
+    ] = False
+    cost_error: Annotated[
+        float | None,
+        Option("With --robust: costs and tokens per draft may be off by this share, such as 0.2."),
+    ] = None
+    graphs: GraphMemory | None = None
+    jobs: Annotated[int | None, Option("Processes. [default: the cores here]", min=1)] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.search, Mapping):
+            object.__setattr__(self, "search", _searched(self.search))
+        if self.drafters is not None and not self.drafters:
+            raise ConfigError("no drafter given: name one, such as ngram, or leave the choice to the acceptance model")
+        if any(depth < 0 for depth in self.depths):
+            raise ConfigError(f"depths count drafted tokens, 0 or more, got {', '.join(map(str, self.depths))}")
+        if not any(self.depths):
+            raise ConfigError("no depth above 0 given: name depths to try, such as 1,2,4,8")
+        if self.search and not (self.policies and self.trials):
+            raise ConfigError("--search tries settings of policies: name them with --policies, and 1 or more --trials")
+        if self.cost_error is not None and not 0.0 <= self.cost_error < 1.0:
+            raise ConfigError(f"the cost error is a share between 0 and 1, such as 0.2, got {self.cost_error:g}")
+        if self.cost_error is not None and not self.robust:
+            raise ConfigError("a cost error is what a robust policy withstands: give --robust with it")
+
+    def named(self) -> dict[str, Policy]:
+        """The further candidates by name."""
+        sources = split(self.policies) if isinstance(self.policies, str) else self.policies
+        return {policy_name(source): load_policy(source) for source in sources}
+
+    def seeds(self, stage: int = 0) -> list[int]:
+        """Seeds of a stage of the tuning: other ones in each, so that a policy hardly wins two stages by chance."""
+        return [self.seed + k + _STAGE * stage for k in range(self.repeats or _REPEATS)]
+
+    def holds(self, policy: Policy) -> bool:
+        """Return whether the CUDA graphs of a policy fit."""
+        return self.graphs is None or self.graphs.holds(policy)
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult(Judged):
     """The chosen policy with its provenance and the baselines it was compared with; all times are simulated.
 
     `searched` maps every policy tried in fluid mode to its score on the tuning steps. `trials` are the settings tried
-    for policy `tuned`, the best first: the bandit, or the best searched policy.
+    for policy `tuned`, the best first: the bandit, or the best searched policy. `placement_gain` is the chosen policy's
+    time over that under a placement by expected lengths.
     """
 
     policy: Policy
@@ -66,6 +188,7 @@ class TuneResult(Judged):
     buckets: tuple[dict[str, Any], ...]
     tuned_on: tuple[tuple[int, ...], ...]
     judged_on: tuple[tuple[int, ...], ...]
+    placement_gain: float
     notes: tuple[str, ...]
     wall_s: float
 
@@ -118,6 +241,7 @@ class TuneResult(Judged):
             "buckets": list(self.buckets),
             "tuned_on": [list(steps) for steps in self.tuned_on],
             "judged_on": [list(steps) for steps in self.judged_on],
+            "placement_gain": self.placement_gain,
             "trials": len(self.trials),
             "settings": self.trials[0].settings if self.trials else None,
             "provenance": self.policy.provenance,
@@ -183,8 +307,7 @@ def tune(
         spaces = {name: Parameters(base=policy, values=values) for name, policy in own.items()}
     for case in tune_on:
         case.scenario.check_acceptance([Policy(selector=FixedSpec(strategy=strategy)) for strategy in strategies])
-    processes = Processes(jobs=config.jobs)
-    tuning = _with_errors(tune_on, strategies, config, processes)
+    tuning = _with_errors(tune_on, strategies, config)
     if all(case.scenario.costs.noise is None for case in tune_on):
         notes.append("the costs have no noise: a bandit is tuned as if iteration times were exact (calibrate anew)")
 
@@ -194,6 +317,9 @@ def tune(
     # In fluid mode: everything that does not learn.
     prices = Prices.of(tuning.cases if config.robust else tuning.nominal, strategies)
     apart = [Prices.of([case], strategies) for case in tuning.cases] if config.robust else []
+    # The tables that `what_if` finds.
+    for drafter in dict.fromkeys(s.drafter for s in strategies):
+        apart.append(Prices.of(tuning.nominal, [s for s in strategies if s.drafter == drafter]))
     kinds = {
         "fixed": fixed(strategies),
         "elastic": elastic(strategies, prices.max_batch),
@@ -253,7 +379,7 @@ def tune(
     on_stage(f"{len(finalists.policies)} finalists on RL steps held out")
     scores, num = finalists.scores(tuning, seeds=config.seeds(_SELECTION), seed=config.seed), FIRST
     while True:
-        judging = _with_errors(judge_on, strategies, config, processes)
+        judging = _with_errors(judge_on, strategies, config)
         judged = judge(
             judging, finalists, scores, strategies, errors_of=errors_of, seeds=config.seeds(_JUDGEMENT),
             seed=config.seed,
@@ -273,6 +399,7 @@ def tune(
         written = f"{judged.verdict}; tuned {tuned} is the result, as --search asks"
         judged = replace(judged, name=f"tuned {tuned}", verdict=written)
     chosen = finalists.policies[judged.name]
+    gain = _placement_gain(judging.nominal, chosen, config.jobs)
     used = {name: brought[name] for name in {s.drafter for s in chosen.strategies} & brought.keys()}
     origin = _provenance(judged, tuning, parts, len(searched) + len(trials), len(trials), config, sources)
     return TuneResult(
@@ -289,6 +416,7 @@ def tune(
         ),
         tuned_on=tuple(tuple(part[0]) for part in parts),
         judged_on=tuple(tuple(part[1]) for part in parts),
+        placement_gain=gain,
         notes=tuple(notes),
         wall_s=time.perf_counter() - began,
     )
@@ -300,6 +428,16 @@ def _racers(trials: Sequence[Trial]) -> list[Trial]:
     different = {str(trial.policy): trial for trial in sorted(trials, key=lambda trial: -trial.number)}
     best = sorted(different.values(), key=lambda trial: trial.score)[:_RACERS]
     return best + [trial for trial in different.values() if trial.number == 0 and trial not in best]
+
+
+def _placement_gain(cases: Sequence[TuningCase], policy: Policy, jobs: int | None) -> float:
+    """Return the policy's seconds over those under a placement by expected lengths, expected tokens each."""
+    here = [replace(case.scenario, mode="fluid") for case in cases]
+    scenarios = [*here, *(scenario.placed(EXPECTED) for scenario in here)]
+    cells = [Cell(name=str(at), policy=policy, scenario=each) for at, each in enumerate(scenarios)]
+    table = Study(cells=cells, details=False, jobs=jobs).table()
+    seconds = table["makespan_s"].groupby(table["cell"] < len(here)).sum()
+    return float(seconds[True] / seconds[False])
 
 
 def _finalists(
@@ -364,36 +502,26 @@ def _is_clear(judged: Judged, cases: Sequence[TuningCase], finalists: Finalists)
     return row.ratio_high < 1.0 or row.ratio_low > 1.0 or small([interval], error)
 
 
-def _with_errors(
-    cases: Sequence[TuningCase], strategies: Sequence[Strategy], config: TuneConfig, processes: Processes
-) -> TuningCases:
+def _with_errors(cases: Sequence[TuningCase], strategies: Sequence[Strategy], config: TuneConfig) -> TuningCases:
     error, drafters = config.cost_error, tuple({s.drafter: None for s in strategies})
     errors = [off for case in cases for off in case.perturbed(error, drafters)] if error else []
-    return TuningCases(cases=(*cases, *errors), robust=config.robust, processes=processes)
+    return TuningCases(cases=(*cases, *errors), robust=config.robust, jobs=config.jobs)
 
 
 def _strategies(cases: Sequence[TuningCase], config: TuneConfig) -> tuple[list[Strategy], list[str]]:
     """Chains that costs and acceptance of all cases cover, and notes on the others."""
-    models = [model for case in cases if (model := case.scenario.acceptance) is not None]
-    if len(models) < len(cases):
+    if any(case.scenario.acceptance is None for case in cases):
         raise ConfigError(UNKNOWN.format("ngram"))
     drafters = config.drafters
     if drafters is None:
-        named = [set(model.drafters) for model in models if model.drafters]
-        drafters = sorted(set.intersection(*named)) if named else ["ngram"]
+        named = [case.scenario.searched_drafters() for case in cases]
+        drafters = [name for name in named[0] if all(name in names for names in named)]
     for case in cases:
         case.scenario.registry.check(Strategy.chain(drafter, 1) for drafter in drafters)
-    covered: list[Strategy] = []
-    left_out: dict[str, list[str]] = {}
-    for strategy in (Strategy.chain(drafter, depth) for drafter in drafters for depth in config.depths if depth):
-        try:
-            for case, model in zip(cases, models, strict=True):
-                regimes = Regimes([strategy], case.scenario.costs, model.in_state({}), case.scenario.registry)
-                regimes.up_to(max(map(len, case.scenario.steps), default=1))
-            covered.append(strategy)
-        except ConfigError as error:
-            left_out.setdefault(str(error), []).append(str(strategy))
-    notes = [f"left out: {', '.join(names)}: {why}" for why, names in left_out.items()]
+    depths = [depth for depth in config.depths if depth]
+    found = [case.scenario.covered_chains(drafters, depths) for case in cases]
+    covered = [strategy for strategy in found[0][0] if all(strategy in chains for chains, _ in found)]
+    notes = list(dict.fromkeys(note for _, why in found for note in why))
     if not covered:
         raise ConfigError(f"none of the strategies can be simulated: {'; '.join(notes)}")
     return covered, notes
@@ -427,7 +555,6 @@ def _provenance(
         "compared_with": judged.best_fixed,
         "band": {name: [band.low, band.high] for name, band in judged.bands.items()},
         "regret": row.regret,
-        "regret_to_bound": row.regret_to_bound,
         "oracle_s": judged.oracle_s,
         "candidates": num_candidates,
         "verdict": judged.verdict,
@@ -442,15 +569,16 @@ def _provenance(
 def _split(trace: Trace, config: TuneConfig) -> tuple[list[int], list[int], bool]:
     """RL steps to tune on, others to judge on, and whether to judge on a sample of these."""
     name = trace.manifest.name or "the trace"
-    named = config.steps_of(trace)
-    steps = list(trace.rl_steps) if named is None else [s for s in trace.rl_steps if s in named]
+    asked, judged = config.steps_of(trace), config.judge_steps
+    judged = parse_rl_steps(judged, trace.rl_steps) if isinstance(judged, str) else judged
+    steps = list(trace.rl_steps) if asked is None else [step for step in trace.rl_steps if step in asked]
     if len(steps) < 2:
         raise ConfigError(
             f"{name} has {len(steps)} RL step: tuning needs at least two, one to tune on and one to judge on"
         )
-    sampled = named is None and len(steps) > ALL_OF
-    if config.judge_steps is not None:
-        judge_on = [step for step in steps if step in set(config.judge_steps)]
+    sampled = asked is None and len(steps) > ALL_OF
+    if judged is not None:
+        judge_on = [step for step in steps if step in judged]
     elif sampled:
         judge_on = sorted(set(steps) - set(spread(steps, _TUNED_ON)))
     else:
@@ -461,4 +589,4 @@ def _split(trace: Trace, config: TuneConfig) -> tuple[list[int], list[int], bool
             f"{name} has the RL steps {steps[0]}..{steps[-1]}: judging on {len(judge_on)} of them leaves "
             f"{len(tune_on)} to tune on, and both need one"
         )
-    return spread(tune_on, _TUNED_ON) if sampled else tune_on, judge_on, sampled and config.judge_steps is None
+    return spread(tune_on, _TUNED_ON) if sampled else tune_on, judge_on, sampled and judged is None

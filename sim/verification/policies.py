@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from tltlab.sim.study.sweep import drafters_text, granted_text
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.acceptance.measured import MeasuredAcceptance
@@ -30,9 +31,8 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.own import split
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
-from tltlab.sim.study.jobs import side_by_side
-from tltlab.sim.study.sweep import drafters_text, granted_text
 from tltlab.sim.scenario import Scenario
+from tltlab.sim.study.jobs import side_by_side
 from tltlab.stats import kendall_tau, mean_interval, non_overlapping_pairs
 from tltlab.traces.trace import Trace, read
 

@@ -29,9 +29,9 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.policy import Policy
-from tltlab.sim.study.jobs import side_by_side
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.scenario import Scenario
+from tltlab.sim.study.jobs import side_by_side
 from tltlab.sim.workload import Prefix, requests_by_step, with_lengths
 from tltlab.stats import finite
 from tltlab.traces import metrics

@@ -33,8 +33,8 @@ from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.sim.study.jobs import side_by_side
 from tltlab.sim.scenario import Scenario
+from tltlab.sim.study.jobs import side_by_side
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 

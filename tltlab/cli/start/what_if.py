@@ -44,8 +44,16 @@ def what_if(
     config: Annotated[
         WhatIfConfig,
         Without(
-            "mode", "max_response_tokens", "prefix_caching", "prefix", "max_tools", "tool_s", "decision_block", "spot",
-            rl_steps=Option(SAMPLED), jobs=Option(default=None),
+            "mode",
+            "max_response_tokens",
+            "prefix_caching",
+            "prefix",
+            "max_tools",
+            "tool_s",
+            "decision_block",
+            "spot",
+            rl_steps=Option(SAMPLED),
+            jobs=Option(default=None),
         ),
     ],
     reading: Annotated[Reading, Without("reward_columns")],
@@ -73,7 +81,12 @@ def what_if(
     result: dict[str, Any] = answer.json() | {"systems": json_rows(answer.systems), "figures": "simulated"}
     result |= {key: answer.systems.attrs[key] for key in ("baseline", "num_gpus")}
     origin = made_by("numpy", "scipy", "simpy")
-    result |= {"policy_out": policy_out and str(policy_out), "trace": str(lengths), "settings": to_json(config), **origin}
+    result |= {
+        "policy_out": policy_out and str(policy_out),
+        "trace": str(lengths),
+        "settings": to_json(config),
+        **origin,
+    }
     if policy_out is not None:
         answer.policy.with_provenance(**origin, paths=[str(lengths)]).write(policy_out)
     if out is not None and out.suffix in _PAGES:
