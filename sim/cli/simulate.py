@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tltlab.sim.study.system_run import by_name
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.console import AllowCode, Json, emit, parse_strategy, table
@@ -24,10 +23,12 @@ from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim.config import SimulationConfig, Source
-from tltlab.sim.rl_steps import RunResult, run_steps
 from tltlab.sim.rl_steps import summary as whole_steps
-from tltlab.sim.simulate import SimResult, outside_text, simulated
-from tltlab.sim.simulate import simulate as run
+from tltlab.sim.scenario import Scenario, policy_name
+from tltlab.sim.simulate import SimResult, outside_text
+from tltlab.sim.study.sample import Scenarios
+from tltlab.sim.study.study import Cell
+from tltlab.sim.study.systems import cell_named
 from tltlab.sim.topology import load_topology
 from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.trace import Trace
@@ -103,7 +104,7 @@ def simulate(
         raise ConfigError(
             "--topology, --gpus-per-worker and --max-staleness place the stages of RL steps: give --stages or --gpus"
         )
-    whole: RunResult | None = None
+    priced = None if others is None else load_stages(others)
     speed_up: dict[str, float | None] | None = None
     if system is not None:
         if policy != "none" or any(option is not None for option in (strategy, drafter, sd_threshold)):
@@ -114,25 +115,26 @@ def simulate(
             raise ConfigError("--system brings its own topology: leave out --topology and --max-staleness")
         if staleness:
             raise ConfigError("--system sets what its RL steps begin: leave out --staleness")
-        system_run = by_name(
-            source, system, config, stages=others, gpus_per_worker=gpus_per_worker, record_iterations=record_iterations
-        )
-        result, whole, assumptions = system_run.result, system_run.whole, system_run.bound.assumptions
+        cell = cell_named(system, Scenarios(source, config), priced, gpus_per_worker)
     else:
         if strategy is not None and drafter is None:
             drafter = default_drafter(config.find_acceptance(source)[0], config.costs)
         with code_allowed(allow_code or ()):
             chosen = choose_policy(policy, strategy, sd_threshold, drafter or "")
-        result, assumptions = run(source, chosen, config, record_iterations=record_iterations), ()
-        if others is not None:
-            each = gpus_per_worker or result.scenario.costs.tensor_parallel
-            placed = load_topology(topology or "colocated", gpus_per_worker=each, max_staleness=max_staleness)
-            whole = run_steps(result, load_stages(others), topology=placed)
-        if any(each.speculates for each in chosen.strategies) and not staleness and config.spot is None:
-            plain = simulated(result.scenario, load_policy("none"), "none", source.manifest)
-            speed_up = {"rollout": plain.makespan_s / result.makespan_s, "rl_step": None}
-            if whole is not None and others is not None:
-                speed_up["rl_step"] = run_steps(plain, load_stages(others), topology=placed).step_s / whole.step_s
+        scenario = Scenario.of(source, config)
+        gpus = gpus_per_worker or scenario.costs.tensor_parallel
+        placed = load_topology(topology or "colocated", gpus_per_worker=gpus, max_staleness=max_staleness)
+        cell = Cell(
+            name=policy_name(chosen), policy=chosen, scenario=scenario, stages=priced, topology=placed,
+            manifest=source.manifest,
+        )  # fmt: skip
+    result, whole = cell.simulate(record_iterations)
+    drafts = any(each.speculates for each in cell.policy.strategies)
+    if cell.system is None and drafts and not staleness and config.spot is None:
+        plain, plain_whole = replace(cell, name="none", policy=load_policy("none")).simulate()
+        times = None if whole is None or plain_whole is None else plain_whole.step_s / whole.step_s
+        speed_up = {"rollout": plain.makespan_s / result.makespan_s, "rl_step": times}
+    assumptions = () if cell.system is None else cell.system.assumptions
     if machine is not None and whole is not None and not stages:
         assumptions = (*assumptions, *machine.assumed)
     changed = system is not None or staleness or config.max_response_tokens is not None
@@ -211,7 +213,8 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     once = ", a group's prompt once on each worker" if summary["prefix_caching"] else ""
     accept = "no speculation" if summary["mean_accept_length"] is None else shown("mean_accept_length", ".3f")
     steps = len(summary["makespan_s_per_step"])
-    bound = f"{shown('lower_bound_s', '.4g')} s, any use of the policy's strategies (regret {shown('regret', '.1%')})"
+    regret = f"regret {shown('regret', '.1%')}"
+    bound = f"{shown('lower_bound_s', '.4g')} s, any use of the drafts that the acceptance covers ({regret})"
     speed_up = None
     if ratios := summary["speedup"]:
         step = "" if ratios["rl_step"] is None else f", of the RL step {ratios['rl_step']:.2f}x"
