@@ -17,8 +17,8 @@ The least decoding time of one response of L tokens, prompt p, under strategies 
   (fix_s + c*(p + x))/A_s - c/2, so the time is at least the integral of min_s h_s over [0, L]. That minimum is concave
   in x, hence the integral is at least L times the mean of its ends. Exact for one strategy.
 - replayed: the shortest path over positions, exact.
-- by request: as fluid, with the most that a request can get anywhere in its response . Where
-  acceptance falls with context, the most in each stretch of it.
+- by request: as fluid, with the most that a request can get anywhere in its response. Where acceptance falls with
+  context, the most in each stretch of it.
 
 `shared_bound_s`, where all gain alike, weighs the path of every response against the work of all: who is fast takes
 room. A worker that runs b requests under strategy s gives each A_s tokens in an iteration of f_s(b) + c*S seconds. To
@@ -138,11 +138,9 @@ def _decoding_s(
     seed: int,
 ) -> list[Floats]:
     """Least seconds to decode each response that ran, for each row of `fixed`: the fixed cost of each regime."""
-    if any(regime.strategy.speculates for regime in regimes):
-        if acceptance is not None and acceptance.varies_by == "position":
-            return [
-                _replayed(requests, ids, list(zip(regimes, row, strict=True)), slope_s, acceptance) for row in fixed
-            ]
+    speculates = any(regime.strategy.speculates for regime in regimes)
+    if speculates and acceptance is not None and acceptance.varies_by == "position":
+        return [_replayed(requests, ids, list(zip(regimes, row, strict=True)), slope_s, acceptance) for row in fixed]
     prompts = requests.prompts[ids].astype(np.float64)
     lengths = requests.lengths[ids].astype(np.float64) - TOLERANCE_TOKENS
 
