@@ -30,7 +30,7 @@ from tltlab.charts import bars, lines
 from tltlab.costs.load import load_costs
 from tltlab.policies.policy import Activation
 from tltlab.policies.specs import FixedSpec
-from tltlab.sim import Scenario, compare, simulate
+from tltlab.sim import compare, simulate
 
 # %matplotlib inline
 
@@ -85,17 +85,16 @@ policies = {
     "ngram:4, at most 8 running": always(4, max_requests=8),
     "beg-mab": load_policy("beg-mab"),
 }
-scenario = Scenario.of(trace, placement="recorded", mode="sampled")
-table = compare(scenario, policies, baseline="none", repeats=5)
-display(table.round(3))
+table = compare(trace, policies, placement="recorded", mode="sampled", repeats=5)
+display(table[["policy", "makespan_s", "speed_up", "speed_up_low", "speed_up_high", "regret"]].round(3))
 
 # %%
 display(
     bars(
         table["policy"].tolist(),
         table["speed_up"].tolist(),
-        (1 / table["ratio_high"]).tolist(),
-        (1 / table["ratio_low"]).tolist(),
+        table["speed_up_low"].tolist(),
+        table["speed_up_high"].tolist(),
         xlabel="speed-up of the rollout over no speculation (simulated)",
         title="longer is faster; the line is no speculation",
         reference=1.0,

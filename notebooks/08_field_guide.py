@@ -32,8 +32,7 @@ from tltlab.lengths.generate import ToolUse, generate
 from tltlab.lengths.model import of_regime
 from tltlab.planning.composition import asynchronous
 from tltlab.planning.systems import SYSTEMS
-from tltlab.sim.study.systems import compare_systems
-from tltlab.sim.config import SimulationConfig
+from tltlab.sim import StudyConfig
 
 # %matplotlib inline
 
@@ -44,15 +43,15 @@ root = next(folder for folder in [Path.cwd(), *Path.cwd().parents] if (folder / 
 #
 # A small map: the same responses on few or many GPUs, cut at two lengths, for a dense and a sparse model. Each family
 # is a system of the literature, and the fastest RL step is named: a question mark where the 95 % interval of its
-# speed-up over plain decoding reaches down to 1. `tltlab sweep --systems` compares others, on your lengths.
+# speed-up over plain decoding reaches down to 1. `tltlab compare --systems` compares others, on your lengths.
 
 # %%
 FAMILIES = {"seer-drafts": "text", "tlt": "trained", "streamrl": "order", "seer": "order + text"}
 lengths = of_regime("reasoning").with_changes(median=1500, max_response_tokens=8192)
 trace = generate(lengths, num_rl_steps=3, prompts_per_step=32, group_size=8, num_workers=2)
-axes = {"gpus": ("2xH100", "8xH100", "32xH100"), "caps": (1024, 8192), "systems": tuple(FAMILIES)}
+gpus = ["2xH100", "8xH100", "32xH100"]
 published = "learned=tlt-qwen2.5-32b-fresh,all=seer-siblings"
-config = SimulationConfig(decision_block=64, acceptance=published)
+config = StudyConfig(gpus=gpus, decision_block=64, acceptance=published)
 
 
 def named(row):
@@ -62,11 +61,13 @@ def named(row):
 
 times, texts = {}, {}
 for model in ("Qwen3-32B", "Qwen3-30B-A3B"):
-    cells = tltlab.sweep(trace, axes | {"model": model}, config=config).frame
-    fastest = cells.loc[cells.groupby(["caps", "gpus"], sort=False)["step_speed_up"].idxmax()]
+    cells = tltlab.compare(
+        trace, config=config, systems=list(FAMILIES), model=model, max_response_tokens=[1024, 8192]
+    )
+    fastest = cells.loc[cells.groupby(["max_response_tokens", "gpus"], sort=False)["step_speed_up"].idxmax()]
     fastest = fastest.assign(text=[named(row) for row in fastest.itertuples()])
     times[model], texts[model] = (
-        fastest.pivot_table(index="caps", columns="gpus", values=column, sort=False, aggfunc="first")
+        fastest.pivot_table(index="max_response_tokens", columns="gpus", values=column, sort=False, aggfunc="first")
         for column in ("step_speed_up", "text")
     )
 display(
@@ -82,9 +83,8 @@ display(
 # crosses 1, drafting is just as fast as not drafting: the further to the left, the safer the conclusion.
 
 # %%
-turning = {"gpus": ("2xH100", "8xH100", "32xH100"), "systems": ("tlt",)}
 chances = {f"learned={chance}": chance for chance in (0.1, 0.4, 0.7)}
-cells = tltlab.sweep(trace, turning | {"model": "Qwen3-30B-A3B", "acceptance": tuple(chances)}, config=config).frame
+cells = tltlab.compare(trace, config=config, systems="tlt", model="Qwen3-30B-A3B", acceptance=list(chances))
 by_gpus = cells[cells["system"] == "tlt"].groupby("gpus", sort=False)
 display(
     lines(
@@ -102,9 +102,8 @@ display(
 # and train on older tokens or on another mix of lengths: below 1, `length_bias` means that long responses are starved.
 
 # %%
-table = compare_systems(
-    root / "traces" / "tiny", "verl,tlt-base,das,hedgespec,copris,april,spec-rl,streamrl", rl_steps=[0, 1], ranges=False
-)
+systems = "verl,tlt-base,das,hedgespec,copris,april,spec-rl,streamrl"
+table = tltlab.compare(root / "traces" / "tiny", systems=systems, rl_steps=[0, 1])
 columns = ["system", "ratio", "ratio_low", "ratio_high", "lossless", "on_policy", "off_policy_share", "length_bias"]
 display(table[columns].round(3))
 
@@ -113,8 +112,8 @@ display(table[columns].round(3))
 #
 # Asynchronous RL, responses that are all long, several turns with tools: each against the same system without drafts,
 # on workers of four H100 with Qwen2.5-32B, with TLT's threshold of 32 running requests and without it. Responses are
-# few and short here; `cap, load = 32_768, 64` is the full size. `tltlab experiment baseline` simulates
-# the set-ups of TLT's scripts beside its claim.
+# few and short here; `cap, load = 32_768, 64` is the full size. Notebook 09 simulates the set-ups of TLT's
+# scripts beside its claim.
 
 # %%
 cap, load, workers, gpus = 512, 8, 2, 4
@@ -138,26 +137,24 @@ tried = [SYSTEMS["verl"], SYSTEMS["tlt"], replace(SYSTEMS["tlt"], name="tlt, no 
 
 
 def answer(name, lengths, tools, changes):
-    """How much faster TLT's RL steps are, with the range that lengths and assumptions leave open."""
+    """How much faster TLT's RL steps are, with the 95 % interval over RL steps."""
     trace = generate(
         lengths, num_rl_steps=2, prompts_per_step=workers * load // 8, group_size=8, num_workers=workers, tools=tools
     )
     systems = [replace(system, **changes) for system in tried]
     engine = f"sglang-0.4:{gpus}xH100:Qwen2.5-32B"
     options = {"costs": engine, "workers": workers, "stages": stages, "gpus_per_worker": gpus}
-    found = compare_systems(trace, systems, **options, decision_block=cap // 256, ranges=True).set_index("system")
+    found = tltlab.compare(trace, systems=systems, **options, decision_block=cap // 256).set_index("system")
     tlt, always = found.loc["tlt"], found.loc["tlt, no threshold"]
-    low = 1 / max(tlt.step_ratio_high, tlt.ratio_most)
-    least = min(tlt.step_ratio_low, tlt.ratio_least)
-    high = 1 / least if least > 0 else float("inf")
+    low, high = tlt.step_speed_up_low, tlt.step_speed_up_high
     says = "pays" if low > 1 else "does not pay" if high <= 1 else "no clear effect"
     return {
         "workload": name,
         "TLT": says,
-        "RL step": 1 / tlt.step_ratio,
+        "RL step": tlt.step_speed_up,
         "low": low,
         "high": high,
-        "no threshold": 1 / always.step_ratio,
+        "no threshold": always.step_speed_up,
         "bubble": found.loc["verl", "bubble_fraction"],
     }
 
@@ -180,9 +177,9 @@ long_tail = generate(
 gains = {}
 for trained in ("short", "8k", "long"):
     drafter = f"learned=tlt-qwen2.5-32b-fresh@{trained}"
-    options = {"gpus": "8xH100", "model": "Qwen2.5-32B", "acceptance": drafter, "decision_block": 64, "ranges": False}
-    row = compare_systems(long_tail, "verl,tlt", **options).set_index("system").loc["tlt"]
-    gains[trained] = {"rollout": 1 / row.ratio, "RL step": 1 / row.step_ratio}
+    options = {"gpus": "8xH100", "model": "Qwen2.5-32B", "acceptance": drafter, "decision_block": 64}
+    row = tltlab.compare(long_tail, systems="verl,tlt", **options).set_index("system").loc["tlt"]
+    gains[trained] = {"rollout": row.speed_up, "RL step": row.step_speed_up}
 display(pd.DataFrame(gains).T.round(2))
 
 # %% [markdown]

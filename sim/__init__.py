@@ -1,7 +1,7 @@
 """Discrete-event simulation of rollouts. Import it as `tltlab.sim`.
 
 `simulate` replays a trace's responses under a policy; `SimulationConfig` is all that a user sets beside these two, and
-`Scenario` a trace under such settings, to be simulated under many policies (`sweep`, `compare`). `run_steps` makes
+`Scenario` a trace under such settings. `compare` asks a study (`study`) of many policies or systems. `run_steps` makes
 whole RL steps of rollouts, on GPUs that share the work (`Colocated`) or split it (`Separate`). `tuning` searches
 policies in simulation, `verify` holds predictions against recorded runs. `engine` simulates an engine.
 """
@@ -15,7 +15,7 @@ from .config import SimulationConfig
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .simulate import SimResult, simulate
-from .study.compare import compare
+from .study.compare import StudyConfig, compare
 from .topology import Colocated, Separate
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = [
     "Separate",
     "SimResult",
     "SimulationConfig",
+    "StudyConfig",
     "Verification",
     "compare",
     "run_steps",

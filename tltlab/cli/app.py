@@ -32,6 +32,13 @@ _GONE = {
     "off-policy": "decisions.parquet of a trace has the propensities that such estimates are computed from",
 }
 """Commands of the release before, and what replaces them."""
+_GONE_OPTIONS = {
+    ("compare", "--search"): "`tltlab compare --systems all` has every system, --placement another order",
+    ("compare", "--claims"): "--json has each system's `claim`",
+    ("compare", "--ranges"): "`tltlab what-if` has the 90 % range",
+    ("compare", "--no-ranges"): "no range of ranks is made any more",
+}
+"""Options of the release before, and what replaces them."""
 _BROUGHT_BY = {"zmq": "pyzmq", "torch": "vllm", "tokenizers": "transformers", "huggingface_hub": "transformers"}
 """The requirement that a module comes with, where it has another name."""
 
@@ -166,6 +173,9 @@ def _run(args: list[str]) -> int:
         code = _group().main(args, prog_name="tltlab", complete_var=_COMPLETE, standalone_mode=False)
     except TyperException as error:
         called = "tltlab" if args[0].startswith("-") else f"tltlab {args[0]}"
+        gone = _GONE_OPTIONS.get((args[0], getattr(error, "option_name", "")))
+        if gone is not None:
+            _fail(f"{called}: the option {error.option_name} was removed: {gone}", 2)
         _fail(f"{_as_setting(args, error) or error.format_message()} (see '{called} --help')", 2)
     except ConfigError:
         if _COMPLETE in os.environ:  # an unknown command or a missing extra: nothing to offer
