@@ -14,7 +14,7 @@ import pytest
 import tltlab
 from tests.refused import refused
 from tltlab.cli.app import main
-from tltlab.cli.start.demo import make_room
+from tltlab.cli.demo import make_room
 from tltlab.errors import ConfigError
 from tltlab.experiments.demo import FAST, FULL, demo_recipe
 from tltlab.policies.policy import load_policy

@@ -72,5 +72,5 @@ def write(kind: str, name: str, folder: Path, *, model: str) -> list[Path]:
 
 
 def _filled(template: str, words: dict[str, str]) -> str:
-    text = (files("tltlab.cli.start") / "templates" / f"{template}.txt").read_text("utf-8")
+    text = (files("tltlab.cli") / "templates" / f"{template}.txt").read_text("utf-8")
     return Template(text).substitute(words)
