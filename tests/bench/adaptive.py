@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from bench.harness import Progress, Table, Text, shown
+from bench.models import folder_or_temporary, made_model
 from tltlab.errors import ConfigError, RunError
-from tltlab.experiments.models import folder_or_temporary, made_model
 from tltlab.files import read_json, write_json
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.drafter.offline.runs import (

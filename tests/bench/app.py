@@ -236,8 +236,7 @@ def runtime(
     Example: tltlab bench runtime --model models/subset-sum-deep --rounds 10 --out bench.json
     """
     _one_thread()
-    from tltlab.experiments.models import own_model
-
+    from .models import own_model
     from .runtime.run import bench_runtime, text
 
     _check(out)
@@ -251,6 +250,69 @@ def runtime(
         max_response_tokens=max_response_tokens, off_batches=sizes, seed=seed, progress=progress,
     )  # fmt: skip
     _tell(result, as_json, text, out)
+
+
+@app.command("batch-size")
+def batch_size(
+    model: OwnModel = None,
+    policies: Annotated[
+        str, Option(help="Policies beside plain decoding, with commas: a shipped policy's name, a file, ngram:4.")
+    ] = "ngram:1,ngram:2,ngram:4,ngram:8,beg-mab",
+    batches: Batches = "1,2,4,8,16,32,64",
+    rounds: Annotated[int, Option(min=1, help="Visits of every policy to every batch size.")] = 8,
+    tokens: Annotated[int, Option(min=32, help="Tokens of each request in a visit, on average.")] = 64,
+    seed: FirstSeed = 0,
+    out: Result = None,
+    fast: Annotated[bool, Option("--fast", help="Three batch sizes, two rounds, a tiny model.")] = False,
+    as_json: Json = False,
+) -> None:
+    """At which batch sizes drafts pay on a real engine, and whether a policy that learns finds them (2 minutes).
+
+    Example: tltlab bench batch-size --model models/subset-sum-deep --rounds 10
+    """
+    _one_thread()
+    from .batch_size import TEXT, bench_batch_size
+    from .models import own_model
+
+    _check(out)
+    sizes = sorted(set(whole_numbers("--batches", batches, least=1)))
+    if fast:
+        sizes, rounds, tokens = sizes[:5:2], min(rounds, 2), min(tokens, 32)
+    result = bench_batch_size(
+        own_model(model, Path(), size="tiny" if fast else "small", progress=progress),
+        [name.strip() for name in policies.split(",") if name.strip()], sizes, rounds=rounds, tokens=tokens,
+        warm_up=20 if fast else 200, seed=seed, progress=progress,
+    )  # fmt: skip
+    _tell(result, as_json, TEXT, out)
+
+
+@app.command()
+def systems(
+    only: Annotated[str, Option(help="Systems, with commas: verl,tlt; '' for all.")] = "",
+    model: OwnModel = None,
+    steps: Annotated[int | None, _sized("RL steps of each run. [default: 5]", 3)] = None,
+    seeds: Annotated[int | None, _sized("Runs of every system. [default: 1]")] = None,
+    seed: FirstSeed = 0,
+    out: Folder = None,
+    fast: Annotated[bool, Option("--fast", help="Few and short responses.")] = False,
+    as_json: Json = False,
+) -> None:
+    """GRPO under systems of the literature on real engines: seconds against their prediction, and rewards (16 minutes).
+
+    Rewards stay the same with speculation where those of verl and tlt do not differ over several seeds.
+
+    Example: tltlab bench systems --only verl,tlt --seeds 4 --out bench
+    """
+    _one_thread()
+    from .models import folder_or_temporary
+    from .systems import TEXT, bench_systems, sizes_of
+
+    _check(out, folder=True)
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    with folder_or_temporary(out, "tltlab-bench-") as folder:
+        sizes = sizes_of(fast=fast, steps=steps, seeds=seeds)
+        result = bench_systems(names, sizes, model=model, out=folder, seed=seed, progress=progress)
+    _tell(result, as_json, TEXT)
 
 
 @app.command()

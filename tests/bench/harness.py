@@ -5,6 +5,7 @@ A benchmark is a table of cases, a function that measures one of them, and a `Te
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import re
@@ -21,7 +22,7 @@ import numpy as np
 
 from tltlab.arrays import Floats
 from tltlab.console import table
-from tltlab.stats import finite, paired_interval
+from tltlab.stats import Interval, finite, mean_of_few, paired_interval
 
 C = TypeVar("C", bound=Hashable)
 P = ParamSpec("P")
@@ -64,6 +65,15 @@ def ratio(
     """sum(above) / sum(below) over rounds with its 95 % interval; ends are None where one round is all there is."""
     interval = paired_interval(above, below, rng=rng or np.random.default_rng(0))
     return {"ratio": interval.estimate, "low": finite(interval.low), "high": finite(interval.high)}
+
+
+def reward_difference(pairs: Sequence[tuple[float, float]], num_prompts: int) -> Interval:
+    """Mean of first minus second over seeds, each a mean reward (0 or 1) of `num_prompts` responses.
+
+    The interval is Student's over seeds, no narrower than what samples of so many prompts vary by.
+    """
+    chance = sum(reward * (1 - reward) / num_prompts for pair in pairs for reward in pair)
+    return mean_of_few([a - b for a, b in pairs], least_error=math.sqrt(max(chance, 0.0)) / len(pairs))
 
 
 def spread(values: Sequence[float] | Floats) -> dict[str, float]:
