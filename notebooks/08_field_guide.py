@@ -113,8 +113,8 @@ display(table[columns].round(3))
 #
 # Asynchronous RL, responses that are all long, several turns with tools: each against the same system without drafts,
 # on workers of four H100 with Qwen2.5-32B, with TLT's threshold of 32 running requests and without it. Responses are
-# few and short here; `cap, load = 32_768, 64` is the full size. `tltlab experiment baseline` simulates
-# the set-ups of TLT's scripts beside its claim.
+# few and short here; `cap, load = 32_768, 64` is the full size. Notebook 09 simulates the set-ups
+# of TLT's scripts beside its claim.
 
 # %%
 cap, load, workers, gpus = 512, 8, 2, 4

@@ -150,7 +150,7 @@ def compare(
         text += f"\nthe fastest of {rows.attrs['searched']} compositions on the other RL steps"
     if claims:
         text += f"\n\n{claim_table(rows)}"
-        text += "\ntlt at the responses to a worker of its own scripts: tltlab experiment baseline"
+        text += "\ntlt at the responses to a worker of its own scripts: notebook 09_published_setups"
     result |= {
         "trace": source.manifest.name or str(trace), "num_repeats": repeats, "mode": mode, "seed": seed,
         "decision_block": decision_block, "prefix_caching": prefix_caching,
@@ -242,7 +242,7 @@ def system_table(comparison: pd.DataFrame, sampled: bool) -> str:
     others = ", ".join(row["system"] for row in records if row["runs_here"] is not True)
     lines.append(
         f"engines here run every system of the table{f' but {others}' if others else ''}: "
-        "`tltlab train RECIPE rollout.system=NAME`, measured by `tltlab experiment systems only=NAME`"
+        "`tltlab train RECIPE rollout.system=NAME`, measured by `tltlab bench systems --only NAME`"
     )
     return "\n".join(lines)
 

@@ -187,7 +187,7 @@ def rows_of(visits: Visits, fixed: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def of_best(speed: Floats, fixed: Floats) -> dict[str, float | None]:
-    """Return speeds by round over those of the row of `fixed`, policies x rounds, that is fastest in the other rounds."""
+    """Return speeds by round over those of the row of `fixed` that is fastest in the other rounds."""
     others = fixed.sum(axis=1, keepdims=True) - fixed if fixed.shape[1] > 1 else fixed
     return ratio(speed, fixed[others.argmax(axis=0), np.arange(fixed.shape[1])])
 

@@ -210,7 +210,6 @@ def test_missing_modules_name_their_extra(tmp_path: Path):
         "make-model --out OUT": "runtime",
         "audit": "runtime",
         "demo --out OUT": "runtime",
-        "experiment lossless --out OUT": "runtime",
     }
     # joblib comes with scikit-learn, so the core has it.
     all_missing = [name for name in OF_EXTRAS if name != "joblib"]
