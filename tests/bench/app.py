@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from bench.harness import Text, shown
+from bench.harness import Text, changed, shown
 from tltlab.console import Json, command_group, emit, progress, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
@@ -138,11 +138,12 @@ def drafter(
         texts.append(shown(result, TEXT))
     if learned := [part for part in chosen if part != MODEL_FREE]:
         _one_thread()
-        from .adaptive import bench_learned, sizes_of, text
+        from .adaptive import FAST, BenchSizes, bench_learned, text
 
-        sizes = sizes_of(
-            fast=fast, model=size, workers=workers, steps=steps, seeds=seeds, pairs=pairs, draft_depth=draft_depth
-        )
+        sizes = changed(
+            FAST if fast else BenchSizes(), model=size, workers=workers, steps=steps, seeds=seeds, pairs=pairs,
+            draft_depth=draft_depth,
+        )  # fmt: skip
         measured = bench_learned(learned, sizes, model=model, out=out, seed=seed, progress=progress)
         result |= measured
         texts.append(text(measured))
@@ -305,12 +306,12 @@ def systems(
     """
     _one_thread()
     from .models import folder_or_temporary
-    from .systems import TEXT, bench_systems, sizes_of
+    from .systems import FAST, FULL, TEXT, bench_systems
 
     _check(out, folder=True)
     names = [name.strip() for name in only.split(",") if name.strip()]
     with folder_or_temporary(out, "tltlab-bench-") as folder:
-        sizes = sizes_of(fast=fast, steps=steps, seeds=seeds)
+        sizes = changed(FAST if fast else FULL, steps=steps, seeds=seeds)
         result = bench_systems(names, sizes, model=model, out=folder, seed=seed, progress=progress)
     _tell(result, as_json, TEXT)
 
@@ -426,10 +427,10 @@ def train(
 
     Example: tltlab bench train --trl ~/trl --out bench
     """
-    from .train.run import TEXT, bench_train, train_sizes
+    from .train.run import FAST, TEXT, TrainSizes, bench_train
 
     _check(out, folder=True)
-    sizes = train_sizes(fast=fast, steps=steps, blocks=blocks)
+    sizes = changed(FAST if fast else TrainSizes(), steps=steps, blocks=blocks)
     _tell(bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress), as_json, TEXT)
 
 

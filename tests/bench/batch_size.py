@@ -60,15 +60,12 @@ def bench_batch_size(
     drafters: dict[str, Any] = dict(DEFAULT_DRAFTERS)
     for policy in chosen.values():
         drafters |= policy.drafters
-    arms = {arm for policy in chosen.values() for arm in policy.strategies if arm.speculates}
-    if unknown := {arm.drafter for arm in arms} - drafters.keys():
-        raise ConfigError(f"no drafter named {min(map(str, unknown))!r} here; there are: {', '.join(drafters)}")
     torch.set_num_threads(1)
     room, widest = int(AutoConfig.from_pretrained(model).max_position_embeddings), max(batches)
     prompts = prompts_of(model, "train", 4 * widest)
     if len(prompts) < widest:
         raise ConfigError(f"{model / 'train.jsonl'} has {len(prompts)} prompts: a batch of {widest} needs more")
-    depth = max((arm.draft_depth for arm in arms), default=0)
+    depth = max(arm.draft_depth for policy in chosen.values() for arm in policy.strategies)
     vllm_args = {"max_num_seqs": widest, "max_model_len": room, "gpu_memory_utilization": 0.4}
     learning = {
         (batch, name): (policy.build(np.random.default_rng([seed, batch])), policy.build_budget())

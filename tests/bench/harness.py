@@ -13,10 +13,10 @@ import string
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -24,14 +24,23 @@ from tltlab.arrays import Floats
 from tltlab.console import table
 from tltlab.stats import Interval, finite, mean_of_few, paired_interval
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 C = TypeVar("C", bound=Hashable)
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound="DataclassInstance")
 Progress = Callable[[str], None]
 
 
 def quiet(message: str) -> None:
     """Progress that nobody reads."""
+
+
+def changed(sizes: S, **changes: Any) -> S:
+    """Return the sizes of a benchmark, changed where a value is not None."""
+    return replace(sizes, **{name: value for name, value in changes.items() if value is not None})
 
 
 def in_turn(

@@ -49,11 +49,6 @@ FULL = SystemSizes(
 FAST = replace(FULL, prompts_per_step=4, group_size=4, max_response_tokens=96, steps=4, warm_up_updates=20, heldout=32)
 
 
-def sizes_of(*, fast: bool, **changed: Any) -> SystemSizes:
-    """The sizes of a full or of a fast benchmark, changed where a value is not None."""
-    return replace(FAST if fast else FULL, **{name: value for name, value in changed.items() if value is not None})
-
-
 def bench_systems(
     names: Sequence[str], sizes: SystemSizes, *, model: Path | None, out: Path, seed: int, progress: Progress
 ) -> dict[str, Any]:

@@ -50,10 +50,7 @@ def test_other_rounds_name_the_best_fixed_policy():
     assert of_best(np.ones(2), np.array([[1.1, 1.0], [1.0, 1.1]]))["ratio"] == 1.0
 
 
-def test_drafters_and_folders_are_checked_before_an_engine(tmp_path: Path):
-    given: dict[str, Any] = {"rounds": 1, "tokens": 32, "warm_up": 1, "seed": 0, "progress": quiet}
-    with refused(ConfigError, naming=("'learned'", "ngram, suffix")):
-        bench_batch_size(tmp_path, ["learned:4"], [1], **given)
+def test_systems_and_folders_are_checked_before_an_engine(tmp_path: Path):
     with refused(ConfigError, naming=("rhymerl", "rank_groups")):
         bench_systems(["rhymerl"], FULL, model=None, out=tmp_path, seed=0, progress=quiet)
     (tmp_path / "runs").mkdir()

@@ -63,12 +63,6 @@ FAST = replace(
 )
 
 
-def train_sizes(*, fast: bool, steps: int | None, blocks: int | None) -> TrainSizes:
-    """The sizes of a full or of a fast benchmark, changed where a value is not None."""
-    sizes = FAST if fast else TrainSizes()
-    return replace(sizes, steps=steps or sizes.steps, blocks=blocks or sizes.blocks)
-
-
 GOALS = {"trl": 20.0, "trl-vllm": 1.3}
 """How many times faster per RL step `tltlab train` shall be than each mode of TRL, on two CPU cores."""
 
