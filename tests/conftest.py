@@ -53,7 +53,7 @@ ONE_ENGINE = {
 """Their tests share two engines (`tests/runtime/engine/conftest.py`), so they run in one process."""
 
 LONGEST = {
-    "test_audit.py", "test_demo.py", "test_experiments_real.py", "test_faults.py", "test_kinds.py", "test_mtp.py",
+    "test_audit.py", "test_demo.py", "test_faults.py", "test_kinds.py", "test_mtp.py",
     "test_notebooks.py", "test_placement.py", "test_process.py", "test_run.py",
     "test_tensor_parallel.py", "test_v2_runner.py",
 }  # fmt: skip

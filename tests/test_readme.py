@@ -19,7 +19,6 @@ import pytest
 from tests.sim.workloads import typed
 from tltlab.cli.app import click_command, main
 from tltlab.costs.load import load_costs, load_stages
-from tltlab.experiments import find
 from tltlab.policies.policy import SHIPPED, load_policy
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 
@@ -119,8 +118,6 @@ def test_every_command_parses_and_its_presets_load(name: str):
         for option, loads in {"costs": load_costs, "stages": load_stages}.items():
             if values.get(option) and not str(values[option]).endswith(".json"):
                 loads(values[option])
-        if arguments[0] == "experiment" and values:
-            find(values["name"])
         if arguments[0] == "train" and values and not values["resume"]:
             recipe = values["recipe"]
             if (ROOT / recipe).exists() or not recipe.endswith(".toml"):

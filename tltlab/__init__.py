@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from .policies.policy import Policy, load_policy
     from .policies.selector import Selector
     from .report.timeline import timeline
+    from .sim.simulate import simulate
     from .sim.study.compare import compare
     from .sim.study.what_if import what_if
-    from .sim.simulate import simulate
     from .sim.tuning.tune import tune
     from .traces.trace import Trace
 

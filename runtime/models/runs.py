@@ -15,14 +15,14 @@ from tltlab.coordination.schedule import ScheduleConfig
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_file
 from tltlab.policies.policy import Policy
-from tltlab.policies.specs import BegMabSpec, Bucket, FixedSpec
+from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.data.prompts import Prompt, load_prompts
 from tltlab.runtime.drafter.offline.data import PromptedText, TextConfig, load_target
 from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
 from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import DataConfig, EvalConfig, RolloutConfig, TrainConfig
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import Strategy
 
 from .measure import sample
 
@@ -170,12 +170,4 @@ def recipe_of(
 def fixed_depth(path: Path, depth: int) -> Path:
     """Write a policy file: the learned drafter at one depth throughout."""
     Policy(selector=FixedSpec(strategy=Strategy.chain(DRAFTER, depth))).write(path)
-    return path
-
-
-def adaptive_policy(path: Path, depth: int) -> Path:
-    """Write a policy file: BEG-MAB among the learned drafter, suffix drafts and no speculation."""
-    arms = (Strategy.chain(DRAFTER, depth), Strategy.chain("suffix", depth), NO_SPECULATION)
-    buckets = tuple(Bucket(min_batch=least, strategies=arms) for least in (1, 17))
-    Policy(selector=BegMabSpec(buckets=buckets)).write(path)
     return path

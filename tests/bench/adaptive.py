@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from bench.harness import Progress, Table, Text, shown
+from bench.models import folder_or_temporary, made_model
 from tltlab.errors import ConfigError, RunError
-from tltlab.experiments.models import folder_or_temporary, made_model
 from tltlab.files import read_json, write_json
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.drafter.offline.runs import (
@@ -58,12 +58,6 @@ FAST = BenchSizes(
     pairs=3,
     heldout=32,
 )
-
-
-def sizes_of(*, fast: bool, **changed: Any) -> BenchSizes:
-    """The sizes of a full or of a fast benchmark, changed where a value is not None."""
-    changes = {name: value for name, value in changed.items() if value is not None}
-    return replace(FAST if fast else BenchSizes(), **changes)
 
 
 LENGTH_GOAL = 1.15

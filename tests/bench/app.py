@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from bench.harness import Text, shown
+from bench.harness import Text, changed, shown
 from tltlab.console import Json, command_group, emit, progress, whole_numbers
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
@@ -138,11 +138,12 @@ def drafter(
         texts.append(shown(result, TEXT))
     if learned := [part for part in chosen if part != MODEL_FREE]:
         _one_thread()
-        from .adaptive import bench_learned, sizes_of, text
+        from .adaptive import FAST, BenchSizes, bench_learned, text
 
-        sizes = sizes_of(
-            fast=fast, model=size, workers=workers, steps=steps, seeds=seeds, pairs=pairs, draft_depth=draft_depth
-        )
+        sizes = changed(
+            FAST if fast else BenchSizes(), model=size, workers=workers, steps=steps, seeds=seeds, pairs=pairs,
+            draft_depth=draft_depth,
+        )  # fmt: skip
         measured = bench_learned(learned, sizes, model=model, out=out, seed=seed, progress=progress)
         result |= measured
         texts.append(text(measured))
@@ -236,8 +237,7 @@ def runtime(
     Example: tltlab bench runtime --model models/subset-sum-deep --rounds 10 --out bench.json
     """
     _one_thread()
-    from tltlab.experiments.models import own_model
-
+    from .models import own_model
     from .runtime.run import bench_runtime, text
 
     _check(out)
@@ -251,6 +251,69 @@ def runtime(
         max_response_tokens=max_response_tokens, off_batches=sizes, seed=seed, progress=progress,
     )  # fmt: skip
     _tell(result, as_json, text, out)
+
+
+@app.command("batch-size")
+def batch_size(
+    model: OwnModel = None,
+    policies: Annotated[
+        str, Option(help="Policies beside plain decoding, with commas: a shipped policy's name, a file, ngram:4.")
+    ] = "ngram:1,ngram:2,ngram:4,ngram:8,beg-mab",
+    batches: Batches = "1,2,4,8,16,32,64",
+    rounds: Annotated[int, Option(min=1, help="Visits of every policy to every batch size.")] = 8,
+    tokens: Annotated[int, Option(min=32, help="Tokens of each request in a visit, on average.")] = 64,
+    seed: FirstSeed = 0,
+    out: Result = None,
+    fast: Annotated[bool, Option("--fast", help="Three batch sizes, two rounds, a tiny model.")] = False,
+    as_json: Json = False,
+) -> None:
+    """At which batch sizes drafts pay on a real engine, and whether a policy that learns finds them (2 minutes).
+
+    Example: tltlab bench batch-size --model models/subset-sum-deep --rounds 10
+    """
+    _one_thread()
+    from .batch_size import TEXT, bench_batch_size
+    from .models import own_model
+
+    _check(out)
+    sizes = sorted(set(whole_numbers("--batches", batches, least=1)))
+    if fast:
+        sizes, rounds, tokens = sizes[:5:2], min(rounds, 2), min(tokens, 32)
+    result = bench_batch_size(
+        own_model(model, Path(), size="tiny" if fast else "small", progress=progress),
+        [name.strip() for name in policies.split(",") if name.strip()], sizes, rounds=rounds, tokens=tokens,
+        warm_up=20 if fast else 200, seed=seed, progress=progress,
+    )  # fmt: skip
+    _tell(result, as_json, TEXT, out)
+
+
+@app.command()
+def systems(
+    only: Annotated[str, Option(help="Systems, with commas: verl,tlt; '' for all.")] = "",
+    model: OwnModel = None,
+    steps: Annotated[int | None, _sized("RL steps of each run. [default: 5]", 3)] = None,
+    seeds: Annotated[int | None, _sized("Runs of every system. [default: 1]")] = None,
+    seed: FirstSeed = 0,
+    out: Folder = None,
+    fast: Annotated[bool, Option("--fast", help="Few and short responses.")] = False,
+    as_json: Json = False,
+) -> None:
+    """GRPO under systems of the literature on real engines: seconds against their prediction, and rewards (16 minutes).
+
+    Rewards stay the same with speculation where those of verl and tlt do not differ over several seeds.
+
+    Example: tltlab bench systems --only verl,tlt --seeds 4 --out bench
+    """
+    _one_thread()
+    from .models import folder_or_temporary
+    from .systems import FAST, FULL, TEXT, bench_systems
+
+    _check(out, folder=True)
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    with folder_or_temporary(out, "tltlab-bench-") as folder:
+        sizes = changed(FAST if fast else FULL, steps=steps, seeds=seeds)
+        result = bench_systems(names, sizes, model=model, out=folder, seed=seed, progress=progress)
+    _tell(result, as_json, TEXT)
 
 
 @app.command()
@@ -364,10 +427,10 @@ def train(
 
     Example: tltlab bench train --trl ~/trl --out bench
     """
-    from .train.run import TEXT, bench_train, train_sizes
+    from .train.run import FAST, TEXT, TrainSizes, bench_train
 
     _check(out, folder=True)
-    sizes = train_sizes(fast=fast, steps=steps, blocks=blocks)
+    sizes = changed(FAST if fast else TrainSizes(), steps=steps, blocks=blocks)
     _tell(bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress), as_json, TEXT)
 
 

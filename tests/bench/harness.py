@@ -5,6 +5,7 @@ A benchmark is a table of cases, a function that measures one of them, and a `Te
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import re
@@ -12,25 +13,34 @@ import string
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from tltlab.arrays import Floats
 from tltlab.console import table
-from tltlab.stats import finite, paired_interval
+from tltlab.stats import Interval, finite, mean_of_few, paired_interval
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 C = TypeVar("C", bound=Hashable)
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound="DataclassInstance")
 Progress = Callable[[str], None]
 
 
 def quiet(message: str) -> None:
     """Progress that nobody reads."""
+
+
+def changed(sizes: S, **changes: Any) -> S:
+    """Return the sizes of a benchmark, changed where a value is not None."""
+    return replace(sizes, **{name: value for name, value in changes.items() if value is not None})
 
 
 def in_turn(
@@ -64,6 +74,15 @@ def ratio(
     """sum(above) / sum(below) over rounds with its 95 % interval; ends are None where one round is all there is."""
     interval = paired_interval(above, below, rng=rng or np.random.default_rng(0))
     return {"ratio": interval.estimate, "low": finite(interval.low), "high": finite(interval.high)}
+
+
+def reward_difference(pairs: Sequence[tuple[float, float]], num_prompts: int) -> Interval:
+    """Mean of first minus second over seeds, each a mean reward (0 or 1) of `num_prompts` responses.
+
+    The interval is Student's over seeds, no narrower than what samples of so many prompts vary by.
+    """
+    chance = sum(reward * (1 - reward) / num_prompts for pair in pairs for reward in pair)
+    return mean_of_few([a - b for a, b in pairs], least_error=math.sqrt(max(chance, 0.0)) / len(pairs))
 
 
 def spread(values: Sequence[float] | Floats) -> dict[str, float]:

@@ -14,9 +14,9 @@ import pytest
 import tltlab
 from tests.refused import refused
 from tltlab.cli.app import main
-from tltlab.cli.start.demo import make_room
+from tltlab.cli.demo import make_room
+from tltlab.demo import FAST, FULL, demo_recipe
 from tltlab.errors import ConfigError
-from tltlab.experiments.demo import FAST, FULL, demo_recipe
 from tltlab.policies.policy import load_policy
 from tltlab.runtime.recipe.recipe import Recipe
 
@@ -48,8 +48,8 @@ def demo(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     )  # fmt: skip
     out, printed = tmp_path_factory.mktemp("demo") / "out", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr("tltlab.experiments.demo.demo_recipe", smaller)
-        patch.setattr("tltlab.experiments.demo.FAST", setting)
+        patch.setattr("tltlab.demo.demo_recipe", smaller)
+        patch.setattr("tltlab.demo.FAST", setting)
         with pytest.raises(SystemExit) as ended:
             main(["demo", "--fast", "--out", str(out), "--json"])
     assert not ended.value.code

@@ -35,10 +35,9 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("costs", "vllm:2xH100:Qwen3-32B:fp8", "--batch", "1,8"),
     ),
     "doctor": (("doctor", TINY),),
-    "experiment": (("experiment",),),
     "export-policy": (("export-policy", "table", "--max-batch", "16"),),
     "new": (
-        ("new", "policy", "halving"), ("new", "reward"), ("new", "recipe", "mine"), ("new", "experiment"),
+        ("new", "policy", "halving"), ("new", "reward"), ("new", "recipe", "mine"),
         ("new", "policy", "halving"), ("new", "recipie"), ("new", "policy", "My-Policy"),
     ),
     "report": (("report", TINY, "--no-verify", "--out", "{tmp}/page.html"),),

@@ -27,6 +27,8 @@ _COMPLETE = "_TLTLAB_COMPLETE"
 _GONE = {
     "advise": "`tltlab what-if` estimates the benefit of training the drafter",
     "completion": "`tltlab --install-completion` sets the shell up, `tltlab --show-completion` prints the script",
+    "experiment": "`tltlab bench` measures on engines, in a clone (batch-size, systems, drafter), and notebook 09 "
+    "simulates TLT's published set-ups",
     "map": "`tltlab compare` takes lists of values, and notebook 08 draws which family pays where",
     "sweep": "`tltlab compare` takes lists, such as --workers 4,8 --gpus 8xH100,8xB200",
     "off-policy": "decisions.parquet of a trace has the propensities that such estimates are computed from",

@@ -17,9 +17,7 @@ from tltlab.traces.trace import check_source, is_trace, locate
 def report(
     run: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN|FILE.json", help="A RUN or trace folder, or JSON of compare, tune, verify, experiment."
-        ),
+        typer.Argument(metavar="RUN|FILE.json", help="A RUN or trace folder, or JSON of compare, tune, verify."),
     ],
     out: Annotated[Path | None, typer.Option(help="The page. [default: RUN/report.html, or beside FILE.json]")] = None,
     verify: Annotated[

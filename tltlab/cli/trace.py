@@ -27,8 +27,8 @@ from tltlab.traces.stream import StreamWriter, count
 from tltlab.traces.stream import describe as describe_trace
 from tltlab.traces.trace import Trace, locate, read_one, together
 
+from . import reading as options
 from .annotate import annotate_trace
-from .start import reading as options
 
 app = command_group(help="Describe, validate, repair, import, generate and annotate traces.", no_args_is_help=True)
 

@@ -1,4 +1,4 @@
-"""The page of a comparison: the JSON output of `compare`, `tune`, `what-if`, `verify` and `experiment`."""
+"""The page of a comparison: the JSON output of `compare`, `tune`, `what-if`, `verify` and `rehearse`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .verify import from_result
 
 SIMULATED = "Simulated: a prediction, not a measurement."
 DRAWS_ONLY = "Draws only: 95 % intervals over RL steps, without what costs and acceptance may be wrong by."
-_ROWS = ("systems", "candidates", "policies", "steps", "rows")
+_ROWS = ("systems", "candidates", "policies", "steps")
 _COLUMNS = {
     "system": ("system", ""), "policy": ("policy", ""), "name": ("candidate", ""), "drafters": ("drafters", ""),
     "makespan_s": ("rollout s", ".4g"),
@@ -50,17 +50,15 @@ def _page(result: Mapping[str, Any], path: Path) -> Page:
     if "candidates" in lists:
         return _ratios(result, result["candidates"], "name", "A tuned policy", path)
     if "policies" in lists and all("measured_s" in row for row in result["policies"]):
-        return _rows_page(result, "policies", path, title="Does the simulator's winner win on the machine?")
+        return _measured(result, path)
     if "policies" in lists:
         return _ratios(result, result["policies"], "policy", "Policies compared", path)
     if "steps" in lists and "median_error" in result:
         part = from_result(result, "As tltlab verify wrote it.")
         return Page(title=part.title, subtitle=path.name, key_figures=(), parts=(part,))
-    if "rows" in lists and "verdict" in result:
-        return _rows_page(result, "rows", path, title=f"Experiment: {result.get('name', path.stem)}")
     raise ConfigError(
         f"{path} has the keys {', '.join(map(str, result)) or '(none)'}: give the --json output of compare, tune, "
-        "verify or experiment, or a RUN"
+        "verify or rehearse, or a RUN"
     )
 
 
@@ -229,9 +227,9 @@ def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
     return parts
 
 
-def _rows_page(result: Mapping[str, Any], key: str, path: Path, *, title: str) -> Page:
-    """Page of measurements, or of an experiment: the verdict, the picture beside the file, and the rows."""
-    rows = [_with_words(row) for row in result[key]]
+def _measured(result: Mapping[str, Any], path: Path) -> Page:
+    """Page of policies that were measured: the verdict, the picture beside the summary of a rehearsal, and the rows."""
+    rows = [_with_words(row) for row in result["policies"]]
     keys = list(dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, dict)))
     ends = {f"{name.removesuffix('_interval')}{end}" for name in keys for end in ("_low", "_high")}
     keys = [name for name in keys if name not in ends]
@@ -242,22 +240,18 @@ def _rows_page(result: Mapping[str, Any], key: str, path: Path, *, title: str) -
         for name, form in (("kendall_tau", ".2f"), ("median_error", ".1%"), ("worst_error", ".1%"))
     )
     verdict = str(
-        result.get("verdict")
-        or result.get("sentence")
+        result.get("sentence")
         or f"Kendall tau of the simulator's order and the machine's: {tau}; median error {median}, worst {worst}."
     )
-    blocks: list[Block] = [Paragraph(text=SIMULATED)] if result.get("prediction") else []
+    blocks: list[Block] = []
     caption = "What the table below has in figures."
     picture = Picture.of_png(path.with_name("picture.png"), alt=verdict, caption=caption)
-    if picture is not None and path.name in ("result.json", "summary.json"):
+    if picture is not None and path.name == "summary.json":
         blocks.append(picture)
-    blocks.append(records(rows, columns, caption=str(result.get("question", "Result")), text=text))
-    blocks += [Paragraph(text=str(note)) for note in result.get("notes") or ()]
-    above = {key, "name", "question", "verdict", "sentence", "prediction", "settings", "notes", "rounds"}
-    facts = {name: value for name, value in result.items() if name not in above} | (result.get("settings") or {})
-    parts = (Section(title="Result", blocks=tuple(blocks)), _origin(facts, set()))
-    question = str(result.get("question", path.name))
-    return Page(title=title, subtitle=question, key_figures=(), parts=parts, verdict=verdict)
+    blocks.append(records(rows, columns, caption="Result", text=text))
+    parts = (Section(title="Result", blocks=tuple(blocks)), _origin(result, {"policies", "sentence", "rounds"}))
+    title = "Does the simulator's winner win on the machine?"
+    return Page(title=title, subtitle=path.name, key_figures=(), parts=parts, verdict=verdict)
 
 
 def _origin(result: Mapping[str, Any], shown_above: set[str]) -> Part:

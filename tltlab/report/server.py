@@ -29,7 +29,7 @@ from tltlab.traces.trace import locate, run_folder
 
 from .origin import diagnosis_of, events_part
 from .page import POLICY, Page, PageTable, Section, Served, render
-from .write import RESULT, compare_runs, key_figures, report, verdict
+from .write import compare_runs, key_figures, report, verdict
 
 ADDRESS = "127.0.0.1"
 _HEADERS = {
@@ -106,16 +106,14 @@ def _state(path: Path) -> str:
     inside = locate(path)
     if inside.name.endswith(SUFFIX):
         return _LIVE if in_progress(inside) else "interrupted"
-    if is_trace(inside):
-        return "finished"
-    return "a result" if (path / RESULT).is_file() else "no trace yet"
+    return "finished" if is_trace(inside) else "no trace yet"
 
 
 def _is_run(folder: Path) -> bool:
     trace = folder / "trace"
     if trace.is_dir() or recording_of(trace).is_dir():
         return True
-    return any((folder / name).is_file() for name in ("run.json", RESULT)) or is_trace(folder)
+    return (folder / "run.json").is_file() or is_trace(folder)
 
 
 def _changed(path: Path) -> int:

@@ -24,8 +24,6 @@ from .rollout import graphs_part, lengths_part, off_policy_part, side_by_side_pa
 from .speculation import acceptance_part, arms_part
 from .verify import verify_part
 
-RESULT = "result.json"
-
 
 def report(source: str | Path, *, out: str | Path | None = None, verify: bool = True) -> Page:
     """The page of a RUN, a trace, or a JSON file of a comparison; written to `out` where it is given.
@@ -45,23 +43,22 @@ def report(source: str | Path, *, out: str | Path | None = None, verify: bool = 
 
 def default_out(source: Path) -> Path:
     """Return a report's default path: in the RUN, or next to a comparison's file. Raises ConfigError for a trace."""
-    if source.is_file() and source.suffix == ".json":
+    if _is_comparison(source):
         return source.with_suffix(".html")
-    if source.is_dir() and (locate(source) != source or _is_comparison(source)):
+    if source.is_dir() and (locate(source) != source):
         return source / "report.html"
     if source.is_dir() and not is_trace(source):
-        raise ConfigError(f"{source} has neither a trace nor a {RESULT}: give a RUN, a trace, or a comparison's JSON")
+        raise ConfigError(f"{source} has no trace: give a RUN, a trace, or a comparison's JSON")
     if source.is_dir() and (source.parent / "run.json").is_file():
         return source.parent / "report.html"
     raise ConfigError(f"{source} is no RUN folder: name the page with --out {source.stem or 'trace'}.html")
 
 
 def _is_comparison(source: Path) -> bool:
-    return (source.is_file() and source.suffix == ".json") or (source / RESULT).is_file()
+    return source.is_file() and source.suffix == ".json"
 
 
-def _comparison(source: Path) -> Page:
-    path = source if source.is_file() else source / RESULT
+def _comparison(path: Path) -> Page:
     result = read_json(path)
     if not isinstance(result, dict):
         raise ConfigError(f"{path}: a comparison is one JSON object, this is a {type(result).__name__}")

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from bench import adaptive as runs
 from bench import app as bench
-from bench.adaptive import FAST, PARTS, BenchSizes, bench_learned, sizes_of
+from bench.adaptive import FAST, PARTS, BenchSizes, bench_learned
 from bench.drafters import bench_drafters
-from bench.harness import shown
+from bench.harness import changed, shown
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.offline.data import load_target
@@ -226,8 +226,8 @@ def test_parts_write_results_and_replace_no_runs(random_model: Path, tmp_path: P
 
 
 def test_given_sizes_change_the_recipes(random_model: Path, tmp_path: Path):
-    assert sizes_of(fast=True, steps=None) == FAST
-    sizes = sizes_of(fast=False, steps=3, workers=5)
+    assert changed(FAST, steps=None) == FAST
+    sizes = changed(BenchSizes(), steps=3, workers=5)
     assert (sizes.steps, sizes.workers, sizes.model) == (3, 5, "small")
     with refused(ConfigError, naming=("report.json",)):
         recipe_of(random_model, sizes, seed=0, policy=None, drafter=None)

@@ -24,7 +24,6 @@ from bench.train.run import (
     TEXT,
     VLLM,
     SideRun,
-    TrainSizes,
     bench_train,
     last_line,
     learned,
@@ -33,7 +32,6 @@ from bench.train.run import (
     run_trl,
     steady,
     summarise,
-    train_sizes,
     trl_folder,
 )
 from bench.train.texts import GrpoJob, recipe_text, script_text, written_lines
@@ -258,11 +256,6 @@ def test_without_a_network_the_pip_command_is_shown(tmp_path: Path, monkeypatch:
     with refused(ConfigError, naming=("--trl", "FOLDER")):
         trl_folder(None, tmp_path / "made", said.append)
     assert said[0].startswith(f"/bin/false -m pip install --target {tmp_path / 'made'}")
-
-
-def test_sizes_are_changed_one_by_one():
-    assert train_sizes(fast=False, steps=None, blocks=None) == TrainSizes()
-    assert train_sizes(fast=True, steps=4, blocks=None) == replace(FAST, steps=4)
 
 
 @pytest.mark.engine

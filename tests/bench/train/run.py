@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import subprocess
@@ -20,10 +19,10 @@ from scipy.stats import bootstrap  # type: ignore[import-untyped, unused-ignore]
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from bench.harness import Goals, Progress, Table, Text
+from bench.harness import Goals, Progress, Table, Text, reward_difference
+from bench.models import folder_or_temporary, made_model
 from tltlab.console import made_by
 from tltlab.errors import ConfigError, RunError
-from tltlab.experiments.models import folder_or_temporary, made_model
 from tltlab.files import read_json, write_json
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.environment import hardware, versions
@@ -62,12 +61,6 @@ FAST = replace(
     model=Size(hidden=64, layers=1, mlp=128, steps=60, measured_prompts=8),
     max_response_tokens=48,
 )
-
-
-def train_sizes(*, fast: bool, steps: int | None, blocks: int | None) -> TrainSizes:
-    """The sizes of a full or of a fast benchmark, changed where a value is not None."""
-    sizes = FAST if fast else TrainSizes()
-    return replace(sizes, steps=steps or sizes.steps, blocks=blocks or sizes.blocks)
 
 
 GOALS = {"trl": 20.0, "trl-vllm": 1.3}
@@ -126,7 +119,7 @@ def _resampled(samples: Sequence[Sequence[float]], statistic: Any) -> Interval:
 def learned(blocks: Sequence[SideRun], side: str, heldout: int) -> dict[str, Any] | None:
     """How much more held-out reward `tltlab train` ends with than a side, over seeds that both ran; None without one.
 
-    Student's interval over seeds, no narrower than the chance of `heldout` prompts; `equal`: whether it holds 0.
+    `equal`: whether the interval of `reward_difference` holds 0.
     """
     ended = {(block.side, block.seed): block.heldout_reward for block in blocks if block.heldout_reward is not None}
     pairs = [
@@ -134,8 +127,7 @@ def learned(blocks: Sequence[SideRun], side: str, heldout: int) -> dict[str, Any
     ]
     if not pairs:
         return None
-    chance = sum(reward * (1 - reward) / heldout for pair in pairs for reward in pair)
-    interval = mean_of_few([a - b for a, b in pairs], least_error=math.sqrt(max(chance, 0.0)) / len(pairs))
+    interval = reward_difference(pairs, heldout)
     return {
         "against": side,
         "seeds": len(pairs),

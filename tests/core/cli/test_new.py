@@ -60,13 +60,6 @@ def test_a_new_file_is_short(said, tmp_path: Path, kind: str):
         assert len(path.read_text().splitlines()) <= 20
 
 
-def test_new_experiment_ends_in_table_and_picture(said, tmp_path: Path):
-    assert said("new", "experiment", "longest")[0] == 0
-    runpy.run_path(str(tmp_path / "longest.py"), run_name="__main__")
-    assert (tmp_path / "longest.csv").read_text().startswith("policy,drafters,acceptance,makespan_s,ratio")
-    assert (tmp_path / "longest.png").stat().st_size > 10_000
-
-
 def test_a_new_recipe_and_reward_pass_their_checks(said, tmp_path: Path):
     code, out, err = said("new", "recipe", "mine", "--model", "Qwen/Qwen2.5-7B", "--json")
     assert (code, json.loads(out)["files"]) == (0, ["mine/recipe.toml", "mine/reward.py", "mine/prompts.jsonl"]), err

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tltlab import files
-from tltlab.experiments import GONE
 
 from ..conftest import Command
 
@@ -37,8 +36,8 @@ COSTS = "costs h100-qwen2.5-7b"
         ("doctor TRACES --json", [str(TRACES)]),
         ("doctor nowhere --json", ["nowhere"]),
         ("doctor taken.py --json", ["taken.py"]),
-        ("experiment baselin", ["'baselin'", "'baseline'", "staleness"]),
-        *((f"experiment {name}", [name, *GONE[name].split()]) for name in GONE),
+        ("experiment batch-size --fast", ["'experiment'", "tltlab bench", "batch-size", "notebook 09"]),
+        ("new experiment", ["'experiment'", "recipe", "policy"]),
         ("new recipie", ["'recipie'", "'recipe'", "policy"]),
         ("new policy My-Policy", ["My-Policy"]),
         ("new policy taken", ["taken.py"]),

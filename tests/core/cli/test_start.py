@@ -112,7 +112,7 @@ def says_what_to_install(done: Done, extra: str, module: str = "") -> None:
         ("import tltlab.sim", "simpy", {"matplotlib", "typer", *FITS}),
         ("import tltlab.sim.cli.simulate", "simpy", {"matplotlib", *FITS}),
         ("import tltlab.cli.trace", "pyarrow", {"simpy", "matplotlib", *FITS}),
-        ("import tltlab.cli.start.ui", "matplotlib", {"sklearn", "scipy.stats", "scipy.optimize", "torch", "simpy"}),
+        ("import tltlab.cli.ui", "matplotlib", {"sklearn", "scipy.stats", "scipy.optimize", "torch", "simpy"}),
         (
             "import tltlab.runtime.engine.vllm.plugin", "torch",
             {"tltlab.policies", "matplotlib", "typer", "rich", "pandas", "pydantic", "scipy"},
@@ -210,7 +210,6 @@ def test_missing_modules_name_their_extra(tmp_path: Path):
         "make-model --out OUT": "runtime",
         "audit": "runtime",
         "demo --out OUT": "runtime",
-        "experiment lossless --out OUT": "runtime",
     }
     # joblib comes with scikit-learn, so the core has it.
     all_missing = [name for name in OF_EXTRAS if name != "joblib"]

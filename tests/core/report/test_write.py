@@ -270,8 +270,6 @@ def test_a_comparison_is_recognised_by_its_keys(tmp_path):
         "Does the simulator's winner win on the machine?": {
             "policies": [{"policy": "a", "measured_s": 1.0, "low": 0.9, "high": 1.1, "predicted_s": 1.2, "error": 0.2}],
             "kendall_tau": None, "num_pairs": 0, "median_error": 0.2, "worst_error": 0.2, "met": False},
-        "Experiment: baseline": {"name": "baseline", "question": "q", "rows": [{"mode": "off"}], "verdict": "v",
-                                 "prediction": True, "settings": {}, "notes": []},
     }  # fmt: skip
     for title, value in told.items():
         write_json(tmp_path / "result.json", value)
@@ -300,23 +298,22 @@ def test_whole_rl_steps_decide_which_system_is_fastest(tmp_path):
     assert all(fact in verdict for fact in ("tlt", "RL step", "1.11x", "verl", "1.05 to 1.25", "draws only"))
 
 
-def test_an_experiments_folder_is_shown_with_its_picture(tmp_path, command):
-    told = {"name": "baseline", "question": "q", "rows": [{"mode": "off"}], "verdict": "off it is", "prediction": False,
-            "settings": {"rounds": 3}, "notes": [], "command": "tltlab experiment baseline rounds=3",
-            "versions": {"vllm": "0.32.0"}}  # fmt: skip
-    folder = tmp_path / "experiments" / "baseline"
-    write_json(folder / "result.json", told)
-    assert parsed(render(report(folder))).images == []
-    (folder / "picture.png").write_text("no picture")
-    assert parsed(render(report(folder))).images == []
-    save_figure(bars(["off"], [1.0], xlabel="s", title="t"), folder / "picture.png")
-    assert command("report", folder)[0] == 0
-    text = (folder / "report.html").read_text()
+def test_a_rehearsals_summary_is_shown_with_its_picture(tmp_path, command):
+    told = {"policies": [{"policy": "a", "measured_s": 1.0, "error": 0.2}], "num_rounds": 3, "sentence": "a it is",
+            "command": "tltlab rehearse t", "versions": {"vllm": "0.32.0"}}  # fmt: skip
+    summary = tmp_path / "summary.json"
+    write_json(summary, told)
+    assert parsed(render(report(summary))).images == []
+    (tmp_path / "picture.png").write_text("no picture")
+    assert parsed(render(report(summary))).images == []
+    save_figure(bars(["a"], [1.0], xlabel="s", title="t"), tmp_path / "picture.png")
+    assert command("report", summary)[0] == 0
+    text = (tmp_path / "summary.html").read_text()
     (image,) = parsed(text).images
-    assert base64.b64decode(image["src"].partition(",")[2]) == (folder / "picture.png").read_bytes()
-    assert image["alt"] == "off it is"
-    assert "<dt>rounds</dt><dd>3</dd>" in text
-    assert "tltlab experiment baseline rounds=3" in text
+    assert base64.b64decode(image["src"].partition(",")[2]) == (tmp_path / "picture.png").read_bytes()
+    assert image["alt"] == "a it is"
+    assert "<dt>num rounds</dt><dd>3</dd>" in text
+    assert "tltlab rehearse t" in text
     assert "0.32.0" in text
 
 
@@ -324,7 +321,7 @@ def test_what_is_no_run_and_no_comparison_is_refused(tmp_path, command):
     (tmp_path / "empty").mkdir()
     policy = {"format": "tltlab-policy", "version": 1, "selector": {"kind": "none"}}
     empty = [{key: []} for key in ("systems", "policies", "candidates")]
-    wrong = [{"makespan_s": 1.0}, policy, {"policies": [{"policy": "a"}]}, [], {"rows": [], "verdict": "v"}, *empty]
+    wrong = [{"makespan_s": 1.0}, policy, {"policies": [{"policy": "a"}]}, [], *empty]
     for n, value in enumerate(wrong):
         write_json(tmp_path / f"{n}.json", value)
     for name in ("empty", "nowhere", *(f"{n}.json" for n in range(len(wrong)))):

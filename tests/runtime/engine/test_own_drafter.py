@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.cli.start.new import write
+from tltlab.cli.new import write
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, OwnDrafter
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec

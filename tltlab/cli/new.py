@@ -1,4 +1,4 @@
-"""`tltlab new`: a recipe, a part of a user's own or an experiment as files that run."""
+"""`tltlab new`: a recipe or a part of a user's own as files that run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tltlab.console import Json, emit
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import write_file
 
-KINDS = ("recipe", "policy", "drafter", "placement", "costs", "acceptance", "reward", "experiment")
+KINDS = ("recipe", "policy", "drafter", "placement", "costs", "acceptance", "reward")
 _PROBLEMS = 32
 
 
@@ -29,7 +29,7 @@ def new(
     ] = "Qwen/Qwen2.5-0.5B-Instruct",
     as_json: Json = False,
 ) -> None:
-    """Write a recipe, a part of your own or an experiment that runs as it stands, to be changed.
+    """Write a recipe or a part of your own that runs as it stands, to be changed.
 
     Example: tltlab new policy halving
     """
@@ -72,5 +72,5 @@ def write(kind: str, name: str, folder: Path, *, model: str) -> list[Path]:
 
 
 def _filled(template: str, words: dict[str, str]) -> str:
-    text = (files("tltlab.cli.start") / "templates" / f"{template}.txt").read_text("utf-8")
+    text = (files("tltlab.cli") / "templates" / f"{template}.txt").read_text("utf-8")
     return Template(text).substitute(words)

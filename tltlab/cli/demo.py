@@ -24,7 +24,7 @@ def demo(
     Example: tltlab demo --out demo --fast
     """
     # torch, Ray and vLLM take seconds to import: --help should not wait for them.
-    from tltlab.experiments.demo import FAST, FULL, run_demo, text
+    from tltlab.demo import FAST, FULL, run_demo, text
 
     make_room(out)
     result = run_demo(out, FAST if fast else FULL, task=task, seed=seed)

@@ -1,1 +1,0 @@
-"""First steps: the demo, what speculation would bring, a rehearsal, files that run, every setting."""
