@@ -105,8 +105,7 @@ _NOBODY: Ints = np.zeros(0, np.int64)
 class Batch:
     """Residents of a worker in order of admission, the newest last; `source` gives the gains of each while drafted for.
 
-    `is_steady` is that of the source. With `advances_plain` iterations without speculation may be
-    passed at once (`advance_plain`).
+    `is_steady` is that of the source. With `advances_plain` iterations without speculation may be passed at once.
     """
 
     def __init__(self, requests: Requests, source: Gains) -> None:
@@ -115,7 +114,7 @@ class Batch:
         self.state: StepState | None = None
         """The worker as its policy sees it, without the requests."""
         self.is_steady = source.is_steady
-        self.advances_plain = source.is_apart and not source.is_steady
+        self.advances_plain = source.is_apart
         self.residents = _NOBODY
         self._finished: list[int] = []
         # Most policies never read what was drafted, so that it is counted when it is read.
@@ -409,19 +408,24 @@ class FluidBatch(Batch):
         n = int(min(n, limit))
         first_s = regime.fixed_s(batch) + slope_s * context
         seconds = n * first_s + slope_s * growth * (n * (n - 1) / 2)
-        self._clock += n * gain
-        reached = self._clock + TOLERANCE_TOKENS
-        finished = []
-        while next_finish <= reached:
-            request = heapq.heappop(self._finish)[2]
-            self._remove(request)
-            finished.append(request)
-            next_finish = self._next_finish()
         # Logs keep it, and garbage collection passes over a tuple of numbers.
-        macro = MacroStep(regime, n, batch, seconds, first_s, context, tuple(finished))
+        macro = MacroStep(regime, n, batch, seconds, first_s, context, tuple(self._gain(n * gain)))
         if regime.num_drafted:
             self._drafting.append(macro)
         return macro
+
+    def advance_plain(self, num_iterations: int) -> None:
+        self._gain(num_iterations)
+
+    def _gain(self, tokens: float) -> list[int]:
+        """Move the clock; the requests that have ended leave and are returned."""
+        self._clock += tokens
+        reached, finished = self._clock + TOLERANCE_TOKENS, []
+        while self._next_finish() <= reached:
+            request = heapq.heappop(self._finish)[2]
+            self._remove(request)
+            finished.append(request)
+        return finished
 
 
 class RequestsView(Sequence[RequestState]):

@@ -88,6 +88,7 @@ class RolloutSimulator:
     max_tools: int | None = None
     drivers: list[PolicyDriver] = field(init=False)
     choices: MemorylessChoices = field(init=False)
+    kept: dict[Choice, MemorylessChoices] = field(init=False)
 
     def __post_init__(self) -> None:
         delay = int(self.decision_block > 1) if self.delay is None else self.delay
@@ -104,8 +105,14 @@ class RolloutSimulator:
     def prepare(self, regimes: Regimes, new_batch: Callable[[Requests], Batch]) -> RolloutSimulator:
         """Set what strategies yield, which may change from one RL step to the next; the selectors stay."""
         self.regimes, self.new_batch = regimes, new_batch
-        self.choices = MemorylessChoices(self.drivers[0], regimes)
+        self.choices, self.kept = MemorylessChoices(self.drivers[0].ask, regimes), {}
         return self
+
+    def keeping(self, choice: Choice) -> MemorylessChoices:
+        """Choices that are all this one."""
+        if choice not in self.kept:
+            self.kept[choice] = MemorylessChoices(lambda state: choice, self.regimes)
+        return self.kept[choice]
 
     def rollout(self, requests: Requests, queues: list[list[int]], feed: RequestFeed | None = None) -> SimulatedRollout:
         """Simulate one RL step; `queues` are the requests of each worker in order of admission.
@@ -127,8 +134,8 @@ class RolloutSimulator:
         batches = [self.new_batch(requests) for _ in queues]
         # The rest of a rollout has a closed form where gains stay the same, nothing is learned and costs are exact.
         exact = self.noise is None and feed is None and requests.turns is None
-        closed = exact and self.memoryless
-        if closed and all(batch.is_steady for batch in batches) and self._fits_at_once(residents):
+        steady = all(batch.is_steady for batch in batches)
+        if exact and self.memoryless and steady and self._fits_at_once(residents):
             self._drain_all(result, residents)
         else:
             env, tools = simpy.Environment(), None
@@ -136,7 +143,7 @@ class RolloutSimulator:
                 result.submit_s, tools = np.zeros(n), Tools(requests.turns, self.max_tools)
             stop = env.event()
             workers = [
-                Worker(self, w, queue, batches[w], result, stop, feed, tools, closed) for w, queue in enumerate(queues)
+                Worker(self, w, queue, batches[w], result, stop, feed, tools, exact) for w, queue in enumerate(queues)
             ]
             if feed is None and tools is None and all(batch.source.is_apart for batch in batches):
                 for worker in workers:
@@ -187,9 +194,10 @@ class RolloutSimulator:
         from_the_start: bool = True,
         drafter_ready: bool = False,
         down_to: int = 0,
+        choices: MemorylessChoices | None = None,
     ) -> Drained:
         """Prefill residents of these workers and decode them to their ends, in closed form, beside `down_to` more."""
-        drained = self.choices.up_to(residents.remaining.shape[1] + down_to, result.requests.rl_step).drain(
+        drained = (choices or self.choices).up_to(residents.remaining.shape[1] + down_to, result.requests.rl_step).drain(
             residents,
             start_s=start_s,
             prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in residents.to_prefill.tolist()]),
@@ -222,7 +230,7 @@ class Worker:
         stop: simpy.Event,
         feed: RequestFeed | None,
         tools: Tools | None,
-        closed: bool,
+        exact: bool,
     ) -> None:
         self.stop = stop
         self.feed = feed
@@ -244,13 +252,13 @@ class Worker:
         noise = simulator.noise
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
         self.shares_out = batch.source.shares_out
-        self.closed = closed and (batch.is_steady or batch.advances_plain)
+        self.closed = exact and batch.advances_plain
         self.memoryless = simulator.memoryless
         self.ahead = not self.memoryless and simulator.decision_block == 1 and simulator.ahead is not False
-        self.max_iterations: float = math.inf if self.memoryless else simulator.decision_block
-        # The active choice, whether the policy made it, and the batch and queue for which a memoryless one did.
+        # The active choice, whether the policy made it, at which batch and queue, and whether that is verified until
+        # one of them changes.
         self.in_force, self.decided = NO_CHOICE, False
-        self.asked_at: tuple[int, int] | None = None
+        self.asked_at, self.keeps = (0, 0), self.memoryless
 
     def run(self, env: simpy.Environment | OwnTime) -> Generator[Any, Any, None]:
         """The SimPy process, or its delays: everything until nothing runs or waits."""
@@ -280,11 +288,13 @@ class Worker:
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
             up_front = scheduler.schedule()
             batch = len(self.batch)
-            if self.closed and not scheduler.num_waiting and (down_to := self._drain_target()) < batch:
-                yield env.timeout(self._drain(down_to, up_front, env.now) - env.now)
-                if not down_to:
-                    return
-                continue
+            if self.closed and (self.memoryless or self.in_force.stays) and not scheduler.num_waiting:
+                choices, down_to = self._drain_target()
+                if down_to < batch:
+                    yield env.timeout(self._drain(choices, down_to, up_front, env.now) - env.now)
+                    if not down_to:
+                        return
+                    continue
             choice, entry, first_s = self._advance(batch, up_front, env.now)
             yield env.timeout(entry.switch_s + entry.prefill_s + entry.macro.seconds)
             self._settle(choice, entry, first_s, env.now)
@@ -305,7 +315,9 @@ class Worker:
         listed = choice is not NO_CHOICE or NO_SPECULATION in regimes.strategies
         loaded = listed and (self.drafter_ready or not regimes.loads_late)
         regime = regimes.at(choice.strategy, batch, loaded=loaded)
-        most = self.max_iterations if self.feed is None else min(self.max_iterations, MOST_ITERATIONS)
+        most = math.inf if self.keeps else self.simulator.decision_block
+        if self.feed is not None:
+            most = min(most, MOST_ITERATIONS)
         if self.away:
             most = min(most, self._until(regime, self.away[0][0] - start_s - switch_s - prefill_s))
         limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, most) if scheduler.prefilling else (most, 0.0)
@@ -330,9 +342,9 @@ class Worker:
 
     def _ask(self, batch: int, waiting: int) -> tuple[Choice, bool, float]:
         """The choice that is verified now, whether the policy made it anew, and seconds to bring speculation in."""
+        anew, self.asked_at = (batch, waiting) != self.asked_at, (batch, waiting)
         if self.memoryless:
-            if anew := (batch, waiting) != self.asked_at:
-                self.asked_at = batch, waiting
+            if anew:
                 self.in_force = self.simulator.choices.choose(batch, waiting, self.requests.rl_step)
             return self.in_force, anew, self._switch_s(self.in_force)
         verified, decided = self.in_force, self.decided
@@ -340,6 +352,7 @@ class Worker:
         if chosen is None:
             chosen = self.driver.ask(self._state(batch, waiting))
         self.in_force, self.decided = chosen, True
+        self.keeps = chosen.stays and (verified == chosen or not self.ahead) and self._needs_no_outcome
         switch_s = 0.0 if self.drafter_ready else self._switch_s(chosen)
         return (verified, decided, switch_s) if self.ahead else (chosen, True, switch_s)
 
@@ -426,15 +439,31 @@ class Worker:
         lengths = self.requests.response_tokens
         return [sum(lengths[turn] for turn in self.tools.turns.chain(request)) for request in self.queue.tolist()]
 
-    def _drain_target(self) -> int:
-        """How many residents the closed form leaves: none where gains stay the same, else those drafted for."""
-        batch, choices = len(self.batch), self.simulator.choices
-        down_to = (
-            0 if self.batch.is_steady else choices.up_to(batch, self.requests.rl_step).largest_drafting_batch(batch)
-        )
-        return down_to if down_to < batch and self.batch.peak_kv_tokens <= self.scheduler.kv_capacity_tokens else batch
+    @property
+    def _needs_no_outcome(self) -> bool:
+        """True if the active choice has no use for outcomes, and none of earlier choices waits for the next ones."""
+        return not self.in_force.learns and not self.driver.holds_back
 
-    def _drain(self, down_to: int, to_prefill: float, now: float) -> float:
+    def _drain_target(self) -> tuple[MemorylessChoices, int]:
+        """Choices that are known, and how many residents the closed form leaves with them.
+
+        None are left where gains stay the same, else those drafted for; a choice that stays leaves those for whom it
+        promises nothing.
+        """
+        batch, choices, least = len(self.batch), self.simulator.choices, 0
+        if not self.memoryless:
+            least, (asked_at, waiting) = self.in_force.least_batch, self.asked_at
+            if least is None or not least <= batch <= asked_at or waiting or not self._needs_no_outcome:
+                return choices, batch
+            choices, least = self.simulator.keeping(self.in_force), max(0, least - 1)
+        if self.batch.peak_kv_tokens > self.scheduler.kv_capacity_tokens:
+            return choices, batch
+        if self.batch.is_steady and not least:
+            return choices, 0
+        drafted = choices.up_to(batch, self.requests.rl_step).largest_drafting_batch(batch)
+        return choices, max(least, drafted)
+
+    def _drain(self, choices: MemorylessChoices, down_to: int, to_prefill: float, now: float) -> float:
         """Decode residents until so few are left, after a prefill; returns when the last of the others ends."""
         running, generated = self.batch.generated_so_far()
         remaining, context = self.requests.lengths.astype(np.float64), self.requests.prompts.astype(np.float64)
@@ -449,9 +478,10 @@ class Worker:
             from_the_start=not self.iteration,
             drafter_ready=self.drafter_ready,
             down_to=down_to,
+            choices=choices,
         )
         end_s = float(drained.finish_s[0, -1])
-        if self.batch.advances_plain:
+        if down_to:
             num_iterations = int(drained.counts.sum())
             self.iteration += num_iterations
             self.batch.advance_plain(num_iterations)
