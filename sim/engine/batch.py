@@ -408,24 +408,27 @@ class FluidBatch(Batch):
         n = int(min(n, limit))
         first_s = regime.fixed_s(batch) + slope_s * context
         seconds = n * first_s + slope_s * growth * (n * (n - 1) / 2)
+        self._clock += n * gain
+        reached = self._clock + TOLERANCE_TOKENS
+        finished = []
+        while next_finish <= reached:
+            request = heapq.heappop(self._finish)[2]
+            self._remove(request)
+            finished.append(request)
+            next_finish = self._next_finish()
         # Logs keep it, and garbage collection passes over a tuple of numbers.
-        macro = MacroStep(regime, n, batch, seconds, first_s, context, tuple(self._gain(n * gain)))
+        macro = MacroStep(regime, n, batch, seconds, first_s, context, tuple(finished))
         if regime.num_drafted:
             self._drafting.append(macro)
         return macro
 
     def advance_plain(self, num_iterations: int) -> None:
-        self._gain(num_iterations)
-
-    def _gain(self, tokens: float) -> list[int]:
-        """Move the clock; the requests that have ended leave and are returned."""
-        self._clock += tokens
-        reached, finished = self._clock + TOLERANCE_TOKENS, []
-        while self._next_finish() <= reached:
-            request = heapq.heappop(self._finish)[2]
-            self._remove(request)
-            finished.append(request)
-        return finished
+        self._clock += num_iterations
+        reached, lengths = self._clock + TOLERANCE_TOKENS, self.requests.response_tokens
+        # Most leave: those that stay are admitted anew.
+        left = [(request, offset) for request, offset in self._offsets.items() if offset + lengths[request] > reached]
+        self._finish, self._offsets, self._entry, self._base, self._grows_to = [], {}, {}, 0.0, 0
+        self.admit(*((request, self._clock - offset) for request, offset in left))
 
 
 class RequestsView(Sequence[RequestState]):

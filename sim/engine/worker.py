@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -265,7 +266,7 @@ class Worker:
         self.driver.begin(self.requests.rl_step)
         if len(self.queue) and self.simulator.costs.outside_s:
             yield env.timeout(self.simulator.costs.outside_s)
-        self.scheduler.waiting.extend((request, 0.0) for request in self.queue.tolist())
+        self.scheduler.waiting.extend(zip(self.queue.tolist(), repeat(0.0)))
         yield from self._decode(env)
         self.driver.idle()
         self.rollout.worker_end_s[self.index] = env.now
