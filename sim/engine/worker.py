@@ -43,7 +43,7 @@ from tltlab.strategy import NO_SPECULATION
 
 from .admission import MOST_ITERATIONS, RequestFeed
 from .batch import Batch, MacroStep, RequestsView
-from .log import Entry, WorkerLog
+from .log import LogEntry, WorkerLog
 from .memoryless import Drained, MemorylessChoices
 from .random_numbers import NoiseDraws
 from .record import SimulatedRollout
@@ -303,7 +303,7 @@ class Worker:
             for request, generated in scheduler.unfinished():
                 self.feed.leave(request, generated)
 
-    def _advance(self, batch: int, up_front: float, start_s: float) -> tuple[Choice, Entry, float]:
+    def _advance(self, batch: int, up_front: float, start_s: float) -> tuple[Choice, LogEntry, float]:
         """Ask the policy, then run the batch until something happens.
 
         Returns the choice that is verified, the macro-step, and the time at which its first iteration ends.
@@ -335,7 +335,7 @@ class Worker:
         first_s = start_s + switch_s + prefill_s + (macro.first_s + beside_s / macro.num_iterations)
         prefill_s, prefill_tokens = prefill_s + beside_s, up_front + beside
         # Keywords would double the time that an entry takes.
-        entry = Entry(
+        entry = LogEntry(
             start_s, switch_s, prefill_s, prefill_tokens, beside,
             waiting, is_decision, choice.bucket, choice.propensity, None, noise, macro,
         )  # fmt: skip
@@ -369,7 +369,7 @@ class Worker:
             requests=RequestsView(self.batch),
         )
 
-    def _settle(self, choice: Choice, entry: Entry, first_s: float, now: float) -> None:
+    def _settle(self, choice: Choice, entry: LogEntry, first_s: float, now: float) -> None:
         """A macro-step's time has passed: finished requests leave, the policy receives the outcome."""
         scheduler, macro = self.scheduler, entry.macro
         if macro.finished:
@@ -395,7 +395,7 @@ class Worker:
             self.driver.tell(choice, self._outcome(choice, entry), rewarded)
         self.iteration += macro.num_iterations
 
-    def _outcome(self, choice: Choice, entry: Entry) -> StepOutcome:
+    def _outcome(self, choice: Choice, entry: LogEntry) -> StepOutcome:
         macro, speculates = entry.macro, choice.strategy.speculates
         return StepOutcome(
             elapsed_s=(entry.prefill_s + macro.seconds) / macro.num_iterations,
@@ -453,8 +453,9 @@ class Worker:
         """
         batch, choices, least = len(self.batch), self.simulator.choices, 0
         if not self.memoryless:
-            least, (asked_at, waiting) = self.in_force.least_batch, self.asked_at
-            if least is None or not least <= batch <= asked_at or waiting or not self._needs_no_outcome:
+            # Where nothing waits, the batch only falls.
+            least, (_, waiting) = self.in_force.least_batch, self.asked_at
+            if least is None or batch < least or waiting or not self._needs_no_outcome:
                 return choices, batch
             choices, least = self.simulator.keeping(self.in_force), max(0, least - 1)
         if self.batch.peak_kv_tokens > self.scheduler.kv_capacity_tokens:

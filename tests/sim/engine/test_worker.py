@@ -31,7 +31,7 @@ from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.idle_training import IdleUse
 from tltlab.sim.placement import PLACEMENTS, place
-from tltlab.state import Choice, StepState
+from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from ..workloads import COSTS, HALF, Ruled, requests_of
@@ -276,6 +276,7 @@ ACTIVATIONS = st.fixed_dictionaries({
 
 @given(requests(), costs(), ALPHAS, INNER, ACTIVATIONS, FLUID, ASKED, st.integers(1, 3))
 def test_elastic_activation_takes_the_time_of_its_iterations(req, cost, alpha, inner, activation, batch, ahead, block):
+    # One worker, so that the batch falls through every border.
     if block > 1:
         cost, ahead = cost.model_copy(update={"max_num_batched_tokens": None}), None
     assert_agree(
@@ -284,6 +285,7 @@ def test_elastic_activation_takes_the_time_of_its_iterations(req, cost, alpha, i
         GeometricAcceptance(alpha=alpha),
         batch,
         lambda: ElasticActivation(inner(), **activation),
+        workers=1,
         ahead=ahead,
         decision_block=block,
     )
@@ -298,6 +300,38 @@ class Unstayed(Wrapper):
 
     def choose(self, state: StepState) -> Choice:
         return replace(chosen(self.inner, state), stays=False, least_batch=None)
+
+
+class LateLearner(Selector):
+    """Learns while many run, stays with few, and with one request chooses by the outcomes that have come."""
+
+    strategies = (NO_SPECULATION, *CHAINS)
+
+    def __init__(self) -> None:
+        self.num_outcomes = 0
+
+    def choose(self, state: StepState) -> Choice:
+        if state.batch > 2:
+            return Choice(CHAINS[0])
+        if state.batch == 2:
+            return Choice(NO_SPECULATION, learns=False, stays=True, least_batch=2)
+        return Choice(self.strategies[self.num_outcomes % 4])
+
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        self.num_outcomes += 1
+
+
+@pytest.mark.parametrize("delay", [0, 1, 5])
+@pytest.mark.parametrize("length", range(6, 14))
+def test_outcomes_held_back_come_after_as_many_choices(length: int, delay: int):
+    req = requests_of([length, 20, 27, 60])
+    made = []
+    for wrap in (lambda inner: inner, Unstayed):
+        selector = wrap(LateLearner())
+        engine = RolloutSimulator(costs=COSTS, selectors=[selector], ahead=False, delay=delay)
+        engine.prepare(Regimes(LateLearner.strategies, COSTS, GeometricAcceptance(alpha=0.6)), FluidBatch)
+        made.append(engine.rollout(req, [[0, 1, 2, 3]]))
+    assert made[0].finish_s == pytest.approx(made[1].finish_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("capacity", [None, 9000])
