@@ -198,14 +198,18 @@ class RolloutSimulator:
         choices: MemorylessChoices | None = None,
     ) -> Drained:
         """Prefill residents of these workers and decode them to their ends, in closed form, beside `down_to` more."""
-        drained = (choices or self.choices).up_to(residents.remaining.shape[1] + down_to, result.requests.rl_step).drain(
-            residents,
-            start_s=start_s,
-            prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in residents.to_prefill.tolist()]),
-            switch_s=self.costs.switch_s,
-            from_the_start=from_the_start,
-            drafter_ready=drafter_ready,
-            down_to=down_to,
+        drained = (
+            (choices or self.choices)
+            .up_to(residents.remaining.shape[1] + down_to, result.requests.rl_step)
+            .drain(
+                residents,
+                start_s=start_s,
+                prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in residents.to_prefill.tolist()]),
+                switch_s=self.costs.switch_s,
+                from_the_start=from_the_start,
+                drafter_ready=drafter_ready,
+                down_to=down_to,
+            )
         )
         requests = drained.requests[residents.present]
         result.finish_s[requests] = drained.finish_s[residents.present]

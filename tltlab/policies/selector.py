@@ -129,9 +129,9 @@ class Selector(ABC):
 
 
 def as_choice(selector: Selector, answer: Strategy | Choice) -> Choice:
-    """The choice that `choose` means: a bare strategy is certain, and a memoryless selector's stays and teaches nothing.
+    """The choice that `choose` means: a bare strategy is certain.
 
-    The only strategy of a memoryless selector stays at every batch.
+    A memoryless selector learns nothing from its choices, and they stay: at every batch if it has a single strategy.
     """
     memoryless = selector.memoryless
     if not isinstance(answer, Choice):
