@@ -198,9 +198,10 @@ class RolloutSimulator:
         choices: MemorylessChoices | None = None,
     ) -> Drained:
         """Prefill residents of these workers and decode them to their ends, in closed form, beside `down_to` more."""
+        batch, rl_step = residents.remaining.shape[1] + down_to, result.requests.rl_step
         drained = (
             (choices or self.choices)
-            .up_to(residents.remaining.shape[1] + down_to, result.requests.rl_step)
+            .up_to(batch, rl_step)
             .drain(
                 residents,
                 start_s=start_s,
@@ -458,10 +459,10 @@ class Worker:
         batch, choices, least = len(self.batch), self.simulator.choices, 0
         if not self.memoryless:
             # Where nothing waits, the batch only falls.
-            least, (_, waiting) = self.in_force.least_batch, self.asked_at
-            if least is None or batch < least or waiting or not self._needs_no_outcome:
+            kept, (_, waiting) = self.in_force, self.asked_at
+            if kept.least_batch is None or batch < kept.least_batch or waiting or not self._needs_no_outcome:
                 return choices, batch
-            choices, least = self.simulator.keeping(self.in_force), max(0, least - 1)
+            choices, least = self.simulator.keeping(kept), max(0, kept.least_batch - 1)
         if self.batch.peak_kv_tokens > self.scheduler.kv_capacity_tokens:
             return choices, batch
         if self.batch.is_steady and not least:
