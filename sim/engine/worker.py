@@ -2,7 +2,8 @@
 
 Workers that nothing connects before their ends run one after another, each on its own clock (`OwnTime`).
 
-A macro-step is a number of iterations that are alike, one where the policy learns. In each, in order:
+A macro-step is a number of iterations that are alike: until something happens where the choice stays, as that of a
+memoryless policy does, else one (`decision_block`). In each, in order:
 
     schedule   preempt or admit requests                                    `Scheduler`
     ask        choose what the next iteration verifies                      `PolicyDriver`
@@ -16,7 +17,8 @@ drafts nothing. A memoryless policy does not depend on the delay, so its choice 
 of iterations (`decision_block`), whose outcome then comes after the next block's choice.
 
 Once nothing waits, a memoryless policy over requests whose gains stay the same has a closed form: one timeout to the
-end. Where gains are drawn or replayed, one timeout passes all iterations before it first drafts.
+end. Where gains are drawn or replayed, one timeout passes all iterations before it first drafts. A choice that stays as
+the batch falls (`least_batch`) has the same form for as long.
 """
 
 from __future__ import annotations
