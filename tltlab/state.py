@@ -58,7 +58,8 @@ class Choice:
 
     `propensity` is the probability with which this strategy was chosen, `bucket` the index of the range of batch sizes
     it was chosen in. A choice that does not `learn` has no use for its outcome, so none is delivered. `stays` promises
-    that the next choices are this one until `batch`, `waiting` or `rl_step` changes, asked for or not.
+    that the next choices are this one until `batch`, `waiting` or `rl_step` changes, asked for or not. With
+    `least_batch` the promise also holds as `batch` falls to that many requests.
 
     >>> Choice(Strategy.chain("ngram", 4), propensity=0.9).strategy.draft_depth
     4
@@ -69,6 +70,7 @@ class Choice:
     bucket: int | None = None
     learns: bool = True
     stays: bool = False
+    least_batch: int | None = None
 
 
 NO_CHOICE = Choice(NO_SPECULATION, learns=False)

@@ -105,8 +105,7 @@ _NOBODY: Ints = np.zeros(0, np.int64)
 class Batch:
     """Residents of a worker in order of admission, the newest last; `source` gives the gains of each while drafted for.
 
-    `is_steady` is that of the source. With `advances_plain` iterations without speculation may be
-    passed at once (`advance_plain`).
+    `is_steady` is that of the source. With `advances_plain` iterations without speculation may be passed at once.
     """
 
     def __init__(self, requests: Requests, source: Gains) -> None:
@@ -115,7 +114,7 @@ class Batch:
         self.state: StepState | None = None
         """The worker as its policy sees it, without the requests."""
         self.is_steady = source.is_steady
-        self.advances_plain = source.is_apart and not source.is_steady
+        self.advances_plain = source.is_apart
         self.residents = _NOBODY
         self._finished: list[int] = []
         # Most policies never read what was drafted, so that it is counted when it is read.
@@ -422,6 +421,14 @@ class FluidBatch(Batch):
         if regime.num_drafted:
             self._drafting.append(macro)
         return macro
+
+    def advance_plain(self, num_iterations: int) -> None:
+        self._clock += num_iterations
+        reached, lengths = self._clock + TOLERANCE_TOKENS, self.requests.response_tokens
+        # Most leave: those that stay are admitted anew.
+        left = [(request, offset) for request, offset in self._offsets.items() if offset + lengths[request] > reached]
+        self._finish, self._offsets, self._entry, self._base, self._grows_to = [], {}, {}, 0.0, 0
+        self.admit(*((request, self._clock - offset) for request, offset in left))
 
 
 class RequestsView(Sequence[RequestState]):

@@ -16,7 +16,7 @@ from .batch import MacroStep
 from .regime import Regime
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """One macro-step with what came before it and during it; the fields are as in `Columns`."""
 
     start_s: float
@@ -75,11 +75,11 @@ class Columns:
         return np.array([regime.strategy.speculates for regime in self.regime], dtype=bool)
 
     @classmethod
-    def of(cls, entries: list[Entry]) -> Columns:
+    def of(cls, entries: list[LogEntry]) -> Columns:
         """Make columns from single macro-steps."""
         columns: dict[str, Any] = {}
         for name in _NAMES:
-            if name in Entry._fields:
+            if name in LogEntry._fields:
                 values = [getattr(entry, name) for entry in entries]
             else:
                 values = [getattr(entry.macro, name) for entry in entries]
@@ -105,10 +105,10 @@ class WorkerLog:
     """Entries one by one, or many at once as columns, which are made when they are first read."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self._entries: list[LogEntry] = []
         self._parts: list[Callable[[], Columns]] = []
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: LogEntry) -> None:
         self._entries.append(entry)
 
     def reward_of_last(self) -> Callable[[float | None], None]:

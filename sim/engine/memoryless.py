@@ -8,14 +8,13 @@ a drafter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from tltlab.arrays import Array, Flags, Floats, Ints
-from tltlab.policies.driver import PolicyDriver
 from tltlab.state import Choice, StepState
 
 from .batch import TOLERANCE_TOKENS
@@ -81,10 +80,10 @@ class Drained:
 
 
 class MemorylessChoices:
-    """The choices of a memoryless policy, remembered for all workers."""
+    """The choices of a memoryless policy, or the one that a policy keeps to, remembered for all workers."""
 
-    def __init__(self, driver: PolicyDriver, regimes: Regimes) -> None:
-        self._driver = driver
+    def __init__(self, ask: Callable[[StepState], Choice], regimes: Regimes) -> None:
+        self._ask = ask
         self._regimes = regimes
         self._choices: dict[tuple[int, int], Choice] = {}
         self._by_batch: list[tuple[Choice, Regime]] = []
@@ -98,7 +97,7 @@ class MemorylessChoices:
         """The policy's choice at this batch and queue."""
         choice = self._choices.get((batch, waiting))
         if choice is None:
-            choice = self._driver.ask(StepState(rl_step=rl_step, batch=batch, waiting=waiting))
+            choice = self._ask(StepState(rl_step=rl_step, batch=batch, waiting=waiting))
             self._choices[batch, waiting] = choice
         return choice
 

@@ -92,6 +92,8 @@ class Scheduler:
             return 0.0
         if not (self.waiting or self.prefilling or self.cached_tokens):
             return 0.0
+        if (tokens := self.admit_all()) is not None:
+            return tokens
         self.admit()
         if not len(self.batch):
             limit = self.max_num_batched_tokens
@@ -119,6 +121,21 @@ class Scheduler:
                 self.cached_tokens[request] = computed
             preempted = True
         return preempted
+
+    def admit_all(self) -> float | None:
+        """Move the whole queue into an empty batch and return the tokens to prefill; None unless all of it fits."""
+        waiting = self.waiting
+        if len(self.batch) or self.prefilling or self.cached_tokens or self._prefix_caching:
+            return None
+        if self.max_num_batched_tokens < math.inf or len(waiting) > self.max_num_seqs:
+            return None
+        tokens = sum(self._prompt_tokens[request] + generated for request, generated in waiting)
+        if not self.can_fit(self.kv_capacity_tokens - tokens - len(waiting)):
+            return None
+        self.joined += [request for request, _ in waiting]
+        self.batch.admit(*waiting)
+        waiting.clear()
+        return tokens
 
     def admit(self) -> None:
         """Take waiting requests into prefill, in order, while they fit; the first always does."""

@@ -2,7 +2,8 @@
 
 Workers that nothing connects before their ends run one after another, each on its own clock (`OwnTime`).
 
-A macro-step is a number of iterations that are alike, one where the policy learns. In each, in order:
+A macro-step is a number of iterations that are alike: until something happens where the choice stays, as that of a
+memoryless policy does, else one (`decision_block`). In each, in order:
 
     schedule   preempt or admit requests                                    `Scheduler`
     ask        choose what the next iteration verifies                      `PolicyDriver`
@@ -16,7 +17,8 @@ drafts nothing. A memoryless policy does not depend on the delay, so its choice 
 of iterations (`decision_block`), whose outcome then comes after the next block's choice.
 
 Once nothing waits, a memoryless policy over requests whose gains stay the same has a closed form: one timeout to the
-end. Where gains are drawn or replayed, one timeout passes all iterations before it first drafts.
+end. Where gains are drawn or replayed, one timeout passes all iterations before it first drafts. A choice that stays as
+the batch falls (`least_batch`) has the same form for as long.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -42,7 +45,7 @@ from tltlab.strategy import NO_SPECULATION
 
 from .admission import MOST_ITERATIONS, RequestFeed
 from .batch import Batch, MacroStep, RequestsView
-from .log import Entry, WorkerLog
+from .log import LogEntry, WorkerLog
 from .memoryless import Drained, MemorylessChoices
 from .random_numbers import NoiseDraws
 from .record import SimulatedRollout
@@ -88,6 +91,7 @@ class RolloutSimulator:
     max_tools: int | None = None
     drivers: list[PolicyDriver] = field(init=False)
     choices: MemorylessChoices = field(init=False)
+    kept: dict[Choice, MemorylessChoices] = field(init=False)
 
     def __post_init__(self) -> None:
         delay = int(self.decision_block > 1) if self.delay is None else self.delay
@@ -104,8 +108,14 @@ class RolloutSimulator:
     def prepare(self, regimes: Regimes, new_batch: Callable[[Requests], Batch]) -> RolloutSimulator:
         """Set what strategies yield, which may change from one RL step to the next; the selectors stay."""
         self.regimes, self.new_batch = regimes, new_batch
-        self.choices = MemorylessChoices(self.drivers[0], regimes)
+        self.choices, self.kept = MemorylessChoices(self.drivers[0].ask, regimes), {}
         return self
+
+    def keeping(self, choice: Choice) -> MemorylessChoices:
+        """Choices that are all this one."""
+        if choice not in self.kept:
+            self.kept[choice] = MemorylessChoices(lambda state: choice, self.regimes)
+        return self.kept[choice]
 
     def rollout(self, requests: Requests, queues: list[list[int]], feed: RequestFeed | None = None) -> SimulatedRollout:
         """Simulate one RL step; `queues` are the requests of each worker in order of admission.
@@ -127,8 +137,8 @@ class RolloutSimulator:
         batches = [self.new_batch(requests) for _ in queues]
         # The rest of a rollout has a closed form where gains stay the same, nothing is learned and costs are exact.
         exact = self.noise is None and feed is None and requests.turns is None
-        closed = exact and self.memoryless
-        if closed and all(batch.is_steady for batch in batches) and self._fits_at_once(residents):
+        steady = all(batch.is_steady for batch in batches)
+        if exact and self.memoryless and steady and self._fits_at_once(residents):
             self._drain_all(result, residents)
         else:
             env, tools = simpy.Environment(), None
@@ -136,7 +146,7 @@ class RolloutSimulator:
                 result.submit_s, tools = np.zeros(n), Tools(requests.turns, self.max_tools)
             stop = env.event()
             workers = [
-                Worker(self, w, queue, batches[w], result, stop, feed, tools, closed) for w, queue in enumerate(queues)
+                Worker(self, w, queue, batches[w], result, stop, feed, tools, exact) for w, queue in enumerate(queues)
             ]
             if feed is None and tools is None and all(batch.source.is_apart for batch in batches):
                 for worker in workers:
@@ -187,16 +197,22 @@ class RolloutSimulator:
         from_the_start: bool = True,
         drafter_ready: bool = False,
         down_to: int = 0,
+        choices: MemorylessChoices | None = None,
     ) -> Drained:
         """Prefill residents of these workers and decode them to their ends, in closed form, beside `down_to` more."""
-        drained = self.choices.up_to(residents.remaining.shape[1] + down_to, result.requests.rl_step).drain(
-            residents,
-            start_s=start_s,
-            prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in residents.to_prefill.tolist()]),
-            switch_s=self.costs.switch_s,
-            from_the_start=from_the_start,
-            drafter_ready=drafter_ready,
-            down_to=down_to,
+        batch, rl_step = residents.remaining.shape[1] + down_to, result.requests.rl_step
+        drained = (
+            (choices or self.choices)
+            .up_to(batch, rl_step)
+            .drain(
+                residents,
+                start_s=start_s,
+                prefill_s=np.array([self.costs.prefill_s(tokens) for tokens in residents.to_prefill.tolist()]),
+                switch_s=self.costs.switch_s,
+                from_the_start=from_the_start,
+                drafter_ready=drafter_ready,
+                down_to=down_to,
+            )
         )
         requests = drained.requests[residents.present]
         result.finish_s[requests] = drained.finish_s[residents.present]
@@ -222,7 +238,7 @@ class Worker:
         stop: simpy.Event,
         feed: RequestFeed | None,
         tools: Tools | None,
-        closed: bool,
+        exact: bool,
     ) -> None:
         self.stop = stop
         self.feed = feed
@@ -244,20 +260,20 @@ class Worker:
         noise = simulator.noise
         self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
         self.shares_out = batch.source.shares_out
-        self.closed = closed and (batch.is_steady or batch.advances_plain)
+        self.closed = exact and batch.advances_plain
         self.memoryless = simulator.memoryless
         self.ahead = not self.memoryless and simulator.decision_block == 1 and simulator.ahead is not False
-        self.max_iterations: float = math.inf if self.memoryless else simulator.decision_block
-        # The active choice, whether the policy made it, and the batch and queue for which a memoryless one did.
+        # The active choice, whether the policy made it, at which batch and queue, and whether that is verified until
+        # one of them changes.
         self.in_force, self.decided = NO_CHOICE, False
-        self.asked_at: tuple[int, int] | None = None
+        self.asked_at, self.keeps = (0, 0), self.memoryless
 
     def run(self, env: simpy.Environment | OwnTime) -> Generator[Any, Any, None]:
         """The SimPy process, or its delays: everything until nothing runs or waits."""
         self.driver.begin(self.requests.rl_step)
         if len(self.queue) and self.simulator.costs.outside_s:
             yield env.timeout(self.simulator.costs.outside_s)
-        self.scheduler.waiting.extend((request, 0.0) for request in self.queue.tolist())
+        self.scheduler.waiting.extend(zip(self.queue.tolist(), repeat(0.0)))
         yield from self._decode(env)
         self.driver.idle()
         self.rollout.worker_end_s[self.index] = env.now
@@ -280,11 +296,13 @@ class Worker:
                 scheduler.waiting.append((heapq.heappop(self.away)[1], 0.0))
             up_front = scheduler.schedule()
             batch = len(self.batch)
-            if self.closed and not scheduler.num_waiting and (down_to := self._drain_target()) < batch:
-                yield env.timeout(self._drain(down_to, up_front, env.now) - env.now)
-                if not down_to:
-                    return
-                continue
+            if self.closed and (self.memoryless or self.in_force.stays) and not scheduler.num_waiting:
+                choices, down_to = self._drain_target()
+                if down_to < batch:
+                    yield env.timeout(self._drain(choices, down_to, up_front, env.now) - env.now)
+                    if not down_to:
+                        return
+                    continue
             choice, entry, first_s = self._advance(batch, up_front, env.now)
             yield env.timeout(entry.switch_s + entry.prefill_s + entry.macro.seconds)
             self._settle(choice, entry, first_s, env.now)
@@ -292,7 +310,7 @@ class Worker:
             for request, generated in scheduler.unfinished():
                 self.feed.leave(request, generated)
 
-    def _advance(self, batch: int, up_front: float, start_s: float) -> tuple[Choice, Entry, float]:
+    def _advance(self, batch: int, up_front: float, start_s: float) -> tuple[Choice, LogEntry, float]:
         """Ask the policy, then run the batch until something happens.
 
         Returns the choice that is verified, the macro-step, and the time at which its first iteration ends.
@@ -305,7 +323,9 @@ class Worker:
         listed = choice is not NO_CHOICE or NO_SPECULATION in regimes.strategies
         loaded = listed and (self.drafter_ready or not regimes.loads_late)
         regime = regimes.at(choice.strategy, batch, loaded=loaded)
-        most = self.max_iterations if self.feed is None else min(self.max_iterations, MOST_ITERATIONS)
+        most = math.inf if self.keeps else self.simulator.decision_block
+        if self.feed is not None:
+            most = min(most, MOST_ITERATIONS)
         if self.away:
             most = min(most, self._until(regime, self.away[0][0] - start_s - switch_s - prefill_s))
         limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, most) if scheduler.prefilling else (most, 0.0)
@@ -322,7 +342,7 @@ class Worker:
         first_s = start_s + switch_s + prefill_s + (macro.first_s + beside_s / macro.num_iterations)
         prefill_s, prefill_tokens = prefill_s + beside_s, up_front + beside
         # Keywords would double the time that an entry takes.
-        entry = Entry(
+        entry = LogEntry(
             start_s, switch_s, prefill_s, prefill_tokens, beside,
             waiting, is_decision, choice.bucket, choice.propensity, None, noise, macro,
         )  # fmt: skip
@@ -330,9 +350,9 @@ class Worker:
 
     def _ask(self, batch: int, waiting: int) -> tuple[Choice, bool, float]:
         """The choice that is verified now, whether the policy made it anew, and seconds to bring speculation in."""
+        anew, self.asked_at = (batch, waiting) != self.asked_at, (batch, waiting)
         if self.memoryless:
-            if anew := (batch, waiting) != self.asked_at:
-                self.asked_at = batch, waiting
+            if anew:
                 self.in_force = self.simulator.choices.choose(batch, waiting, self.requests.rl_step)
             return self.in_force, anew, self._switch_s(self.in_force)
         verified, decided = self.in_force, self.decided
@@ -340,6 +360,7 @@ class Worker:
         if chosen is None:
             chosen = self.driver.ask(self._state(batch, waiting))
         self.in_force, self.decided = chosen, True
+        self.keeps = chosen.stays and (verified == chosen or not self.ahead) and self._needs_no_outcome
         switch_s = 0.0 if self.drafter_ready else self._switch_s(chosen)
         return (verified, decided, switch_s) if self.ahead else (chosen, True, switch_s)
 
@@ -355,7 +376,7 @@ class Worker:
             requests=RequestsView(self.batch),
         )
 
-    def _settle(self, choice: Choice, entry: Entry, first_s: float, now: float) -> None:
+    def _settle(self, choice: Choice, entry: LogEntry, first_s: float, now: float) -> None:
         """A macro-step's time has passed: finished requests leave, the policy receives the outcome."""
         scheduler, macro = self.scheduler, entry.macro
         if macro.finished:
@@ -381,7 +402,7 @@ class Worker:
             self.driver.tell(choice, self._outcome(choice, entry), rewarded)
         self.iteration += macro.num_iterations
 
-    def _outcome(self, choice: Choice, entry: Entry) -> StepOutcome:
+    def _outcome(self, choice: Choice, entry: LogEntry) -> StepOutcome:
         macro, speculates = entry.macro, choice.strategy.speculates
         return StepOutcome(
             elapsed_s=(entry.prefill_s + macro.seconds) / macro.num_iterations,
@@ -426,15 +447,32 @@ class Worker:
         lengths = self.requests.response_tokens
         return [sum(lengths[turn] for turn in self.tools.turns.chain(request)) for request in self.queue.tolist()]
 
-    def _drain_target(self) -> int:
-        """How many residents the closed form leaves: none where gains stay the same, else those drafted for."""
-        batch, choices = len(self.batch), self.simulator.choices
-        down_to = (
-            0 if self.batch.is_steady else choices.up_to(batch, self.requests.rl_step).largest_drafting_batch(batch)
-        )
-        return down_to if down_to < batch and self.batch.peak_kv_tokens <= self.scheduler.kv_capacity_tokens else batch
+    @property
+    def _needs_no_outcome(self) -> bool:
+        """True if the active choice has no use for outcomes, and none of earlier choices waits for the next ones."""
+        return not self.in_force.learns and not self.driver.holds_back
 
-    def _drain(self, down_to: int, to_prefill: float, now: float) -> float:
+    def _drain_target(self) -> tuple[MemorylessChoices, int]:
+        """Choices that are known, and how many residents the closed form leaves with them.
+
+        None are left where gains stay the same, else those drafted for; a choice that stays leaves those for whom it
+        promises nothing.
+        """
+        batch, choices, least = len(self.batch), self.simulator.choices, 0
+        if not self.memoryless:
+            # Where nothing waits, the batch only falls.
+            kept, (_, waiting) = self.in_force, self.asked_at
+            if kept.least_batch is None or batch < kept.least_batch or waiting or not self._needs_no_outcome:
+                return choices, batch
+            choices, least = self.simulator.keeping(kept), max(0, kept.least_batch - 1)
+        if self.batch.peak_kv_tokens > self.scheduler.kv_capacity_tokens:
+            return choices, batch
+        if self.batch.is_steady and not least:
+            return choices, 0
+        drafted = choices.up_to(batch, self.requests.rl_step).largest_drafting_batch(batch)
+        return choices, max(least, drafted)
+
+    def _drain(self, choices: MemorylessChoices, down_to: int, to_prefill: float, now: float) -> float:
         """Decode residents until so few are left, after a prefill; returns when the last of the others ends."""
         running, generated = self.batch.generated_so_far()
         remaining, context = self.requests.lengths.astype(np.float64), self.requests.prompts.astype(np.float64)
@@ -449,9 +487,10 @@ class Worker:
             from_the_start=not self.iteration,
             drafter_ready=self.drafter_ready,
             down_to=down_to,
+            choices=choices,
         )
         end_s = float(drained.finish_s[0, -1])
-        if self.batch.advances_plain:
+        if down_to:
             num_iterations = int(drained.counts.sum())
             self.iteration += num_iterations
             self.batch.advance_plain(num_iterations)

@@ -269,6 +269,7 @@ class RecordedBatch(Batch):
 
     def __init__(self, requests: Requests, source: Recorded, seconds: Floats) -> None:
         super().__init__(requests, source)
+        self.advances_plain = False
         self._recorded, self._seconds = source, seconds
         self._before: Ints = np.zeros(0, np.int64)
 

@@ -59,9 +59,10 @@ Case = tuple[Callable[[], float], float | None]
 
 
 def cases() -> dict[str, Case]:
-    """Rollouts of one RL step: plain, table and bandit, fluid and sampled, longer, with experts."""
+    """Rollouts of one RL step: plain, table, elastic and bandit, fluid and sampled, longer, with experts."""
     step, large, long = lengths(512), lengths(2048), lengths(512, stretch=10)
     table, bandit, plain = example_table(), example_bandit(), load_policy("none")
+    elastic, as_table = load_policy("learned:4@32"), table_of((1, Strategy.chain("learned", 4)), (33, NO_SPECULATION))
 
     def scenario(trace: Trace, costs: CostModel = COSTS, workers: int = 8, **options: Any) -> Scenario:
         return Scenario.of(trace, costs=costs, acceptance="geometric:0.7", workers=workers, **options)
@@ -85,6 +86,10 @@ def cases() -> dict[str, Case]:
         "plain, 16,384 responses, 64 workers": (makespan(scenario(large, workers=64), plain), 100),
         "table, fluid": (makespan(base, table), 30),
         "table, fluid, lengths x 10": (makespan(stretched, table), None),
+        "learned:4@32": (makespan(base, elastic), None),
+        "learned:4@32 as a table": (makespan(base, as_table), None),
+        "learned:4@32, sampled": (makespan(scenario(step, mode="sampled"), elastic), None),
+        "learned:4@32 as a table, sampled": (makespan(scenario(step, mode="sampled"), as_table), None),
         "BEG-MAB, fluid": (makespan(scenario(step, decision_block=DECISION_BLOCK), bandit), 60),
         "table, sampled": (makespan(scenario(step, mode="sampled"), table), 100),
     }
@@ -96,6 +101,8 @@ RATIOS: dict[str, tuple[str, str, float | None]] = {
     "plain_lengths_x10_over_plain": ("plain, lengths x 10", "plain", None),
     "experts_over_plain": ("plain, mixture of experts", "plain", 3.0),
     "table_lengths_x10_over_table": ("table, fluid, lengths x 10", "table, fluid", None),
+    "elastic_over_table": ("learned:4@32", "learned:4@32 as a table", 4.0),
+    "elastic_over_table_sampled": ("learned:4@32, sampled", "learned:4@32 as a table, sampled", 3.0),
 }
 """Two cases each, and what their ratio should not exceed."""
 
@@ -188,7 +195,10 @@ def random_tables(count: int) -> dict[str, Policy]:
 
 def example_table() -> Policy:
     """Deep drafts in the tail, none in large batches."""
-    rows = ((1, Strategy.chain("learned", 8)), (5, Strategy.chain("learned", 4)), (33, NO_SPECULATION))
+    return table_of((1, Strategy.chain("learned", 8)), (5, Strategy.chain("learned", 4)), (33, NO_SPECULATION))
+
+
+def table_of(*rows: tuple[int, Strategy]) -> Policy:
     return Policy(selector=TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in rows)))
 
 

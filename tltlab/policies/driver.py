@@ -33,7 +33,7 @@ class PolicyDriver:
     So c_1 is always chosen before the outcome of c_0 is known. A caller that applies a choice at once, to a block of
     iterations, sets `delay` to the number of further choices that precede the delivery of each outcome.
 
-    `ask` returns the last choice again, without a call, where the policy is memoryless or its choice `stays`. An
+    `ask` returns the last choice again, without a call, where that `stays`, as a memoryless policy's does. An
     outcome reaches the selector that made the choice: after `take`, outcomes of the selector before are dropped.
     A driver without a selector chooses nothing and shares out evenly.
     """
@@ -90,8 +90,7 @@ class PolicyDriver:
                 raise ConfigError(f"the policy chose {choice.strategy}, which is not among its strategies: {listed}")
             self._answer, self._meant = answer, choice
         choice = self._meant
-        again = choice.stays or selector.memoryless
-        self._last = (state.batch, state.waiting, state.rl_step, choice) if again else None
+        self._last = (state.batch, state.waiting, state.rl_step, choice) if choice.stays else None
         return self._made(choice)
 
     def _made(self, choice: Choice) -> Choice:
@@ -102,6 +101,11 @@ class PolicyDriver:
             while self._undelivered and self._undelivered[0][0] <= self._num_asked:
                 self._deliver(*self._undelivered.popleft()[1:])
         return choice
+
+    @property
+    def holds_back(self) -> bool:
+        """True if outcomes wait for further choices before they are delivered."""
+        return bool(self._undelivered)
 
     def tell(self, choice: Choice, outcome: StepOutcome, rewarded: Rewarded | None = None) -> None:
         """Deliver the outcome of a choice; `rewarded` receives its reward. An unknown choice is ignored."""

@@ -129,10 +129,15 @@ class Selector(ABC):
 
 
 def as_choice(selector: Selector, answer: Strategy | Choice) -> Choice:
-    """The choice that `choose` means: a bare strategy is certain, and a memoryless selector learns nothing from it."""
+    """The choice that `choose` means: a bare strategy is certain.
+
+    A memoryless selector learns nothing from its choices, and they stay: at every batch if it has a single strategy.
+    """
+    memoryless = selector.memoryless
     if not isinstance(answer, Choice):
-        return Choice(answer, learns=not selector.memoryless)
-    return replace(answer, learns=False) if selector.memoryless and answer.learns else answer
+        alone = memoryless and len(selector.strategies) == 1
+        return Choice(answer, learns=not memoryless, stays=memoryless, least_batch=0 if alone else None)
+    return replace(answer, learns=False, stays=True) if memoryless and (answer.learns or not answer.stays) else answer
 
 
 def chosen(selector: Selector, state: StepState) -> Choice:

@@ -67,7 +67,10 @@ class BatchTable(Selector, kind="table"):
         self.thresholds = checked_thresholds([min_batch for min_batch, _ in rows])
         self.rows = tuple(strategy for _, strategy in rows)
         self.strategies = tuple(dict.fromkeys(self.rows))
-        self._choices = tuple(Choice(row, bucket=i, learns=False) for i, row in enumerate(self.rows))
+        least = (0, *self.thresholds[1:])
+        self._choices = tuple(
+            Choice(row, bucket=i, learns=False, stays=True, least_batch=least[i]) for i, row in enumerate(self.rows)
+        )
 
     def choose(self, state: StepState) -> Choice:
         return self._choices[bucket_of(self.thresholds, state.batch)]

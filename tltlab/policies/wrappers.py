@@ -15,7 +15,6 @@ from .selector import Selector, chosen
 
 Count = Literal["running", "remaining"]
 _OFF = Choice(NO_SPECULATION, learns=False)
-_STAYS_OFF = Choice(NO_SPECULATION, learns=False, stays=True)
 
 
 class Wrapper(Selector):
@@ -43,8 +42,10 @@ class ElasticActivation(Wrapper):
     `count` selects the requests counted: the `running` ones of this worker, or the `remaining` (running and waiting).
     After a switch, on or off, nothing switches again for `hold_iterations` choices, so a batch that flutters around
     the threshold does not; a new RL step starts afresh. While off, `inner` is not asked; outcomes of its earlier
-    choices still reach it. TLT's default is 32 running requests. Its released code holds differently: the count
-    must stay low for 10 iterations before speculation comes on, which then stays on until the rollout ends.
+    choices still reach it. While no switch is held back, plain decoding stays, and so do choices of `inner` that do.
+
+    TLT's default is 32 running requests. Its released code holds differently: the count must stay low for 10 iterations
+    before speculation comes on, which then stays on until the rollout ends.
     """
 
     def __init__(
@@ -74,9 +75,14 @@ class ElasticActivation(Wrapper):
         elif few != self.on_ and self.held_ >= self.hold_iterations:
             self.on_, self.held_ = few, 0
         self.held_ = min(self.held_ + 1, self.hold_iterations)
+        # While a switch is held, each choice counts.
+        settled = few == self.on_ and self.held_ == self.hold_iterations
         if self.on_:
-            return chosen(self.inner, state)
-        return _STAYS_OFF if not few and self.held_ == self.hold_iterations else _OFF
+            choice = chosen(self.inner, state)
+            return choice if settled or not choice.stays else replace(choice, stays=False, least_batch=None)
+        if not settled:
+            return _OFF
+        return Choice(NO_SPECULATION, learns=False, stays=True, least_batch=self.max_requests + 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"on": self.on_, "held": self.held_, "rl_step": self.rl_step_, "inner": self.inner.state_dict()}

@@ -1,3 +1,4 @@
+from copy import deepcopy
 from itertools import pairwise
 
 import numpy as np
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.driver import PolicyDriver
-from tltlab.policies.selector import Selector
+from tltlab.policies.selector import Selector, chosen
 from tltlab.policies.simple import BatchTable, Explore, Fixed
 from tltlab.policies.wrappers import ElasticActivation
 from tltlab.state import Choice, StepOutcome
@@ -78,6 +79,60 @@ def test_every_stretch_lasts_the_hold(batches, hold):
         else:
             stretches.append(1)
     assert all(stretch >= hold for stretch in stretches[1:-1])
+
+
+class Parity(Selector):
+    """Memoryless, and never the same for two batches in a row."""
+
+    strategies = (D4, D2)
+    memoryless = True
+
+    def choose(self, state):
+        return self.strategies[state.batch % 2]
+
+
+class Deep(Parity):
+    """Says of its own choices how long they stay."""
+
+    memoryless = False
+
+    def choose(self, state):
+        return Choice(D4 if state.batch > 5 else D2, learns=False, stays=True, least_batch=6 if state.batch > 5 else 0)
+
+
+INNER = st.sampled_from([
+    Fixed(D4), Parity(), Deep(), BatchTable([(2, D4), (5, D2), (9, NO_SPECULATION), (12, D2)]),
+])  # fmt: skip
+
+
+@given(
+    INNER,
+    st.integers(0, 12),
+    st.sampled_from(["running", "remaining"]),
+    st.integers(0, 3),
+    st.lists(st.tuples(st.integers(1, 16), st.integers(0, 3)), min_size=1, max_size=30),
+)
+def test_a_choice_that_stays_keeps_its_promise(inner, most, count, hold, states):
+    selector = ElasticActivation(deepcopy(inner), most, count, hold)
+    for batch, waiting in states:
+        choice = chosen(selector, at(batch, waiting=waiting))
+        if not choice.stays:
+            continue
+        assert not choice.learns
+        later = deepcopy(selector)
+        least = batch if choice.least_batch is None else max(choice.least_batch, 1)
+        for falling in [batch] * (hold + 2) + list(range(batch - 1, least - 1, -1)):
+            again = chosen(later, at(falling, waiting=waiting))
+            assert (again.strategy, again.bucket, again.propensity) == (choice.strategy, choice.bucket, 1.0)
+        # Skipped asks change nothing.
+        assert later.state_dict() == selector.state_dict()
+
+
+def test_around_a_fixed_strategy_only_a_held_switch_does_not_stay():
+    selector = ElasticActivation(Fixed(D4), max_requests=8, hold_iterations=3)
+    choices = [chosen(selector, at(batch)) for batch in (9, 9, 8, 8, 8, 7, 9, 9, 9)]
+    assert [choice.stays for choice in choices] == [True, True, False, False, True, True, False, False, True]
+    assert [choice.least_batch for choice in choices if choice.stays] == [9, 9, 0, 0, 9]
 
 
 def test_a_new_rl_step_ends_the_hold():

@@ -20,7 +20,9 @@ from tltlab.costs.roofline import RooflineCosts
 from tltlab.hardware import Gpu
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
-from tltlab.policies.selector import Selector
+from tltlab.policies.selector import Selector, chosen
+from tltlab.policies.simple import BatchTable, Fixed
+from tltlab.policies.wrappers import ElasticActivation, Wrapper
 from tltlab.sim.engine.batch import Batch, Expected, FluidBatch, Gains, until_done
 from tltlab.sim.engine.by_request import Drawn, Rates, Replayed
 from tltlab.sim.engine.random_numbers import num_reached, request_seeds, uniforms
@@ -29,7 +31,7 @@ from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.idle_training import IdleUse
 from tltlab.sim.placement import PLACEMENTS, place
-from tltlab.state import StepState
+from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from ..workloads import COSTS, HALF, Ruled, requests_of
@@ -93,7 +95,7 @@ def assert_agree(
     cost: CostModel,
     acceptance: Acceptance | None,
     new_batch: Callable[[Requests], Any],
-    threshold: tuple[int, int, str] | None,
+    threshold: tuple[int, int, str] | Callable[[], Selector] | None,
     *,
     workers: int = 2,
     placement: str = "contiguous",
@@ -102,10 +104,12 @@ def assert_agree(
 ) -> None:
     """`drafting` by a threshold, of which None is plain decoding, takes the time that the slow oracle says.
 
-    A policy that is not memoryless is asked in the same states, and receives the same outcomes.
+    A policy that is not memoryless, or one within another, is asked in the same states, and receives the same outcomes.
     """
 
     def selector() -> Selector:
+        if callable(threshold):
+            return threshold()
         return PLAIN.build(np.random.default_rng(0)) if threshold is None else drafting(*threshold)
 
     regimes = Regimes(selector().strategies, cost, acceptance)
@@ -121,6 +125,8 @@ def assert_agree(
         for request, finish in slow.items():
             assert result.finish_s[request] == pytest.approx(finish, rel=1e-9, abs=1e-12)
         makespan = max([makespan, *slow.values()])
+        if isinstance(fast, Wrapper) and isinstance(oracle, Wrapper):
+            fast, oracle = fast.inner, oracle.inner
         if isinstance(fast, Ruled) and isinstance(oracle, Ruled) and not fast.memoryless:
             assert_same_calls(fast, oracle)
     assert result.makespan_s == pytest.approx(makespan, rel=1e-9, abs=1e-12)
@@ -251,6 +257,107 @@ def test_replayed_acceptance_takes_the_time_of_its_iterations(req, cost, thresho
 def test_a_decision_block_holds_until_something_happens(req, cost, alpha, threshold, block):
     whole = cost.model_copy(update={"max_num_batched_tokens": None})
     assert_agree(req, whole, GeometricAcceptance(alpha=alpha), FluidBatch, threshold, decision_block=block)
+
+
+INNER = st.one_of(
+    st.builds(lambda chain: lambda: Fixed(chain), st.sampled_from(CHAINS)),
+    st.builds(
+        lambda border: lambda: BatchTable([(1, CHAINS[1]), (border, CHAINS[0]), (border + 2, NO_SPECULATION)]),
+        st.integers(2, 6),
+    ),
+    THRESHOLDS.map(lambda threshold: lambda: drafting(*threshold)),
+)
+ACTIVATIONS = st.fixed_dictionaries({
+    "max_requests": st.integers(0, 9),
+    "count": st.sampled_from(["running", "remaining"]),
+    "hold_iterations": st.sampled_from([0, 1, 4]),
+})  # fmt: skip
+
+
+@given(requests(), costs(), ALPHAS, INNER, ACTIVATIONS, FLUID, ASKED, st.integers(1, 3))
+def test_elastic_activation_takes_the_time_of_its_iterations(req, cost, alpha, inner, activation, batch, ahead, block):
+    # One worker, so that the batch falls through every border.
+    if block > 1:
+        cost, ahead = cost.model_copy(update={"max_num_batched_tokens": None}), None
+    assert_agree(
+        req,
+        cost,
+        GeometricAcceptance(alpha=alpha),
+        batch,
+        lambda: ElasticActivation(inner(), **activation),
+        workers=1,
+        ahead=ahead,
+        decision_block=block,
+    )
+
+
+class Unstayed(Wrapper):
+    """Makes the choices of a selector, each of them only once, so that the engine goes iteration by iteration."""
+
+    def __init__(self, inner: Selector) -> None:
+        super().__init__(inner)
+        self.memoryless = False
+
+    def choose(self, state: StepState) -> Choice:
+        return replace(chosen(self.inner, state), stays=False, least_batch=None)
+
+
+class LateLearner(Selector):
+    """Learns while many run, stays with few, and with one request chooses by the outcomes that have come."""
+
+    strategies = (NO_SPECULATION, *CHAINS)
+
+    def __init__(self) -> None:
+        self.num_outcomes = 0
+
+    def choose(self, state: StepState) -> Choice:
+        if state.batch > 2:
+            return Choice(CHAINS[0])
+        if state.batch == 2:
+            return Choice(NO_SPECULATION, learns=False, stays=True, least_batch=2)
+        return Choice(self.strategies[self.num_outcomes % 4])
+
+    def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        self.num_outcomes += 1
+
+
+@pytest.mark.parametrize("delay", [0, 1, 5])
+@pytest.mark.parametrize("length", range(6, 14))
+def test_outcomes_held_back_come_after_as_many_choices(length: int, delay: int):
+    req = requests_of([length, 20, 27, 60])
+    made = []
+    for wrap in (lambda inner: inner, Unstayed):
+        selector = wrap(LateLearner())
+        engine = RolloutSimulator(costs=COSTS, selectors=[selector], ahead=False, delay=delay)
+        engine.prepare(Regimes(LateLearner.strategies, COSTS, GeometricAcceptance(alpha=0.6)), FluidBatch)
+        made.append(engine.rollout(req, [[0, 1, 2, 3]]))
+    assert made[0].finish_s == pytest.approx(made[1].finish_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("capacity", [None, 9000])
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("hold", [0, 10])
+def test_choices_that_stay_pass_many_iterations(hold: int, sampled: bool, capacity: int | None):
+    lengths = np.random.default_rng(0).lognormal(5.0, 0.8, 96).astype(int) + 1
+    req, cost = requests_of(lengths.tolist()), COSTS.model_copy(update={"kv_capacity_tokens": capacity})
+    made, num_steps = [], []
+    for wrap in (lambda inner: inner, Unstayed):
+        inner = BatchTable([(1, CHAINS[1]), (4, CHAINS[0])])
+        selectors = [wrap(ElasticActivation(inner, 12, hold_iterations=hold)) for _ in range(2)]
+        # Without a hold a choice takes effect at once, as that of a memoryless policy does.
+        engine = RolloutSimulator(costs=cost, selectors=list(selectors), ahead=bool(hold))
+        batches = (lambda req: Batch(req, Drawn(req, 0))) if sampled else FluidBatch
+        engine.prepare(Regimes(selectors[0].strategies, cost, GeometricAcceptance(alpha=0.6)), batches)
+        made.append(engine.rollout(req, place(req, 2, "contiguous")))
+        num_steps.append(sum(len(log.columns) for log in made[-1].logs))
+    quick, slow = made
+    assert quick.finish_s == pytest.approx(slow.finish_s, rel=1e-12)
+    assert quick.first_token_s == pytest.approx(slow.first_token_s, rel=1e-12)
+    for name in ("num_iterations", "tokens", "seconds", "switch_s", "prefill_tokens"):
+        sums = [[float(getattr(log.columns, name).sum()) for log in rollout.logs] for rollout in made]
+        assert sums[0] == pytest.approx(sums[1]), name
+    # One for each response that ends, and those around a switch; memory that runs out adds preemptions.
+    assert num_steps[0] < (120 if capacity is None and not sampled else 0.5 * num_steps[1])
 
 
 def counterfactuals(req: Requests, seed: int) -> pd.DataFrame:
