@@ -20,7 +20,7 @@ from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, TableRow, TableSpec
-from tltlab.sim.study.sweep import sweep
+from tltlab.sim.study.study import Cell, Study
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -165,7 +165,8 @@ def bench_sweep(configurations: int, jobs: int) -> dict[str, Any]:
     scenario = Scenario.of(lengths(512, rl_steps=10), costs=COSTS, acceptance="geometric:0.7", workers=8)
     policies = random_tables(configurations)
     began = time.perf_counter()
-    table = sweep(scenario, policies, jobs=jobs)
+    cells = [Cell(name=name, policy=policy, scenario=scenario) for name, policy in policies.items()]
+    table = Study(cells=cells, details=False, jobs=jobs).table()
     wall_s = time.perf_counter() - began
     means = table.groupby("policy")["makespan_s"].mean()
     return {
