@@ -10,8 +10,7 @@ import pytest
 
 from tltlab.doctor.check import Diagnosis, Finding
 from tltlab.doctor.evidence import RunEvidence
-from tltlab.doctor.signatures import diagnose
-from tltlab.doctor.stages import change
+from tltlab.doctor.signatures import change, diagnose
 from tltlab.importers.formats import import_dump
 
 SOUND = {
