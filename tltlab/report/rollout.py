@@ -1,29 +1,249 @@
-"""Parts of a report on the rollouts themselves: their timeline, their lengths, and a row per RL step."""
+"""Parts of a report on the rollouts of a run: timeline, lengths, RL steps, speculation, a few responses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
 from tltlab.arrays import Ints
-from tltlab.charts import lines
+from tltlab.charts import lines, shares
 from tltlab.console import json_rows
-from tltlab.errors import TltlabError
+from tltlab.doctor.evidence import accepted_pairs
+from tltlab.errors import ConfigError, TltlabError
+from tltlab.importers.token_counts import FolderTokenizer
+from tltlab.stats import resampled_ratio
 from tltlab.traces import metrics
+from tltlab.traces.drafts import recorded_drafts
 from tltlab.traces.lanes import median_step
-from tltlab.traces.schema import GRAPH_KINDS
+from tltlab.traces.schema import GRAPH_KINDS, KEY
 from tltlab.traces.trace import Trace
 
-from .page import Absent, Block, Paragraph, Part, Picture, Pictures, Section, number, records
+from .page import (
+    Absent,
+    Block,
+    PageTable,
+    Paragraph,
+    Part,
+    Picture,
+    Pictures,
+    Piece,
+    Section,
+    Transcript,
+    number,
+    records,
+)
 from .timeline import timeline
 
+TITLE = "A few responses"
+Decode = Callable[[Sequence[int]], str]
+_SHOWN = 400
+"""Tokens that are shown of a response."""
+_MOST_ARMS = 8
+_COLUMNS = 24
+_FEWEST_DRAFTS = 20
+"""Accept lengths of fewer drafts are not drawn."""
 PERCENTILES = (10, 50, 90, 95, 99, 100)
 _MOST_POINTS = 200
 _MOST_TIMELINES = 6
 _STAGES = ("inference_s", "reward_s", "train_s", "sync_s")
+
+
+def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
+    """The longest, the best and the worst rewarded response of the last RL step that drafted.
+
+    Their text where the model's tokenizer.json lies in RUN/model or where the recipe's model is, else their token ids.
+    """
+    if not trace.num_rows("tokens"):
+        return Absent(title=TITLE, reason="the trace has no tokens.parquet, so the texts are not known")
+    last = trace.select([_step(trace)])
+    tokens = last.tokens
+    if tokens is None or tokens.empty:
+        return Absent(title=TITLE, reason="tokens.parquet has none of the last RL step")
+    rows = tokens.merge(last.outcomes, on=list(KEY), how="inner", sort=False)
+    try:
+        drafts, notes = recorded_drafts(last)
+    except TltlabError as error:
+        drafts, notes = recorded_drafts(last.replace(iterations=None))[0], [str(error)]
+    names = {str(name): at % 4 + 1 for at, name in enumerate(sorted(drafts["drafter"].dropna().unique()))}
+    decode = _decoder(run, recipe)
+    lead = (
+        f"The first {_SHOWN} tokens of responses of RL step {last.rl_steps[0]}; token ids are shown where the model's "
+        "tokenizer is not available. Marked text was drafted and kept. Point at it to see how much of a draft was kept."
+        + ("" if names else " None is known.")
+    )
+    blocks: list[Block] = [Paragraph(text=" ".join([lead, *(f"Note: {note}." for note in notes)]))]
+    if names:
+        legend = tuple(Piece(text=name, drafter=colour) for name, colour in names.items())
+        blocks.append(Transcript(label="Drafters", pieces=legend))
+    places: dict[str, Any] = {"The longest": rows["response_tokens"].idxmax()}
+    if rows["reward"].nunique() > 1:
+        places |= {"The highest reward": rows["reward"].idxmax(), "The lowest reward": rows["reward"].idxmin()}
+    for label, at in places.items():
+        row = rows.loc[at].to_dict()
+        of_row = drafts[(drafts[list(KEY)] == [row[name] for name in KEY]).all(axis=1)]
+        reward, num = number(row["reward"], ".3g"), f"{row['response_tokens']:,}"
+        facts = f"reward {reward}, {num} tokens, ended: {row['finish_reason']}"
+        pieces = _pieces(row["token_ids"].tolist()[:_SHOWN], of_row, names, decode)
+        prompt = decode(row["prompt_token_ids"].tolist())
+        blocks.append(Transcript(label=f"{label}: {facts}", prompt=prompt, pieces=pieces))
+    return Section(title=TITLE, blocks=tuple(blocks))
+
+
+def _step(trace: Trace) -> int:
+    """The last RL step in which something was drafted, else the last one."""
+    iterations = trace.iterations
+    if iterations is None or not (iterations["num_drafted"] > 0).any():
+        return trace.rl_steps[-1]
+    return int(iterations.loc[iterations["num_drafted"] > 0, "rl_step"].max())
+
+
+def _decoder(run: Path, recipe: Any) -> Decode:
+    """Function that decodes token ids: the model's tokenizer if available, else the ids themselves."""
+    model = recipe.get("model") if isinstance(recipe, dict) else None
+    for folder in (run / "model", *([Path(model)] if isinstance(model, str) else [])):
+        with suppress(ConfigError):
+            return FolderTokenizer(folder).decode
+    return lambda ids: " ".join(map(str, ids)) + " "
+
+
+def _pieces(ids: list[int], drafts: pd.DataFrame, colours: Mapping[str, int], decode: Decode) -> tuple[Piece, ...]:
+    """The response in pieces of one origin each."""
+    origin = np.zeros(len(ids), np.int64)  # 0: the model's own; n + 1: kept of draft n
+    rows: list[dict[str, Any]] = drafts.to_dict("records")  # type: ignore[assignment]
+    for at, row in enumerate(rows):
+        origin[int(row["generated_tokens"]) :][: int(row["accepted"])] = at + 1
+    pieces = []
+    for begin, end in pairwise([0, *(np.flatnonzero(np.diff(origin)) + 1).tolist(), len(ids)]):
+        # The text of a token depends on the tokens before it: spaces, and letters that several tokens make.
+        before, through = decode(ids[:begin]).rstrip("\ufffd") if begin else "", decode(ids[:end])
+        text = through[len(before) :] if through.startswith(before) else decode(ids[begin:end])
+        if not origin[begin]:
+            pieces.append(Piece(text=text))
+            continue
+        row = rows[int(origin[begin]) - 1]
+        title = f"{row['drafter']}: {row['accepted']} of up to {row['reach']} drafted tokens were kept"
+        pieces.append(Piece(text=text, drafter=colours[str(row["drafter"])], title=title))
+    return tuple(pieces)
+
+
+def strategy_names(table: pd.DataFrame) -> pd.Series[str]:
+    """Each row's strategy in short: "none", "ngram:4", or drafter (depth, top-k, tokens to verify) of a tree."""
+    depth, chain = table["draft_depth"].astype(str), table["tokens_to_verify"] == table["draft_depth"] + 1
+    drafter = table["drafter"].fillna("drafter").astype(str)
+    tree = (
+        drafter + " (" + depth + ", " + table["top_k"].astype(str) + ", " + table["tokens_to_verify"].astype(str) + ")"
+    )
+    named = (drafter + ":" + depth).where(chain & (table["top_k"] <= 1), tree)
+    return named.where(table["draft_depth"] > 0, "none")
+
+
+def batch_bins(batch: pd.Series[int]) -> pd.Series[int]:
+    """Running requests in bins of doubling width, each by its first: 1, 2, 4 (to 7), 8 (to 15), ..."""
+    return pd.Series(2 ** np.floor(np.log2(batch.clip(lower=1).to_numpy())), index=batch.index).astype(int)
+
+
+def acceptance_part(trace: Trace) -> Part:
+    """Accept length over running requests, per drafter, with intervals, and by strategy."""
+    title = "Accept length by batch"
+    table = trace.iterations
+    if table is None:
+        return Absent(title=title, reason="the trace has no iterations.parquet, so what each draft gave is not known")
+    table = table[table["num_drafted"] > 0]
+    if table.empty:
+        return Absent(title=title, reason="no iteration verified a draft")
+    table = table.assign(
+        drafts=accepted_pairs(table),
+        drafter=table["drafter"].fillna("drafter"),
+        strategy=strategy_names(table),
+        bin=batch_bins(table["batch"]),
+    )
+    series: dict[str, tuple[list[Any], list[float]]] = {}
+    bands: dict[str, tuple[list[float], list[float]]] = {}
+    for name, of_name in table.groupby("drafter", sort=True):
+        bins = {at: rows for at, rows in of_name.groupby("bin") if rows["drafts"].sum() >= _FEWEST_DRAFTS}
+        if bins:
+            length, low, high = zip(*map(_accept_length, bins.values()), strict=True)
+            series[str(name)], bands[str(name)] = (list(bins), list(length)), (list(low), list(high))
+    blocks: list[Block] = []
+    if series:
+        lengths = "; ".join(
+            f"{name}: " + ", ".join(f"{number(v, '.2f')} from {at}" for at, v in zip(*xy, strict=True))
+            for name, xy in series.items()
+        )
+        xlabel = "running requests on the worker (bins of doubling width)"
+        figure = lines(
+            series, bands=bands, doubling=True, xlabel=xlabel, ylabel="tokens per draft", title="Accept length"
+        )
+        caption = (
+            "Tokens per request and speculative iteration, bonus token included. Bands: 95 % of resampled RL steps, "
+            "where there are at least three. Small batches are the end of a rollout, whose requests are other ones "
+            "than those in the large batches."
+        )
+        blocks.append(Picture.of(figure, alt=f"Accept length over running requests. {lengths}.", caption=caption))
+    blocks.append(_by_strategy(table))
+    return Section(title=title, blocks=tuple(blocks))
+
+
+def _accept_length(rows: pd.DataFrame) -> tuple[float, float, float]:
+    """1 + accepted / drafts, and its interval from resampling RL steps: NaN ends below three of them."""
+    accepted, drafts = rows.groupby("rl_step")[["num_accepted", "drafts"]].sum().to_numpy(float).T
+    low, high = resampled_ratio(accepted, drafts)
+    return 1 + float(accepted.sum() / drafts.sum()), 1 + low, 1 + high
+
+
+def _by_strategy(table: pd.DataFrame) -> PageTable:
+    rows = []
+    for name, part in table.groupby("strategy", sort=True):
+        value, low, high = _accept_length(part)
+        share, drafts = part["num_accepted"].sum() / part["num_drafted"].sum(), int(part["drafts"].sum())
+        interval = "–" if np.isnan(low) else f"{low:.2f} to {high:.2f}"
+        rows.append((str(name), f"{len(part):,}", f"{drafts:,}", f"{value:.2f}", interval, f"{share:.1%}"))
+    return PageTable(
+        caption="By strategy, over all batches. Each was chosen for other batches and RL steps: this is "
+        "no comparison of strategies.",
+        columns=("drafter:depth", "iterations", "drafts", "accept length", "95 % interval", "draft tokens kept"),
+        rows=tuple(rows),
+    )
+
+
+def arms_part(trace: Trace) -> Part:
+    """Which strategies were chosen over the run, or over the iterations of a single rollout."""
+    title = "What the policy chose"
+    table = trace.decisions
+    if table is None or table.empty:
+        return Absent(title=title, reason="the trace has no decisions.parquet")
+    table = table.assign(arm=strategy_names(table))
+    counts = table["arm"].value_counts(sort=False).sort_index().sort_values(ascending=False, kind="stable")
+    shown = sorted(counts.index[: _MOST_ARMS if len(counts) <= _MOST_ARMS else _MOST_ARMS - 1], key=_arm_order)
+    table["arm"] = table["arm"].where(table["arm"].isin(shown), "other")
+    arms = [*shown, *(["other"] if (table["arm"] == "other").any() else [])]
+    if len(arms) == 1:
+        only = f"Every one of {len(table):,} decisions was {arms[0]}: there was nothing to choose from."
+        return Section(title=title, blocks=(Paragraph(text=only),))
+    alt = ", ".join(f"{name} {num / len(table):.0%}" for name, num in counts.items())
+    if len(trace.rl_steps) > 1:
+        across, xlabel, heading = table["rl_step"], "RL step", "Choices over the run"
+    else:
+        width = max(1, -(-int(table["iteration"].max() + 1) // _COLUMNS))
+        across = table["iteration"] // width * width
+        xlabel, heading = "iteration of each worker", "Choices over the rollout"
+    share = pd.crosstab(across.to_numpy(), table["arm"].to_numpy(), normalize="index")
+    figure = shares(share.index.to_numpy(), {arm: share[arm] for arm in arms}, xlabel=xlabel, title=heading)
+    caption = f"{len(table):,} decisions, one per engine iteration that had something to decide."
+    picture = Picture.of(figure, alt=f"Share of decisions for each strategy: {alt}.", caption=caption)
+    return Section(title=title, blocks=(picture,))
+
+
+def _arm_order(name: str) -> tuple[bool, str, int, str]:
+    drafter, _, depth = name.partition(":")
+    return (name != "none", drafter, int(depth) if depth.isdigit() else 0, name)
 
 
 def timeline_part(trace: Trace) -> Part:

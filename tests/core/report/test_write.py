@@ -24,9 +24,7 @@ from tltlab.errors import ConfigError, InputError
 from tltlab.files import write_json
 from tltlab.report.origin import command_line
 from tltlab.report.page import Absent, PageTable, Section, Transcript, render
-from tltlab.report.responses import responses_part
-from tltlab.report.rollout import graphs_part, off_policy_part
-from tltlab.report.speculation import acceptance_part, strategy_names
+from tltlab.report.rollout import acceptance_part, graphs_part, off_policy_part, responses_part, strategy_names
 from tltlab.report.verify import verify_part
 from tltlab.report.write import report, verdict
 from tltlab.traces.schema import Manifest
