@@ -42,7 +42,7 @@ Values = Sequence[float | None] | np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reading:
+class PanelTexts:
     """Texts for places in a panel: `texts[i]` at `x[i]`, at `y[i]`, or at both, in the panel's units.
 
     The text nearest to the pointer is shown; with `holds`, the one that began last before it ("" for nothing).
@@ -62,7 +62,7 @@ class Chart(Figure):
 
     def __init__(self, *args: Any, **keywords: Any):
         super().__init__(*args, **keywords)
-        self.readings: list[Reading] = []
+        self.readings: list[PanelTexts] = []
 
     def places(self) -> list[dict[str, Any]]:
         """The readings of the chart as it was drawn last: `texts`, and places in 1/10,000 of its width and height.
@@ -71,7 +71,7 @@ class Chart(Figure):
         """
         return [self._place(reading) for reading in self.readings if len(reading.texts)]
 
-    def _place(self, reading: Reading) -> dict[str, Any]:
+    def _place(self, reading: PanelTexts) -> dict[str, Any]:
         axes, num = reading.axes, len(reading.texts)
         data = np.empty((num, 2))
         data[:, 0] = axes.get_xlim()[0] if reading.x is None else reading.x
@@ -100,7 +100,7 @@ def brief(value: float) -> str:
 
 def _add_reading(axes: Axes, texts: Sequence[str], x: np.ndarray | None = None, y: np.ndarray | None = None) -> None:
     if isinstance(axes.figure, Chart):
-        axes.figure.readings.append(Reading(axes=axes, texts=texts, x=x, y=y))
+        axes.figure.readings.append(PanelTexts(axes=axes, texts=texts, x=x, y=y))
 
 
 def bars(

@@ -73,7 +73,7 @@ class FittedDepth(FrozenModel):
         return p
 
 
-class Band(FrozenModel):
+class BatchBand(FrozenModel):
     """Measurements for batches up to `max_batch`, None for all larger ones."""
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
@@ -116,7 +116,7 @@ class MeasuredAcceptance(Distribution):
 
     copies: dict[str, bool] = Field(default={})
     kind: Literal["by-batch", "fitted"] = "by-batch"
-    bands: tuple[Band, ...]
+    bands: tuple[BatchBand, ...]
 
     @classmethod
     def at_any_batch(
@@ -135,7 +135,7 @@ class MeasuredAcceptance(Distribution):
 
     @field_validator("bands")
     @classmethod
-    def _ascend(cls, bands: tuple[Band, ...]) -> tuple[Band, ...]:
+    def _ascend(cls, bands: tuple[BatchBand, ...]) -> tuple[BatchBand, ...]:
         ends = [math.inf if band.max_batch is None else band.max_batch for band in bands]
         if not ends or ends[-1] != math.inf or any(a >= b for a, b in pairwise(ends)):
             raise ValueError("max_batch must ascend, and be null in the last band only")

@@ -162,7 +162,7 @@ class TableCosts(CostModel):
             per_request_s=self.per_request_s,
             forward=self._forward(),
             attention_fixed=_line([k.batch for k in self.attention], [k.fixed_s for k in self.attention]),
-            attention_context=Line(
+            attention_context=Polyline(
                 xs=(0.0, *(float(k.batch) for k in self.attention)),
                 ys=(0.0, *(k.batch * k.per_context_s for k in self.attention)),
                 beyond=self.attention[-1].per_context_s,
@@ -192,7 +192,7 @@ class Curve(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Polyline:
     """Piecewise linear through (xs, ys): constant below, of slope `beyond` above."""
 
     xs: tuple[float, ...]
@@ -263,12 +263,12 @@ class TableIteration(IterationCost):
         return self.draft_fixed_s + self.draft_per_request_s * batch
 
 
-def _line(xs: list[float] | list[int], ys: list[float]) -> Line:
+def _line(xs: list[float] | list[int], ys: list[float]) -> Polyline:
     """Through the knots, then with the slope of the last doubling: the slope of the last knots alone would be noise."""
-    line = Line(xs=tuple(float(x) for x in xs), ys=tuple(ys), beyond=0.0)
+    line = Polyline(xs=tuple(float(x) for x in xs), ys=tuple(ys), beyond=0.0)
     half = max(xs[0], xs[-1] / 2)
     slope = (ys[-1] - line.at(half)) / (xs[-1] - half) if len(xs) > 1 else 0.0
-    return Line(xs=line.xs, ys=line.ys, beyond=slope)
+    return Polyline(xs=line.xs, ys=line.ys, beyond=slope)
 
 
 def _running_maximum(axis: str, at: list[float], name: str, values: list[float]) -> list[float]:

@@ -25,7 +25,7 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json, read_text
 from tltlab.strategy import Strategy
 
-from .log_lines import Entry, Line, Wrapping, entries_of, lines_of, settings_in, settled
+from .log_lines import Line, LoggedFields, Wrapping, entries_of, lines_of, settings_in, settled
 from .rows import ending, rows_of
 from .step_metrics import FIRST_OF, FORMS, HINTS, KNOWN, LONG_FIELDS, LONG_NAMES, SETUP, Record, plain_key
 
@@ -259,11 +259,11 @@ def _lines(path: Path) -> Iterator[Line]:
         yield from lines_of(iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
 
 
-def _is_known(entry: Entry, name: str) -> bool:
+def _is_known(entry: LoggedFields, name: str) -> bool:
     return plain_key(entry.form.key(name)) is not None
 
 
-def _entry(text: str) -> Entry | None:
+def _entry(text: str) -> LoggedFields | None:
     return next(entries_of([Line(0, text)], FORMS, HINTS), None)
 
 

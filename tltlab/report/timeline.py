@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from tltlab.charts import FORMATS, Chart, Reading, finish, save_figure
+from tltlab.charts import FORMATS, Chart, PanelTexts, finish, save_figure
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers.sources import read
 from tltlab.traces import metrics
@@ -133,7 +133,7 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _read_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> list[Reading]:
+def _read_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> list[PanelTexts]:
     """Readings of each lane over time; segments too short for the pointer are merged, each kind with its share."""
     names = list(segments["lane"].unique())
     width, digits = max(end_s, 1e-9) * len(names) / _MOST_STOPS, _digits(end_s)
@@ -161,7 +161,7 @@ def _read_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> list[Readin
         # No blank stop between two segments where the next begins at once.
         stops = [i for i in range(len(at)) if texts[i] or i + 1 == len(at) or at[i + 1] - at[i] > width]
         x, shown_texts = np.array(at)[stops], [texts[i] for i in stops]
-        readings.append(Reading(axes=axes, texts=shown_texts, x=x, holds=True, between=(row - 0.5, row + 0.5)))
+        readings.append(PanelTexts(axes=axes, texts=shown_texts, x=x, holds=True, between=(row - 0.5, row + 0.5)))
     return readings
 
 
@@ -190,7 +190,7 @@ def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
     strip.spines[:].set_visible(False)
 
 
-def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> Reading:
+def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> PanelTexts:
     """Number of running requests over time, read at times far enough apart for the pointer."""
     stops, texts = [np.empty(0)], []
     for step in [step for step in trace.rl_steps if step in offsets]:
@@ -217,7 +217,7 @@ def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> R
     axes.set_ylim(bottom=0)
     axes.set_ylabel("running\nrequests", fontsize=8)
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    return Reading(axes=axes, texts=texts, x=np.concatenate(stops), holds=True)
+    return PanelTexts(axes=axes, texts=texts, x=np.concatenate(stops), holds=True)
 
 
 def _name_steps(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> None:

@@ -12,7 +12,7 @@ from tltlab.acceptance.base import from_survival
 from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.context import USELESS_AT, ContextAcceptance, trained_text
 from tltlab.acceptance.freshness import FreshAcceptance
-from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
+from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptance
 from tltlab.arrays import Floats, Ints
 from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError
@@ -107,7 +107,7 @@ def by_context(
     return ContextAcceptance(base=base, trained_tokens=found.trained_tokens, names=(names[0],)), [note]
 
 
-def _replaced(band: Band, drafter: str, chances: tuple[float, ...]) -> Band:
+def _replaced(band: BatchBand, drafter: str, chances: tuple[float, ...]) -> BatchBand:
     """The band with a drafter's distributions made of its chances."""
     fits = {}
     for depth, fit in band.drafters_by_depth.get(drafter, {}).items():
@@ -284,7 +284,7 @@ def _pool(drafts: pd.DataFrame, drafters: Drafters) -> MeasuredAcceptance:
         p = np.bincount(rows["accepted"].to_numpy(np.int64), minlength=depth + 1) / len(rows)
         fitted = FittedDepth(accepted=tuple(p.tolist()), drafted=float(depth), num_samples=len(rows))
         fits.setdefault(drafter, {})[depth] = fitted
-    return MeasuredAcceptance(bands=(Band(max_batch=None, drafters_by_depth=fits),), copies=drafters.copying(fits))
+    return MeasuredAcceptance(bands=(BatchBand(max_batch=None, drafters_by_depth=fits),), copies=drafters.copying(fits))
 
 
 CELL_TOKENS = 16

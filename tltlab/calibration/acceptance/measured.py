@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.base import chain_alpha, from_survival
-from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
+from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptance
 from tltlab.drafters.specs import STANDARD, Drafters
 
 BANDS = (4, 16, 48)
@@ -47,7 +47,8 @@ def fit_acceptance(
     return MeasuredAcceptance(
         copies=copies,
         bands=tuple(
-            Band(max_batch=end, drafters_by_depth=drafters) for end, drafters in zip((*BANDS, None), bands, strict=True)
+            BatchBand(max_batch=end, drafters_by_depth=drafters)
+            for end, drafters in zip((*BANDS, None), bands, strict=True)
         ),
     ), notes
 
