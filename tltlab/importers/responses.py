@@ -82,8 +82,11 @@ _OTHER_UNIT = re.compile(
 """Words in the name of a column that does not count tokens."""
 
 
-class RequestReader:
-    """Reader of records, chunk by chunk, that collects the columns used and ignored, and assumptions."""
+class Reader:
+    """Reader of records, chunk by chunk, to a row of numbers for each response.
+
+    It collects the columns used and ignored, and assumptions.
+    """
 
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
@@ -496,10 +499,6 @@ class RequestReader:
         option = BY_OPTION.format("--time-unit s or ms")
         self.note(f"{column} has whole numbers without a unit: times are not read ({option})")
         return None
-
-
-class Reader(RequestReader):
-    """Reads records to a row of numbers for each response."""
 
     def read(self, records: Records) -> pd.DataFrame:
         """Return a row of numbers for each response of some records, with candidates for its prompt's name."""

@@ -17,20 +17,23 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import Trace, is_trace, locate, run_folder
 
 from .comparison import comparison_page
-from .origin import diagnosis_of, events_part, findings_part, origin_part
 from .page import Absent, Page, PageTable, Paragraph, Part, Section, number, render
-from .rollout import (
+from .parts import (
     acceptance_part,
     arms_part,
+    diagnosis_of,
+    events_part,
+    findings_part,
     graphs_part,
     lengths_part,
     off_policy_part,
+    origin_part,
     responses_part,
     side_by_side_parts,
     steps_part,
     timeline_part,
+    verify_part,
 )
-from .verify import verify_part
 
 RESULT = "result.json"
 

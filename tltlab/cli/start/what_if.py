@@ -18,7 +18,7 @@ from tltlab.files import check_writable, write_file, write_json
 from tltlab.planning.systems import SYSTEMS
 from tltlab.report.comparison import comparison_page
 from tltlab.report.page import Part, render
-from tltlab.report.rollout import lengths_part, timelines_part
+from tltlab.report.parts import lengths_part, timelines_part
 from tltlab.sim.cli import options
 from tltlab.traces.metrics import per_step
 

@@ -1,7 +1,9 @@
-"""Parts of a report on the rollouts of a run: timeline, lengths, RL steps, speculation, a few responses."""
+"""Parts of a report on a run: its rollouts, speculation, responses, predictions, findings, events and origin."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -13,10 +15,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from tltlab.arrays import Ints
-from tltlab.charts import lines, shares
-from tltlab.console import json_rows
-from tltlab.doctor.evidence import accepted_pairs
+from tltlab.charts import lines, scatter_identity, shares
+from tltlab.console import json_rows, progress
+from tltlab.doctor.check import Diagnosis
+from tltlab.doctor.evidence import RunEvidence, accepted_pairs
+from tltlab.doctor.signatures import diagnose
 from tltlab.errors import ConfigError, TltlabError
+from tltlab.files import json_lines, read_object
 from tltlab.importers.token_counts import FolderTokenizer
 from tltlab.stats import resampled_ratio
 from tltlab.traces import metrics
@@ -28,6 +33,9 @@ from tltlab.traces.trace import Trace
 from .page import (
     Absent,
     Block,
+    Code,
+    Facts,
+    Items,
     PageTable,
     Paragraph,
     Part,
@@ -41,7 +49,9 @@ from .page import (
 )
 from .timeline import timeline
 
-TITLE = "A few responses"
+_MOST_EVENTS = 60
+TITLE = "Predicted against measured"
+RESPONSES = "A few responses"
 Decode = Callable[[Sequence[int]], str]
 _SHOWN = 400
 """Tokens that are shown of a response."""
@@ -55,17 +65,181 @@ _MOST_TIMELINES = 6
 _STAGES = ("inference_s", "reward_s", "train_s", "sync_s")
 
 
+def diagnosis_of(run: Path) -> Diagnosis[RunEvidence] | TltlabError:
+    """The findings of `tltlab doctor` in a run, or the reason why there are none."""
+    try:
+        return diagnose(run)
+    except TltlabError as error:
+        return error
+
+
+def findings_part(diagnosis: Diagnosis[RunEvidence] | TltlabError) -> Part:
+    """The findings of `tltlab doctor` in a run."""
+    title = "Findings"
+    if isinstance(diagnosis, TltlabError):
+        return Absent(title=title, reason=str(diagnosis))
+    checks = len(diagnosis.good) + len(diagnosis.not_checked) + len({f.code for f in diagnosis.findings})
+    blocks: list[Block] = [Paragraph(text="None of the known failure signatures was found.")]
+    if diagnosis.findings:
+        rows = []
+        for finding in diagnosis.findings:
+            place = f" ({finding.where})" if finding.where else ""
+            rows.append((f"{finding.severity}: {finding.title}{place}", f"{finding.evidence} {finding.advice}".strip()))
+        blocks = [Items(rows=tuple(rows))]
+    good = "; ".join(check.good for check in diagnosis.good)
+    blocks.append(Paragraph(text=f"Of {checks} checks these found nothing: {good or 'none'}."))
+    if diagnosis.not_checked:
+        blocks.append(PageTable(
+            caption="Checks that lacked data.", columns=("check", "why"), rows=diagnosis.not_checked,
+            text_columns=frozenset({0, 1}), summary=f"{len(diagnosis.not_checked)} checks that could not be made",
+        ))  # fmt: skip
+    return Section(title=title, blocks=tuple(blocks))
+
+
+def events_part(run: Path) -> Part:
+    """Part with the events that the run wrote to events.jsonl, in order."""
+    title, path = "Events", run / "events.jsonl"
+    if not path.is_file():
+        return Absent(title=title, reason="the run has no events.jsonl")
+    rows = [(str(event.get("rl_step", "–")), str(event.get("event", ""))) for event in json_lines(path)]
+    if not rows:
+        return Absent(title=title, reason="events.jsonl has no event")
+    shown, num_hidden = rows, 0
+    if len(rows) > _MOST_EVENTS:
+        half = _MOST_EVENTS // 2
+        shown, num_hidden = [*rows[:half], *rows[-half:]], len(rows) - 2 * half
+    summary = f"{len(rows)} events" + (f", {num_hidden} in the middle are left out here" if num_hidden else "")
+    table = PageTable(
+        caption="From events.jsonl.", columns=("RL step", "event"), rows=tuple(shown), text_columns=frozenset({0, 1}),
+        summary=summary,
+    )  # fmt: skip
+    return Section(title=title, blocks=(table,))
+
+
+def origin_part(run: Path, trace: Trace, run_json: Mapping[str, Any]) -> Part:
+    """Model, hardware, versions, and the command to repeat the run; `run_json` is what it wrote there."""
+    manifest = trace.manifest
+    facts = [
+        ("model", manifest.model), ("hardware", manifest.hardware), ("engine", manifest.engine),
+        ("workers", manifest.num_workers), ("cap, tokens", manifest.max_response_tokens),
+        ("responses per prompt", manifest.group_size), ("seed", manifest.seed), ("trace", manifest.kind),
+        ("created", manifest.created), ("source", manifest.source), ("license", manifest.license),
+        ("notes", manifest.notes),
+    ]  # fmt: skip
+    facts += [(name, version) for name, version in versions_of(run_json).items()]
+    blocks: list[Block] = [Facts(rows=tuple((name, str(value)) for name, value in facts if value not in (None, "")))]
+    blocks += repeat_blocks(run_json.get("argv"), "The run has no run.json: the command that made it is not known.")
+    files = {"The whole recipe": run_json.get("recipe"), "The policy file": read_object(run / "policy.json")}
+    for name, value in files.items():
+        if value:
+            blocks.append(Code(code=json.dumps(value, indent=2), label=name, summary=name))
+    return Section(title="Where it comes from", blocks=tuple(blocks))
+
+
+def versions_of(source: Mapping[str, Any]) -> dict[str, str]:
+    """Versions of programs, by name."""
+    versions = source.get("versions")
+    return {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
+
+
+def repeat_blocks(argv: Any, unknown: str) -> list[Block]:
+    """The command to repeat something, as a shell takes it; the sentence `unknown` where it is not known."""
+    if not argv or not isinstance(argv, Sequence):
+        return [Paragraph(text=unknown)]
+    code = argv if isinstance(argv, str) else command_line([str(word) for word in argv])
+    return [Paragraph(text="To repeat it:"), Code(code=code, label="command to repeat")]
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """An argument vector as a line for a shell.
+
+    >>> command_line(["/opt/venv/bin/tltlab", "train", "my recipe.toml"])
+    "tltlab train 'my recipe.toml'"
+    """
+    program = Path(argv[0])
+    if program.name == "__main__.py":
+        return shlex.join(["python", "-m", program.parent.name, *argv[1:]])
+    if program.suffix == ".py":
+        return shlex.join(["python", *argv])
+    return shlex.join([program.name, *argv[1:]])
+
+
+def verify_part(run: Path, trace: Trace, summary: Mapping[str, Any], *, compute: bool) -> Part:
+    """Every RL step predicted from the others: what `summary` has of it, else by `tltlab verify` where `compute`."""
+    verification = summary.get("verify")
+    if isinstance(verification, dict) and verification.get("steps"):
+        try:
+            return from_result(verification, "As the run wrote it (summary.json).")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return Absent(title=TITLE, reason=f"summary.json has it otherwise than tltlab writes it ({error})")
+    if not compute:
+        return Absent(title=TITLE, reason="left out by --no-verify")
+    if trace.iterations is None or trace.steps is None or trace.manifest.kind != "recorded":
+        return Absent(title=TITLE, reason="only a recorded run with iterations and steps can be predicted")
+    progress(f"predicting {len(trace.rl_steps)} RL steps from the others (--no-verify leaves this out)")
+    try:
+        from tltlab.sim.verification.rollouts import verify
+
+        return from_result(verify(trace, jobs=None).json(), "Computed for this page (tltlab verify).")
+    except TltlabError as error:
+        return Absent(title=TITLE, reason=str(error))
+    except ModuleNotFoundError as error:
+        return Absent(title=TITLE, reason=f"{error.name} is not installed: pip install 'tltlab[sim]'")
+
+
+def from_result(verification: Mapping[str, Any], source: str) -> Part:
+    """The part that a result of `tltlab verify --json` makes."""
+    rows = verification["steps"]
+    median, worst = verification.get("median_error"), verification.get("worst_error")
+    spread = verification.get("repeat_spread")
+    twice = (
+        "No rollout was run twice, so what the machine itself varies by is not known."
+        if spread is None
+        else f"The same rollout run twice varies by {spread:.1%}."
+    )
+    text = (
+        f"Rollout time of a step, predicted by simulation from costs and acceptance of other steps: median error "
+        f"{number(median, '.1%')}, worst {number(worst, '.1%')}. {twice}"
+    )
+    policies = [str(row.get("policy") or "run") for row in rows]
+    figure = scatter_identity(
+        [row.get("measured_s") for row in rows], [row.get("predicted_s") for row in rows],
+        labels=policies, xlabel="measured, s", ylabel="predicted (simulated), s", title="Rollout time of each RL step",
+    )  # fmt: skip
+    columns = {
+        "rl_step": ("RL step", "d"), "policy": ("policy", ""), "measured_s": ("measured s", ".3f"),
+        "predicted_s": ("predicted s", ".3f"), "error": ("error", "+.1%"), "step_time_ratio": ("step time", ".2f"),
+        "forecast_s": ("forecast s", ".2f"), "forecast_low_s": ("10 %", ".2f"), "forecast_high_s": ("90 %", ".2f"),
+    }  # fmt: skip
+    caption = (
+        "Step time: recorded iterations over those of the fit, how much slower the machine was. Forecast: from earlier "
+        "RL steps alone, which knows neither lengths nor what is accepted."
+    )
+    return Section(
+        title=TITLE,
+        blocks=(
+            Paragraph(text=text),
+            Picture.of(
+                figure, shape="square", alt=f"Predicted over measured rollout seconds of {len(rows)} RL steps: median "
+                f"error {number(median, '.1%')}, worst {number(worst, '.1%')}.",
+                caption=f"On the dashed line prediction and measurement agree. {source}",
+            ),
+            records(rows, columns, caption=caption, text=("policy",), summary="Every RL step"),
+        ),
+    )  # fmt: skip
+
+
 def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
     """The longest, the best and the worst rewarded response of the last RL step that drafted.
 
     Their text where the model's tokenizer.json lies in RUN/model or where the recipe's model is, else their token ids.
     """
     if not trace.num_rows("tokens"):
-        return Absent(title=TITLE, reason="the trace has no tokens.parquet, so the texts are not known")
+        return Absent(title=RESPONSES, reason="the trace has no tokens.parquet, so the texts are not known")
     last = trace.select([_step(trace)])
     tokens = last.tokens
     if tokens is None or tokens.empty:
-        return Absent(title=TITLE, reason="tokens.parquet has none of the last RL step")
+        return Absent(title=RESPONSES, reason="tokens.parquet has none of the last RL step")
     rows = tokens.merge(last.outcomes, on=list(KEY), how="inner", sort=False)
     try:
         drafts, notes = recorded_drafts(last)
@@ -93,7 +267,7 @@ def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
         pieces = _pieces(row["token_ids"].tolist()[:_SHOWN], of_row, names, decode)
         prompt = decode(row["prompt_token_ids"].tolist())
         blocks.append(Transcript(label=f"{label}: {facts}", prompt=prompt, pieces=pieces))
-    return Section(title=TITLE, blocks=tuple(blocks))
+    return Section(title=RESPONSES, blocks=tuple(blocks))
 
 
 def _step(trace: Trace) -> int:
