@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import jinja2
 from markupsafe import Markup
@@ -25,9 +25,9 @@ _SHA = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_SHA}'"
 """Content security policy of the page: a browser refuses whatever is not in the file itself, and any other script."""
 _MOST_INLINE = 200_000
+"""Characters of SVG that stand in the page itself."""
 _CHART_IN = 8.0
 """Width in inches of the widest figure that stands beside another on a page."""
-"""Characters of SVG that stand in the page itself."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -181,6 +181,27 @@ class Absent:
 
 
 Part = Section | Absent
+Arguments = ParamSpec("Arguments")
+
+
+class Lacking(Exception):
+    """Data for a part of a page is missing; the message is the reason that the page shows."""
+
+
+def titled(title: str) -> Callable[[Callable[Arguments, Sequence[Block]]], Callable[Arguments, Part]]:
+    """Return a decorator that makes a part of the blocks that a function returns, `Absent` where it raises Lacking."""
+
+    def decorate(blocks: Callable[Arguments, Sequence[Block]]) -> Callable[Arguments, Part]:
+        @wraps(blocks)
+        def made(*args: Arguments.args, **options: Arguments.kwargs) -> Part:
+            try:
+                return Section(title=title, blocks=tuple(blocks(*args, **options)))
+            except Lacking as why:
+                return Absent(title=title, reason=str(why))
+
+        return made
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

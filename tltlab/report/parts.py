@@ -31,27 +31,26 @@ from tltlab.traces.schema import GRAPH_KINDS, KEY
 from tltlab.traces.trace import Trace
 
 from .page import (
-    Absent,
     Block,
     Code,
     Facts,
     Items,
+    Lacking,
     PageTable,
     Paragraph,
     Part,
     Picture,
     Pictures,
     Piece,
-    Section,
     Transcript,
     number,
     records,
+    titled,
 )
 from .timeline import timeline
 
 _MOST_EVENTS = 60
-TITLE = "Predicted against measured"
-RESPONSES = "A few responses"
+PREDICTED = "Predicted against measured"
 Decode = Callable[[Sequence[int]], str]
 _SHOWN = 400
 """Tokens that are shown of a response."""
@@ -73,11 +72,11 @@ def diagnosis_of(run: Path) -> Diagnosis[RunEvidence] | TltlabError:
         return error
 
 
-def findings_part(diagnosis: Diagnosis[RunEvidence] | TltlabError) -> Part:
+@titled("Findings")
+def findings_part(diagnosis: Diagnosis[RunEvidence] | TltlabError) -> Sequence[Block]:
     """The findings of `tltlab doctor` in a run."""
-    title = "Findings"
     if isinstance(diagnosis, TltlabError):
-        return Absent(title=title, reason=str(diagnosis))
+        raise Lacking(diagnosis)
     checks = len(diagnosis.good) + len(diagnosis.not_checked) + len({f.code for f in diagnosis.findings})
     blocks: list[Block] = [Paragraph(text="None of the known failure signatures was found.")]
     if diagnosis.findings:
@@ -93,30 +92,31 @@ def findings_part(diagnosis: Diagnosis[RunEvidence] | TltlabError) -> Part:
             caption="Checks that lacked data.", columns=("check", "why"), rows=diagnosis.not_checked,
             text_columns=frozenset({0, 1}), summary=f"{len(diagnosis.not_checked)} checks that could not be made",
         ))  # fmt: skip
-    return Section(title=title, blocks=tuple(blocks))
+    return blocks
 
 
-def events_part(run: Path) -> Part:
+@titled("Events")
+def events_part(run: Path) -> Sequence[Block]:
     """Part with the events that the run wrote to events.jsonl, in order."""
-    title, path = "Events", run / "events.jsonl"
+    path = run / "events.jsonl"
     if not path.is_file():
-        return Absent(title=title, reason="the run has no events.jsonl")
+        raise Lacking("the run has no events.jsonl")
     rows = [(str(event.get("rl_step", "–")), str(event.get("event", ""))) for event in json_lines(path)]
     if not rows:
-        return Absent(title=title, reason="events.jsonl has no event")
+        raise Lacking("events.jsonl has no event")
     shown, num_hidden = rows, 0
     if len(rows) > _MOST_EVENTS:
         half = _MOST_EVENTS // 2
         shown, num_hidden = [*rows[:half], *rows[-half:]], len(rows) - 2 * half
     summary = f"{len(rows)} events" + (f", {num_hidden} in the middle are left out here" if num_hidden else "")
-    table = PageTable(
+    return [PageTable(
         caption="From events.jsonl.", columns=("RL step", "event"), rows=tuple(shown), text_columns=frozenset({0, 1}),
         summary=summary,
-    )  # fmt: skip
-    return Section(title=title, blocks=(table,))
+    )]  # fmt: skip
 
 
-def origin_part(run: Path, trace: Trace, run_json: Mapping[str, Any]) -> Part:
+@titled("Where it comes from")
+def origin_part(run: Path, trace: Trace, run_json: Mapping[str, Any]) -> Sequence[Block]:
     """Model, hardware, versions, and the command to repeat the run; `run_json` is what it wrote there."""
     manifest = trace.manifest
     facts = [
@@ -133,7 +133,7 @@ def origin_part(run: Path, trace: Trace, run_json: Mapping[str, Any]) -> Part:
     for name, value in files.items():
         if value:
             blocks.append(Code(code=json.dumps(value, indent=2), label=name, summary=name))
-    return Section(title="Where it comes from", blocks=tuple(blocks))
+    return blocks
 
 
 def versions_of(source: Mapping[str, Any]) -> dict[str, str]:
@@ -164,31 +164,32 @@ def command_line(argv: Sequence[str]) -> str:
     return shlex.join([program.name, *argv[1:]])
 
 
-def verify_part(run: Path, trace: Trace, summary: Mapping[str, Any], *, compute: bool) -> Part:
+@titled(PREDICTED)
+def verify_part(run: Path, trace: Trace, summary: Mapping[str, Any], *, compute: bool) -> Sequence[Block]:
     """Every RL step predicted from the others: what `summary` has of it, else by `tltlab verify` where `compute`."""
     verification = summary.get("verify")
     if isinstance(verification, dict) and verification.get("steps"):
         try:
-            return from_result(verification, "As the run wrote it (summary.json).")
+            return _predictions(verification, "As the run wrote it (summary.json).")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            return Absent(title=TITLE, reason=f"summary.json has it otherwise than tltlab writes it ({error})")
+            raise Lacking(f"summary.json has it otherwise than tltlab writes it ({error})") from error
     if not compute:
-        return Absent(title=TITLE, reason="left out by --no-verify")
+        raise Lacking("left out by --no-verify")
     if trace.iterations is None or trace.steps is None or trace.manifest.kind != "recorded":
-        return Absent(title=TITLE, reason="only a recorded run with iterations and steps can be predicted")
+        raise Lacking("only a recorded run with iterations and steps can be predicted")
     progress(f"predicting {len(trace.rl_steps)} RL steps from the others (--no-verify leaves this out)")
     try:
         from tltlab.sim.verification.rollouts import verify
 
-        return from_result(verify(trace, jobs=None).json(), "Computed for this page (tltlab verify).")
+        return _predictions(verify(trace, jobs=None).json(), "Computed for this page (tltlab verify).")
     except TltlabError as error:
-        return Absent(title=TITLE, reason=str(error))
+        raise Lacking(error) from error
     except ModuleNotFoundError as error:
-        return Absent(title=TITLE, reason=f"{error.name} is not installed: pip install 'tltlab[sim]'")
+        raise Lacking(f"{error.name} is not installed: pip install 'tltlab[sim]'") from error
 
 
-def from_result(verification: Mapping[str, Any], source: str) -> Part:
-    """The part that a result of `tltlab verify --json` makes."""
+def _predictions(verification: Mapping[str, Any], source: str) -> Sequence[Block]:
+    """The blocks that a result of `tltlab verify --json` makes."""
     rows = verification["steps"]
     median, worst = verification.get("median_error"), verification.get("worst_error")
     spread = verification.get("repeat_spread")
@@ -215,31 +216,34 @@ def from_result(verification: Mapping[str, Any], source: str) -> Part:
         "Step time: recorded iterations over those of the fit, how much slower the machine was. Forecast: from earlier "
         "RL steps alone, which knows neither lengths nor what is accepted."
     )
-    return Section(
-        title=TITLE,
-        blocks=(
-            Paragraph(text=text),
-            Picture.of(
-                figure, shape="square", alt=f"Predicted over measured rollout seconds of {len(rows)} RL steps: median "
-                f"error {number(median, '.1%')}, worst {number(worst, '.1%')}.",
-                caption=f"On the dashed line prediction and measurement agree. {source}",
-            ),
-            records(rows, columns, caption=caption, text=("policy",), summary="Every RL step"),
-        ),
-    )  # fmt: skip
+    alt = (
+        f"Predicted over measured rollout seconds of {len(rows)} RL steps: median error {number(median, '.1%')}, worst "
+        f"{number(worst, '.1%')}."
+    )
+    agreed = f"On the dashed line prediction and measurement agree. {source}"
+    return [
+        Paragraph(text=text),
+        Picture.of(figure, shape="square", alt=alt, caption=agreed),
+        records(rows, columns, caption=caption, text=("policy",), summary="Every RL step"),
+    ]
 
 
-def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
+from_result = titled(PREDICTED)(_predictions)
+"""The part that a result of `tltlab verify --json` makes."""
+
+
+@titled("A few responses")
+def responses_part(trace: Trace, run: Path, recipe: Any) -> Sequence[Block]:
     """The longest, the best and the worst rewarded response of the last RL step that drafted.
 
     Their text where the model's tokenizer.json lies in RUN/model or where the recipe's model is, else their token ids.
     """
     if not trace.num_rows("tokens"):
-        return Absent(title=RESPONSES, reason="the trace has no tokens.parquet, so the texts are not known")
+        raise Lacking("the trace has no tokens.parquet, so the texts are not known")
     last = trace.select([_step(trace)])
     tokens = last.tokens
     if tokens is None or tokens.empty:
-        return Absent(title=RESPONSES, reason="tokens.parquet has none of the last RL step")
+        raise Lacking("tokens.parquet has none of the last RL step")
     rows = tokens.merge(last.outcomes, on=list(KEY), how="inner", sort=False)
     try:
         drafts, notes = recorded_drafts(last)
@@ -267,7 +271,7 @@ def responses_part(trace: Trace, run: Path, recipe: Any) -> Part:
         pieces = _pieces(row["token_ids"].tolist()[:_SHOWN], of_row, names, decode)
         prompt = decode(row["prompt_token_ids"].tolist())
         blocks.append(Transcript(label=f"{label}: {facts}", prompt=prompt, pieces=pieces))
-    return Section(title=RESPONSES, blocks=tuple(blocks))
+    return blocks
 
 
 def _step(trace: Trace) -> int:
@@ -323,15 +327,15 @@ def batch_bins(batch: pd.Series[int]) -> pd.Series[int]:
     return pd.Series(2 ** np.floor(np.log2(batch.clip(lower=1).to_numpy())), index=batch.index).astype(int)
 
 
-def acceptance_part(trace: Trace) -> Part:
+@titled("Accept length by batch")
+def acceptance_part(trace: Trace) -> Sequence[Block]:
     """Accept length over running requests, per drafter, with intervals, and by strategy."""
-    title = "Accept length by batch"
     table = trace.iterations
     if table is None:
-        return Absent(title=title, reason="the trace has no iterations.parquet, so what each draft gave is not known")
+        raise Lacking("the trace has no iterations.parquet, so what each draft gave is not known")
     table = table[table["num_drafted"] > 0]
     if table.empty:
-        return Absent(title=title, reason="no iteration verified a draft")
+        raise Lacking("no iteration verified a draft")
     table = table.assign(
         drafts=accepted_pairs(table),
         drafter=table["drafter"].fillna("drafter"),
@@ -361,8 +365,7 @@ def acceptance_part(trace: Trace) -> Part:
             "than those in the large batches."
         )
         blocks.append(Picture.of(figure, alt=f"Accept length over running requests. {lengths}.", caption=caption))
-    blocks.append(_by_strategy(table))
-    return Section(title=title, blocks=tuple(blocks))
+    return [*blocks, _by_strategy(table)]
 
 
 def _accept_length(rows: pd.DataFrame) -> tuple[float, float, float]:
@@ -387,12 +390,12 @@ def _by_strategy(table: pd.DataFrame) -> PageTable:
     )
 
 
-def arms_part(trace: Trace) -> Part:
+@titled("What the policy chose")
+def arms_part(trace: Trace) -> Sequence[Block]:
     """Which strategies were chosen over the run, or over the iterations of a single rollout."""
-    title = "What the policy chose"
     table = trace.decisions
     if table is None or table.empty:
-        return Absent(title=title, reason="the trace has no decisions.parquet")
+        raise Lacking("the trace has no decisions.parquet")
     table = table.assign(arm=strategy_names(table))
     counts = table["arm"].value_counts(sort=False).sort_index().sort_values(ascending=False, kind="stable")
     shown = sorted(counts.index[: _MOST_ARMS if len(counts) <= _MOST_ARMS else _MOST_ARMS - 1], key=_arm_order)
@@ -400,7 +403,7 @@ def arms_part(trace: Trace) -> Part:
     arms = [*shown, *(["other"] if (table["arm"] == "other").any() else [])]
     if len(arms) == 1:
         only = f"Every one of {len(table):,} decisions was {arms[0]}: there was nothing to choose from."
-        return Section(title=title, blocks=(Paragraph(text=only),))
+        return [Paragraph(text=only)]
     alt = ", ".join(f"{name} {num / len(table):.0%}" for name, num in counts.items())
     if len(trace.rl_steps) > 1:
         across, xlabel, heading = table["rl_step"], "RL step", "Choices over the run"
@@ -411,8 +414,7 @@ def arms_part(trace: Trace) -> Part:
     share = pd.crosstab(across.to_numpy(), table["arm"].to_numpy(), normalize="index")
     figure = shares(share.index.to_numpy(), {arm: share[arm] for arm in arms}, xlabel=xlabel, title=heading)
     caption = f"{len(table):,} decisions, one per engine iteration that had something to decide."
-    picture = Picture.of(figure, alt=f"Share of decisions for each strategy: {alt}.", caption=caption)
-    return Section(title=title, blocks=(picture,))
+    return [Picture.of(figure, alt=f"Share of decisions for each strategy: {alt}.", caption=caption)]
 
 
 def _arm_order(name: str) -> tuple[bool, str, int, str]:
@@ -420,21 +422,20 @@ def _arm_order(name: str) -> tuple[bool, str, int, str]:
     return (name != "none", drafter, int(depth) if depth.isdigit() else 0, name)
 
 
-def timeline_part(trace: Trace) -> Part:
+@titled("Timeline")
+def timeline_part(trace: Trace) -> Sequence[Block]:
     """RL steps lane by lane: the first, the last and some between, that of median rollout time shown first."""
-    title = "Timeline"
     try:
         median = median_step(trace)
         between = np.linspace(0, len(trace.rl_steps) - 1, min(_MOST_TIMELINES - 1, len(trace.rl_steps)))
         steps = sorted({median, *(trace.rl_steps[round(place)] for place in between)})
         pictures = tuple(_timeline_picture(trace, step, median=step == median) for step in steps)
     except TltlabError as error:
-        return Absent(title=title, reason=str(error))
+        raise Lacking(error) from error
     if len(pictures) == 1:
-        return Section(title=title, blocks=pictures)
+        return pictures
     names = tuple(map(str, steps))
-    slides = Pictures(pictures=pictures, label="RL step", names=names, first=steps.index(median))
-    return Section(title=title, blocks=(slides,))
+    return [Pictures(pictures=pictures, label="RL step", names=names, first=steps.index(median))]
 
 
 def _timeline_picture(trace: Trace, step: int, *, median: bool) -> Picture:
@@ -452,12 +453,12 @@ def _timeline_picture(trace: Trace, step: int, *, median: bool) -> Picture:
     return Picture.of(figure, alt=alt, caption=caption)
 
 
-def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Part:
+@titled("CUDA graphs")
+def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Sequence[Block]:
     """CUDA graphs of the target's passes by draft depth, and captured graphs; `graphs` is the run's graphs.json."""
-    title = "CUDA graphs"
     table = trace.iterations
     if table is None or (table := table[table["graph"].notna()]).empty:
-        return Absent(title=title, reason="the trace has no CUDA graphs of iterations (graph in iterations.parquet)")
+        raise Lacking("the trace has no CUDA graphs of iterations (graph in iterations.parquet)")
     blocks: list[Block] = []
     captured = graphs.get("captured") or [{}]
     if (mode := captured[0].get("mode")) is not None:
@@ -484,14 +485,15 @@ def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Part:
         "piecewise": ("piecewise", ".1%"), "eager": ("no graph", ".1%"), "padding": ("padding of decoding", ".1%"),
     }  # fmt: skip
     caption = "Share of the time of iterations by what the target's pass ran in, as vLLM's dispatcher counted it."
-    return Section(title=title, blocks=(*blocks, records(rows, columns, caption=caption)))
+    return [*blocks, records(rows, columns, caption=caption)]
 
 
-def lengths_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Part:
+@titled("Response lengths")
+def lengths_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Block]:
     """How long responses were: the tail of the distribution, and percentiles per RL step, from `metrics.per_step`."""
     num = sum(row["num_responses"] for row in rows)
     if not num:
-        return Absent(title="Response lengths", reason="the trace has no responses")
+        raise Lacking("the trace has no responses")
     percentiles = zip(PERCENTILES, metrics.length_percentiles(trace, PERCENTILES), strict=True)
     cut = sum(row["num_cut"] for row in rows) / num
     steps = trace.rl_steps
@@ -510,7 +512,7 @@ def lengths_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Part:
         caption = "How lengths changed while the model was trained." if trained else "Lengths of each RL step."
         alt = "Median, 95th percentile and longest response of each RL step."
         blocks.append(Picture.of(figure, alt=alt, caption=caption))
-    return Section(title="Response lengths", blocks=tuple(blocks))
+    return blocks
 
 
 def _lengths(trace: Trace) -> Ints:
@@ -526,12 +528,12 @@ def _longer_than(lengths_of: Mapping[str, Ints]) -> Figure:
     return lines(series, xlabel="tokens", ylabel="% still running", title="Responses longer than ...")
 
 
-def steps_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Part:
+@titled("RL steps")
+def steps_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Block]:
     """A row per RL step, with the seconds of its stages; `rows` are those of `metrics.per_step`."""
     rows = steps_rows(trace, rows)
     if all(row["rollout_s"] is None for row in rows):
-        reason = "the trace has no times: simulate it first (tltlab simulate TRACE --out)"
-        return Absent(title="RL steps", reason=reason)
+        raise Lacking("the trace has no times: simulate it first (tltlab simulate TRACE --out)")
     blocks = _step_pictures(rows) if len(rows) > 1 else []
     columns = {
         "rl_step": ("RL step", "d"), "policy": ("policy", ""), "reward": ("reward", ".3f"),
@@ -554,7 +556,7 @@ def steps_part(trace: Trace, rows: Sequence[Mapping[str, Any]]) -> Part:
     if any(row[key] is not None for row in rows for key in [*_STAGES, "drift_kl"]):
         caption = "Seconds of each stage, and how far the step's update moved the policy (KL)."
         blocks.append(records(rows, stages, caption=caption, summary="Every stage, RL step by RL step"))
-    return Section(title="RL steps", blocks=tuple(blocks))
+    return blocks
 
 
 def steps_rows(trace: Trace, per_step: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -592,12 +594,12 @@ def _step_pictures(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
     return blocks
 
 
-def off_policy_part(trace: Trace) -> Part:
+@titled("Off-policy training")
+def off_policy_part(trace: Trace) -> Sequence[Block]:
     """How old the tokens trained on were, RL step by RL step, and what was dropped for its age."""
-    title = "Off-policy training"
     steps = trace.steps
     if steps is None or not (steps["off_policy_share"] > 0).any():
-        return Absent(title=title, reason="every RL step learnt from its own policy, or off_policy_share is unknown")
+        raise Lacking("every RL step learnt from its own policy, or off_policy_share is unknown")
     bias = steps["length_bias"].dropna()
     note = "" if bias.empty else (
         f" Responses trained on have {bias.iloc[-1]:.0%} of the mean length of those generated: below 100 % long ones "
@@ -614,13 +616,17 @@ def off_policy_part(trace: Trace) -> Part:
         "length_bias": ("length trained on / generated, so far", ".3f"),
     }  # fmt: skip
     caption = "Of the tokens that each RL step trained on."
-    table = records(json_rows(steps), columns, caption=caption, summary="RL step by RL step")
-    return Section(title=title, blocks=(picture, table))
+    return [picture, records(json_rows(steps), columns, caption=caption, summary="RL step by RL step")]
 
 
 def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -> tuple[Part, ...]:
     """Two runs in the same charts: an RL step of each on one time axis, figures over RL steps, and lengths."""
     traces = dict(zip(names, (first, second), strict=True))
+    return (timelines_part(first, second, names), _both_over(traces), _both_lengths(traces))
+
+
+@titled("Over the run")
+def _both_over(traces: Mapping[str, Trace]) -> Sequence[Block]:
     rows = {name: steps_rows(trace, metrics.per_step(trace)) for name, trace in traces.items()}
     blocks: list[Block] = []
     for key, ylabel, title in (
@@ -638,27 +644,28 @@ def side_by_side_parts(first: Trace, second: Trace, *, names: tuple[str, ...]) -
             ends = "; ".join(f"{name}: {y[0]:.3g} at first, {y[-1]:.3g} at last" for name, (_, y) in series.items())
             figure = lines(series, xlabel="RL step", ylabel=ylabel, title=title)
             blocks.append(Picture.of(figure, alt=f"{title} over RL steps. {ends}.", caption=f"{ends}."))
-    over: Part = Absent(title="Over the run", reason="neither has responses")
-    if blocks:
-        over = Section(title="Over the run", blocks=tuple(blocks))
-    return (timelines_part(first, second, names), over, _both_lengths(traces))
+    if not blocks:
+        raise Lacking("neither has responses")
+    return blocks
 
 
-def timelines_part(first: Trace, second: Trace, names: tuple[str, ...]) -> Part:
+@titled("Timelines")
+def timelines_part(first: Trace, second: Trace, names: tuple[str, ...]) -> Sequence[Block]:
     """An RL step of two runs, lane by lane, the first above the second on one time axis."""
     try:
         figure = timeline(first, compare=second, title=(names[0], names[1]))
     except TltlabError as error:
-        return Absent(title="Timelines", reason=str(error))
+        raise Lacking(error) from error
     caption = "The RL step that both have whose rollout is of median length, on the same time axis."
     alt = f"One lane per worker over an RL step of {names[0]}, and below on the same axis of {names[1]}."
-    return Section(title="Timelines", blocks=(Picture.of(figure, alt=alt, caption=caption),))
+    return [Picture.of(figure, alt=alt, caption=caption)]
 
 
-def _both_lengths(traces: Mapping[str, Trace]) -> Part:
+@titled("Response lengths")
+def _both_lengths(traces: Mapping[str, Trace]) -> Sequence[Block]:
     drawn = {name: _lengths(trace) for name, trace in traces.items() if trace.num_rows("outcomes")}
     if not drawn:
-        return Absent(title="Response lengths", reason="neither has responses")
+        raise Lacking("neither has responses")
     longest = "; ".join(f"{name}: the longest has {lengths[-1]:,.0f} tokens" for name, lengths in drawn.items())
     alt = f"Share of responses longer than a number of tokens. {longest}."
-    return Section(title="Response lengths", blocks=(Picture.of(_longer_than(drawn), alt=alt, caption=f"{longest}."),))
+    return [Picture.of(_longer_than(drawn), alt=alt, caption=f"{longest}.")]
