@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from tltlab.config import faults_in
+from tltlab.config import validated
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import OwnPart, is_own, split
@@ -94,15 +94,15 @@ def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, An
     """
     if isinstance(source, Mapping):
         by_drafter = source and "kind" not in source and all(map(_is_source, source.values()))
-        return _by_drafter(source) if by_drafter else _validated(source, "acceptance")
+        return _by_drafter(source) if by_drafter else validated(_FILE, source, "acceptance")
     text = str(source) if isinstance(source, str | Path) else ""
     if text and split_by_drafter(text) is None and not Path(text).exists() and (trained := split_trained(text)):
         return trained_at(load_acceptance(trained[0]), trained[1], text)
     name, colon, number = text.partition(":")
     if colon and name == "lengths":
-        return _validated({"kind": name, "lengths": number.split("/")}, text)
+        return validated(_FILE, {"kind": name, "lengths": number.split("/")}, text)
     if colon and name in _SHORT:
-        return _validated({"kind": name, _SHORT[name]: number}, text)
+        return validated(_FILE, {"kind": name, _SHORT[name]: number}, text)
     own: Acceptance | None = OwnAcceptance.resolve(source)
     if own is not None:
         return own
@@ -119,7 +119,7 @@ def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, An
     with suppress(ValueError):
         first, *others = map(float, text.split("/"))
         value = {"kind": "chances", "kept": (first, *others)} if others else {"kind": "geometric", "alpha": first}
-        return _validated(value, text)
+        return validated(_FILE, value, text)
     if not Path(source).exists():
         raise ConfigError(
             f"no acceptance model {text!r}: give constant:A, geometric:ALPHA, lengths:A1/A2/..., 'trace', '{DEFAULT}', "
@@ -127,7 +127,7 @@ def load_acceptance(source: Acceptance | type[AcceptanceModel] | Mapping[str, An
             "model's file, module:Class, or one for each drafter as learned=geometric:ALPHA,ngram=geometric:ALPHA; "
             f"behind it @TOKENS or {', '.join(f'@{name}' for name in TRAINED_TOKENS)}, where the drafter was trained"
         )
-    return _validated(read_json(Path(source)), text)
+    return validated(_FILE, read_json(Path(source)), text)
 
 
 def split_by_drafter(text: str) -> dict[str, str] | None:
@@ -215,11 +215,3 @@ def _by_drafter(sources: Mapping[str, Any]) -> PerDrafter:
         texts[name] = str(source) if isinstance(source, str | Path) else acceptance_text(model)
     others = models.pop(EVERY, None)
     return PerDrafter(models, others, texts)
-
-
-def _validated(value: Any, origin: str) -> Base | FreshAcceptance:
-    with faults_in(origin):
-        try:
-            return _FILE.validate_python(value)
-        except ConfigError as error:
-            raise ConfigError(f"{origin}: {error}") from error

@@ -24,7 +24,7 @@ from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, g
 
 from .base import CalibratedRange, Seconds, Span
 from .evidence import FURTHER, SPECULATING, Error, Evidence
-from .roofline import Constants, Ideal, RooflineCosts, prefill_token_s
+from .roofline import Constants, Ideal, RooflineCosts, prefill_token_s, rounded_max
 
 _MOE_KEYS = {
     "experts": ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
@@ -202,8 +202,7 @@ def capped(value: _Numbers, most: float) -> _Numbers:
     >>> round(capped(0.5, 0.97), 3), round(capped(3.0, 0.97), 3)
     (0.5, 0.97)
     """
-    rounded: _Numbers = (value**-_SHARPNESS + most**-_SHARPNESS) ** (-1.0 / _SHARPNESS)
-    return rounded
+    return rounded_max(value, most, -_SHARPNESS)
 
 
 class Efficiencies(FrozenModel):

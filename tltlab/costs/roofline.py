@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -18,6 +18,7 @@ from tltlab.strategy import Strategy
 from .base import Coefficients, CostModel, IterationCost, Seconds, padded
 
 Numbers = float | Floats
+_Number = TypeVar("_Number", float, Floats, Numbers)
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -159,7 +160,7 @@ def matrices_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Nu
         touched = expected_experts(ideal.chosen, (tokens + prompt_tokens) ** c.expert_spread)
         read_s = read_s + ideal.experts_s / (c.memory_efficiency * c.expert_efficiency) * touched
     computed_s = ideal.token_s / c.compute_efficiency * (tokens + prompt_tokens / c.prefill_efficiency)
-    return _rounded_max(read_s, computed_s, c.knee) + ideal.link_token_s / c.link_efficiency * (tokens + prompt_tokens)
+    return rounded_max(read_s, computed_s, c.knee) + ideal.link_token_s / c.link_efficiency * (tokens + prompt_tokens)
 
 
 def added_prefill_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Numbers) -> Numbers:
@@ -180,14 +181,14 @@ def expected_experts(chosen: Numbers, tokens: Numbers) -> Numbers:
 
 def context_slope_s(ideal: Ideal, c: Constants, *, queries: Numbers) -> Numbers:
     """Per token of context, for `queries` tokens per request that attend to it: its keys and values are read once."""
-    return _rounded_max(
+    return rounded_max(
         ideal.context_s / c.kv_efficiency, ideal.query_context_s / c.compute_efficiency * queries, c.knee
     )
 
 
 def draft_level_s(ideal: Ideal, c: Constants, *, batch: Numbers, top_k: Numbers, layers: int = 1) -> Numbers:
     """One pass of a drafter with weights, on `top_k` tokens of each request: a level, or a block."""
-    network = _rounded_max(
+    network = rounded_max(
         ideal.draft_weights_s / c.memory_efficiency, ideal.draft_token_s / c.compute_efficiency * batch * top_k, c.knee
     )
     launched_s = c.need("draft_level_s") + c.layer_s * (layers - 1)
@@ -199,9 +200,14 @@ def prefill_token_s(ideal: Ideal, c: Constants) -> Numbers:
     return ideal.token_s / (c.compute_efficiency * c.prefill_efficiency) + ideal.link_token_s / c.link_efficiency
 
 
-def _rounded_max(a: Numbers, b: Numbers, knee: Numbers) -> Numbers:
-    total: Numbers = (a**knee + b**knee) ** (1.0 / knee)
-    return total
+def rounded_max(a: _Number, b: _Number, knee: float) -> _Number:
+    """The larger of both, or with a `knee` below 0 the lesser, rounded off where they are equal.
+
+    >>> round(rounded_max(1.0, 1.0, 4.0), 2), round(rounded_max(1.0, 3.0, 4.0), 2)
+    (1.19, 3.01)
+    """
+    rounded: _Number = (a**knee + b**knee) ** (1.0 / knee)
+    return rounded
 
 
 class RooflineCosts(CostModel):

@@ -6,23 +6,22 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.hardware import gpu, model
 from tltlab.strategy import Strategy
 
 from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
-from .roofline import Hardware
+from .roofline import Hardware, rounded_max
 
 DIP = 0.05
 """How far a knot may lie below the one before it, as a share of that: noise, lifted to it. More is an error."""
-_SHARPNESS = 4.0
-_Seconds = TypeVar("_Seconds", float, Floats)
+KNEE = 4.0
+"""Of `IdealForward`: at most 19 % above the larger of both, where they are equal."""
 
 
 class TokenKnot(FrozenModel):
@@ -60,17 +59,7 @@ class IdealForward:
         )
 
     def at(self, tokens: float) -> float:
-        return smooth_max(self.memory_s, self.compute_s * tokens)
-
-
-def smooth_max(a: _Seconds, b: _Seconds) -> _Seconds:
-    """The maximum with a rounded knee: at most 19 % above it, where both are equal.
-
-    >>> round(smooth_max(1.0, 1.0), 2), round(smooth_max(1.0, 3.0), 2)
-    (1.19, 3.01)
-    """
-    rounded: _Seconds = (a**_SHARPNESS + b**_SHARPNESS) ** (1.0 / _SHARPNESS)
-    return rounded
+        return rounded_max(self.memory_s, self.compute_s * tokens, KNEE)
 
 
 class TableCosts(CostModel):
@@ -185,12 +174,6 @@ class TableCosts(CostModel):
         return Utilisation(xs=tuple(tokens), ys=tuple(seconds), excess=excess, ideal=ideal)
 
 
-class Curve(Protocol):
-    """Seconds as a function of tokens or requests."""
-
-    def at(self, x: float) -> float: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polyline:
     """Piecewise linear through (xs, ys): constant below, of slope `beyond` above."""
@@ -226,6 +209,10 @@ class Utilisation:
         seconds = self.ideal.at(x) * math.exp((1 - share) * self.excess[i - 1] + share * self.excess[i])
         # Where utilisation rises towards a knot before the ridge the product would dip; bounded it never falls.
         return min(max(seconds, self.ys[i - 1]), self.ys[i])
+
+
+Curve = Polyline | Utilisation
+"""Seconds as a function of tokens or requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from tltlab.traces.metrics import rollout_s
 from tltlab.traces.trace import Trace
 
 from .longest import Longest, Makespan, longest, makespan, step_score
-from .model import LengthModel, ParetoTail
+from .model import LengthModel, ParetoTail, normal_weights
 from .summaries import Summaries, summaries_of
 
 MAX_RESPONSES = 1_000_000
@@ -333,7 +333,7 @@ def _share_before_cut(model: LengthModel, measured: float, rl_step: int) -> floa
     from scipy.optimize import brentq
 
     scores = np.linspace(-6.0, 6.0, 401)
-    weights = np.exp(-(scores**2) / 2) / np.exp(-(scores**2) / 2).sum()
+    weights = normal_weights(scores)
     y = np.clip(model.log_tokens(scores, rl_step), 0.0, math.log(model.max_response_tokens))
     y = y - weights @ y
 

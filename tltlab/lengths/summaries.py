@@ -14,7 +14,7 @@ import pandas as pd
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
 
-from .model import LengthModel
+from .model import LengthModel, normal_weights, straight_through
 
 TAIL_REQUESTS = 32
 """TLT's threshold: at or below so many running requests its engine starts to speculate."""
@@ -234,7 +234,7 @@ class _Law:
                 kept.append(level)
         self.levels = sorted(kept) if len(kept) > 1 else sorted({*kept, 0.5, 0.9})[:2]
         self._knots = np.array([_NORMAL.inv_cdf(level) for level in self.levels])
-        self._mean = np.exp(-(_SCORES**2) / 2) / np.exp(-(_SCORES**2) / 2).sum()
+        self._mean = normal_weights(_SCORES)
         self._longest = self._weights_of_longest(num)
         self._after = _weights_of_rank(num, TAIL_REQUESTS + 1)
 
@@ -295,10 +295,7 @@ class _Law:
         return float(self._line(logs, np.array([_NORMAL.inv_cdf(level)]))[0])
 
     def _line(self, logs: Floats, scores: Floats) -> Floats:
-        slopes = np.diff(logs) / np.diff(self._knots)
-        piece = np.clip(np.searchsorted(self._knots, scores) - 1, 0, len(slopes) - 1)
-        line: Floats = logs[piece] + slopes[piece] * (scores - self._knots[piece])
-        return line
+        return straight_through(self._knots, logs, scores)
 
     def _weights_of_longest(self, num: float) -> Floats:
         """Chances of the longest response's score; the responses of a prompt share a part of theirs."""
@@ -306,9 +303,8 @@ class _Law:
 
         share, group = min(self.value("prompt_share"), 0.999), min(self.value("group"), num)
         prompts = np.linspace(-8.0, 8.0, 321)
-        chance = np.exp(-(prompts**2) / 2) / np.exp(-(prompts**2) / 2).sum()
         own = (_SCORES[:, None] - math.sqrt(share) * prompts) / math.sqrt(1 - share)
-        within = np.exp(group * log_ndtr(own)) @ chance
+        within = np.exp(group * log_ndtr(own)) @ normal_weights(prompts)
         weights: Floats = np.diff(np.minimum(within, 1.0) ** (num / group), prepend=0.0)
         weights /= weights.sum()
         return weights
