@@ -11,7 +11,7 @@ import pandas as pd
 
 from tltlab.acceptance.measured import MeasuredAcceptance
 from tltlab.arrays import Flags, Floats
-from tltlab.calibration.acceptance.measured import fit_acceptance
+from tltlab.calibration.acceptance.fits import fit_acceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
