@@ -70,6 +70,11 @@ _OWN = {
 
 
 _Flat = tuple[str, dict[str, Any]]
+_Cell = tuple[str, dict[str, Any], Any]
+"""A record's place, its fields, and one of them."""
+_SIZES = {"response_sizes", "sizes"}
+_PER_TOKEN = {"response_ids", "all_ids", "mask", "logprobs", "prompt_ids", "response_text", "prompt_text"}
+"""Kinds of fields whose lists of numbers have an entry for each token."""
 _RESPONSE_IDS = ("response_ids", "response_tokens", "response_text", "response_sizes", "sizes")
 _UNNAMED = re.compile(r"c?\d+")
 """Names of columns without a heading."""
@@ -161,7 +166,7 @@ class Reader:
 
     def _learn(self, file: str, chunk: Sequence[_Flat]) -> None:
         """Decide what the lists in each column are, by the first records that have the column."""
-        cells: dict[str, list[tuple[str, dict[str, Any], Any]]] = {}
+        cells: dict[str, list[_Cell]] = {}
         for place, fields in chunk[:_SAMPLED]:
             for name, value in fields.items():
                 if is_list(value) and len(value):
@@ -181,28 +186,21 @@ class Reader:
             elif name not in self._lists or self._lists[name] not in ("ids", "lengths"):
                 self._lists[name] = self._numbers_in_lists(file, name, kinds, found)
 
-    def _numbers_in_lists(
-        self, file: str, name: str, kinds: frozenset[str], found: Sequence[tuple[str, dict[str, Any], Any]]
-    ) -> str:
+    def _numbers_in_lists(self, file: str, name: str, kinds: frozenset[str], found: Sequence[_Cell]) -> str:
         """Return "ids" for lists with an entry for each token, "lengths" for one for each response, else ""."""
-        if kinds & {"response_ids", "all_ids", "mask", "logprobs", "prompt_ids", "response_text", "prompt_text"}:
+        if kinds & _PER_TOKEN:
             return "ids"
-        sizes, tokens = bool(kinds & {"response_sizes", "sizes"}), bool(kinds & {"response_tokens", "tokens"})
-        if not sizes and not tokens:
-            fields = found[0][1].items()
-            has_lengths = any(
-                is_list(value) and kind_of(other) & {"response_sizes", "sizes"} for other, value in fields
-            )
-            return "ids" if kinds & {"prompt_tokens"} and not has_lengths else ""
+        tokens = kinds & {"response_tokens", "tokens"}
+        if not tokens and not kinds & _SIZES:
+            others = [kind_of(other) for other, value in found[0][1].items() if is_list(value)]
+            return "ids" if kinds & {"prompt_tokens"} and not any(_SIZES & other for other in others) else ""
         if self.reading.lists is not None:
             return self.reading.lists
-        evidence = next(filter(None, (self._evidence(name, fields, values) for _, fields, values in found)), None)
-        if evidence is None and tokens:
-            evidence = self._evidence_of_values([cell for _, _, cell in found])
+        evidence = _one_response(name, found) or (self._token_ids([cell for *_, cell in found]) if tokens else None)
         if tokens and evidence:
             self.note(f"{name}: token ids, which are counted (a record {evidence})")
             return "ids"
-        if sizes and not evidence:
+        if kinds & _SIZES and not evidence:
             return "lengths"
         place, _, cell = found[0]
         reason = f": a record {evidence}" if evidence else ""
@@ -211,37 +209,22 @@ class Reader:
             f"of {len(cell)} tokens{reason}; choose one: {BY_OPTION.format('--lists lengths or --lists ids')}"
         )
 
-    def _evidence_of_values(self, lists: Sequence[Sequence[Any]]) -> str | None:
-        """Return the evidence in lists of numbers that they are token ids; None where there is none."""
+    def _token_ids(self, lists: Sequence[Sequence[Any]]) -> str | None:
+        """Return what shows that lists of numbers are token ids, not lengths; None where they may be either.
+
+        Lengths lie between 0 and the cap. Responses that ended have the same last token, the one that ends them; equal
+        last lengths, none of them the largest, in lists of several sizes would be chance.
+        """
         values = np.array([item for cell in lists for item in cell if isinstance(item, int | float)])
-        varied = len({len(cell) for cell in lists}) > 1
         ends = {cell[-1] for cell in lists}
         cap = self.reading.max_response_tokens or 1 << 17
         if (values < 0).any():
             return "has numbers below 0"
         if (values > cap).any():
             return f"has numbers above {cap}"
-        if varied and len(lists) > 3 and len(ends) == 1 and max(values) not in ends:
-            return f"always ends in {ends.pop()}"
-        return None
-
-    def _evidence(self, name: str, fields: Mapping[str, Any], values: Sequence[Any]) -> str | None:
-        """Return the evidence that a record is one response, so that its list has an entry for each token."""
-        for other, value in fields.items():
-            if other == name or is_missing(value):
-                continue
-            kinds = kind_of(other)
-            if is_list(value):
-                if kinds & {"mask", "logprobs"} and len(value) and not is_list(value[0]):
-                    return f"has one {other}"
-            elif (
-                kinds & {"finish_reason", "sample"}
-                or (kinds & {"is_cut"} and isinstance(value, bool))
-                or (kinds & {"response_text"} and isinstance(value, str))
-                or (kinds & {"response_sizes"} and number(value) <= len(values))
-            ):
-                return f"has one {other}"
-        return None
+        varied = len({len(cell) for cell in lists}) > 1
+        ended = varied and len(lists) > 3 and len(ends) == 1 and max(values) not in ends
+        return f"always ends in {ends.pop()}" if ended else None
 
     def _spread(self, file: str, chunk: Sequence[_Flat]) -> list[_Flat] | None:
         """Records with a list of responses as one record for each; None where there are none."""
@@ -425,10 +408,8 @@ class Reader:
             column = self._given(records, name)
             self.use("reward", column)
             values = numbers(frame[column], booleans=True)
-            wrong = ~np.isfinite(values) & ~missing_in(frame[column])
-            if wrong.any() and strict:
-                at = int(np.argmax(wrong))
-                records.fault(at, column, f"got {shown(frame[column].iloc[at])}, wanted a number")
+            if strict:
+                records.require(np.isfinite(values) | missing_in(frame[column]), column, "a number")
             total = np.where(np.isfinite(values), np.nan_to_num(total) + values, total)
         return total
 
@@ -473,10 +454,7 @@ class Reader:
             return None
         times = pd.to_datetime(frame[dated].astype(object), errors="coerce", utc=True, format="mixed")
         is_date = frame[dated].map(lambda cell: not isinstance(cell, str) or any(map(str.isdigit, cell)))
-        wrong = (times.isna() | ~is_date) & ~missing_in(frame[dated])
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            records.fault(at, dated, f"got {shown(frame[dated].iloc[at])}, wanted a time")
+        records.require((times.notna() & is_date) | missing_in(frame[dated]), dated, "a time")
         self._seen.add(dated)
         return (times - pd.Timestamp(0, tz="utc")).dt.total_seconds().to_numpy()
 
@@ -797,6 +775,27 @@ class Reader:
                     self.counts["turns"] += several
                     self._seen.add(column)
                     return
+
+
+def _one_response(name: str, found: Sequence[_Cell]) -> str | None:
+    """Return what shows that records are one response each, so that its list `name` is of tokens; else None."""
+    for _, fields, values in found:
+        for other, value in fields.items():
+            if other == name or is_missing(value):
+                continue
+            kinds = kind_of(other)
+            if is_list(value):
+                is_one = kinds & {"mask", "logprobs"} and len(value) and not is_list(value[0])
+            else:
+                is_one = (
+                    kinds & {"finish_reason", "sample"}
+                    or (kinds & {"is_cut"} and isinstance(value, bool))
+                    or (kinds & {"response_text"} and isinstance(value, str))
+                    or (kinds & {"response_sizes"} and number(value) <= len(values))
+                )
+            if is_one:
+                return f"has one {other}"
+    return None
 
 
 def _sizes(cells: pd.Series[Any], column: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

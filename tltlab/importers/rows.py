@@ -310,6 +310,12 @@ class Records:
     def fault(self, at: int, column: str, message: str) -> NoReturn:
         raise TraceError(f"{self.place(at)}, column {column}: {message}")
 
+    def require(self, ok: Any, column: str, wanted: str) -> None:
+        """Raise TraceError for the first cell of a column that is not ok."""
+        if not ok.all():
+            at = int(np.argmin(ok))
+            self.fault(at, column, f"got {shown(self.frame[column].iloc[at])}, wanted {wanted}")
+
 
 def text_id(value: Any) -> str:
     """A name for a prompt that is the same in every RL step and does not hold its text: 16 hexadecimal digits."""
