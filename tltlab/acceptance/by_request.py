@@ -70,16 +70,14 @@ class SiblingAcceptance(AcceptanceModel):
     def alpha(self, num_siblings: Floats, generated_tokens: Floats) -> Floats:
         """The chance to keep one more token."""
         references = num_siblings + (0.0 if self.own_tokens is None else generated_tokens / self.own_tokens)
-        alpha: Floats = self.most - (self.most - self.alone) * (1.0 + references) ** -self.exponent
-        return alpha
+        return self.most - (self.most - self.alone) * (1.0 + references) ** -self.exponent
 
     def survival(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         only_chains(strategy, "sibling acceptance")
         if self.drafter is not None:
             known_drafter(strategy, self.drafters, "the acceptance model")
         alpha = self.alpha(requests.num_siblings, requests.generated_tokens)
-        survival: Floats = alpha[:, None] ** np.arange(1, strategy.reach + 1)
-        return survival
+        return alpha[:, None] ** np.arange(1, strategy.reach + 1)
 
     def num_drafted(self, strategy: Strategy) -> float:
         return self.drafted_share * strategy.reach

@@ -173,7 +173,7 @@ def _noise(table: pd.DataFrame, predicted: Floats) -> IterationNoise | None:
 
 def _held_out(estimator: CostEstimator, rows: Iterations, parts: Mapping[str, Flags], notes: list[str]) -> pd.DataFrame:
     """Rows for `held_out_errors`; NaN where the rest cannot predict a part, with the reason in `notes`."""
-    folds = (Fold(name=name, train=rows.where(~out), test=rows.where(out)) for name, out in parts.items())
+    folds = (Fold(name, rows.where(~out), rows.where(out)) for name, out in parts.items())
     tables = []
     for fold, predicted in cross_validated(estimator, folds):
         if isinstance(predicted, ConfigError):

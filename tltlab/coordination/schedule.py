@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -226,20 +226,27 @@ def paid(rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt], cost: Tr
     return cost.elasticity * cost.rollout_s * longer * steps >= 0.5 * cost.seconds * (len(latest) - 1)
 
 
+class Decision(NamedTuple):
+    """Decision whether idle workers train in a rollout, with the reason."""
+
+    train: bool
+    reason: str
+
+
 def worth_training(
     rl_step: int, rollouts: Sequence[RolloutDrift], attempts: Sequence[Attempt], fallen: float
-) -> tuple[bool, str]:
+) -> Decision:
     """Decide whether to train in the rollout of `rl_step`, with the reason.
 
     `rollouts` and `attempts` hold earlier RL steps only, in order.
     `fallen` is the share by which accepted lengths have surely dropped since the last attempt.
     """
     if not any(row.accept_length for row in rollouts) or not attempts:
-        return True, "what training takes and brings is not known yet"
+        return Decision(True, "what training takes and brings is not known yet")
     trained = {attempt.rl_step for attempt in attempts}
     with_training = [row.rl_step in trained for row in rollouts if row.accept_length]
     if all(with_training[-CONTROL_EVERY:]):
-        return False, "a rollout without training, to see what training takes"
+        return Decision(False, "a rollout without training, to see what training takes")
     cost = training_cost(rollouts, attempts)
     first = rollouts[0].rl_step
     age = rl_step - attempts[-1].rl_step
@@ -253,16 +260,16 @@ def worth_training(
     pays = paid(rollouts, attempts, cost) or fallen > 1.5 * max(attempt.gain for attempt in attempts[-_ATTEMPTS:])
     # Each training also narrows its cost estimate, so the lower end of the estimate is used here.
     if pays and worth_s >= cost.seconds_at(-1.0):
-        return True, f"{price}, and not training would have cost {worth_s:.3g} s"
+        return Decision(True, f"{price}, and not training would have cost {worth_s:.3g} s")
     wasted_s, most_s = 0.0, cost.seconds_at(1.0)
     for before, attempt in zip([first - 1, *(a.rl_step for a in attempts)], attempts, strict=False):
         brought_s = second_s * max(attempt.gain, 0.0) * (attempt.rl_step - before)
         wasted_s += max(0.0, most_s - brought_s)
     if wasted_s + most_s <= PROBE_SHARE * sum(row.rollout_s for row in rollouts):
-        return True, f"{price}, a look at what it would bring now"
+        return Decision(True, f"{price}, a look at what it would bring now")
     if not pays:
-        return False, f"{price}, and what the last ones brought was lost again too soon"
-    return False, f"{price} and would have brought {worth_s:.3g} s"
+        return Decision(False, f"{price}, and what the last ones brought was lost again too soon")
+    return Decision(False, f"{price} and would have brought {worth_s:.3g} s")
 
 
 class ScheduleConfig(FrozenModel):
@@ -271,7 +278,7 @@ class ScheduleConfig(FrozenModel):
     `kind`: never, always, in every `every`-th RL step, when acceptance has dropped, or gated.
 
     Gated, a drafter goes into service only if it is better than the one there on responses of the newest policy that
-    neither was trained on, and training pauses while it brings less than it takes (`gate.worth_training`).
+    neither was trained on, and training pauses while it brings less than it takes (`worth_training`).
 
     Acceptance has dropped when the mean accepted length of the latest rollouts, weighted by drafts, is below 1 - `drop`
     times the best since the last training, by more than their noise. With 3,000 drafts a rollout and 4 % variation
@@ -283,14 +290,6 @@ class ScheduleConfig(FrozenModel):
     kind: Literal["never", "always", "every", "acceptance-drops", "gated"] = "gated"
     every: Annotated[int, Field(ge=1)] = 10
     drop: Annotated[float, Field(ge=0, le=1)] = 0.03
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """Decision whether idle workers train in a rollout, with the reason."""
-
-    train: bool
-    reason: str
 
 
 class TrainingSchedule:
@@ -320,19 +319,17 @@ class TrainingSchedule:
         """Decide whether to train in the rollout of `rl_step`; `trusted` is the verdict of the canary."""
         first = self._first_step(rl_step)
         if self.config.kind == "never":
-            return Decision(train=False, reason="the schedule is never")
+            return Decision(False, "the schedule is never")
         if not (self.trainings or self.pretrained or drafter.updates):
-            return Decision(train=True, reason="the drafter was never trained")
+            return Decision(True, "the drafter was never trained")
         if not trusted:
-            return Decision(train=True, reason="the canary does not trust the drafter in service")
+            return Decision(True, "the canary does not trust the drafter in service")
         if self.config.kind == "always":
-            return Decision(train=True, reason="the schedule is always")
+            return Decision(True, "the schedule is always")
         if self.config.kind == "every":
             since = rl_step - (self.trainings[-1] if self.trainings else first)
             last = "the last training" if self.trainings else "the start"
-            return Decision(
-                train=since >= self.config.every, reason=f"{since} of {self.config.every} RL steps since {last}"
-            )
+            return Decision(since >= self.config.every, f"{since} of {self.config.every} RL steps since {last}")
         return self._gated(rl_step) if self.config.kind == "gated" else self._dropped(rl_step)
 
     def serves(self, attempt: Attempt) -> bool:
@@ -399,16 +396,16 @@ class TrainingSchedule:
         now = [row for row in rows if row.training == len(self.trainings)]
         if not now:
             if len(self.trainings) == 1 and not self.pretrained:
-                return Decision(train=True, reason="the drafter was trained once and what that brought is not known")
+                return Decision(True, "the drafter was trained once and what that brought is not known")
             gain = self._gain(rows, len(self.trainings) - 1, noise)
-            return Decision(train=bool(gain), reason=gain or "nothing was drafted since the last training")
+            return Decision(bool(gain), gain or "nothing was drafted since the last training")
         if gain := self._gain(rows, len(self.trainings), noise):
-            return Decision(train=True, reason=gain)
+            return Decision(True, gain)
         best, mean, first = self._fallen(now, noise)
         if first is not None:
             steps = f"RL step {first.rl_step}" + ("" if first is now[-1] else f" to {now[-1].rl_step}")
-            return Decision(train=True, reason=f"the accepted length fell from {best:.2f} to {mean:.2f} ({steps})")
-        return Decision(train=False, reason=f"the accepted length is {now[-1].accept_length:.2f}, at best {best:.2f}")
+            return Decision(True, f"the accepted length fell from {best:.2f} to {mean:.2f} ({steps})")
+        return Decision(False, f"the accepted length is {now[-1].accept_length:.2f}, at best {best:.2f}")
 
     def _gated(self, rl_step: int) -> Decision:
         rows = [row for row in self.record if row.rl_step < rl_step]
@@ -419,8 +416,7 @@ class TrainingSchedule:
             # This rollout ran with the drafter before the training: scale it by the expected gain.
             since[0] = replace(since[0], accept_length=(since[0].accept_length or 1.0) * math.exp(last.gain))
         best, mean, fell = self._fallen(since[-_NEWEST:], self._noise())
-        train, reason = worth_training(rl_step, rows, attempts, 1.0 - mean / best if fell else 0.0)
-        return Decision(train=train, reason=reason)
+        return worth_training(rl_step, rows, attempts, 1.0 - mean / best if fell else 0.0)
 
     def _fallen(self, now: Sequence[RolloutDrift], noise: float) -> tuple[float, float, RolloutDrift | None]:
         """The best accepted length, the latest, and the first rollout of the latter if it is surely lower by `drop`.

@@ -175,8 +175,7 @@ def expected_experts(chosen: Numbers, tokens: Numbers) -> Numbers:
     >>> round(expected_experts(8 / 128, 16), 3)
     0.644
     """
-    share: Numbers = 1.0 - (1.0 - chosen) ** tokens
-    return share
+    return 1.0 - (1.0 - chosen) ** tokens
 
 
 def context_slope_s(ideal: Ideal, c: Constants, *, queries: Numbers) -> Numbers:
@@ -200,7 +199,7 @@ def prefill_token_s(ideal: Ideal, c: Constants) -> Numbers:
     return ideal.token_s / (c.compute_efficiency * c.prefill_efficiency) + ideal.link_token_s / c.link_efficiency
 
 
-def rounded_max(a: _Number, b: _Number, knee: float) -> _Number:
+def rounded_max(a: _Number, b: _Number | float, knee: float) -> _Number:
     """The larger of both, or with a `knee` below 0 the lesser, rounded off where they are equal.
 
     >>> round(rounded_max(1.0, 1.0, 4.0), 2), round(rounded_max(1.0, 3.0, 4.0), 2)

@@ -364,8 +364,7 @@ def _acceptance_by_step(rows: pd.DataFrame) -> pd.Series:
     drafts["expected"] = drafts["num_drafted"] * share
     by_step = drafts.groupby("rl_step")[["pairs", "num_accepted", "expected"]].sum()
     by_step = by_step[(by_step["pairs"] >= ENOUGH_DRAFTS) & (by_step["expected"] > 0)]
-    level: pd.Series = by_step["num_accepted"] / by_step["expected"] - 1.0
-    return level
+    return by_step["num_accepted"] / by_step["expected"] - 1.0
 
 
 def _drafts(rows: pd.DataFrame) -> pd.DataFrame:

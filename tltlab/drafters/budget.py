@@ -115,8 +115,7 @@ def accept_probabilities(state: StepState, prior: float) -> Floats:
     measured = [a for a in recent if a is not None]
     usual = float(np.mean(measured)) if measured else prior
     accepted = np.array([usual if a is None else max(a, 0.0) for a in recent], np.float64)
-    chances: Floats = accepted / (accepted + 1.0)
-    return chances
+    return accepted / (accepted + 1.0)
 
 
 def shares_of(budget: DraftBudget, state: StepState, strategy: Strategy) -> list[int]:

@@ -52,8 +52,7 @@ class _BuiltDrafter(Built, init=False):
 
     def build(self) -> Drafter:
         """A fresh drafter; ConfigError where the library that it needs is not installed."""
-        drafter: Drafter = self.make()
-        return drafter
+        return self.make()
 
 
 class NgramSpec(_BuiltDrafter, builds=NgramDrafter, init=False):
@@ -148,8 +147,7 @@ class OwnDrafter(OwnPart):
     contract = "check_drafter"
 
     def build(self) -> Drafter:
-        drafter: Drafter = self.make()
-        return drafter
+        return self.make()
 
     @property
     def traits(self) -> DrafterTraits:

@@ -150,8 +150,7 @@ class History:
 
 
 def _as_list(tokens: Waiting) -> list[int]:
-    numbers: list[int] = tokens if isinstance(tokens, list) else tokens.tolist()
-    return numbers
+    return tokens if isinstance(tokens, list) else tokens.tolist()
 
 
 class TextTree:

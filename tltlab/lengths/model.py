@@ -45,8 +45,7 @@ class ParetoTail(FrozenModel):
         """Excess in tokens that a share e^-rarity of those beyond the threshold exceed."""
         if abs(self.shape) < 1e-9:
             return self.scale * rarity
-        excess: Floats = self.scale / self.shape * np.expm1(self.shape * rarity)
-        return excess
+        return self.scale / self.shape * np.expm1(self.shape * rarity)
 
     def beyond(self, by: float) -> ParetoTail:
         """The tail beyond a threshold that is `by` tokens higher."""

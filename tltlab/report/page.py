@@ -254,14 +254,14 @@ def _template() -> jinja2.Template:
 
 
 def number(value: Any, form: str = ".3g", suffix: str = "") -> str:
-    """A figure as text, "–" where it is unknown.
+    """A figure as text, "–" where it is unknown; a text is itself.
 
     >>> number(0.12345, ".1%"), number(None), number(float("nan")), number(2.5, ".1f", " s")
     ('12.3%', '–', '–', '2.5 s')
     """
     if value is None or value != value:
         return "–"
-    return format(value, form) + suffix
+    return format(value, "" if isinstance(value, str) else form) + suffix
 
 
 def records(
@@ -276,11 +276,7 @@ def records(
     are left out, `text` names text columns beside the first."""
     keys = [key for key in columns if any(row.get(key) is not None for row in rows)]
     at_left = frozenset({0, *(i for i, key in enumerate(keys) if key in text)})
-    cells = tuple(tuple(_cell(row.get(key), columns[key][1]) for key in keys) for row in rows)
+    cells = tuple(tuple(number(row.get(key), columns[key][1]) for key in keys) for row in rows)
     return PageTable(
         caption=caption, columns=tuple(columns[k][0] for k in keys), rows=cells, text_columns=at_left, summary=summary
     )
-
-
-def _cell(value: Any, form: str) -> str:
-    return number(value, "" if isinstance(value, str) else form)

@@ -123,8 +123,7 @@ def _rewards(trace: Trace) -> list[float]:
     steps = trace.steps
     if steps is None:
         return []
-    rewards: list[float] = steps.loc[steps["rl_step"].isin(trace.rl_steps), "reward_mean"].dropna().tolist()
-    return rewards
+    return steps.loc[steps["rl_step"].isin(trace.rl_steps), "reward_mean"].dropna().tolist()
 
 
 def compare_runs(first: str | Path, second: str | Path) -> Page:
