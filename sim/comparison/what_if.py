@@ -22,9 +22,8 @@ from tltlab.costs.stages import StageCosts
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
 from tltlab.hardware import ModelShape
-from tltlab.importers.formats import Format
 from tltlab.importers.rows import Reading
-from tltlab.importers.sources import TraceSource, read_lengths
+from tltlab.importers.sources import Format, TraceSource, read_lengths
 from tltlab.planning.composition import System
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import Policy, load_policy

@@ -1,8 +1,8 @@
 """Acceptance models from a value, a name or a file, and the shipped ones.
 
 All kinds are under the contract `Acceptance`: constant; chains by one chance, a chance per token or an accept length
-per depth (base.py); measured distributions, as `calibrate` writes them (measured.py); trees (trees.py); by request,
-by siblings (by_request.py); replayed per position (replay.py). `FreshAcceptance` makes
+per depth (base.py); measured distributions, as `calibrate` writes them (measured.py); trees and growth by siblings
+(curves.py); replayed per position (replay.py). `FreshAcceptance` makes
 any of them depend on the drafter's age and training, `ContextAcceptance` on context beyond the length at which the
 drafter was trained, `PerDrafter` gives each drafter its own, `Scaled` multiplies the chances of some drafters.
 """
@@ -32,11 +32,10 @@ from .base import (
     GeometricAcceptance,
     LengthsAcceptance,
 )
-from .by_request import SiblingAcceptance
 from .context import TRAINED_TOKENS, ContextAcceptance, split_trained, trained_at, trained_text
+from .curves import SiblingAcceptance, TreeAcceptance
 from .freshness import Base, FreshAcceptance
 from .per_drafter import EVERY, PerDrafter
-from .trees import TreeAcceptance
 
 _TLT = "tlt-qwen2.5-32b"
 _FITTED = TypeAdapter(

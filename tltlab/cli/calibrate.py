@@ -28,8 +28,7 @@ from tltlab.costs.roofline import Hardware, RooflineCosts
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.files import sealed, write_json
-from tltlab.importers.formats import guess
-from tltlab.importers.sources import read
+from tltlab.importers.sources import guess, read
 from tltlab.sim.cli import options
 from tltlab.sim.verification.training_log import LogFit, fit_log, is_log
 

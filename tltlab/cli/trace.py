@@ -12,8 +12,7 @@ import typer
 
 from tltlab.console import Json, command_group, emit, progress, table
 from tltlab.errors import ConfigError
-from tltlab.importers.formats import imported
-from tltlab.importers.sources import read
+from tltlab.importers.sources import imported, read
 from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, longest, outlook, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime

@@ -52,7 +52,8 @@ class _BuiltDrafter(Built, init=False):
 
     def build(self) -> Drafter:
         """A fresh drafter; ConfigError where the library that it needs is not installed."""
-        return self.make()
+        drafter: Drafter = self.make()
+        return drafter
 
 
 class NgramSpec(_BuiltDrafter, builds=NgramDrafter, init=False):
@@ -147,7 +148,8 @@ class OwnDrafter(OwnPart):
     contract = "check_drafter"
 
     def build(self) -> Drafter:
-        return self.make()
+        drafter: Drafter = self.make()
+        return drafter
 
     @property
     def traits(self) -> DrafterTraits:

@@ -251,7 +251,9 @@ class _Law:
         logs = [known[level] for level in sorted(known)]
         slope = max((logs[-1] - logs[0]) / (scores[-1] - scores[0]), 0.1) if len(scores) > 1 else 1.0
         inside = np.interp(self._knots, scores, logs)
-        return inside + slope * (np.maximum(self._knots - scores[-1], 0) + np.minimum(self._knots - scores[0], 0))
+        off = np.maximum(self._knots - scores[-1], 0) + np.minimum(self._knots - scores[0], 0)
+        beyond: Floats = inside + slope * off
+        return beyond
 
     def misfit(self, unknowns: Floats) -> Floats:
         """Logarithms of found / given; faintly, how much the slope changes, which decides where nothing else does."""

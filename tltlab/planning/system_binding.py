@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from tltlab.acceptance.base import Acceptance
-from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.context import ContextAcceptance
+from tltlab.acceptance.curves import SiblingAcceptance, TreeAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.per_drafter import PerDrafter
-from tltlab.acceptance.trees import TreeAcceptance
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import STANDARD, Drafters

@@ -12,7 +12,7 @@ from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.core.costs import models
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
-from tltlab.acceptance.by_request import SiblingAcceptance
+from tltlab.acceptance.curves import SiblingAcceptance
 from tltlab.acceptance.freshness import Freshness
 from tltlab.acceptance.load import load_acceptance
 from tltlab.calibration.acceptance.fits import fit_kind

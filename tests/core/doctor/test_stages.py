@@ -11,7 +11,7 @@ import pytest
 from tltlab.doctor.check import Diagnosis, Finding
 from tltlab.doctor.evidence import RunEvidence
 from tltlab.doctor.signatures import change, diagnose
-from tltlab.importers.formats import import_dump
+from tltlab.importers.sources import import_dump
 
 SOUND = {
     "response_length/mean": 1500.0, "response_length/max": 3000.0, "response_length/min": 30.0,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bench.simulator import closed_form_makespan_s, per_iteration_makespan_s
 from tests.fakes.curves import CurveAcceptance
 from tltlab.acceptance.base import Acceptance, ConstantAcceptance, GeometricAcceptance
-from tltlab.acceptance.by_request import SiblingAcceptance
+from tltlab.acceptance.curves import SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptance

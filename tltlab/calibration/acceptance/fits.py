@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.base import chain_alpha, from_survival
-from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.context import USELESS_AT, ContextAcceptance, trained_text
+from tltlab.acceptance.curves import SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness, MeasuredState
 from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptance
 from tltlab.arrays import Floats, Ints

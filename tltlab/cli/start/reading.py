@@ -8,8 +8,8 @@ from typing import Annotated, cast, get_args
 import typer
 
 from tltlab.errors import ConfigError
-from tltlab.importers.formats import FORMATS, Format
 from tltlab.importers.rows import Lists, Reading, TimeUnit
+from tltlab.importers.sources import FORMATS, Format
 from tltlab.importers.token_counts import token_counter
 
 Form = Annotated[str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}. [default: by the content]")]
