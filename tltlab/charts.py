@@ -160,10 +160,8 @@ def lines(
     """
     figure = Chart(figsize=(_WIDTH_IN, 2.9), layout="constrained")
     axes = figure.subplots()
-    whole = True
     for i, (name, (x, y)) in enumerate(series.items()):
         across, up, color = _floats(x), _floats(y), COLORS[i % len(COLORS)]
-        whole = whole and bool(np.all(across == np.round(across)))
         axes.plot(across, up, color=color, linestyle=DASHES[i % len(DASHES)], marker=MARKERS[i % len(MARKERS)],
                   linewidth=1.4, markersize=4, markevery=max(1, len(across) // _MOST_MARKERS), label=name,
                   gid=f"series-{i}")  # fmt: skip
@@ -175,7 +173,7 @@ def lines(
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_locator(NullLocator())
     else:
-        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_ROUND, integer=whole))
+        _round_ticks(axes, *(x for x, _ in series.values()))
     if len(series) > 1:
         _legend(axes)
     finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
@@ -223,8 +221,7 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str) -> Figu
         floor += height
         num_drawn += 1
         texts = [f"{text}\n{name}: {share:.1%}" for text, share in zip(texts, height, strict=True)]
-    whole = bool(np.all(across == np.round(across)))
-    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_ROUND, integer=whole))
+    _round_ticks(axes, across)
     axes.set_ylim(0, 100)
     if len(across):
         axes.set_xlim(across.min() - 0.6 * width, across.max() + 0.6 * width)
@@ -354,6 +351,12 @@ def _value_text(value: float, low: float, high: float) -> str:
 
 def _floats(values: Any) -> np.ndarray:
     return np.array([np.nan if value is None else float(value) for value in values], dtype=np.float64)
+
+
+def _round_ticks(axes: Axes, *across: Any) -> None:
+    """Ticks of an x axis at round places, at whole ones where all values are."""
+    whole = all(np.all(x == np.round(x)) for x in map(_floats, across))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_ROUND, integer=whole))
 
 
 def _legend(axes: Axes, columns: int = 4) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from tltlab.arrays import Floats
+from tltlab.arrays import Floats, Ints
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
@@ -64,6 +64,13 @@ class FittedDepth(FrozenModel):
     accepted: tuple[Share, ...]
     drafted: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     num_samples: int | None = None
+
+    @classmethod
+    def counted(cls, accepted: Ints, depth: int, drafted: float | None = None) -> Self:
+        """The measurement by samples of accepted tokens; `drafted` by default all of the depth."""
+        p = np.bincount(np.minimum(accepted, depth), minlength=depth + 1) / len(accepted)
+        mean = float(depth) if drafted is None else drafted
+        return cls(accepted=tuple(p.tolist()), drafted=mean, num_samples=len(accepted))
 
     @field_validator("accepted")
     @classmethod

@@ -111,16 +111,14 @@ def _fit(rows: pd.DataFrame, depth: int, copied: bool) -> FittedDepth | None:
     if (requests := int(sample["batch"].sum())) == 0:
         return None
     drafted = float((sample["num_drafted"] * depth / sample["draft_depth"]).sum()) / requests
-    num_samples = requests
+    drafted = min(drafted, depth)
     if rows[_ACCEPTED].notna().all():
         accepted = np.concatenate(rows[_ACCEPTED].tolist()).astype(np.int64)
-        num_samples = len(accepted)
-        p = np.bincount(np.minimum(accepted, depth), minlength=depth + 1) / num_samples
-    else:
-        mean = float(np.minimum(sample["num_accepted"], sample["batch"] * depth).sum()) / requests
-        alpha = chain_alpha(min(mean, depth), depth)
-        p = from_survival(np.power(alpha, np.arange(1, depth + 1, dtype=np.float64)))
-    return FittedDepth(accepted=tuple(p.tolist()), drafted=min(drafted, depth), num_samples=num_samples)
+        return FittedDepth.counted(accepted, depth, drafted)
+    mean = float(np.minimum(sample["num_accepted"], sample["batch"] * depth).sum()) / requests
+    alpha = chain_alpha(min(mean, depth), depth)
+    p = from_survival(np.power(alpha, np.arange(1, depth + 1, dtype=np.float64)))
+    return FittedDepth(accepted=tuple(p.tolist()), drafted=drafted, num_samples=requests)
 
 
 def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> tuple[Freshness, tuple[str, ...]]:
@@ -533,8 +531,7 @@ def _pool(drafts: pd.DataFrame, drafters: Drafters) -> MeasuredAcceptance:
     fits: dict[str, dict[int, FittedDepth]] = {}
     for _, rows in drafts.groupby(["drafter", "reach"]):
         drafter, depth = str(rows["drafter"].iloc[0]), int(rows["reach"].iloc[0])
-        p = np.bincount(rows["accepted"].to_numpy(np.int64), minlength=depth + 1) / len(rows)
-        fitted = FittedDepth(accepted=tuple(p.tolist()), drafted=float(depth), num_samples=len(rows))
+        fitted = FittedDepth.counted(rows["accepted"].to_numpy(np.int64), depth)
         fits.setdefault(drafter, {})[depth] = fitted
     return MeasuredAcceptance(bands=(BatchBand(max_batch=None, drafters_by_depth=fits),), copies=drafters.copying(fits))
 
