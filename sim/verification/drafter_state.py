@@ -11,7 +11,7 @@ import numpy as np
 from tltlab.acceptance.base import from_survival, scaled
 from tltlab.acceptance.freshness import FreshAcceptance, MeasuredState
 from tltlab.acceptance.measured import BatchBand, MeasuredAcceptance
-from tltlab.calibration.acceptance.fits import fit_acceptance, fit_freshness
+from tltlab.calibration.acceptance import fit_acceptance, fit_freshness
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.traces.trace import Trace

@@ -11,12 +11,12 @@ import pandas as pd
 
 from tltlab.acceptance.measured import MeasuredAcceptance
 from tltlab.arrays import Flags, Floats
-from tltlab.calibration.acceptance.fits import fit_acceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.traces.trace import Trace
 
+from .acceptance import fit_acceptance
 from .costs import fit_trace
 from .iterations import iterations_of, recorded_rows
 from .linear import LinearEstimator, predict

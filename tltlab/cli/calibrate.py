@@ -12,8 +12,8 @@ import typer
 from pydantic import BaseModel
 
 from tltlab.acceptance.freshness import FreshAcceptance
-from tltlab.calibration.acceptance.fits import KINDS as ACCEPTANCE_KINDS
-from tltlab.calibration.acceptance.fits import AcceptanceFit, fit_kind
+from tltlab.calibration.acceptance import KINDS as ACCEPTANCE_KINDS
+from tltlab.calibration.acceptance import AcceptanceFit, fit_kind
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.calibration.costs import KINDS, CostFit, fit_points, fit_trace
 from tltlab.calibration.idle_training import SpotFit, fit_spot

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats
+from tltlab.calibration.logged import COLLAPSED
 from tltlab.calibration.stages import rollout_rows
 from tltlab.errors import one_line
 from tltlab.stats import Interval, mean_of_few, student_margin
@@ -50,7 +51,6 @@ LINES_BEFORE = 40  # lines before an error that belong to it: a traceback throug
 LEAST_SIDE = 2  # RL steps before and behind a change: a single slow one is none
 GROWN_SHARE = 0.1  # share of the RL step by which a stage must grow: below it there is little to gain
 LARGE_SHARE = 0.3  # share of the RL step from which a stage that grew is a problem
-COLLAPSED = 1.05  # accept length up to which no draft is kept, up to rounding
 KEPT = 1.2  # accept length of a drafter that did work: TLT's Fig 13 has its cheapest step at 1.71 plain ones
 LOST = 0.5  # share of the tokens gained per draft that a fall must take
 SLOWER = 1.3  # seconds per token over those before: single rollouts vary by some 10 %

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.calibration.acceptance.logged import LoggedDrafting
+from tltlab.calibration.logged import LoggedDrafting
 from tltlab.doctor.signatures import diagnose
 from tltlab.importers.sources import read
 from tltlab.sim.comparison import what_if as questions
