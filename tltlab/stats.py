@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import combinations
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from .arrays import Floats
 from .errors import ConfigError
+from .records import frozen
 
 Method = Literal["bca", "percentile", "t", "none"]
 Pair = tuple[int, int]
@@ -25,7 +26,7 @@ Span = tuple[float, float]
 LEVEL = 0.95
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Interval:
     """An estimate and its two-sided interval at `level`; low and high are NaN where one pair allows none (`none`)."""
 

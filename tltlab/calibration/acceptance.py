@@ -8,7 +8,6 @@ spread of its responses. Drafters are compared on the same text first and across
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptanc
 from tltlab.arrays import Floats, Ints
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
@@ -288,7 +288,7 @@ def _step_spread(rows: pd.DataFrame) -> float:
     return max(0.005, float(np.sqrt(np.median(variances)))) if variances else _STEP_SPREAD
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class TrainedLength:
     """A fitted trained length with the ends of its 95 % interval, and the chance of each drafted token within it."""
 
@@ -368,7 +368,7 @@ def _replaced(band: BatchBand, drafter: str, chances: tuple[float, ...]) -> Batc
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class _Cells:
     """Counts of drafts of one response at about one context: tokens `tried` and `kept`, shape (cells, places)."""
 
@@ -426,7 +426,7 @@ class _Cells:
         return chance
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class AcceptanceFit:
     """A model, None where nothing was drafted; `notes` names the source of the data and what was left out."""
 

@@ -7,7 +7,6 @@ such as speculation where nothing else speculates, has no error, and a note name
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from tltlab.costs.evidence import Evidence
 from tltlab.costs.noise import IterationNoise, fit_noise
 from tltlab.costs.roofline import Hardware
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.traces.trace import Trace
 
 from .cross_validation import (
@@ -39,7 +39,7 @@ from .table import MeasuredTableEstimator, RecordedTableEstimator
 KINDS = ("linear", "roofline", "table")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class CostFit:
     """A cost model, `costs.calibrated` and `costs.notes` included, and how well it holds.
 

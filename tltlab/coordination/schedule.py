@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from pydantic import Field
 
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
+from tltlab.records import frozen
 from tltlab.state import DrafterState
 
 PROBE_SHARE = 0.003
@@ -56,7 +57,7 @@ def tokens_per_draft(chances: Sequence[float]) -> float:
     return 1.0 + float(np.cumprod(np.asarray(chances, np.float64)).sum())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Attempt:
     """A training: it held the rollout of `rl_step` up by `delay_s`.
 
@@ -80,7 +81,7 @@ class Attempt:
         return math.log(self.candidate / self.served) if self.candidate and self.served else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RolloutDrift:
     """One rollout of the record.
 
@@ -97,7 +98,7 @@ class RolloutDrift:
     tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainingCost:
     """Cost of training in a rollout of `rollout_s` seconds.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -13,6 +12,7 @@ from pydantic import Field, field_validator
 from tltlab.config import FrozenModel, StoredModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .evidence import Evidence
@@ -228,7 +228,7 @@ class LinearCosts(CostModel):
         return self.need("prefill_per_token_s") * tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LinearIteration(IterationCost):
     """Seconds of one iteration under one strategy, linear in batch, tokens and context.
 

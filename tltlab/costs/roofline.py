@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal, TypeVar
 
@@ -13,6 +12,7 @@ from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.hardware import BYTES_PER_VALUE, DTYPE_BYTES, Dtype, Gpu, ModelShape, gpu, model, per_gpu_heads
+from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .base import Coefficients, CostModel, IterationCost, Seconds, padded
@@ -70,7 +70,7 @@ class Constants(Coefficients, FrozenModel):
     verify_token_s: Seconds = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Ideal:
     """Seconds on `tp` GPUs at the rates of their data sheets, and counts; arrays where there are many measurements.
 
@@ -296,7 +296,7 @@ class RooflineCosts(CostModel):
         return float(prefill_token_s(self.ideal, self.constants)) * tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RooflineIteration(IterationCost):
     """Seconds of one iteration under one strategy: `passes` of a drafting network, `once_s` besides the forward.
 

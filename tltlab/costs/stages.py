@@ -6,7 +6,6 @@ of what the weights cost in a 7B model (4 * 28 * 3584 * 16K FLOPs per token agai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -16,6 +15,7 @@ from tltlab.arrays import Flags, Floats, Ints
 from tltlab.config import FrozenModel, StoredModel
 from tltlab.errors import ConfigError
 from tltlab.hardware import BYTES_PER_VALUE, Count, Gpu, ModelShape, Positive, gpu, model
+from tltlab.records import frozen
 
 from .base import Seconds
 
@@ -32,7 +32,7 @@ _ADAM_BYTES = 28
 """Per parameter and update: read gradient and fp32 master weight and two moments (16), write the last three (12)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StepWorkload:
     """Work of an RL step's stages; tokens count prompt and response, pairs are sums of n^2 / 2.
 

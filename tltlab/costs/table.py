@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -13,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.hardware import gpu, model
+from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
@@ -39,7 +39,7 @@ class AttentionKnot(FrozenModel):
     per_context_s: Seconds = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class IdealForward:
     """Seconds of a perfect forward: reading the weights, or computing, whichever takes longer, with a rounded knee.
 
@@ -174,7 +174,7 @@ class TableCosts(CostModel):
         return Utilisation(xs=tuple(tokens), ys=tuple(seconds), excess=excess, ideal=ideal)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Polyline:
     """Piecewise linear through (xs, ys): constant below, of slope `beyond` above."""
 
@@ -192,7 +192,7 @@ class Polyline:
         return self.ys[i - 1] + share * (self.ys[i] - self.ys[i - 1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Utilisation:
     """Through (xs, ys), with the logarithm of measured over ideal time, `excess`, linear in the logarithm of x."""
 
@@ -215,7 +215,7 @@ Curve = Polyline | Utilisation
 """Seconds as a function of tokens or requests."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TableIteration(IterationCost):
     """Seconds of one iteration under one strategy, read from the table."""
 

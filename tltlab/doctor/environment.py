@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 from tltlab.files import leftovers
 from tltlab.hardware import available_memory
+from tltlab.records import frozen
 
 from .check import GIB, Check, Facts, Finding, look
 
@@ -91,7 +92,7 @@ def _processes() -> tuple[str, ...]:
     return tuple(names)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Machine:
     """Evidence of the checks, of this machine where it is not given; what is not known is None.
 

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TextIO
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from tltlab.config import shown
 from tltlab.errors import TraceError
 from tltlab.files import MOST_JSON_BYTES, PACKED, open_input, open_unpacked, parse_json
+from tltlab.records import frozen
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 from tltlab.traces.trace import check_source
 
@@ -269,7 +270,7 @@ def step_of(path: Path, is_dump: bool) -> int | None:
     return int(match[1]) if match and is_step else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Reading:
     """Facts about a file that its user knows; None is for the file to show.
 
@@ -293,7 +294,7 @@ class Reading:
     needs: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Records:
     """Some records of a file: cells by column, their places ("line 3"), and the RL step in the file's name."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tltlab.config import shown
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json
+from tltlab.records import frozen
 from tltlab.traces.schema import MANIFEST_FILE, Manifest
 from tltlab.traces.trace import Trace, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
@@ -73,7 +74,7 @@ TraceSource = str | Path | Trace | pd.DataFrame | pd.Series | NDArray[Any] | Seq
 """A trace as users give it: itself, where it is, or response lengths, in a DataFrame as a CSV has them or alone."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Imported:
     """A trace with what was read of its source: the source's column for each column of a trace, and its others."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
@@ -13,6 +12,7 @@ import pandas as pd
 
 from tltlab.arrays import Flags, Floats
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.traces.metrics import prompt_share as measured_share
 from tltlab.traces.metrics import rollout_s
 from tltlab.traces.trace import Trace
@@ -38,7 +38,7 @@ _SIGNIFICANT = 3.0
 _NORMAL = NormalDist()
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Longest:
     """Tokens of the longest of `num_responses` in another RL step: the median, and the ends of the `level` interval.
 
@@ -60,7 +60,7 @@ class Longest:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Makespan:
     """Seconds of another RL step's rollout: the median, and the ends of the `level` prediction interval."""
 
@@ -236,7 +236,7 @@ def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthMod
     return model.with_changes(prompt_share=prompt_share, **_prompt_lengths(rows))
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Outlook:
     """Summaries of a trace's lengths, and what another RL step of its size is predicted to have; None where unknown."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -13,6 +13,7 @@ import pandas as pd
 
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 
 from .model import LengthModel, normal_weights, straight_through
 
@@ -30,7 +31,7 @@ _WORST = math.log(1.25)
 _APART = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Summaries:
     """Published summaries of response lengths, in tokens, as they were cut at `cap`.
 

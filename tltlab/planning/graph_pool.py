@@ -21,7 +21,6 @@ Terms sum over runners, so memory is additive.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
 
@@ -35,12 +34,13 @@ from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable
+from tltlab.records import frozen
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 Count = Annotated[int, Field(gt=0)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TargetRunner:
     """The target's graphs of one tokens_to_verify: one per batch size, ascending."""
 
@@ -48,7 +48,7 @@ class TargetRunner:
     batches: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DrafterRunner:
     """One strategy's drafter graphs: two per batch size, drafting and taking the accepted tokens in."""
 
@@ -56,7 +56,7 @@ class DrafterRunner:
     batches: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CapturePlan:
     """CUDA graphs to capture. `max_batch` is the largest batch with a graph; larger ones run without."""
 
@@ -212,7 +212,7 @@ class GraphPool(FrozenModel):
         return 4.0 * self.page_tables * self.context_tokens * batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class GraphMemory:
     """Room for captured CUDA graphs: the engine's pool, what it captures, and how many bytes may go into it."""
 

@@ -21,6 +21,7 @@ from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
+from tltlab.records import frozen
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
@@ -34,7 +35,7 @@ class UnknownAcceptance(ConfigError):
     """No acceptance is known for the system's drafters."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class BoundSystem:
     """A system that can be simulated.
 

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Literal, ParamSpec
@@ -16,6 +15,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from tltlab.charts import Chart, data_uri, inline_svg, series_names
+from tltlab.records import frozen
 
 _TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ _CHART_IN = 8.0
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Picture:
     """A chart in the page. `alt` describes it for readers who cannot see it, `caption` explains how to read it.
 
@@ -71,7 +71,7 @@ class Picture:
         return cls(source=f"data:image/png;base64,{base64.b64encode(png).decode()}", alt=alt, caption=caption)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Pictures:
     """Pictures of one kind, of which a slider shows one at a time, `first` at first; without script all, in order.
 
@@ -85,7 +85,7 @@ class Pictures:
     kind: Literal["pictures"] = "pictures"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PageTable:
     """Rows of cells that are text already; all but the first column are set flush right unless `text_columns` has them.
 
@@ -103,7 +103,7 @@ class PageTable:
     kind: Literal["table"] = "table"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Facts:
     """Names and values, such as versions."""
 
@@ -111,7 +111,7 @@ class Facts:
     kind: Literal["facts"] = "facts"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Paragraph:
     """A paragraph; `strong` for a verdict."""
 
@@ -120,7 +120,7 @@ class Paragraph:
     kind: Literal["text"] = "text"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Items:
     """A list of sentences, each under a short label."""
 
@@ -128,7 +128,7 @@ class Items:
     kind: Literal["items"] = "items"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Code:
     """Commands or a configuration, to be copied; folded under `summary` where there is one."""
 
@@ -138,7 +138,7 @@ class Code:
     kind: Literal["code"] = "code"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Piece:
     """Text of one origin: `drafter` 1 to 4 is the colour of its drafter, 0 the model's own; `title` has details."""
 
@@ -147,7 +147,7 @@ class Piece:
     title: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Transcript:
     """Prompt and response of a model, in pieces; `label` has the facts."""
 
@@ -160,7 +160,7 @@ class Transcript:
 Block = Picture | Pictures | PageTable | Facts | Paragraph | Items | Code | Transcript
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Section:
     """A part of the page under its own heading."""
 
@@ -172,7 +172,7 @@ class Section:
         return "-".join("".join(c if c.isalnum() else " " for c in self.title.lower()).split())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Absent:
     """A part that the page does not have, and why in one line."""
 
@@ -204,7 +204,7 @@ def titled(title: str) -> Callable[[Callable[Arguments, Sequence[Block]]], Calla
     return decorate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Served:
     """Additions to a page that `tltlab ui` serves.
 
@@ -215,7 +215,7 @@ class Served:
     live: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Page:
     """A whole report: the `verdict` and `key_figures` (name, value) stand on top, parts below in their order."""
 
