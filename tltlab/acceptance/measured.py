@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from tltlab.arrays import Floats, Ints
 from tltlab.config import FrozenModel
@@ -85,7 +85,7 @@ class BatchBand(FrozenModel):
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
-    max_batch: Annotated[int, Field(gt=0)] | None
+    max_batch: PositiveInt | None
     drafters_by_depth: Annotated[dict[str, dict[int, FittedDepth]], Field(alias="drafters")]
 
     @field_validator("drafters_by_depth")

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from tltlab.config import FrozenModel
 from tltlab.records import frozen
@@ -58,12 +58,12 @@ class SpotTraining(FrozenModel):
     packing_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = PACKED_SAMPLES_PER_S / PADDED_SAMPLES_PER_S
     packed: bool = True
     scaling_efficiency: _Share = 0.9
-    samples_per_update: Annotated[int, Field(gt=0)] = 8
+    samples_per_update: PositiveInt = 8
     sample_tokens: _Positive = 2048.0
     optimizer_s: _Seconds = 0.0
     start_s: _Seconds = 5.0
     join_s: _Seconds = 1.0
-    checkpoint_every: Annotated[int, Field(gt=0)] | None = 100
+    checkpoint_every: PositiveInt | None = 100
     checkpoint_s: _Seconds = CHECKPOINT_S["selective"]
     yield_s: _Seconds = 0.0
     carried_share: _Share = 0.25

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel, faults_in
@@ -278,7 +278,7 @@ class EngineProfile(FrozenModel):
     draft_level_per_request_s: Seconds
     tree_s: Seconds
     verify_token_s: Seconds
-    draft_vocab: Annotated[int, Field(gt=0)] | None = None
+    draft_vocab: PositiveInt | None = None
     measured: tuple[MeasurementSet, ...]
     notes: tuple[str, ...] = ()
 

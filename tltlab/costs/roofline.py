@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Annotated, Literal, TypeVar
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
@@ -27,7 +27,7 @@ class Hardware(FrozenModel):
 
     gpu: str | Gpu
     model: str | ModelShape
-    tp: Annotated[int, Field(gt=0)] = 1
+    tp: PositiveInt = 1
 
     @model_validator(mode="after")
     def _check_names(self) -> Hardware:
@@ -232,10 +232,10 @@ class RooflineCosts(CostModel):
     kind: Literal["roofline"] = "roofline"
     gpu: str | Gpu
     model: str | ModelShape
-    tp: Annotated[int, Field(gt=0)]
+    tp: PositiveInt
     weights: Dtype | None = None
     kv: Dtype = "bf16"
-    draft_vocab: Annotated[int, Field(gt=0)] | None = None
+    draft_vocab: PositiveInt | None = None
     constants: Constants
 
     @model_validator(mode="after")

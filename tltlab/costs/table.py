@@ -7,11 +7,11 @@ from bisect import bisect_right
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
-from tltlab.hardware import gpu, model
+from tltlab.hardware import Positive, gpu, model
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
@@ -27,14 +27,14 @@ KNEE = 4.0
 class TokenKnot(FrozenModel):
     """Work that depends on the tokens in the batch (matrix products, all-reduces) takes `seconds` at `tokens`."""
 
-    tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    tokens: Positive
+    seconds: Positive
 
 
 class AttentionKnot(FrozenModel):
     """Attention of `batch` requests takes fixed_s + per_context_s * (sum of their contexts)."""
 
-    batch: Annotated[int, Field(gt=0)]
+    batch: PositiveInt
     fixed_s: Seconds = 0.0
     per_context_s: Seconds = 0.0
 

@@ -25,7 +25,7 @@ from itertools import pairwise
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
@@ -36,8 +36,6 @@ from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable
 from tltlab.records import frozen
 from tltlab.strategy import NO_SPECULATION, Strategy
-
-Count = Annotated[int, Field(gt=0)]
 
 
 @frozen
@@ -169,14 +167,14 @@ class GraphPool(FrozenModel):
     FlashAttention backend with top_k > 1.
     """
 
-    num_layers: Count
-    hidden_size: Count
-    vocab_size: Count
-    context_tokens: Count
-    tensor_parallel: Count = 1
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    vocab_size: PositiveInt
+    context_tokens: PositiveInt
+    tensor_parallel: PositiveInt = 1
     keeps_logits: bool = False
-    page_tables: Annotated[int, Field(ge=0)] = 7
-    workspace_bytes: Annotated[int, Field(ge=0)] = 32 * 2**20
+    page_tables: NonNegativeInt = 7
+    workspace_bytes: NonNegativeInt = 32 * 2**20
     bytes_per_layer: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
     def memory_bytes(self, plan: CapturePlan) -> float:
