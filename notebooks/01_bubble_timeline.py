@@ -28,7 +28,7 @@ from IPython.display import display
 
 import tltlab
 from tltlab.charts import lines
-from tltlab.report.perfetto import write_perfetto
+from tltlab.report.timeline import write_perfetto
 from tltlab.sim import simulate
 from tltlab.traces import metrics
 

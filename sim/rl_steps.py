@@ -21,8 +21,7 @@ from tltlab.costs.stages import STAGES, StageCosts, served_s
 from tltlab.errors import ConfigError
 from tltlab.planning.dispatch import stage_left
 from tltlab.sim.engine.record import SimulatedRollout
-from tltlab.traces.rows import span
-from tltlab.traces.schema import TABLES
+from tltlab.traces.schema import TABLES, span
 from tltlab.traces.trace import Trace
 
 from .simulate import SimResult

@@ -42,7 +42,7 @@ Values = Sequence[float | None] | np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reading:
+class PanelTexts:
     """Texts for places in a panel: `texts[i]` at `x[i]`, at `y[i]`, or at both, in the panel's units.
 
     The text nearest to the pointer is shown; with `holds`, the one that began last before it ("" for nothing).
@@ -62,7 +62,7 @@ class Chart(Figure):
 
     def __init__(self, *args: Any, **keywords: Any):
         super().__init__(*args, **keywords)
-        self.readings: list[Reading] = []
+        self.readings: list[PanelTexts] = []
 
     def places(self) -> list[dict[str, Any]]:
         """The readings of the chart as it was drawn last: `texts`, and places in 1/10,000 of its width and height.
@@ -71,7 +71,7 @@ class Chart(Figure):
         """
         return [self._place(reading) for reading in self.readings if len(reading.texts)]
 
-    def _place(self, reading: Reading) -> dict[str, Any]:
+    def _place(self, reading: PanelTexts) -> dict[str, Any]:
         axes, num = reading.axes, len(reading.texts)
         data = np.empty((num, 2))
         data[:, 0] = axes.get_xlim()[0] if reading.x is None else reading.x
@@ -100,7 +100,7 @@ def brief(value: float) -> str:
 
 def _add_reading(axes: Axes, texts: Sequence[str], x: np.ndarray | None = None, y: np.ndarray | None = None) -> None:
     if isinstance(axes.figure, Chart):
-        axes.figure.readings.append(Reading(axes=axes, texts=texts, x=x, y=y))
+        axes.figure.readings.append(PanelTexts(axes=axes, texts=texts, x=x, y=y))
 
 
 def bars(
@@ -160,10 +160,8 @@ def lines(
     """
     figure = Chart(figsize=(_WIDTH_IN, 2.9), layout="constrained")
     axes = figure.subplots()
-    whole = True
     for i, (name, (x, y)) in enumerate(series.items()):
         across, up, color = _floats(x), _floats(y), COLORS[i % len(COLORS)]
-        whole = whole and bool(np.all(across == np.round(across)))
         axes.plot(across, up, color=color, linestyle=DASHES[i % len(DASHES)], marker=MARKERS[i % len(MARKERS)],
                   linewidth=1.4, markersize=4, markevery=max(1, len(across) // _MOST_MARKERS), label=name,
                   gid=f"series-{i}")  # fmt: skip
@@ -175,7 +173,7 @@ def lines(
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_locator(NullLocator())
     else:
-        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_ROUND, integer=whole))
+        _round_ticks(axes, *(x for x, _ in series.values()))
     if len(series) > 1:
         _legend(axes)
     finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
@@ -223,8 +221,7 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str) -> Figu
         floor += height
         num_drawn += 1
         texts = [f"{text}\n{name}: {share:.1%}" for text, share in zip(texts, height, strict=True)]
-    whole = bool(np.all(across == np.round(across)))
-    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_ROUND, integer=whole))
+    _round_ticks(axes, across)
     axes.set_ylim(0, 100)
     if len(across):
         axes.set_xlim(across.min() - 0.6 * width, across.max() + 0.6 * width)
@@ -354,6 +351,12 @@ def _value_text(value: float, low: float, high: float) -> str:
 
 def _floats(values: Any) -> np.ndarray:
     return np.array([np.nan if value is None else float(value) for value in values], dtype=np.float64)
+
+
+def _round_ticks(axes: Axes, *across: Any) -> None:
+    """Ticks of an x axis at round places, at whole ones where all values are."""
+    whole = all(np.all(x == np.round(x)) for x in map(_floats, across))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=_ROUND, integer=whole))
 
 
 def _legend(axes: Axes, columns: int = 4) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, Unpack, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, Unpack, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from .errors import ConfigError
 from .files import sealed, write_json
@@ -21,6 +21,7 @@ _SELF_EXPLANATORY = ("missing", "extra_forbidden", "value_error", "union_tag_inv
 """Faults explained by their message or place: the value got is not shown again."""
 
 Place = tuple[int | str, ...]
+_Value = TypeVar("_Value")
 
 
 class FrozenModel(BaseModel):
@@ -130,6 +131,17 @@ def faults_in(source: object, place: Callable[[Place], str] | None = None) -> It
         yield
     except ValidationError as error:
         raise ConfigError(f"{source}: {faults(error, place or dotted)}") from error
+
+
+def validated(
+    kind: TypeAdapter[_Value], value: object, source: object, place: Callable[[Place], str] | None = None
+) -> _Value:
+    """Return the value that `kind` makes of one in a file; what it or a class of ours refuses is a ConfigError."""
+    with faults_in(source, place):
+        try:
+            return kind.validate_python(value)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
 
 
 def dotted(place: Place) -> str:

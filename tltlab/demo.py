@@ -18,8 +18,7 @@ from tltlab.console import progress, table
 from tltlab.errors import RunError
 from tltlab.files import sealed, write_json
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.report.perfetto import write_perfetto
-from tltlab.report.timeline import timeline
+from tltlab.report.timeline import timeline, write_perfetto
 from tltlab.runtime.drafter.offline.runs import annotated_drafts, by_position, idle_times, last_third
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.models.make import Size, make_model

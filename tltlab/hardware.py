@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from .config import FrozenModel
 from .errors import ConfigError
@@ -33,7 +33,6 @@ DTYPE_BYTES: dict[Dtype, float] = {"bf16": 2, "fp8": 1, "int8": 1, "fp4": 0.5625
 """Bytes per value; those of four bits with a scale of one byte per 16 (NVFP4), or of two per 128 and zeros (AWQ)."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(gt=0)]
 _Named = TypeVar("_Named", "Gpu", "ModelShape")
 
 
@@ -70,25 +69,25 @@ class ModelShape(FrozenModel):
     """
 
     name: str
-    hidden: Count
-    intermediate: Annotated[int, Field(ge=0)]
-    layers: Count
-    heads: Count
-    kv_heads: Count
-    head_dim: Count
-    vocab: Count
+    hidden: PositiveInt
+    intermediate: NonNegativeInt
+    layers: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    vocab: PositiveInt
     tied_embeddings: bool = False
-    experts: Annotated[int, Field(ge=0)] = 0
-    experts_per_token: Annotated[int, Field(ge=0)] = 0
-    expert_intermediate: Annotated[int, Field(ge=0)] = 0
-    shared_intermediate: Annotated[int, Field(ge=0)] = 0
-    dense_layers: Annotated[int, Field(ge=0)] = 0
-    latent: Annotated[int, Field(ge=0)] = 0
-    latent_queries: Annotated[int, Field(ge=0)] = 0
-    value_dim: Annotated[int, Field(ge=0)] = 0
-    window: Annotated[int, Field(ge=0)] = 0
-    window_layers: Annotated[int, Field(ge=0)] = 0
-    state_layers: Annotated[int, Field(ge=0)] = 0
+    experts: NonNegativeInt = 0
+    experts_per_token: NonNegativeInt = 0
+    expert_intermediate: NonNegativeInt = 0
+    shared_intermediate: NonNegativeInt = 0
+    dense_layers: NonNegativeInt = 0
+    latent: NonNegativeInt = 0
+    latent_queries: NonNegativeInt = 0
+    value_dim: NonNegativeInt = 0
+    window: NonNegativeInt = 0
+    window_layers: NonNegativeInt = 0
+    state_layers: NonNegativeInt = 0
     qk_norm: bool = False
     weights: Dtype = "bf16"
 

@@ -19,8 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from importlib.abc import InspectLoader
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -28,7 +26,7 @@ from pydantic import Field
 
 from .config import FiniteModel, faults_in, json_or_text, shown
 from .errors import ConfigError, did_you_mean
-from .files import found_in
+from .files import find_source, found_in
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
@@ -269,15 +267,8 @@ def _lacks(module: str, name: str) -> str | None:
     """The file of a module that binds no such name at its top level; None where it may. Nothing is imported."""
     if module in sys.modules:
         return None
-    path, parent = None, ""
-    for part in module.split("."):
-        parent = f"{parent}.{part}" if parent else part
-        spec = PathFinder.find_spec(parent, path)
-        if spec is None:
-            return None
-        path, loader, file = spec.submodule_search_locations, spec.loader, str(spec.origin)
     try:
-        source = loader.get_source(module) if isinstance(loader, InspectLoader) else None
+        source, file = find_source(module)
         tree = ast.parse(source or "*")
     except (ImportError, SyntaxError, ValueError, RecursionError):
         return None  # importing it raises the better error

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .records import frozen
 from .strategy import NO_SPECULATION, Strategy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RequestState:
     """One running request. `recent_acceptance` is accepted tokens per draft lately (bonus excluded), None if none."""
 
@@ -19,7 +20,7 @@ class RequestState:
     recent_acceptance: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DrafterState:
     """Freshness of a drafter: `age` in RL steps since its last update, and updates so far."""
 

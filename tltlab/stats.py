@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import combinations
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from .arrays import Floats
 from .errors import ConfigError
+from .records import frozen
 
 Method = Literal["bca", "percentile", "t", "none"]
 Pair = tuple[int, int]
@@ -25,7 +26,7 @@ Span = tuple[float, float]
 LEVEL = 0.95
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Interval:
     """An estimate and its two-sided interval at `level`; low and high are NaN where one pair allows none (`none`)."""
 
@@ -144,7 +145,7 @@ def student_margin(error: float, freedom: int, level: float = LEVEL) -> float:
     return float(stdtrit(freedom, (1.0 + level) / 2.0)) * error
 
 
-def mean_of_few(values: Sequence[float] | Floats, *, least_error: float = 0.0, level: float = LEVEL) -> Interval:
+def mean_of_few(values: Sequence[float] | Floats, *, least_error: float = 0.0) -> Interval:
     """The mean of a few independent values with Student's interval, since bootstraps of so few are too narrow.
 
     Few values may agree by chance: `least_error` is the standard error that the mean has at least.
@@ -156,8 +157,8 @@ def mean_of_few(values: Sequence[float] | Floats, *, least_error: float = 0.0, l
     margin = math.nan
     if len(values) > 1:
         error = max(float(np.std(values, ddof=1)) / math.sqrt(len(values)), least_error)
-        margin = student_margin(error, len(values) - 1, level)
-    return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=level, method="none")
+        margin = student_margin(error, len(values) - 1)
+    return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=LEVEL, method="none")
 
 
 def mean_interval(values: Sequence[float] | Floats) -> Span:

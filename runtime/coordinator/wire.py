@@ -49,7 +49,7 @@ def encode(message: WorkerReport | Train | StopTraining) -> bytes:
     >>> decode_report(encode(StopTraining(worker=3, seq=17, term=2))) is None
     True
     """
-    fields = {name: getattr(message, name) for name in message.__slots__}
+    fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
     return _encoder.encode(_STRUCTS[type(message)](version=_VERSION, **fields))
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import ray
 
 from tltlab.coordination.canary import check_chances
-from tltlab.coordination.gate import Attempt, tokens_per_draft
-from tltlab.coordination.schedule import TrainingSchedule
+from tltlab.coordination.schedule import Attempt, TrainingSchedule, tokens_per_draft
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import new_folder

@@ -30,7 +30,7 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.state import Choice, RequestState, StepOutcome, StepState, recent_acceptance
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.rows import Row
+from tltlab.traces.schema import Row
 
 from .drafter_pool import DrafterPool, ResponseTokens
 from .generation import BatchRequests, Drafting, LiveRequest, describe_exception, notify

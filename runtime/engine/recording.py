@@ -25,8 +25,7 @@ from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import recording_of
-from tltlab.traces.rows import Row, columns, key_columns
-from tltlab.traces.schema import Manifest
+from tltlab.traces.schema import Manifest, Row, columns, key_columns
 
 from .control import Control
 from .generation import LiveRequest, describe_exception

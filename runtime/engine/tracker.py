@@ -17,7 +17,7 @@ from typing import Any
 from tltlab.drafters.base import Key
 from tltlab.state import NO_CHOICE, Choice, StepOutcome
 from tltlab.strategy import Strategy
-from tltlab.traces.rows import Row, as_rows, columns, strategy_columns
+from tltlab.traces.schema import Row, as_rows, columns, strategy_columns
 
 Clock = Callable[[], float]
 

@@ -23,7 +23,7 @@ from .memory import (
     STORE,
     WORKER,
     Device,
-    MemoryTable,
+    MemoryEstimate,
     Part,
     Sizes,
     memory_table,
@@ -191,7 +191,7 @@ def _actors(recipe: Recipe, bundles: Bundles) -> tuple[Actor, ...]:
     )
 
 
-def _memory(table: MemoryTable, bundles: Bundles, actors: tuple[Actor, ...]) -> tuple[Memory, ...]:
+def _memory(table: MemoryEstimate, bundles: Bundles, actors: tuple[Actor, ...]) -> tuple[Memory, ...]:
     """Return memory by place and phase: a GPU or process of each kind, then the fullest host."""
     if bundles.colocated:
         places = {"a GPU": [WORKER, RANK, SPOT]}

@@ -69,7 +69,7 @@ class Part:
     process: str
 
 
-class MemoryTable:
+class MemoryEstimate:
     """Parts by device and phase: of each process on a host, on each of its GPUs.
 
     `at_once` responses of full length fit into an engine's KV cache.
@@ -147,15 +147,15 @@ class Sizes:
         self.history_bytes = sum(most if bound is None else min(bound * 2**20, most) for bound in bounds)
 
 
-def memory_table(sizes: Sizes) -> MemoryTable:
+def memory_table(sizes: Sizes) -> MemoryEstimate:
     """Return all parts. ConfigError where tensor parallelism does not divide the heads, or no full response fits."""
-    table = MemoryTable("GPU" if sizes.on_gpu else "host")
+    table = MemoryEstimate("GPU" if sizes.on_gpu else "host")
     for rows_of in (_engine, _trainer, _drafter, _driver):
         rows_of(sizes, table)
     return table
 
 
-def _engine(sizes: Sizes, table: MemoryTable) -> None:
+def _engine(sizes: Sizes, table: MemoryEstimate) -> None:
     """Add a rollout worker's parts. With a known GPU vLLM's KV cache is the rest of its share.
 
     Asleep (level 1) an engine keeps its weights on the host, pinned: torch never frees that memory.
@@ -231,7 +231,7 @@ def _engine(sizes: Sizes, table: MemoryTable) -> None:
     _sent(sizes, table, WORKER)
 
 
-def _trainer(sizes: Sizes, table: MemoryTable) -> None:
+def _trainer(sizes: Sizes, table: MemoryEstimate) -> None:
     """Add a rank's parts: those it keeps between updates, and those of an update and a sync.
 
     Float32 master weights, gradients and Adam's two moments are the 16 bytes per parameter of ZeRO (arXiv 1910.02054,
@@ -281,7 +281,7 @@ def _trainer(sizes: Sizes, table: MemoryTable) -> None:
     _sent(sizes, table, RANK)
 
 
-def _sent(sizes: Sizes, table: MemoryTable, process: str) -> None:
+def _sent(sizes: Sizes, table: MemoryEstimate, process: str) -> None:
     """Add parts of weight transfers (`engine.weights`): a process's buckets, and a trainer's gathered tensor.
 
     By the host the buckets are shared memory of a machine, mapped permanently; between devices they exist during a
@@ -298,7 +298,7 @@ def _sent(sizes: Sizes, table: MemoryTable, process: str) -> None:
         table.add(process, "weights, in buckets", 2 * max(DEVICE_BUCKET_BYTES, value * largest), "2 buckets", SYNC)
 
 
-def _drafter(sizes: Sizes, table: MemoryTable) -> None:
+def _drafter(sizes: Sizes, table: MemoryEstimate) -> None:
     """Add the parts of the drafter trainer next to each engine; none without [drafter].
 
     Weights, gradients and moments stay on the device between periods, and so do earlier heads, for annotations, and
@@ -335,7 +335,7 @@ def _drafter(sizes: Sizes, table: MemoryTable) -> None:
     on_host("drafter checkpoint", 12 * head, "12 bytes x the head's parameters, staged")
 
 
-def _driver(sizes: Sizes, table: MemoryTable) -> None:
+def _driver(sizes: Sizes, table: MemoryEstimate) -> None:
     """Add the parts of the driver, Ray's object store, Ray and a reward process: all on hosts."""
     recipe, head, texts = sizes.recipe, sizes.head_params, sizes.responses * sizes.tokens
     trains, value = recipe.drafter is not None, sizes.trainer_value

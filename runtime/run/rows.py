@@ -26,8 +26,7 @@ from tltlab.stats import finite
 from tltlab.strategy import Strategy
 from tltlab.traces.metrics import bubble_fraction, mean_accept_length, tail_fraction, tokens_per_s
 from tltlab.traces.recorder import ColumnRows
-from tltlab.traces.rows import Row, columns, idle_spans, key_columns, span, span_detail
-from tltlab.traces.schema import GRAPH_KINDS, TABLES, Manifest
+from tltlab.traces.schema import GRAPH_KINDS, TABLES, Manifest, Row, columns, idle_spans, key_columns, span, span_detail
 from tltlab.traces.trace import Trace
 
 _OFF_POLICY = {

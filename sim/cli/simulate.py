@@ -14,8 +14,7 @@ from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
-from tltlab.lengths.fit import outlook
-from tltlab.lengths.longest import Makespan
+from tltlab.lengths.fit import Makespan, outlook
 from tltlab.options import command
 from tltlab.own import code_allowed
 from tltlab.planning.composition import asynchronous

@@ -13,8 +13,7 @@ import pandas as pd
 
 from tltlab.arrays import Floats, Ints
 from tltlab.sim.idle_training import SpotResult
-from tltlab.traces.rows import Row, columns, idle_spans, span, span_detail, strategy_columns
-from tltlab.traces.schema import KEY, TABLES
+from tltlab.traces.schema import KEY, TABLES, Row, columns, idle_spans, span, span_detail, strategy_columns
 
 from .log import Columns, WorkerLog
 from .memoryless import Drained

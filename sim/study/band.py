@@ -17,7 +17,7 @@ import numpy as np
 from tltlab.acceptance.base import Acceptance, Scaled, scaled
 from tltlab.acceptance.load import DEFAULT
 from tltlab.arrays import Floats, Ints
-from tltlab.calibration.acceptance.logged import LoggedDrafting
+from tltlab.calibration.logged import LoggedDrafting
 from tltlab.costs.evidence import interval
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats
-from tltlab.calibration.acceptance.logged import LoggedDrafting
+from tltlab.calibration.logged import LoggedDrafting
 from tltlab.calibration.stages import mean_stages, measured_stages, rollout_rows, rollout_share
 from tltlab.costs.deployment import GPUS
 from tltlab.costs.scaled import ScaledCosts

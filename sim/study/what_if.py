@@ -17,9 +17,8 @@ from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.costs.deployment import GPUS
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
-from tltlab.importers.formats import Format
 from tltlab.importers.rows import Reading
-from tltlab.importers.sources import TraceSource, read_lengths
+from tltlab.importers.sources import Format, TraceSource, read_lengths
 from tltlab.options import Option
 from tltlab.planning.composition import System
 from tltlab.planning.system_binding import BoundSystem

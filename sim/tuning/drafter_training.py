@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.acceptance.freshness import FreshAcceptance
-from tltlab.calibration.acceptance.fits import fit_kind
-from tltlab.calibration.acceptance.freshness import drafter_states
+from tltlab.calibration.acceptance import drafter_states, fit_kind
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.sim.config import SimulationConfig

@@ -10,9 +10,8 @@ import numpy as np
 
 from tltlab.acceptance.base import from_survival, scaled
 from tltlab.acceptance.freshness import FreshAcceptance, MeasuredState
-from tltlab.acceptance.measured import Band, MeasuredAcceptance
-from tltlab.calibration.acceptance.freshness import fit_freshness
-from tltlab.calibration.acceptance.measured import fit_acceptance
+from tltlab.acceptance.measured import BatchBand, MeasuredAcceptance
+from tltlab.calibration.acceptance import fit_acceptance, fit_freshness
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.traces.trace import Trace
@@ -99,5 +98,7 @@ def rescaled(
             accepted = cell.accepted if total.sum() <= 0 else tuple((total / total.sum()).tolist())
             pooled[depth] = cell.model_copy(update={"accepted": accepted})
         cells_of = {name: cells for name, cells in band.drafters_by_depth.items() if name != drafter}
-        bands.append(Band(max_batch=band.max_batch, drafters_by_depth=cells_of | ({drafter: pooled} if pooled else {})))
+        bands.append(
+            BatchBand(max_batch=band.max_batch, drafters_by_depth=cells_of | ({drafter: pooled} if pooled else {}))
+        )
     return MeasuredAcceptance(bands=tuple(bands), copies=base.copies)

@@ -20,9 +20,9 @@ from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, TableRow, TableSpec
-from tltlab.sim.study.study import Cell, Study
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.scenario import Scenario
+from tltlab.sim.study.study import Cell, Study
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 

@@ -13,7 +13,7 @@ import pytest
 from tests.refused import refused
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import FittedDepth, MeasuredAcceptance
-from tltlab.calibration.acceptance.fits import fit_kind
+from tltlab.calibration.acceptance import fit_kind
 from tltlab.calibration.api import StepFits, calibrate
 from tltlab.calibration.iterations import checked, recorded_rows
 from tltlab.costs.base import LinearCosts

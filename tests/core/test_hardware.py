@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.refused import refused
-from tltlab.costs.model_config import shape_of_config
+from tltlab.costs.profiles import shape_of_config
 from tltlab.errors import ConfigError
 from tltlab.hardware import RUNTIME_BYTES, Gpu, ModelShape, activation_bytes, gpu, kv_capacity_tokens, model
 

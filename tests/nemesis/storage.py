@@ -32,8 +32,7 @@ from tltlab.files import lock, write_file, write_json
 from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.runtime.trainer.checkpoint import load_trainer, save_trainer
-from tltlab.traces.recorder import Recorder
-from tltlab.traces.recovery import repair
+from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import read
 

@@ -176,8 +176,7 @@ class Acceptance(ABC):
         """P(accepted <= j) for j = 0..reach - 1; None where requests differ."""
         if self.varies_by != "nothing":
             return None
-        below: Floats = np.cumsum(self.distribution(strategy))[:-1]
-        return below
+        return np.cumsum(self.distribution(strategy))[:-1]
 
     def most_tokens(self, strategy: Strategy, requests: RequestArrays) -> Floats:
         """Expected tokens per iteration that no request exceeds on its way to the state in `requests`.
@@ -444,8 +443,7 @@ def scaled(survival: Floats, ratio: Floats | float) -> Floats:
 
     The last axis runs over the draft's tokens. Several ratios have shape (rows, 1), one for each row.
     """
-    rescaled: Floats = np.cumprod(np.minimum(1.0, chances(survival) * ratio), axis=-1)
-    return rescaled
+    return np.cumprod(np.minimum(1.0, chances(survival) * ratio), axis=-1)
 
 
 def chances(survival: Floats) -> Floats:

@@ -14,7 +14,7 @@ from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
 from .base import Acceptance, AcceptanceModel, Positive, RequestArrays, Scaled, Variation, Wrapped, scaled
-from .by_request import Alike, SiblingAcceptance
+from .curves import Alike, SiblingAcceptance
 
 USELESS_AT = 9.0
 """Context, in lengths at which the drafter was trained, from which on the target accepts none of its tokens."""

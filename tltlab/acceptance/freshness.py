@@ -16,8 +16,8 @@ from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
 from .base import Acceptance, AcceptanceModel, Positive, RequestArrays, Scaled, Share, Wrapped
-from .by_request import Alike, SiblingAcceptance
 from .context import ContextAcceptance
+from .curves import Alike, SiblingAcceptance
 
 Base = Alike | SiblingAcceptance | ContextAcceptance
 

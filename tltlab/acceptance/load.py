@@ -1,8 +1,8 @@
 """Acceptance models from a value, a name or a file, and the shipped ones.
 
 All kinds are under the contract `Acceptance`: constant; chains by one chance, a chance per token or an accept length
-per depth (base.py); measured distributions, as `calibrate` writes them (measured.py); trees (trees.py); by request,
-by siblings (by_request.py); replayed per position (replay.py). `FreshAcceptance` makes
+per depth (base.py); measured distributions, as `calibrate` writes them (measured.py); trees and growth by siblings
+(curves.py); replayed per position (replay.py). `FreshAcceptance` makes
 any of them depend on the drafter's age and training, `ContextAcceptance` on context beyond the length at which the
 drafter was trained, `PerDrafter` gives each drafter its own, `Scaled` multiplies the chances of some drafters.
 """
@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from tltlab.config import faults_in
+from tltlab.config import validated
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import OwnPart, is_own, split
@@ -31,11 +31,10 @@ from .base import (
     GeometricAcceptance,
     LengthsAcceptance,
 )
-from .by_request import SiblingAcceptance
 from .context import TRAINED_TOKENS, ContextAcceptance, split_trained, trained_at, trained_text
+from .curves import SiblingAcceptance, TreeAcceptance
 from .freshness import Base, FreshAcceptance
 from .per_drafter import EVERY, PerDrafter
-from .trees import TreeAcceptance
 
 _TLT = "tlt-qwen2.5-32b"
 _FITTED = TypeAdapter(
@@ -99,15 +98,15 @@ def load_acceptance(
     """
     if isinstance(source, Mapping):
         by_drafter = source and "kind" not in source and all(map(_is_source, source.values()))
-        return _by_drafter(source, epochs) if by_drafter else _validated(source, "acceptance")
+        return _by_drafter(source, epochs) if by_drafter else validated(_FILE, source, "acceptance")
     text = str(source) if isinstance(source, str | Path) else ""
     if text and split_by_drafter(text) is None and not Path(text).exists() and (trained := split_trained(text)):
         return trained_at(load_acceptance(trained[0]), trained[1], text)
     name, colon, number = text.partition(":")
     if colon and name == "lengths":
-        return _validated({"kind": name, "lengths": number.split("/")}, text)
+        return validated(_FILE, {"kind": name, "lengths": number.split("/")}, text)
     if colon and name in _SHORT:
-        return _validated({"kind": name, _SHORT[name]: number}, text)
+        return validated(_FILE, {"kind": name, _SHORT[name]: number}, text)
     own: Acceptance | None = OwnAcceptance.resolve(source)
     if own is not None:
         return own
@@ -123,7 +122,7 @@ def load_acceptance(
     with suppress(ValueError):
         first, *others = map(float, text.split("/"))
         value = {"kind": "chances", "kept": (first, *others)} if others else {"kind": "geometric", "alpha": first}
-        return _validated(value, text)
+        return validated(_FILE, value, text)
     if not Path(source).exists():
         raise ConfigError(
             f"no acceptance model {text!r}: give constant:A, geometric:ALPHA, lengths:A1/A2/..., 'trace', '{DEFAULT}', "
@@ -131,7 +130,7 @@ def load_acceptance(
             "model's file, module:Class, or one for each drafter as learned=geometric:ALPHA,ngram=geometric:ALPHA; "
             f"behind it @TOKENS or {', '.join(f'@{name}' for name in TRAINED_TOKENS)}, where the drafter was trained"
         )
-    return _validated(read_json(Path(source)), text)
+    return validated(_FILE, read_json(Path(source)), text)
 
 
 def split_by_drafter(text: str) -> dict[str, str] | None:
@@ -226,11 +225,3 @@ def _by_drafter(sources: Mapping[str, Any], epochs: bool) -> PerDrafter:
                 which = f"{DEFAULT}, earlier epochs" if epochs and name in WITH_EPOCHS else DEFAULT
                 texts[name] = f"{text} ({which})"
     return PerDrafter(models, others, texts)
-
-
-def _validated(value: Any, origin: str) -> Base | FreshAcceptance:
-    with faults_in(origin):
-        try:
-            return _FILE.validate_python(value)
-        except ConfigError as error:
-            raise ConfigError(f"{origin}: {error}") from error

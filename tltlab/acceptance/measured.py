@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, field_validator, model_validator
 
-from tltlab.arrays import Floats
+from tltlab.arrays import Floats, Ints
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD
 from tltlab.errors import ConfigError
@@ -65,6 +65,13 @@ class FittedDepth(FrozenModel):
     drafted: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     num_samples: int | None = None
 
+    @classmethod
+    def counted(cls, accepted: Ints, depth: int, drafted: float | None = None) -> Self:
+        """The measurement by samples of accepted tokens; `drafted` by default all of the depth."""
+        p = np.bincount(np.minimum(accepted, depth), minlength=depth + 1) / len(accepted)
+        mean = float(depth) if drafted is None else drafted
+        return cls(accepted=tuple(p.tolist()), drafted=mean, num_samples=len(accepted))
+
     @field_validator("accepted")
     @classmethod
     def _sums_to_one(cls, p: tuple[float, ...]) -> tuple[float, ...]:
@@ -73,12 +80,12 @@ class FittedDepth(FrozenModel):
         return p
 
 
-class Band(FrozenModel):
+class BatchBand(FrozenModel):
     """Measurements for batches up to `max_batch`, None for all larger ones."""
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
-    max_batch: Annotated[int, Field(gt=0)] | None
+    max_batch: PositiveInt | None
     drafters_by_depth: Annotated[dict[str, dict[int, FittedDepth]], Field(alias="drafters")]
 
     @field_validator("drafters_by_depth")
@@ -116,7 +123,7 @@ class MeasuredAcceptance(Distribution):
 
     copies: dict[str, bool] = Field(default={})
     kind: Literal["by-batch", "fitted"] = "by-batch"
-    bands: tuple[Band, ...]
+    bands: tuple[BatchBand, ...]
 
     @classmethod
     def at_any_batch(
@@ -135,7 +142,7 @@ class MeasuredAcceptance(Distribution):
 
     @field_validator("bands")
     @classmethod
-    def _ascend(cls, bands: tuple[Band, ...]) -> tuple[Band, ...]:
+    def _ascend(cls, bands: tuple[BatchBand, ...]) -> tuple[BatchBand, ...]:
         ends = [math.inf if band.max_batch is None else band.max_batch for band in bands]
         if not ends or ends[-1] != math.inf or any(a >= b for a, b in pairwise(ends)):
             raise ValueError("max_batch must ascend, and be null in the last band only")

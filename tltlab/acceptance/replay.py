@@ -51,10 +51,8 @@ class TraceAcceptance(Acceptance):
         fitted = {}
         for drafter, recordings in rows.items():
             depth = min(max_depth for max_depth, _ in recordings)
-            accepted = np.minimum(np.concatenate([positions for _, positions in recordings]), depth)
-            shares = np.bincount(accepted, minlength=depth + 1) / len(accepted)
-            fit = FittedDepth(accepted=tuple(shares.tolist()), drafted=float(depth), num_samples=len(accepted))
-            fitted[drafter] = {depth: fit} if depth else {}
+            accepted = np.concatenate([positions for _, positions in recordings]).astype(np.int64)
+            fitted[drafter] = {depth: FittedDepth.counted(accepted, depth)} if depth else {}
         return MeasuredAcceptance.at_any_batch(fitted, copies=drafters.copying(fitted))
 
     def in_state(self, drafters: Mapping[str, DrafterState]) -> TraceAcceptance:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +10,19 @@ import pandas as pd
 
 from tltlab.acceptance.measured import MeasuredAcceptance
 from tltlab.arrays import Flags, Floats
-from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
+from tltlab.records import frozen
 from tltlab.traces.trace import Trace
 
+from .acceptance import fit_acceptance
 from .costs import fit_trace
 from .iterations import iterations_of, recorded_rows
 from .linear import LinearEstimator, predict
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Calibration:
     """Linear costs and acceptance by batch; `residuals` and `sums` are those of the costs, as in `CostFit`.
 

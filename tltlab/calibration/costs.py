@@ -7,7 +7,6 @@ such as speculation where nothing else speculates, has no error, and a note name
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from tltlab.costs.evidence import Evidence
 from tltlab.costs.noise import IterationNoise, fit_noise
 from tltlab.costs.roofline import Hardware
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.traces.trace import Trace
 
 from .cross_validation import (
@@ -39,7 +39,7 @@ from .table import MeasuredTableEstimator, RecordedTableEstimator
 KINDS = ("linear", "roofline", "table")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class CostFit:
     """A cost model, `costs.calibrated` and `costs.notes` included, and how well it holds.
 
@@ -173,7 +173,7 @@ def _noise(table: pd.DataFrame, predicted: Floats) -> IterationNoise | None:
 
 def _held_out(estimator: CostEstimator, rows: Iterations, parts: Mapping[str, Flags], notes: list[str]) -> pd.DataFrame:
     """Rows for `held_out_errors`; NaN where the rest cannot predict a part, with the reason in `notes`."""
-    folds = (Fold(name=name, train=rows.where(~out), test=rows.where(out)) for name, out in parts.items())
+    folds = (Fold(name, rows.where(~out), rows.where(out)) for name, out in parts.items())
     tables = []
     for fold, predicted in cross_validated(estimator, folds):
         if isinstance(predicted, ConfigError):

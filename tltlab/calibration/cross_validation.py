@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -36,8 +35,7 @@ class Estimator(Protocol[Asked]):
     def predict(self, rows: Asked, /) -> Floats: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fold(Generic[Data]):
+class Fold(NamedTuple, Generic[Data]):
     """A part of the data that is left out, and the rest."""
 
     name: str
@@ -50,7 +48,7 @@ def leave_one_group_out(rows: pd.DataFrame, column: str) -> Iterator[Fold[pd.Dat
     for value in sorted(rows[column].dropna().unique()):
         mask = rows[column] == value
         if not mask.all():
-            yield Fold(name=f"{column} {value:g}", train=rows[~mask], test=rows[mask])
+            yield Fold(f"{column} {value:g}", rows[~mask], rows[mask])
 
 
 def cross_validated(

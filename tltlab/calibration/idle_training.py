@@ -6,21 +6,20 @@ who trained next to it), "it" being the member that trained longest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pandas as pd
 
 from tltlab import console
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.traces.trace import Trace
 
 _SIZES = 0.05
 """Groups whose mean numbers of others differ by less are of one size."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class SpotFit:
     """`fit_spot`'s result.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Self
 
@@ -14,6 +14,7 @@ from tltlab.arrays import Flags, Floats, Ints
 from tltlab.costs.base import CalibratedRange, CostModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError, did_you_mean
+from tltlab.records import frozen
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.trace import Trace
 
@@ -28,7 +29,7 @@ _LEAST = {
 _WHOLE = ("batch", "draft_depth", "top_k")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Iterations:
     """One entry per iteration; contexts and verified tokens are sums over the batch.
 

@@ -16,20 +16,20 @@ that are not negative. So is a sum of such curves: isotonic smoothing and regres
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from tltlab.arrays import Flags, Floats, Ints
 from tltlab.costs.table import AttentionKnot, TokenKnot
+from tltlab.records import frozen
 
 LEAST_S = 1e-9
 _ROUNDS = 6
 _MADS = 4.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Fit:
     """Coefficients per column, None where the data do not separate the column from those before it.
 

@@ -7,7 +7,6 @@ steps: where the fit is no better, noise hides any dependence of the stage on to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -26,6 +25,7 @@ from tltlab.costs.stages import (
     Trained,
 )
 from tltlab.errors import TraceError
+from tltlab.records import frozen
 from tltlab.stats import Interval, paired_interval
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
@@ -45,7 +45,7 @@ _WORTH = 0.9
 """It stays where the left-out error falls below this share of what it was without."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class StageFit:
     """`fit_stages`'s result.
 
@@ -188,7 +188,7 @@ def _informative(work: StepWorkload) -> dict[str, float]:
     return {"per_token_s": work.informative_tokens, "base_s": 1.0, "per_pair_s": work.informative_pairs}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class _Stage:
     terms: dict[str, float]
     held_out: pd.DataFrame

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import Field, TypeAdapter, ValidationError
 
-from tltlab.calibration.acceptance.annotate import (
+from tltlab.calibration.annotate import (
     AcceptedLengths,
     Annotator,
     DraftedBy,

@@ -11,14 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
-from importlib.abc import InspectLoader
-from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points, metadata, requires, version
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tltlab.console import progress, running, sigterm_as_interrupt
 from tltlab.errors import ConfigError, TltlabError, did_you_mean, one_line
+from tltlab.files import find_source
 
 GROUP = "tltlab.commands"
 _INTERRUPTED = 130
@@ -213,25 +212,13 @@ def _overview() -> str:
 
 def _first_line(command: EntryPoint) -> str:
     """Purpose of a command: the first line of its function's docstring, or of its Typer's `help`."""
-    for node in ast.parse(_source(command.module)).body:
+    for node in ast.parse(find_source(command.module)[0]).body:
         if isinstance(node, ast.FunctionDef) and node.name == command.attr:
             return (ast.get_docstring(node) or "").partition("\n")[0]
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == command.attr:
             texts = [word.value for word in getattr(node.value, "keywords", ()) if word.arg == "help"]
             return str(ast.literal_eval(texts[0])).strip().partition("\n")[0] if texts else ""
     return ""
-
-
-def _source(module: str) -> str:
-    """The source of a module that is not imported, and neither are the packages that it is in; empty without one."""
-    name, path, loader = "", None, None
-    for part in module.split("."):
-        name = f"{name}.{part}".lstrip(".")
-        spec = PathFinder.find_spec(name, path)
-        if spec is None:
-            return ""
-        path, loader = spec.submodule_search_locations, spec.loader
-    return loader.get_source(name) or "" if isinstance(loader, InspectLoader) else ""
 
 
 def _fail(message: str, code: int) -> NoReturn:

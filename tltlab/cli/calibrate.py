@@ -12,8 +12,8 @@ import typer
 from pydantic import BaseModel
 
 from tltlab.acceptance.freshness import FreshAcceptance
-from tltlab.calibration.acceptance.fits import KINDS as ACCEPTANCE_KINDS
-from tltlab.calibration.acceptance.fits import AcceptanceFit, fit_kind
+from tltlab.calibration.acceptance import KINDS as ACCEPTANCE_KINDS
+from tltlab.calibration.acceptance import AcceptanceFit, fit_kind
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.calibration.costs import KINDS, CostFit, fit_points, fit_trace
 from tltlab.calibration.idle_training import SpotFit, fit_spot
@@ -28,8 +28,7 @@ from tltlab.costs.roofline import Hardware, RooflineCosts
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.files import sealed, write_json
-from tltlab.importers.formats import guess
-from tltlab.importers.sources import read
+from tltlab.importers.sources import guess, read
 from tltlab.sim.cli import options
 from tltlab.sim.verification.training_log import LogFit, fit_log, is_log
 

@@ -14,9 +14,8 @@ import typer
 
 from tltlab.console import Json, emit, progress
 from tltlab.doctor.check import Diagnosis, Finding
-from tltlab.doctor.environment import check_environment
+from tltlab.doctor.environment import Machine, check_environment, try_imports
 from tltlab.doctor.evidence import RunEvidence
-from tltlab.doctor.machine import Machine, try_imports
 from tltlab.doctor.signatures import examine
 from tltlab.errors import ConfigError
 from tltlab.traces.schema import SUFFIX, is_trace

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tltlab.errors import ConfigError
-from tltlab.importers.formats import FORMATS, Format
+from tltlab.importers.sources import FORMATS, Format
 
 Form = Annotated[str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}. [default: by the content]")]
 

@@ -11,8 +11,8 @@ from tltlab.charts import FORMATS
 from tltlab.console import Json, emit
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
-from tltlab.report.perfetto import write_perfetto
 from tltlab.report.timeline import timeline as draw
+from tltlab.report.timeline import write_perfetto
 from tltlab.traces.lanes import median_step
 
 

@@ -12,16 +12,14 @@ import typer
 
 from tltlab.console import Json, command_group, emit, progress, table
 from tltlab.errors import ConfigError
-from tltlab.importers.formats import imported
 from tltlab.importers.rows import Reading
-from tltlab.importers.sources import read
-from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, outlook, statistics
+from tltlab.importers.sources import imported, read
+from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, longest, outlook, statistics
 from tltlab.lengths.generate import StepTables, ToolUse, generate_steps, manifest_of
-from tltlab.lengths.longest import longest
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.lengths.summaries import DEFAULTS, KEYS, from_summaries, read_summaries
 from tltlab.options import command
-from tltlab.traces.recovery import repair as repair_recording
+from tltlab.traces.recorder import repair as repair_recording
 from tltlab.traces.storage import check_sums
 from tltlab.traces.stream import StreamWriter, count
 from tltlab.traces.stream import describe as describe_trace

@@ -17,7 +17,7 @@ from tltlab.importers.rows import Reading
 from tltlab.options import Option, Without, command, to_json
 from tltlab.report.comparison import comparison_page
 from tltlab.report.page import Part, render
-from tltlab.report.rollout import lengths_part, timelines_part
+from tltlab.report.parts import lengths_part, timelines_part
 from tltlab.sim.cli.compare import SAMPLED
 from tltlab.sim.cli.compare import text as comparison_text
 from tltlab.sim.study.jobs import counted

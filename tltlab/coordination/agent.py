@@ -7,12 +7,12 @@ returns it with `trainer(None)`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from tltlab.records import frozen
 
 from .messages import StopTraining, Train, WorkerReport
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Hold:
     """Do not train: finish at most the optimizer step under way, and give the device back."""
 

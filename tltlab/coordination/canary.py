@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -17,6 +17,7 @@ from scipy.special import bdtr  # type: ignore[import-untyped, unused-ignore]
 
 from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -55,7 +56,7 @@ class CanaryConfig(FrozenModel):
     min_predicted: Share = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DraftPositions:
     """Per position of a draft, the first one first: how many drafts reached so far, how many of these had all tokens
     before it kept (`tried`), how many had it kept too.
@@ -105,7 +106,7 @@ class DraftCounts:
         return [[*lengths, times] for lengths, times in self._times.items()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Verdict:
     """Finding of the canary: `measured` and `predicted` are chances per draft position, given those before were kept.
 

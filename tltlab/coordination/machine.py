@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from tltlab.config import FrozenModel
+from tltlab.records import frozen
 
 from .messages import (
     Command,
@@ -68,7 +69,7 @@ class Phase(Enum):
     GONE = "gone"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WorkerState:
     """State of one worker by its last report.
 
@@ -91,7 +92,7 @@ class WorkerState:
     declined: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Period:
     """An open training period; `members` are exactly the TRAINING workers, in rank order, the leader first."""
 
@@ -103,7 +104,7 @@ class Period:
         return self.members[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CoordinatorState:
     """Whole state of the coordinator.
 

@@ -17,10 +17,10 @@ A worker
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from tltlab.records import frozen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WorkerReport:
     """Report of a worker on itself.
 
@@ -42,7 +42,7 @@ class WorkerReport:
     incarnation: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WorkerGone:
     """The process of this worker has ended; the supervisor of processes sends this event.
 
@@ -52,21 +52,21 @@ class WorkerGone:
     worker: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RolloutStarted:
     """RL step `rl_step` generates from now on; every worker counts as busy until it reports otherwise."""
 
     rl_step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RolloutEnded:
     """RL step `rl_step` needs all devices; `Released` answers it, and answers it again when it is repeated."""
 
     rl_step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Tick:
     """Time has passed; due at `machine.wakeup_s`."""
 
@@ -74,7 +74,7 @@ class Tick:
 Event = WorkerReport | WorkerGone | RolloutStarted | RolloutEnded | Tick
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Train:
     """Be in this group: set it up, join it, or continue in it with other members from the next optimizer step on.
 
@@ -93,7 +93,7 @@ class Train:
     incarnation: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StopTraining:
     """Free the device of any training, of whatever term: save in the background and yield."""
 
@@ -102,7 +102,7 @@ class StopTraining:
     term: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Kill:
     """End this worker's trainer by force, it did not yield in time; what it had not saved is lost.
 
@@ -114,7 +114,7 @@ class Kill:
     term: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Released:
     """For the RL step's driver: its rollout has ended and no device trains the drafter."""
 

@@ -7,12 +7,13 @@ number of updates at once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from tltlab.config import FrozenModel
+from tltlab.records import frozen
 
 PADDED_SAMPLES_PER_S, PACKED_SAMPLES_PER_S = 13.3, 29.6
 """TLT Fig 17: drafter training with padded and with packed sequences, 2.2x apart."""
@@ -57,12 +58,12 @@ class SpotTraining(FrozenModel):
     packing_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = PACKED_SAMPLES_PER_S / PADDED_SAMPLES_PER_S
     packed: bool = True
     scaling_efficiency: _Share = 0.9
-    samples_per_update: Annotated[int, Field(gt=0)] = 8
+    samples_per_update: PositiveInt = 8
     sample_tokens: _Positive = 2048.0
     optimizer_s: _Seconds = 0.0
     start_s: _Seconds = 5.0
     join_s: _Seconds = 1.0
-    checkpoint_every: Annotated[int, Field(gt=0)] | None = 100
+    checkpoint_every: PositiveInt | None = 100
     checkpoint_s: _Seconds = CHECKPOINT_S["selective"]
     yield_s: _Seconds = 0.0
     carried_share: _Share = 0.25
@@ -112,7 +113,7 @@ class SpotTraining(FrozenModel):
         return Trained(updates=updates, updates_lost=lost, checkpoints=checkpoints, tokens=updates * self.update_tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Progress:
     """A training period under way.
 
@@ -130,7 +131,7 @@ class Progress:
         return replace(self, setup_left_s=max(self.setup_left_s, join_s))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Trained:
     """Result of a training period: updates in the saved drafter, updates lost, checkpoints written, tokens trained."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from tltlab.config import FrozenModel, StoredModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .evidence import Evidence
@@ -86,10 +86,10 @@ class CostModel(Coefficients, StoredModel, ABC):
 
     switch_s: Seconds = 0.0
     outside_s: Seconds = 0.0
-    kv_capacity_tokens: Annotated[int, Field(gt=0)] | None = None
-    max_num_seqs: Annotated[int, Field(gt=0)] | None = None
-    max_num_batched_tokens: Annotated[int, Field(gt=0)] | None = None
-    graph_sizes: tuple[Annotated[int, Field(gt=0)], ...] | None = None
+    kv_capacity_tokens: PositiveInt | None = None
+    max_num_seqs: PositiveInt | None = None
+    max_num_batched_tokens: PositiveInt | None = None
+    graph_sizes: tuple[PositiveInt, ...] | None = None
     calibrated: CalibratedRange | None = None
     noise: IterationNoise | None = None
     evidence: Evidence | None = None
@@ -228,7 +228,7 @@ class LinearCosts(CostModel):
         return self.need("prefill_per_token_s") * tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LinearIteration(IterationCost):
     """Seconds of one iteration under one strategy, linear in batch, tokens and context.
 

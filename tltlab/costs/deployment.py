@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tltlab.errors import ConfigError
 from tltlab.hardware import ModelShape
 from tltlab.hardware import model as find_shape
+from tltlab.records import frozen
 
 from .profiles import find_gpu, find_model, listed, nearest_engine, profile_costs
 from .roofline import RooflineCosts
@@ -17,7 +16,7 @@ MODEL = "Qwen2.5-7B"
 """Default GPUs and model of a question that names only one of them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Deployment:
     """GPUs with a model on them: costs of one rollout worker of `costs.tp` GPUs, and of the other stages."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from tltlab.config import dotted, faults_in
+from tltlab.config import dotted, faults_in, validated
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.own import OwnPart
@@ -62,11 +62,7 @@ def load_costs(source: CostModel | type[CostModel] | dict[str, Any] | str | Path
     if not isinstance(value, dict):
         raise ConfigError(f"{origin}: a cost model is an object with 'kind' and terms, not {type(value).__name__}")
     # The first part of a place is the kind.
-    with faults_in(origin, lambda place: dotted(place[1:])):
-        try:
-            return _COSTS.validate_python({"kind": "linear"} | value)
-        except ConfigError as error:
-            raise ConfigError(f"{origin}: {error}") from error
+    return validated(_COSTS, {"kind": "linear"} | value, origin, lambda place: dotted(place[1:]))
 
 
 def load_stages(source: StageCosts | dict[str, Any] | str | Path) -> StageCosts:

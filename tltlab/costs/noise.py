@@ -12,7 +12,7 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from tltlab.arrays import Array, Floats, Ints
 from tltlab.config import FiniteModel, FrozenModel
@@ -28,7 +28,7 @@ _LEAST_SCATTER = 1e-3
 class Block(FrozenModel):
     """`share` of the variance (of normal scores) belongs to excesses that last `iterations`."""
 
-    iterations: Annotated[int, Field(gt=0)]
+    iterations: PositiveInt
     share: Annotated[float, Field(ge=0, le=1)]
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.hardware import BYTES_PER_VALUE, DTYPE_BYTES, Dtype, Gpu, ModelShape, gpu, model, per_gpu_heads
+from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .base import Coefficients, CostModel, IterationCost, Seconds, padded
 
 Numbers = float | Floats
+_Number = TypeVar("_Number", float, Floats, Numbers)
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -26,7 +27,7 @@ class Hardware(FrozenModel):
 
     gpu: str | Gpu
     model: str | ModelShape
-    tp: Annotated[int, Field(gt=0)] = 1
+    tp: PositiveInt = 1
 
     @model_validator(mode="after")
     def _check_names(self) -> Hardware:
@@ -69,7 +70,7 @@ class Constants(Coefficients, FrozenModel):
     verify_token_s: Seconds = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Ideal:
     """Seconds on `tp` GPUs at the rates of their data sheets, and counts; arrays where there are many measurements.
 
@@ -159,7 +160,7 @@ def matrices_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Nu
         touched = expected_experts(ideal.chosen, (tokens + prompt_tokens) ** c.expert_spread)
         read_s = read_s + ideal.experts_s / (c.memory_efficiency * c.expert_efficiency) * touched
     computed_s = ideal.token_s / c.compute_efficiency * (tokens + prompt_tokens / c.prefill_efficiency)
-    return _rounded_max(read_s, computed_s, c.knee) + ideal.link_token_s / c.link_efficiency * (tokens + prompt_tokens)
+    return rounded_max(read_s, computed_s, c.knee) + ideal.link_token_s / c.link_efficiency * (tokens + prompt_tokens)
 
 
 def added_prefill_s(ideal: Ideal, c: Constants, *, tokens: Numbers, prompt_tokens: Numbers) -> Numbers:
@@ -174,20 +175,19 @@ def expected_experts(chosen: Numbers, tokens: Numbers) -> Numbers:
     >>> round(expected_experts(8 / 128, 16), 3)
     0.644
     """
-    share: Numbers = 1.0 - (1.0 - chosen) ** tokens
-    return share
+    return 1.0 - (1.0 - chosen) ** tokens
 
 
 def context_slope_s(ideal: Ideal, c: Constants, *, queries: Numbers) -> Numbers:
     """Per token of context, for `queries` tokens per request that attend to it: its keys and values are read once."""
-    return _rounded_max(
+    return rounded_max(
         ideal.context_s / c.kv_efficiency, ideal.query_context_s / c.compute_efficiency * queries, c.knee
     )
 
 
 def draft_level_s(ideal: Ideal, c: Constants, *, batch: Numbers, top_k: Numbers, layers: int = 1) -> Numbers:
     """One pass of a drafter with weights, on `top_k` tokens of each request: a level, or a block."""
-    network = _rounded_max(
+    network = rounded_max(
         ideal.draft_weights_s / c.memory_efficiency, ideal.draft_token_s / c.compute_efficiency * batch * top_k, c.knee
     )
     launched_s = c.need("draft_level_s") + c.layer_s * (layers - 1)
@@ -199,9 +199,14 @@ def prefill_token_s(ideal: Ideal, c: Constants) -> Numbers:
     return ideal.token_s / (c.compute_efficiency * c.prefill_efficiency) + ideal.link_token_s / c.link_efficiency
 
 
-def _rounded_max(a: Numbers, b: Numbers, knee: Numbers) -> Numbers:
-    total: Numbers = (a**knee + b**knee) ** (1.0 / knee)
-    return total
+def rounded_max(a: _Number, b: _Number | float, knee: float) -> _Number:
+    """The larger of both, or with a `knee` below 0 the lesser, rounded off where they are equal.
+
+    >>> round(rounded_max(1.0, 1.0, 4.0), 2), round(rounded_max(1.0, 3.0, 4.0), 2)
+    (1.19, 3.01)
+    """
+    rounded: _Number = (a**knee + b**knee) ** (1.0 / knee)
+    return rounded
 
 
 class RooflineCosts(CostModel):
@@ -227,10 +232,10 @@ class RooflineCosts(CostModel):
     kind: Literal["roofline"] = "roofline"
     gpu: str | Gpu
     model: str | ModelShape
-    tp: Annotated[int, Field(gt=0)]
+    tp: PositiveInt
     weights: Dtype | None = None
     kv: Dtype = "bf16"
-    draft_vocab: Annotated[int, Field(gt=0)] | None = None
+    draft_vocab: PositiveInt | None = None
     constants: Constants
 
     @model_validator(mode="after")
@@ -291,7 +296,7 @@ class RooflineCosts(CostModel):
         return float(prefill_token_s(self.ideal, self.constants)) * tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RooflineIteration(IterationCost):
     """Seconds of one iteration under one strategy: `passes` of a drafting network, `once_s` besides the forward.
 

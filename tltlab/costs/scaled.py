@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, WrapValidator
 
 from tltlab.drafters.specs import STANDARD, Drafters
+from tltlab.records import frozen
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .base import CostModel, IterationCost, LinearCosts
@@ -85,7 +85,7 @@ class ScaledCosts(CostModel):
         return self.level * self.of.prefill_s(tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ScaledIteration(IterationCost):
     """An iteration of `ScaledCosts`; `plain` is what `overhead` counts from, `draft_passes` are plain passes."""
 

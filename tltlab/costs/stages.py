@@ -6,16 +6,16 @@ of what the weights cost in a 7B model (4 * 28 * 3584 * 16K FLOPs per token agai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from tltlab.arrays import Flags, Floats, Ints
 from tltlab.config import FrozenModel, StoredModel
 from tltlab.errors import ConfigError
-from tltlab.hardware import BYTES_PER_VALUE, Count, Gpu, ModelShape, Positive, gpu, model
+from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, Positive, gpu, model
+from tltlab.records import frozen
 
 from .base import Seconds
 
@@ -32,7 +32,7 @@ _ADAM_BYTES = 28
 """Per parameter and update: read gradient and fp32 master weight and two moments (16), write the last three (12)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StepWorkload:
     """Work of an RL step's stages; tokens count prompt and response, pairs are sums of n^2 / 2.
 
@@ -174,7 +174,7 @@ class StageCosts(StoredModel):
     """
 
     kind: Literal["linear"] = "linear"
-    num_gpus: Count | None = None
+    num_gpus: PositiveInt | None = None
     inference: InferenceCosts | None = InferenceCosts()
     reward: RewardCosts | None = RewardCosts()
     train: TrainCosts | None = TrainCosts()
@@ -199,10 +199,10 @@ class RooflineStages(FrozenModel):
     kind: Literal["roofline"]
     gpu: str | Gpu
     model: str | ModelShape
-    num_gpus: Count
+    num_gpus: PositiveInt
     mfu_inference: Share = 0.4
     mfu_train: Share = 0.35
-    inference_passes: Annotated[int, Field(gt=0)] = 1
+    inference_passes: PositiveInt = 1
     recompute: bool = True
     sync_bytes_per_s: Positive | None = None
     reward: RewardCosts = RewardCosts()

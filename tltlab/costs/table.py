@@ -4,43 +4,42 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
-from tltlab.hardware import gpu, model
+from tltlab.hardware import Positive, gpu, model
+from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
-from .roofline import Hardware
+from .roofline import Hardware, rounded_max
 
 DIP = 0.05
 """How far a knot may lie below the one before it, as a share of that: noise, lifted to it. More is an error."""
-_SHARPNESS = 4.0
-_Seconds = TypeVar("_Seconds", float, Floats)
+KNEE = 4.0
+"""Of `IdealForward`: at most 19 % above the larger of both, where they are equal."""
 
 
 class TokenKnot(FrozenModel):
     """Work that depends on the tokens in the batch (matrix products, all-reduces) takes `seconds` at `tokens`."""
 
-    tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    tokens: Positive
+    seconds: Positive
 
 
 class AttentionKnot(FrozenModel):
     """Attention of `batch` requests takes fixed_s + per_context_s * (sum of their contexts)."""
 
-    batch: Annotated[int, Field(gt=0)]
+    batch: PositiveInt
     fixed_s: Seconds = 0.0
     per_context_s: Seconds = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class IdealForward:
     """Seconds of a perfect forward: reading the weights, or computing, whichever takes longer, with a rounded knee.
 
@@ -60,17 +59,7 @@ class IdealForward:
         )
 
     def at(self, tokens: float) -> float:
-        return smooth_max(self.memory_s, self.compute_s * tokens)
-
-
-def smooth_max(a: _Seconds, b: _Seconds) -> _Seconds:
-    """The maximum with a rounded knee: at most 19 % above it, where both are equal.
-
-    >>> round(smooth_max(1.0, 1.0), 2), round(smooth_max(1.0, 3.0), 2)
-    (1.19, 3.01)
-    """
-    rounded: _Seconds = (a**_SHARPNESS + b**_SHARPNESS) ** (1.0 / _SHARPNESS)
-    return rounded
+        return rounded_max(self.memory_s, self.compute_s * tokens, KNEE)
 
 
 class TableCosts(CostModel):
@@ -162,7 +151,7 @@ class TableCosts(CostModel):
             per_request_s=self.per_request_s,
             forward=self._forward(),
             attention_fixed=_line([k.batch for k in self.attention], [k.fixed_s for k in self.attention]),
-            attention_context=Line(
+            attention_context=Polyline(
                 xs=(0.0, *(float(k.batch) for k in self.attention)),
                 ys=(0.0, *(k.batch * k.per_context_s for k in self.attention)),
                 beyond=self.attention[-1].per_context_s,
@@ -185,14 +174,8 @@ class TableCosts(CostModel):
         return Utilisation(xs=tuple(tokens), ys=tuple(seconds), excess=excess, ideal=ideal)
 
 
-class Curve(Protocol):
-    """Seconds as a function of tokens or requests."""
-
-    def at(self, x: float) -> float: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+@frozen
+class Polyline:
     """Piecewise linear through (xs, ys): constant below, of slope `beyond` above."""
 
     xs: tuple[float, ...]
@@ -209,7 +192,7 @@ class Line:
         return self.ys[i - 1] + share * (self.ys[i] - self.ys[i - 1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Utilisation:
     """Through (xs, ys), with the logarithm of measured over ideal time, `excess`, linear in the logarithm of x."""
 
@@ -228,7 +211,11 @@ class Utilisation:
         return min(max(seconds, self.ys[i - 1]), self.ys[i])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Curve = Polyline | Utilisation
+"""Seconds as a function of tokens or requests."""
+
+
+@frozen
 class TableIteration(IterationCost):
     """Seconds of one iteration under one strategy, read from the table."""
 
@@ -263,12 +250,12 @@ class TableIteration(IterationCost):
         return self.draft_fixed_s + self.draft_per_request_s * batch
 
 
-def _line(xs: list[float] | list[int], ys: list[float]) -> Line:
+def _line(xs: list[float] | list[int], ys: list[float]) -> Polyline:
     """Through the knots, then with the slope of the last doubling: the slope of the last knots alone would be noise."""
-    line = Line(xs=tuple(float(x) for x in xs), ys=tuple(ys), beyond=0.0)
+    line = Polyline(xs=tuple(float(x) for x in xs), ys=tuple(ys), beyond=0.0)
     half = max(xs[0], xs[-1] / 2)
     slope = (ys[-1] - line.at(half)) / (xs[-1] - half) if len(xs) > 1 else 0.0
-    return Line(xs=line.xs, ys=line.ys, beyond=slope)
+    return Polyline(xs=line.xs, ys=line.ys, beyond=slope)
 
 
 def _running_maximum(axis: str, at: list[float], name: str, values: list[float]) -> list[float]:

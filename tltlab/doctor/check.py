@@ -9,6 +9,7 @@ from string import Formatter
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from tltlab.errors import ConfigError, one_line
+from tltlab.records import frozen
 
 GIB = 1 << 30
 
@@ -17,7 +18,7 @@ Facts = dict[str, Any]
 Subject = TypeVar("Subject")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Finding:
     """One finding: `title` is its meaning, `evidence` the observation, `advice` what to do.
 
@@ -97,7 +98,7 @@ class Check(Generic[Subject]):
         return Finding(code=code, severity=severity, title=title, evidence=evidence, advice=advice, where=where)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Diagnosis(Generic[Subject]):
     """Findings of checks, problems first; `good`: checks without a finding; `not_checked`: (name, why) of the others.
 

@@ -19,9 +19,8 @@ from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.errors import TraceError
 from tltlab.files import json_lines, read_object
-from tltlab.importers.formats import guess
 from tltlab.importers.metrics_log import records_of
-from tltlab.importers.sources import is_log_folder, read
+from tltlab.importers.sources import guess, is_log_folder, read
 from tltlab.importers.step_metrics import SEVERAL_TURNS, StepMetrics, metrics_table, steps_of, turns_note
 from tltlab.policies.policy import SHIPPED
 from tltlab.stats import Interval, paired_interval

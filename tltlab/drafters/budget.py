@@ -1,11 +1,15 @@
-"""How an iteration's drafts are shared out among the requests: the contract, the even split, and one by acceptance."""
+"""How an iteration's drafts are shared out among requests: the contract, and budgets by acceptance and by length."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
@@ -13,6 +17,14 @@ from tltlab.state import RequestState, StepState
 from tltlab.strategy import Strategy
 
 from .specs import Drafters
+
+_LEAST_RECORDS = 8
+_REFITS_PER_WINDOW = 64
+_GOLDEN = 0.6180339887498949
+_PRIOR_TOKENS = 256.0
+_MEMORY_RESPONSES = 256
+_MOST_OF_REACH = 0.99
+_TOLERANCE = 1e-3
 
 
 class DraftBudget(ABC):
@@ -103,8 +115,7 @@ def accept_probabilities(state: StepState, prior: float) -> Floats:
     measured = [a for a in recent if a is not None]
     usual = float(np.mean(measured)) if measured else prior
     accepted = np.array([usual if a is None else max(a, 0.0) for a in recent], np.float64)
-    chances: Floats = accepted / (accepted + 1.0)
-    return chances
+    return accepted / (accepted + 1.0)
 
 
 def shares_of(budget: DraftBudget, state: StepState, strategy: Strategy) -> list[int]:
@@ -145,3 +156,405 @@ def refuse_trees(strategy: Strategy) -> None:
     """ConfigError for a tree: only chains can be cut anywhere."""
     if strategy.top_k > 1:
         raise ConfigError(f"budget: drafts of trees cannot be shared out, and {strategy} is one")
+
+
+def best_depth(alpha: float, batch: int, *, base_s: float, token_s: float, draft_s: float, most: int) -> int:
+    """gamma* = argmin T_SD(B, gamma), 0 where no depth beats plain decoding (arXiv 2511.14617, section on MBA).
+
+        T_SD(B, gamma) = (1 - alpha) * (D + T(B, gamma)) / (1 - alpha^(gamma + 1)),
+
+    with D = draft_s * gamma and T(B, gamma) = base_s + token_s * B * (gamma + 1): the seconds per token of a request.
+
+    >>> [best_depth(0.6, b, base_s=0.01, token_s=1e-4, draft_s=0.0, most=8) for b in (1, 16, 256)]
+    [7, 3, 0]
+    """
+
+    def seconds(depth: int) -> float:
+        pass_s = draft_s * depth + base_s + token_s * batch * (depth + 1)
+        return pass_s / sum(alpha**i for i in range(depth + 1))
+
+    return min(range(most + 1), key=lambda depth: (seconds(depth), depth))
+
+
+def marginal_depths(
+    num_high: int, num_low: int, profile: Sequence[float], total: int, *, weight: float = 2.0, most: int = 8
+) -> tuple[int, int]:
+    """Depths of the high- and the low-priority requests: Algorithm 1 of arXiv 2511.14617, `total` tokens in all.
+
+    If the total is less than one token per high-priority request, no request drafts. Then these get one each and the
+    rest is handed out level by level: to the high ones if benefit_h > `weight` * benefit_l, the total covers them and
+    they have fewer than `most`, else to the low ones if it covers them, else it stops.
+
+    `profile[i]` is the chance that token i is kept, all before it too; profile[0] = 1. benefit_x is B_x * (profile[g] -
+    profile[g + 1]) as printed, where the text has lost its subscripts.
+
+    >>> profile = [1, 0.9, 0.8, 0.7, 0.3, 0.2, 0.1]
+    >>> marginal_depths(12, 4, profile, 60), marginal_depths(5, 0, profile, 4)
+    ((5, 0), (0, 0))
+    """
+    if num_high < 1 or total < num_high:
+        return (0, min(most, total // num_low) if not num_high and num_low else 0)
+
+    def benefit(count: int, depth: int) -> float:
+        last = len(profile) - 1
+        return count * (profile[min(depth, last)] - profile[min(depth + 1, last)])
+
+    high, low, remaining = 1, 0, total - num_high
+    while True:
+        room_high, room_low = high < most and remaining >= num_high, low < most and 0 < num_low <= remaining
+        if room_high and (not num_low or benefit(num_high, high) > weight * benefit(num_low, low)):
+            high, remaining = high + 1, remaining - num_high
+        elif room_low:
+            low, remaining = low + 1, remaining - num_low
+        elif room_high and low >= most:
+            high, remaining = high + 1, remaining - num_high
+        else:
+            return high, low
+
+
+class MbaBudget(DraftBudget):
+    """Depths by `marginal_depths` for a total of gamma* per request (`best_depth`).
+
+    Probes have high priority: sample 0 of each group, whose length predicts those of the other samples. alpha is a / (a
+    + 1) of the mean recent acceptance a, and the profile alpha^i. A request without a draft so far counts as `prior`:
+    else one early draft that is not kept ends all drafting, since nothing is measured any more.
+
+    >>> from tltlab.state import RequestState
+    >>> requests = [RequestState(key=(0, "p", i, 0), prompt_id="p", generated_tokens=9, max_response_tokens=99)
+    ...             for i in range(3)]
+    >>> budget = MbaBudget(base_s=0.01, token_s=1e-3)
+    >>> budget.allot(StepState(rl_step=0, batch=3, requests=requests), Strategy.chain("suffix", 8))
+    [1, 1, 1]
+    """
+
+    def __init__(
+        self, base_s: float = 9.5e-3, token_s: float = 5e-5, draft_s: float = 0.0, weight: float = 2.0,
+        prior: float = 1.0,
+    ) -> None:  # fmt: skip
+        if min(base_s, token_s) <= 0 or min(draft_s, weight, prior) < 0:
+            raise ConfigError(
+                "MBA: base_s and token_s must be above 0, draft_s, weight and prior at least 0, got "
+                f"{base_s}, {token_s}, {draft_s}, {weight} and {prior}"
+            )
+        self.base_s, self.token_s, self.draft_s = base_s, token_s, draft_s
+        self.weight = weight
+        self.prior = prior
+
+    def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+        if not strategy.speculates:
+            return [0] * state.batch
+        refuse_trees(strategy)
+        requests = list(state.requests)
+        recent = [self.prior if r.recent_acceptance is None else r.recent_acceptance for r in requests]
+        accepted = float(np.mean(recent)) if recent else self.prior
+        alpha = accepted / (accepted + 1.0)
+        most = strategy.reach
+        depth = best_depth(
+            alpha, state.batch, base_s=self.base_s, token_s=self.token_s, draft_s=self.draft_s, most=most
+        )
+        probes = [request.key[2] == 0 for request in requests] or [False] * state.batch
+        high, low = marginal_depths(
+            sum(probes), state.batch - sum(probes), [alpha**i for i in range(most + 2)], depth * state.batch,
+            weight=self.weight, most=most,
+        )  # fmt: skip
+        return [high if probe else low for probe in probes]
+
+
+class LengthClasses:
+    """Classes of response length, and the expected length of requests that still run.
+
+    Class 0 is the shortest; the borders are the given `quantiles` of the last `window` finished lengths. A prompt's
+    start class is the majority class of its own finished responses; a prompt without any has none. A running request
+    is of the class that most of the responses with its start class ended in, among those longer than it is already;
+    without a start class, or where none of that class got so far, all responses count. Ties go to the longer class.
+    Each response counts under the start class that the other ones of its prompt give it.
+
+    Responses that finish first are short, so early in a first RL step the history holds short responses only. New
+    responses count once they are a 64th of the history: what is learned is worked out that often and no more.
+
+    >>> classes = LengthClasses()
+    >>> for prompt, length in [("short", 10), ("middle", 100), ("long", 1000)] * 4:
+    ...     classes.finished(prompt, length)
+    >>> [values.tolist() for values in classes.expect(["short", "long"], np.array([0.0, 400.0]))]
+    [[0, 2], [10.0, 600.0]]
+    """
+
+    def __init__(self, quantiles: Sequence[float] = (1 / 3, 2 / 3), window: int = 4096) -> None:
+        self.quantiles = tuple(quantiles)
+        rising = all(a < b for a, b in pairwise(self.quantiles))
+        if not self.quantiles or not rising or not all(0.0 < q < 1.0 for q in self.quantiles):
+            raise ConfigError(f"length classes: quantiles must rise strictly between 0 and 1, got {self.quantiles}")
+        if window < _LEAST_RECORDS:
+            raise ConfigError(f"length classes: window must be at least {_LEAST_RECORDS} responses, got {window}")
+        self.window = window
+        self.records_: list[tuple[str, int]] = []
+        self.pending_: list[tuple[str, int]] = []
+        self._fitted: _Tables | None = None
+        self._is_fit = True
+
+    def finished(self, prompt_id: str, response_tokens: int) -> None:
+        """Take the length of a finished response."""
+        self.pending_.append((prompt_id, response_tokens))
+        if len(self.pending_) * _REFITS_PER_WINDOW >= len(self.records_):
+            self.records_ = (self.records_ + self.pending_)[-self.window :]
+            self.pending_ = []
+            self._is_fit = False
+
+    def expect(self, prompt_ids: Sequence[str], generated_tokens: Floats) -> tuple[Ints, Floats] | None:
+        """Class and expected remaining tokens of running requests, shape (requests,); None while nothing is known.
+
+        Remaining tokens are the mean over the class. A request longer than all responses seen is expected to grow as
+        much again.
+        """
+        tables = self._tables
+        return None if tables is None else tables.expect(prompt_ids, generated_tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"records": [list(r) for r in self.records_], "pending": [list(r) for r in self.pending_]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.records_ = [(str(prompt), int(length)) for prompt, length in state["records"]][-self.window :]
+        self.pending_ = [(str(prompt), int(length)) for prompt, length in state["pending"]]
+        self._is_fit = False
+
+    @property
+    def _tables(self) -> _Tables | None:
+        # Not before somebody asks: requests end in every other iteration of a large batch.
+        if not self._is_fit:
+            enough = len(self.records_) >= _LEAST_RECORDS
+            self._fitted = _Tables(self.records_, self.quantiles) if enough else None
+            self._is_fit = True
+        return self._fitted
+
+
+class _Tables:
+    """Counts and sums of lengths in ascending order, for each start class and, in the last row, for all responses."""
+
+    def __init__(self, records: Sequence[tuple[str, int]], quantiles: Sequence[float]) -> None:
+        number: dict[str, int] = {}
+        prompts = np.array([number.setdefault(prompt, len(number)) for prompt, _ in records], np.int64)
+        lengths = np.array([length for _, length in records], np.float64)
+        borders = np.quantile(lengths, quantiles, method="higher")
+        classes = np.searchsorted(borders, lengths, side="right")
+        self.num_classes = num = len(quantiles) + 1
+        votes = np.bincount(prompts * num + classes, minlength=len(number) * num).reshape(-1, num)
+        self.start = dict(zip(number, _majority(votes).tolist(), strict=True))
+        sibling_votes = votes[prompts]
+        sibling_votes[np.arange(len(records)), classes] -= 1
+        start = np.where(sibling_votes.any(axis=1), _majority(sibling_votes), num)
+        order = np.argsort(lengths, kind="stable")
+        self.lengths = lengths[order]
+        self.edges = np.concatenate([[0], np.searchsorted(self.lengths, borders, side="left"), [len(records)]])
+        member = np.arange(num + 1)[:, None] == start[order][None, :]
+        member[num] = True
+        self.counts = np.zeros((num + 1, len(records) + 1), np.int64)
+        self.sums = np.zeros((num + 1, len(records) + 1))
+        np.cumsum(member, axis=1, out=self.counts[:, 1:])
+        np.cumsum(member * self.lengths, axis=1, out=self.sums[:, 1:])
+
+    def expect(self, prompt_ids: Sequence[str], generated_tokens: Floats) -> tuple[Ints, Floats]:
+        num, everyone = self.num_classes, self.num_classes
+        start = np.array([self.start.get(prompt, everyone) for prompt in prompt_ids], np.int64)
+        passed = np.searchsorted(self.lengths, generated_tokens, side="right")
+        start = np.where(self.counts[start, -1] > self.counts[start, passed], start, everyone)
+        low = np.clip(passed[:, None], self.edges[:-1], self.edges[1:])
+        rows, high = start[:, None], self.edges[1:]
+        count = self.counts[rows, high] - self.counts[rows, low]
+        likely = _majority(count)
+        at = np.arange(len(start)), likely
+        members = count[at]
+        total = (self.sums[rows, high] - self.sums[rows, low])[at]
+        doubled = np.maximum(generated_tokens, 1.0)
+        remaining = np.where(members > 0, total / np.maximum(members, 1) - generated_tokens, doubled)
+        return np.where(members > 0, likely, num - 1), remaining
+
+
+def _majority(votes: Ints) -> Ints:
+    """The column with most votes in each row, the last one of equals."""
+    last: Ints = votes.shape[1] - 1 - np.argmax(votes[:, ::-1], axis=1)
+    return last
+
+
+def optimal_budget(
+    lengths: npt.ArrayLike,
+    reach: npt.ArrayLike,
+    efficiency: npt.ArrayLike,
+    base_s: float,
+    token_s: float,
+    *,
+    most_per_pass: float = math.inf,
+    most_in_all: float = math.inf,
+    tolerance: float = 1e-9,
+) -> tuple[float, Floats]:
+    """The number of forward passes N to finish in, and the tokens p_i to draft for each request until then.
+
+    A request of l_i tokens with p_i drafted tokens has A_i = k_i l_i (1 - exp(-alpha_i p_i / l_i)) accepted (`reach`
+    k_i, `efficiency` alpha_i, k_i alpha_i <= 1: a drafted token yields at most one), and it takes l_i - A_i passes.
+    Minimised is base_s * N + token_s * sum p_i. Longer requests are pushed down to a common N, the others get nothing:
+
+        p_i = -(l_i / alpha_i) ln(1 - (1 - N / l_i) / k_i),    N > max_i (1 - k_i) l_i,
+        base_s = token_s * sum over l_i > N of 1 / (alpha_i (k_i - 1 + N / l_i)).
+
+    The paper prints k (1 - N / l) in the logarithm and k / (alpha (1 - k + k N / l)) in the sum (Eqs. 7 to 9), which
+    is this with 1/k for k. The sum falls as N grows, so bisection finds N, to `tolerance` of the longest length.
+    `most_per_pass` bounds p_i / N, `most_in_all` their
+    sum. The first three arguments have the shape (requests,) or are the same for all. Raises ConfigError.
+
+    >>> passes, drafts = optimal_budget([100, 1000], 0.8, 0.9, base_s=9.5e-3, token_s=5e-5)
+    >>> round(passes), drafts.round().tolist()
+    (206, [0.0, 5465.0])
+    """
+    length, k, alpha = np.broadcast_arrays(*(np.asarray(a, np.float64) for a in (lengths, reach, efficiency)))
+    if length.ndim != 1 or not length.size or not (length > 0).all() or not np.isfinite(length).all():
+        raise ConfigError("draft budget: lengths must be a row of positive numbers")
+    if not ((k > 0) & (k <= 1) & (alpha > 0) & (alpha * k <= 1 + 1e-9)).all():
+        raise ConfigError("draft budget: reach must be in (0, 1], efficiency above 0 and at most 1 / reach")
+    if not (0 < base_s < math.inf and 0 < token_s < math.inf):
+        raise ConfigError(f"draft budget: base_s and token_s must be above 0, got {base_s} and {token_s}")
+
+    # Longest requests first: requests that N does not reach are at the end. A loop, since it is short and ends early.
+    order = np.argsort(-length)
+    rows = list(zip(length[order].tolist(), k[order].tolist(), alpha[order].tolist(), strict=True))
+
+    def too_few(passes: float) -> bool:
+        """Return True if N is not feasible, or if one more pass would save more than it costs."""
+        drafts = saved = 0.0
+        for tokens, most_kept, alpha_i in rows:
+            if tokens <= passes:
+                break
+            slack = most_kept - 1.0 + passes / tokens
+            if slack <= 0.0:
+                return True
+            needed = -tokens / alpha_i * math.log(slack / most_kept)
+            drafts += needed
+            saved += 1.0 / (alpha_i * slack)
+            if needed > most_per_pass * passes or token_s * saved > base_s:
+                return True
+        return drafts > most_in_all * passes
+
+    few, enough = float(((1.0 - k) * length).max()), float(length.max())
+    step = tolerance * enough
+    while enough - few > step:
+        middle = 0.5 * (few + enough)
+        if not few < middle < enough:
+            break
+        if too_few(middle):
+            few = middle
+        else:
+            enough = middle
+    inside = np.minimum(1.0 - (1.0 - enough / length) / k, 1.0)
+    return enough, np.abs(length / alpha * np.log(inside))
+
+
+class LengthAwareBudget(DraftBudget):
+    """Budget by request: shares of the optimal budget (`optimal_budget`) for the lengths expected by class.
+
+    Per pass a request is drafted p_i / N tokens, rounded so that sums over the batch and means over time are kept: with
+    u in [0, 1), it gets floor(c_i + u) - floor(c_{i-1} + u), c the sums of the shares up to it. u runs evenly through
+    its range as tokens are generated. A share is never more than the strategy's draft depth, nor their sum more than it
+    verifies in all; while no lengths are known, shares are those of the strategy.
+
+    `base_s`: seconds of a pass without drafts; `token_s`: seconds per drafted token. Only their ratio matters.
+    `reach` is k, the share of a response that drafts can provide at best. `efficiency` is where alpha starts; finished
+    requests that were drafted for teach it, their last few hundred pooled. The plan is made anew when the batch has
+    changed, and after `replan_every` calls. `quantiles` and `window` are those of `LengthClasses`.
+    """
+
+    def __init__(
+        self,
+        base_s: float = 9.5e-3,
+        token_s: float = 5e-5,
+        reach: float = 0.9,
+        efficiency: float = 0.7,
+        quantiles: tuple[float, ...] = (1 / 3, 2 / 3),
+        window: int = 4096,
+        replan_every: int = 64,
+    ) -> None:
+        optimal_budget([1.0], reach, efficiency, base_s, token_s)
+        if replan_every < 1:
+            raise ConfigError(f"draft budget: replan_every must be at least 1 call, got {replan_every}")
+        self.base_s = base_s
+        self.token_s = token_s
+        self.reach = reach
+        self.replan_every = replan_every
+        self.classes_ = LengthClasses(quantiles, window)
+        # Tokens drafted, accepted and generated: so many of the last that the settings stand for one short response.
+        accepted_share = reach * (1.0 - math.exp(-efficiency))
+        self.pooled_ = [_PRIOR_TOKENS, accepted_share * _PRIOR_TOKENS, _PRIOR_TOKENS]
+        self.keys_: list[tuple[int, str, int, int]] = []
+        self.calls_left_ = 0
+        self.plans_: dict[tuple[int, int], list[float]] = {}
+
+    @property
+    def efficiency(self) -> float:
+        """Alpha as learned so far: A = k l (1 - exp(-alpha p / l)), solved for it."""
+        drafted, accepted, generated = self.pooled_
+        share = min(accepted / (self.reach * generated), _MOST_OF_REACH)
+        return min(-math.log1p(-share) * generated / drafted, 1.0 / self.reach)
+
+    def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+        if not strategy.speculates:
+            return [0] * state.batch
+        refuse_trees(strategy)
+        requests = list(state.requests)
+        keys = [request.key for request in requests]
+        if len(keys) != state.batch:
+            return even(state, strategy)
+        if not self.calls_left_ or keys != self.keys_:
+            self.keys_, self.calls_left_, self.plans_ = keys, self.replan_every, {}
+        self.calls_left_ -= 1
+        depth, verified = strategy.draft_depth, strategy.tokens_to_verify
+        if (depth, verified) not in self.plans_:
+            self.plans_[depth, verified] = self._plan(requests, depth, verified - 1)
+        offset = sum([request.generated_tokens for request in requests]) * _GOLDEN % 1.0
+        ends = [int(end + offset) for end in self.plans_[depth, verified]]
+        return [share if (share := end - before) < depth else depth for before, end in pairwise([0, *ends])]
+
+    def _plan(self, requests: Sequence[RequestState], depth: int, most: int) -> list[float]:
+        """Sums of the tokens per pass, up to and with each request."""
+        batch = len(requests)
+        generated = np.array([request.generated_tokens for request in requests], np.float64)
+        expectation = self.classes_.expect([request.prompt_id for request in requests], generated)
+        if expectation is None:
+            shares = np.full(batch, float(most))
+        else:
+            room = np.array([request.max_response_tokens for request in requests]) - generated
+            passes, drafts = optimal_budget(
+                np.clip(expectation[1], 1.0, np.maximum(room, 1.0)),
+                self.reach,
+                self.efficiency,
+                self.base_s,
+                self.token_s,
+                most_per_pass=depth,
+                most_in_all=batch * most,
+                tolerance=_TOLERANCE,
+            )
+            shares = drafts / passes
+        # One part in a million less: rounding errors must not push a sum past a whole number.
+        ends: list[float] = (np.cumsum(shares) * (1.0 - 1e-6)).tolist()
+        return ends
+
+    def finished(self, request: RequestState, *, drafted: int, accepted: int) -> None:
+        if request.generated_tokens < 1:
+            return
+        self.classes_.finished(request.prompt_id, request.generated_tokens)
+        if drafted > 0:
+            new = (drafted, accepted, request.generated_tokens)
+            forget = 1.0 - 1.0 / _MEMORY_RESPONSES
+            self.pooled_ = [forget * old + more for old, more in zip(self.pooled_, new, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "classes": self.classes_.state_dict(),
+            "pooled": list(self.pooled_),
+            "keys": [list(key) for key in self.keys_],
+            "calls_left": self.calls_left_,
+            "plans": [[*shape, ends] for shape, ends in self.plans_.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.classes_.load_state_dict(state["classes"])
+        self.pooled_ = list(state["pooled"])
+        self.keys_ = [(key[0], key[1], key[2], key[3]) for key in state["keys"]]
+        self.calls_left_ = state["calls_left"]
+        self.plans_ = {(depth, verified): list(ends) for depth, verified, ends in state["plans"]}

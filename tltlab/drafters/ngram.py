@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from tltlab.errors import ConfigError
 
 from .base import Draft, Drafter, Key
-from .history import LOW
+from .suffix import LOW
 
 Gram = tuple[int, ...]
 Scope = Literal["group", "request"]

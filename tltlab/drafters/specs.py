@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -13,6 +13,7 @@ from tltlab.config import Built, FiniteModel
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json
 from tltlab.own import OwnPart
+from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from . import suffix
@@ -20,7 +21,7 @@ from .base import Draft, Drafter
 from .ngram import NgramDrafter
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class DrafterTraits:
     """Properties of a drafter that costs, acceptance, graphs and reports depend on.
 

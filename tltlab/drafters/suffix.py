@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -15,9 +17,13 @@ from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError
 
 from .base import Draft, Drafter, Key
-from .history import LOW, History
-from .text_tree import TextTree, load_index
 
+TEXT_BYTES = 1024
+"""Bytes of a text apart from its tokens: names, places in dictionaries."""
+LOW = 15 / 16
+"""How full a budget is once something had to leave: the order of leaving is worked out now and then only."""
+Waiting: TypeAlias = "Tokens | array[int] | list[int]"
+"""Text that is to be put in."""
 Scope = Literal["request", "group", "problem", "global"]
 Length = Literal["depth", "match", "doubling"]
 
@@ -29,6 +35,271 @@ TREE_BYTES_PER_TOKEN = 300
 """Bytes of a response's token in a tree, about; more where texts differ more."""
 TEXT_SHARE = 0.25
 """Share of the history budget for texts; the rest is for trees. A token of a text takes 4 bytes."""
+
+
+@dataclass(slots=True)
+class FinishedText:
+    """A finished response, int32, with its packed prompt; `num_trees` is how many trees count on it."""
+
+    prompt: bytes
+    response: Tokens
+    num_trees: int
+
+
+@dataclass(slots=True)
+class _ProblemHistory:
+    """History of a problem: its texts, the newest RL step it was seen in, tokens it ever had accepted."""
+
+    rl_step: int
+    accepted: int = 0
+    num_running: int = 0
+    keys: dict[Key, None] = field(default_factory=dict)
+
+
+class History:
+    """Finished responses in the order they finished, `texts`, of at most `max_bytes`.
+
+    Prompts are held once. The owner evicts what exceeds the budget (`evictable`): first the oldest visits of problems
+    that were seen again since, so that many problems keep something; then whole problems, those seen longest
+    ago first, among equals those that ever had the fewest tokens accepted. Problems with a running request go last.
+    """
+
+    def __init__(self, max_bytes: float) -> None:
+        self.max_bytes = max_bytes
+        self.texts: dict[Key, FinishedText] = {}
+        self.num_bytes = 0
+        self._problems: dict[str, _ProblemHistory] = {}
+        self._prompts: dict[bytes, tuple[bytes, int]] = {}
+
+    def opened(self, key: Key) -> None:
+        """A request of this name runs from now on."""
+        self._problem(key).num_running += 1
+
+    def closed(self, key: Key) -> None:
+        """It is over."""
+        problem = self._problems[key[1]]
+        problem.num_running -= 1
+        self._drop_if_unused(key[1], problem)
+
+    def add(self, key: Key, prompt: bytes, response: Tokens, num_trees: int) -> FinishedText:
+        """Hold a text, which is returned, until as many trees have released it."""
+        prompt, users = self._prompts.get(prompt, (prompt, 0))
+        self._prompts[prompt] = prompt, users + 1
+        text = self.texts[key] = FinishedText(prompt, response, num_trees)
+        self._problem(key).keys[key] = None
+        self.num_bytes += TEXT_BYTES + response.nbytes + (0 if users else len(prompt))
+        return text
+
+    def release(self, key: Key) -> None:
+        """One tree less counts on the text `key`; with the last it goes."""
+        text = self.texts[key]
+        text.num_trees -= 1
+        if text.num_trees:
+            return
+        del self.texts[key]
+        prompt, users = self._prompts.pop(text.prompt)
+        if users > 1:
+            self._prompts[prompt] = prompt, users - 1
+        self.num_bytes -= TEXT_BYTES + text.response.nbytes + (0 if users > 1 else len(prompt))
+        problem = self._problems[key[1]]
+        del problem.keys[key]
+        self._drop_if_unused(key[1], problem)
+
+    def evictable(self) -> Iterator[list[Key]]:
+        """The texts of one visit or problem after the other, to be released at once, until the budget has some room."""
+        if self.num_bytes <= self.max_bytes:
+            return
+        visits: dict[tuple[int, str], list[Key]] = {}
+        for key in self.texts:
+            problem = self._problems[key[1]]
+            if key[0] < problem.rl_step and not problem.num_running:
+                visits.setdefault(key[:2], []).append(key)
+        for keys in visits.values():
+            if self.num_bytes <= LOW * self.max_bytes:
+                return
+            yield keys
+        problems = self._problems.items()
+        order = sorted((p.num_running > 0, p.rl_step, p.accepted, prompt_id) for prompt_id, p in problems)
+        for *_, prompt_id in order:
+            if self.num_bytes <= LOW * self.max_bytes:
+                return
+            yield list(self._problems[prompt_id].keys)
+
+    def note_accepted(self, prompt_id: str, num_tokens: int) -> None:
+        """A draft for a request of the problem had so many tokens accepted."""
+        problem = self._problems.get(prompt_id)
+        if problem is not None:
+            problem.accepted += num_tokens
+
+    @property
+    def accepted(self) -> dict[str, int]:
+        """Tokens that each problem with texts ever had accepted, where there are any."""
+        problems = sorted(self._problems.items())
+        return {name: problem.accepted for name, problem in problems if problem.accepted and problem.keys}
+
+    def _problem(self, key: Key) -> _ProblemHistory:
+        problem = self._problems.get(key[1])
+        if problem is None:
+            problem = self._problems[key[1]] = _ProblemHistory(rl_step=key[0])
+        problem.rl_step = max(problem.rl_step, key[0])
+        return problem
+
+    def _drop_if_unused(self, prompt_id: str, problem: _ProblemHistory) -> None:
+        if not problem.keys and not problem.num_running:
+            del self._problems[prompt_id]
+
+
+def _as_list(tokens: Waiting) -> list[int]:
+    return tokens if isinstance(tokens, list) else tokens.tolist()
+
+
+class TextTree:
+    """The texts of one scope, and each prompt once while a response to it is there.
+
+    `finished` is in the order of finishing. `index` is the library's tree, which knows texts by number; it is None
+    until `build`, and need not have all that is finished. Text is `waiting` outside of it until `catch_up`, which
+    whoever searches calls first. `num_tokens` is what both have of finished texts.
+    """
+
+    def __init__(self, new_index: Callable[[], Any], *, whole: bool, num_before: int) -> None:
+        self.running: set[Key] = set()
+        self.finished: dict[Key, None] = {}
+        self._new_index = new_index
+        self._whole = whole
+        self._num_before = num_before
+        self._next = 0
+        self.empty()
+
+    def empty(self) -> None:
+        """Give the index back; nothing may be running."""
+        assert not self.running
+        self.index: Any = None
+        self.waiting: list[tuple[int, Waiting]] = []
+        self.num_tokens = 0
+        self._number: dict[Key | bytes, int] = {}
+        self._prompt: dict[Key, bytes] = {}
+        self._users: dict[bytes, int] = {}
+        self._size: dict[Key, int] = {}
+
+    def build(self, texts: Mapping[Key, FinishedText], room: float) -> None:
+        """Index what is finished, of it the newest responses that `room` tokens have place for."""
+        self.index = self._new_index()
+        fitting = []
+        for key in reversed(self.finished):
+            room -= self.size(texts[key])
+            if room < 0:
+                break
+            fitting.append(key)
+        for key in reversed(fitting):
+            self.add(key, np.frombuffer(texts[key].prompt, np.int32), texts[key].response)
+            self._count(key, texts[key])
+
+    def open(self, key: Key, prompt: Tokens) -> None:
+        """Begin a running text with its prompt."""
+        self.running.add(key)
+        self._begin(key, prompt)
+
+    def add(self, key: Key, prompt: Tokens, response: Tokens) -> None:
+        """Index a whole text, which is to be finished."""
+        self._begin(key, prompt)
+        self.extend(key, response)
+
+    def _begin(self, key: Key, prompt: Tokens) -> None:
+        """Begin a text with all of its prompt, or with the prompt's last tokens and, once, the whole prompt."""
+        self._number[key] = self._new_number()
+        if self._whole:
+            self.extend(key, prompt)
+        elif self._num_before:
+            packed = prompt.tobytes()
+            if packed not in self._users:
+                self._users[packed] = 0
+                self._number[packed] = self._new_number()
+                self.extend(packed, prompt)
+            self._users[packed] += 1
+            self._prompt[key] = packed
+            self.extend(key, prompt[-self._num_before :])
+
+    def number(self, key: Key) -> int:
+        """Return the number of a text in the index."""
+        return self._number[key]
+
+    def extend(self, key: Key | bytes, tokens: Waiting) -> None:
+        self.waiting.append((self._number[key], tokens))
+
+    def catch_up(self, most: float = math.inf) -> int:
+        """Put what waits into the index, in the order it came, at most so many tokens; how many it were."""
+        waiting, self.waiting = self.waiting, []
+        extend, room = self.index.extend, most
+        for place, (number, tokens) in enumerate(waiting):
+            if len(tokens) > room:
+                cut = int(room)
+                extend(number, _as_list(tokens[:cut]))
+                self.waiting = [(number, tokens[cut:]), *waiting[place + 1 :]]
+                return int(most)
+            extend(number, tokens if type(tokens) is list else _as_list(tokens))
+            room -= len(tokens)
+        return int(most - room) if room < most else 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """The index by its own estimate, for which it is walked, and what waits."""
+        return int(self.index.estimate_memory()) + 8 * sum(len(tokens) for _, tokens in self.waiting)
+
+    def finish(self, key: Key, text: FinishedText, window: int | None) -> list[Key]:
+        """A text is complete; which older ones had to leave."""
+        self.finished[key] = None
+        if self.index is not None:
+            self._count(key, text)
+        surplus = 0 if window is None else len(self.finished) - window
+        oldest = list(islice(self.finished, max(surplus, 0)))
+        for evicted in oldest:
+            self.remove(evicted)
+        return oldest
+
+    def remove(self, key: Key) -> None:
+        """Take out a finished text, and its prompt if it was the last of it."""
+        del self.finished[key]
+        self.unindex(key)
+
+    def unindex(self, key: Key) -> int:
+        """Take a finished text out of the index, where it is in it; how many tokens that were."""
+        if key not in self._size:
+            return 0
+        self._take_out(key)
+        packed = self._prompt.pop(key, None)
+        if packed is not None:
+            self._users[packed] -= 1
+            if not self._users[packed]:
+                del self._users[packed]
+                self._take_out(packed)
+        num_tokens = self._size.pop(key)
+        self.num_tokens -= num_tokens
+        return num_tokens
+
+    def _take_out(self, key: Key | bytes) -> None:
+        number = self._number.pop(key)
+        self.waiting = [text for text in self.waiting if text[0] != number]
+        self.index.remove(number)
+
+    def size(self, text: FinishedText) -> int:
+        """How many tokens it has of a text: the response's, and those of the prompt that stand before."""
+        return len(text.response) + self._num_before
+
+    def _count(self, key: Key, text: FinishedText) -> None:
+        self._size[key] = self.size(text)
+        self.num_tokens += self._size[key]
+
+    def _new_number(self) -> int:
+        self._next += 1
+        return self._next
+
+
+def load_index() -> Any:
+    """The class of the library's trees (package arctic-inference); ConfigError without it."""
+    try:
+        return importlib.import_module("arctic_inference.suffix_decoding._C").SuffixTree
+    except ImportError as error:
+        raise ConfigError("the suffix drafter needs: pip install 'tltlab[suffix]'") from error
 
 
 class SuffixDrafter(Drafter):

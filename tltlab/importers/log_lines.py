@@ -76,7 +76,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LoggedFields:
     """Fields of a line; `last` is the field that ends with the line (None: each field has its own end).
 
     `is_cut`: the line was cut before its end.
@@ -104,7 +104,7 @@ def lines_of(binary: Iterable[bytes]) -> Iterator[Line]:
         yield replace(before, is_last=True)
 
 
-def entries_of(lines: Iterable[Line], forms: Sequence[Form], hints: Sequence[str]) -> Iterator[Entry]:
+def entries_of(lines: Iterable[Line], forms: Sequence[Form], hints: Sequence[str]) -> Iterator[LoggedFields]:
     """The lines that have one of the forms, and a hint. Lines of a block have the block's number."""
     block: int | None = None
     in_block: dict[str, Any] = {}
@@ -140,7 +140,7 @@ def entries_of(lines: Iterable[Line], forms: Sequence[Form], hints: Sequence[str
                 in_block |= fields
             if end < len(line.text) and last is not None:
                 fields, last, is_cut = _without(fields, last), None, True
-            yield Entry(rl_step, line, form, fields, last, is_cut)
+            yield LoggedFields(rl_step, line, form, fields, last, is_cut)
 
 
 def settings_in(lines: Iterable[Line], patterns: Mapping[str, Sequence[re.Pattern[str]]]) -> dict[str, str | None]:
@@ -240,8 +240,8 @@ _SEVERAL = ("dashes", "bars", "open")
 
 
 def settled(
-    entries: Sequence[Entry], is_known: Callable[[Entry, str], bool], is_step: Callable[[str], bool]
-) -> list[Entry]:
+    entries: Sequence[LoggedFields], is_known: Callable[[LoggedFields, str], bool], is_step: Callable[[str], bool]
+) -> list[LoggedFields]:
     """Return entries without a last number that may be cut; `is_cut` marks these entries.
 
     A line may be cut at the end of the file, and where it is as long as others that are the longest. Its last number is
@@ -254,7 +254,7 @@ def settled(
     sure = _shapes(entry for entry in entries if not entry.line.is_full and not entry.line.is_last)
     others = _shapes(entry for entry in entries if not entry.line.is_last)
 
-    def is_whole(entry: Entry, name: str) -> bool:
+    def is_whole(entry: LoggedFields, name: str) -> bool:
         items, (decimals, unit) = entry.form.items, _shape(entry)
         peers = (sure if entry.line.is_full else others).get(items, {})
         of_name = peers.get(name, set())
@@ -279,7 +279,7 @@ def settled(
         ends = len(entry.line.text) < _SHORT or any(map(is_step, map(entry.form.key, entry.fields)))
         return ends and items in ("dashes", "equals") and fewest <= decimals <= _MANY_DIGITS
 
-    def settle(entry: Entry) -> Entry:
+    def settle(entry: LoggedFields) -> LoggedFields:
         name = entry.last
         doubtful = entry.line.is_full or entry.line.is_last
         if name is None or (is_whole(entry, name) if doubtful else usual.get(entry.form.items, name) in entry.fields):
@@ -293,7 +293,7 @@ def _without(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {other: value for other, value in fields.items() if other != name}
 
 
-def _usual(entries: Sequence[Entry]) -> dict[str, str]:
+def _usual(entries: Sequence[LoggedFields]) -> dict[str, str]:
     """The last name of nearly all lines whose items are written in a way, where it is."""
     lasts: dict[str, Counter[str]] = {}
     for entry in entries:
@@ -303,7 +303,7 @@ def _usual(entries: Sequence[Entry]) -> dict[str, str]:
     return {n: name for n, (name, num) in usual.items() if num >= max(_NEARLY_ALL * lasts[n].total(), 3)}
 
 
-def _shapes(entries: Iterable[Entry]) -> dict[str, dict[str, set[tuple[int, str]]]]:
+def _shapes(entries: Iterable[LoggedFields]) -> dict[str, dict[str, set[tuple[int, str]]]]:
     """By how items are written and by last names: decimals and units of the numbers there."""
     shapes: dict[str, dict[str, set[tuple[int, str]]]] = defaultdict(lambda: defaultdict(set))
     for entry in entries:
@@ -312,7 +312,7 @@ def _shapes(entries: Iterable[Entry]) -> dict[str, dict[str, set[tuple[int, str]
     return shapes
 
 
-def _shape(entry: Entry) -> tuple[int, str]:
+def _shape(entry: LoggedFields) -> tuple[int, str]:
     """Decimals and unit of the last number of a line."""
     match = re.match(r"[-+\d,]*(?:\.(\d*))?(?:[eE][-+]?\d\d)?\s*([A-Za-z%(]?)", str(entry.fields[entry.last or ""]))
     assert match is not None
@@ -344,7 +344,9 @@ class Wrapping:
             before = _length(line.text, width)
         return found
 
-    def joined(self, lines: Iterable[Line], read: Callable[[str], Entry | None], blanks: int = 0) -> Iterator[Line]:
+    def joined(
+        self, lines: Iterable[Line], read: Callable[[str], LoggedFields | None], blanks: int = 0
+    ) -> Iterator[Line]:
         """Yield lines, with wrapped lines joined; `read` parses a text into an entry.
 
         `blanks`: number of blanks that were stripped from the ends of the longest lines.

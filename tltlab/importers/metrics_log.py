@@ -25,7 +25,7 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json, read_text
 from tltlab.strategy import Strategy
 
-from .log_lines import Entry, Line, Wrapping, entries_of, lines_of, settings_in, settled
+from .log_lines import Line, LoggedFields, Wrapping, entries_of, lines_of, settings_in, settled
 from .rows import ending, rows_of
 from .step_metrics import FIRST_OF, FORMS, HINTS, KNOWN, LONG_FIELDS, LONG_NAMES, SETUP, Record, plain_key
 
@@ -259,11 +259,11 @@ def _lines(path: Path) -> Iterator[Line]:
         yield from lines_of(iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
 
 
-def _is_known(entry: Entry, name: str) -> bool:
+def _is_known(entry: LoggedFields, name: str) -> bool:
     return plain_key(entry.form.key(name)) is not None
 
 
-def _entry(text: str) -> Entry | None:
+def _entry(text: str) -> LoggedFields | None:
     return next(entries_of([Line(0, text)], FORMS, HINTS), None)
 
 
@@ -304,12 +304,14 @@ def _from_scrapes(lines: Iterable[str]) -> Iterator[Record]:
     before: dict[tuple[str, str], float] = {}
     num_scrapes = 0
     for line_number, line in enumerate(lines, 1):
-        if line.startswith("vllm:") and (sample := _sample(line)) is not None:
-            if sample[0] in scrape:
+        sample = _SAMPLE.match(line.strip()) if line.startswith("vllm:") else None
+        if sample is not None and (value := number(sample[3])) is not None:
+            series = sample[1], sample[2] or ""
+            if series in scrape:
                 num_scrapes += 1
                 yield from _from_counters(num_scrapes, f"line {line_number}", before, scrape)
                 before, scrape = scrape, {}
-            scrape[sample[0]] = sample[1]
+            scrape[series] = value
     if scrape:
         yield from _from_counters(num_scrapes + 1, "the last scrape", before, scrape)
 
@@ -363,12 +365,6 @@ def _record(rl_step: int | None, place: str, fields: Mapping[str, Any]) -> Itera
             values[name] = value
     if values:
         yield Record(rl_step=rl_step, place=place, values=values)
-
-
-def _sample(text: str) -> tuple[tuple[str, str], float] | None:
-    if (match := _SAMPLE.match(text.strip())) is None or (value := number(match[3])) is None:
-        return None
-    return (match[1], match[2] or ""), value
 
 
 def _from_counters(

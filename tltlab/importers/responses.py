@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,10 @@ from tltlab.config import shown
 from tltlab.errors import TraceError
 
 from .fields import (
+    REASONS,
+    TIMES,
+    UNITS,
+    ambiguous_thousands,
     conversation_texts,
     is_list,
     is_message,
@@ -27,15 +33,48 @@ from .fields import (
     lists_in,
     matches,
     missing_in,
+    number,
     numbers,
     parsed,
     plain,
+    unit_of,
 )
 from .length_table import RECORD
-from .requests import RequestReader
-from .rows import BY_OPTION, Records, text_id
+from .rows import BY_OPTION, Reading, Records, Row, flat, text_id
 from .token_counts import NoTokenCounter
 
+RUN = "#run"
+"""Column of the number of the record that a length was in a list of, where it has no RL step."""
+_CHUNK = 2048
+_SAMPLED = 256
+"""Records by which a list's meaning is decided."""
+_RESPONSE_KINDS = {"response_sizes", "response_tokens", "sizes", "tokens", "response_ids", "all_ids", "response_text",
+                   "conversation"}  # fmt: skip
+"""Kinds of fields that are lists of responses where they hold lists; log-probs may be pairs."""
+_OF_TEXT = {"response_text", "conversation"}
+_SHARED = {"rl_step", "epoch", "prompt_id", "row_id", "prompt_text", "prompt_ids", "prompt_sizes", "prompt_tokens",
+           "cap", "worker"}  # fmt: skip
+"""Kinds of fields that hold for all responses of a record."""
+_NAMED = {"rl_step", "epoch", "prompt_id", "prompt_text", "prompt_ids"}
+"""Kinds of fields that name the RL step or the prompt of a record's responses."""
+_MOST_EPOCHS = 1e6
+_NO_ERROR: tuple[Any, ...] = ("False", "0", 0, [], {})
+MOST_TOKENS = 2**31 - 1
+_OWN = {
+    "epoch": "rl_step",
+    "response_sizes": "response_tokens",
+    "sizes": "response_tokens",
+    "prompt_sizes": "prompt_tokens",
+}
+"""Columns of a trace for which names are of several kinds."""
+
+
+_Flat = tuple[str, dict[str, Any]]
+_Cell = tuple[str, dict[str, Any], Any]
+"""A record's place, its fields, and one of them."""
+_SIZES = {"response_sizes", "sizes"}
+_PER_TOKEN = {"response_ids", "all_ids", "mask", "logprobs", "prompt_ids", "response_text", "prompt_text"}
+"""Kinds of fields whose lists of numbers have an entry for each token."""
 _RESPONSE_IDS = ("response_ids", "response_tokens", "response_text", "response_sizes", "sizes")
 _UNNAMED = re.compile(r"c?\d+")
 """Names of columns without a heading."""
@@ -48,8 +87,396 @@ _OTHER_UNIT = re.compile(
 """Words in the name of a column that does not count tokens."""
 
 
-class Reader(RequestReader):
-    """Reads records to a row of numbers for each response."""
+class Reader:
+    """Reader of records, chunk by chunk, to a row of numbers for each response.
+
+    It collects the columns used and ignored, and assumptions.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+        self.used: dict[str, str] = {}
+        self.columns: dict[str, None] = {}
+        self.counts: Counter[str] = Counter()
+        self.notes: dict[str, None] = {}
+        self._lists: dict[str, str] = {}
+        self._seen: set[str] = set()
+        self._scales: dict[str, float | None] = {}
+        self._record = 0
+
+    @property
+    def ignored(self) -> list[str]:
+        """Columns with a name that were not read."""
+        return [name for name in self.columns if name and name not in self._seen]
+
+    def use(self, name: str, column: str) -> None:
+        self.used.setdefault(name, column)
+        self._seen.add(column)
+
+    def note(self, text: str) -> None:
+        self.notes[text] = None
+
+    def described(self) -> str:
+        """Note on the columns that were read and those that were not."""
+        names = ", ".join(name if name == column else f"{name} from {column}" for name, column in self.used.items())
+        return f"columns read: {names}" + (f" (not read: {', '.join(self.ignored)})" if self.ignored else "")
+
+    def assumed(self) -> list[str]:
+        """Notes on what was assumed."""
+        notes = list(self.notes)
+        if self.counts["text"]:
+            notes.append(self.reading.tokens.note)
+        for name, count in self.counts.items():
+            column, _, number = name.partition("\n")
+            if number and count:
+                notes.append(f"{count} responses have another number of {column} than {number}, which counts")
+            elif name.startswith("block ") and count:
+                notes.append(f"{name.removeprefix('block ')} in {count} messages is not counted")
+        if self.counts["turns"]:
+            notes.append(
+                f"{self.counts['turns']} responses have several turns, whose tokens (and prompts, where a count adds "
+                "them up) are those of one response: text of tools and users is not counted as generated"
+            )
+        if self.counts["empty"]:
+            notes.append(f"{self.counts['empty']} records have an empty list of responses")
+        if self.counts["aborted"]:
+            notes.append(f"{self.counts['aborted']} requests failed or made no token and count as aborted")
+        return notes
+
+    def _given(self, records: Records, name: str) -> str:
+        """The column that an option names, as it is written in the file."""
+        own = list(map(str, records.frame.columns))
+        column = name if name in own else next((c for c in own if plain(c) == plain(name)), None)
+        if column is None:
+            place = records.file if records.is_table else records.place(0)
+            raise TraceError(f"{place}: no column {name!r}; there are: {', '.join(own)}")
+        return column
+
+    def chunks(self, rows: Iterator[Row], file: str, rl_step: int | None) -> Iterator[Records]:
+        """Flat records, those with lists of responses spread."""
+        flats = ((place, flat(fields)) for place, fields in rows)
+        while chunk := list(islice(flats, _CHUNK)):
+            for _ in range(3):
+                self._learn(file, chunk)
+                if not (spread := self._spread(file, chunk)):
+                    break
+                chunk = spread
+            frame = pd.DataFrame([fields for _, fields in chunk], index=[place for place, _ in chunk], dtype=object)
+            yield Records(file=file, frame=frame, rl_step=rl_step)
+
+    def _learn(self, file: str, chunk: Sequence[_Flat]) -> None:
+        """Decide what the lists in each column are, by the first records that have the column."""
+        cells: dict[str, list[_Cell]] = {}
+        for place, fields in chunk[:_SAMPLED]:
+            for name, value in fields.items():
+                if is_list(value) and len(value):
+                    cells.setdefault(name, []).append((place, fields, value))
+        for name, found in cells.items():
+            kinds = kind_of(name) | (frozenset({"tokens"}) if name == self.reading.column else frozenset())
+            first = next((item for item in found[0][2] if item is not None), None)
+            if isinstance(first, Mapping):
+                others = "responses" if "response_text" in kinds else ""
+                self._lists[name] = "messages" if is_message(first) else others
+            elif first is not None and is_list(first):
+                is_batch = kinds & _RESPONSE_KINDS and (kinds & _OF_TEXT or all(isinstance(i, int) for i in first))
+                self._lists[name] = "responses" if is_batch else ""
+            elif isinstance(first, str):
+                is_text = not kinds & {"tokens", "response_tokens"}
+                self._lists[name] = "responses" if "response_text" in kinds else "" if is_text else "ids"
+            elif name not in self._lists or self._lists[name] not in ("ids", "lengths"):
+                self._lists[name] = self._numbers_in_lists(file, name, kinds, found)
+
+    def _numbers_in_lists(self, file: str, name: str, kinds: frozenset[str], found: Sequence[_Cell]) -> str:
+        """Return "ids" for lists with an entry for each token, "lengths" for one for each response, else ""."""
+        if kinds & _PER_TOKEN:
+            return "ids"
+        tokens = kinds & {"response_tokens", "tokens"}
+        if not tokens and not kinds & _SIZES:
+            others = [kind_of(other) for other, value in found[0][1].items() if is_list(value)]
+            return "ids" if kinds & {"prompt_tokens"} and not any(_SIZES & other for other in others) else ""
+        if self.reading.lists is not None:
+            return self.reading.lists
+        evidence = _one_response(name, found) or (self._token_ids([cell for *_, cell in found]) if tokens else None)
+        if tokens and evidence:
+            self.note(f"{name}: token ids, which are counted (a record {evidence})")
+            return "ids"
+        if kinds & _SIZES and not evidence:
+            return "lengths"
+        place, _, cell = found[0]
+        reason = f": a record {evidence}" if evidence else ""
+        raise TraceError(
+            f"{file}, {place}, column {name}: {shown(list(cell)[:6])[:-1]}, ...] may be {len(cell)} lengths or the ids "
+            f"of {len(cell)} tokens{reason}; choose one: {BY_OPTION.format('--lists lengths or --lists ids')}"
+        )
+
+    def _token_ids(self, lists: Sequence[Sequence[Any]]) -> str | None:
+        """Return what shows that lists of numbers are token ids, not lengths; None where they may be either.
+
+        Lengths lie between 0 and the cap. Responses that ended have the same last token, the one that ends them; equal
+        last lengths, none of them the largest, in lists of several sizes would be chance.
+        """
+        values = np.array([item for cell in lists for item in cell if isinstance(item, int | float)])
+        ends = {cell[-1] for cell in lists}
+        cap = self.reading.max_response_tokens or 1 << 17
+        if (values < 0).any():
+            return "has numbers below 0"
+        if (values > cap).any():
+            return f"has numbers above {cap}"
+        varied = len({len(cell) for cell in lists}) > 1
+        ended = varied and len(lists) > 3 and len(ends) == 1 and max(values) not in ends
+        return f"always ends in {ends.pop()}" if ended else None
+
+    def _spread(self, file: str, chunk: Sequence[_Flat]) -> list[_Flat] | None:
+        """Records with a list of responses as one record for each; None where there are none."""
+        drivers = [name for name, what in self._lists.items() if what in ("responses", "lengths")]
+        if not any(is_list(fields.get(name)) for name in drivers for _, fields in chunk):
+            return None
+        result: list[_Flat] = []
+        for place, fields in chunk:
+            sizes = {name: len(fields[name]) for name in drivers if is_list(fields.get(name))}
+            self._record += 1
+            if not sizes:
+                result.append((place, fields))
+                continue
+            if len(set(sizes.values())) > 1:
+                described = ", ".join(f"{name} {size}" for name, size in sizes.items())
+                raise TraceError(
+                    f"{file}, {place}: lists of different sizes, which should have a response each: {described}"
+                )
+            size = next(iter(sizes.values()))
+            self.counts["empty"] += not size
+            shared, lists = {}, {}
+            kinds = {kind for name in fields for kind in kind_of(name)}
+            if all(self._lists[name] == "responses" for name in sizes):
+                shared[RECORD] = fields.get(RECORD, self._record)
+            elif not (kinds & _NAMED or self.reading.step_column):
+                shared[RUN] = self._record - 1
+            for name, value in fields.items():
+                if is_list(value) and len(value) == size and self._lists.get(name) not in ("ids", "messages"):
+                    lists[name] = value
+                elif kind_of(name) & _SHARED or name in (self.reading.step_column, self.reading.group_column):
+                    shared[name] = value
+                elif size > 1 and kind_of(name) & {"response_sizes", "response_tokens"} and not is_list(value):
+                    raise TraceError(
+                        f"{file}, {place}, column {name}: got {shown(value)} for {size} responses "
+                        f"({', '.join(sizes)}); a record has to be one response (n = 1), or to have a length for each"
+                    )
+                elif size == 1:
+                    shared[name] = value
+            for at in range(size):
+                cells = {name: values[at] for name, values in lists.items()}
+                result.append((f"{place}, response {at}", shared | flat(cells)))
+                objects = [name for name, value in cells.items() if isinstance(value, Mapping)]
+                self._lists |= dict.fromkeys(objects, "")
+        return result
+
+    def _whole(
+        self, records: Records, column: str, at_least: int, *, may_miss: bool = False, failed: Any = False
+    ) -> NDArray[np.float64]:
+        """A column's whole numbers; missing ones are NaN where they may be, and 0 where the request failed."""
+        cells = records.frame[column]
+        values = numbers(cells)
+        absent = np.isnan(values)
+        if absent.any():
+            absent = absent & missing_in(cells) & (failed | np.bool_(may_miss))
+            values = np.where(absent & failed, 0.0, values)
+        ok = absent | ((values >= at_least) & (values <= MOST_TOKENS) & (values == np.floor(values)))
+        if not ok.all():
+            at = int(np.argmin(ok))
+            cell = cells.iloc[at]
+            got = "nothing" if is_missing(cell) and not isinstance(cell, str) else shown(cell)
+            is_grouped = isinstance(cell, str) and ambiguous_thousands(cells.iloc[[at]])
+            hint = "; thousands are written 1234 or 1,234" if is_grouped else ""
+            records.fault(at, column, f"got {got}, wanted a whole number from {at_least} to {MOST_TOKENS}{hint}")
+        if (text := ambiguous_thousands(cells)) is not None:
+            written = f"write {text.replace('.', '')} or {float(text):g}"
+            fault = f"{text} may be {float(text):g} or thousands: {written}"
+            records.fault(cells.to_list().index(text), column, fault)
+        return values
+
+    def _column(self, records: Records, *kinds: str, fits: Callable[[str], Any] | None = None) -> str | None:
+        """Return the column of these kinds, the least deep in objects first; None where there is none.
+
+        Cells of the others fill its missing ones. Raises TraceError where lengths or RL steps of several differ.
+        """
+        frame = records.frame
+
+        def is_there(column: str) -> bool:
+            cells = frame[column]
+            if fits is not None:
+                return bool(fits(column))
+            return not (lists_in(cells).any() or missing_in(cells).all())
+
+        found = [c for kind in kinds for c in matches(frame.columns, kind, is_there)]
+        if not found:
+            return None
+        own = _OWN.get(kinds[0], kinds[0])
+        chosen = next((column for column in found if plain(column) == plain(own)), found[0])
+        for other in found if len(found) > 1 else ():
+            unknown = missing_in(frame[other]) | missing_in(frame[chosen])
+            differs = (numbers(frame[other]) != numbers(frame[chosen])) & ~unknown
+            same_depth = other.count(".") == chosen.count(".")
+            if differs.any() and same_depth and plain(chosen) != plain(own) and kinds[0] in (*_OWN, "rl_step"):
+                option = "--step-column" if own == "rl_step" else "--column"
+                raise TraceError(
+                    f"{records.place(int(np.argmax(differs)))}: columns {chosen} and {other} differ and either could "
+                    f"be {own}: keep one, call it {own}, or name one ({BY_OPTION.format(option)})"
+                )
+            frame[chosen] = frame[chosen].where(~missing_in(frame[chosen]), frame[other])
+        self._seen.update(found)
+        if own != "total":
+            self.use({"cap": "max_response_tokens"}.get(own, own), chosen)
+        return chosen
+
+    def _rl_steps(self, records: Records) -> Any:
+        frame = records.frame
+        if self.reading.step_column is not None:
+            column: str | None = self._given(records, self.reading.step_column)
+            self.use("rl_step", str(column))
+        else:
+            column = self._column(records, "rl_step")
+            if column is None and records.rl_step is None and "rl_step" not in self.reading.needs:
+                column = self._column(records, "epoch", fits=lambda c: (numbers(frame[c]) < _MOST_EPOCHS).all())
+        values = np.full(len(frame), np.nan)
+        if column is not None:
+            values = self._whole(records, column, 0, may_miss=records.rl_step is not None)
+        elif RUN in frame:
+            values = frame[RUN].to_numpy(np.float64)
+            if len(set(values)) > 1:
+                self.note("each list of lengths is an RL step")
+        if records.rl_step is None and "rl_step" in self.reading.needs and np.isnan(values).any():
+            at = int(np.argmax(np.isnan(values)))
+            raise TraceError(
+                f"{records.place(at)}: no step; wanted a field step, there are: {', '.join(map(str, frame.columns))}"
+            )
+        return np.where(np.isnan(values), records.rl_step or 0, values).astype(np.int64)
+
+    def _failed(self, records: Records) -> NDArray[np.bool_]:
+        """Return for each request True if it failed, by its error, success or status code."""
+        frame = records.frame
+        failed = np.full(len(frame), False)
+        within = [column for column in frame.columns if "error" in plain(column).split(".")[:-1]]
+        for column in (*matches(frame.columns, "error"), *within):
+            failed |= np.array([not (is_missing(c) or c is False or c in _NO_ERROR) for c in frame[column]])
+            self._seen.add(column)
+        for column in matches(frame.columns, "success"):
+            failed |= np.array([number(cell, booleans=True) == 0 for cell in frame[column]])
+            self._seen.add(column)
+        for column in matches(frame.columns, "status_code"):
+            failed |= numbers(frame[column]) >= 400
+            self._seen.add(column)
+        for column in matches(frame.columns, "status"):
+            failed |= np.array([str(cell).lower() in REASONS["abort"] for cell in frame[column]])
+        return failed
+
+    def _reasons(self, records: Records, aborted: NDArray[np.bool_]) -> Any:
+        """Return the trace's finish reason of each response; None is unknown."""
+        frame = records.frame
+        reasons: Any = np.full(len(frame), None, object)
+        known = {word: reason for reason, words in REASONS.items() for word in words}
+        for kind in ("finish_reason", "status", "is_cut"):
+            for column in matches(frame.columns, kind, lambda c: not missing_in(frame[c]).all())[:1]:
+                for at, cell in enumerate(frame[column]):
+                    if is_missing(cell) or reasons[at] is not None:
+                        continue
+                    if kind == "is_cut":
+                        reasons[at] = "length" if number(cell, booleans=True) == 1 else "stop"
+                    elif (reason := known.get(str(cell).strip().lower().rpartition(".")[2])) is not None:
+                        reasons[at] = reason
+                    elif "stopreason" in plain(column) and not isinstance(cell, str):
+                        reasons[at] = "stop"  # The id of the token that stopped it.
+                    elif kind == "finish_reason":
+                        records.fault(at, column, f"got {shown(cell)}, known are: {', '.join(sorted(known))}")
+                if kind != "status" or any(reason is not None for reason in reasons):
+                    self.use("finish_reason", column)
+        reasons[aborted] = "abort"
+        self.counts["aborted"] += int(aborted.sum())
+        return reasons
+
+    def _rewards(self, records: Records) -> Any:
+        """The reward of each response: the sum of the named columns, of what is known; NaN is unknown."""
+        frame = records.frame
+        strict = "reward" in self.reading.needs or bool(self.reading.reward_columns)
+        names = list(self.reading.reward_columns)
+        if not names:
+            names = matches(frame.columns, "reward", lambda c: not lists_in(frame[c]).any())[:1]
+            texts = [frame[name][~missing_in(frame[name])] for name in names]
+            if not strict and any(np.isnan(numbers(cells, booleans=True)).any() for cells in texts):
+                return np.full(len(frame), np.nan)
+        total = np.full(len(frame), np.nan)
+        for name in names:
+            column = self._given(records, name)
+            self.use("reward", column)
+            values = numbers(frame[column], booleans=True)
+            if strict:
+                records.require(np.isfinite(values) | missing_in(frame[column]), column, "a number")
+            total = np.where(np.isfinite(values), np.nan_to_num(total) + values, total)
+        return total
+
+    def _times(self, records: Records) -> dict[str, Any]:
+        """Seconds of submission, first token and finish on the dump's clock; NaN where the first is unknown."""
+        nothing = np.full(len(records.frame), np.nan)
+        submit = self._time(records, "t_submit")
+        if submit is None:
+            return dict.fromkeys(("t_submit", "t_first_token", "t_finish"), nothing)
+        found = {kind: nothing if (time := self._time(records, kind)) is None else time for kind in TIMES[1:]}
+        ends = {
+            "t_first_token": np.where(np.isnan(found["t_first_token"]), submit + found["ttft"], found["t_first_token"]),
+            "t_finish": np.where(np.isnan(found["t_finish"]), submit + found["latency"], found["t_finish"]),
+        }
+        for name, times in ends.items():
+            if (times < submit).any():
+                at = int(np.argmax(times < submit))
+                records.fault(at, name, f"got {times[at]}, before the start {submit[at]}")
+        return {"t_submit": submit} | ends
+
+    def _time(self, records: Records, kind: str) -> Any:
+        """A kind of time in seconds; None where no column has it, or its unit cannot be known."""
+        frame = records.frame
+        columns = matches(
+            frame.columns, kind, lambda c: not missing_in(frame[c]).all() and not lists_in(frame[c]).any()
+        )
+        dated, result = None, None
+        for column in columns:
+            values = numbers(frame[column])
+            if np.isnan(values[~missing_in(frame[column])]).any():
+                dated = dated or column
+                continue
+            self.use(kind, column)
+            scale = unit_of(column) or UNITS[self.reading.time_unit or ""]
+            if scale is None and column not in self._scales:
+                self._scales[column] = self._scale(frame, kind, column, values)
+            if (scale := scale or self._scales[column]) is not None:
+                result = values * scale if result is None else np.where(np.isnan(result), values * scale, result)
+        if result is not None:
+            return result
+        if dated is None or kind in ("ttft", "latency"):
+            return None
+        times = pd.to_datetime(frame[dated].astype(object), errors="coerce", utc=True, format="mixed")
+        is_date = frame[dated].map(lambda cell: not isinstance(cell, str) or any(map(str.isdigit, cell)))
+        records.require((times.notna() & is_date) | missing_in(frame[dated]), dated, "a time")
+        self._seen.add(dated)
+        return (times - pd.Timestamp(0, tz="utc")).dt.total_seconds().to_numpy()
+
+    def _scale(self, frame: pd.DataFrame, kind: str, column: str, values: Any) -> float | None:
+        """Seconds of the unit of a time whose name has none, by its size and by the file's other columns."""
+        names = {plain(name) for name in frame.columns}
+        largest = np.nanmax(np.abs(values), initial=0.0)
+        whole = bool((np.isnan(values) | (values == np.floor(values))).all())
+        if "hashids" in names and whole:
+            self.note(f"{column}: milliseconds, as Mooncake's traces have them")
+            return 1e-3
+        if kind not in ("ttft", "latency"):
+            for least, unit in ((1e17, "ns"), (1e14, "us"), (1e11, "ms")):
+                if largest >= least:
+                    self.note(f"{column}: taken for {unit} since 1970, by its size")
+                    return UNITS[unit]
+        least_unclear = 100 if kind in ("ttft", "latency") else 1000
+        if "logtype" in names or largest >= 1e8 or not whole or largest < least_unclear:
+            return 1.0
+        option = BY_OPTION.format("--time-unit s or ms")
+        self.note(f"{column} has whole numbers without a unit: times are not read ({option})")
+        return None
 
     def read(self, records: Records) -> pd.DataFrame:
         """Return a row of numbers for each response of some records, with candidates for its prompt's name."""
@@ -348,6 +775,27 @@ class Reader(RequestReader):
                     self.counts["turns"] += several
                     self._seen.add(column)
                     return
+
+
+def _one_response(name: str, found: Sequence[_Cell]) -> str | None:
+    """Return what shows that records are one response each, so that its list `name` is of tokens; else None."""
+    for _, fields, values in found:
+        for other, value in fields.items():
+            if other == name or is_missing(value):
+                continue
+            kinds = kind_of(other)
+            if is_list(value):
+                is_one = kinds & {"mask", "logprobs"} and len(value) and not is_list(value[0])
+            else:
+                is_one = (
+                    kinds & {"finish_reason", "sample"}
+                    or (kinds & {"is_cut"} and isinstance(value, bool))
+                    or (kinds & {"response_text"} and isinstance(value, str))
+                    or (kinds & {"response_sizes"} and number(value) <= len(values))
+                )
+            if is_one:
+                return f"has one {other}"
+    return None
 
 
 def _sizes(cells: pd.Series[Any], column: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TextIO
@@ -24,6 +24,7 @@ from tltlab.config import shown
 from tltlab.errors import TraceError
 from tltlab.files import MOST_JSON_BYTES, PACKED, open_input, open_unpacked, parse_json
 from tltlab.options import Option, check
+from tltlab.records import frozen
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 from tltlab.traces.trace import check_source
 
@@ -270,7 +271,7 @@ def step_of(path: Path, is_dump: bool) -> int | None:
     return int(match[1]) if match and is_step else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Reading:
     """Facts about a file that its user knows; None is for the file to show.
 
@@ -321,7 +322,7 @@ class Reading:
             object.__setattr__(self, "tokens", token_counter(self.tokenizer, self.chars_per_token))
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Records:
     """Some records of a file: cells by column, their places ("line 3"), and the RL step in the file's name."""
 
@@ -337,6 +338,12 @@ class Records:
 
     def fault(self, at: int, column: str, message: str) -> NoReturn:
         raise TraceError(f"{self.place(at)}, column {column}: {message}")
+
+    def require(self, ok: Any, column: str, wanted: str) -> None:
+        """Raise TraceError for the first cell of a column that is not ok."""
+        if not ok.all():
+            at = int(np.argmin(ok))
+            self.fault(at, column, f"got {shown(self.frame[column].iloc[at])}, wanted {wanted}")
 
 
 def text_id(value: Any) -> str:

@@ -2,32 +2,471 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from tltlab.config import shown
-from tltlab.errors import TraceError
-from tltlab.traces.schema import MANIFEST_FILE
+from tltlab.errors import ConfigError, TraceError
+from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json
+from tltlab.records import frozen
+from tltlab.traces.schema import MANIFEST_FILE, Manifest
 from tltlab.traces.trace import Trace, is_trace, locate, report
 from tltlab.traces.trace import read as read_folder
 
-from .formats import Format, Imported, frame_of_numbers, guess, import_dump, imported
-from .metrics_log import metrics_files
-from .rows import Reading, dump_files, readable
+from .fields import ENVELOPES, NAMES, is_list, is_missing, kind_of, matches, number, parsed, plain
+from .length_table import group_size_of, tables_of_responses
+from .metrics_log import is_metrics_log, metrics_files, records_of, refuse_wandb, settings_of, unknown_log
+from .responses import Reader
+from .rows import (
+    BY_OPTION,
+    RECORDS,
+    TABLES,
+    Reading,
+    Records,
+    Row,
+    dump_files,
+    ending,
+    flat,
+    readable,
+    rows_of,
+    stem,
+    step_of,
+    table_of,
+    unwrapped,
+)
+from .step_metrics import FIRST_OF, Record, has_mean_lengths, plain_key, steps_of, tables_of_steps
 from .token_counts import CharsPerToken, NoTokenCounter
 
+Format = Literal["verl", "trl", "vllm", "csv", "metrics"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+_CALLED = {"verl": "verl rollout dump", "trl": "TRL completions", "vllm": "requests", "metrics": "log of metrics"}
+_NEEDS = {"verl": ("rl_step", "reward"), "trl": ("rl_step", "reward"), "vllm": ("prompt_tokens",)}
+"""By format: what all of its records have."""
+_NO_REWARD = {"advantage", "advantages"}
+_BINARY = (".pt", ".pth", ".pkl", ".pickle", ".npy", ".npz", ".safetensors", ".arrow", ".feather", ".msgpack", ".xlsx",
+           ".xls", ".h5", ".avro", ".orc", ".tar", ".7z")  # fmt: skip
+_SNIFFED = 64
+"""Records by which a format is known."""
+_NAMED = 'give one list of all lengths, or objects that name them, such as {"rl_step": 1, "response_lengths": [5, 9]}'
+_SIZES = ("response_sizes", "response_tokens", "sizes", "tokens")
+_PROMPTS = ("prompt_sizes", "prompt_tokens")
+_MEANS = frozenset(FIRST_OF["mean"])
+_ENOUGH = {"mask", "response_ids", "all_ids", "logprobs", "response_text", "conversation", "total"}
+"""Kinds of fields of which any has a response's length."""
+_OF_ONE = {"prompt_id", "sample", "finish_reason", "prompt_text", "response_text", "conversation", "mask",
+           "response_ids"}  # fmt: skip
+"""Kinds of fields that RL steps have not."""
+_STATISTICS = {"mean": "mean", "avg": "mean", "average": "mean", "max": "max", "min": "min"}
 CHARS_PER_TOKEN = 3.6
 """English prose in BPE tokens: for texts without a tokenizer."""
 
 _AS_IT_IS = Reading()
 TraceSource = str | Path | Trace | pd.DataFrame | pd.Series | NDArray[Any] | Sequence[int]
 """A trace as users give it: itself, where it is, or response lengths, in a DataFrame as a CSV has them or alone."""
+
+
+@frozen
+class Imported:
+    """A trace with what was read of its source: the source's column for each column of a trace, and its others."""
+
+    trace: Trace
+    used: Mapping[str, str]
+    ignored: Sequence[str]
+    notes: Sequence[str]
+
+    @classmethod
+    def whole(cls, trace: Trace) -> Imported:
+        """A trace that is not made of columns; its notes are those of its manifest."""
+        notes = trace.manifest.notes.split("; ") if trace.manifest.notes else ()
+        return cls(trace=trace, used={}, ignored=(), notes=notes)
+
+
+def import_dump(path: str | Path, *, form: Format | None = None, workers: int | None = None, **facts: Any) -> Trace:
+    """Make a trace of kind "imported" of a dump; its manifest has the source and every assumption (`notes`).
+
+    `form` is guessed from the content by default (`guess`), `facts` are fields of `rows.Reading`. The dump's numbers,
+    not its texts, are held in memory. Raises TraceError naming file, line and field, ConfigError.
+    """
+    return imported(path, Reading(**facts), form=form, workers=workers).trace
+
+
+def imported(
+    source: str | Path | pd.DataFrame, reading: Reading, *, form: Format | None = None, workers: int | None = None
+) -> Imported:
+    """Read a file, a folder of files or a DataFrame, as `import_dump` does."""
+    if isinstance(source, pd.DataFrame):
+        return _imported(source, reading, form, workers)
+    with readable(Path(source)) as path:
+        return _imported(path, reading, form, workers)
+
+
+def _imported(source: Path | pd.DataFrame, reading: Reading, form: Format | None, workers: int | None) -> Imported:
+    path = None if isinstance(source, pd.DataFrame) else source
+    is_given = form is not None
+    form = form or ("csv" if path is None else guess(path, reading))
+    _check(reading, form, workers)
+    if form == "metrics":
+        assert path is not None
+        steps, notes = steps_of(_metrics(path))
+        tables, assumed = tables_of_steps(steps, str(path), reading, notes)
+        said = settings_of(path)
+        if said:
+            notes.append(f"the log's configuration: {', '.join(f'{name} {value}' for name, value in said.items())}")
+        trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers, said=said)
+        return Imported.whole(trace)
+    reader = Reader(replace(reading, needs=_NEEDS.get(form, ()) if is_given or form in ("verl", "trl") else ()))
+    frames = []
+    try:
+        for records in _records(source, form, reader):
+            if form == "trl":
+                columns = reader.reading.reward_columns or _rewards(records)
+                reader.reading = replace(reader.reading, reward_columns=columns)
+            frames.append(reader.read(records))
+    except RecursionError as error:
+        raise TraceError(f"{path}: a record in it is nested too deeply") from error
+    if not frames:
+        raise TraceError(f"{path or 'lengths'}: no rows in it; wanted one response, or one length, per row")
+    frame = pd.concat(frames, ignore_index=True)
+    notes = reader.assumed()
+    if form == "trl":
+        frame, num_repeats = _without_repeats(frame)
+        if reader.reading.reward_columns:
+            notes.append(f"reward: {' + '.join(reader.reading.reward_columns)}")
+        if num_repeats:
+            notes.append(f"{num_repeats} logged steps repeat the completions of the step before and are left out")
+    tables, assumed, named_by = tables_of_responses(frame, reading, names_prompts=form != "csv")
+    if named_by is not None:
+        reader.use("prompt_id", named_by)
+    name = "lengths" if path is None else path.resolve().name
+    read = [reader.described()] if len(reader.columns) > 1 else []
+    trace = _trace(name, form, tables, [*read, *notes, *assumed], workers, group_size=reading.group_size)
+    return Imported(trace=trace, used=reader.used, ignored=reader.ignored, notes=(*notes, *assumed))
+
+
+def _check(reading: Reading, form: Format, workers: int | None) -> None:
+    options = {
+        "a token counter": not isinstance(reading.tokens, NoTokenCounter), "a column of lengths": reading.column,
+        "a column of RL steps": reading.step_column, "a column of groups": reading.group_column,
+        "what lists are": reading.lists, "a unit of times": reading.time_unit,
+    }  # fmt: skip
+    for name, value in options.items():
+        if value and form == "metrics":
+            raise ConfigError(f"{name} does not go with a log of metrics, which has no responses")
+    if reading.reward_columns and form != "trl":
+        raise ConfigError(f"reward columns do not go with format {form}, only with trl")
+    if reading.responses and form != "metrics":
+        raise ConfigError(f"a number of responses does not go with format {form}, only with metrics")
+    counts = {
+        "workers": workers, "group size": reading.group_size, "maximum": reading.max_response_tokens,
+        "responses": reading.responses,
+    }  # fmt: skip
+    for quantity, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigError(f"{quantity} is {count}, it must be at least 1")
+
+
+def _trace(
+    name: str, form: Format, tables: Mapping[str, pd.DataFrame], notes: Sequence[str], workers: int | None,
+    group_size: int | None = None, said: Mapping[str, Any] = {},
+) -> Trace:  # fmt: skip
+    cap = int(tables["workload"]["max_response_tokens"].max())
+    size = group_size_of(tables["workload"])
+    manifest = Manifest(
+        kind="imported", name=name.split(".")[0], source=f"{_CALLED[form]} {name}" if form in _CALLED else name,
+        max_response_tokens=cap, group_size=size if form != "csv" or size != 1 else group_size,
+        notes="; ".join(notes) or None, **{**said, "num_workers": workers or said.get("num_workers")},
+    )  # fmt: skip
+    return Trace.from_tables(manifest, tables)
+
+
+def _records(source: Path | pd.DataFrame, form: Format, reader: Reader) -> Iterator[Records]:
+    """The records of a file, of a folder's files in the order of their numbers, or of a DataFrame."""
+    if isinstance(source, pd.DataFrame):
+        yield from _of_frame(source, "lengths", reader)
+        return
+    files: Sequence[tuple[Path, int | None]] = [(source, step_of(source, form in ("verl", "trl")))]
+    if source.is_dir() and not (files := dump_files(source, is_trl=form == "trl")):
+        wanted = "completions_<step>.parquet" if form == "trl" else "<step>.jsonl"
+        raise TraceError(f"{source}: no {wanted} in it, nor other files whose names end in the number of an RL step")
+    for file, step in files:
+        if (values := [] if ending(file) in TABLES else _numbers(file)) is not None:
+            frame = frame_of_numbers(str(file), values) if values else table_of(file)
+            for records in _of_frame(frame, str(file), reader):
+                yield replace(records, rl_step=step)
+        else:
+            yield from reader.chunks(unwrapped(rows_of(file)), str(file), step)
+
+
+def _of_frame(frame: pd.DataFrame, file: str, reader: Reader) -> Iterator[Records]:
+    """A table; where cells hold lists or objects, its rows are read as other records are."""
+    if frame.empty:
+        raise TraceError(f"{file}: no rows; wanted one response length per line")
+    if not frame.columns.is_unique:
+        raise TraceError(f"{file}: column {frame.columns[frame.columns.duplicated()][0]!r} is there twice")
+    frame = frame.rename(columns=str)
+    nested = [
+        name for name in frame.columns if _is_nested(name, next((c for c in frame[name] if not is_missing(c)), None))
+    ]
+    if not nested:
+        yield Records(file=file, frame=frame, is_table=True)
+        return
+
+    def rows() -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for label, *cells in frame.itertuples():
+            fields = dict(zip(frame.columns, cells, strict=True))
+            yield f"line {label}", fields | {name: parsed(fields[name]) for name in nested}
+
+    yield from reader.chunks(rows(), file, None)
+
+
+def _is_nested(name: str, cell: Any) -> bool:
+    if isinstance(cell, str):
+        return cell[:1] in ("[", "{") and cell[-1:] in ("]", "}") and bool(kind_of(name) or plain(name) in ENVELOPES)
+    return is_list(cell) or isinstance(cell, Mapping)
+
+
+def frame_of_numbers(place: str, source: Any) -> pd.DataFrame:
+    """A frame of lengths alone: of one RL step, or as (RL steps, responses)."""
+    try:
+        values = np.asarray(source)
+    except ValueError as error:
+        raise TraceError(f"{place}: lists of different lengths; {_NAMED}") from error
+    if values.ndim == 2:
+        if values.dtype.kind in "if" and ((values < 1) | (values > 1 << 17)).any():
+            raise TraceError(f"{place}: lists with numbers that are no lengths, as token ids; {_NAMED}")
+        steps, responses = values.shape
+        return pd.DataFrame({"rl_step": np.repeat(np.arange(steps), responses), "response_tokens": values.ravel()})
+    if values.ndim != 1:
+        raise TraceError(f"{place}: got shape {values.shape}; wanted (responses,) or (RL steps, responses)")
+    return pd.DataFrame({"response_tokens": values})
+
+
+def _numbers(path: Path) -> list[Any] | None:
+    """The numbers of a text file that begins with one, or with a JSON list of numbers; [] for lines as in a CSV."""
+    if ending(path) == ".parquet":
+        return None
+    try:
+        with open_unpacked(path) as file:
+            start = file.read(64).lstrip(b"\xef\xbb\xbf \r\n\t")
+            if not start.lstrip(b"[ \r\n\t")[:1].isdigit():
+                return None
+            if start[:1] != b"[":
+                return []
+            file.seek(0)
+            value = parse_json(file.read(MOST_JSON_BYTES).removeprefix(b"\xef\xbb\xbf"))
+    except ValueError:
+        return None
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from error
+    return value if isinstance(value, list) else None
+
+
+def _rewards(records: Records) -> tuple[str, ...]:
+    """TRL's columns of rewards: `reward`, else all numbers that are not known as something else."""
+    frame = records.frame
+    if "reward" in frame:
+        return ("reward",)
+
+    def has_numbers(column: str) -> bool:
+        return any(isinstance(c, int | float) and not isinstance(c, bool) and not is_missing(c) for c in frame[column])
+
+    return tuple(c for c in map(str, frame) if has_numbers(c) and c not in _NO_REWARD and not kind_of(c) - {"reward"})
+
+
+def _without_repeats(frame: pd.DataFrame) -> tuple[pd.DataFrame, int]:
+    """Responses without RL steps that have the same texts as the one logged before."""
+    kept, last, num_repeats = [], None, 0
+    for _, step in frame.groupby((frame["rl_step"] != frame["rl_step"].shift()).cumsum(), sort=False):
+        said = step[["text", "said"]].to_numpy().tolist()
+        num_repeats += said == last
+        kept += [] if said == last else [step]
+        last = said
+    return pd.concat(kept, ignore_index=True), num_repeats
+
+
+def guess(path: Path, reading: Reading | None = None) -> Format:
+    """Return the format of a dump, by its first records. Raises TraceError that names what was found."""
+    if path.is_dir():
+        files = dump_files(path)
+        is_dump = any(stem(file).isdecimal() or stem(file).startswith("completions_") for file, _ in files)
+        if not is_dump and is_metrics_log(path):
+            return "metrics"
+        if files:
+            return guess(files[0][0], reading)
+        raise TraceError(
+            f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) nor events of TensorBoard in it"
+        )
+    refuse_wandb(path)
+    if ending(path) in _BINARY:
+        raise TraceError(f"{path}: {ending(path)} is not read: write its records as JSON Lines, CSV or Parquet")
+    if ending(path) in TABLES:
+        frame = table_of(path, most_bytes=1 << 18)
+        fields = [dict(zip(frame.columns, cells, strict=True)) for _, *cells in frame.head(_SNIFFED).itertuples()]
+        return _format_of_table(path, fields, reading) if fields else "csv"
+    rows: list[Row] = []
+    try:
+        rows = first_rows(path)
+        return _format_of_records(path, rows, reading)
+    except TraceError:
+        if ending(path) == ".parquet":
+            raise
+        # Not records of responses: a log has metrics of RL steps somewhere in it, or there are numbers alone.
+        if is_metrics_log(path) and (not rows or any(not _MEANS.isdisjoint(r.values) for r in records_of(path))):
+            return "metrics"
+        if _numbers(path) is not None:
+            return "csv"
+        if not rows and (unknown := unknown_log(path)) is not None:
+            raise TraceError(unknown) from None
+        raise
+
+
+def first_rows(path: Path) -> list[Row]:
+    """Return the first records of a file; TraceError where there is none."""
+    rows: list[Row] = []
+    try:
+        rows.extend(islice(unwrapped(rows_of(path)), _SNIFFED))
+    except TraceError:
+        # A fault further on is for who reads them all.
+        if not rows:
+            raise
+    if not rows:
+        raise TraceError(f"{path}: no rows in it")
+    return rows
+
+
+def _format_of_table(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading | None) -> Format:
+    if _has_means(path, fields, reading):
+        return "metrics"
+    names = list(fields[0])
+    return "vllm" if matches(names, "t_submit") and _of_kinds(names, _PROMPTS) else "csv"
+
+
+def _of_kinds(names: Iterable[str], kinds: Sequence[str]) -> list[str]:
+    return [column for kind in kinds for column in matches(names, kind)]
+
+
+def _format_of_records(path: Path, rows: Sequence[Row], reading: Reading | None) -> Format:
+    fields = [flat(record) for _, record in rows]
+    # A request that failed has other fields than those that did not.
+    first = {name: value for record in reversed(fields) for name, value in record.items() if not is_missing(value)}
+    if reading is not None and (reading.column or reading.lists):
+        return "csv"
+    is_dump = bool(first.keys() & {"score", "step", "gts"}) or stem(path).isdecimal()
+    if {"input", "output"} <= first.keys() and is_dump:
+        return "verl"
+    if {"prompt", "completion"} <= first.keys() and ("step" in first or stem(path).startswith("completions_")):
+        return "trl"
+    if _has_means(path, fields, reading):
+        return "metrics"
+    sizes, prompts = _of_kinds(first, _SIZES), _of_kinds(first, _PROMPTS)
+    kinds = {kind for name in first for kind in kind_of(name)}
+    is_summary = "totaloutputtokens" in map(plain, first) and not any(is_list(first[name]) for name in sizes)
+    if is_summary or not (sizes or kinds & _ENOUGH):
+        place = f"{path}, {rows[0][0]}"
+        if (named := _named(first)) is not None:
+            raise TraceError(f"{place}: {named}")
+        raise TraceError(
+            unknown_log(path)
+            or f"{place}: no response's length in it (response_tokens, output_len, usage, token ids) nor text (output, "
+            f"completion, messages); there are: {', '.join(map(str, first))}; name the field with the lengths or the "
+            f"text, or the format ({BY_OPTION.format('--column and --format')})"
+        )
+    is_request = bool(sizes) and (prompts or all("." in name for name in sizes))
+    return "vllm" if is_request and not any(is_list(first[name]) for name in (*sizes, *prompts)) else "csv"
+
+
+def _named(fields: Mapping[str, Any]) -> str | None:
+    """Message that names the kind of a record without a response's length; None for an unknown kind."""
+    names = {plain(name) for name in fields}
+    if "totaloutputtokens" in names or {"completed", "requestthroughput"} <= names:
+        return (
+            "a benchmark's summary without its requests: run it with --save-detailed (vllm bench serve) or "
+            "--output-details (sglang.bench_serving)"
+        )
+    for name, value in fields.items():
+        calls = [flat(item) for item in value if isinstance(item, Mapping)] if is_list(value) else []
+        if any(kind_of(n) & {"response_sizes", "response_tokens", "response_ids"} for call in calls for n in call):
+            return (
+                f"{name} has {len(value)} calls of the model with separate tokens, as in agents' traces: "
+                "write a record for each call"
+            )
+    return None
+
+
+def _statistic(name: str) -> str | None:
+    """The metric of RL steps that a column's name means, such as "response_length/mean" for `avg_output_len`."""
+    if (key := plain_key(name)) is not None:
+        return key
+    if plain(name) in ("numresponses", "nresponses", "numsamples", "nsamples", "numrollouts", "numtrajectories"):
+        return "num_responses"
+    *before, last = [plain(part) for part in re.split(r"[/.]", name)]
+    for word, statistic in _STATISTICS.items():
+        base = before[-1] if last == word and before else last.replace(word, "", 1) if word in last else None
+        for kinds, metric in ((_SIZES, "response_length"), (_PROMPTS, "prompt_length")):
+            if base and any(base in NAMES[kind] for kind in kinds):
+                return f"{metric}/{statistic}"
+    return None
+
+
+def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading | None) -> bool:
+    """Return True if records are RL steps with a mean response length. TraceError where that is not decided."""
+    names = list(map(str, fields[0]))
+    sizes = _of_kinds(names, _SIZES)
+    means = [n for n in names if _statistic(n) in (*FIRST_OF["mean"], "response_length/mean")]
+    if means and any("prompt_id" in kind_of(name) for name in names) and not sizes:
+        raise TraceError(f"{path}: {means[0]} by prompt: wanted a length of each response, or a mean of each RL step")
+    called = [name for name in means if re.search("mean|avg|average", name.lower())]
+    if called and (not sizes or any(map(plain_key, called))):
+        return True
+    if any(kind_of(name) & _OF_ONE for name in names):
+        return False
+    if has_mean_lengths(names) or any(name not in sizes for name in means):
+        return True
+    for name in sizes:
+        values = [number(record.get(name)) for record in fields if not is_missing(record.get(name))]
+        steps = [record.get(step) for record in fields for step in matches(names, "rl_step")[:1]]
+        one_each = len(steps) > 1 and len({str(step) for step in steps}) == len(steps)
+        if one_each and any(value != np.floor(value) for value in values if np.isfinite(value)):
+            return True
+        if one_each and values and np.isfinite(values).all() and (reading is None or not reading.column):
+            raise TraceError(
+                f"{path}: column {name} has one number in each RL step, the length of one response or the mean of all: "
+                f"name it ({BY_OPTION.format('--format csv or --format metrics')})"
+            )
+    return False
+
+
+def _metrics(path: Path) -> Iterator[Record]:
+    """The records of a log; of a table of RL steps also those with other names than frameworks use."""
+    if path.is_dir() or ending(path) not in RECORDS:
+        yield from records_of(path)
+        return
+    try:
+        rows = first_rows(path)
+    except TraceError:
+        rows = []
+    names = list(dict.fromkeys(name for _, fields in rows for name in flat(fields)))
+    own = [name for name in names if _statistic(name) == "response_length/mean"] or _of_kinds(names, _SIZES)[:1]
+    if not own or any(plain_key(name) in FIRST_OF["mean"] for name in names):
+        yield from records_of(path)
+        return
+    for place, record in rows_of(path):
+        fields = flat(record)
+        metrics = {name: _statistic(name) for name in fields} | {own[0]: "response_length/mean"}
+        numbers = ((metric, number(fields.get(name))) for name, metric in metrics.items() if metric)
+        values = {metric: value for metric, value in numbers if np.isfinite(value)}
+        step = next((number(fields[name]) for name in matches(fields, "rl_step")), np.nan)
+        if values:
+            yield Record(rl_step=int(step) if np.isfinite(step) else None, place=place, values=values)
 
 
 def read(source: TraceSource) -> Trace:

@@ -15,6 +15,7 @@ import pandas as pd
 
 from tltlab.arrays import Ints
 from tltlab.errors import TraceError
+from tltlab.records import frozen
 
 from .length_table import max_entropy_lengths, tables_of_lengths
 from .log_lines import Form, few
@@ -24,7 +25,7 @@ STAGES = ("inference_s", "reward_s", "advantage_s", "train_s", "sync_s")
 """Fields that are sums of their keys: the stages behind the rollout."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Framework:
     """A row of `frameworks.toml`: the keys of each field, and how its logs are known and written."""
 
@@ -119,7 +120,7 @@ def plain_key(key: str) -> str | None:
     return key if is_any and "val" not in key.split("/")[0] and not key.startswith("eval") else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Record:
     """Some metrics of an RL step by `plain_key`, and their place in the log; `rl_step` is None if not given.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -13,6 +12,7 @@ import pandas as pd
 from tltlab.arrays import Floats, Ints
 from tltlab.config import faults_in
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
@@ -24,7 +24,7 @@ _SPREAD = 1.0
 """Standard deviation of the logarithm of a tool's seconds and of its output tokens; assumed."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ToolUse:
     """Cuts drawn responses into turns with tools between them.
 

@@ -22,7 +22,6 @@ Growth = Annotated[float, Field(gt=-1, allow_inf_nan=False)]
 
 _NORMAL = NormalDist()
 _SCORES = np.linspace(-12.0, 12.0, 6001)
-_WEIGHTS = np.exp(-(_SCORES**2) / 2) / np.exp(-(_SCORES**2) / 2).sum()
 
 
 class ParetoTail(FrozenModel):
@@ -46,8 +45,7 @@ class ParetoTail(FrozenModel):
         """Excess in tokens that a share e^-rarity of those beyond the threshold exceed."""
         if abs(self.shape) < 1e-9:
             return self.scale * rarity
-        excess: Floats = self.scale / self.shape * np.expm1(self.shape * rarity)
-        return excess
+        return self.scale / self.shape * np.expm1(self.shape * rarity)
 
     def beyond(self, by: float) -> ParetoTail:
         """The tail beyond a threshold that is `by` tokens higher."""
@@ -147,7 +145,9 @@ class LengthModel(StoredModel):
 
     def cap_mass(self, rl_step: int = 0) -> float:
         """Share of the responses that are cut in an RL step."""
-        return float(_WEIGHTS @ (self.log_tokens(_SCORES, rl_step) >= math.log(self.max_response_tokens)))
+        return float(
+            normal_weights(_SCORES) @ (self.log_tokens(_SCORES, rl_step) >= math.log(self.max_response_tokens))
+        )
 
     @classmethod
     def _checked(cls, value: object, origin: str) -> Self:
@@ -155,21 +155,32 @@ class LengthModel(StoredModel):
             return cls.model_validate(value)
 
     @cached_property
-    def _knots(self) -> tuple[Floats, Floats, Floats]:
-        """Scores, log tokens, and the slope of each piece."""
+    def _knots(self) -> tuple[Floats, Floats]:
+        """Scores and log tokens."""
         scores = np.array([_NORMAL.inv_cdf(level) for level, _ in self.quantiles])
-        logs = np.log([tokens for _, tokens in self.quantiles])
-        return scores, logs, np.diff(logs) / np.diff(scores)
+        return scores, np.log([tokens for _, tokens in self.quantiles])
 
     def _straight(self, scores: Floats) -> Floats:
-        knots, logs, slopes = self._knots
-        piece = np.clip(np.searchsorted(knots, scores) - 1, 0, len(slopes) - 1)
-        straight: Floats = logs[piece] + slopes[piece] * (scores - knots[piece])
+        knots, logs = self._knots
+        straight = straight_through(knots, logs, scores)
         if self.tail is not None and len(beyond := np.flatnonzero(scores > knots[-1])):
             # Only the logarithm of the normal's upper tail keeps its digits that far out.
             rarity = _log_beyond(float(knots[-1])) - np.array([_log_beyond(z) for z in scores[beyond].tolist()])
             straight[beyond] = np.log(math.exp(logs[-1]) + self.tail.excess(rarity))
         return straight
+
+
+def normal_weights(scores: Floats) -> Floats:
+    """Weights of evenly spaced scores in means over a standard normal."""
+    density = np.exp(-(scores**2) / 2)
+    return np.asarray(density / density.sum(), np.float64)
+
+
+def straight_through(knots: Floats, logs: Floats, scores: Floats) -> Floats:
+    """Values at `scores` of the straight pieces between knots, the first and the last of which go on beyond them."""
+    slopes = np.diff(logs) / np.diff(knots)
+    piece = np.clip(np.searchsorted(knots, scores) - 1, 0, len(slopes) - 1)
+    return np.asarray(logs[piece] + slopes[piece] * (scores - knots[piece]), np.float64)
 
 
 def _log_beyond(score: float) -> float:

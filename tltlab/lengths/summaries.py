@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -13,8 +13,9 @@ import pandas as pd
 
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 
-from .model import LengthModel
+from .model import LengthModel, normal_weights, straight_through
 
 TAIL_REQUESTS = 32
 """TLT's threshold: at or below so many running requests its engine starts to speculate."""
@@ -30,7 +31,7 @@ _WORST = math.log(1.25)
 _APART = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Summaries:
     """Published summaries of response lengths, in tokens, as they were cut at `cap`.
 
@@ -234,7 +235,7 @@ class _Law:
                 kept.append(level)
         self.levels = sorted(kept) if len(kept) > 1 else sorted({*kept, 0.5, 0.9})[:2]
         self._knots = np.array([_NORMAL.inv_cdf(level) for level in self.levels])
-        self._mean = np.exp(-(_SCORES**2) / 2) / np.exp(-(_SCORES**2) / 2).sum()
+        self._mean = normal_weights(_SCORES)
         self._longest = self._weights_of_longest(num)
         self._after = _weights_of_rank(num, TAIL_REQUESTS + 1)
 
@@ -251,9 +252,8 @@ class _Law:
         logs = [known[level] for level in sorted(known)]
         slope = max((logs[-1] - logs[0]) / (scores[-1] - scores[0]), 0.1) if len(scores) > 1 else 1.0
         inside = np.interp(self._knots, scores, logs)
-        beyond: Floats = inside + slope * (
-            np.maximum(self._knots - scores[-1], 0) + np.minimum(self._knots - scores[0], 0)
-        )
+        off = np.maximum(self._knots - scores[-1], 0) + np.minimum(self._knots - scores[0], 0)
+        beyond: Floats = inside + slope * off
         return beyond
 
     def misfit(self, unknowns: Floats) -> Floats:
@@ -295,10 +295,7 @@ class _Law:
         return float(self._line(logs, np.array([_NORMAL.inv_cdf(level)]))[0])
 
     def _line(self, logs: Floats, scores: Floats) -> Floats:
-        slopes = np.diff(logs) / np.diff(self._knots)
-        piece = np.clip(np.searchsorted(self._knots, scores) - 1, 0, len(slopes) - 1)
-        line: Floats = logs[piece] + slopes[piece] * (scores - self._knots[piece])
-        return line
+        return straight_through(self._knots, logs, scores)
 
     def _weights_of_longest(self, num: float) -> Floats:
         """Chances of the longest response's score; the responses of a prompt share a part of theirs."""
@@ -306,9 +303,8 @@ class _Law:
 
         share, group = min(self.value("prompt_share"), 0.999), min(self.value("group"), num)
         prompts = np.linspace(-8.0, 8.0, 321)
-        chance = np.exp(-(prompts**2) / 2) / np.exp(-(prompts**2) / 2).sum()
         own = (_SCORES[:, None] - math.sqrt(share) * prompts) / math.sqrt(1 - share)
-        within = np.exp(group * log_ndtr(own)) @ chance
+        within = np.exp(group * log_ndtr(own)) @ normal_weights(prompts)
         weights: Floats = np.diff(np.minimum(within, 1.0) ** (num / group), prepend=0.0)
         weights /= weights.sum()
         return weights

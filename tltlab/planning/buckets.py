@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
+from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .graph_pool import DrafterRunner, GraphMemory, TargetRunner
@@ -29,7 +29,7 @@ _SCALE, _ROW, _TOLERANCE = 1e4, 1e-5, 2e-6
 """The least seconds in a programme, whose gap is 1e-6; the weight of a row; the tolerance above the cap."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class BucketPlan:
     """(min_batch, strategy) rows as a `BatchTable` takes them, the seconds they need and the bytes of their graphs.
 

@@ -5,17 +5,18 @@ Baselines, models and workloads differ from paper to paper: a claim is shown wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Literal
 
 from pydantic import TypeAdapter
 
+from tltlab.records import frozen
+
 Of = Literal["RL step", "rollout", "tokens per second"]
 """Quantity of the speed-up: time of the whole RL step or of the rollout, or generated tokens per second."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Claim:
     """Times as fast, from `least` to `most` over a paper's settings, against `baseline`.
 

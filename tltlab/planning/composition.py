@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -41,13 +40,14 @@ from tltlab.policies.specs import (
     TableSpec,
     ThresholdsSpec,
 )
+from tltlab.records import frozen
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 Shape = tuple[int, int, int]
 """Draft depth, top-k, tokens to verify."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class LadderStep:
     """Drafts of a system from `min_batch` running requests on: `trees` where its drafter can, else `chains`."""
 
@@ -131,7 +131,7 @@ def accepted_thresholds(buckets: Sequence[Bucket]) -> SelectorSpec:
     return ThresholdsSpec(drafter=drafter, rows=tuple(rows))
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class EarlierEpoch:
     """Every prompt was visited an epoch before; up to the first token that is not kept, its response is a prefix.
 
@@ -145,14 +145,14 @@ class EarlierEpoch:
     residual: Literal["none", "exact"] = "none"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Truncated:
     """Responses end at `share` of their cap."""
 
     share: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Regrouped:
     """As many responses in all, of `factor` times as many samples for each of `factor` times fewer prompts."""
 
@@ -163,7 +163,7 @@ Workload = EarlierEpoch | Truncated | Regrouped
 """Changes that a system makes to its responses."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Admission:
     """Which responses an RL step begins, when it ends, and what becomes of those that it leaves.
 
@@ -206,7 +206,7 @@ def asynchronous(staleness: int, *, stale: str = "hold", concurrency: float = 1.
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class SharedBuffer:
     """All requests of an RL step wait in one buffer, from which a worker takes the next as soon as it has room.
 
@@ -218,7 +218,7 @@ class SharedBuffer:
     chunk_tokens: int = 8192
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class System:
     """One system. `lossless`: every token is drawn from the current policy, as without the system.
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import Drafters
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
+from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
 from .composition import Admission, EarlierEpoch, LadderStep, Regrouped, SharedBuffer, System, Truncated, strategies
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class EngineRun:
     """Settings with which engines execute a system; what it does not have is None, 0 or False.
 

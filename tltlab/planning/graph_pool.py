@@ -21,12 +21,11 @@ Terms sum over runners, so memory is additive.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from tltlab.config import FrozenModel
 from tltlab.drafters.specs import STANDARD, Drafters
@@ -35,12 +34,11 @@ from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable
+from tltlab.records import frozen
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-Count = Annotated[int, Field(gt=0)]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TargetRunner:
     """The target's graphs of one tokens_to_verify: one per batch size, ascending."""
 
@@ -48,7 +46,7 @@ class TargetRunner:
     batches: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DrafterRunner:
     """One strategy's drafter graphs: two per batch size, drafting and taking the accepted tokens in."""
 
@@ -56,7 +54,7 @@ class DrafterRunner:
     batches: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CapturePlan:
     """CUDA graphs to capture. `max_batch` is the largest batch with a graph; larger ones run without."""
 
@@ -169,14 +167,14 @@ class GraphPool(FrozenModel):
     FlashAttention backend with top_k > 1.
     """
 
-    num_layers: Count
-    hidden_size: Count
-    vocab_size: Count
-    context_tokens: Count
-    tensor_parallel: Count = 1
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    vocab_size: PositiveInt
+    context_tokens: PositiveInt
+    tensor_parallel: PositiveInt = 1
     keeps_logits: bool = False
-    page_tables: Annotated[int, Field(ge=0)] = 7
-    workspace_bytes: Annotated[int, Field(ge=0)] = 32 * 2**20
+    page_tables: NonNegativeInt = 7
+    workspace_bytes: NonNegativeInt = 32 * 2**20
     bytes_per_layer: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
     def memory_bytes(self, plan: CapturePlan) -> float:
@@ -212,7 +210,7 @@ class GraphPool(FrozenModel):
         return 4.0 * self.page_tables * self.context_tokens * batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class GraphMemory:
     """Room for captured CUDA graphs: the engine's pool, what it captures, and how many bytes may go into it."""
 

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 
 from tltlab.acceptance.base import Acceptance
-from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.context import ContextAcceptance
+from tltlab.acceptance.curves import SiblingAcceptance, TreeAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.per_drafter import PerDrafter
-from tltlab.acceptance.trees import TreeAcceptance
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import STANDARD, Drafters
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
+from tltlab.records import frozen
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
@@ -35,7 +35,7 @@ class UnknownAcceptance(ConfigError):
     """No acceptance is known for the system's drafters."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class BoundSystem:
     """A system that can be simulated.
 

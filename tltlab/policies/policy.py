@@ -13,9 +13,7 @@ from pydantic import BaseModel, Field, field_validator
 from pydantic import model_validator as validator
 
 from tltlab.config import Built, FiniteModel, faults_in, shown
-from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
-from tltlab.drafters.length_budget import LengthAwareBudget
-from tltlab.drafters.mba import MbaBudget
+from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, LengthAwareBudget, MbaBudget, UniformBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, Drafters, DrafterSpec, HybridSpec, OwnDrafter
 from tltlab.errors import ConfigError, did_you_mean
 from tltlab.files import read_json, write_json

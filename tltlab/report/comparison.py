@@ -11,9 +11,8 @@ from typing import Any
 from tltlab.charts import bars, lines
 from tltlab.errors import ConfigError
 
-from .origin import repeat_blocks, versions_of
 from .page import Block, Code, Facts, Items, Page, Paragraph, Part, Picture, Section, number, records
-from .verify import from_result
+from .parts import from_result, repeat_blocks, versions_of
 
 SIMULATED = "Simulated: a prediction, not a measurement."
 DRAWS_ONLY = "Draws only: 95 % intervals over RL steps, without what costs and acceptance may be wrong by."

@@ -5,17 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from tltlab.charts import Chart, data_uri, inline_svg, series_names
+from tltlab.records import frozen
 
 _TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
@@ -25,13 +25,13 @@ _SHA = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_SHA}'"
 """Content security policy of the page: a browser refuses whatever is not in the file itself, and any other script."""
 _MOST_INLINE = 200_000
+"""Characters of SVG that stand in the page itself."""
 _CHART_IN = 8.0
 """Width in inches of the widest figure that stands beside another on a page."""
-"""Characters of SVG that stand in the page itself."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Picture:
     """A chart in the page. `alt` describes it for readers who cannot see it, `caption` explains how to read it.
 
@@ -71,7 +71,7 @@ class Picture:
         return cls(source=f"data:image/png;base64,{base64.b64encode(png).decode()}", alt=alt, caption=caption)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Pictures:
     """Pictures of one kind, of which a slider shows one at a time, `first` at first; without script all, in order.
 
@@ -85,7 +85,7 @@ class Pictures:
     kind: Literal["pictures"] = "pictures"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PageTable:
     """Rows of cells that are text already; all but the first column are set flush right unless `text_columns` has them.
 
@@ -103,7 +103,7 @@ class PageTable:
     kind: Literal["table"] = "table"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Facts:
     """Names and values, such as versions."""
 
@@ -111,7 +111,7 @@ class Facts:
     kind: Literal["facts"] = "facts"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Paragraph:
     """A paragraph; `strong` for a verdict."""
 
@@ -120,7 +120,7 @@ class Paragraph:
     kind: Literal["text"] = "text"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Items:
     """A list of sentences, each under a short label."""
 
@@ -128,7 +128,7 @@ class Items:
     kind: Literal["items"] = "items"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Code:
     """Commands or a configuration, to be copied; folded under `summary` where there is one."""
 
@@ -138,7 +138,7 @@ class Code:
     kind: Literal["code"] = "code"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Piece:
     """Text of one origin: `drafter` 1 to 4 is the colour of its drafter, 0 the model's own; `title` has details."""
 
@@ -147,7 +147,7 @@ class Piece:
     title: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Transcript:
     """Prompt and response of a model, in pieces; `label` has the facts."""
 
@@ -160,7 +160,7 @@ class Transcript:
 Block = Picture | Pictures | PageTable | Facts | Paragraph | Items | Code | Transcript
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Section:
     """A part of the page under its own heading."""
 
@@ -172,7 +172,7 @@ class Section:
         return "-".join("".join(c if c.isalnum() else " " for c in self.title.lower()).split())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Absent:
     """A part that the page does not have, and why in one line."""
 
@@ -181,9 +181,30 @@ class Absent:
 
 
 Part = Section | Absent
+Arguments = ParamSpec("Arguments")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Lacking(Exception):
+    """Data for a part of a page is missing; the message is the reason that the page shows."""
+
+
+def titled(title: str) -> Callable[[Callable[Arguments, Sequence[Block]]], Callable[Arguments, Part]]:
+    """Return a decorator that makes a part of the blocks that a function returns, `Absent` where it raises Lacking."""
+
+    def decorate(blocks: Callable[Arguments, Sequence[Block]]) -> Callable[Arguments, Part]:
+        @wraps(blocks)
+        def made(*args: Arguments.args, **options: Arguments.kwargs) -> Part:
+            try:
+                return Section(title=title, blocks=tuple(blocks(*args, **options)))
+            except Lacking as why:
+                return Absent(title=title, reason=str(why))
+
+        return made
+
+    return decorate
+
+
+@frozen
 class Served:
     """Additions to a page that `tltlab ui` serves.
 
@@ -194,7 +215,7 @@ class Served:
     live: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Page:
     """A whole report: the `verdict` and `key_figures` (name, value) stand on top, parts below in their order."""
 
@@ -233,14 +254,14 @@ def _template() -> jinja2.Template:
 
 
 def number(value: Any, form: str = ".3g", suffix: str = "") -> str:
-    """A figure as text, "–" where it is unknown.
+    """A figure as text, "–" where it is unknown; a text is itself.
 
     >>> number(0.12345, ".1%"), number(None), number(float("nan")), number(2.5, ".1f", " s")
     ('12.3%', '–', '–', '2.5 s')
     """
     if value is None or value != value:
         return "–"
-    return format(value, form) + suffix
+    return format(value, "" if isinstance(value, str) else form) + suffix
 
 
 def records(
@@ -255,11 +276,7 @@ def records(
     are left out, `text` names text columns beside the first."""
     keys = [key for key in columns if any(row.get(key) is not None for row in rows)]
     at_left = frozenset({0, *(i for i, key in enumerate(keys) if key in text)})
-    cells = tuple(tuple(_cell(row.get(key), columns[key][1]) for key in keys) for row in rows)
+    cells = tuple(tuple(number(row.get(key), columns[key][1]) for key in keys) for row in rows)
     return PageTable(
         caption=caption, columns=tuple(columns[k][0] for k in keys), rows=cells, text_columns=at_left, summary=summary
     )
-
-
-def _cell(value: Any, form: str) -> str:
-    return number(value, "" if isinstance(value, str) else form)

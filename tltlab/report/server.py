@@ -27,8 +27,8 @@ from tltlab.traces.recording import recording_of
 from tltlab.traces.schema import SUFFIX, is_trace
 from tltlab.traces.trace import locate, run_folder
 
-from .origin import diagnosis_of, events_part
 from .page import POLICY, Page, PageTable, Section, Served, render
+from .parts import diagnosis_of, events_part
 from .write import compare_runs, key_figures, report, verdict
 
 ADDRESS = "127.0.0.1"

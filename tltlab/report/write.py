@@ -17,12 +17,23 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import Trace, is_trace, locate, run_folder
 
 from .comparison import comparison_page
-from .origin import diagnosis_of, events_part, findings_part, origin_part
-from .page import Absent, Page, PageTable, Paragraph, Part, Section, number, render
-from .responses import responses_part
-from .rollout import graphs_part, lengths_part, off_policy_part, side_by_side_parts, steps_part, timeline_part
-from .speculation import acceptance_part, arms_part
-from .verify import verify_part
+from .page import Block, Lacking, Page, PageTable, Paragraph, Section, number, render, titled
+from .parts import (
+    acceptance_part,
+    arms_part,
+    diagnosis_of,
+    events_part,
+    findings_part,
+    graphs_part,
+    lengths_part,
+    off_policy_part,
+    origin_part,
+    responses_part,
+    side_by_side_parts,
+    steps_part,
+    timeline_part,
+    verify_part,
+)
 
 
 def report(source: str | Path, *, out: str | Path | None = None, verify: bool = True) -> Page:
@@ -109,8 +120,7 @@ def _rewards(trace: Trace) -> list[float]:
     steps = trace.steps
     if steps is None:
         return []
-    rewards: list[float] = steps.loc[steps["rl_step"].isin(trace.rl_steps), "reward_mean"].dropna().tolist()
-    return rewards
+    return steps.loc[steps["rl_step"].isin(trace.rl_steps), "reward_mean"].dropna().tolist()
 
 
 def compare_runs(first: str | Path, second: str | Path) -> Page:
@@ -135,20 +145,18 @@ def compare_runs(first: str | Path, second: str | Path) -> Page:
     return Page(title=" and ".join(names), subtitle=" · ".join(map(str, runs)), key_figures=(), parts=parts)
 
 
-def _settings_part(recipes: Sequence[Any], names: tuple[str, ...]) -> Part:
+@titled("Settings that differ")
+def _settings_part(recipes: Sequence[Any], names: tuple[str, ...]) -> Sequence[Block]:
     """The settings in which two recipes differ."""
-    title = "Settings that differ"
     if not all(isinstance(recipe, dict) for recipe in recipes):
-        return Absent(title=title, reason="not both have a run.json with the recipe")
+        raise Lacking("not both have a run.json with the recipe")
     flat = [dict(leaves(recipe)) for recipe in recipes]
     keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if flat[0].get(key) != flat[1].get(key)]
     rows = tuple((key, *(json.dumps(of_run[key]) if key in of_run else "–" for of_run in flat)) for key in keys)
     if not rows:
-        return Section(title=title, blocks=(Paragraph(text="None: both were started with the same recipe."),))
-    table = PageTable(
-        caption="From run.json.", columns=("setting", *names), rows=rows, text_columns=frozenset({0, 1, 2})
-    )
-    return Section(title=title, blocks=(table,))
+        return [Paragraph(text="None: both were started with the same recipe.")]
+    columns = ("setting", *names)
+    return [PageTable(caption="From run.json.", columns=columns, rows=rows, text_columns=frozenset({0, 1, 2}))]
 
 
 def key_figures(trace: Trace) -> tuple[tuple[str, str], ...]:

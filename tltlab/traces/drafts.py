@@ -13,7 +13,6 @@ Tokens get their times from the best of three sources that an RL step of a worke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ import pandas as pd
 from tltlab.arrays import Array, Flags, Floats, Ints
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, TraceError
+from tltlab.records import frozen
 
 from .schema import KEY
 from .trace import Trace
@@ -158,7 +158,7 @@ def _drafts_of(requests: pd.DataFrame, iterations: pd.DataFrame, finishes: dict[
     return drafts.assign(**dict(zip(names, columns, strict=True)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RecordedResponse:
     """A response with its text.
 

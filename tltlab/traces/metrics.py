@@ -9,7 +9,6 @@ A trace larger than memory is read in parts of neighbouring RL steps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import pyarrow.compute as pc
 
 from tltlab.arrays import Floats, Ints
 from tltlab.errors import TraceError
+from tltlab.records import frozen
 from tltlab.stats import intraclass_correlation
 
 from .trace import Trace
@@ -31,7 +31,7 @@ TAIL_SHARE = 1 / 8
 """The tail begins when fewer than this share of an RL step's responses are still running."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Rollout:
     """One RL step for the metrics: L_r, the f_r that are known, t0, D, and the seconds in which each worker lane was
     busy; D and those are None where unknown."""

@@ -39,6 +39,7 @@ from tltlab.files import (
     unsealed,
     write_durably,
 )
+from tltlab.records import frozen
 
 from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, SUFFIX, TABLES, UNIQUE, Manifest
 from .storage import StoredTable, fixed_bytes
@@ -232,7 +233,7 @@ def rows_in(keys: pd.DataFrame, among: pd.DataFrame | None) -> Flags:
     return np.asarray(pd.MultiIndex.from_frame(keys[columns]).isin(pd.MultiIndex.from_frame(among[columns])))
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class EngineTrace:
     """Recording of one of several engines of a run: its tables, and `place`, its location for messages."""
 

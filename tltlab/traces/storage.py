@@ -7,7 +7,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Self
@@ -30,6 +30,7 @@ from tltlab.files import (
     unsealed,
     write_durably,
 )
+from tltlab.records import frozen
 
 from .schema import MANIFEST_FILE, SUFFIX, SUMS, TABLES, Manifest, is_trace
 from .validate import TablePart, check_columns, conform
@@ -120,7 +121,7 @@ class StoredTable(TraceTable):
         """The conformed rows of some RL steps (None: all), in the order in which they were written."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class _Index:
     """Where the rows of a file are, without a number per row.
 

@@ -139,9 +139,7 @@ class Trace:
         selected = sorted(set(rl_steps))
         if missing := set(selected) - set(self.rl_steps):
             raise TraceError(f"{self.path or 'trace'}: no rl_step {min(missing)}; there are: {_few(self.rl_steps)}")
-        tables = {name: table.select(selected) for name, table in self._tables.items()}
-        manifest = self.manifest.model_copy(update={"num_rl_steps": len(selected)})
-        return Trace(manifest, tables, selected, self.path)
+        return self._of_steps(selected, selected, self._tables)
 
     def iter_rl_steps(self) -> Iterator[Trace]:
         """One-step traces in order: the way through a trace larger than memory.
@@ -154,10 +152,7 @@ class Trace:
                 name: ReadTable(table, table.rl_steps.tolist()) if isinstance(table, StoredTable) else table
                 for name, table in part._tables.items()
             }
-            manifest = self.manifest.model_copy(update={"num_rl_steps": 1})
-            for rl_step in part.rl_steps:
-                tables = {name: table.select([rl_step]) for name, table in shared.items()}
-                yield Trace(manifest, tables, [rl_step], self.path)
+            yield from (self._of_steps([rl_step], [rl_step], shared) for rl_step in part.rl_steps)
 
     def parts(self) -> Iterator[Trace]:
         """This trace in traces of neighbouring RL steps, each about CHUNK_BYTES when all its tables are read.
@@ -170,10 +165,7 @@ class Trace:
             return
         whole = set(self.rl_steps)
         for chunk in chunks:
-            rl_steps = [rl_step for rl_step in chunk if rl_step in whole]
-            manifest = self.manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
-            tables = {name: table.select(chunk) for name, table in self._tables.items()}
-            yield Trace(manifest, tables, rl_steps, self.path)
+            yield self._of_steps([rl_step for rl_step in chunk if rl_step in whole], chunk, self._tables)
 
     def with_manifest(self, manifest: Manifest) -> Trace:
         """The same tables under another manifest."""
@@ -208,6 +200,11 @@ class Trace:
     def __repr__(self) -> str:
         place = f" at {self.path}" if self.path else ""
         return f"<Trace {self.manifest.kind}{place}: {len(self.rl_steps)} RL steps, {', '.join(self.names)}>"
+
+    def _of_steps(self, rl_steps: list[int], selected: Sequence[int], tables: Mapping[str, TraceTable]) -> Trace:
+        """The trace of some RL steps with the rows of `selected` ones of these tables."""
+        manifest = self.manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
+        return Trace(manifest, {name: table.select(selected) for name, table in tables.items()}, rl_steps, self.path)
 
     def _frame(self, name: str) -> pd.DataFrame:
         frame = self.table(name)

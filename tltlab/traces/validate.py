@@ -7,7 +7,7 @@ start with the RL step, so a trace can be checked some RL steps at a time. Every
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from tltlab.arrays import Flags, Ints
 from tltlab.errors import TraceError
+from tltlab.records import frozen
 
 from .schema import FINISH_REASONS, GRAPH_KINDS, KEY, TABLES, TRAINING_ENDS, UNIQUE
 
@@ -32,7 +33,7 @@ _ROUNDING = 1e-4
 _PER_TOKEN = {"token_ids", "logprobs", "token_versions", "accept_if_drafted"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class TablePart:
     """A table, or those of its rows that belong to some RL steps; `rows` are their row numbers in `file`."""
 

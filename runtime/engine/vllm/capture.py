@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tltlab.arrays import Array, Floats, Ints, Tokens
 from tltlab.drafters.base import Key
-from tltlab.drafters.length_classes import LengthClasses
+from tltlab.drafters.budget import LengthClasses
 from tltlab.errors import one_line
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.generation import LiveRequest

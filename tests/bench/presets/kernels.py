@@ -19,7 +19,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from tltlab.arrays import Floats
-from tltlab.costs.table import smooth_max
+from tltlab.costs.roofline import rounded_max
+from tltlab.costs.table import KNEE
 from tltlab.errors import ConfigError
 from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, per_gpu_heads
 
@@ -88,7 +89,7 @@ class Kernels:
     def ideal_gemm_s(self, m: Floats, n: Floats | float, k: Floats | float) -> Floats:
         compute = 2 * m * n * k / self.gpu.peak_flops
         moved = BYTES_PER_VALUE * (m * k + k * n + m * n) / self.gpu.hbm_bytes_per_s
-        return np.asarray(smooth_max(moved, compute), np.float64)
+        return np.asarray(rounded_max(moved, compute, KNEE), np.float64)
 
     def all_reduce_s(self, tp: int, values: npt.ArrayLike) -> Floats:
         """Seconds to sum `values` numbers over `tp` GPUs; nothing for one."""

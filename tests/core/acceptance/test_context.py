@@ -10,8 +10,8 @@ import pytest
 
 from tests.refused import refused
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
-from tltlab.acceptance.by_request import SiblingAcceptance
 from tltlab.acceptance.context import TRAINED_TOKENS, ContextAcceptance
+from tltlab.acceptance.curves import SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import acceptance_text, granted, load_acceptance
 from tltlab.acceptance.per_drafter import PerDrafter

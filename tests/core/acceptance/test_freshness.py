@@ -11,7 +11,7 @@ from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance, RequestArrays
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import load_acceptance
-from tltlab.calibration.acceptance.freshness import fit_freshness, measured_state
+from tltlab.calibration.acceptance import fit_freshness, measured_state
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy

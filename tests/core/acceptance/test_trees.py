@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refused import refused
+from tltlab.acceptance.curves import TreeAcceptance
 from tltlab.acceptance.load import load_acceptance
-from tltlab.acceptance.trees import TreeAcceptance
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 

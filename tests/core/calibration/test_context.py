@@ -10,8 +10,7 @@ from tltlab.acceptance.base import RequestArrays
 from tltlab.acceptance.context import ContextAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.measured import MeasuredAcceptance
-from tltlab.calibration.acceptance.context import fit_trained_length
-from tltlab.calibration.acceptance.fits import fit_kind
+from tltlab.calibration.acceptance import fit_kind, fit_trained_length
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec

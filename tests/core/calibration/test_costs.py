@@ -12,10 +12,10 @@ from tests.core.acceptance.counterfactuals import counterfactuals
 from tests.core.costs import models
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
-from tltlab.acceptance.by_request import SiblingAcceptance
+from tltlab.acceptance.curves import SiblingAcceptance
 from tltlab.acceptance.freshness import Freshness
 from tltlab.acceptance.load import load_acceptance
-from tltlab.calibration.acceptance.fits import fit_kind
+from tltlab.calibration.acceptance import fit_kind
 from tltlab.calibration.costs import fit_points, fit_trace
 from tltlab.calibration.cross_validation import held_out_errors, step_folds
 from tltlab.calibration.iterations import checked, measured_rows, read_step_times, recorded_rows

@@ -14,8 +14,7 @@ import pytest
 import tltlab.report.write
 import tltlab.sim
 from tltlab.doctor.check import Finding
-from tltlab.doctor.environment import check_environment
-from tltlab.doctor.machine import Machine, try_imports
+from tltlab.doctor.environment import Machine, check_environment, try_imports
 from tltlab.policies.bandits import EpsilonGreedy
 from tltlab.policies.policy import Policy
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -6,8 +6,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.errors import TraceError
-from tltlab.importers.formats import import_dump
-from tltlab.importers.sources import read
+from tltlab.importers.sources import import_dump, read
 from tltlab.lengths.generate import log_normal
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest

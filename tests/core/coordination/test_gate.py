@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from tltlab.coordination.gate import (
+from tltlab.coordination.schedule import (
     CONTROL_EVERY,
     Attempt,
     RolloutDrift,
+    ScheduleConfig,
+    TrainingSchedule,
     above_end,
     loss_and_gain,
     paid,
@@ -19,7 +21,6 @@ from tltlab.coordination.gate import (
     training_cost,
     worth_training,
 )
-from tltlab.coordination.schedule import ScheduleConfig, TrainingSchedule
 from tltlab.state import DrafterState
 
 

@@ -17,8 +17,7 @@ from tests.refused import refused
 from tltlab.costs.base import LinearCosts
 from tltlab.doctor.check import Finding, NotChecked
 from tltlab.doctor.evidence import RunEvidence
-from tltlab.doctor.log import SIGNATURES
-from tltlab.doctor.signatures import CHECKS, diagnose, examine
+from tltlab.doctor.signatures import CHECKS, SIGNATURES, diagnose, examine
 from tltlab.errors import TraceError
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import BegMabSpec, Bucket

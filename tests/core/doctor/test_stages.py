@@ -10,9 +10,8 @@ import pytest
 
 from tltlab.doctor.check import Diagnosis, Finding
 from tltlab.doctor.evidence import RunEvidence
-from tltlab.doctor.signatures import diagnose
-from tltlab.doctor.stages import change
-from tltlab.importers.formats import import_dump
+from tltlab.doctor.signatures import change, diagnose
+from tltlab.importers.sources import import_dump
 
 SOUND = {
     "response_length/mean": 1500.0, "response_length/max": 3000.0, "response_length/min": 30.0,

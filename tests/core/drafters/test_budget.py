@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.refused import refused
 from tltlab.costs.base import LinearCosts
-from tltlab.drafters.budget import AcceptanceBudget, UniformBudget, share_out
-from tltlab.drafters.mba import MbaBudget
+from tltlab.drafters.budget import AcceptanceBudget, MbaBudget, UniformBudget, share_out
 from tltlab.policies.engines import VerificationBudget
 from tltlab.policies.policy import AcceptanceBudgetSpec, Policy, load_policy
 from tltlab.policies.specs import FixedSpec

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.drafters.length_budget import LengthAwareBudget, optimal_budget
+from tltlab.drafters.budget import LengthAwareBudget, optimal_budget
 from tltlab.state import RequestState, StepState
 from tltlab.strategy import Strategy
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.drafters.length_classes import LengthClasses
+from tltlab.drafters.budget import LengthClasses
 
 
 def learned(*finished: tuple[str, int], **settings) -> LengthClasses:

@@ -6,10 +6,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from tests.refused import refused
-from tltlab.drafters.budget import AcceptanceBudget
-from tltlab.drafters.length_budget import LengthAwareBudget, optimal_budget
-from tltlab.drafters.length_classes import LengthClasses
-from tltlab.drafters.mba import MbaBudget
+from tltlab.drafters.budget import AcceptanceBudget, LengthAwareBudget, LengthClasses, MbaBudget, optimal_budget
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.drafters.suffix import SuffixDrafter

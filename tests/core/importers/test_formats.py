@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from tests.refused import refused
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers import rows
-from tltlab.importers.formats import guess, import_dump
-from tltlab.importers.sources import read
+from tltlab.importers.sources import guess, import_dump, read
 from tltlab.importers.token_counts import CharsPerToken, FolderTokenizer, token_counter
 from tltlab.traces import storage
 from tltlab.traces.storage import check_parquet

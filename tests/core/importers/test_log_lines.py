@@ -12,8 +12,8 @@ import pytest
 
 from tests.refused import refused
 from tltlab.errors import TraceError
-from tltlab.importers.formats import import_dump
 from tltlab.importers.metrics_log import records_of
+from tltlab.importers.sources import import_dump
 from tltlab.importers.step_metrics import FRAMEWORKS, steps_of
 
 STEPS = 4

@@ -16,9 +16,8 @@ import pytest
 from tests.refused import refused
 from tltlab.errors import TraceError
 from tltlab.importers.fields import conversation_texts
-from tltlab.importers.formats import import_dump
 from tltlab.importers.rows import Reading
-from tltlab.importers.sources import read_lengths
+from tltlab.importers.sources import import_dump, read_lengths
 from tltlab.importers.token_counts import CharsPerToken
 
 from .test_formats import WORDS, check, jsonl

@@ -8,7 +8,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.errors import TraceError
-from tltlab.importers.formats import guess, import_dump
+from tltlab.importers.sources import guess, import_dump
 
 from .test_formats import check
 from .test_records import of

@@ -6,9 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from tltlab.lengths.fit import outlook
+from tltlab.lengths.fit import Longest, longest, makespan, outlook, step_score
 from tltlab.lengths.generate import generate
-from tltlab.lengths.longest import Longest, longest, makespan, step_score
 from tltlab.lengths.model import REGIMES, LengthModel, ParetoTail
 
 LAW = LengthModel(

@@ -12,8 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from tests.refused import refused
 from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
-from tltlab.report.perfetto import to_perfetto, write_perfetto
-from tltlab.report.timeline import timeline
+from tltlab.report.timeline import timeline, to_perfetto, write_perfetto
 from tltlab.sim import simulate
 from tltlab.traces import metrics
 from tltlab.traces.lanes import aligned_offsets, lanes, median_step

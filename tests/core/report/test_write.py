@@ -22,12 +22,16 @@ from tltlab.charts import bars, data_uri, inline_svg, lines, save_figure, scatte
 from tltlab.doctor.check import Diagnosis, Finding
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import write_json
-from tltlab.report.origin import command_line
 from tltlab.report.page import Absent, PageTable, Section, Transcript, render
-from tltlab.report.responses import responses_part
-from tltlab.report.rollout import graphs_part, off_policy_part
-from tltlab.report.speculation import acceptance_part, strategy_names
-from tltlab.report.verify import verify_part
+from tltlab.report.parts import (
+    acceptance_part,
+    command_line,
+    graphs_part,
+    off_policy_part,
+    responses_part,
+    strategy_names,
+    verify_part,
+)
 from tltlab.report.write import report, verdict
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read

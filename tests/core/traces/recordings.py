@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from tltlab.traces.recorder import Recorder
-from tltlab.traces.recovery import repair
+from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
 
 MANIFEST = Manifest(kind="recorded", name="live", num_workers=2, model="m", group_size=1, seed=3, hardware="h")

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tltlab.errors import TltlabError
-from tltlab.traces.recorder import Recorder
-from tltlab.traces.recovery import repair
+from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.trace import Trace, read
 
 from ...crash_states import Disk, crashes, put

@@ -16,10 +16,9 @@ from tests.core.traces.damage import flipped
 from tests.refused import refused
 from tltlab.errors import ConfigError, InputError, RunError, TraceError
 from tltlab.traces import recorder as recorder_module
-from tltlab.traces import recovery as recovery_module
-from tltlab.traces.recorder import Recorder
+from tltlab.traces import recorder as recovery_module
+from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.recording import chunks_of, new_recording, write_chunk
-from tltlab.traces.recovery import repair
 from tltlab.traces.schema import TABLES
 from tltlab.traces.trace import read
 

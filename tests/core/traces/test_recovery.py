@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError, TraceError
-from tltlab.traces.recorder import Recorder
-from tltlab.traces.recovery import repair
+from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import read, read_one, together
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.rows import as_rows, columns, key_columns, strategy_columns
-from tltlab.traces.schema import TABLES
+from tltlab.traces.schema import TABLES, as_rows, columns, key_columns, strategy_columns
 
 
 def test_columns_come_in_the_order_of_the_format():

@@ -46,7 +46,7 @@ from tltlab.runtime.run.grpo import GrpoRun, train
 from tltlab.runtime.run.state import RunEvents
 from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.recovery import repair
+from tltlab.traces.recorder import repair
 
 from ...nemesis.engines import title
 from . import drafting_text as text

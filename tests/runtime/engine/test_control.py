@@ -14,8 +14,7 @@ import pytest
 from tests.fakes.drafting import Parrot, Script
 from tests.refused import refused
 from tltlab.drafters.base import Key
-from tltlab.drafters.budget import DraftBudget
-from tltlab.drafters.length_budget import LengthAwareBudget
+from tltlab.drafters.budget import DraftBudget, LengthAwareBudget
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.fakes.curves import CurveAcceptance
 from tests.refused import refused
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
-from tltlab.acceptance.by_request import SiblingAcceptance
+from tltlab.acceptance.curves import SiblingAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from bench.simulator import closed_form_makespan_s, per_iteration_makespan_s
 from tests.fakes.curves import CurveAcceptance
 from tltlab.acceptance.base import Acceptance, ConstantAcceptance, GeometricAcceptance
-from tltlab.acceptance.by_request import SiblingAcceptance
+from tltlab.acceptance.curves import SiblingAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.acceptance.load import load_acceptance
-from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
+from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptance
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
@@ -96,7 +96,7 @@ ALIKE = st.one_of(
     st.just(load_acceptance("tlt-qwen2.5-32b")),
     st.builds(
         lambda few, many: MeasuredAcceptance(
-            bands=(Band(max_batch=2, drafters_by_depth=few), Band(max_batch=None, drafters_by_depth=many))
+            bands=(BatchBand(max_batch=2, drafters_by_depth=few), BatchBand(max_batch=None, drafters_by_depth=many))
         ),
         CHANCES,
         CHANCES,

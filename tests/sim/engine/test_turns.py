@@ -19,12 +19,12 @@ from tltlab.planning.composition import Admission, EarlierEpoch, SharedBuffer, T
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import load_policy
 from tltlab.sim import simulate
-from tltlab.sim.study.systems import compare_systems
 from tltlab.sim.engine.admission import RoundFeed, Stream
 from tltlab.sim.engine.batch import FluidBatch
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.worker import RolloutSimulator
+from tltlab.sim.study.systems import compare_systems
 from tltlab.sim.workload import changed, requests_by_step
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import Manifest

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.curves import CurveAcceptance
 from tltlab.acceptance.base import Acceptance, GeometricAcceptance, RequestArrays
-from tltlab.acceptance.measured import Band, FittedDepth, MeasuredAcceptance
+from tltlab.acceptance.measured import BatchBand, FittedDepth, MeasuredAcceptance
 from tltlab.acceptance.replay import TraceAcceptance
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
@@ -146,7 +146,7 @@ def by_batch(border: int) -> MeasuredAcceptance:
     """Four in five drafts are kept whole up to a batch, one in five above."""
     return MeasuredAcceptance(
         bands=tuple(
-            Band(
+            BatchBand(
                 max_batch=end,
                 drafters_by_depth={"ngram": {5: FittedDepth(accepted=(1 - kept, 0, 0, 0, 0, kept), drafted=5)}},
             )

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from tltlab.sim.study.grid import Axes, SweepGrid
 
 import tltlab
 from tests.refused import refused
 from tltlab.costs.deployment import Deployment
 from tltlab.errors import ConfigError
-from tltlab.sim.study.grid import Axes, SweepGrid
-from tltlab.sim.study.systems import compare_systems
 from tltlab.sim.config import SimulationConfig
+from tltlab.sim.study.systems import compare_systems
 
 from ..workloads import typed
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from tltlab.sim.study.sweep import sweep
 
 import tltlab
 from bench.simulator import COSTS, example_bandit, random_tables
@@ -17,9 +18,8 @@ from tltlab import ConfigError, Selector, compare, load_policy, read, simulate, 
 from tltlab.calibration.api import calibrate
 from tltlab.errors import TraceError
 from tltlab.lengths.generate import log_normal
-from tltlab.sim.study.sweep import sweep
-from tltlab.sim.study.systems import compare_systems
 from tltlab.sim.scenario import Scenario
+from tltlab.sim.study.systems import compare_systems
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector

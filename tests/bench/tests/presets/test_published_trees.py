@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 from scipy.optimize import least_squares
 
+from tltlab.acceptance.curves import TreeAcceptance
 from tltlab.acceptance.load import load_acceptance
-from tltlab.acceptance.trees import TreeAcceptance
 from tltlab.strategy import Strategy
 
 SHIPPED = load_acceptance("tlt-qwen2.5-32b")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.calibration.acceptance.annotate import AcceptedLengths, DraftedBy, ReplayedDrafter, annotate, merged
+from tltlab.calibration.annotate import AcceptedLengths, DraftedBy, ReplayedDrafter, annotate, merged
 from tltlab.cli.annotate import parse_drafter
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.ngram import NgramDrafter

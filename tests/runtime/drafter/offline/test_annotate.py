@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import tltlab
 from tests.refused import refused
-from tltlab.calibration.acceptance.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate
+from tltlab.calibration.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate
 from tltlab.cli.annotate import parse_drafter
 from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError

@@ -11,7 +11,7 @@ from typing import get_args
 
 import pytest
 
-from tltlab.doctor import machine
+from tltlab.doctor import environment
 from tltlab.runtime.engine import vllm as adapter
 from tltlab.runtime.engine.vllm import (
     CAPABILITIES,
@@ -85,7 +85,7 @@ def test_doctor_takes_a_second_name_for_no_second_vllm(tmp_path: Path, monkeypat
     (tmp_path / "vllm-9.9+cpu.dist-info/METADATA").write_text("Metadata-Version: 2.4\nName: vllm\nVersion: 9.9+cpu\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert version("vllm") == "9.9+cpu"
-    assert machine._version("vllm") is None
+    assert environment._version("vllm") is None
 
 
 def test_the_readme_has_the_table_of_versions():

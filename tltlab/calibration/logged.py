@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -11,6 +10,7 @@ import pandas as pd
 
 from tltlab.acceptance.base import GeometricAcceptance, chain_alpha
 from tltlab.acceptance.per_drafter import PerDrafter
+from tltlab.records import frozen
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
@@ -19,7 +19,7 @@ COLLAPSED = 1.05
 _DRAFTER, _DEPTH, _MOST_DEPTH, _MOST_ALPHA = "learned", 3, 16, 0.999
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class LoggedDrafting:
     """The strategy of a log's run, and its `accept_length` by RL step (NaN: not logged).
 

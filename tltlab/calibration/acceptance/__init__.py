@@ -1,1 +1,0 @@
-"""Acceptance models fitted to recorded or counterfactual drafts."""

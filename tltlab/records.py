@@ -1,0 +1,22 @@
+"""Records: the frozen values that most of tltlab passes around."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar, dataclass_transform
+
+_Class = TypeVar("_Class")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def frozen(cls: type[_Class]) -> type[_Class]:
+    """Make a class a dataclass whose fields are immutable, given by keyword and held in slots.
+
+    >>> @frozen
+    ... class Pair:
+    ...     first: int
+    ...     second: int = 0
+    >>> Pair(first=1)
+    Pair(first=1, second=0)
+    """
+    return dataclass(frozen=True, slots=True, kw_only=True)(cls)
