@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,8 +89,7 @@ def what_if(
     if policy_out is not None:
         answer.policy.with_provenance(**origin, paths=[str(lengths)]).write(policy_out)
     if out is not None and out.suffix in _PAGES:
-        page = comparison_page(result, lengths)
-        write_file(out, render(replace(page, parts=(*page.parts[:1], *_pictures(answer), *page.parts[1:]))))
+        write_file(out, render(comparison_page(result, lengths, _pictures(answer))))
     elif out is not None and out.suffix in FORMATS:
         save_figure(answer.plot(), out)
     elif out is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +15,38 @@ from .parts import from_result, repeat_blocks, versions_of
 
 SIMULATED = "Simulated: a prediction, not a measurement."
 DRAWS_ONLY = "Draws only: 95 % intervals over RL steps, without what costs and acceptance may be wrong by."
-_ROWS = ("systems", "candidates", "policies", "steps")
+_ROWS = ("rows", "systems", "candidates", "policies", "steps")
 _COLUMNS = {
     "system": ("system", ""), "policy": ("policy", ""), "name": ("candidate", ""), "drafters": ("drafters", ""),
-    "makespan_s": ("rollout s", ".4g"),
-    "speed_up": ("speed-up", ".2f"), "speed_up_interval": ("draws only", ""),
-    "regret": ("regret", ".1%"),
-    "regret_to_bound": ("to the bound", ".1%"), "mean_accept_length": ("accept length", ".2f"),
-    "bubble_fraction": ("bubble", ".1%"), "step_s": ("RL step s", ".4g"),
-    "step_speed_up": ("speed-up", ".2f"), "step_speed_up_interval": ("draws only", ""), "lossless": ("lossless", ""),
-    "acceptance": ("acceptance", ""),
+    "makespan_s": ("rollout s", ".4g"), "speed_up": ("speed-up", ".2f"), "draws": ("draws only", ""),
+    "regret": ("regret", ".1%"), "mean_accept_length": ("accept length", ".2f"), "bubble_fraction": ("bubble", ".1%"),
+    "step_s": ("RL step s", ".4g"), "step_speed_up": ("speed-up", ".2f"), "step_draws": ("draws only", ""),
+    "lossless": ("lossless", ""), "acceptance": ("acceptance", ""),
 }  # fmt: skip
 
 
-def comparison_page(result: Mapping[str, Any], path: Path) -> Page:
-    """The page of a result; it is recognised by its keys. Raises ConfigError for another object."""
+def comparison_page(result: Mapping[str, Any], path: Path, more: Sequence[Part] = ()) -> Page:
+    """The page of a result, recognised by its keys, with `more` parts behind the first. ConfigError for another."""
     try:
-        return _page(result, path)
+        return _page(result, path, more)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path}: not as tltlab writes it ({why}); write it anew") from error
 
 
-def _page(result: Mapping[str, Any], path: Path) -> Page:
+def _page(result: Mapping[str, Any], path: Path, more: Sequence[Part]) -> Page:
     if (empty := next((key for key in _ROWS if result.get(key) == []), None)) is not None:
         raise ConfigError(f"{path}: its {empty} are an empty list, so there is nothing to report")
     lists = {key for key, value in result.items() if isinstance(value, list)}
-    if {"systems", "by_accept"} <= lists:
-        return _what_if(result, path)
-    if "systems" in lists:
-        return _ratios(result, result["systems"], "system", "Systems compared", path)
+    if "answers" in result:
+        return _what_if(result, path, more)
+    if "rows" in lists:
+        kind = "system" if "system" in result["rows"][0] else "policy"
+        return _ratios(result, result["rows"], kind, f"{'Systems' if kind == 'system' else 'Policies'} compared", path)
     if "candidates" in lists:
         return _ratios(result, result["candidates"], "name", "A tuned policy", path)
     if "policies" in lists and all("measured_s" in row for row in result["policies"]):
         return _measured(result, path)
-    if "policies" in lists:
-        return _ratios(result, result["policies"], "policy", "Policies compared", path)
     if "steps" in lists and "median_error" in result:
         part = from_result(result, "As tltlab verify wrote it.")
         return Page(title=part.title, subtitle=path.name, key_figures=(), parts=(part,))
@@ -62,56 +57,56 @@ def _page(result: Mapping[str, Any], path: Path) -> Page:
 
 
 def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: str, title: str, path: Path) -> Page:
-    """Rows of makespans with their ratios to a baseline."""
-    tuned = key == "name"
+    """Rows of makespans with their speed-ups over a baseline."""
+    tuned, axes = key == "name", list(result.get("axes") or ())
     baseline = str(result.get("baseline") or ("the best fixed strategy" if tuned else rows[0][key]))
-    labels = [str(row[key]) for row in rows]
+    shown = [_in_words(row) for row in rows]
+    labels = [", ".join(str(row[name]) for name in (key, *axes)) for row in rows]
     whole = all(row.get("step_s") is not None for row in rows)
-    best = min(rows, key=lambda row: row["step_s" if whole else "makespan_s"])
-    verdict = result.get("verdict") or _verdict(best, str(best[key]), baseline, whole=whole)
+    best = min(range(len(rows)), key=lambda at: rows[at]["step_s" if whole else "makespan_s"])
+    verdict = result.get("verdict") or _verdict(shown[best], labels[best], baseline, whole=whole)
     blocks: list[Block] = [Paragraph(text=SIMULATED)]
-    shown = [_with_words(row) for row in rows]
     for name, heading in (("speed_up", "Rollouts"), ("step_speed_up", "Whole RL steps")):
         if name == "speed_up" or any(row.get(name) is not None for row in shown):
             blocks.append(_speed_up_picture(shown, labels, name, f"speed-up over {baseline}", heading))
-    columns = {key: _COLUMNS[key]} | {k: v for k, v in _COLUMNS.items() if k not in ("system", "policy", "name")}
+    columns = {key: _COLUMNS[key]} | {axis: (axis.replace("_", " "), "") for axis in axes}
+    columns |= {name: form for name, form in _COLUMNS.items() if name not in ("system", "policy", "name", *axes)}
     caption = (
-        f"Speed-ups over {baseline} on the same responses with common random numbers. {DRAWS_ONLY} Regret: to the best "
-        "that any policy could do" + (" (the per-iteration oracle)." if tuned else ".")
+        f"Speed-ups over {baseline} on the same responses with common random numbers. {DRAWS_ONLY} Regret: time above "
+        "the clairvoyant bound."
     )
     blocks.append(records(shown, columns, caption=caption, text=("drafters", "acceptance")))
-    parts: list[Part] = [Section(title="Result", blocks=tuple(blocks)), *_about_systems(result, rows)]
+    parts: list[Part] = [Section(title="Result", blocks=tuple(blocks)), *_about_systems(rows)]
     if tuned and (bands := result.get("band")):
         named = {f"over {'plain decoding' if name == 'none' else name}": band for name, band in bands.items()}
         parts.insert(0, _band_section(named, named))
-    notes = result.get("notes")
-    if isinstance(notes, list) and notes:
+    if isinstance(notes := result.get("notes"), list) and notes:
         parts.append(Section(title="Notes", blocks=tuple(Paragraph(text=str(note)) for note in notes)))
-    above = {"systems", "policies", "candidates", "verdict", "notes", "left_out", "ranges", "by_accept", "speedup",
-             "band", "drafter_training"}  # fmt: skip
+    above = {*_ROWS, "answers", "verdict", "notes", "by_accept", "speedup", "band", "drafter_training", "assumed"}
     parts.append(_origin(result, above))
-    fastest = _with_words(best).get("step_speed_up" if whole else "speed_up")
-    keys = [("fastest", str(best[key])), ("its speed-up", f"{number(fastest, '.2f')}x")]
+    fastest = number(shown[best].get("step_speed_up" if whole else "speed_up"), ".2f")
+    keys = [("fastest", labels[best]), ("its speed-up", f"{fastest}x")]
     if tuned:
-        keys = [("chosen", str(result.get("name", best[key]))), ("worth it", "yes" if result.get("worth_it") else "no")]
+        keys = [("chosen", str(result.get("name"))), ("worth it", "yes" if result.get("worth_it") else "no")]
     steps = result.get("num_rl_steps")
     keys += [("baseline", baseline)] + ([("RL steps", str(steps))] if steps is not None else [])
     subtitle = " · ".join(dict.fromkeys(v for v in (result.get("trace"), path.name) if isinstance(v, str) and v))
     return Page(title=title, subtitle=subtitle, key_figures=tuple(keys), parts=tuple(parts), verdict=str(verdict))
 
 
-def _what_if(result: Mapping[str, Any], path: Path) -> Page:
-    """The answer of `tltlab what-if`: the speed-up with its range, and by acceptance where that is not known."""
+def _what_if(result: Mapping[str, Any], path: Path, more: Sequence[Part]) -> Page:
+    """The answer of `tltlab what-if`: the speed-ups with their ranges, and by acceptance where that is not known."""
     page = _ratios(result, result["systems"], "system", "What speculation would bring", path)
-    names = {"rollout": "rollout", "rl_step": "RL step"}
-    speedups = {names[key]: times for key, times in result["speedup"].items() if times is not None}
-    bands = {names[key]: band for key, band in result["band"].items() if band is not None}
-    parts: tuple[Part, ...] = (_band_section(speedups, bands),)
+    answers = {", ".join(answer["drafters"]): answer["rollout"] for answer in result["answers"].values()}
+    speedups = {f"rollout, {drafters}": times for drafters, times in answers.items()}
+    if result["speedup"]["rl_step"] is not None:
+        speedups[f"RL step, {', '.join(result['drafters'])}"] = result["speedup"]["rl_step"]
+    parts: list[Part] = [_band_section(speedups, {next(iter(speedups)): result["band"]}), *more]
     if (training := result.get("drafter_training")) is not None:
-        parts = (*parts, Section(title="Training the drafter", blocks=(Paragraph(text=training["says"]),)))
-    series: dict[str, tuple[list[float], list[float]]] = {}
-    for key, name in names.items():
-        if rows := [row for row in result["by_accept"] if row["accept"] is not None and row[key] is not None]:
+        parts.append(Section(title="Training the drafter", blocks=(Paragraph(text=training["says"]),)))
+    series = {}
+    for key, name in (("rollout", "rollout"), ("rl_step", "RL step")):
+        if rows := [row for row in result["by_accept"] if row[key] is not None]:
             series[name] = [row["accept"] for row in rows], [row[key]["mean"] for row in rows]
     if series:
         figure = lines(series, xlabel="drafted tokens accepted, each", ylabel="speed-up",
@@ -122,13 +117,18 @@ def _what_if(result: Mapping[str, Any], path: Path) -> Page:
         )
         caption = "Over decoding without speculation, each with the best table for that acceptance."
         picture = Picture.of(figure, alt=f"Speed-up by acceptance. {points_text}.", caption=caption)
-        parts = (*parts, Section(title="By acceptance", blocks=(picture,)))
+        parts.append(Section(title="By acceptance", blocks=(picture,)))
+    assumed = tuple((str(each["what"]), ", ".join(filter(None, (each["value"], each["effect"]))) or "assumed")
+                    for each in result["assumed"])  # fmt: skip
+    parts += [Section(title="Assumed", blocks=(Items(rows=assumed),))] if assumed else []
     keys = [(name, f"{times['mean']:.2f}x") for name, times in speedups.items()]
     accept = result["accept"]
     keys += [("drafted tokens accepted", "as recorded" if accept is None else f"{accept:.0%}")]
     keys += [("responses", f"{result['num_responses']:,}"), ("RL steps", str(result["num_rl_steps"]))]
-    subtitle = f"{page.subtitle} · {result['setting']}"
-    return replace(page, subtitle=subtitle, key_figures=tuple(keys), parts=(*parts, *page.parts))
+    return Page(
+        title=page.title, subtitle=f"{page.subtitle} · {result['setting']}", key_figures=tuple(keys),
+        parts=(*parts, *page.parts), verdict=page.verdict,
+    )  # fmt: skip
 
 
 def _band_section(speedups: Mapping[str, Mapping[str, float]], bands: Mapping[str, Mapping[str, Any]]) -> Section:
@@ -142,10 +142,9 @@ def _band_section(speedups: Mapping[str, Mapping[str, float]], bands: Mapping[st
         caption="Lines on the bars: what costs, acceptance and lengths may be wrong by, together.",
     )  # fmt: skip
     rows = [
-        {"of": name, "input": part["name"], "alone": f"{part['low']:.2f}x to {part['high']:.2f}x"}
-        | {"share": part["share"]}
+        {"of": name, "input": part, "alone": f"{ends['low']:.2f}x to {ends['high']:.2f}x", "share": ends["share"]}
         for name, band in bands.items()
-        for part in band["parts"]
+        for part, ends in band["parts"].items()
     ]
     columns = {"of": ("speed-up of", ""), "input": ("input", ""), "alone": ("its range alone", ""),
                "share": ("share of variance", ".0%")}  # fmt: skip
@@ -153,16 +152,16 @@ def _band_section(speedups: Mapping[str, Mapping[str, float]], bands: Mapping[st
     return Section(title="Speed-up", blocks=(picture, table))
 
 
-def _with_words(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with its intervals and yes or no in words."""
+def _in_words(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with its speed-ups, and with intervals and yes or no in words."""
     words = dict(row)
-    for ratio in ("ratio", "step_ratio"):
-        if ratio in row:
-            name = ratio.replace("ratio", "speed_up")
-            ends = {"": row[ratio], "_low": row.get(f"{ratio}_high"), "_high": row.get(f"{ratio}_low")}
-            words |= {name + end: 1 / value if value else None for end, value in ends.items()}
-            words[f"{name}_interval"] = _interval(words, f"{name}_low", f"{name}_high")
-    if isinstance(row.get("drafters"), list) and isinstance(granted := row.get("acceptance"), dict):
+    for prefix in ("", "step_"):
+        if f"{prefix}ratio" in row:
+            ends = {"": row[f"{prefix}ratio"], "_low": row[f"{prefix}ratio_high"], "_high": row[f"{prefix}ratio_low"]}
+            words |= {f"{prefix}speed_up{end}": 1 / value if value else None for end, value in ends.items()}
+        low, high = (words.get(f"{prefix}speed_up{end}") for end in ("_low", "_high"))
+        words[f"{prefix}draws"] = None if low is None or high is None else f"{low:.2f} to {high:.2f}"
+    if isinstance(row.get("drafters"), list) and isinstance(granted := row.get("granted", row.get("acceptance")), dict):
         words |= {
             "drafters": ", ".join(row["drafters"]) or "none",
             "acceptance": ", ".join(dict.fromkeys(granted.values())) or None,
@@ -170,12 +169,6 @@ def _with_words(row: Mapping[str, Any]) -> dict[str, Any]:
     if "lossless" in row:
         words["lossless"] = "yes" if row["lossless"] else "no"
     return words
-
-
-def _interval(row: Mapping[str, Any], low: str, high: str) -> str | None:
-    if row.get(low) is None or row.get(high) is None:
-        return None
-    return f"{row[low]:.2f} to {row[high]:.2f}"
 
 
 def _speed_up_picture(
@@ -191,46 +184,33 @@ def _speed_up_picture(
     )  # fmt: skip
 
 
-def _verdict(best: Mapping[str, Any], name: str, baseline: str, *, whole: bool) -> str:
+def _verdict(row: Mapping[str, Any], name: str, baseline: str, *, whole: bool) -> str:
     """`whole`: of RL steps, where they are known; else of rollouts."""
-    key, subject = ("step_speed_up", "the RL step") if whole else ("speed_up", "the rollout")
+    prefix, subject = ("step_", "the RL step") if whole else ("", "the rollout")
     if name == baseline:
         return f"Nothing is faster than {baseline}."
-    row = _with_words(best)
-    sentence = f"{name} is fastest: {subject} {number(row.get(key), '.2f')}x as fast as {baseline}'s"
-    if (ends := row.get(f"{key}_interval")) is None:
+    sentence = f"{name} is fastest: {subject} {number(row.get(f'{prefix}speed_up'), '.2f')}x as fast as {baseline}'s"
+    if (ends := row.get(f"{prefix}draws")) is None:
         return f"{sentence}; on a single RL step, so without an interval."
-    sure = "" if row[f"{key}_low"] > 1 else ", which may be chance"
+    sure = "" if row[f"{prefix}speed_up_low"] > 1 else ", which may be chance"
     return f"{sentence}, 95 % interval {ends} of draws only{sure}."
 
 
-def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Part]:
-    parts: list[Part] = []
-    about = []
+def _about_systems(rows: Sequence[Mapping[str, Any]]) -> list[Part]:
+    about = {}
     for row in rows:
         if "system" in row:
             assumed = "; ".join(map(str, row.get("assumptions") or ["nothing"]))
             title = str(row.get("title") or row["system"])
-            about.append((title, f"{assumed}. Source: {row.get('source') or 'not given'}."))
-    if about:
-        parts.append(Section(title="What was assumed", blocks=(Items(rows=tuple(about)),)))
-    ends = result.get("ranges")
-    if isinstance(ends, list) and ends:
-        orders = tuple((f"{end['number']} x {end['factor']:g}", ", ".join(map(str, end["order"]))) for end in ends)
-        lead = Paragraph(text="The order, fastest first, with each number that was assumed at the ends of its range.")
-        parts.append(Section(title="Over the plausible ranges", blocks=(lead, Items(rows=orders))))
-    exclusions = result.get("left_out")
-    if isinstance(exclusions, dict) and exclusions:
-        items = Items(rows=tuple((str(name), str(why)) for name, why in exclusions.items()))
-        parts.append(Section(title="Left out", blocks=(items,)))
-    return parts
+            about[title] = f"{assumed}. Source: {row.get('source') or 'not given'}."
+    return [Section(title="What was assumed", blocks=(Items(rows=tuple(about.items())),))] if about else []
 
 
 def _measured(result: Mapping[str, Any], path: Path) -> Page:
     """Page of policies that were measured: the verdict, the picture beside the summary of a rehearsal, and the rows."""
-    rows = [_with_words(row) for row in result["policies"]]
+    rows = [_in_words(row) for row in result["policies"]]
     keys = list(dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, dict)))
-    ends = {f"{name.removesuffix('_interval')}{end}" for name in keys for end in ("_low", "_high")}
+    ends = {f"{name}{end}" for name in keys for end in ("_low", "_high")} | {"draws", "step_draws"}
     keys = [name for name in keys if name not in ends]
     text = tuple(name for name in keys if any(isinstance(row.get(name), str) for row in rows))
     columns = {name: (name.replace("_", " "), "" if name in text else ".4g") for name in keys}
@@ -243,8 +223,7 @@ def _measured(result: Mapping[str, Any], path: Path) -> Page:
         or f"Kendall tau of the simulator's order and the machine's: {tau}; median error {median}, worst {worst}."
     )
     blocks: list[Block] = []
-    caption = "What the table below has in figures."
-    picture = Picture.of_png(path.with_name("picture.png"), alt=verdict, caption=caption)
+    picture = Picture.of_png(path.with_name("picture.png"), alt=verdict, caption="What the table has in figures.")
     if picture is not None and path.name == "summary.json":
         blocks.append(picture)
     blocks.append(records(rows, columns, caption="Result", text=text))
@@ -268,11 +247,8 @@ def _origin(result: Mapping[str, Any], shown_above: set[str]) -> Part:
             name = key.replace("_", " ")
             folded.append(Code(code=json.dumps(value, indent=2), label=name, summary=name))
         elif value is not None:
-            plain.append((key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else _text(value)))
+            text = value if isinstance(value, str) else json.dumps(value)
+            plain.append((key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else text))
     blocks: list[Block] = [Facts(rows=(*plain, *versions.items()))] if plain or versions else []
     blocks += repeat_blocks(command, "This file does not name the command that made it.")
     return Section(title="Where it comes from", blocks=(*blocks, *folded))
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
