@@ -137,7 +137,7 @@ def test_the_recipe_takes_the_overrides_that_are_shown(tmp_path: Path):
 def test_options_in_a_sentence_are_some_command_s(name: str):
     named = {code.split()[0] for code in inline_code(name) if code.startswith("--")}
     offered = set()
-    for command in ("simulate", "train", "tune", "trace", "bench", "audit", "compare", "sweep", "calibrate", "verify"):
+    for command in ("simulate", "train", "tune", "trace", "bench", "audit", "compare", "calibrate", "verify"):
         found = click_command(command)
         for each in getattr(found, "commands", {"": found}).values():
             offered |= {option for parameter in each.params for option in parameter.opts}

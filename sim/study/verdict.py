@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from tltlab.acceptance.load import DEFAULT, WITH_EPOCHS
+from tltlab.acceptance.load import DEFAULT, EARLIER, WITH_EPOCHS
 from tltlab.importers.step_metrics import SEVERAL_TURNS
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
@@ -67,7 +67,7 @@ class Answer:
     def condition(self) -> str:
         """What the acceptance of the drafts is, in words."""
         if self.accept is not None:
-            return f"if {100 * self.accept:.0f} % of its tokens are accepted once those before them were"
+            return f"if {100 * self.accept:.0f} % of drafted tokens are accepted once those before them were"
         return f"with drafts accepted as in {' and '.join(self.acceptance.values())}"
 
     def json(self) -> dict[str, Any]:
@@ -150,9 +150,9 @@ class WhatIf:
 
     def _head(self, best: Answer) -> str:
         need = "a trained drafter" if best.trained else "drafts that need no training"
-        condition = f"with {need} ({best.drafter}), {best.condition}"
-        if self.recorded:
-            condition = f"with {need} ({best.drafter}), as many accepted as were recorded"
+        epochs = " from earlier epochs of the same prompts" if EARLIER in "".join(best.acceptance.values()) else ""
+        accepted = "as many accepted as were recorded" if self.recorded else best.condition
+        condition = f"with {need} ({best.drafter}{epochs}), {accepted}"
         step = (
             "" if (whole := best.rl_step_band) is None else f", the RL step {whole.estimate:.2f}x ({whole.range_text})"
         )

@@ -63,7 +63,7 @@ prompts.
 - `suffix`: a request's own text alone gives what n-grams give. With responses of earlier epochs, a tree of the group's
   text in the same table: 2.32 tokens per round with 5 sibling responses; 2.04 with one, 2.53 with 15.
 """
-DEFAULT = "default"
+DEFAULT, EARLIER = "default", "earlier epochs"
 
 _FILE: TypeAdapter[Base | FreshAcceptance] = TypeAdapter(Annotated[Base | FreshAcceptance, Field(discriminator="kind")])
 _SHORT = {"constant": "tokens", "geometric": "alpha"}
@@ -222,6 +222,6 @@ def _by_drafter(sources: Mapping[str, Any], epochs: bool) -> PerDrafter:
         for name, text in (DEFAULTS | (WITH_EPOCHS if epochs else {})).items():
             if name not in models:
                 models[name] = load_acceptance(text)
-                which = f"{DEFAULT}, earlier epochs" if epochs and name in WITH_EPOCHS else DEFAULT
+                which = f"{DEFAULT}, {EARLIER}" if epochs and name in WITH_EPOCHS else DEFAULT
                 texts[name] = f"{text} ({which})"
     return PerDrafter(models, others, texts)
