@@ -31,7 +31,7 @@ from tltlab.files import write_json
 from tltlab.own import split
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
 from tltlab.sim.study.jobs import side_by_side
-from tltlab.sim.study.sweep import drafters_text, granted_text
+from tltlab.sim.study.reduce import drafters_text, granted_text
 from tltlab.sim.scenario import Scenario
 from tltlab.stats import kendall_tau, mean_interval, non_overlapping_pairs
 from tltlab.traces.trace import Trace, read

@@ -20,7 +20,7 @@ from tltlab.lengths.model import REGIMES
 from tltlab.runtime.recipe.dry_run import RunPlan
 from tltlab.runtime.recipe.engines import shape_of
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.sim.study.system_run import on_gpus
+from tltlab.sim.study.systems import on_gpus
 from tltlab.sim.config import SimulationConfig, decision_interval
 from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.scenario import Scenario
