@@ -14,7 +14,7 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.own import code_allowed
 from tltlab.sim.cli import options
-from tltlab.sim.verification import policies as of_policies
+from tltlab.sim.verification import played as of_policies
 from tltlab.sim.verification.decisions import replay_decisions
 from tltlab.sim.verification.rollouts import text
 from tltlab.sim.verification.rollouts import verify as run_verify
@@ -105,7 +105,7 @@ def verify(
     if rl_steps is not None or window is not None:
         raise ConfigError("--rl-steps and --window choose among recorded RL steps, --policies rolls out new ones")
     # Only here are engines needed.
-    from tltlab.runtime.rollout.policy_rounds import roll_out
+    from tltlab.runtime.rollout.session import roll_out
 
     with code_allowed(allow_code or ()):
         chosen_policies = of_policies.named_policies(policies)

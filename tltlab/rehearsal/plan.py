@@ -22,7 +22,7 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.engine import environment
 from tltlab.runtime.rollout.played import STOCK, RehearsalPlan
-from tltlab.sim.verification.policies import named_policies
+from tltlab.sim.verification.played import named_policies
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import num_workers
 from tltlab.traces.trace import Trace

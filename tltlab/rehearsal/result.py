@@ -27,7 +27,7 @@ from tltlab.runtime.engine.generation import GenerationRequest, GenerationRespon
 from tltlab.runtime.rollout.played import STOCK, RehearsalPlan, details_of, played
 from tltlab.runtime.run.rows import rollout_alone
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.verification.policies import predicted_from_others
+from tltlab.sim.verification.played import predicted_from_others
 from tltlab.sim.verification.run_files import ActivePolicy, policies_in_force
 from tltlab.stats import Interval, interval_json, mean_interval, paired_ratio
 from tltlab.traces.metrics import mean_accept_length, running_requests, tail_window

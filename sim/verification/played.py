@@ -1,6 +1,6 @@
 """`tltlab verify RUN --policies`: does the simulator's order of policies hold on this machine?
 
-A session rolls out each policy for real, round by round (`roll_out` of `tltlab.runtime.rollout.policy_rounds`). Each
+A session rolls out each policy for real, round by round (`roll_out` of `tltlab.runtime.rollout.session`). Each
 rollout is predicted from a calibration on the session's rollouts under the *other* policies and the exploring one, with
 its own recorded response lengths, so the errors are those of step times and acceptance.
 """
