@@ -24,7 +24,6 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.driver import PolicyDriver, Rewarded
 from tltlab.policies.selector import Selector
-from tltlab.sim.study.jobs import side_by_side
 from tltlab.sim.engine import record
 from tltlab.sim.engine.batch import Batch, Gains, MacroStep, SpeculativeIterations
 from tltlab.sim.engine.record import SimulatedRollout
@@ -32,6 +31,7 @@ from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.placement import place
+from tltlab.sim.study.jobs import side_by_side
 from tltlab.sim.workload import requests_by_step
 from tltlab.state import Choice, DrafterState, StepOutcome
 from tltlab.strategy import NO_SPECULATION, Strategy

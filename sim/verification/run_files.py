@@ -28,6 +28,10 @@ class ActivePolicy:
     since: int
     seed: int
 
+    def entropy(self, workers: int) -> list[list[int]]:
+        """Return the seeds of each worker's selector."""
+        return [[self.seed, worker, self.since] for worker in range(workers)]
+
 
 def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[int, ActivePolicy]:
     """The policy of each RL step: from the run's policies.json, else shipped policies by the name in `steps`;

@@ -16,11 +16,9 @@ from tltlab.own import code_allowed
 from tltlab.sim.cli import options
 from tltlab.sim.verification import played as of_policies
 from tltlab.sim.verification.decisions import replay_decisions
-from tltlab.sim.verification.rollouts import text
 from tltlab.sim.verification.rollouts import verify as run_verify
 from tltlab.sim.verification.training_log import WINDOW as LOG_WINDOW
 from tltlab.sim.verification.training_log import is_log, verify_log
-from tltlab.sim.verification.whole_steps import whole_steps
 
 WINDOW, SAMPLES, ROUNDS = 8, 3, 5
 
@@ -88,8 +86,7 @@ def verify(
             trace = trace if chosen is None else trace.select(chosen)
             with options.counting():
                 log = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW, jobs=jobs)
-                whole = whole_steps(trace, log, window or LOG_WINDOW)
-            emit(log.json() | whole.json(), as_json=as_json, text="\n".join(filter(None, [log.text(), whole.text()])))
+            emit(log.json(), as_json=as_json, text=log.text())
             return
         if costs is not None or workers is not None:
             raise ConfigError("--costs and --workers are for training logs: a recorded run has its own")
@@ -98,7 +95,7 @@ def verify(
                 run, rl_steps=chosen, window=window or WINDOW, samples=samples or SAMPLES, seed=seed,
                 allow_code=allow_code or (), jobs=jobs,
             )  # fmt: skip
-        emit(verification.json(), as_json=as_json, text=text(verification))
+        emit(verification.json(), as_json=as_json, text=verification.text())
         return
     if decisions:
         raise ConfigError("--decisions is about a recorded run, --policies rolls out new ones")
@@ -108,9 +105,9 @@ def verify(
     from tltlab.runtime.rollout.session import roll_out
 
     with code_allowed(allow_code or ()):
-        chosen_policies = of_policies.named_policies(policies)
+        chosen_policies = of_policies.listed_policies(policies)
         session = partial(roll_out, run, chosen_policies, rounds=repeats or ROUNDS, seed=seed, report=progress)
         rollouts = of_policies.verify_policies(
             chosen_policies, session, samples=samples or of_policies.SAMPLES, seed=seed, out=out, jobs=jobs
         )
-    emit(rollouts.json(), as_json=as_json, text=of_policies.text(rollouts))
+    emit(rollouts.json(), as_json=as_json, text=rollouts.text())

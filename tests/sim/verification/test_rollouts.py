@@ -28,7 +28,7 @@ from tltlab.sim import simulate
 from tltlab.sim.study import jobs as side
 from tltlab.sim.verification.decisions import replay_decisions
 from tltlab.sim.verification.played import judge
-from tltlab.sim.verification.rollouts import _measured, drawn_lengths, text, verify
+from tltlab.sim.verification.rollouts import _measured, drawn_lengths, verify
 from tltlab.sim.verification.run_files import policies_in_force
 from tltlab.sim.workload import requests_by_step
 from tltlab.strategy import Strategy
