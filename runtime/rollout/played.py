@@ -33,18 +33,12 @@ from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from .session import Visit, visits
+
 PLAN, STOCK = "rehearsal.json", "stock"
 """The plan's file, and the name of vLLM with its own scheduler and no speculation beside policies."""
 _SETTLING_TOKENS, _PLAIN_TOKENS = 16, 96
 _KV_BLOCK, _LEAST_KV_BYTES = 128, 64 << 20
-
-
-class PlannedRollout(FrozenModel):
-    """One rollout: its RL step in the trace, its round and its policy's name."""
-
-    rl_step: int
-    round: int
-    policy: str
 
 
 class RehearsalPlan(FrozenModel):
@@ -75,14 +69,9 @@ class RehearsalPlan(FrozenModel):
     seed: int
 
     @property
-    def visits(self) -> list[PlannedRollout]:
-        """Every rollout, round by round, each in a random order; its number is its RL step in the trace."""
-        names = list(self.policies)
-        return [
-            PlannedRollout(rl_step=number * len(names) + place, round=number, policy=names[at])
-            for number in range(self.rounds)
-            for place, at in enumerate(np.random.default_rng([self.seed, number]).permutation(len(names)))
-        ]
+    def visits(self) -> list[Visit]:
+        """Every rollout, in order."""
+        return visits(list(self.policies), self.rounds, self.seed)
 
     @property
     def specs(self) -> dict[str, DrafterSpec]:
@@ -118,7 +107,7 @@ def engine_file(worker: int, stock: bool) -> str:
     return f"engine-{STOCK if stock else 'ours'}-{worker}"
 
 
-def details_of(out: Path, visit: PlannedRollout, worker: int) -> dict[str, Any]:
+def details_of(out: Path, visit: Visit, worker: int) -> dict[str, Any]:
     """Return responses, iterations and decisions of a rollout."""
     details: dict[str, Any] = parse_json(_details_file(out, visit.rl_step, worker).read_bytes())
     return details
@@ -128,14 +117,14 @@ def _details_file(out: Path, rl_step: int, worker: int) -> Path:
     return out / "rollouts" / f"{rl_step}-{worker}.json"
 
 
-def pending_rollouts(plan: RehearsalPlan, out: Path, worker: int, stock: bool) -> list[PlannedRollout]:
+def pending_rollouts(plan: RehearsalPlan, out: Path, worker: int, stock: bool) -> list[Visit]:
     """Return the rollouts that an engine has not played yet."""
     rows = played(out, engine_file(worker, stock))
     done = {row["rl_step"] for row in rows if row["row"] == "rollout"}
     return [v for v in plan.visits if v.policy in plan.of_engine(stock) and v.rl_step not in done]
 
 
-def requests_of(plan: RehearsalPlan, worker: int, visit: PlannedRollout, lengths: list[int]) -> list[GenerationRequest]:
+def requests_of(plan: RehearsalPlan, worker: int, visit: Visit, lengths: list[int]) -> list[GenerationRequest]:
     """Return one request per length; order and random prompts depend on seed, worker and round alone."""
     rng = np.random.default_rng([plan.seed, worker, visit.round])
     prompts = rng.integers(3, plan.config["vocab_size"], (len(lengths), plan.prompt_tokens)).tolist()
@@ -164,13 +153,13 @@ def play(
     labels = {"worker": worker, "engine": STOCK if stock else "ours"}
     with closing(_engine(plan, out, worker, stock)) as engine:
 
-        def generate(visit: PlannedRollout, lengths: list[int]) -> Rollout:
+        def generate(visit: Visit, lengths: list[int]) -> Rollout:
             engine.llm.reset_prefix_cache()
             requests = requests_of(plan, worker, visit, lengths)
             rollout: Rollout = engine.generate(requests, rl_step=visit.rl_step, temperature=1.0)
             return rollout
 
-        settling = PlannedRollout(rl_step=-1, round=0, policy="")
+        settling = Visit(rl_step=-1, round=0, policy="")
         if not stock:
             engine.warm_up(1.0)
         # Compilation and other one-time work is done then.

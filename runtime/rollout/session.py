@@ -1,241 +1,78 @@
-"""Rollouts of several policies on real engines, interleaved: the same prompts, random state and drafter history.
+"""A session: policies rolled out in turn on real engines, one schedule of rollouts and one folder for all engines.
 
-The model does not change. Every rollout is a rehearsal: the engines' state is restored afterwards, so each policy of a
-round starts from the same state, and a rollout can be repeated. The rollouts are recorded as a trace with one RL step
-per rollout, next to it `policies.json` and `repeats.json` as a training run writes them.
+The folder is a RUN of rollouts alone, which `tltlab.sim.verification.played` reads: a trace with one RL step for each
+rollout, and `policies.json` as a training run writes it.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
+from tltlab.config import FrozenModel
 from tltlab.drafters.base import Key
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
-from tltlab.errors import ConfigError
-from tltlab.files import read_json, sealed, write_json
-from tltlab.policies.policy import EXPLORE, Policy
-from tltlab.policies.specs import ExploreSpec
-from tltlab.runtime.data.order import prompt_batch
-from tltlab.runtime.data.prompts import Prompt, load_prompts
-from tltlab.runtime.drafter.offline.data import load_tokenizer
-from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.environment import run_json
-from tltlab.runtime.engine.generation import GenerationRequest
-from tltlab.runtime.ray.start import ray_running
-from tltlab.runtime.recipe.engines import engine_build
-from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.recipe.user_code import code_of_engines, refuse_code
-from tltlab.runtime.run.placement import Placement
-from tltlab.runtime.run.rows import repeat_row, rollout_alone, run_manifest
-from tltlab.runtime.run.state import RunEvents
-from tltlab.strategy import NO_SPECULATION
+from tltlab.files import sealed, write_json
+from tltlab.policies.policy import Policy
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
+from tltlab.runtime.run.rows import rollout_alone
 from tltlab.traces.recorder import Recorder
-from tltlab.traces.trace import read
-
-from .collected import all_requests, requests_of
-from .pool import WorkerPool
-
-HOLD_ITERATIONS = 10
-NUM_REPEATED = 2
-"""Rollouts of each round that are repeated."""
+from tltlab.traces.schema import Manifest
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunToVerify:
-    """A RUN to roll out again: its recipe with its final model, and its learned drafters, by name."""
+class Visit(FrozenModel):
+    """One rollout of a session: its RL step in the trace, its round and its policy's name."""
 
-    recipe: Recipe
-    drafters: dict[str, DrafterSpec]
-    num_rl_steps: int
-
-
-def run_to_verify(run: Path) -> RunToVerify:
-    """Read a RUN's recipe, with its final checkpoint as the model where there is one. ConfigError names the fault.
-
-    A drafter that the run trained is taken from `drafter/final`, fully trained. Tools, and arguments of vLLM that
-    import code, must be allowed by name (`tltlab.own.code_allowed`).
-    """
-    manifest = read_json(Path(run) / "run.json")
-    try:
-        recipe = Recipe.model_validate(manifest["recipe"])
-    except (ValidationError, KeyError, TypeError) as error:
-        raise ConfigError(f"{run}/run.json holds no recipe of a training run: {str(error).splitlines()[0]}") from error
-    refuse_code(run, code_of_engines(recipe.rollout))
-    final, head = Path(run) / "checkpoints" / "final", Path(run) / "drafter" / "final"
-    if (final / "config.json").is_file():
-        recipe = recipe.model_copy(update={"model": str(final.resolve())})
-    drafters: dict[str, DrafterSpec] = {}
-    if recipe.drafter is not None and (head / "config.json").is_file():
-        drafters[recipe.drafter.name] = LearnedSpec(
-            method=recipe.drafter.loss.method, model=str(head.resolve()), fallback=recipe.drafter.fallback
-        )
-    steps = read(run).rl_steps if (Path(run) / "trace").is_dir() else []
-    return RunToVerify(
-        recipe=recipe.model_copy(update={"drafter": None}), drafters=drafters, num_rl_steps=max(steps, default=-1) + 1
-    )
+    rl_step: int
+    round: int
+    policy: str
 
 
-def all_drafters(run: RunToVerify, policies: Mapping[str, Policy]) -> dict[str, DrafterSpec]:
-    """Return the engines' drafters. ConfigError for different drafters of one name, or one that cannot run."""
-    needed: dict[str, DrafterSpec] = {}
-    for name, policy in policies.items():
-        available = DEFAULT_DRAFTERS | policy.drafters | run.recipe.rollout.drafters | run.drafters
-        used = {s.drafter for s in policy.strategies if s.speculates}
-        for drafter in sorted((used | set(policy.drafters)) & set(available)):
-            if needed.setdefault(drafter, available[drafter]) != available[drafter]:
-                raise ConfigError(f"policy {name}: drafter {drafter!r} of another policy differs: rename one")
-    specs = DEFAULT_DRAFTERS | run.recipe.rollout.drafters | run.drafters | needed
-    pool, longest = DrafterPool(specs, deepest(run, policies)), run.recipe.rollout.max_response_tokens
-    for name, policy in policies.items():
-        for strategy in policy.strategies:
-            if strategy.draft_depth > longest:
-                raise ConfigError(
-                    f"policy {name}: drafts of {strategy.draft_depth} tokens exceed responses of {longest}"
-                )
-            try:
-                pool.check(strategy)
-            except ConfigError as error:
-                raise ConfigError(f"policy {name}: {error}") from error
-    return specs
+def visits(policies: Sequence[str], rounds: int, seed: int) -> list[Visit]:
+    """Return every rollout, round by round, each round in a random order."""
+    return [
+        Visit(rl_step=number * len(policies) + place, round=number, policy=policies[at])
+        for number in range(rounds)
+        for place, at in enumerate(np.random.default_rng([seed, number]).permutation(len(policies)))
+    ]
 
 
-def deepest(run: RunToVerify, policies: Mapping[str, Policy]) -> int:
-    """Return the draft depth to build engines for: the largest of the run's and the policies'."""
-    depths = [s.draft_depth for policy in policies.values() for s in policy.strategies]
-    return max([run.recipe.rollout.max_draft_depth, *depths])
+class SessionRecorder(Recorder):
+    """Recorder of a session in the folder `out`."""
 
-
-def explore_all(policies: Mapping[str, Policy]) -> Policy:
-    """Return the policy that tries all strategies of these policies, so that learned state favours none of them."""
-    strategies = dict.fromkeys([NO_SPECULATION, *(s for policy in policies.values() for s in policy.strategies)])
-    return Policy(selector=ExploreSpec(strategies=tuple(strategies), hold_iterations=HOLD_ITERATIONS))
-
-
-def roll_out(
-    run: Path,
-    policies: Mapping[str, Policy],
-    out: Path,
-    *,
-    rounds: int,
-    seed: int = 0,
-    report: Callable[[str], None] = lambda message: None,
-) -> None:
-    """Roll out each policy once a round on real engines, with RUN's model and data.
-
-    `out` becomes a RUN with one RL step per rollout; RUN itself is unchanged. ConfigError for policies that the engines
-    cannot run, RunError where an engine fails.
-    """
-    source = run_to_verify(run)
-    specs, exploring = all_drafters(source, policies), explore_all(policies)
-    recipe = _engines_alone(source.recipe, deepest(source, policies), seed)
-    prompts = load_prompts(recipe.data.train, recipe.data, load_tokenizer(recipe.model))
-    events = RunEvents(out / "events.jsonl")
-    events.watch = report
-    report(f"starting {recipe.rollout.num_workers} engines on {recipe.model}")
-    with ExitStack() as stack:
-        stack.enter_context(ray_running(recipe.cluster))
-        place = stack.enter_context(Placement(recipe))
-        build = engine_build(recipe, exploring, specs)
-        pool = WorkerPool(
-            recipe, build, lambda worker: None, place.worker_options, events=events, on_restart=lambda worker: None
-        )
-        stack.callback(pool.close)
-        pool.start()
-        notes = "tltlab verify: each RL step is one policy's rollout, the model does not move"
-        recorder = stack.enter_context(Recorder(out / "trace", run_manifest(recipe, out.name, specs, notes)))
-        write_json(out / "run.json", run_json(recipe))
-        session = PolicyRounds(source, {EXPLORE: exploring, **policies}, out, seed, pool, recorder, prompts)
-        session.settle()
-        for number in range(rounds):
-            seconds = session.round(number)
-            report(f"round {number + 1} of {rounds}: " + ", ".join(f"{name} {s:.2f} s" for name, s in seconds.items()))
-
-
-class PolicyRounds:
-    """Rollouts of `policies`, of which one explores, on started engines, recorded in `out`."""
-
-    def __init__(
-        self,
-        source: RunToVerify,
-        policies: Mapping[str, Policy],
-        out: Path,
-        seed: int,
-        pool: WorkerPool,
-        recorder: Recorder,
-        prompts: Sequence[Prompt],
-    ) -> None:
-        self.source, self.policies, self.out, self.seed = source, dict(policies), out, seed
-        self._pool, self._recorder, self._prompts = pool, recorder, prompts
+    def __init__(self, out: Path, manifest: Manifest, policies: Mapping[str, Policy], seed: int) -> None:
+        super().__init__(out / "trace", manifest)
+        self._file, self._policies, self._seed = out / "policies.json", policies, seed
         self._in_force: list[dict[str, Any]] = []
-        self._repeats: list[dict[str, Any]] = []
-        self._started = time.perf_counter()
+        self._played_s = 0.0
 
-    def settle(self) -> None:
-        """Run an uncounted rollout, so that one-time work of engines is done."""
-        self._pool.set_policy(self.policies[EXPLORE], 0)
-        self._pool.rehearse(self._pool.share(self._requests(0, 0)[0]), 0)
+    def add(
+        self,
+        visit: Visit,
+        shares: Sequence[Sequence[GenerationRequest]],
+        parts: Sequence[Rollout],
+        epochs: Mapping[Key, int] | None = None,
+        *,
+        tokens: bool = True,
+    ) -> float:
+        """Write a rollout, if asked for without its token ids, and return its seconds.
 
-    def round(self, number: int) -> dict[str, float]:
-        """Roll out each policy once, in random order, on the prompts of round `number`; return seconds by policy.
-
-        The first `NUM_REPEATED` of that order run twice.
+        `epochs` are those of the responses by key, by default the first.
         """
-        names = list(self.policies)
-        order = [names[i] for i in np.random.default_rng([self.seed, number]).permutation(len(names))]
-        seconds = {name: self._rollout(name, number, again=n < NUM_REPEATED) for n, name in enumerate(order)}
-        self._recorder.flush()
+        asked = [[*share, *part.follow_ups] for share, part in zip(shares, parts, strict=True)]
+        rows = rollout_alone(
+            visit.rl_step, visit.policy, asked, parts, epochs=epochs or defaultdict(int), t_start=self._played_s
+        )
+        for table, new in rows.items():
+            if tokens or table != "tokens":
+                self.append(table, new)
+        self.flush()
+        policy = self._policies[visit.policy].model_dump(mode="json")
+        self._in_force.append({"rl_step": visit.rl_step, "name": visit.policy, "policy": policy})
+        write_json(self._file, sealed({"seed": self._seed, "policies": self._in_force}))
+        seconds = max(part.duration_s for part in parts)
+        self._played_s += seconds
         return seconds
-
-    def _rollout(self, name: str, number: int, *, again: bool) -> float:
-        rl_step = self._pool.events.rl_step = len(self._in_force)
-        policy = self.policies[name]
-        self._pool.set_policy(policy, rl_step)
-        self._in_force.append({"rl_step": rl_step, "name": name, "policy": policy.model_dump(mode="json")})
-        write_json(self.out / "policies.json", sealed({"seed": self.seed, "policies": self._in_force}))
-        requests, epochs = self._requests(number, rl_step)
-        shares = self._pool.share(requests)
-        t_start = time.perf_counter() - self._started
-        parts = self._pool.rehearse(shares, rl_step)
-        # The engines' state is restored, so the repeated rollout is the same.
-        repeated = self._pool.repeat(shares, rl_step) if again else []
-        rollout_s = max(part.duration_s for part in parts)
-        asked = all_requests(shares, parts)
-        for table, new in rollout_alone(rl_step, name, asked, parts, epochs=epochs, t_start=t_start).items():
-            self._recorder.append(table, new)
-        if repeated:
-            again_s = max(part.duration_s for part in repeated)
-            self._repeats.append(repeat_row(rl_step, parts, repeated, rollout_s=rollout_s, repeat_s=again_s))
-            write_json(self.out / "repeats.json", sealed({"repeats": self._repeats}))
-        return rollout_s
-
-    def _requests(self, number: int, rl_step: int) -> tuple[list[GenerationRequest], dict[Key, int]]:
-        """Return the prompts that follow the run's own, round by round, and the epochs of the responses by key."""
-        rollout, run, prompts = self.source.recipe.rollout, self.source, self._prompts
-        batch = prompt_batch(len(prompts), run.num_rl_steps + number, rollout.prompts_per_step, run.recipe.seed)
-        groups = [requests_of(prompts[i], rl_step, rollout.group_size, rollout.max_response_tokens) for _, i in batch]
-        epochs = {r.key: epoch for group, (epoch, _) in zip(groups, batch, strict=True) for r in group}
-        return [r for group in groups for r in group], epochs
-
-
-def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:
-    """Return a recipe for its engines alone, with whole GPUs, which roll out every response whole."""
-    rollout = {"max_draft_depth": max_draft_depth, "repeat_every": 0, "partial": None, "reuse": None}
-    return recipe.model_copy(
-        update={
-            "rollout": recipe.rollout.model_copy(update=rollout),
-            "train": recipe.train.model_copy(update={"gpus": 0.0}),
-            "cluster": recipe.cluster.model_copy(update={"placement": "separate"}),
-            "seed": seed,
-            # For policies that are named here; a run does not choose what code is imported.
-            "code": (os.getcwd(),),
-        }
-    )

@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.base import Acceptance
+from tltlab.acceptance.load import granted
 from tltlab.calibration.api import StepFits
 from tltlab.console import json_rows, made_by
 from tltlab.errors import ConfigError, TltlabError
@@ -79,13 +80,13 @@ def listed_policies(text: str, fewest: int = 2) -> dict[str, Policy]:
 class Session:
     """A recorded session: its trace and the policy of each RL step.
 
-    `granted` has the acceptance of a policy's drafts where that is known. Nothing is fitted to rollouts of policies
+    `known` has the acceptance of a policy's drafts where nothing is to be fitted. Nothing is fitted to rollouts of policies
     that are `unlike` the others.
     """
 
     trace: Trace
     forces: Mapping[int, ActivePolicy]
-    granted: Mapping[str, Acceptance] = field(default_factory=dict)
+    known: Mapping[str, Acceptance] = field(default_factory=dict)
     unlike: Container[str] = ()
 
     @cached_property
@@ -109,6 +110,7 @@ class Session:
             bubble, worker_s = metrics.bubble_fraction(part), metrics.num_workers(part) * seconds
             drafts = int(iterations.loc[iterations["num_drafted"] > 0, "batch"].sum())
             drafters = sorted({s.drafter for s in force.policy.strategies if s.speculates})
+            known = self.known.get(force.name)
             row = {
                 "cell": names.index(force.name), "policy": force.name, "backend": PLAYED, "rl_step": rl_step,
                 "seed": self.rounds[rl_step], "makespan_s": seconds, "step_s": math.nan,
@@ -116,7 +118,7 @@ class Session:
                 "drafts": drafts, "kept_tokens": drafts * (accept_length or 0.0), "accept_length": accept_length,
                 "idle_s": None if bubble is None else bubble * worker_s, "worker_s": worker_s,
                 "bubble_fraction": bubble, "iterations": len(iterations), "outside": {}, "length_bias": 1.0,
-                "drafters": drafters, "acceptance": dict.fromkeys(drafters, FITTED),
+                "drafters": drafters, "acceptance": granted(known, None if known else FITTED, drafters),
             }  # fmt: skip
             rows.append(row)
         return pd.DataFrame(rows, columns=["policy", *COLUMNS])
@@ -135,7 +137,7 @@ class Session:
         ]
         costs = self._fits.costs(others)
         steps = {rl_step: force for rl_step, force in self.forces.items() if force.name == name}
-        acceptance = self.granted.get(name) or self._acceptance(others, next(iter(steps.values())))
+        acceptance = self.known.get(name) or self._acceptance(others, next(iter(steps.values())))
         outside_s = float(overhead_s(self.trace).loc[others].median())
         for rl_step, force in steps.items():
             beside, speed = [s for s in others if self.rounds[s] == self.rounds[rl_step]], math.nan
@@ -300,7 +302,7 @@ def verify_policies(
 def judge(
     path: Path,
     *,
-    granted: Mapping[str, Acceptance] = {},
+    known: Mapping[str, Acceptance] = {},
     unlike: Container[str] = (),
     samples: int = SAMPLES,
     seed: int = 0,
@@ -313,7 +315,7 @@ def judge(
     core) share the rollouts.
     """
     trace = read(path)
-    session = Session(trace=trace, forces=policies_in_force(trace, allow_code), granted=granted, unlike=unlike)
+    session = Session(trace=trace, forces=policies_in_force(trace, allow_code), known=known, unlike=unlike)
     played = session.played()
     played = played[played["policy"] != EXPLORE]
     names, why, cells = list(dict.fromkeys(played["policy"])), dict[str, str](), list[Cell]()

@@ -102,7 +102,7 @@ def verify(
     if rl_steps is not None or window is not None:
         raise ConfigError("--rl-steps and --window choose among recorded RL steps, --policies rolls out new ones")
     # Only here are engines needed.
-    from tltlab.runtime.rollout.session import roll_out
+    from tltlab.runtime.rollout.policy_rounds import roll_out
 
     with code_allowed(allow_code or ()):
         chosen_policies = of_policies.listed_policies(policies)

@@ -138,7 +138,7 @@ def test_a_resumed_run_imports_nothing_unasked(place: Path, capsys, monkeypatch:
 
 
 def test_rollouts_of_a_runs_engines_import_nothing_unasked(place: Path):
-    from tltlab.runtime.rollout.session import run_to_verify
+    from tltlab.runtime.rollout.policy_rounds import run_to_verify
 
     run = begun(place, rollout={"environment": "tools:Shell"})
     with refused(ConfigError, naming=("--allow-code",)):

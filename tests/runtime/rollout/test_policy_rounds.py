@@ -23,7 +23,7 @@ from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.recipe.recipe import load_recipe
-from tltlab.runtime.rollout.session import all_drafters, explore_all, run_to_verify
+from tltlab.runtime.rollout.policy_rounds import all_drafters, explore_all, run_to_verify
 from tltlab.sim.verification.played import FITTED, Agreement, listed_policies
 
 NAMES = ["none", "ngram:4@8", "beg-mab"]
