@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,22 +52,22 @@ class Errors:
 
     @property
     def in_words(self) -> str:
-        """The errors and the machine's variation, for a line of text."""
+        """The errors, the machine's variation and the goal, for a line of text."""
         twice = "no rollout was run twice"
         if self.repeat_spread is not None:
             twice = f"a second run of a rollout takes {self.repeat_bias:+.1%}, give or take {self.repeat_spread:.1%}"
-        return f"median error {self.median_error:.1%}, worst {self.worst_error:.1%}; {twice}"
+        errors = f"median error {self.median_error:.1%}, worst {self.worst_error:.1%}"
+        met = "met" if self.median_error <= self.goal else "MISSED"
+        return f"{errors}; {twice}; goal {self.goal:.1%}: {met}"
 
 
-def table_text(rows: pd.DataFrame, columns: Mapping[str, str], left: int = 2) -> str:
-    """Return a table for people, with a template for each column's cells; a cell of an unknown number is empty.
+def table_text(rows: pd.DataFrame, columns: str, left: int = 2) -> str:
+    """Return a table for people; `columns` have names and templates of cells, and a cell without a number is empty.
 
-    >>> print(table_text(pd.DataFrame({"step": [1], "error": [0.25]}), {"step": "{step}", "error": "{error:+.1%}"}))
+    >>> print(table_text(pd.DataFrame({"step": [1], "error": [0.25]}), "step: {step}; error: {error:+.1%}"))
     step  error
     1     +25.0%
     """
-    cells = [
-        ["" if "nan" in (cell := template.format_map(row)) else cell for template in columns.values()]
-        for row in rows.to_dict("records")
-    ]
-    return table(list(columns), cells, left=left)
+    header, templates = zip(*(column.strip().split(": ", 1) for column in columns.split(";")), strict=True)
+    texts = [[template.format_map(row) for template in templates] for row in rows.to_dict("records")]
+    return table(header, [["" if "nan" in text else text for text in row] for row in texts], left=left)

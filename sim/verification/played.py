@@ -256,19 +256,17 @@ class Agreement(Errors):
 
     def text(self) -> str:
         """The table for people."""
-        rows = self.rows.assign(drafters=self.rows["drafters"].map(drafters_text))
-        columns = {
-            "policy": "{policy}", "drafters": "{drafters}", "measured s": "{measured_s:.2f}",
-            "95 %": "[{low:.2f}, {high:.2f}]", "predicted s": "{predicted_s:.2f}", "error": "{error:+.1%}",
-            "at the round's speed": "{error_at_speed:+.1%}",
-        }  # fmt: skip
+        columns = (
+            "policy: {policy}; drafters: {drafters}; measured s: {measured_s:.2f}; 95 %: [{low:.2f}, {high:.2f}]; "
+            "predicted s: {predicted_s:.2f}; error: {error:+.1%}; at the round's speed: {error_at_speed:+.1%}"
+        )
         lines = [
-            table_text(rows, columns),
+            table_text(self.rows.assign(drafters=self.rows["drafters"].map(drafters_text)), columns),
             granted_text(self.rows.to_dict("records"), "policy"),
             f"{self.num_rounds} rounds, fitted on the other policies' rollouts: {self.in_words}",
             f"order of the {self.num_pairs} pairs whose intervals do not overlap: Kendall tau "
             + ("-" if self.kendall_tau is None else f"{self.kendall_tau:.2f}"),
-            "goal: " + ("met" if not self.missed else f"MISSED: {'; '.join(self.missed)}"),
+            f"MISSED: {'; '.join(self.missed)}" if self.missed else "",
         ]
         return "\n".join(filter(None, lines))
 

@@ -266,11 +266,11 @@ class LogVerification(Errors):
 
     def text(self) -> str:
         """The table for people."""
-        columns = {
-            "step": "{rl_step}", "measured s": "{measured_s:.2f}", "predicted s": "{predicted_s:.2f}",
-            "error": "{error:+.1%}", "90 %": "{low_s:.2f}-{high_s:.2f}", "forecast s": "{forecast_s:.2f}",
-            "90 % ahead": "{forecast_low_s:.2f}-{forecast_high_s:.2f}",
-        }  # fmt: skip
+        columns = (
+            "step: {rl_step}; measured s: {measured_s:.2f}; predicted s: {predicted_s:.2f}; error: {error:+.1%}; "
+            "90 %: {low_s:.2f}-{high_s:.2f}; forecast s: {forecast_s:.2f}; "
+            "90 % ahead: {forecast_low_s:.2f}-{forecast_high_s:.2f}"
+        )
         lines = [
             table_text(self.rows, columns, left=1),
             "",

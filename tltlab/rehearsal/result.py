@@ -83,11 +83,11 @@ class Rehearsal:
 
     def text(self) -> str:
         """The same for people."""
-        columns = {
-            "policy": "{policy}", "measured s": "{measured_s:.3g}", "tail s": "{tail_s:.3g}",
-            "tokens/s": "{tokens_per_s:.0f}", "accept": "{accept_length:.2f}", "predicted s": "{predicted_s:.3g}",
-            "error": "{error:+.1%}", "shipped": "{shipped_error:+.1%}",
-        }  # fmt: skip
+        columns = (
+            "policy: {policy}; measured s: {measured_s:.3g}; tail s: {tail_s:.3g}; tokens/s: {tokens_per_s:.0f}; "
+            "accept: {accept_length:.2f}; predicted s: {predicted_s:.3g}; error: {error:+.1%}; "
+            "shipped: {shipped_error:+.1%}"
+        )
         named = self.rows.set_index("policy")
         lines = [self.about, "", table_text(self.rows, columns, left=1)]
         lines += [f"{name}: {why}" for name, why in named["why_not"].items() if why]
