@@ -76,7 +76,8 @@ class Decisions:
         shares = "; ".join(f"{name}: {{{name}:.1%}}" for name in ("same", *STATE, "strategy"))
         figures = self.json()
         same = "no decision" if figures["same"] is None else f"{figures['same']:.2%} of decisions made again"
-        return f"{table_text(self.rows, f'step: {{rl_step}}; policy: {{policy}}; decisions: {{decisions}}; {shares}')}\n\n{same}"
+        columns = f"step: {{rl_step}}; policy: {{policy}}; decisions: {{decisions}}; {shares}"
+        return f"{table_text(self.rows, columns)}\n\n{same}"
 
 
 def replay_decisions(

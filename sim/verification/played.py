@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,19 @@ import pandas as pd
 
 from tltlab.acceptance.base import Acceptance
 from tltlab.acceptance.load import granted
-from tltlab.calibration.api import StepFits
 from tltlab.console import json_rows, made_by
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import write_json
 from tltlab.own import split
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
-from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.reduce import drafters_text, granted_text
 from tltlab.sim.study.study import COLUMNS, PLAYED, SIMULATED, Cell, Study
 from tltlab.stats import kendall_tau, mean_interval, non_overlapping_pairs
 from tltlab.traces import metrics
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import read
 
 from .errors import Errors, table_text
-from .rollouts import overhead_s
+from .rollouts import Recording
 from .run_files import ActivePolicy, policies_in_force, repeats
 
 DEFAULT = ("none", "ngram:1", "ngram:2", "ngram:8", "ngram:4@1", "ngram:4@4", "ngram:4@16", "table", "beg-mab")
@@ -77,14 +75,13 @@ def listed_policies(text: str, fewest: int = 2) -> dict[str, Policy]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
-    """A recorded session: its trace and the policy of each RL step.
+class Session(Recording):
+    """A recorded session, with the policy of each RL step.
 
-    `known` has the acceptance of a policy's drafts where nothing is to be fitted. Nothing is fitted to rollouts of policies
-    that are `unlike` the others.
+    `known` has the acceptance of a policy's drafts where nothing is to be fitted. Policies that are `unlike` the others
+    are not fitted to.
     """
 
-    trace: Trace
     forces: Mapping[int, ActivePolicy]
     known: Mapping[str, Acceptance] = field(default_factory=dict)
     unlike: Container[str] = ()
@@ -94,10 +91,6 @@ class Session:
         """The round of each RL step."""
         names = pd.Series({rl_step: force.name for rl_step, force in self.forces.items()})
         return {int(rl_step): int(number) for rl_step, number in names.groupby(names).cumcount().items()}
-
-    @cached_property
-    def _fits(self) -> StepFits:
-        return StepFits(self.trace)
 
     def played(self) -> pd.DataFrame:
         """Return each rollout as a row of a study's table, whose seed is the round."""
@@ -123,11 +116,11 @@ class Session:
             rows.append(row)
         return pd.DataFrame(rows, columns=["policy", *COLUMNS])
 
-    def cells(self, name: str, samples: int, seed: int) -> Iterator[Cell]:
-        """Yield the cells that predict a policy's rollouts, `samples` of each.
+    def predictions(self, name: str) -> Iterator[Cell]:
+        """Yield the cells that predict a policy's rollouts.
 
-        A policy that learns starts as on the engines. The axis `speed` is how much slower than fitted the other
-        policies' iterations were in the round. Raises ConfigError where the others lack what the fit needs.
+        The axis `speed` is how much slower than fitted the other policies' iterations were in the round. Raises
+        ConfigError where the others lack what the fit needs.
         """
         # Drafts that a budget cut short hardly inform about whole ones.
         others = [
@@ -135,27 +128,17 @@ class Session:
             for rl_step, force in self.forces.items()
             if force.name != name and force.name not in self.unlike and force.policy.budget is None
         ]
-        costs = self._fits.costs(others)
+        costs = self.fits.costs(others)
         steps = {rl_step: force for rl_step, force in self.forces.items() if force.name == name}
         acceptance = self.known.get(name) or self._acceptance(others, next(iter(steps.values())))
-        outside_s = float(overhead_s(self.trace).loc[others].median())
+        whole = costs.model_copy(update={"outside_s": float(self.overhead_s.loc[others].median())})
         for rl_step, force in steps.items():
-            beside, speed = [s for s in others if self.rounds[s] == self.rounds[rl_step]], math.nan
-            if beside:
-                measured_s = self._fits.iterations.loc[self._fits.of(beside), "duration"].sum()
-                speed = float(measured_s / self._fits.seconds(costs, beside).sum())
-            scenario = Scenario.of(
-                self.trace.select([rl_step]), costs=costs.model_copy(update={"outside_s": outside_s}),
-                acceptance=acceptance, placement="recorded", mode="sampled", seed=seed,
-            )  # fmt: skip
-            for sample in range(samples):
-                yield Cell(
-                    name=name, policy=force.policy, scenario=replace(scenario, seed=seed + sample),
-                    axes={"sample": sample, "speed": speed}, entropy=force.entropy(scenario.workers),
-                )  # fmt: skip
+            beside = self.timed(costs, [s for s in others if self.rounds[s] == self.rounds[rl_step]])
+            speed = float(beside["duration"].sum() / beside["predicted"].sum()) if len(beside) else math.nan
+            yield from self.cells(force, self.scenario([rl_step], whole, acceptance), speed=speed)
 
     def _acceptance(self, rl_steps: Collection[int], force: ActivePolicy) -> Acceptance | None:
-        fitted = self._fits.acceptance(self._fits.of(rl_steps))
+        fitted = self.fits.acceptance(self.fits.of(rl_steps))
         known = set() if fitted is None else set(fitted.bands[0].drafters_by_depth)
         if missing := sorted({s.drafter for s in force.policy.strategies if s.speculates} - known):
             raise ConfigError(
@@ -313,13 +296,15 @@ def judge(
     core) share the rollouts.
     """
     trace = read(path)
-    session = Session(trace=trace, forces=policies_in_force(trace, allow_code), known=known, unlike=unlike)
+    session = Session(
+        trace=trace, forces=policies_in_force(trace, allow_code), known=known, unlike=unlike, samples=samples, seed=seed
+    )  # fmt: skip
     played = session.played()
     played = played[played["policy"] != EXPLORE]
     names, why, cells = list(dict.fromkeys(played["policy"])), dict[str, str](), list[Cell]()
     for name in names:
         try:
-            cells += session.cells(name, samples, seed)
+            cells += session.predictions(name)
         except ConfigError as error:
             why[name] = str(error)
     simulated = pd.DataFrame(columns=["backend", "rl_step", "makespan_s", "speed"])

@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.freshness import FreshAcceptance
-from tltlab.acceptance.measured import MeasuredAcceptance
+from tltlab.acceptance.base import Acceptance
 from tltlab.arrays import Flags
 from tltlab.calibration.api import StepFits
 from tltlab.costs.base import LinearCosts
@@ -194,14 +192,59 @@ def nearest(rl_steps: Sequence[int], step: int, window: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Prediction:
-    """A recorded run, and how its RL steps are predicted from one another."""
+class Recording:
+    """A recorded run, its fits, and simulations of its RL steps under their own lengths, `samples` of each."""
 
     trace: Trace
-    drafters: DrafterStates
-    window: int
     samples: int
     seed: int
+
+    @cached_property
+    def fits(self) -> StepFits:
+        return StepFits(self.trace)
+
+    @cached_property
+    def overhead_s(self) -> pd.Series[float]:
+        return overhead_s(self.trace)
+
+    def timed(self, costs: LinearCosts, rl_steps: Collection[int]) -> pd.DataFrame:
+        """Iterations of some RL steps with their `predicted` seconds."""
+        return self.fits.iterations[self.fits.of(rl_steps)].assign(predicted=self.fits.seconds(costs, rl_steps))
+
+    @cached_property
+    def prefix(self) -> Prefix:
+        """Fate of prefixes of turns, judged by prefilled tokens: small engines have blocks too large to keep."""
+        rows = self.fits.iterations
+        steps = [step for step in requests_by_step(self.trace) if step.turns is not None]
+        whole, uncached = (float(sum(getattr(step, of).sum() for step in steps)) for of in ("prompts", "uncached"))
+        prefilled = float(rows.loc[rows["rl_step"].isin([step.rl_step for step in steps]), "prefill_tokens"].sum())
+        return "kept" if abs(prefilled - uncached) <= abs(prefilled - whole) else "recomputed"
+
+    def scenario(self, rl_steps: list[int], costs: LinearCosts, acceptance: Acceptance | None) -> Scenario:
+        """Return the simulation of these RL steps on engines of the size of the recorded ones."""
+        return Scenario.of(
+            self.trace.select(rl_steps), acceptance=acceptance, placement="recorded", prefix=self.prefix,
+            costs=costs.model_copy(update={"max_num_seqs": most_requests(self.fits.iterations)}), mode="sampled",
+            seed=self.seed,
+        )  # fmt: skip
+
+    def cells(self, force: ActivePolicy, scenario: Scenario, **axes: Any) -> list[Cell]:
+        """Return the scenario's simulations under a policy, which starts as on the engines."""
+        return [
+            Cell(
+                name=force.name, policy=force.policy, scenario=replace(scenario, seed=scenario.seed + sample),
+                axes={"sample": sample, **axes}, entropy=force.entropy(scenario.workers),
+            )
+            for sample in range(self.samples)
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prediction(Recording):
+    """How the RL steps of a run are predicted from one another."""
+
+    drafters: DrafterStates
+    window: int
 
     def row(self, force: ActivePolicy, step: int, measured_s: float) -> dict[str, Any]:
         """The RL step's row of `Verification.rows`."""
@@ -210,12 +253,12 @@ class _Prediction:
         # Only a policy that learns or draws lots has a past that matters.
         since = step if is_memoryless(force.policy) else force.since
         past = self._scenario([s for s in rl_steps if since <= s <= step], costs, accepted)
-        makespan_s = float(np.mean([self._makespan_s(past, force, k) for k in range(self.samples)]))
+        makespan_s = float(np.mean([last_s(cell) for cell in self.cells(force, past)]))
         predicted_s = makespan_s + beside_s
-        rows, ratio = self._timed(costs, [step]), float("nan")
+        rows, ratio = self.timed(costs, [step]), float("nan")
         plain = rows[(rows["draft_depth"] == 0) & (rows["prefill_tokens"] == 0)]
         if len(plain) >= FEWEST_PLAIN:
-            ratio = _speed(plain, self._timed(costs, fit_on))
+            ratio = _speed(plain, self.timed(costs, fit_on))
         scaled_s = makespan_s * ratio + beside_s
         busiest = rows[["worker", "duration", "predicted"]].groupby("worker").sum().sort_values("duration").iloc[-1]
         forecast_s, forecast_low_s, forecast_high_s = self._forecast(force, step)
@@ -236,42 +279,21 @@ class _Prediction:
             "fitted_on": fit_on,
         }
 
-    @cached_property
-    def _fits(self) -> StepFits:
-        return StepFits(self.trace)
-
-    @cached_property
-    def _beside_s(self) -> pd.Series[float]:
-        return overhead_s(self.trace)
-
-    def _timed(self, costs: LinearCosts, rl_steps: Collection[int]) -> pd.DataFrame:
-        """Iterations of some RL steps with their `predicted` seconds."""
-        return self._fits.iterations[self._fits.of(rl_steps)].assign(predicted=self._fits.seconds(costs, rl_steps))
-
-    @cached_property
-    def prefix(self) -> Prefix:
-        """Fate of prefixes of turns, judged by prefilled tokens: small engines have blocks too large to keep."""
-        rows = self._fits.iterations
-        steps = [step for step in requests_by_step(self.trace) if step.turns is not None]
-        whole, uncached = (float(sum(getattr(step, of).sum() for step in steps)) for of in ("prompts", "uncached"))
-        prefilled = float(rows.loc[rows["rl_step"].isin([step.rl_step for step in steps]), "prefill_tokens"].sum())
-        return "kept" if abs(prefilled - uncached) <= abs(prefilled - whole) else "recomputed"
-
     def _fitted(
         self, candidates: list[int], policy: Policy, step: int
-    ) -> tuple[list[int], LinearCosts, MeasuredAcceptance | FreshAcceptance | None, float]:
+    ) -> tuple[list[int], LinearCosts, Acceptance | None, float]:
         """The nearest candidates, as many as show what the policy needs, and costs, acceptance and overhead of them."""
         speculates = any(s.speculates for s in policy.strategies)
         for size in range(min(self.window, len(candidates)), len(candidates) + 1):
             fit_on = nearest(candidates, step, size)
-            rows = self._fits.of(fit_on)
-            costs = _single_shape(self._fits.costs(fit_on), self._fits.iterations[rows], policy)
-            acceptance = self._fits.acceptance(rows)
+            rows = self.fits.of(fit_on)
+            costs = _single_shape(self.fits.costs(fit_on), self.fits.iterations[rows], policy)
+            acceptance = self.fits.acceptance(rows)
             if not speculates or (acceptance is not None and costs.per_token_s is not None):
                 unlike = self._unlike(rows, policy, step)
-                acceptance = self._fits.acceptance(rows & ~unlike) if unlike.any() else acceptance
+                acceptance = self.fits.acceptance(rows & ~unlike) if unlike.any() else acceptance
                 accepted = self.drafters.acceptance(acceptance, step, fit_on, candidates)
-                return fit_on, costs, accepted, float(self._beside_s.loc[fit_on].median())
+                return fit_on, costs, accepted, float(self.overhead_s.loc[fit_on].median())
         raise ConfigError(
             f"RL step {step} speculates, and too little in the other steps does: what it costs is not known"
         )
@@ -283,7 +305,7 @@ class _Prediction:
         """
         specs = DEFAULT_DRAFTERS | policy.drafters
         remember = [name for name, spec in specs.items() if isinstance(spec, SuffixSpec) and spec.remembers]
-        rows = self._fits.iterations
+        rows = self.fits.iterations
         mine = fitted & rows["drafter"].isin(remember).to_numpy()
         if not mine.any():
             return mine
@@ -293,24 +315,12 @@ class _Prediction:
         unlike: Flags = mine & ~alike & drafted.isin(drafted[mine & alike])
         return unlike
 
-    def _scenario(
-        self, rl_steps: list[int], costs: LinearCosts, accepted: MeasuredAcceptance | FreshAcceptance | None
-    ) -> Scenario:
-        most, states = most_requests(self._fits.iterations), self.drafters.by_step
-        scenario = Scenario.of(
-            self.trace.select(rl_steps), costs=costs.model_copy(update={"max_num_seqs": most}), acceptance=accepted,
-            placement="recorded", prefix=self.prefix, mode="sampled", seed=self.seed,
-        )  # fmt: skip
+    def _scenario(self, rl_steps: list[int], costs: LinearCosts, acceptance: Acceptance | None) -> Scenario:
+        scenario, states = self.scenario(rl_steps, costs, acceptance), self.drafters.by_step
         if (last := states.get(rl_steps[-1])) is None:
             return scenario
         # A learning policy's past counts as drafted by today's drafter where its drafter is unknown.
         return replace(scenario, drafter_states=tuple(states.get(rl_step, last) for rl_step in rl_steps))
-
-    def _makespan_s(self, scenario: Scenario, force: ActivePolicy, sample: int) -> float:
-        """Seconds of the scenario's last RL step, after those before it."""
-        scenario = replace(scenario, seed=scenario.seed + sample)
-        cell = Cell(name=force.name, policy=force.policy, scenario=scenario, entropy=force.entropy(scenario.workers))
-        return float(cell.makespans()[-1]["makespan_s"])
 
     def _forecast(self, force: ActivePolicy, step: int) -> tuple[float, float, float]:
         """Median and interval of the rollout time as it looks before the step, nan where history is too short."""
@@ -323,12 +333,21 @@ class _Prediction:
             return (float("nan"),) * 3
         rng = np.random.default_rng([self.seed, step])
         scenario = self._scenario([step], costs, accepted)
-        drawn = islice(drawn_lengths(scenario.steps[0], self.trace.select(fit_on), rng, self.prefix), FORECASTS)
+        drawn = drawn_lengths(scenario.steps[0], self.trace.select(fit_on), rng, self.prefix)
         # As if the policy was set at this step: a forecast does not replay what it learned before.
         afresh = replace(force, since=step)
-        makespans_s = [self._makespan_s(replace(scenario, steps=(s,)), afresh, k) for k, s in enumerate(drawn)]
+        cells = replace(self, samples=FORECASTS).cells(afresh, scenario)
+        makespans_s = [
+            last_s(replace(cell, scenario=replace(cell.scenario, steps=(requests,))))
+            for cell, requests in zip(cells, drawn, strict=False)
+        ]
         median, low, high = np.percentile(makespans_s, (50, *INTERVAL)) + beside_s
         return float(median), float(low), float(high)
+
+
+def last_s(cell: Cell) -> float:
+    """Seconds of the last RL step, after those before it."""
+    return float(cell.makespans()[-1]["makespan_s"])
 
 
 def _speed(plain: pd.DataFrame, fit_on: pd.DataFrame) -> float:

@@ -69,8 +69,9 @@ def _by_name(trace: Trace) -> dict[int, tuple[str, Policy]]:
     last = None
     for step in trace.rl_steps:
         # An engine that only recorded names no policy.
-        known = names.get(step)
-        name = "none" if plain and pd.isna(known) else known
+        name = names.get(step)
+        if pd.isna(name):
+            name = "none" if plain else None
         policy = SHIPPED.get(str(name)) or policy_of_drafts(str(name))
         if policy is None:
             raise ConfigError(

@@ -52,6 +52,11 @@ LINEAR_TERMS = (("base_s",), ("base_s", "per_request_s"), ("base_s", "per_reques
 LEVEL_TERMS = (("level",), ("level", "outside_s"))
 BESIDE_TERMS = (("base_s",), ("base_s", "per_token_s"))
 """Terms of the time outside a rollout: a constant and, where it lowers the left-out error, a time per token."""
+PREDICTED = (
+    "rl_step", "measured_s", "predicted_s", "error", "low_s", "high_s", "forecast_s", "forecast_low_s",
+    "forecast_high_s", "constant_s",
+)  # fmt: skip
+"""Columns of `LogVerification.rows`."""
 WINDOW = 24
 FEWEST = 6
 """RL steps from which on a later one is predicted."""
@@ -302,12 +307,27 @@ def verify_log(
     `jobs` processes (None: one per core) share the fits.
     """
     columns = StepColumns.of(trace, costs, workers, jobs)
-    places = range(FEWEST, len(columns.rows))
-    histories = [columns.rows.iloc[max(0, at - window) : at] for at in places]
-    fits = side_by_side([partial(fit_terms, columns.terms, earlier) for earlier in histories], jobs=jobs)
+    rows = _from_earlier(columns.rows, columns.terms, window, jobs)
+    if rows.empty:
+        raise ConfigError(f"{len(columns.rows)} RL steps with a rollout time are too few: {FEWEST + 1} are needed")
+    assert trace.steps is not None
+    stages = measured_stages(trace.steps)
+    share = None if (found := rollout_share(stages)) is None else found.estimate
+    whole = rows if columns.unit != "rollout" else _whole_steps(trace, stages, rows, window)
+    whole = whole[["rl_step", "measured_s", "predicted_s", "error"]]
+    return LogVerification(rows=rows, whole=whole, share=share, unit=columns.unit)
+
+
+def _from_earlier(
+    rows: pd.DataFrame, choices: Sequence[Sequence[str]], window: int, jobs: int | None = 1
+) -> pd.DataFrame:
+    """Return the rows of `LogVerification`: each of these RL steps from fits to the `window` before it."""
+    places = range(FEWEST, len(rows))
+    histories = [rows.iloc[max(0, at - window) : at] for at in places]
+    fits = side_by_side([partial(fit_terms, choices, earlier) for earlier in histories], jobs=jobs)
     predictions: list[dict[str, float]] = []
     for at, earlier, (estimator, error) in zip(places, histories, fits, strict=True):
-        current = columns.rows.iloc[[at]]
+        current = rows.iloc[[at]]
         past = [row["error"] for row in predictions[-window:]]
         _, most = error_quantiles(np.concatenate([error, past]))
         measured_s, predicted_s = float(current["measured_s"].iloc[0]), float(estimator.predict(current)[0])
@@ -315,59 +335,32 @@ def verify_log(
         like = estimator.predict(earlier)
         ends = predicted_s, *map(float, np.quantile(like, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
         (low_s, high_s), ahead_low, ahead_high = (interval(end, most) or (math.nan, math.nan) for end in ends)
-        predictions.append(
-            {
-                "rl_step": int(current["rl_step"].iloc[0]),
-                "measured_s": measured_s,
-                "predicted_s": predicted_s,
-                "error": predicted_s / measured_s - 1,
-                "low_s": low_s,
-                "high_s": high_s,
-                "forecast_s": float(np.median(like)),
-                "forecast_low_s": ahead_low[0],
-                "forecast_high_s": ahead_high[1],
-                "constant_s": float(earlier["measured_s"].median()),
-            }
-        )
-    if not predictions:
-        raise ConfigError(f"{len(columns.rows)} RL steps with a rollout time are too few: {FEWEST + 1} are needed")
-    rows = pd.DataFrame(predictions)
-    whole, share = _whole_steps(trace, rows, columns.unit, window)
-    return LogVerification(rows=rows, whole=whole, share=share, unit=columns.unit)
+        row = (
+            int(current["rl_step"].iloc[0]), measured_s, predicted_s, predicted_s / measured_s - 1, low_s, high_s,
+            float(np.median(like)), ahead_low[0], ahead_high[1], float(earlier["measured_s"].median()),
+        )  # fmt: skip
+        predictions.append(dict(zip(PREDICTED, row, strict=True)))
+    return pd.DataFrame(predictions, columns=PREDICTED)
 
 
-def _whole_steps(trace: Trace, predicted: pd.DataFrame, unit: str, window: int) -> tuple[pd.DataFrame, float | None]:
-    """Predict the RL steps whose rollouts are predicted, with the `window` before each; the rollout's share of them.
+def _whole_steps(trace: Trace, stages: pd.DataFrame, rollouts: pd.DataFrame, window: int) -> pd.DataFrame:
+    """Return the RL steps whose rollouts are predicted, with the time outside from fits to earlier ones' tokens.
 
-    The time outside a rollout is fitted to earlier RL steps and this one's tokens. Where rollouts continue beside
-    training the RL step as a whole is.
+    Where rollouts continue beside training the RL step as a whole is predicted so.
     """
-    predicted = predicted[["rl_step", "measured_s", "predicted_s", "error"]]
     assert trace.steps is not None
-    stages = measured_stages(trace.steps)
-    found = rollout_share(stages)
-    share = None if found is None else found.estimate
-    if unit != "rollout":
-        return predicted, share
     rows, part = rollout_rows(stages)
     timed = trace.steps.reindex(columns=["rl_step", "step_s"]).dropna()
     rows = rows[rows.index.isin(timed["rl_step"])]
-    works, synchronous = workloads(trace), part == "rollout"
+    works, during = workloads(trace), part == "rollout"
     beside = pd.DataFrame({"rl_step": rows.index, "step_s": rows["step"].to_numpy(np.float64), "base_s": 1.0})
-    beside["measured_s"] = (rows["step"] - (rows[part] if synchronous else 0.0)).to_numpy(np.float64)
+    beside["measured_s"] = (rows["step"] - (rows[part] if during else 0.0)).to_numpy(np.float64)
     beside["per_token_s"] = [float(works[step].num_tokens) for step in rows.index]
     beside = beside[beside["measured_s"] > 0]
-    whole = []
-    for rl_step, rollout_s in zip(predicted["rl_step"], predicted["predicted_s"], strict=True):
-        earlier, current = beside[beside["rl_step"] < rl_step].tail(window), beside[beside["rl_step"] == rl_step]
-        if len(earlier) < FEWEST or current.empty:
-            continue
-        estimator, _ = fit_terms(BESIDE_TERMS, earlier)
-        measured_s = float(current["step_s"].iloc[0])
-        predicted_s = (float(rollout_s) if synchronous else 0.0) + float(estimator.predict(current)[0])
-        error = predicted_s / measured_s - 1
-        whole.append({"rl_step": rl_step, "measured_s": measured_s, "predicted_s": predicted_s, "error": error})
-    return pd.DataFrame(whole, columns=predicted.columns), share
+    whole = _from_earlier(beside, BESIDE_TERMS, window).merge(rollouts, on="rl_step", suffixes=("", "_of_rollout"))
+    whole["measured_s"] = whole["rl_step"].map(beside.set_index("rl_step")["step_s"])
+    whole["predicted_s"] += whole["predicted_s_of_rollout"] if during else 0.0
+    return whole.assign(error=whole["predicted_s"] / whole["measured_s"] - 1)
 
 
 def _mean_error(rows: pd.DataFrame) -> dict[str, float] | None:
