@@ -5,8 +5,7 @@
 plays the rollouts of `OUT/rehearsal.json` that are not in OUT yet, in its own process, which releases all of a
 device's memory. Text does not matter: responses run to their lengths, vLLM accepts drafts at given rates
 (`synthetic_rejection`), a model-free drafter drafts as deep as asked at no cost, a learned one is an untrained EAGLE
-head. A line of JSON is on disk once its rollout is over. Responses and iterations are in a file per rollout, so that
-readers hold one rollout's at a time.
+head. A line of JSON is on disk once its rollout is over, after the rollout itself, which has its own file.
 """
 
 from __future__ import annotations
@@ -17,16 +16,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tltlab.config import FrozenModel
 from tltlab.drafters.base import Drafter
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
-from tltlab.files import json_lines, parse_json, read_json, write_file
+from tltlab.files import json_lines, read_json, write_file
 from tltlab.own import code_allowed
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import ExploreSpec
@@ -107,13 +108,12 @@ def engine_file(worker: int, stock: bool) -> str:
     return f"engine-{STOCK if stock else 'ours'}-{worker}"
 
 
-def details_of(out: Path, visit: Visit, worker: int) -> dict[str, Any]:
-    """Return responses, iterations and decisions of a rollout."""
-    details: dict[str, Any] = parse_json(_details_file(out, visit.rl_step, worker).read_bytes())
-    return details
+def rollout_of(out: Path, visit: Visit, worker: int) -> Rollout:
+    """Return a worker's share of a rollout, as its engine returned it."""
+    return msgspec.json.decode(_rollout_file(out, visit.rl_step, worker).read_bytes(), type=Rollout)
 
 
-def _details_file(out: Path, rl_step: int, worker: int) -> Path:
+def _rollout_file(out: Path, rl_step: int, worker: int) -> Path:
     return out / "rollouts" / f"{rl_step}-{worker}.json"
 
 
@@ -185,23 +185,14 @@ def play(
                     keep_drafts_at(engine.llm, plan.rates[visit.policy])
             rollout = generate(visit, lengths)
             took[visit.policy] = rollout.duration_s
-            yield {"row": "rollout", **labels, **visit.model_dump(), **_rollout_row(rollout, stock)}
-
-
-def _rollout_row(rollout: Rollout, stock: bool) -> dict[str, Any]:
-    """Return a rollout as JSON; stock vLLM reports only the times of its iterations."""
-    fields = ("key", "finish_reason", "t_first_token", "t_finish")
-    return {
-        "seconds": rollout.duration_s,
-        "recorder_s": rollout.recorder_s,
-        "policy_s": rollout.policy_s,
-        "responses": [
-            {name: getattr(response, name) for name in fields} | {"tokens": len(response.token_ids)}
-            for response in rollout.responses
-        ],
-        "iterations": [] if stock else list(rollout.iterations),
-        "decisions": list(rollout.decisions),
-    }
+            kept = replace(
+                rollout, responses=[replace(response, logprobs=()) for response in rollout.responses],
+                # Stock vLLM reports only the times of its iterations.
+                iterations=[] if stock else list(rollout.iterations), decisions=list(rollout.decisions),
+            )  # fmt: skip
+            text = msgspec.json.encode(kept, enc_hook=lambda value: value.tolist())
+            write_file(_rollout_file(out, visit.rl_step, worker), text)
+            yield {"row": "rollout", **labels, **visit.model_dump(), "seconds": rollout.duration_s}
 
 
 def _strategies(plan: RehearsalPlan) -> list[Strategy]:
@@ -262,10 +253,6 @@ def main(out: Path, worker: int, stock: bool, deadline: float | None) -> None:
         # Ends a torn line.
         file.write("\n" if file.tell() else "")
         for row in play(read_plan(out), out, worker, stock=stock, deadline=deadline):
-            if row["row"] == "rollout":
-                details = {name: row.pop(name) for name in ("responses", "iterations", "decisions")}
-                text = json.dumps(details, default=lambda value: value.item())
-                write_file(_details_file(out, row["rl_step"], worker), text)
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())

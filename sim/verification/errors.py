@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 
@@ -16,8 +17,12 @@ class Errors:
     """Predictions beside measurements, a row each; the column `error` is predicted / measured - 1.
 
     Where rollouts were done twice, `repeat_bias` is the median of repeat / rollout - 1 and `repeat_spread` the median
-    distance from that: what all second runs have in common is no noise. None where none was.
+    distance from that: what all second runs have in common is no noise. None where none was. `columns` and `sentences`
+    are templates for people.
     """
+
+    columns: ClassVar[str]
+    sentences: ClassVar[tuple[str, ...]] = ()
 
     rows: pd.DataFrame
     repeat_spread: float | None = None
@@ -59,6 +64,15 @@ class Errors:
         errors = f"median error {self.median_error:.1%}, worst {self.worst_error:.1%}"
         met = "met" if self.median_error <= self.goal else "MISSED"
         return f"{errors}; {twice}; goal {self.goal:.1%}: {met}"
+
+    def text(self) -> str:
+        """The table for people, and a line for each of `sentences` whose figures are known."""
+        lines, figures = [table_text(self.rows, self.columns), "", self.in_words], self.json()
+        for sentence in self.sentences:
+            # The format of a number refuses None.
+            with suppress(TypeError):
+                lines.append(sentence.format_map(figures))
+        return "\n".join(lines)
 
 
 def table_text(rows: pd.DataFrame, columns: str, left: int = 2) -> str:

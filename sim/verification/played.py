@@ -28,13 +28,13 @@ from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import write_json
 from tltlab.own import split
 from tltlab.policies.policy import EXPLORE, Policy, load_policy
-from tltlab.sim.study.reduce import drafters_text, granted_text
+from tltlab.sim.study.reduce import granted_text
 from tltlab.sim.study.study import COLUMNS, PLAYED, SIMULATED, Cell, Study
 from tltlab.stats import kendall_tau, mean_interval, non_overlapping_pairs
 from tltlab.traces import metrics
 from tltlab.traces.trace import read
 
-from .errors import Errors, table_text
+from .errors import Errors
 from .rollouts import Recording
 from .run_files import ActivePolicy, policies_in_force, repeats
 
@@ -160,6 +160,15 @@ class Agreement(Errors):
     Tau is Kendall's over the `num_pairs` pairs of policies whose measured intervals do not overlap.
     """
 
+    columns = (
+        "policy: {policy}; measured s: {measured_s:.2f}; 95 %: [{low:.2f}, {high:.2f}]; "
+        "predicted s: {predicted_s:.2f}; error: {error:+.1%}; at the round's speed: {error_at_speed:+.1%}"
+    )
+    sentences = (
+        "{num_rounds} rounds; order of the {num_pairs} pairs whose intervals do not overlap: Kendall tau "
+        "{kendall_tau:.2f}",
+    )
+
     rollouts: pd.DataFrame
     num_pairs: int
     kendall_tau: float | None
@@ -239,18 +248,7 @@ class Agreement(Errors):
 
     def text(self) -> str:
         """The table for people."""
-        columns = (
-            "policy: {policy}; drafters: {drafters}; measured s: {measured_s:.2f}; 95 %: [{low:.2f}, {high:.2f}]; "
-            "predicted s: {predicted_s:.2f}; error: {error:+.1%}; at the round's speed: {error_at_speed:+.1%}"
-        )
-        lines = [
-            table_text(self.rows.assign(drafters=self.rows["drafters"].map(drafters_text)), columns),
-            granted_text(self.rows.to_dict("records"), "policy"),
-            f"{self.num_rounds} rounds, fitted on the other policies' rollouts: {self.in_words}",
-            f"order of the {self.num_pairs} pairs whose intervals do not overlap: Kendall tau "
-            + ("-" if self.kendall_tau is None else f"{self.kendall_tau:.2f}"),
-            f"MISSED: {'; '.join(self.missed)}" if self.missed else "",
-        ]
+        lines = [super().text(), granted_text(self.rows.to_dict("records"), "policy"), *self.missed]
         return "\n".join(filter(None, lines))
 
 

@@ -37,7 +37,7 @@ from tltlab.traces.trace import Trace
 
 from .decisions import most_requests
 from .drafter_state import DrafterStates
-from .errors import Errors, table_text
+from .errors import Errors
 from .run_files import ActivePolicy, policies_in_force, repeats
 
 FORECASTS = 15
@@ -60,6 +60,19 @@ class Verification(Errors):
     `forecast_s` with its 10 % and 90 % quantiles `forecast_low_s` and `forecast_high_s` (nan without two earlier
     steps), and `fitted_on`.
     """
+
+    columns = (
+        "step: {rl_step}; policy: {policy}; measured s: {measured_s:.2f}; predicted s: {predicted_s:.2f}; "
+        "error: {error:+.1%}; step time: {step_time_ratio:.2f}x; forecast s: {forecast_s:.2f}; "
+        "10-90 %: {forecast_low_s:.2f}-{forecast_high_s:.2f}"
+    )
+    sentences = (
+        "with the machine's speed of each step known: median error {median_error_at_step_time:.1%}",
+        "at the speed of each step's own plain iterations ({scaled_steps} steps have enough): median error "
+        "{scaled_median_error:.1%}, worst {scaled_worst_error:.1%}, unscaled {scaled_raw_median_error:.1%}",
+        "forecast from earlier steps alone, lengths drawn from theirs: median error {forecast_median_error:.1%}; "
+        "{forecast_coverage:.0%} within their 10-90 % interval",
+    )
 
     @property
     def median_error_at_step_time(self) -> float:
@@ -89,30 +102,6 @@ class Verification(Errors):
             "repeat_bias": self.repeat_bias,
         }
         return super().json() | self.verdict | figures
-
-    def text(self) -> str:
-        """The table for people."""
-        columns = (
-            "step: {rl_step}; policy: {policy}; measured s: {measured_s:.2f}; predicted s: {predicted_s:.2f}; "
-            "error: {error:+.1%}; step time: {step_time_ratio:.2f}x; forecast s: {forecast_s:.2f}; "
-            "10-90 %: {forecast_low_s:.2f}-{forecast_high_s:.2f}"
-        )
-        lines = [
-            f"rollout time on steps not fitted on: {self.in_words}",
-            "with the machine's speed of each step known: median error {median_error_at_step_time:.1%}",
-        ]
-        figures = self.json()
-        if figures["scaled_steps"]:
-            lines.append(
-                "at the speed of each step's own plain iterations ({scaled_steps} steps have enough): median error "
-                "{scaled_median_error:.1%}, worst {scaled_worst_error:.1%}, unscaled {scaled_raw_median_error:.1%}"
-            )
-        if figures["forecast_coverage"] is not None:
-            lines.append(
-                "forecast from earlier steps alone, lengths drawn from theirs: median error "
-                "{forecast_median_error:.1%}; {forecast_coverage:.0%} within their 10-90 % interval"
-            )
-        return "\n".join([table_text(self.rows, columns), "", *(line.format_map(figures) for line in lines)])
 
 
 def verify(

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tltlab import console
 from tltlab.arrays import Floats
 from tltlab.calibration.cross_validation import error_quantiles, held_out_predictions
 from tltlab.calibration.stages import (
@@ -46,7 +45,7 @@ from tltlab.sim.study.jobs import side_by_side
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
-from .errors import Errors, table_text
+from .errors import Errors
 
 LINEAR_TERMS = (("base_s",), ("base_s", "per_request_s"), ("base_s", "per_request_s", "outside_s"))
 LEVEL_TERMS = (("level",), ("level", "outside_s"))
@@ -162,17 +161,14 @@ class LogFit(Errors):
         return self.costs.outside_s / float(self.rows["measured_s"].median())
 
     def text(self) -> str:
-        """The same for people."""
-        lines = [
-            console.table([], [(name, f"{value:.4g}") for name, value in self.terms.items()], left=2),
-            "",
-            f"{self.unit} of {len(self.rows)} RL steps, each left out: median error {self.median_error:.1%}, worst "
-            f"{self.worst_error:.1%}; by the others' median {self.constant_error:.1%}",
-            f"outside of iterations: {self.costs.outside_s:.3g} s, {self.outside_share:.0%} of a {self.unit}",
-        ]
-        if self.accept_length is not None:
-            lines.append(f"accept length {self.accept_length:.2f}, {self.accept_spread:.2f} between RL steps")
-        return "\n".join(lines)
+        """The same for people; RL steps are in the JSON."""
+        terms = ", ".join(f"{name} {value:.4g}" for name, value in self.terms.items())
+        drafts = "" if self.accept_length is None else f"; accept length {self.accept_length:.2f}"
+        return (
+            f"{terms}\n{self.unit} of {len(self.rows)} RL steps, each left out: median error {self.median_error:.1%}, "
+            f"worst {self.worst_error:.1%}; by the others' median {self.constant_error:.1%}\noutside of iterations: "
+            f"{self.costs.outside_s:.3g} s, {self.outside_share:.0%} of a {self.unit}{drafts}"
+        )
 
 
 def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) -> LogFit:
@@ -240,6 +236,19 @@ class LogVerification(Errors):
     where that is not known.
     """
 
+    columns = (
+        "step: {rl_step}; measured s: {measured_s:.2f}; predicted s: {predicted_s:.2f}; error: {error:+.1%}; "
+        "90 %: {low_s:.2f}-{high_s:.2f}; forecast s: {forecast_s:.2f}; "
+        "90 % ahead: {forecast_low_s:.2f}-{forecast_high_s:.2f}"
+    )
+    sentences = (
+        "{coverage:.0%} within their 90 % interval; by the earlier ones' median {constant_median_error:.1%}",
+        "forecast without their lengths: median error {forecast_median_error:.1%}, {forecast_coverage:.0%} within "
+        "their 90 % interval",
+        "whole RL steps from earlier ones: mean error {step[mean_error]:.1%}, worst {step[worst_error]:.1%}",
+        "the rollout is {rollout_share:.0%} of the RL step",
+    )
+
     whole: pd.DataFrame
     share: float | None
     unit: str = "rollout"
@@ -268,29 +277,6 @@ class LogVerification(Errors):
                 "whole_steps": json.loads(self.whole.to_json(orient="records")),
             }
         )
-
-    def text(self) -> str:
-        """The table for people."""
-        columns = (
-            "step: {rl_step}; measured s: {measured_s:.2f}; predicted s: {predicted_s:.2f}; error: {error:+.1%}; "
-            "90 %: {low_s:.2f}-{high_s:.2f}; forecast s: {forecast_s:.2f}; "
-            "90 % ahead: {forecast_low_s:.2f}-{forecast_high_s:.2f}"
-        )
-        lines = [
-            table_text(self.rows, columns, left=1),
-            "",
-            f"{self.unit}s from earlier RL steps: median error {{median_error:.1%}}, worst {{worst_error:.1%}}, "
-            "{coverage:.0%} within their 90 % interval; by the earlier ones' median {constant_median_error:.1%}",
-            "forecast without their lengths: median error {forecast_median_error:.1%}, {forecast_coverage:.0%} within "
-            "their 90 % interval",
-        ]
-        if len(self.whole):
-            share = "" if self.share is None else "; the rollout is {rollout_share:.0%} of the RL step"
-            lines.append(
-                "whole RL steps from earlier ones: mean error {step[mean_error]:.1%}, worst {step[worst_error]:.1%}, "
-                f"{len(self.whole)} RL steps{share}"
-            )
-        return "\n".join(line.format_map(self.json()) for line in lines)
 
 
 def verify_log(

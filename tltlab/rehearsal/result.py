@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -25,8 +25,8 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.environment import gpus, hardware, versions
-from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
-from tltlab.runtime.rollout.played import STOCK, RehearsalPlan, details_of, played
+from tltlab.runtime.engine.generation import GenerationRequest
+from tltlab.runtime.rollout.played import STOCK, RehearsalPlan, played, rollout_of
 from tltlab.runtime.rollout.session import SessionRecorder
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Cell
@@ -166,11 +166,8 @@ def _drafters(policy: Policy) -> list[str]:
 
 def _record(plan: RehearsalPlan, out: Path) -> None:
     """Write what was played as a session."""
-    rows: dict[int, dict[int, dict[str, Any]]] = {}
-    for row in played(out):
-        if row["row"] == "rollout":
-            rows.setdefault(row["rl_step"], {})[row["worker"]] = row
-    whole = [visit for visit in plan.visits if len(rows.get(visit.rl_step, ())) == len(plan.lengths)]
+    done = Counter(row["rl_step"] for row in played(out) if row["row"] == "rollout")
+    whole = [visit for visit in plan.visits if done[visit.rl_step] == len(plan.lengths)]
     if not whole:
         raise RunError(f"no rollout was played to its end within the time; the engines' logs are in {out}")
     longest = max(map(max, plan.lengths))
@@ -184,26 +181,11 @@ def _record(plan: RehearsalPlan, out: Path) -> None:
     )  # fmt: skip
     with SessionRecorder(out, manifest, plan.policies, plan.seed) as recorder:
         for visit in whole:
-            by_worker = rows[visit.rl_step]
-            parts = [_rollout(by_worker[worker] | details_of(out, visit, worker)) for worker in sorted(by_worker)]
+            parts = [rollout_of(out, visit, worker) for worker in range(len(plan.lengths))]
             prompt = [0] * plan.prompt_tokens
             like = GenerationRequest(key=(0, "", 0, 0), prompt_token_ids=prompt, max_response_tokens=longest)
             shares = [[replace(like, key=response.key) for response in part.responses] for part in parts]
             recorder.add(visit, shares, parts, tokens=False)
-
-
-def _rollout(row: Mapping[str, Any]) -> Rollout:
-    responses = [
-        GenerationResponse(
-            key=tuple(r["key"]), token_ids=range(r["tokens"]), logprobs=(), finish_reason=r["finish_reason"],
-            t_first_token=r["t_first_token"], t_finish=r["t_finish"],
-        )
-        for r in row["responses"]
-    ]  # fmt: skip
-    return Rollout(
-        responses=responses, iterations=row["iterations"], decisions=row["decisions"], duration_s=row["seconds"],
-        recorder_s=row["recorder_s"], policy_s=row["policy_s"],
-    )  # fmt: skip
 
 
 def _shares(values: Iterable[Any]) -> dict[str, float]:
