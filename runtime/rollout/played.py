@@ -5,8 +5,7 @@
 plays the rollouts of `OUT/rehearsal.json` that are not in OUT yet, in its own process, which releases all of a
 device's memory. Text does not matter: responses run to their lengths, vLLM accepts drafts at given rates
 (`synthetic_rejection`), a model-free drafter drafts as deep as asked at no cost, a learned one is an untrained EAGLE
-head. A line of JSON is on disk once its rollout is over. Responses and iterations are in a file per rollout, so that
-readers hold one rollout's at a time.
+head. A line of JSON is on disk once its rollout is over, after the rollout itself, which has its own file.
 """
 
 from __future__ import annotations
@@ -17,34 +16,30 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tltlab.config import FrozenModel
 from tltlab.drafters.base import Drafter
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec
-from tltlab.files import json_lines, parse_json, read_json, write_file
+from tltlab.files import json_lines, read_json, write_file
 from tltlab.own import code_allowed
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from .session import Visit, visits
+
 PLAN, STOCK = "rehearsal.json", "stock"
 """The plan's file, and the name of vLLM with its own scheduler and no speculation beside policies."""
 _SETTLING_TOKENS, _PLAIN_TOKENS = 16, 96
 _KV_BLOCK, _LEAST_KV_BYTES = 128, 64 << 20
-
-
-class PlannedRollout(FrozenModel):
-    """One rollout: its RL step in the trace, its round and its policy's name."""
-
-    rl_step: int
-    round: int
-    policy: str
 
 
 class RehearsalPlan(FrozenModel):
@@ -75,14 +70,9 @@ class RehearsalPlan(FrozenModel):
     seed: int
 
     @property
-    def visits(self) -> list[PlannedRollout]:
-        """Every rollout, round by round, each in a random order; its number is its RL step in the trace."""
-        names = list(self.policies)
-        return [
-            PlannedRollout(rl_step=number * len(names) + place, round=number, policy=names[at])
-            for number in range(self.rounds)
-            for place, at in enumerate(np.random.default_rng([self.seed, number]).permutation(len(names)))
-        ]
+    def visits(self) -> list[Visit]:
+        """Every rollout, in order."""
+        return visits(list(self.policies), self.rounds, self.seed)
 
     @property
     def specs(self) -> dict[str, DrafterSpec]:
@@ -118,24 +108,23 @@ def engine_file(worker: int, stock: bool) -> str:
     return f"engine-{STOCK if stock else 'ours'}-{worker}"
 
 
-def details_of(out: Path, visit: PlannedRollout, worker: int) -> dict[str, Any]:
-    """Return responses, iterations and decisions of a rollout."""
-    details: dict[str, Any] = parse_json(_details_file(out, visit.rl_step, worker).read_bytes())
-    return details
+def rollout_of(out: Path, visit: Visit, worker: int) -> Rollout:
+    """Return a worker's share of a rollout, as its engine returned it."""
+    return msgspec.json.decode(_rollout_file(out, visit.rl_step, worker).read_bytes(), type=Rollout)
 
 
-def _details_file(out: Path, rl_step: int, worker: int) -> Path:
+def _rollout_file(out: Path, rl_step: int, worker: int) -> Path:
     return out / "rollouts" / f"{rl_step}-{worker}.json"
 
 
-def pending_rollouts(plan: RehearsalPlan, out: Path, worker: int, stock: bool) -> list[PlannedRollout]:
+def pending_rollouts(plan: RehearsalPlan, out: Path, worker: int, stock: bool) -> list[Visit]:
     """Return the rollouts that an engine has not played yet."""
     rows = played(out, engine_file(worker, stock))
     done = {row["rl_step"] for row in rows if row["row"] == "rollout"}
     return [v for v in plan.visits if v.policy in plan.of_engine(stock) and v.rl_step not in done]
 
 
-def requests_of(plan: RehearsalPlan, worker: int, visit: PlannedRollout, lengths: list[int]) -> list[GenerationRequest]:
+def requests_of(plan: RehearsalPlan, worker: int, visit: Visit, lengths: list[int]) -> list[GenerationRequest]:
     """Return one request per length; order and random prompts depend on seed, worker and round alone."""
     rng = np.random.default_rng([plan.seed, worker, visit.round])
     prompts = rng.integers(3, plan.config["vocab_size"], (len(lengths), plan.prompt_tokens)).tolist()
@@ -164,13 +153,13 @@ def play(
     labels = {"worker": worker, "engine": STOCK if stock else "ours"}
     with closing(_engine(plan, out, worker, stock)) as engine:
 
-        def generate(visit: PlannedRollout, lengths: list[int]) -> Rollout:
+        def generate(visit: Visit, lengths: list[int]) -> Rollout:
             engine.llm.reset_prefix_cache()
             requests = requests_of(plan, worker, visit, lengths)
             rollout: Rollout = engine.generate(requests, rl_step=visit.rl_step, temperature=1.0)
             return rollout
 
-        settling = PlannedRollout(rl_step=-1, round=0, policy="")
+        settling = Visit(rl_step=-1, round=0, policy="")
         if not stock:
             engine.warm_up(1.0)
         # Compilation and other one-time work is done then.
@@ -196,23 +185,14 @@ def play(
                     keep_drafts_at(engine.llm, plan.rates[visit.policy])
             rollout = generate(visit, lengths)
             took[visit.policy] = rollout.duration_s
-            yield {"row": "rollout", **labels, **visit.model_dump(), **_rollout_row(rollout, stock)}
-
-
-def _rollout_row(rollout: Rollout, stock: bool) -> dict[str, Any]:
-    """Return a rollout as JSON; stock vLLM reports only the times of its iterations."""
-    fields = ("key", "finish_reason", "t_first_token", "t_finish")
-    return {
-        "seconds": rollout.duration_s,
-        "recorder_s": rollout.recorder_s,
-        "policy_s": rollout.policy_s,
-        "responses": [
-            {name: getattr(response, name) for name in fields} | {"tokens": len(response.token_ids)}
-            for response in rollout.responses
-        ],
-        "iterations": [] if stock else list(rollout.iterations),
-        "decisions": list(rollout.decisions),
-    }
+            kept = replace(
+                rollout, responses=[replace(response, logprobs=()) for response in rollout.responses],
+                # Stock vLLM reports only the times of its iterations.
+                iterations=[] if stock else list(rollout.iterations), decisions=list(rollout.decisions),
+            )  # fmt: skip
+            text = msgspec.json.encode(kept, enc_hook=lambda value: value.tolist())
+            write_file(_rollout_file(out, visit.rl_step, worker), text)
+            yield {"row": "rollout", **labels, **visit.model_dump(), "seconds": rollout.duration_s}
 
 
 def _strategies(plan: RehearsalPlan) -> list[Strategy]:
@@ -273,10 +253,6 @@ def main(out: Path, worker: int, stock: bool, deadline: float | None) -> None:
         # Ends a torn line.
         file.write("\n" if file.tell() else "")
         for row in play(read_plan(out), out, worker, stock=stock, deadline=deadline):
-            if row["row"] == "rollout":
-                details = {name: row.pop(name) for name in ("responses", "iterations", "decisions")}
-                text = json.dumps(details, default=lambda value: value.item())
-                write_file(_details_file(out, row["rl_step"], worker), text)
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())

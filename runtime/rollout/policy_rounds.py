@@ -8,14 +8,11 @@ per rollout, next to it `policies.json` and `repeats.json` as a training run wri
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from tltlab.drafters.base import Key
@@ -35,14 +32,14 @@ from tltlab.runtime.recipe.engines import engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.user_code import code_of_engines, refuse_code
 from tltlab.runtime.run.placement import Placement
-from tltlab.runtime.run.rows import repeat_row, rollout_alone, run_manifest
+from tltlab.runtime.run.rows import repeat_row, run_manifest
 from tltlab.runtime.run.state import RunEvents
 from tltlab.strategy import NO_SPECULATION
-from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import read
 
-from .collected import all_requests, requests_of
+from .collected import requests_of
 from .pool import WorkerPool
+from .session import SessionRecorder, visits
 
 HOLD_ITERATIONS = 10
 NUM_REPEATED = 2
@@ -136,11 +133,13 @@ def roll_out(
     """
     source = run_to_verify(run)
     specs, exploring = all_drafters(source, policies), explore_all(policies)
+    chosen = {EXPLORE: exploring, **policies}
     recipe = _engines_alone(source.recipe, deepest(source, policies), seed)
     prompts = load_prompts(recipe.data.train, recipe.data, load_tokenizer(recipe.model))
     events = RunEvents(out / "events.jsonl")
     events.watch = report
     report(f"starting {recipe.rollout.num_workers} engines on {recipe.model}")
+    repeats = []
     with ExitStack() as stack:
         stack.enter_context(ray_running(recipe.cluster))
         place = stack.enter_context(Placement(recipe))
@@ -151,79 +150,39 @@ def roll_out(
         stack.callback(pool.close)
         pool.start()
         notes = "tltlab verify: each RL step is one policy's rollout, the model does not move"
-        recorder = stack.enter_context(Recorder(out / "trace", run_manifest(recipe, out.name, specs, notes)))
+        manifest = run_manifest(recipe, out.name, specs, notes)
+        recorder = stack.enter_context(SessionRecorder(out, manifest, chosen, seed))
         write_json(out / "run.json", run_json(recipe))
-        session = PolicyRounds(source, {EXPLORE: exploring, **policies}, out, seed, pool, recorder, prompts)
-        session.settle()
-        for number in range(rounds):
-            seconds = session.round(number)
-            report(f"round {number + 1} of {rounds}: " + ", ".join(f"{name} {s:.2f} s" for name, s in seconds.items()))
+        # An uncounted rollout, so that one-time work of engines is done.
+        pool.set_policy(exploring, 0)
+        pool.rehearse(pool.share(_requests(source, prompts, 0, 0)[0]), 0)
+        for visit in visits(list(chosen), rounds, seed):
+            rl_step = events.rl_step = visit.rl_step
+            pool.set_policy(chosen[visit.policy], rl_step)
+            requests, epochs = _requests(source, prompts, visit.round, rl_step)
+            shares = pool.share(requests)
+            parts = pool.rehearse(shares, rl_step)
+            # The engines' state is restored, so the repeated rollout is the same.
+            again = pool.repeat(shares, rl_step) if rl_step % len(chosen) < NUM_REPEATED else []
+            rollout_s = recorder.add(visit, shares, parts, epochs)
+            if again:
+                repeat_s = max(part.duration_s for part in again)
+                repeats.append(repeat_row(rl_step, parts, again, rollout_s=rollout_s, repeat_s=repeat_s))
+                write_json(out / "repeats.json", sealed({"repeats": repeats}))
+            report(f"round {visit.round + 1} of {rounds}: {visit.policy} {rollout_s:.2f} s")
 
 
-class PolicyRounds:
-    """Rollouts of `policies`, of which one explores, on started engines, recorded in `out`."""
-
-    def __init__(
-        self,
-        source: RunToVerify,
-        policies: Mapping[str, Policy],
-        out: Path,
-        seed: int,
-        pool: WorkerPool,
-        recorder: Recorder,
-        prompts: Sequence[Prompt],
-    ) -> None:
-        self.source, self.policies, self.out, self.seed = source, dict(policies), out, seed
-        self._pool, self._recorder, self._prompts = pool, recorder, prompts
-        self._in_force: list[dict[str, Any]] = []
-        self._repeats: list[dict[str, Any]] = []
-        self._started = time.perf_counter()
-
-    def settle(self) -> None:
-        """Run an uncounted rollout, so that one-time work of engines is done."""
-        self._pool.set_policy(self.policies[EXPLORE], 0)
-        self._pool.rehearse(self._pool.share(self._requests(0, 0)[0]), 0)
-
-    def round(self, number: int) -> dict[str, float]:
-        """Roll out each policy once, in random order, on the prompts of round `number`; return seconds by policy.
-
-        The first `NUM_REPEATED` of that order run twice.
-        """
-        names = list(self.policies)
-        order = [names[i] for i in np.random.default_rng([self.seed, number]).permutation(len(names))]
-        seconds = {name: self._rollout(name, number, again=n < NUM_REPEATED) for n, name in enumerate(order)}
-        self._recorder.flush()
-        return seconds
-
-    def _rollout(self, name: str, number: int, *, again: bool) -> float:
-        rl_step = self._pool.events.rl_step = len(self._in_force)
-        policy = self.policies[name]
-        self._pool.set_policy(policy, rl_step)
-        self._in_force.append({"rl_step": rl_step, "name": name, "policy": policy.model_dump(mode="json")})
-        write_json(self.out / "policies.json", sealed({"seed": self.seed, "policies": self._in_force}))
-        requests, epochs = self._requests(number, rl_step)
-        shares = self._pool.share(requests)
-        t_start = time.perf_counter() - self._started
-        parts = self._pool.rehearse(shares, rl_step)
-        # The engines' state is restored, so the repeated rollout is the same.
-        repeated = self._pool.repeat(shares, rl_step) if again else []
-        rollout_s = max(part.duration_s for part in parts)
-        asked = all_requests(shares, parts)
-        for table, new in rollout_alone(rl_step, name, asked, parts, epochs=epochs, t_start=t_start).items():
-            self._recorder.append(table, new)
-        if repeated:
-            again_s = max(part.duration_s for part in repeated)
-            self._repeats.append(repeat_row(rl_step, parts, repeated, rollout_s=rollout_s, repeat_s=again_s))
-            write_json(self.out / "repeats.json", sealed({"repeats": self._repeats}))
-        return rollout_s
-
-    def _requests(self, number: int, rl_step: int) -> tuple[list[GenerationRequest], dict[Key, int]]:
-        """Return the prompts that follow the run's own, round by round, and the epochs of the responses by key."""
-        rollout, run, prompts = self.source.recipe.rollout, self.source, self._prompts
-        batch = prompt_batch(len(prompts), run.num_rl_steps + number, rollout.prompts_per_step, run.recipe.seed)
-        groups = [requests_of(prompts[i], rl_step, rollout.group_size, rollout.max_response_tokens) for _, i in batch]
-        epochs = {r.key: epoch for group, (epoch, _) in zip(groups, batch, strict=True) for r in group}
-        return [r for group in groups for r in group], epochs
+def _requests(
+    run: RunToVerify, prompts: Sequence[Prompt], number: int, rl_step: int
+) -> tuple[list[GenerationRequest], dict[Key, int]]:
+    """Return the prompts that follow the run's own, round by round, and the epochs of the responses by key."""
+    rollout, requests, epochs = run.recipe.rollout, list[GenerationRequest](), dict[Key, int]()
+    batch = prompt_batch(len(prompts), run.num_rl_steps + number, rollout.prompts_per_step, run.recipe.seed)
+    for epoch, at in batch:
+        group = requests_of(prompts[at], rl_step, rollout.group_size, rollout.max_response_tokens)
+        requests += group
+        epochs |= dict.fromkeys((request.key for request in group), epoch)
+    return requests, epochs
 
 
 def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:

@@ -1,7 +1,7 @@
 """One question, asked in one place: these responses, under these policies or systems, on these machines.
 
 A `Study` has cells and fills one long table, a row per cell and RL step, by a backend: "simulated" here, "played" on
-real engines (`tltlab.rehearsal`). Everything else is a reducer over that table (`reduce`, `band`).
+real engines (`tltlab.sim.verification.played`). Everything else is a reducer over that table (`reduce`, `band`).
 
 Columns of the table (`COLUMNS`), beside a column for each axis of the cells:
 
@@ -65,8 +65,9 @@ class Cell:
     """A policy, or a system, under some conditions.
 
     `axes` has the values that tell it from cells of the same name, `scenario` all of its simulation but the policy.
-    With `stages` it is whole RL steps on `topology` (default: colocated GPUs). With a `delay` choices hold at once, and
-    their outcomes come so many choices later. `system` is set for a system from the literature.
+    With `stages` it is whole RL steps of `num_updates` optimizer steps on `topology` (default: colocated GPUs). With a
+    `delay` choices hold at once, and their outcomes come so many choices later; `entropy` seeds each worker's selector
+    (default: by the scenario's seed). Both are for makespans alone. `system` is set for a system from the literature.
     """
 
     name: str
@@ -76,8 +77,10 @@ class Cell:
     system: BoundSystem | None = None
     stages: StageCosts | None = None
     topology: Topology | None = None
+    num_updates: int = 1
     manifest: Manifest | None = None
     delay: int | None = None
+    entropy: Sequence[Sequence[int]] | None = None
 
     @property
     def label(self) -> str:
@@ -102,11 +105,11 @@ class Cell:
             return result, None
         topology = self.topology or Colocated(gpus_per_worker=self.scenario.costs.tensor_parallel)
         changes = {} if self.system is None else {n: getattr(self.system.system, n) for n in ("fused", "streamed")}
-        return result, run_steps(result, self.stages, topology=topology, **changes)
+        return result, run_steps(result, self.stages, topology=topology, num_updates=self.num_updates, **changes)
 
     def makespans(self) -> list[Row]:
         """Return rows with the makespan alone; the macro-steps of a rollout are not kept."""
-        rollouts = self.scenario.each_rollout(self.policy, delay=self.delay)
+        rollouts = self.scenario.each_rollout(self.policy, delay=self.delay, entropy=self.entropy)
         return [{"rl_step": each.requests.rl_step, "makespan_s": each.makespan_s} for each in rollouts]
 
     def rows(self) -> list[Row]:

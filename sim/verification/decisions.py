@@ -18,7 +18,6 @@ import pandas as pd
 
 from tltlab.acceptance.base import ConstantAcceptance
 from tltlab.arrays import Flags, Floats, Ints
-from tltlab.console import table
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
@@ -38,6 +37,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
 from .drafter_state import DrafterStates
+from .errors import table_text
 from .run_files import ActivePolicy, policies_in_force
 
 _PLACE = ["rl_step", "worker", "iteration"]
@@ -57,19 +57,15 @@ class Decisions:
 
     rows: pd.DataFrame
 
-    @property
-    def num_decisions(self) -> int:
-        return int(self.rows["decisions"].sum())
-
     def share(self, column: str) -> float | None:
         """Share over all decisions; None without any."""
-        total = self.num_decisions
-        return float((self.rows[column] * self.rows["decisions"]).sum() / total) if total else None
+        weights = self.rows["decisions"]
+        return float((self.rows[column] * weights).sum() / weights.sum()) if weights.any() else None
 
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab verify --decisions --json`."""
         return {
-            "num_decisions": self.num_decisions,
+            "num_decisions": int(self.rows["decisions"].sum()),
             "same": self.share("same"),
             "states": {name: self.share(name) for name in (*STATE, "strategy")},
             "steps": self.rows.to_dict("records"),
@@ -77,16 +73,11 @@ class Decisions:
 
     def text(self) -> str:
         """The table for people."""
-        columns = ("same", *STATE, "strategy")
-        rows = [
-            (row["rl_step"], row["policy"], row["decisions"], *(f"{row[name]:.1%}" for name in columns))
-            for row in self.rows.to_dict("records")
-        ]
-        lines = [table(["step", "policy", "decisions", "same", *STATE, "strategy"], rows, left=2)]
-        if (same := self.share("same")) is not None:
-            states = min(self.share(name) or 0.0 for name in (*STATE, "strategy"))
-            lines += ["", f"{same:.2%} of {self.num_decisions:,} decisions made again; {states:.2%} of states equal"]
-        return "\n".join(lines)
+        shares = "; ".join(f"{name}: {{{name}:.1%}}" for name in ("same", *STATE, "strategy"))
+        figures = self.json()
+        same = "no decision" if figures["same"] is None else f"{figures['same']:.2%} of decisions made again"
+        columns = f"step: {{rl_step}}; policy: {{policy}}; decisions: {{decisions}}; {shares}"
+        return f"{table_text(self.rows, columns)}\n\n{same}"
 
 
 def replay_decisions(
@@ -145,9 +136,7 @@ def _played(trace: Trace, span: Sequence[int], force: ActivePolicy) -> list[Simu
     # Asynchronously an iteration is scheduled before the tokens of the one before are known: one choice later.
     drafting = iterations.loc[iterations["draft_depth"] > 0, "draft_duration"]
     overlapped = len(drafting) > 0 and bool(drafting.isna().all())
-    selectors: list[Selector] = [
-        force.policy.build(np.random.default_rng([force.seed, worker, force.since])) for worker in range(workers)
-    ]
+    selectors: list[Selector] = [force.policy.build(np.random.default_rng(words)) for words in force.entropy(workers)]
     registry = trace.drafters.beside(force.policy.drafters)
     for selector in selectors:
         selector.drafts_with(registry)

@@ -8,30 +8,27 @@ fitted to earlier steps, with lengths drawn from them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.freshness import FreshAcceptance
-from tltlab.acceptance.measured import MeasuredAcceptance
+from tltlab.acceptance.base import Acceptance
 from tltlab.arrays import Flags
 from tltlab.calibration.api import StepFits
-from tltlab.console import table
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.policies.policy import Policy
 from tltlab.sim.engine.requests import Requests
-from tltlab.sim.scenario import Scenario
+from tltlab.sim.scenario import Scenario, is_memoryless
 from tltlab.sim.study.jobs import side_by_side
+from tltlab.sim.study.study import Cell
 from tltlab.sim.workload import Prefix, requests_by_step, with_lengths
 from tltlab.stats import finite
 from tltlab.traces import metrics
@@ -40,6 +37,7 @@ from tltlab.traces.trace import Trace
 
 from .decisions import most_requests
 from .drafter_state import DrafterStates
+from .errors import Errors
 from .run_files import ActivePolicy, policies_in_force, repeats
 
 FORECASTS = 15
@@ -52,8 +50,8 @@ _TABLES = ("workload", "outcomes", "iterations", "acceptance", "steps")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verification:
-    """One row per predicted RL step, and what they come to.
+class Verification(Errors):
+    """One row per predicted RL step.
 
     Columns of `rows`: `rl_step`, `policy`, `measured_s`, `predicted_s`, `error` (predicted / measured - 1),
     `step_time_ratio` (the recorded iterations of the busiest worker, measured over predicted: how much slower the
@@ -61,42 +59,49 @@ class Verification:
     over that of the fit (nan below `FEWEST_PLAIN`), `scaled_s` and `scaled_error`, the prediction at that speed,
     `forecast_s` with its 10 % and 90 % quantiles `forecast_low_s` and `forecast_high_s` (nan without two earlier
     steps), and `fitted_on`.
-
-    Every policy decodes plainly in some iterations, so a step's own plain iterations measure how fast the machine was
-    in the step. `scaled_median_error`, `scaled_worst_error` and `scaled_raw_median_error` (the prediction as
-    it is) are over the `scaled_steps` steps that have enough of them; None where none has.
-
-    Where the run did rollouts twice, `repeat_bias` is the median of repeat / rollout - 1 and `repeat_spread` the median
-    distance from that: what all second runs have in common is no noise. None where it did not.
     """
 
-    rows: pd.DataFrame
-    median_error: float
-    worst_error: float
-    median_error_at_step_time: float
-    scaled_median_error: float | None
-    scaled_worst_error: float | None
-    scaled_raw_median_error: float | None
-    scaled_steps: int
-    forecast_median_error: float | None
-    forecast_coverage: float | None
-    repeat_spread: float | None
-    repeat_bias: float | None
+    columns = (
+        "step: {rl_step}; policy: {policy}; measured s: {measured_s:.2f}; predicted s: {predicted_s:.2f}; "
+        "error: {error:+.1%}; step time: {step_time_ratio:.2f}x; forecast s: {forecast_s:.2f}; "
+        "10-90 %: {forecast_low_s:.2f}-{forecast_high_s:.2f}"
+    )
+    sentences = (
+        "with the machine's speed of each step known: median error {median_error_at_step_time:.1%}",
+        "at the speed of each step's own plain iterations ({scaled_steps} steps have enough): median error "
+        "{scaled_median_error:.1%}, worst {scaled_worst_error:.1%}, unscaled {scaled_raw_median_error:.1%}",
+        "forecast from earlier steps alone, lengths drawn from theirs: median error {forecast_median_error:.1%}; "
+        "{forecast_coverage:.0%} within their 10-90 % interval",
+    )
 
     @property
-    def goal(self) -> float:
-        """Bound of the median error: 5 %, or the machine's own variation."""
-        return max(0.05, self.repeat_spread or 0.0)
+    def median_error_at_step_time(self) -> float:
+        """Median error with the machine's speed of each step known."""
+        rows = self.rows
+        return float((rows["predicted_s"] * rows["step_time_ratio"] / rows["measured_s"] - 1).abs().median())
 
     def json(self) -> dict[str, Any]:
-        """The keys of `tltlab verify --json`."""
-        return {
-            **{field.name: getattr(self, field.name) for field in fields(self) if field.name != "rows"},
-            "goal": self.goal,
-            "met": self.median_error <= self.goal,
-            "num_steps": len(self.rows),
-            "steps": json.loads(self.rows.to_json(orient="records")),
+        """The keys of `tltlab verify --json`.
+
+        Every policy decodes plainly in some iterations, so a step's own plain iterations measure how fast the machine
+        was in the step. `scaled_median_error`, `scaled_worst_error` and `scaled_raw_median_error` (the prediction as
+        it is) are over the `scaled_steps` steps that have enough of them; None where none has.
+        """
+        foreseen = self.rows[self.rows["forecast_s"].notna()]
+        scaled = self.rows[self.rows["scaled_error"].notna()]
+        within = foreseen["measured_s"].between(foreseen["forecast_low_s"], foreseen["forecast_high_s"])
+        figures = {
+            "median_error_at_step_time": self.median_error_at_step_time,
+            "scaled_median_error": finite(scaled["scaled_error"].abs().median()),
+            "scaled_worst_error": finite(scaled["scaled_error"].abs().max()),
+            "scaled_raw_median_error": finite(scaled["error"].abs().median()),
+            "scaled_steps": len(scaled),
+            "forecast_median_error": finite((foreseen["forecast_s"] / foreseen["measured_s"] - 1).abs().median()),
+            "forecast_coverage": finite(within.mean()),
+            "repeat_spread": self.repeat_spread,
+            "repeat_bias": self.repeat_bias,
         }
+        return super().json() | self.verdict | figures
 
 
 def verify(
@@ -131,29 +136,13 @@ def verify(
     known = Trace.from_tables(trace.manifest, {name: trace.arrow(name) for name in _TABLES})
     prediction = _Prediction(
         trace=with_engine_tool_times(known), drafters=DrafterStates(trace=known), window=window, samples=samples,
-        forecasts=FORECASTS, seed=seed,
+        seed=seed,
     )  # fmt: skip
     # Backwards: the last RL steps take longest, as they have a past to be forecast from.
     tasks = [partial(prediction.row, forces[step], step, measured[step]) for step in reversed(chosen)]
-    table = pd.DataFrame(list(side_by_side(tasks, jobs=jobs))[::-1])
+    rows = pd.DataFrame(list(side_by_side(tasks, jobs=jobs))[::-1])
     bias, spread = repeats(trace)
-    at_step_time = (table["predicted_s"] * table["step_time_ratio"] / table["measured_s"] - 1).abs()
-    foreseen, scaled = table[table["forecast_s"].notna()], table[table["scaled_error"].notna()]
-    within = foreseen["measured_s"].between(foreseen["forecast_low_s"], foreseen["forecast_high_s"])
-    return Verification(
-        rows=table,
-        median_error=float(table["error"].abs().median()),
-        worst_error=float(table["error"].abs().max()),
-        median_error_at_step_time=float(at_step_time.median()),
-        scaled_median_error=finite(scaled["scaled_error"].abs().median()),
-        scaled_worst_error=finite(scaled["scaled_error"].abs().max()),
-        scaled_raw_median_error=finite(scaled["error"].abs().median()),
-        scaled_steps=len(scaled),
-        forecast_median_error=finite((foreseen["forecast_s"] / foreseen["measured_s"] - 1).abs().median()),
-        forecast_coverage=finite(within.mean()),
-        repeat_spread=spread,
-        repeat_bias=bias,
-    )
+    return Verification(rows=rows, repeat_spread=spread, repeat_bias=bias)
 
 
 def _without_budget(forces: dict[int, ActivePolicy]) -> dict[int, ActivePolicy]:
@@ -192,32 +181,73 @@ def nearest(rl_steps: Sequence[int], step: int, window: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Prediction:
-    """A recorded run, and how its RL steps are predicted from one another."""
+class Recording:
+    """A recorded run, its fits, and simulations of its RL steps under their own lengths, `samples` of each."""
 
     trace: Trace
+    samples: int
+    seed: int
+
+    @cached_property
+    def fits(self) -> StepFits:
+        return StepFits(self.trace)
+
+    @cached_property
+    def overhead_s(self) -> pd.Series[float]:
+        return overhead_s(self.trace)
+
+    def timed(self, costs: LinearCosts, rl_steps: Collection[int]) -> pd.DataFrame:
+        """Iterations of some RL steps with their `predicted` seconds."""
+        return self.fits.iterations[self.fits.of(rl_steps)].assign(predicted=self.fits.seconds(costs, rl_steps))
+
+    @cached_property
+    def prefix(self) -> Prefix:
+        """Fate of prefixes of turns, judged by prefilled tokens: small engines have blocks too large to keep."""
+        rows = self.fits.iterations
+        steps = [step for step in requests_by_step(self.trace) if step.turns is not None]
+        whole, uncached = (float(sum(getattr(step, of).sum() for step in steps)) for of in ("prompts", "uncached"))
+        prefilled = float(rows.loc[rows["rl_step"].isin([step.rl_step for step in steps]), "prefill_tokens"].sum())
+        return "kept" if abs(prefilled - uncached) <= abs(prefilled - whole) else "recomputed"
+
+    def scenario(self, rl_steps: list[int], costs: LinearCosts, acceptance: Acceptance | None) -> Scenario:
+        """Return the simulation of these RL steps on engines of the size of the recorded ones."""
+        return Scenario.of(
+            self.trace.select(rl_steps), acceptance=acceptance, placement="recorded", prefix=self.prefix,
+            costs=costs.model_copy(update={"max_num_seqs": most_requests(self.fits.iterations)}), mode="sampled",
+            seed=self.seed,
+        )  # fmt: skip
+
+    def cells(self, force: ActivePolicy, scenario: Scenario, **axes: Any) -> list[Cell]:
+        """Return the scenario's simulations under a policy, which starts as on the engines."""
+        return [
+            Cell(
+                name=force.name, policy=force.policy, scenario=replace(scenario, seed=scenario.seed + sample),
+                axes={"sample": sample, **axes}, entropy=force.entropy(scenario.workers),
+            )
+            for sample in range(self.samples)
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prediction(Recording):
+    """How the RL steps of a run are predicted from one another."""
+
     drafters: DrafterStates
     window: int
-    samples: int
-    forecasts: int
-    seed: int
 
     def row(self, force: ActivePolicy, step: int, measured_s: float) -> dict[str, Any]:
         """The RL step's row of `Verification.rows`."""
-        trace = self.trace
-        fit_on, costs, fitted = self._fitted([s for s in trace.rl_steps if s != step], force.policy, step)
+        rl_steps = self.trace.rl_steps
+        fit_on, costs, accepted, beside_s = self._fitted([s for s in rl_steps if s != step], force.policy, step)
         # Only a policy that learns or draws lots has a past that matters.
-        since = step if force.policy.build(np.random.default_rng(0)).memoryless else force.since
-        accepted = self.drafters.acceptance(fitted, step, fit_on, trace.rl_steps)
-        past = self._scenario([s for s in trace.rl_steps if since <= s <= step], costs, accepted)
-        makespan_s = float(np.mean([self._makespan_s(past, force, k) for k in range(self.samples)]))
-        beside_s = float(self._beside_s.loc[fit_on].median())
+        since = step if is_memoryless(force.policy) else force.since
+        past = self._scenario([s for s in rl_steps if since <= s <= step], costs, accepted)
+        makespan_s = float(np.mean([last_s(cell) for cell in self.cells(force, past)]))
         predicted_s = makespan_s + beside_s
-        rows, ratio = self._timed(costs, [step]), float("nan")
-        plain = (rows["draft_depth"] == 0) & (rows["prefill_tokens"] == 0)
-        num_plain = int(plain.sum())
-        if num_plain >= FEWEST_PLAIN:
-            ratio = _speed(rows[plain], self._timed(costs, fit_on))
+        rows, ratio = self.timed(costs, [step]), float("nan")
+        plain = rows[(rows["draft_depth"] == 0) & (rows["prefill_tokens"] == 0)]
+        if len(plain) >= FEWEST_PLAIN:
+            ratio = _speed(plain, self.timed(costs, fit_on))
         scaled_s = makespan_s * ratio + beside_s
         busiest = rows[["worker", "duration", "predicted"]].groupby("worker").sum().sort_values("duration").iloc[-1]
         forecast_s, forecast_low_s, forecast_high_s = self._forecast(force, step)
@@ -228,7 +258,7 @@ class _Prediction:
             "predicted_s": predicted_s,
             "error": predicted_s / measured_s - 1,
             "step_time_ratio": float(busiest["duration"] / busiest["predicted"]),
-            "plain_iterations": num_plain,
+            "plain_iterations": len(plain),
             "plain_time_ratio": ratio,
             "scaled_s": scaled_s,
             "scaled_error": scaled_s / measured_s - 1,
@@ -238,49 +268,21 @@ class _Prediction:
             "fitted_on": fit_on,
         }
 
-    @cached_property
-    def _fits(self) -> StepFits:
-        return StepFits(self.trace)
-
-    @cached_property
-    def _beside_s(self) -> pd.Series[float]:
-        return overhead_s(self.trace)
-
-    def _timed(self, costs: LinearCosts, rl_steps: Collection[int]) -> pd.DataFrame:
-        """Iterations of some RL steps with their `predicted` seconds."""
-        return self._fits.iterations[self._fits.of(rl_steps)].assign(predicted=self._fits.seconds(costs, rl_steps))
-
-    @cached_property
-    def most_requests(self) -> int | None:
-        """Requests that an engine of the run has at most."""
-        assert self.trace.iterations is not None
-        return most_requests(self.trace.iterations)
-
-    @cached_property
-    def prefix(self) -> Prefix:
-        """Fate of prefixes of turns, judged by prefilled tokens: small engines have blocks too large to keep."""
-        rows = self.trace.iterations
-        assert rows is not None
-        steps = [step for step in requests_by_step(self.trace) if step.turns is not None]
-        whole, uncached = (float(sum(tokens.sum() for tokens in each)) for each in (
-            [step.prompts for step in steps], [step.uncached for step in steps]
-        ))  # fmt: skip
-        prefilled = float(rows.loc[rows["rl_step"].isin([step.rl_step for step in steps]), "prefill_tokens"].sum())
-        return "kept" if abs(prefilled - uncached) <= abs(prefilled - whole) else "recomputed"
-
     def _fitted(
         self, candidates: list[int], policy: Policy, step: int
-    ) -> tuple[list[int], LinearCosts, MeasuredAcceptance | None]:
-        """The nearest candidates and a fit to them; as many more as it takes to see what the policy needs."""
+    ) -> tuple[list[int], LinearCosts, Acceptance | None, float]:
+        """The nearest candidates, as many as show what the policy needs, and costs, acceptance and overhead of them."""
         speculates = any(s.speculates for s in policy.strategies)
         for size in range(min(self.window, len(candidates)), len(candidates) + 1):
             fit_on = nearest(candidates, step, size)
-            rows = self._fits.of(fit_on)
-            costs = _single_shape(self._fits.costs(fit_on), self._fits.iterations[rows], policy)
-            acceptance = self._fits.acceptance(rows)
+            rows = self.fits.of(fit_on)
+            costs = _single_shape(self.fits.costs(fit_on), self.fits.iterations[rows], policy)
+            acceptance = self.fits.acceptance(rows)
             if not speculates or (acceptance is not None and costs.per_token_s is not None):
                 unlike = self._unlike(rows, policy, step)
-                return fit_on, costs, self._fits.acceptance(rows & ~unlike) if unlike.any() else acceptance
+                acceptance = self.fits.acceptance(rows & ~unlike) if unlike.any() else acceptance
+                accepted = self.drafters.acceptance(acceptance, step, fit_on, candidates)
+                return fit_on, costs, accepted, float(self.overhead_s.loc[fit_on].median())
         raise ConfigError(
             f"RL step {step} speculates, and too little in the other steps does: what it costs is not known"
         )
@@ -292,7 +294,7 @@ class _Prediction:
         """
         specs = DEFAULT_DRAFTERS | policy.drafters
         remember = [name for name, spec in specs.items() if isinstance(spec, SuffixSpec) and spec.remembers]
-        rows = self._fits.iterations
+        rows = self.fits.iterations
         mine = fitted & rows["drafter"].isin(remember).to_numpy()
         if not mine.any():
             return mine
@@ -302,46 +304,39 @@ class _Prediction:
         unlike: Flags = mine & ~alike & drafted.isin(drafted[mine & alike])
         return unlike
 
-    def _scenario(
-        self, rl_steps: list[int], costs: LinearCosts, accepted: MeasuredAcceptance | FreshAcceptance | None
-    ) -> Scenario:
-        return Scenario.of(
-            self.trace.select(rl_steps),
-            costs=costs.model_copy(update={"max_num_seqs": self.most_requests}),
-            acceptance=accepted,
-            placement="recorded",
-            prefix=self.prefix,
-            mode="sampled",
-            seed=self.seed,
-        )
-
-    def _makespan_s(self, scenario: Scenario, force: ActivePolicy, sample: int) -> float:
-        """Seconds of the scenario's last RL step, after those before it."""
-        states, last = self.drafters.by_step, scenario.steps[-1].rl_step
-        entropy = [[force.seed, worker, force.since] for worker in range(scenario.workers)]
+    def _scenario(self, rl_steps: list[int], costs: LinearCosts, acceptance: Acceptance | None) -> Scenario:
+        scenario, states = self.scenario(rl_steps, costs, acceptance), self.drafters.by_step
+        if (last := states.get(rl_steps[-1])) is None:
+            return scenario
         # A learning policy's past counts as drafted by today's drafter where its drafter is unknown.
-        drafter = [states.get(step.rl_step, states[last]) for step in scenario.steps] if last in states else None
-        scenario = replace(scenario, seed=scenario.seed + sample)
-        return scenario.rollouts(force.policy, entropy=entropy, drafter=drafter)[-1].makespan_s
+        return replace(scenario, drafter_states=tuple(states.get(rl_step, last) for rl_step in rl_steps))
 
     def _forecast(self, force: ActivePolicy, step: int) -> tuple[float, float, float]:
         """Median and interval of the rollout time as it looks before the step, nan where history is too short."""
-        trace, unknown = self.trace, (float("nan"),) * 3
-        earlier = [s for s in trace.rl_steps if s < step]
-        if len(earlier) < 2:
-            return unknown
+        earlier = [s for s in self.trace.rl_steps if s < step]
         try:
-            fit_on, costs, fitted = self._fitted(earlier, force.policy, step)
+            if len(earlier) < 2:
+                raise ConfigError("history is too short")
+            fit_on, costs, accepted, beside_s = self._fitted(earlier, force.policy, step)
         except ConfigError:
-            return unknown
+            return (float("nan"),) * 3
         rng = np.random.default_rng([self.seed, step])
-        scenario = self._scenario([step], costs, self.drafters.acceptance(fitted, step, fit_on, earlier))
-        drawn = islice(drawn_lengths(scenario.steps[0], trace.select(fit_on), rng, self.prefix), self.forecasts)
+        scenario = self._scenario([step], costs, accepted)
+        drawn = drawn_lengths(scenario.steps[0], self.trace.select(fit_on), rng, self.prefix)
         # As if the policy was set at this step: a forecast does not replay what it learned before.
         afresh = replace(force, since=step)
-        makespans_s = [self._makespan_s(replace(scenario, steps=(s,)), afresh, k) for k, s in enumerate(drawn)]
-        median, low, high = np.percentile(makespans_s, (50, *INTERVAL)) + float(self._beside_s.loc[fit_on].median())
+        cells = replace(self, samples=FORECASTS).cells(afresh, scenario)
+        makespans_s = [
+            last_s(replace(cell, scenario=replace(cell.scenario, steps=(requests,))))
+            for cell, requests in zip(cells, drawn, strict=False)
+        ]
+        median, low, high = np.percentile(makespans_s, (50, *INTERVAL)) + beside_s
         return float(median), float(low), float(high)
+
+
+def last_s(cell: Cell) -> float:
+    """Seconds of the last RL step, after those before it."""
+    return float(cell.makespans()[-1]["makespan_s"])
 
 
 def _speed(plain: pd.DataFrame, fit_on: pd.DataFrame) -> float:
@@ -418,42 +413,3 @@ def drawn_lengths(step: Requests, history: Trace, rng: np.random.Generator, pref
         for place in places:
             drawn[place] = rng.choice(groups[rng.integers(len(groups))], size=len(place), replace=True)
         yield with_lengths(step, np.clip(drawn, 1, step.max_response_tokens).tolist(), prefix)
-
-
-def text(verification: Verification) -> str:
-    """The table for people."""
-    rows = []
-    for row in verification.rows.to_dict("records"):
-        ahead = f"{row['forecast_s']:.2f}", f"{row['forecast_low_s']:.2f}-{row['forecast_high_s']:.2f}"
-        rows.append((
-            row["rl_step"], row["policy"], f"{row['measured_s']:.2f}", f"{row['predicted_s']:.2f}",
-            f"{row['error']:+.1%}", f"{row['step_time_ratio']:.2f}x", *(() if np.isnan(row["forecast_s"]) else ahead),
-        ))  # fmt: skip
-    columns = ["step", "policy", "measured s", "predicted s", "error", "step time", "forecast s", "10-90 %"]
-    lines = [table(columns, rows, left=2)]
-    v, repeated = verification, "no rollout was run twice"
-    if v.repeat_spread is not None:
-        repeated = (
-            f"a second run of the same rollout takes {v.repeat_bias:+.1%} of the first's time, give or take "
-            f"{v.repeat_spread:.1%}"
-        )
-    lines += [
-        "",
-        f"rollout time on steps not fitted on: median error {v.median_error:.1%}, worst {v.worst_error:.1%}",
-        f"{repeated}; goal {v.goal:.1%}: {'met' if v.median_error <= v.goal else 'MISSED'}",
-        f"with the machine's speed of each step known: median error {v.median_error_at_step_time:.1%}",
-    ]
-    if v.scaled_median_error is not None:
-        assert v.scaled_worst_error is not None
-        assert v.scaled_raw_median_error is not None
-        lines.append(
-            f"scaled by the speed of each step's own plain iterations ({v.scaled_steps} of {len(v.rows)} steps have "
-            f"{FEWEST_PLAIN}): median error {v.scaled_median_error:.1%}, worst {v.scaled_worst_error:.1%}, unscaled "
-            f"{v.scaled_raw_median_error:.1%}"
-        )
-    if v.forecast_median_error is not None:
-        lines.append(
-            f"forecast from earlier steps alone, lengths drawn from theirs: median error "
-            f"{v.forecast_median_error:.1%}; {v.forecast_coverage:.0%} within their 10-90 % interval"
-        )
-    return "\n".join(lines)

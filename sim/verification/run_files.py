@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+import pandas as pd
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat
 
 from tltlab.config import faults_in
@@ -28,6 +29,10 @@ class ActivePolicy:
     since: int
     seed: int
 
+    def entropy(self, workers: int) -> list[list[int]]:
+        """Return the seeds of each worker's selector."""
+        return [[self.seed, worker, self.since] for worker in range(workers)]
+
 
 def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[int, ActivePolicy]:
     """The policy of each RL step: from the run's policies.json, else shipped policies by the name in `steps`;
@@ -36,43 +41,47 @@ def policies_in_force(trace: Trace, allow_code: Collection[str] = ()) -> dict[in
     Where only names are known, a policy counts as set when its name first came up in a row. Raises ConfigError where
     that is a class of a module that `allow_code` does not name: a run must not choose what code is imported here.
     """
-    assert trace.steps is not None
     file = _beside(trace, "policies.json", _Policies, allow_code)
-    if file is not None:
-        set_at = {entry.rl_step: entry for entry in file.policies}
-        in_force = {}
-        for step in trace.rl_steps:
-            since = max((s for s in set_at if s <= step), default=None)
-            if since is None:
-                raise ConfigError(f"policies.json: no policy was active at RL step {step}")
-            for part in set_at[since].policy.own_parts:
-                if part.module not in allow_code:
-                    raise ConfigError(
-                        f"RL step {step} was chosen for by {part.path}, a class of the run's own, which is not "
-                        f"imported unasked: where you trust it, tltlab verify --allow-code {part.module}"
-                    )
-            in_force[step] = ActivePolicy(
-                name=set_at[since].name, policy=set_at[since].policy, since=since, seed=file.seed
-            )
-        return in_force
-    column = trace.steps["policy"].astype(object).where(trace.steps["policy"].notna(), None)
-    names = dict(zip(trace.steps["rl_step"].tolist(), column.tolist(), strict=True))
-    if trace.iterations is not None and not (trace.iterations["draft_depth"] > 0).any():
-        # An engine that only recorded names no policy.
-        names = {step: name or "none" for step, name in names.items()}
-    in_force, since, last = {}, 0, None
+    set_at = _by_name(trace) if file is None else {each.rl_step: (each.name, each.policy) for each in file.policies}
+    seed = (trace.manifest.seed or 0) if file is None else file.seed
+    in_force = {}
     for step in trace.rl_steps:
+        since = max((s for s in set_at if s <= step), default=None)
+        if since is None:
+            raise ConfigError(f"policies.json: no policy was active at RL step {step}")
+        name, policy = set_at[since]
+        for part in policy.own_parts:
+            if part.module not in allow_code:
+                raise ConfigError(
+                    f"RL step {step} was chosen for by {part.path}, a class of the run's own, which is not "
+                    f"imported unasked: where you trust it, tltlab verify --allow-code {part.module}"
+                )
+        in_force[step] = ActivePolicy(name=name, policy=policy, since=since, seed=seed)
+    return in_force
+
+
+def _by_name(trace: Trace) -> dict[int, tuple[str, Policy]]:
+    """Return shipped policies by the RL step at which their name first came up in a row."""
+    assert trace.steps is not None
+    plain = trace.iterations is not None and not (trace.iterations["draft_depth"] > 0).any()
+    names = trace.steps.set_index("rl_step")["policy"]
+    set_at: dict[int, tuple[str, Policy]] = {}
+    last = None
+    for step in trace.rl_steps:
+        # An engine that only recorded names no policy.
         name = names.get(step)
+        if pd.isna(name):
+            name = "none" if plain else None
         policy = SHIPPED.get(str(name)) or policy_of_drafts(str(name))
         if policy is None:
             raise ConfigError(
                 f"{trace.path or 'the trace'}: RL step {step} ran policy {name!r}, which no policies.json has and "
                 "which is not shipped"
             )
-        since = since if name == last else step
+        if name != last:
+            set_at[step] = str(name), policy
         last = name
-        in_force[step] = ActivePolicy(name=str(name), policy=policy, since=since, seed=trace.manifest.seed or 0)
-    return in_force
+    return set_at
 
 
 def repeats(trace: Trace) -> tuple[float | None, float | None]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,10 +23,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tltlab import console
 from tltlab.arrays import Floats
 from tltlab.calibration.cross_validation import error_quantiles, held_out_predictions
-from tltlab.calibration.stages import Constant, StageEstimator
+from tltlab.calibration.stages import (
+    Constant,
+    StageEstimator,
+    measured_stages,
+    rollout_rows,
+    rollout_share,
+    workloads,
+)
 from tltlab.costs.base import DRAFTING, CalibratedRange, CostModel, LinearCosts
 from tltlab.costs.evidence import LEVEL, Evidence, interval
 from tltlab.costs.load import load_costs
@@ -38,8 +45,17 @@ from tltlab.sim.study.jobs import side_by_side
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
+from .errors import Errors
+
 LINEAR_TERMS = (("base_s",), ("base_s", "per_request_s"), ("base_s", "per_request_s", "outside_s"))
 LEVEL_TERMS = (("level",), ("level", "outside_s"))
+BESIDE_TERMS = (("base_s",), ("base_s", "per_token_s"))
+"""Terms of the time outside a rollout: a constant and, where it lowers the left-out error, a time per token."""
+PREDICTED = (
+    "rl_step", "measured_s", "predicted_s", "error", "low_s", "high_s", "forecast_s", "forecast_low_s",
+    "forecast_high_s", "constant_s",
+)  # fmt: skip
+"""Columns of `LogVerification.rows`."""
 WINDOW = 24
 FEWEST = 6
 """RL steps from which on a later one is predicted."""
@@ -105,21 +121,22 @@ class StepColumns:
         rows["level"] = list(side_by_side([partial(_simulated_s, *part) for part in parts], jobs=jobs))
         return cls(rows=rows, terms=LEVEL_TERMS, workers=num_workers, accept_length=accepted, shape=shape, unit=unit)
 
-    def fit(self, rows: pd.DataFrame) -> tuple[StageEstimator, Floats]:
-        """A fit with as many terms as these RL steps bear and need, and its relative errors of each left out."""
-        best = StageEstimator(self.terms[0])
-        error = _left_out(best, rows)
-        for terms in self.terms[1:]:
-            if len(rows) < STEPS_PER_TERM * len(terms):
-                break
-            further = _left_out(StageEstimator(terms), rows)
-            if np.mean(np.abs(further)) < WORTH * np.mean(np.abs(error)):
-                best, error = StageEstimator(terms), further
-        return best.fit(rows), error
+
+def fit_terms(choices: Sequence[Sequence[str]], rows: pd.DataFrame) -> tuple[StageEstimator, Floats]:
+    """Return a fit with as many terms as these RL steps bear and need, and its relative errors of each left out."""
+    best = StageEstimator(choices[0])
+    error = _left_out(best, rows)
+    for terms in choices[1:]:
+        if len(rows) < STEPS_PER_TERM * len(terms):
+            break
+        further = _left_out(StageEstimator(terms), rows)
+        if np.mean(np.abs(further)) < WORTH * np.mean(np.abs(error)):
+            best, error = StageEstimator(terms), further
+    return best.fit(rows), error
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogFit:
+class LogFit(Errors):
     """Fit of a log: costs, the `terms` they are made of, and relative errors of RL steps left out.
 
     `accept_length` is the mean over RL steps that log it, `accept_spread` their standard deviation (None: not logged).
@@ -127,30 +144,16 @@ class LogFit:
 
     costs: LinearCosts | ScaledCosts
     terms: dict[str, float]
-    rows: pd.DataFrame
     constant_error: float
     accept_length: float | None
     accept_spread: float | None
     notes: tuple[str, ...]
     unit: str = "rollout"
 
-    @property
-    def median_error(self) -> float:
-        return float(self.rows["error"].abs().median())
-
     def json(self) -> dict[str, Any]:
         """The keys of `log` in `tltlab calibrate --json`."""
-        return {
-            "terms": self.terms,
-            "num_steps": len(self.rows),
-            "median_error": self.median_error,
-            "worst_error": float(self.rows["error"].abs().max()),
-            "constant_error": self.constant_error,
-            "outside_share": self.outside_share,
-            "accept_length": self.accept_length,
-            "accept_spread": self.accept_spread,
-            "steps": json.loads(self.rows.to_json(orient="records")),
-        }
+        names = ("terms", "constant_error", "outside_share", "accept_length", "accept_spread")
+        return super().json() | {name: getattr(self, name) for name in names}
 
     @property
     def outside_share(self) -> float:
@@ -158,24 +161,20 @@ class LogFit:
         return self.costs.outside_s / float(self.rows["measured_s"].median())
 
     def text(self) -> str:
-        """The same for people."""
-        named = console.table([], [(name, f"{value:.4g}") for name, value in self.terms.items()], left=2)
-        lines = [
-            named,
-            "",
-            f"{self.unit} of {len(self.rows)} RL steps, each left out: median error {self.median_error:.1%}, worst "
-            f"{self.rows['error'].abs().max():.1%}; by the others' median {self.constant_error:.1%}",
-            f"outside of iterations: {self.costs.outside_s:.3g} s, {self.outside_share:.0%} of a {self.unit}",
-        ]
-        if self.accept_length is not None:
-            lines.append(f"accept length {self.accept_length:.2f}, {self.accept_spread:.2f} between RL steps")
-        return "\n".join(lines)
+        """The same for people; RL steps are in the JSON."""
+        terms = ", ".join(f"{name} {value:.4g}" for name, value in self.terms.items())
+        drafts = "" if self.accept_length is None else f"; accept length {self.accept_length:.2f}"
+        return (
+            f"{terms}\n{self.unit} of {len(self.rows)} RL steps, each left out: median error {self.median_error:.1%}, "
+            f"worst {self.worst_error:.1%}; by the others' median {self.constant_error:.1%}\noutside of iterations: "
+            f"{self.costs.outside_s:.3g} s, {self.outside_share:.0%} of a {self.unit}{drafts}"
+        )
 
 
 def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) -> LogFit:
     """Fit what the rollout times of a log identify; `costs` (a preset, a profile, a file) give the shape."""
     columns = StepColumns.of(trace, costs, workers)
-    estimator, error = columns.fit(columns.rows)
+    estimator, error = fit_terms(columns.terms, columns.rows)
     terms = {name: estimator.terms_.get(name, 0.0) for name in columns.terms[-1]}
     rows = columns.rows[["rl_step", "measured_s"]].assign(predicted_s=(1 + error) * columns.rows["measured_s"])
     notes = [f"fitted to the {columns.unit} times of {len(rows)} RL steps; lengths within an RL step are as logged"]
@@ -227,63 +226,56 @@ def fit_log(trace: Trace, costs: str | None = None, workers: int | None = None) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogVerification:
+class LogVerification(Errors):
     """Later RL steps of a log from earlier ones; None of a figure where no RL step was predicted.
 
     Columns of `rows`: `rl_step`, `measured_s`, `predicted_s` from the earlier steps' times and this one's lengths, its
     `error`, its 90 % interval `low_s` to `high_s`, the same without knowing its lengths (`forecast_s`,
-    `forecast_low_s`, `forecast_high_s`), and `constant_s`, the median of the earlier ones.
+    `forecast_low_s`, `forecast_high_s`), and `constant_s`, the median of the earlier ones. `whole` has the first four
+    columns of whole RL steps, empty where the log does not time them; `share` is the rollout's of the RL step, None
+    where that is not known.
     """
 
-    rows: pd.DataFrame
+    columns = (
+        "step: {rl_step}; measured s: {measured_s:.2f}; predicted s: {predicted_s:.2f}; error: {error:+.1%}; "
+        "90 %: {low_s:.2f}-{high_s:.2f}; forecast s: {forecast_s:.2f}; "
+        "90 % ahead: {forecast_low_s:.2f}-{forecast_high_s:.2f}"
+    )
+    sentences = (
+        "{coverage:.0%} within their 90 % interval; by the earlier ones' median {constant_median_error:.1%}",
+        "forecast without their lengths: median error {forecast_median_error:.1%}, {forecast_coverage:.0%} within "
+        "their 90 % interval",
+        "whole RL steps from earlier ones: mean error {step[mean_error]:.1%}, worst {step[worst_error]:.1%}",
+        "the rollout is {rollout_share:.0%} of the RL step",
+    )
+
+    whole: pd.DataFrame
+    share: float | None
     unit: str = "rollout"
 
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab verify --json` for a log."""
         rows = self.rows
-        error = rows["error"].abs()
 
         def median_error(name: str) -> float:
             return float((rows[name] / rows["measured_s"] - 1).abs().median())
 
-        def covered(low: str, high: str) -> float:
-            return float(rows["measured_s"].between(rows[low], rows[high]).mean())
+        def covered(name: str) -> float:
+            return float(rows["measured_s"].between(rows[f"{name}low_s"], rows[f"{name}high_s"]).mean())
 
-        return {
-            "median_error": float(error.median()),
-            "worst_error": float(error.max()),
-            "coverage": covered("low_s", "high_s"),
-            "forecast_median_error": median_error("forecast_s"),
-            "forecast_coverage": covered("forecast_low_s", "forecast_high_s"),
-            "constant_median_error": median_error("constant_s"),
-            "goal": 0.05,
-            "met": bool(error.median() <= 0.05),
-            "num_steps": len(rows),
-            "steps": json.loads(rows.to_json(orient="records")),
-        }
-
-    def text(self) -> str:
-        """The table for people."""
-        rows = [
-            (
-                row["rl_step"], f"{row['measured_s']:.2f}", f"{row['predicted_s']:.2f}", f"{row['error']:+.1%}",
-                f"{row['low_s']:.2f}-{row['high_s']:.2f}", f"{row['forecast_s']:.2f}",
-                f"{row['forecast_low_s']:.2f}-{row['forecast_high_s']:.2f}",
-            )
-            for row in self.rows.to_dict("records")
-        ]  # fmt: skip
-        figures = self.json()
-        columns = ["step", "measured s", "predicted s", "error", "90 %", "forecast s", "90 %"]
-        return "\n".join(
-            [
-                console.table(columns, rows),
-                "",
-                f"{self.unit}s from earlier RL steps: median error {figures['median_error']:.1%}, worst "
-                f"{figures['worst_error']:.1%}, {figures['coverage']:.0%} within their 90 % interval; by the earlier "
-                f"ones' median {figures['constant_median_error']:.1%}",
-                f"forecast without their lengths: median error {figures['forecast_median_error']:.1%}, "
-                f"{figures['forecast_coverage']:.0%} within their 90 % interval",
-            ]
+        return (
+            super().json()
+            | self.verdict
+            | {
+                "coverage": covered(""),
+                "forecast_median_error": median_error("forecast_s"),
+                "forecast_coverage": covered("forecast_"),
+                "constant_median_error": median_error("constant_s"),
+                "rollout": _mean_error(rows if self.unit == "rollout" else rows[:0]),
+                "step": _mean_error(self.whole),
+                "rollout_share": self.share,
+                "whole_steps": json.loads(self.whole.to_json(orient="records")),
+            }
         )
 
 
@@ -301,39 +293,67 @@ def verify_log(
     `jobs` processes (None: one per core) share the fits.
     """
     columns = StepColumns.of(trace, costs, workers, jobs)
-    places = range(FEWEST, len(columns.rows))
-    histories = [columns.rows.iloc[max(0, at - window) : at] for at in places]
-    fits = side_by_side([partial(columns.fit, earlier) for earlier in histories], jobs=jobs)
+    rows = _from_earlier(columns.rows, columns.terms, window, jobs)
+    if rows.empty:
+        raise ConfigError(f"{len(columns.rows)} RL steps with a rollout time are too few: {FEWEST + 1} are needed")
+    assert trace.steps is not None
+    stages = measured_stages(trace.steps)
+    share = None if (found := rollout_share(stages)) is None else found.estimate
+    whole = rows if columns.unit != "rollout" else _whole_steps(trace, stages, rows, window)
+    whole = whole[["rl_step", "measured_s", "predicted_s", "error"]]
+    return LogVerification(rows=rows, whole=whole, share=share, unit=columns.unit)
+
+
+def _from_earlier(
+    rows: pd.DataFrame, choices: Sequence[Sequence[str]], window: int, jobs: int | None = 1
+) -> pd.DataFrame:
+    """Return the rows of `LogVerification`: each of these RL steps from fits to the `window` before it."""
+    places = range(FEWEST, len(rows))
+    histories = [rows.iloc[max(0, at - window) : at] for at in places]
+    fits = side_by_side([partial(fit_terms, choices, earlier) for earlier in histories], jobs=jobs)
     predictions: list[dict[str, float]] = []
     for at, earlier, (estimator, error) in zip(places, histories, fits, strict=True):
-        current = columns.rows.iloc[[at]]
+        current = rows.iloc[[at]]
         past = [row["error"] for row in predictions[-window:]]
         _, most = error_quantiles(np.concatenate([error, past]))
         measured_s, predicted_s = float(current["measured_s"].iloc[0]), float(estimator.predict(current)[0])
-        span = interval(predicted_s, most)
-        assert span is not None
         # Lengths like those of the earlier steps: the ends of what they take, and the fit's error beyond.
         like = estimator.predict(earlier)
-        ahead = [interval(float(end), most) for end in np.quantile(like, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])]
-        assert ahead[0] is not None
-        assert ahead[1] is not None
-        predictions.append(
-            {
-                "rl_step": int(current["rl_step"].iloc[0]),
-                "measured_s": measured_s,
-                "predicted_s": predicted_s,
-                "error": predicted_s / measured_s - 1,
-                "low_s": span[0],
-                "high_s": span[1],
-                "forecast_s": float(np.median(like)),
-                "forecast_low_s": ahead[0][0],
-                "forecast_high_s": ahead[1][1],
-                "constant_s": float(earlier["measured_s"].median()),
-            }
-        )
-    if not predictions:
-        raise ConfigError(f"{len(columns.rows)} RL steps with a rollout time are too few: {FEWEST + 1} are needed")
-    return LogVerification(rows=pd.DataFrame(predictions), unit=columns.unit)
+        ends = predicted_s, *map(float, np.quantile(like, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
+        (low_s, high_s), ahead_low, ahead_high = (interval(end, most) or (math.nan, math.nan) for end in ends)
+        row = (
+            int(current["rl_step"].iloc[0]), measured_s, predicted_s, predicted_s / measured_s - 1, low_s, high_s,
+            float(np.median(like)), ahead_low[0], ahead_high[1], float(earlier["measured_s"].median()),
+        )  # fmt: skip
+        predictions.append(dict(zip(PREDICTED, row, strict=True)))
+    return pd.DataFrame(predictions, columns=PREDICTED)
+
+
+def _whole_steps(trace: Trace, stages: pd.DataFrame, rollouts: pd.DataFrame, window: int) -> pd.DataFrame:
+    """Return the RL steps whose rollouts are predicted, with the time outside from fits to earlier ones' tokens.
+
+    Where rollouts continue beside training the RL step as a whole is predicted so.
+    """
+    assert trace.steps is not None
+    rows, part = rollout_rows(stages)
+    timed = trace.steps.reindex(columns=["rl_step", "step_s"]).dropna()
+    rows = rows[rows.index.isin(timed["rl_step"])]
+    works, during = workloads(trace), part == "rollout"
+    beside = pd.DataFrame({"rl_step": rows.index, "step_s": rows["step"].to_numpy(np.float64), "base_s": 1.0})
+    beside["measured_s"] = (rows["step"] - (rows[part] if during else 0.0)).to_numpy(np.float64)
+    beside["per_token_s"] = [float(works[step].num_tokens) for step in rows.index]
+    beside = beside[beside["measured_s"] > 0]
+    whole = _from_earlier(beside, BESIDE_TERMS, window).merge(rollouts, on="rl_step", suffixes=("", "_of_rollout"))
+    whole["measured_s"] = whole["rl_step"].map(beside.set_index("rl_step")["step_s"])
+    whole["predicted_s"] += whole["predicted_s_of_rollout"] if during else 0.0
+    return whole.assign(error=whole["predicted_s"] / whole["measured_s"] - 1)
+
+
+def _mean_error(rows: pd.DataFrame) -> dict[str, float] | None:
+    if rows.empty:
+        return None
+    error = rows["error"].abs()
+    return {"mean_error": float(error.mean()), "worst_error": float(error.max()), "num_steps": len(rows)}
 
 
 def _simulated_s(step: Trace, costs: CostModel, workers: int, accept_length: float) -> float:

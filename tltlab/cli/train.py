@@ -69,7 +69,7 @@ def train(
         if dry_run:
             plan = plan_of(loaded)
             plan = replace(plan, notes=(*plan.notes, *prompt_notes(loaded)))
-            from tltlab.rehearsal.forecast import forecast
+            from tltlab.forecast import forecast
 
             start = ["--resume", str(resume)] if resume is not None else [str(recipe), "--out", str(folder)]
             command = shlex.join(["tltlab", "train", *start, *(change for change in changes if change != recipe)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,13 +15,12 @@ from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.own import code_allowed
 from tltlab.sim.cli import options
-from tltlab.sim.verification import policies as of_policies
-from tltlab.sim.verification.decisions import replay_decisions
-from tltlab.sim.verification.rollouts import text
+from tltlab.sim.verification import played as of_policies
+from tltlab.sim.verification.decisions import Decisions, replay_decisions
+from tltlab.sim.verification.errors import Errors
 from tltlab.sim.verification.rollouts import verify as run_verify
 from tltlab.sim.verification.training_log import WINDOW as LOG_WINDOW
 from tltlab.sim.verification.training_log import is_log, verify_log
-from tltlab.sim.verification.whole_steps import whole_steps
 
 WINDOW, SAMPLES, ROUNDS = 8, 3, 5
 
@@ -74,43 +74,38 @@ def verify(
 
     Example: tltlab verify demo --policies none,table,beg-mab,ngram:4@8,demo/policy.json
     """
+    wrong = {"--decisions": decisions or None, "--rl-steps": rl_steps, "--window": window}
     if policies is None:
-        if repeats is not None or out is not None:
-            raise ConfigError("--repeats and --out belong to rollouts on this machine: name them with --policies")
-        trace = read(run)
-        chosen = parse_rl_steps(rl_steps, trace.rl_steps)
-        if decisions:
-            with options.counting():
-                played = replay_decisions(trace, rl_steps=chosen, allow_code=allow_code or (), jobs=jobs)
-            emit(played.json(), as_json=as_json, text=played.text())
-            return
-        if is_log(trace):
-            trace = trace if chosen is None else trace.select(chosen)
-            with options.counting():
-                log = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW, jobs=jobs)
-                whole = whole_steps(trace, log, window or LOG_WINDOW)
-            emit(log.json() | whole.json(), as_json=as_json, text="\n".join(filter(None, [log.text(), whole.text()])))
-            return
-        if costs is not None or workers is not None:
-            raise ConfigError("--costs and --workers are for training logs: a recorded run has its own")
-        with options.counting():
-            verification = run_verify(
-                run, rl_steps=chosen, window=window or WINDOW, samples=samples or SAMPLES, seed=seed,
-                allow_code=allow_code or (), jobs=jobs,
-            )  # fmt: skip
-        emit(verification.json(), as_json=as_json, text=text(verification))
-        return
-    if decisions:
-        raise ConfigError("--decisions is about a recorded run, --policies rolls out new ones")
-    if rl_steps is not None or window is not None:
-        raise ConfigError("--rl-steps and --window choose among recorded RL steps, --policies rolls out new ones")
-    # Only here are engines needed.
-    from tltlab.runtime.rollout.policy_rounds import roll_out
+        wrong = {"--repeats": repeats, "--out": out}
+    for name, value in wrong.items():
+        if value is not None:
+            raise ConfigError(f"{name}: choose among recorded RL steps, or roll out new ones with --policies")
+    found: Errors | Decisions
+    allowed = tuple(allow_code or ())
+    with ExitStack() as stack:
+        if policies is not None:
+            # Only here are engines needed.
+            from tltlab.runtime.rollout.policy_rounds import roll_out
 
-    with code_allowed(allow_code or ()):
-        chosen_policies = of_policies.named_policies(policies)
-        session = partial(roll_out, run, chosen_policies, rounds=repeats or ROUNDS, seed=seed, report=progress)
-        rollouts = of_policies.verify_policies(
-            chosen_policies, session, samples=samples or of_policies.SAMPLES, seed=seed, out=out, jobs=jobs
-        )
-    emit(rollouts.json(), as_json=as_json, text=of_policies.text(rollouts))
+            stack.enter_context(code_allowed(allowed))
+            named = of_policies.listed_policies(policies)
+            session = partial(roll_out, run, named, rounds=repeats or ROUNDS, seed=seed, report=progress)
+            samples = samples or of_policies.SAMPLES
+            found = of_policies.verify_policies(named, session, samples=samples, seed=seed, out=out, jobs=jobs)
+        else:
+            trace = read(run)
+            chosen = parse_rl_steps(rl_steps, trace.rl_steps)
+            stack.enter_context(options.counting())
+            if decisions:
+                found = replay_decisions(trace, rl_steps=chosen, allow_code=allowed, jobs=jobs)
+            elif is_log(trace):
+                trace = trace if chosen is None else trace.select(chosen)
+                found = verify_log(trace, costs=costs, workers=workers, window=window or LOG_WINDOW, jobs=jobs)
+            elif costs is not None or workers is not None:
+                raise ConfigError("--costs and --workers are for training logs: a recorded run has its own")
+            else:
+                found = run_verify(
+                    run, rl_steps=chosen, window=window or WINDOW, samples=samples or SAMPLES, seed=seed,
+                    allow_code=allowed, jobs=jobs,
+                )  # fmt: skip
+    emit(found.json(), as_json=as_json, text=found.text())

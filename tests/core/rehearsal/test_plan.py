@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 import tltlab
 from tests.refused import refused
-from tltlab.acceptance.load import load_acceptance
 from tltlab.errors import ConfigError
-from tltlab.rehearsal.plan import TINY, acceptance_by_drafter, plan_of, shares
+from tltlab.rehearsal.plan import TINY, plan_of, shares
 from tltlab.runtime.rollout.played import STOCK, RehearsalPlan, requests_of
-from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
 TINY_TRACE = Path(__file__).parents[3] / "traces" / "tiny"
@@ -61,12 +59,17 @@ def test_rates_are_chances_up_to_each_token(trace: Trace):
 
 def test_rates_may_be_given_token_by_token(trace: Trace):
     plan = planned(trace, policies="stock,none,ngram:2,ngram:3", acceptance="0.8/0.6/0.5/0.2")
-    assert plan.rates["ngram:3"] == (0.8, 0.6, 0.5)
-    accepted = load_acceptance("0.8/0.6/0.5")
-    for depth in (1, 2, 3):
-        strategy = Strategy.chain("ngram", depth)
-        assert accepted.cdf(strategy) == pytest.approx(1 - np.array([0.8, 0.6, 0.5])[:depth])
-        assert accepted.num_drafted(strategy) == depth
+    assert plan.rates["ngram:3"] == pytest.approx((0.8, 0.6, 0.5))
+
+
+def test_drafters_that_are_not_named_keep_their_acceptance(trace: Trace):
+    policies = "ngram:1,suffix:1,learned:1"
+    plan = planned(trace, policies=policies, acceptance="suffix=0.9")
+    assert {name: rates[0] for name, rates in plan.rates.items() if rates} == pytest.approx(
+        {"ngram:1": 0.42, "suffix:1": 0.9, "learned:1": 0.7}
+    )
+    assert plan.granted["suffix"] == "0.9"
+    assert planned(trace, policies=policies, acceptance="default").granted["ngram"] == plan.granted["ngram"]
 
 
 def test_a_drafter_with_a_network_is_a_head(trace: Trace):
@@ -89,36 +92,19 @@ def test_every_policy_meets_the_same_requests(trace: Trace):
 
 
 @pytest.mark.parametrize(
-    ("text", "drafters", "granted"),
-    [
-        ("geometric:0.7", ["ngram"], {"ngram": "geometric:0.7"}),
-        ("geometric:0.7", [], {}),
-        ("a=0.5,all=0.4", ["a", "b"], {"a": "0.5", "b": "0.4"}),
-        (" a = 0.5", ["a"], {"a": "0.5"}),
-        ("geometric:0.7", ["ngram", "suffix"], dict.fromkeys(("ngram", "suffix"), "geometric:0.7")),
-        ("default", ["ngram"], {"ngram": "geometric:0.42 (default)"}),
-    ],
-)
-def test_acceptance_is_reported_by_drafter(text: str, drafters: list[str], granted: dict[str, str]):
-    assert acceptance_by_drafter(text, drafters).texts == granted
-
-
-@pytest.mark.parametrize(
     ("options", "facts"),
     [
         ({"policies": "beg-mab-suffix,learned:2", "acceptance": "geometric:0.7"}, ("learned", "suffix")),
-        ({"acceptance": "suffix=geometric:0.7"}, ("suffix", "ngram")),
-        ({"policies": "ngram:4,suffix:4", "acceptance": "ngram=geometric:0.7"}, ("suffix",)),
         (
-            {"policies": "beg-mab-learned", "acceptance": "learned=geometric:0.8,all=geometric:0.4"},
+            {"policies": "beg-mab-learned", "acceptance": "learned=geometric:0.8"},
             ("beg-mab-learned", "learned", "suffix"),
         ),
-        ({"acceptance": "seer-siblings"}, ("ngram", "request")),
+        ({"acceptance": "ngram=seer-siblings"}, ("ngram:4", "drafter", "ngram", "request")),
         ({"acceptance": "geometric:1.5"}, ("1.5",)),
         ({"acceptance": "0.5/0.6/0.4/0.1"}, ("0.5/0.6/0.4/0.1",)),
         ({"acceptance": "1.2/0.6/0.4/0.1"}, ("1.2/0.6/0.4/0.1",)),
         ({"acceptance": "nan/0.6/0.4/0.1"}, ("nan/0.6/0.4/0.1",)),
-        ({"acceptance": "0.8/0.6"}, ("0.8/0.6", 4)),
+        ({"acceptance": "ngram=0.8/0.6"}, ("ngram:4", "drafter", "ngram", 2)),
         ({"policies": "none,learned:8x4/48"}, ("learned:8x4/48",)),
         ({"policies": "none,typo:4"}, ("typo", "ngram")),
         ({"policies": "stock,stock"}, (STOCK,)),

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import psutil
 import pytest
@@ -24,7 +23,7 @@ from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.rollout.policy_rounds import all_drafters, explore_all, run_to_verify
-from tltlab.sim.verification.policies import FITTED, compared, named_policies, text
+from tltlab.sim.verification.played import FITTED, Agreement, listed_policies
 
 NAMES = ["none", "ngram:4@8", "beg-mab"]
 
@@ -129,46 +128,52 @@ def test_the_command_states_how_each_policy_was_predicted(session):
     assert {"tltlab", "torch", "ray"} <= set(found["versions"])
 
 
-def rollouts_of(seconds: dict[str, list[float]]) -> pd.DataFrame:
-    """Rollouts of policies, round by round, predicted 10 % too long on a machine that was 10 % faster."""
-    rows = [(name, n, s, s * 1.1, 0.9, 0.1) for name, times in seconds.items() for n, s in enumerate(times)]
-    return pd.DataFrame(rows, columns=["policy", "round", "measured_s", "predicted_s", "speed", "error"])
+def rollouts_of(seconds: dict[str, list[float]], **known: Any) -> Agreement:
+    """Rollouts of policies, round by round, simulated 10 % too long on a machine that was 10 % faster."""
+    rows = []
+    for name, times in seconds.items():
+        drafters = ["learned", "ngram"] if name == "fast" else []
+        of_name = {"policy": name, "drafters": drafters, "acceptance": dict.fromkeys(drafters, FITTED)}
+        for number, played_s in enumerate(times):
+            of_rollout = of_name | {"rl_step": len(rows), "seed": number}
+            rows.append(of_rollout | {"backend": "played", "makespan_s": played_s})
+            rows += [
+                of_rollout | {"backend": "simulated", "makespan_s": played_s * s, "speed": 0.9} for s in (1.0, 1.2)
+            ]
+    return Agreement.of(pd.DataFrame(rows), **known)
 
 
 def test_what_rollouts_come_to_is_arithmetic():
-    rollouts = rollouts_of({"slow": [2.0, 2.2, 2.1], "fast": [1.0, 1.1, 1.05], "middle": [1.5, 1.6, 1.7]})
-    drafters = {"slow": (), "fast": ("learned", "ngram")}
-    found = compared(rollouts, drafters, repeat_spread=0.08, repeat_bias=0.0)
+    seconds = {"slow": [2.0, 2.2, 2.1], "fast": [1.0, 1.1, 1.05], "middle": [1.5, 1.6, 1.7]}
+    found = rollouts_of(seconds, repeat_spread=0.08, repeat_bias=0.0)
     assert found.rows["policy"].tolist() == ["fast", "middle", "slow"]
-    assert found.json()["policies"][0]["drafters"] == ["learned", "ngram"]
-    assert found.json()["policies"][0]["acceptance"] == dict.fromkeys(("learned", "ngram"), FITTED)
-    assert "learned+ngram" in text(found)
+    rows = found.json()["policies"]
+    assert rows[0]["acceptance"] == dict.fromkeys(rows[0]["drafters"], FITTED) != {}
+    assert FITTED in found.text()
     assert found.median_error == pytest.approx(0.1)
     assert found.rows["error_at_speed"].tolist() == pytest.approx([-0.01] * 3)
-    assert (found.num_pairs, found.kendall_tau) == (3, 1.0)
-    assert found.goal["median_error"] == 0.08
+    assert (found.num_pairs, found.kendall_tau, found.goal) == (3, 1.0, 0.08)
     assert len(found.missed) == 2
-    assert "10.0% over 8.0%" in text(found)
-    assert not any(np.isnan(v) for v in found.json()["policies"][0].values() if isinstance(v, float))
+    assert "10.0% over 8.0%" in found.text()
 
 
 def test_one_round_has_no_intervals_and_reports_it():
-    found = compared(rollouts_of({"a": [1.0], "b": [2.0]}))
+    found = rollouts_of({"a": [1.0], "b": [2.0]})
     assert found.kendall_tau is None
     assert found.json()["policies"][0]["low"] is None
-    assert "only 0 pairs" in text(found)
+    assert "only 0 pairs" in found.text()
 
 
 def test_policies_have_short_names(tmp_path: Path):
-    named_policies("none,table")["table"].write(tmp_path / "mine.json")
-    found = named_policies(f"none, ngram:4, ngram:4@8, {tmp_path / 'mine.json'}")
+    listed_policies("none,table")["table"].write(tmp_path / "mine.json")
+    found = listed_policies(f"none, ngram:4, ngram:4@8, {tmp_path / 'mine.json'}")
     assert list(found) == ["none", "ngram:4", "ngram:4@8", "mine"]
     assert found["ngram:4@8"].activation.max_requests == 8
-    assert len(named_policies("default")) >= 8
+    assert len(listed_policies("default")) >= 8
     (tmp_path / "other").mkdir()
-    named_policies("none,goodput")["goodput"].write(tmp_path / "other" / "mine.json")
+    listed_policies("none,goodput")["goodput"].write(tmp_path / "other" / "mine.json")
     mine, other = str(tmp_path / "mine.json"), str(tmp_path / "other" / "mine.json")
-    assert list(named_policies(f"default,{mine},{other}"))[-2:] == ["mine", other]
+    assert list(listed_policies(f"default,{mine},{other}"))[-2:] == ["mine", other]
     assert len(explore_all(found).strategies) == len({s for p in found.values() for s in p.strategies})
 
 
@@ -187,7 +192,7 @@ LISTS = {
 @pytest.mark.parametrize("policies", LISTS)
 def test_a_list_of_policies_without_sense_is_refused(policies: str):
     with refused(ConfigError, naming=(LISTS[policies],)):
-        named_policies(policies)
+        listed_policies(policies)
 
 
 def test_drafters_that_cannot_be_are_refused(run: Path):
@@ -195,8 +200,8 @@ def test_drafters_that_cannot_be_are_refused(run: Path):
     assert told.num_rl_steps == 2
     for policies, fact in (
         ({"tree": load_policy("ngram:3x2/6")}, "tree"),
-        (named_policies("das,suffix:4"), "suffix"),
-        (named_policies("none,ngram:99999999999999999999"), "99999999999999999999"),
+        (listed_policies("das,suffix:4"), "suffix"),
+        (listed_policies("none,ngram:99999999999999999999"), "99999999999999999999"),
     ):
         with refused(ConfigError, naming=(fact,)):
             all_drafters(told, policies)

@@ -21,10 +21,9 @@ from tltlab.runtime.recipe.dry_run import RunPlan
 from tltlab.runtime.recipe.engines import shape_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.sim.config import SimulationConfig, decision_interval
-from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.simulate import simulated
-from tltlab.sim.study.system_run import on_gpus
+from tltlab.sim.study.study import Cell
+from tltlab.sim.study.systems import on_gpus
 from tltlab.sim.topology import Colocated, Separate
 from tltlab.traces.trace import Trace
 
@@ -133,7 +132,7 @@ def _drawn(recipe: Recipe) -> dict[str, Trace]:
 
 def _timed(recipe: Recipe, name: str, trace: Trace) -> StepTime:
     """Simulate RL steps with these responses; ConfigError where the recipe's machine or a drafter is not known."""
-    rollout, minibatches = recipe.rollout, recipe.train.minibatches
+    rollout = recipe.rollout
     if recipe.cluster.gpu is None:
         raise ConfigError("cluster.gpu names no GPU, so that costs are not known")
     tp = rollout.tensor_parallel_size
@@ -144,17 +143,17 @@ def _timed(recipe: Recipe, name: str, trace: Trace) -> StepTime:
     )  # fmt: skip
     config, machine = config.on_trace(trace)
     assert machine is not None
-    policy = recipe.read_policy()
-    scenario = Scenario.of(trace, config)
-    scenario.check_acceptance([policy])
-    result = simulated(scenario, policy, recipe.rollout.policy, trace.manifest)
-    whole = run_steps(result, machine.stages, topology=Colocated(gpus_per_worker=tp), num_updates=minibatches)
+    topology, stages = Colocated(gpus_per_worker=tp), machine.stages
     if recipe.cluster.placement == "separate":
         ranks = recipe.train.ranks
-        topology = Separate(gpus_per_worker=tp, train_gpus=ranks)
-        whole = run_steps(result, on_gpus(machine.stages, ranks), topology=topology, num_updates=minibatches)
-    rollout_s = float(np.mean([each.makespan_s for each in result.rollouts]))
-    step_s = float(whole.steps["step_s"].mean())
+        topology, stages = Separate(gpus_per_worker=tp, train_gpus=ranks), on_gpus(stages, ranks)
+    policy, scenario = recipe.read_policy(), Scenario.of(trace, config)
+    cell = Cell(
+        name=rollout.policy, policy=policy, scenario=scenario, stages=stages, topology=topology,
+        num_updates=recipe.train.minibatches,
+    )  # fmt: skip
+    rows = cell.rows()
+    rollout_s, step_s = (float(np.mean([row[of] for row in rows])) for of in ("makespan_s", "step_s"))
     evidence = scenario.costs.evidence
     drafts = any(strategy.speculates for strategy in policy.strategies)
     ends = None if evidence is None else evidence.interval(rollout_s, speculates=drafts)

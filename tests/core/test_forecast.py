@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim.workloads import typed
-from tltlab.rehearsal.forecast import Forecast, forecast
+from tltlab.forecast import Forecast, forecast
 from tltlab.runtime.recipe.dry_run import plan_of
 from tltlab.runtime.recipe.recipe import load_recipe
 
