@@ -43,7 +43,7 @@ def sockets() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def random_model(tmp_path_factory) -> Path:
     """A Llama folder with random weights, tokenizer, and prompts; vocabulary: 4 special tokens and w0..w19."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -73,7 +73,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+def tiny_models(tmp_path_factory) -> TinyModels:
     """The audit's target of five tokens and its drafters."""
     from tltlab.runtime.audit.models import make_tiny_models
 
@@ -81,7 +81,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 
 
 @pytest.fixture(scope="session")
-def recipe_file(random_model: Path) -> Path:
+def recipe_file(random_model) -> Path:
     """A recipe for the random model; its reward, 1 for an even number of words, is a module in the model's folder."""
     path = random_model / "recipe.toml"
     path.write_text(

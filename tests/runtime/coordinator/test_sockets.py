@@ -317,7 +317,7 @@ def test_a_hanging_server_is_left_behind(monkeypatch, cluster):
     monkeypatch.setattr(coordinator_thread, "_CLOSE_S", 0.2)
     goes_on, hangs = threading.Event(), threading.Event()
 
-    def on_kill(worker: int) -> None:
+    def on_kill(worker):
         hangs.set()
         goes_on.wait(500)
 

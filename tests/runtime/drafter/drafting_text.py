@@ -1,7 +1,5 @@
 """A made-up target without a model: each token has a likely successor, and the hidden state says which."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import time

@@ -1,7 +1,5 @@
 """Random heads and sequences, and what a head does computed slowly: one chain at a time, with no packing."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import LlamaConfig

@@ -1,9 +1,6 @@
 """What a worker keeps to train on, and what it draws from it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,7 +50,7 @@ def numbers(drawn: list[TrainingSequence]) -> list[int]:
 
 
 def same(one: TrainingSequence, other: TrainingSequence) -> bool:
-    def parts(sequence: TrainingSequence) -> tuple[object, ...]:
+    def parts(sequence):
         tensors = (sequence.token_ids, sequence.hidden, sequence.aux)
         told = [None if tensor is None else tensor.tolist() for tensor in tensors]
         return (*told, sequence.key, sequence.first_position, sequence.prompt_tokens)
@@ -120,7 +117,7 @@ def test_few_rows_left_stay_empty():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_buffer_from_a_file_draws_alike(dtype: torch.dtype, tmp_path: Path):
+def test_a_buffer_from_a_file_draws_alike(dtype, tmp_path):
     held = [made(n, 6 + n, rl_step=n // 4, aux=n == 2) for n in range(8)]
     buffer = filled(*(replace(s, hidden=s.hidden.to(dtype)) for s in held), rl_step=1, max_bytes=8 * 16 * ROW_BYTES)
     generator = rng(3)
@@ -143,7 +140,7 @@ def test_a_buffer_from_a_file_draws_alike(dtype: torch.dtype, tmp_path: Path):
         assert all(map(same, drawn, again))
 
 
-def test_damaged_files_and_full_disks_are_refused(tmp_path: Path):
+def test_damaged_files_and_full_disks_are_refused(tmp_path):
     path = tmp_path / "data-0.safetensors"
     data = TrainerData(held=[made(0, 200)], heldout=[], random_state=rng().bit_generator.state)
     write_data(path, data)
@@ -164,7 +161,7 @@ def test_a_view_of_something_larger_is_copied():
     assert kept.hidden.untyped_storage().nbytes() == 20 * HIDDEN * 4
 
 
-def held_then(held: list[TrainingSequence], new: TrainingSequence, now: int, config: BufferConfig) -> None:
+def held_then(held: list[TrainingSequence], new: TrainingSequence, now: int, config: BufferConfig):
     """Add to `held` as a buffer does: the end that fits; the oldest step gives way first, and in it the shortest."""
     ends = (new.stretch(new.num_rows - rows, rows) for rows in range(new.num_rows, 1, -1))
     end = next((end for end in ends if end.nbytes <= config.max_bytes), None)
@@ -193,10 +190,10 @@ configs = st.builds(
 
 
 @given(steps, configs)
-def test_it_holds_and_draws_what_it_should(steps: list[tuple[object, ...]], config: BufferConfig):
+def test_it_holds_and_draws_what_it_should(steps, config):
     buffer, now = DataBuffer(config), 0
-    given_: dict[int, TrainingSequence] = {}
-    held: list[TrainingSequence] = []
+    given_ = {}
+    held = []
     for what, *args in steps:
         if what == "add":
             rows, prompt, back = args

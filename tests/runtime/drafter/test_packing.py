@@ -1,7 +1,5 @@
 """Packed sequences know nothing of each other, of what comes later, or of where in the batch they lie."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -57,7 +55,7 @@ def test_a_row_joins_state_and_next_token():
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.booleans())
-def test_nothing_is_padded(rows: list[int], with_aux: bool):
+def test_nothing_is_padded(rows, with_aux):
     sequences = [made_sequence(n, seed=n, first_position=n) for n in rows]
     if not with_aux:
         sequences = [dataclasses.replace(s, aux=None) for s in sequences]
@@ -71,7 +69,7 @@ def test_nothing_is_padded(rows: list[int], with_aux: bool):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("row", [1, 7])
-def test_nothing_later_changes_what_was_drafted_earlier(method: str, row: int):
+def test_nothing_later_changes_what_was_drafted_earlier(method, row):
     head, frozen, sequence = made_head(method), made_target(), made_sequence(12)
     steps = steps_of(head, frozen, pack([sequence]))
     others = steps_of(head, frozen, pack([changed(sequence, row)]))
@@ -83,7 +81,7 @@ def test_nothing_later_changes_what_was_drafted_earlier(method: str, row: int):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_packed_is_each_alone_at_its_own_positions(method: str):
+def test_packed_is_each_alone_at_its_own_positions(method):
     head, frozen = made_head(method), made_target()
     sequences = [made_sequence(n, seed=n, first_position=first) for n, first in ((6, 0), (300, 40), (2, 5))]
     packed = steps_of(head, frozen, pack(sequences))

@@ -1,7 +1,5 @@
 """A run's drafter with trainers in their own processes, which die, hang and cannot write; then runs with engines."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -25,7 +23,6 @@ import torch
 import tltlab
 from tests.refused import refused
 from tltlab.coordination.canary import CanaryConfig
-from tltlab.coordination.messages import Event
 from tltlab.coordination.schedule import ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError
 from tltlab.files import write_file
@@ -66,7 +63,7 @@ def alive(pid: int) -> bool:
 class Method:
     """A method of something in this process, called as Ray's actors are."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any]):
         self._function = function
 
     def remote(self, *args: Any) -> Any:
@@ -89,12 +86,12 @@ class StandIn:
     def _ask_engine(self, method: str, *args: Any) -> Any:
         return getattr(self, f"_{method}")(*args)
 
-    def _guard_drafter(self, config: CanaryConfig) -> None: ...
+    def _guard_drafter(self, config: CanaryConfig): ...
 
-    def _rewind(self, rl_step: int) -> None:
+    def _rewind(self, rl_step: int):
         self.feed.status(rl_step - 1, busy=False)
 
-    def _update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: list[float], updates: int) -> None:
+    def _update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: list[float], updates: int):
         self.given.append((weights, predicted))
 
     def _drafter_report(self) -> DrafterReport:
@@ -121,7 +118,7 @@ def asked_of(run: DrafterRun, ask: Callable[[SpotTrainer], Any], *workers: int) 
 class Story:
     """A drafter's run of three workers, rollout after rollout; worker 0 always generates to the end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         text.head(folder / "model")
         self.folder, self.rl_step = folder, -1
         drafter = {
@@ -147,7 +144,7 @@ class Story:
     def pids(self) -> dict[int, int]:
         return self.run.training.processes.pids()
 
-    def rollout(self, *idle: int) -> None:
+    def rollout(self, *idle: int):
         """Begin a rollout in which the workers `idle` run out of requests; returns once they were taught."""
         self.rl_step += 1
         self.events.rl_step = self.rl_step
@@ -159,7 +156,7 @@ class Story:
             self.teach(n)
             self.workers[n].feed.status(self.rl_step, busy=False)
 
-    def teach(self, worker: int) -> None:
+    def teach(self, worker: int):
         # What is handed over before a trainer is connected is dropped.
         until(lambda: asked_of(self.run, lambda trainer: trainer._rl_step, worker) == [self.rl_step])
         for n in range(24):
@@ -181,14 +178,14 @@ class Story:
         until(lambda: min(map(self.updates, idle)) > start + more)
         return start
 
-    def restarted(self, worker: int, old: int) -> None:
+    def restarted(self, worker: int, old: int):
         """Until another process than `old` trains beside a worker."""
         until(lambda: self.pids.get(worker, old) != old)
 
     def logged(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
 
-    def ends(self) -> None:
+    def ends(self):
         """End the rollout, for which no trainer is waited for in vain."""
         assert self.end() < YIELD_S
 
@@ -214,14 +211,14 @@ class Story:
         os.kill(pid, how)
         return pid
 
-    def close(self) -> None:
+    def close(self):
         self.run.close()
         for worker in self.workers:
             worker.feed.close()
 
 
 @pytest.fixture(scope="module")
-def told(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def told(one_ray, tmp_path_factory) -> Iterator[Story]:
     story = Story(tmp_path_factory.mktemp("story"))
     try:
         # Each test, the first one too, finds a drafter that was trained.
@@ -233,13 +230,13 @@ def told(one_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 
 
 @pytest.fixture
-def story(told: Story) -> Story:
+def story(told) -> Story:
     """The same story in all tests: a run that has seen the worst continues as if nothing had been."""
     told.run.training.processes._deaths = dict.fromkeys(range(3), 0)
     return told
 
 
-def test_what_was_trained_goes_into_service_between_rollouts(story: Story):
+def test_what_was_trained_goes_into_service_between_rollouts(story):
     given = len(story.workers[0].given)
     story.trains(1, 2, more=10)
     assert len(story.workers[0].given) == given, "weights change in mid-rollout"
@@ -259,7 +256,7 @@ def test_what_was_trained_goes_into_service_between_rollouts(story: Story):
     assert same(load_head(story.folder / "drafter" / "final").state_dict(), weights)
 
 
-def test_a_drafter_continues_from_a_checkpoint(story: Story, tmp_path: Path):
+def test_a_drafter_continues_from_a_checkpoint(story, tmp_path):
     run, saved = story.run, tmp_path / "checkpoint"
     state = json.loads(json.dumps(run.state_dict(saved)))
     weights, predicted = story.workers[0].given[-1]
@@ -302,7 +299,7 @@ def test_a_drafter_continues_from_a_checkpoint(story: Story, tmp_path: Path):
             worker.feed.close()
 
 
-def test_a_gate_passes_only_a_better_drafter(story: Story, monkeypatch: pytest.MonkeyPatch):
+def test_a_gate_passes_only_a_better_drafter(story, monkeypatch):
     run = story.run
     monkeypatch.setattr(run, "schedule", TrainingSchedule(ScheduleConfig(kind="gated"), pretrained=True))
     for forgets, passes in ((forget_served, True), (forget_trained, False)):
@@ -320,15 +317,15 @@ def test_a_gate_passes_only_a_better_drafter(story: Story, monkeypatch: pytest.M
     assert set(story.trainers(SpotTrainer.num_updates)) == {run.served.updates}
 
 
-def forget_served(trainer: SpotTrainer) -> None:
+def forget_served(trainer: SpotTrainer):
     zero(next(reversed(trainer._published.values()))[1])
 
 
-def forget_trained(trainer: SpotTrainer) -> None:
+def forget_trained(trainer: SpotTrainer):
     zero(trainer.training.head)
 
 
-def zero(head: torch.nn.Module) -> None:
+def zero(head: torch.nn.Module):
     with torch.no_grad():
         for value in head.parameters():
             value.zero_()
@@ -338,7 +335,7 @@ def held(trainer: SpotTrainer) -> list[tuple[int, str, int, int]]:
     return [sequence.key for sequence in (*trainer.buffer.sequences(), *trainer._heldout)]
 
 
-def test_a_dying_trainer_costs_a_checkpoint_its_data(story: Story, tmp_path: Path):
+def test_a_dying_trainer_costs_a_checkpoint_its_data(story, tmp_path):
     had, saved, pid = story.trainers(held), tmp_path / "checkpoint", story.pids[2]
     assert had[2]
     story.trainers(partial(dies_writing, folder=saved), 2)
@@ -351,10 +348,10 @@ def test_a_dying_trainer_costs_a_checkpoint_its_data(story: Story, tmp_path: Pat
     story.restarted(2, pid)
 
 
-def dies_writing(trainer: SpotTrainer, folder: Path) -> None:
+def dies_writing(trainer: SpotTrainer, folder: Path):
     """With half a file on the disk."""
 
-    def die(timeout_s: float) -> None:
+    def die(timeout_s):
         folder.mkdir(exist_ok=True)
         write_file(folder / ".data-2.safetensors.tltlab-x" / "data-2.safetensors", "half")
         os._exit(1)
@@ -362,7 +359,7 @@ def dies_writing(trainer: SpotTrainer, folder: Path) -> None:
     trainer._feed.settle = die  # type: ignore[method-assign,assignment]
 
 
-def test_a_run_that_goes_back_restores_its_drafter(story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_goes_back_restores_its_drafter(story, tmp_path, monkeypatch):
     run, worker = story.run, story.workers[0]
     saved, then = tmp_path / "checkpoint", story.rl_step + 1
     state, weights = json.loads(json.dumps(run.state_dict(saved))), worker.given[-1][0]
@@ -394,7 +391,7 @@ def test_a_run_that_goes_back_restores_its_drafter(story: Story, tmp_path: Path,
     assert [row.rl_step for row in run.schedule.record] == [0]
 
 
-def test_a_killed_trainer_continues_from_its_checkpoint(story: Story):
+def test_a_killed_trainer_continues_from_its_checkpoint(story):
     story.trains(2, more=20)
     before = story.updates(2)
     story.restarted(2, story.kill(2))
@@ -410,7 +407,7 @@ def test_a_killed_trainer_continues_from_its_checkpoint(story: Story):
     assert [(e["rl_step"], e["worker"]) for e in story.logged() if "failed" in e["event"]][-1] == (story.rl_step, 2)
 
 
-def test_a_member_killed_in_mid_exchange_stops_nobody(story: Story):
+def test_a_member_killed_in_mid_exchange_stops_nobody(story):
     story.trains(1, 2, more=5)
     story.kill(2)
     at = story.updates(1)
@@ -423,14 +420,14 @@ def test_a_member_killed_in_mid_exchange_stops_nobody(story: Story):
 
 
 @pytest.fixture
-def impatient(story: Story, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def impatient(story, monkeypatch) -> Iterator[None]:
     """The coordinator and the trainers wait for `HANGING_S` only."""
     training = story.run.training
     patient, server = training.config, training.server
     coordinators = [patient.coordinator.model_copy(update={"yield_timeout_s": HANGING_S})]
     config, advance = patient.model_copy(update={"coordinator": coordinators[0]}), server._advance
 
-    def configured(event: Event) -> None:
+    def configured(event):
         server._state = replace(server._state, config=coordinators[-1])
         advance(event)
 
@@ -444,7 +441,7 @@ def impatient(story: Story, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         until(lambda: server._state.config is patient.coordinator)
 
 
-def test_a_hanging_trainer_is_killed_at_the_bound(story: Story, impatient: None):
+def test_a_hanging_trainer_is_killed_at_the_bound(story, impatient):
     start, hanging = story.trains(1, 2, more=5), story.kill(2, signal.SIGSTOP)
     waited = story.end()
     assert HANGING_S - 0.5 < waited < HANGING_S + 100
@@ -460,7 +457,7 @@ def test_a_hanging_trainer_is_killed_at_the_bound(story: Story, impatient: None)
     assert story.heard("10 s")
 
 
-def test_a_hanging_idle_trainer_holds_nobody_up(story: Story, monkeypatch: pytest.MonkeyPatch):
+def test_a_hanging_idle_trainer_holds_nobody_up(story, monkeypatch):
     monkeypatch.setattr(trainer_processes, "ANSWER_S", 4.0)
     story.rollout()
     hanging = story.kill(0, signal.SIGSTOP)
@@ -472,8 +469,8 @@ def test_a_hanging_idle_trainer_holds_nobody_up(story: Story, monkeypatch: pytes
     assert story.heard("did not answer")
 
 
-def test_a_disk_without_room_costs_checkpoints_only(story: Story):
-    def has_room(trainer: SpotTrainer, size: int) -> None:
+def test_a_disk_without_room_costs_checkpoints_only(story):
+    def has_room(trainer, size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     story.trainers(partial(has_room, size=1024), 2)
@@ -484,11 +481,11 @@ def test_a_disk_without_room_costs_checkpoints_only(story: Story):
     assert story.run.served.updates > start + 12
 
 
-def test_a_run_without_its_coordinator_trains_no_more(story: Story, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_without_its_coordinator_trains_no_more(story, monkeypatch):
     story.trains(1)
     dead, served = story.run.training.server, story.run.served.updates
 
-    def fail(*args: Any) -> None:
+    def fail(*args):
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr(dead, "_advance", fail)
@@ -516,7 +513,7 @@ def test_a_run_without_its_coordinator_trains_no_more(story: Story, monkeypatch:
         ("tcp://*:5555", "ha", None),
     ],
 )
-def test_other_machines_find_the_coordinator(endpoint: str | None, nodes: str, found: str | None):
+def test_other_machines_find_the_coordinator(endpoint, nodes, found):
     config = DrafterConfig(endpoint=endpoint)
     addresses = machine_addresses(list(nodes), "h", {"h": "10.0.0.1", "a": "10.0.0.2", "b": "10.0.0.3"})
     assert set(addresses) == {"h", *nodes}
@@ -526,7 +523,7 @@ def test_other_machines_find_the_coordinator(endpoint: str | None, nodes: str, f
     assert [_host_and_port(address) for address in ("[::1]:5555", "::1:5555")] == [("::1", 5555)] * 2
 
 
-def test_closing_leaves_nothing(story: Story):
+def test_closing_leaves_nothing(story):
     place, pids = story.run._sockets, list(story.pids.values())
     assert place.exists()
     story.trains(1)
@@ -539,7 +536,7 @@ def test_closing_leaves_nothing(story: Story):
 
 
 @pytest.fixture(scope="module")
-def learning(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def learning(recipe_file, tmp_path_factory) -> Path:
     """A recipe whose policy always drafts with the learned drafter."""
     folder = tmp_path_factory.mktemp("learning")
     Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 3))).write(folder / "policy.json")
@@ -561,7 +558,7 @@ nice = 0
 def fed(run: GrpoRun) -> int:
     """Responses of this RL step that trainers have, once all that was sent has come."""
 
-    def settled(trainer: SpotTrainer) -> int:
+    def settled(trainer):
         assert trainer._feed.settle(300)
         return len(trainer._keys)
 
@@ -575,9 +572,7 @@ def draft_vectors(worker: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.engine
-def test_with_engines_only_a_collapsed_drafter_stops_serving(
-    learning: Path, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_with_engines_only_a_collapsed_drafter_stops_serving(learning, recipe_file, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(recipe_file.parent))
     run = GrpoRun(load_recipe(learning, ["rollout.max_response_tokens=100"]), tmp_path / "run")
     drafting = run.drafting
@@ -609,7 +604,7 @@ def test_with_engines_only_a_collapsed_drafter_stops_serving(
     assert collapsed["verdict"]["predicted"] == [pytest.approx(0.9)] * 3
 
 
-def assert_engines_draft_with(weights: dict[str, torch.Tensor], run: GrpoRun) -> None:
+def assert_engines_draft_with(weights: dict[str, torch.Tensor], run: GrpoRun):
     for worker in run.pool.handles:
         vectors = ray.get(worker.__ray_call__.remote(draft_vectors))
         own = {name.removeprefix("model."): value for name, value in vectors.items()}
@@ -617,13 +612,13 @@ def assert_engines_draft_with(weights: dict[str, torch.Tensor], run: GrpoRun) ->
         assert all(torch.equal(own[name], weights[name]) for name in own.keys() & weights.keys())
 
 
-def boast(trainer: SpotTrainer) -> None:
+def boast(trainer: SpotTrainer):
     """A prediction that no engine bears out, as when it drafts with a wrong embedding."""
     trainer.training.predict = lambda sequences: [0.9] * 3  # type: ignore[method-assign]
 
 
 @pytest.mark.engine
-def test_an_interrupted_run_leaves_nothing_behind(learning: Path, recipe_file: Path):
+def test_an_interrupted_run_leaves_nothing_behind(learning, recipe_file):
     with tempfile.TemporaryDirectory(prefix="t") as temporary:
         places, out = Path(temporary) / "t", Path(temporary) / "run"
         places.mkdir()
@@ -664,9 +659,7 @@ def test_an_interrupted_run_leaves_nothing_behind(learning: Path, recipe_file: P
         ('drafter.schedule={"kind":"sometimes"}', ()),
     ],
 )
-def test_an_impossible_drafter_is_refused(
-    learning: Path, recipe_file: Path, random_model: Path, tmp_path: Path, monkeypatch, overrides: str, facts: tuple
-):
+def test_an_impossible_drafter_is_refused(learning, recipe_file, random_model, tmp_path, monkeypatch, overrides, facts):
     monkeypatch.syspath_prepend(str(recipe_file.parent))
     text.head(tmp_path / "model").save(tmp_path / "wide")
     new_head(random_model, "eagle", 0).save(tmp_path / "eagle")
@@ -675,7 +668,7 @@ def test_an_impossible_drafter_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_policy_without_the_drafter_is_reported(recipe_file: Path, tmp_path: Path):
+def test_a_policy_without_the_drafter_is_reported(recipe_file, tmp_path):
     events = RunEvents(tmp_path / "events.jsonl")
     for name, serves in (("none", False), ("learned", True), ("mixed", True), ("suffix", False)):
         policy = Policy(selector=FixedSpec(strategy=NO_SPECULATION if name == "none" else Strategy.chain(name, 2)))

@@ -1,14 +1,11 @@
 """One optimizer step on a drafter: what it does, and what it never does."""
 
-from __future__ import annotations
-
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,12 +28,12 @@ LOSS = LossConfig(token_weight=1.0)
 class Threads:
     """Members in one process: whoever comes last adds up and lets all continue."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int):
         self.world = world
         self._given: list[Tensor] = []
         self._meet = threading.Barrier(world, timeout=300)
 
-    def sum(self, tensor: Tensor) -> None:
+    def sum(self, tensor: Tensor):
         self._given.append(tensor.clone())
         self._meet.wait()
         total = torch.stack(sorted(self._given, key=lambda t: t.tolist())).sum(0)
@@ -45,7 +42,7 @@ class Threads:
         self._meet.wait()
         tensor.copy_(total)
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor):
         raise AssertionError("not needed here")
 
 
@@ -54,7 +51,7 @@ class Lost:
 
     world = 2
 
-    def sum(self, tensor: Tensor) -> None:
+    def sum(self, tensor: Tensor):
         tensor.fill_(12345.0)
         raise GroupLost("a member died")
 
@@ -68,7 +65,7 @@ def training(folder: Path, loss: LossConfig = LOSS, **optim: float) -> DrafterTr
 class Pair:
     """Two members of a group, each with its own drafter."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         self.left, self.right = (training(folder / name) for name in ("left", "right"))
         self._group = Threads(2)
 
@@ -81,7 +78,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Pair:
+def pair(tmp_path) -> Pair:
     return Pair(tmp_path)
 
 
@@ -92,7 +89,7 @@ def broken(good: TrainingSequence) -> TrainingSequence:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hass"])
-def test_a_drafters_prediction_holds_on_unseen_text(tmp_path: Path, kind: str):
+def test_a_drafters_prediction_holds_on_unseen_text(tmp_path, kind):
     made = training(tmp_path, LossConfig(kind=kind, token_weight=1.0), lr=6e-3, warmup=5)
     unseen = [sequence(100 + n) for n in range(8)]
     before = made.predict(unseen)
@@ -105,7 +102,7 @@ def test_a_drafters_prediction_holds_on_unseen_text(tmp_path: Path, kind: str):
     assert report.accept[0] == pytest.approx(after[0], abs=0.05)
 
 
-def test_an_update_is_what_plain_torch_does(tmp_path: Path):
+def test_an_update_is_what_plain_torch_does(tmp_path):
     made = training(tmp_path / "a", warmup=4)
     plain = head(tmp_path / "b")
     adam = torch.optim.AdamW(plain.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
@@ -123,7 +120,7 @@ def test_an_update_is_what_plain_torch_does(tmp_path: Path):
     assert same(dict(made.head.named_parameters()), dict(plain.named_parameters()), atol=1e-5)
 
 
-def test_only_what_is_trained_is_state(tmp_path: Path):
+def test_only_what_is_trained_is_state(tmp_path):
     made = training(tmp_path)
     state = made.live_state()
     weights = sum(value.numel() for value in made.head.parameters())
@@ -131,14 +128,14 @@ def test_only_what_is_trained_is_state(tmp_path: Path):
     assert not any(VOCAB in value.shape for value in state.values())
 
 
-def test_the_state_of_another_head_is_refused(tmp_path: Path):
+def test_the_state_of_another_head_is_refused(tmp_path):
     state = training(tmp_path).state_dict()
     state.pop("exp_avg.fc.weight")
     with refused(ConfigError, naming=("exp_avg.fc.weight",)):
         training(tmp_path).load_state_dict(state)
 
 
-def test_a_member_without_data_has_no_weight(tmp_path: Path, pair: Pair):
+def test_a_member_without_data_has_no_weight(tmp_path, pair):
     alone = training(tmp_path / "alone")
     prompt_only = sequence(1, rows=6, prompt=7)
     alone.update([sequence(0)])
@@ -146,7 +143,7 @@ def test_a_member_without_data_has_no_weight(tmp_path: Path, pair: Pair):
     assert same(alone.state_dict(), pair.right.state_dict(), atol=1e-6)
 
 
-def test_without_any_data_nothing_moves(tmp_path: Path):
+def test_without_any_data_nothing_moves(tmp_path):
     made = training(tmp_path)
     before = made.state_dict()
     report = made.update([])
@@ -155,7 +152,7 @@ def test_without_any_data_nothing_moves(tmp_path: Path):
     assert made.predict([]) == []
 
 
-def test_all_leave_together_when_one_wants_to(pair: Pair):
+def test_all_leave_together_when_one_wants_to(pair):
     texts = [sequence(0)]
     first, second = pair.update(texts, texts), pair.update(texts, texts, leave=lambda: True)
     assert [report.leave for report in first + second] == [False, False, True, True]
@@ -163,10 +160,10 @@ def test_all_leave_together_when_one_wants_to(pair: Pair):
     assert pair.left.update(texts, leave=lambda: True).leave
 
 
-def test_a_member_leaves_with_the_update_under_way(pair: Pair):
+def test_a_member_leaves_with_the_update_under_way(pair):
     told, fill_message = threading.Event(), pair.right._fill_message
 
-    def told_meanwhile(*arguments: Any) -> Sequence[TrainingSequence]:
+    def told_meanwhile(*arguments):
         used = fill_message(*arguments)
         told.set()
         return used
@@ -176,7 +173,7 @@ def test_a_member_leaves_with_the_update_under_way(pair: Pair):
     assert [report.leave for report in pair.update(texts, texts, leave=told.is_set)] == [True, True]
 
 
-def test_nan_at_one_member_keeps_all_from_updating(pair: Pair):
+def test_nan_at_one_member_keeps_all_from_updating(pair):
     texts = [sequence(0)]
     pair.update(texts, texts)
     before = pair.left.state_dict()
@@ -189,7 +186,7 @@ def test_nan_at_one_member_keeps_all_from_updating(pair: Pair):
     assert [report.skipped for report in pair.update(texts, texts)] == [False, False]
 
 
-def test_bad_updates_end_with_the_last_good_drafter(tmp_path: Path):
+def test_bad_updates_end_with_the_last_good_drafter(tmp_path):
     made = training(tmp_path)
     made.keep_s = 0.0
     for n in range(5):
@@ -209,7 +206,7 @@ def test_bad_updates_end_with_the_last_good_drafter(tmp_path: Path):
     assert not made.update([sequence(60)]).skipped
 
 
-def test_members_keep_the_same_state(pair: Pair):
+def test_members_keep_the_same_state(pair):
     members = (pair.left, pair.right)
     pair.left.keep_s, pair.right.keep_s = 0.0, math.inf
     for n in range(3):
@@ -219,7 +216,7 @@ def test_members_keep_the_same_state(pair: Pair):
             assert same(one._backup, state)
 
 
-def test_what_is_not_finite_is_never_applied(tmp_path: Path):
+def test_what_is_not_finite_is_never_applied(tmp_path):
     """Weights, and a gradient whose norm overflows."""
     weights, gradient = training(tmp_path / "a"), training(tmp_path / "b", LossConfig(hidden_weight=1e30))
     weights.update([sequence(0)])
@@ -234,7 +231,7 @@ def test_what_is_not_finite_is_never_applied(tmp_path: Path):
     assert weights.predict([sequence(2)])[0] > 0
 
 
-def test_a_lost_member_changes_no_state(tmp_path: Path):
+def test_a_lost_member_changes_no_state(tmp_path):
     made, alone = training(tmp_path / "a"), training(tmp_path / "b")
     for one in (made, alone):
         one.update([sequence(0)])
@@ -249,7 +246,7 @@ def test_a_lost_member_changes_no_state(tmp_path: Path):
     assert same(made.state_dict(), alone.state_dict())
 
 
-def test_it_learns_from_the_target_as_is(tmp_path: Path):
+def test_it_learns_from_the_target_as_is(tmp_path):
     made = training(tmp_path)
     old = frozen()
     before = made.predict([sequence(0)])
@@ -260,7 +257,7 @@ def test_it_learns_from_the_target_as_is(tmp_path: Path):
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_warming_up_leaves_the_training_as_it_was(method: str):
+def test_warming_up_leaves_the_training_as_it_was(method):
     cold, warm = (
         DrafterTraining(small_heads.made_head(method), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
         for _ in range(2)
@@ -275,7 +272,7 @@ def test_warming_up_leaves_the_training_as_it_was(method: str):
     assert warm.skipped == 0
 
 
-def test_who_has_to_leave_gives_what_it_has(monkeypatch: pytest.MonkeyPatch):
+def test_who_has_to_leave_gives_what_it_has(monkeypatch):
     """A rollout waits for one pass, not for an update, and nothing that was computed is lost."""
     leaving, whole, alone = (
         DrafterTraining(small_heads.made_head("eagle"), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
@@ -283,7 +280,7 @@ def test_who_has_to_leave_gives_what_it_has(monkeypatch: pytest.MonkeyPatch):
     )
     texts = [small_heads.made_sequence(rows, seed=rows) for rows in (20, 25, 30, 10)]
     monkeypatch.setitem(PART_ROWS, "cpu", 45)
-    asked: list[int] = []
+    asked = []
     left = leaving.update(texts, leave=lambda: asked.append(0) is None)
     assert (left.own_sequences, left.own_rows, left.leave, leaving.updates) == (2, 45, True, 1)
     assert len(asked) == 2
@@ -293,7 +290,7 @@ def test_who_has_to_leave_gives_what_it_has(monkeypatch: pytest.MonkeyPatch):
     assert not same(leaving.state_dict(), whole.state_dict())
 
 
-def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch):
+def test_parts_add_up_to_the_whole(monkeypatch):
     parts, whole = (
         DrafterTraining(small_heads.made_head("eagle"), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
         for _ in range(2)

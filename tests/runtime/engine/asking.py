@@ -1,7 +1,5 @@
 """What tests ask of an engine, and how they read the answer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -14,7 +12,7 @@ import pytest
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.engine.tracker import Iteration, IterationTracker, Scheduled
+from tltlab.runtime.engine.tracker import IterationTracker, Scheduled
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 CONTEXT, BLOCK = 96, 32
@@ -47,14 +45,14 @@ def groups_of_four(num: int, tokens: int, prompt_tokens: int = 6, rl_step: int =
     return [request(f"p{n // 4}", n % 4, prompts[n // 4], tokens, rl_step=rl_step) for n in range(num)]
 
 
-def timed_by_work(tracker: IterationTracker, patch: pytest.MonkeyPatch) -> None:
+def timed_by_work(tracker: IterationTracker, patch: pytest.MonkeyPatch):
     """Have an engine's time continue by its work alone: 10 ms an iteration, and 0.1 ms for each token that it verifies.
 
     What a policy learns from times is then the same on every machine, however busy.
     """
     now_s, verified = 0.0, tracker.verified
 
-    def later(what: Scheduled, counts: Sequence[int]) -> Iteration:
+    def later(what, counts):
         nonlocal now_s
         now_s += 1e-2 + 1e-4 * (len(what.request_ids) + sum(map(len, what.drafts.values())))
         return verified(what, counts)
@@ -90,7 +88,7 @@ def scheduled(*request_ids: str, drafts: Mapping[str, Sequence[int]] | None = No
 def raising(error: BaseException) -> Callable[..., Any]:
     """A function that raises this, whatever it is called with."""
 
-    def raises(*_: Any, **__: Any) -> Any:
+    def raises(*_, **__):
         raise error
 
     return raises

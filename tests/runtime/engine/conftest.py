@@ -4,8 +4,6 @@ vLLM takes down what all engines of a process share when one of them closes, and
 process while one is open here. So tests of the same engine run in a row, and it is closed after the last of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ def _shared_by(item: pytest.Item | None) -> str | None:
     return next((name for name in SHARED if name in getattr(item, "fixturenames", ())), None)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]):
     items.sort(key=lambda item: (*SHARED, None).index(_shared_by(item)))
 
 
@@ -51,7 +49,7 @@ def _shared(name: str, model: Path, **arguments: Any) -> Engine:
 
 
 @pytest.fixture
-def roomy(random_model: Path) -> Engine:
+def roomy(random_model) -> Engine:
     """The target is its own draft model: greedily, every one of its drafts is kept."""
     learned = LearnedSpec(method="draft_model", model=str(random_model), fallback="suffix")
     hybrid = HybridSpec(first="suffix", otherwise="learned")
@@ -61,7 +59,7 @@ def roomy(random_model: Path) -> Engine:
 
 
 @pytest.fixture
-def cramped(random_model: Path) -> Engine:
+def cramped(random_model) -> Engine:
     """It shares prefixes, prefills in chunks, and its KV cache holds few requests, so that it preempts."""
     room = {"block_size": BLOCK, "num_gpu_blocks_override": 14, "max_num_batched_tokens": 40}
     args = {"max_model_len": CONTEXT, "max_num_seqs": 16, **room}
@@ -69,13 +67,13 @@ def cramped(random_model: Path) -> Engine:
 
 
 @pytest.fixture
-def preempted(cramped: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def preempted(cramped, monkeypatch) -> list[str]:
     """The requests that the cramped engine preempts."""
-    names: list[str] = []
+    names = []
     scheduler = cramped.llm.llm_engine.engine_core.engine_core.scheduler
     stock = scheduler._preempt_request
 
-    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+    def preempt(request, *args, **kwargs):
         names.append(request.request_id)
         return stock(request, *args, **kwargs)
 
@@ -84,7 +82,7 @@ def preempted(cramped: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def good(random_model: Path) -> dict[str, torch.Tensor]:
+def good(random_model) -> dict[str, torch.Tensor]:
     """The random model's weights."""
     from transformers import AutoModelForCausalLM
 
@@ -92,6 +90,6 @@ def good(random_model: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def bad(good: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def bad(good) -> dict[str, torch.Tensor]:
     """The same with a wrong LM head."""
     return {name: -value if name == "lm_head.weight" else value for name, value in good.items()}

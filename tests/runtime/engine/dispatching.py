@@ -1,7 +1,5 @@
 """What vLLM's own dispatchers of CUDA graphs choose for a plan, set up without a device."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +19,7 @@ def dispatched_kinds(plan: GraphPlan, *, uniform_only: bool = False) -> dict[Bat
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     dispatcher = v1_dispatcher(plan, uniform_only=uniform_only)
-    found: dict[BatchDepth, Kind] = {}
+    found = {}
     for n, k in plan.may_run:
         uniform = GPUModelRunner._is_uniform_decode(k + 1, dispatcher.uniform_decode_query_len, n * (k + 1), n)
         found[n, k] = GRAPH_KINDS[dispatcher.dispatch(n * (k + 1), uniform_decode=uniform)[0].name]

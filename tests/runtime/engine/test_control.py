@@ -1,10 +1,7 @@
 """The book that is kept between a policy and an engine, on an engine that is only played."""
 
-from __future__ import annotations
-
 import random
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,6 @@ from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.generation import Drafting
-from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import scheduled
@@ -50,7 +46,7 @@ class Looked(dict[str, Any]):
 class Played:
     """An engine of some requests: an iteration keeps `kept` tokens of each one's draft and adds one."""
 
-    def __init__(self, control: Control, names: str = "r", max_tokens: int = 100) -> None:
+    def __init__(self, control: Control, names: str = "r", max_tokens: int = 100):
         self.control = control
         self.outputs: dict[str, list[int]] = {name: [] for name in names}
         self.drafts: dict[str, list[int]] = {}
@@ -130,7 +126,7 @@ def test_finished_requests_get_no_drafts():
 
 def test_learning_at_the_end_is_policy_time():
     class Slow(Script):
-        def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        def observe(self, choice, outcome):
             time.sleep(0.02)
 
     engine, _ = played(chain(2))
@@ -151,10 +147,10 @@ def test_drafters_and_policies_receive_accepted_tokens():
 
 
 @pytest.mark.parametrize("where", ["choose", "observe", "reward"])
-def test_a_policy_that_raises_is_asked_no_more(where: str, caplog: pytest.LogCaptureFixture):
+def test_a_policy_that_raises_is_asked_no_more(where, caplog):
     calls, stock = [], getattr(Script, where)
 
-    def third_raises(self: Script, *args: Any) -> Any:
+    def third_raises(self, *args):
         calls.append(where)
         if len(calls) == 3:
             raise IndexError("no such arm")
@@ -182,12 +178,12 @@ def test_a_policy_that_raises_is_asked_no_more(where: str, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize(("shares", "draft"), [([1], [9]), ([], []), (None, [])], ids=["one", "too few", "raises"])
-def test_a_budget_shares_out_until_it_fails(shares: list[int], draft: list[int], caplog: pytest.LogCaptureFixture):
+def test_a_budget_shares_out_until_it_fails(shares, draft, caplog):
     class Shares(DraftBudget):
-        def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+        def allot(self, state, strategy):
             return list(shares)
 
-        def finished(self, request: object, *, drafted: int, accepted: int) -> None:
+        def finished(self, request, *, drafted, accepted):
             assert draft, "who has failed is asked no more"
 
     engine, script = played(*[chain(4)] * 3)
@@ -226,7 +222,7 @@ def drafts_of(
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
-def test_a_seeds_drafts_are_of_its_own_text(drafter: str):
+def test_a_seeds_drafts_are_of_its_own_text(drafter):
     others = [[7, 8, 9, 5, 4, 4] * 4, [9, 5, 6, 6] * 4]
     alone, beside = (drafts_of(Fixed(chain(4, drafter)), "own", *before) for before in ((), others))
     assert alone == beside
@@ -235,7 +231,7 @@ def test_a_seeds_drafts_are_of_its_own_text(drafter: str):
 
 
 def test_seed_has_no_drafts_where_they_would_vary():
-    varying: list[tuple[Any, dict[str, Any]]] = [
+    varying = [
         (Script(*[chain(2, "ngram"), chain(4, "ngram")] * 9), {}),
         (Fixed(chain(4, "ngram")), {"budget": LengthAwareBudget()}),
         (Fixed(chain(4, "own")), {"own": Parrot()}),
@@ -246,7 +242,7 @@ def test_seed_has_no_drafts_where_they_would_vary():
 
 
 @pytest.mark.parametrize("drafting", ["none", "none beside"])
-def test_some_requests_are_decoded_plainly_beside_others(drafting: Drafting):
+def test_some_requests_are_decoded_plainly_beside_others(drafting):
     engine, _ = played(*[chain(4)] * 9, names="ab")
     engine.iterate()
     other = engine.control.add("c", (0, "c", 0, 0), [1, 2], [3, 3], 100, drafting)
@@ -275,7 +271,7 @@ def test_drafters_hear_each_request_once_they_are_asked():
 
 def test_only_needed_requests_are_looked_up():
     class Reader(Script):
-        def choose(self, state: StepState) -> Strategy:
+        def choose(self, state):
             assert [request.prompt_id for request in state.requests] == ["a", "b", "c"]
             assert [len(state.requests), state.requests[-1].generated_tokens] == [3, 6]
             return super().choose(state)
@@ -310,11 +306,11 @@ def test_what_came_while_drafter_was_off_costs_nobody():
         piece_tokens = 3 - 8
         waiting = 0
 
-        def extend(self, key: Key, tokens: Sequence[int]) -> None:
+        def extend(self, key, tokens):
             super().extend(key, tokens)
             self.waiting += len(tokens)
 
-        def catch_up(self, most: int | None = None) -> bool:
+        def catch_up(self, most=None):
             put_in = self.waiting if most is None else min(most, self.waiting)
             self.waiting -= put_in
             self.now_s += put_in
@@ -353,7 +349,7 @@ def test_the_learned_drafter_drafts_only_when_requested():
 @pytest.mark.parametrize(
     ("strategy", "complaint"), [(chain(9), ("8",)), (Strategy("parrot", 4, 4, 16), ()), (chain(2, "x"), ("parrot",))]
 )
-def test_unmet_needs_are_refused_before_activation(strategy: Strategy, complaint: tuple):
+def test_unmet_needs_are_refused_before_activation(strategy, complaint):
     engine, script = played(NO_SPECULATION)
     with refused(ConfigError, naming=complaint):
         engine.control.set_selector(Script(strategy))
@@ -364,7 +360,7 @@ def test_a_policys_randomness_is_its_seeds():
     """The same seed makes the same choices whatever the global generators are at, another one makes others."""
     policy = Policy(selector=ExploreSpec(strategies=tuple(map(chain, range(1, 5))), hold_iterations=1))
 
-    def depths(*seed: int) -> list[int]:
+    def depths(*seed):
         control = Control(DrafterPool({"parrot": Parrot()}, 4))
         control.set_policy(policy, list(seed))
         engine = Played(control)

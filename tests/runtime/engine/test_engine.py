@@ -1,10 +1,7 @@
 """A real vLLM engine under a policy: what it says is the target's, what it drafts is the policy's."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,14 +35,14 @@ def generate(engine: Engine, num: int, tokens: int, rl_step: int = 0, temperatur
 
 
 @pytest.fixture(scope="module")
-def exact(random_model: Path) -> ExactModel:
+def exact(random_model) -> ExactModel:
     return ExactModel(random_model)
 
 
 def p_value(engine: Engine, exact: ExactModel, rounds: int) -> tuple[float, int]:
     """Of the test that a response's first two tokens follow their exact joint distribution; and tokens drafted."""
     engine.set_policy(fixed("ngram"))
-    pairs: Counter[tuple[int, ...]] = Counter()
+    pairs = Counter()
     drafted = 0
     for rl_step in range(rounds):
         # The last token before the cap is never drafted: the third lets the second be.
@@ -63,7 +60,7 @@ class Unwritten(TorchFunctionMode):
         return made.fill_(5.0) if func == torch.Tensor.new_empty and made.is_floating_point() else made
 
 
-def test_speculative_tokens_follow_the_target(roomy: Engine, exact: ExactModel):
+def test_speculative_tokens_follow_the_target(roomy, exact):
     chance, drafted = p_value(roomy, exact, 6)
     assert drafted > 1000, "the test needs drafts to verify"
     assert chance > 1e-5
@@ -72,7 +69,7 @@ def test_speculative_tokens_follow_the_target(roomy: Engine, exact: ExactModel):
     assert broken < 1e-9, "the stock build samples right now: drop the mend"
 
 
-def test_decisions_are_rewarded_by_iteration_that_verified_them(roomy: Engine):
+def test_decisions_are_rewarded_by_iteration_that_verified_them(roomy):
     arms = (Strategy.chain("ngram", 4), Strategy.chain("ngram", 2), NO_SPECULATION)
     roomy.set_policy(Policy(selector=BegMabSpec(buckets=(Bucket(min_batch=1, strategies=arms),), reward="paper")))
     rollout = generate(roomy, 16, 60)
@@ -87,7 +84,7 @@ def test_decisions_are_rewarded_by_iteration_that_verified_them(roomy: Engine):
             assert decision["reward"] == pytest.approx((row["num_accepted"] + row["batch"]) / elapsed)
 
 
-def test_durations_and_counts_add_up(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_durations_and_counts_add_up(roomy, monkeypatch):
     roomy.set_policy(fixed("ngram", 2))
     rollout = generate(roomy, 24, 50)
     assert 0 < sum(row["duration"] for row in rollout.iterations) < rollout.duration_s
@@ -108,7 +105,7 @@ def test_durations_and_counts_add_up(roomy: Engine, monkeypatch: pytest.MonkeyPa
             assert sum(row["accepted_per_request"]) == row["num_accepted"] <= row["num_drafted"]
 
 
-def test_logprobs_are_those_of_model_at_sampling_temperature(roomy: Engine, exact: ExactModel):
+def test_logprobs_are_those_of_model_at_sampling_temperature(roomy, exact):
     roomy.set_policy(fixed("ngram"))
     for response in generate(roomy, 4, 20).responses:
         p, _ = probabilities(exact.logits(PROMPT, [response.token_ids])[0], SAMPLING)
@@ -116,7 +113,7 @@ def test_logprobs_are_those_of_model_at_sampling_temperature(roomy: Engine, exac
         assert np.array(response.logprobs) == pytest.approx(logprobs, abs=2e-5)
 
 
-def test_a_policy_file_decides_alike_in_the_engine(roomy: Engine, tmp_path: Path):
+def test_a_policy_file_decides_alike_in_the_engine(roomy, tmp_path):
     rows = (TableRow(min_batch=1, strategy=Strategy.chain("ngram", 4)), TableRow(min_batch=5, strategy=NO_SPECULATION))
     Policy(selector=TableSpec(rows=rows)).write(tmp_path / "policy.json")
     policy = load_policy(tmp_path / "policy.json")
@@ -128,6 +125,6 @@ def test_a_policy_file_decides_alike_in_the_engine(roomy: Engine, tmp_path: Path
         assert row["next_draft_depth"] == chosen.strategy.draft_depth
 
 
-def test_an_engines_files_go_with_its_process(roomy: Engine):
+def test_an_engines_files_go_with_its_process(roomy):
     """A killed process's scratch folder is swept; its file in the temporary folder would stay for ever."""
     assert list(scratch_folder().glob("vllm_dist_*"))

@@ -1,10 +1,7 @@
 """A policy as vLLM's settings: depths by batch, graphs as vLLM itself would capture and use them, and their memory."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +16,6 @@ from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec, TableRow, TableSpec
 from tltlab.runtime.engine.graphs import (
     GIB,
-    GraphPlan,
     fitting_plan,
     memory_bytes,
     plan_graphs,
@@ -46,7 +42,7 @@ POLICIES = ["none", "fixed", "table", "beg-mab", "explore", table((1, 7), (5, 3)
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fill", [False, True])
-def test_graphs_are_those_of_vllms_v2_runner(policy: str | Policy, fill: bool):
+def test_graphs_are_those_of_vllms_v2_runner(policy, fill):
     from vllm.config.compilation import CUDAGraphMode
 
     plan = plan_graphs(load_policy(policy), 40, fill=fill)
@@ -62,7 +58,7 @@ def test_graphs_are_those_of_vllms_v2_runner(policy: str | Policy, fill: bool):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("any_lengths", [False, True])
 @pytest.mark.parametrize("max_tokens", [100, 8192])
-def test_graphs_are_those_of_vllms_v1_dispatcher(policy: str | Policy, any_lengths: bool, max_tokens: int):
+def test_graphs_are_those_of_vllms_v1_dispatcher(policy, any_lengths, max_tokens):
     sizes = {"deepest": 9, "max_tokens": max_tokens}
     plan = plan_graphs(load_policy(policy), 40, runner="V1", any_lengths=any_lengths, plain=True, **sizes)
     runner = SimpleNamespace(model_runner=SimpleNamespace(cudagraph_dispatcher=v1_dispatcher(plan)))
@@ -87,7 +83,7 @@ def test_any_lengths_give_the_v1_runner_full_graphs():
 
 
 @pytest.mark.parametrize(("deepest", "kind"), [(4, "full"), (8, "piecewise")])
-def test_engine_deeper_than_its_policy_has_piecewise_graphs(deepest: int, kind: str):
+def test_engine_deeper_than_its_policy_has_piecewise_graphs(deepest, kind):
     plan = plan_graphs(fixed("suffix"), 16, runner="V1", deepest=deepest)
     assert set(dispatched_kinds(plan).values()) == {kind}
 
@@ -104,7 +100,7 @@ def test_the_v1_runner_gets_no_depth_table():
 
 
 def test_the_fitting_plan_with_most_graphs_wins():
-    def plan(spacing: float, fill: bool = False) -> GraphPlan:
+    def plan(spacing, fill=False):
         return plan_graphs(table((1, 8), (5, 2), (17, 0)), 64, spacing=spacing, fill=fill)
 
     finest, coarsest = memory_bytes(POOL, plan(1.0, True)), memory_bytes(POOL, plan(2.0))
@@ -161,9 +157,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", list(STOCK))
-def test_stock_vllm_takes_what_is_written(
-    name: str, random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_stock_vllm_takes_what_is_written(name, random_model, tmp_path, capsys):
     """Through vLLM's own argument parser and all checks of an engine's configuration; the rest is refused."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -199,7 +193,7 @@ def test_stock_vllm_takes_what_is_written(
 
 
 @pytest.mark.parametrize("name", ["fixed", "table", "beg-mab"])
-def test_vllm_takes_a_schedule_with_every_depth(name: str):
+def test_vllm_takes_a_schedule_with_every_depth(name):
     from vllm.config import CompilationConfig, SpeculativeConfig
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
@@ -243,7 +237,7 @@ def test_level_by_level_drafting_has_single_token_graphs():
 @pytest.mark.parametrize(
     ("name", "spec", "standard"), [("own", NgramSpec(), "ngram"), ("head", EAGLE["learned"], "learned")]
 )
-def test_a_renamed_drafter_has_the_same_graphs(name: str, spec: Any, standard: str):
+def test_a_renamed_drafter_has_the_same_graphs(name, spec, standard):
     given = plan_graphs(table((1, 7), (5, 3), drafter=name), 8, drafters={name: spec or EAGLE[standard]})
     known = plan_graphs(table((1, 7), (5, 3), drafter=standard), 8)
     assert (given.settings(), given.full_graphs()) == (known.settings(), known.full_graphs())
@@ -276,7 +270,7 @@ def test_a_policy_that_learns_has_every_depth_scheduled():
         ("none", "searches the request alone", False),
     ],
 )
-def test_what_vllm_does_otherwise_is_noted(policy: str | Policy, noted: str, is_noted: bool):
+def test_what_vllm_does_otherwise_is_noted(policy, noted, is_noted):
     plan = plan_graphs(load_policy(policy), 8)
     assert any(noted in note for note in plan.notes) == is_noted
     assert plan.networks == (("learned",) if isinstance(policy, Policy) else ())
@@ -305,7 +299,7 @@ def test_memory_grows_with_graphs_and_with_drafters_network():
 
 def test_measured_memory_is_what_capture_returned():
     class Runner:
-        def capture_model(self, *, profile_only: bool = False) -> int:
+        def capture_model(self, *, profile_only=False):
             return 3 * GIB
 
     worker = SimpleNamespace(model_runner=Runner())

@@ -1,7 +1,5 @@
 """What is counted of iterations and how Prometheus reads it, and a policy that takes another one's place."""
 
-from __future__ import annotations
-
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -76,7 +74,7 @@ def test_a_drafter_that_collapsed_is_shown():
         assert found["tltlab:drafter_collapsed eagle 0 m"] == float(not kept)
 
 
-def test_counting_ends_with_the_first_error(caplog: pytest.LogCaptureFixture):
+def test_counting_ends_with_the_first_error(caplog):
     counted = Tally(LinearCosts(base_s=1.0, per_request_s=0.5, per_context_s=0.1))
     counted.add(iteration(NO_SPECULATION, 2.0))
     before = counted.counts["iterations_total", "none"]
@@ -124,7 +122,7 @@ def control() -> Control:
     return control
 
 
-def test_another_policy_takes_place_of_one_in_force(control: Control):
+def test_another_policy_takes_place_of_one_in_force(control):
     for name, strategies in (("fixed", ["ngram:4"]), ("none", ["none"])):
         control.set_policy(load_policy(name), (0, 0, 1))
         assert [str(s) for s in control.driver.selector.strategies] == strategies
@@ -132,14 +130,14 @@ def test_another_policy_takes_place_of_one_in_force(control: Control):
 
 
 @pytest.mark.parametrize(("policy", "facts"), [("ngram:9", ("ngram:9", 8)), ("eagle:2", ("eagle:2", "ngram"))])
-def test_an_impossible_policy_changes_nothing(policy: str, facts: tuple[object, ...], control: Control):
+def test_an_impossible_policy_changes_nothing(policy, facts, control):
     before = control.metrics()
     with refused(ConfigError, naming=facts):
         control.set_policy(load_policy(policy), (0, 0, 2))
     assert control.metrics() == before
 
 
-def test_drafter_that_cannot_be_built_leaves_policy(control: Control, monkeypatch: pytest.MonkeyPatch):
+def test_drafter_that_cannot_be_built_leaves_policy(control, monkeypatch):
     before = control.driver.selector
     monkeypatch.setattr(SuffixSpec, "build", raising(ConfigError("no library")))
     with refused(ConfigError, naming=("library",)):

@@ -1,12 +1,9 @@
 """An engine that continues like another: reseeded randomness, restored state, replayed choices."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +28,7 @@ ADAPTIVE = {
 
 
 @pytest.fixture(scope="module")
-def engines(random_model: Path) -> Iterator[list[Engine]]:
+def engines(random_model) -> Iterator[list[Engine]]:
     """Two engines of the same weights, with their own seeds."""
     args = {"max_model_len": 128, "max_num_seqs": 32, "kv_cache_memory_bytes": 32 << 20}
     made = [Engine(str(random_model), max_draft_depth=4, seed=seed, vllm_args=args) for seed in range(2)]
@@ -57,7 +54,7 @@ def choices(rollout: Rollout) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.engine
-def test_engines_continue_alike_from_state_and_seed(engines: list[Engine]):
+def test_engines_continue_alike_from_state_and_seed(engines):
     for number, engine in enumerate(engines):
         engine.set_policy(SUFFIX)
         for rl_step in range(number + 1):
@@ -65,7 +62,7 @@ def test_engines_continue_alike_from_state_and_seed(engines: list[Engine]):
     one = engines[0]
     state = one.state_dict()
     assert json.loads(json.dumps(state, allow_nan=False)) == state
-    went_on: list[Any] = []
+    went_on = []
     for engine in engines:
         engine.load_state_dict(state)
         assert engine.state_dict() == state
@@ -113,7 +110,7 @@ def decisions(rollouts: list[Rollout]) -> list[dict[str, Any]]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ADAPTIVE)
-def test_decisions_repeat_an_adaptive_run_exactly(engines: list[Engine], kind: str):
+def test_decisions_repeat_an_adaptive_run_exactly(engines, kind):
     first, other = afresh(engines, kind)
     once = answer(first, 5)
     rows = decisions(once)
@@ -130,7 +127,7 @@ def test_decisions_repeat_an_adaptive_run_exactly(engines: list[Engine], kind: s
 
 
 @pytest.mark.engine
-def test_a_restored_replay_continues_within_an_rl_step(engines: list[Engine]):
+def test_a_restored_replay_continues_within_an_rl_step(engines):
     first, second = afresh(engines, "explore")
     once = answer(first, 5, saved=True)
     second.replay(decisions(once))
@@ -148,7 +145,7 @@ def test_a_restored_replay_continues_within_an_rl_step(engines: list[Engine]):
 
 
 @pytest.mark.engine
-def test_a_replay_that_does_not_fit_states_where(engines: list[Engine]):
+def test_a_replay_that_does_not_fit_states_where(engines):
     first, second = engines
     first.set_policy(ADAPTIVE["explore"], seed=[3])
     rows = generate(first, 0).decisions
@@ -174,7 +171,7 @@ def test_suffix_drafts_after_load_follow_from_state_alone():
         pool.begin(0)
     keys = [(0, "p", n, 0) for n in range(4)]
     responses = [[7, 8, 9 + n, 10 + n, 7, 8, 12 - n] for n in range(4)]
-    outputs: list[list[int]] = [[] for _ in keys]
+    outputs = [[] for _ in keys]
     for key, output in zip(keys, outputs, strict=True):
         pools[0].open(key, [1, 2], output)
     for position in range(7):

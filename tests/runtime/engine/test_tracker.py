@@ -1,9 +1,5 @@
 """The tracker of iterations on a clock that is set by hand."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,14 +16,14 @@ KEY = (0, "p", 0, 0)
 class Engine:
     """Two requests, played on a clock; each choice is a chain whose depth is the number of the iteration + 1."""
 
-    def __init__(self, **settings: bool) -> None:
+    def __init__(self, **settings: bool):
         self.now = 50.0
         self.notified: list[tuple[Choice, StepOutcome]] = []
         self.tracker = IterationTracker(self.notify, worker=2, clock=lambda: self.now, **settings)
         self.tracker.begin(7)
         self.depth = 0
 
-    def notify(self, choice: Choice, outcome: StepOutcome, iteration: Iteration) -> None:
+    def notify(self, choice: Choice, outcome: StepOutcome, iteration: Iteration):
         self.notified.append((choice, outcome))
         iteration.rewarded(10.0 * len(self.notified))
 
@@ -43,7 +39,7 @@ class Engine:
 
     def iterate(
         self, forward_s: float = 1.0, draft_s: float = 0.0, after_s: float = 0.0, kept: int = 0, **chosen: bool
-    ) -> None:
+    ):
         what = self.schedule(self.tracker.in_force.strategy.draft_depth, **chosen)
         self.now += forward_s
         self.tracker.sampled(self.tracker.verified(what, [1, kept + 1]))
@@ -57,7 +53,7 @@ SECONDS = st.floats(0.001, 10.0)
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=1, max_size=20))
-def test_a_choice_includes_its_drafting_and_verification(times: list[tuple[float, float, float]]):
+def test_a_choice_includes_its_drafting_and_verification(times):
     engine = Engine()
     for forward_s, draft_s, after_s in times:
         engine.iterate(forward_s, draft_s, after_s)
@@ -114,7 +110,7 @@ def test_a_pause_is_no_iterations_time():
 
 
 @pytest.mark.parametrize("wait", [IterationTracker.end_iteration, IterationTracker.pause], ids=["rests", "pauses"])
-def test_wait_ends_no_iteration_that_has_no_output(wait: Callable[[IterationTracker], None]):
+def test_wait_ends_no_iteration_that_has_no_output(wait):
     engine = Engine()
     what = engine.schedule()
     wait(engine.tracker)

@@ -3,13 +3,10 @@
 What those ask for is what they get, checked by their own code.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import asdict
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,7 +41,7 @@ def slots() -> Iterator[BucketSlots]:
     slots.close()
 
 
-def reads(pipe: Connection) -> None:
+def reads(pipe: Connection):
     """Answers each bucket with what it finds in it."""
     mapped = MappedMemory()
     while (bucket := pipe.recv()) is not None:
@@ -55,13 +52,13 @@ def described(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
     return name, tensor.dtype, tensor.shape, float(tensor.detach().double().sum())
 
 
-def test_another_process_reads_while_next_bucket_is_filled(slots: BucketSlots):
+def test_another_process_reads_while_next_bucket_is_filled(slots):
     weights = tensors()
     pipe, end = multiprocessing.Pipe()
     # Forked: a process that has yet to import torch takes seconds.
     reader = multiprocessing.get_context("fork").Process(target=reads, args=(end,), daemon=True)
     reader.start()
-    found: list[object] = []
+    found = []
     numbers = []
     for bucket in slots.filled(weights.items()):
         # One bucket behind: when the generator continues, the one before the last is done and the last may be in use.
@@ -77,15 +74,15 @@ def test_another_process_reads_while_next_bucket_is_filled(slots: BucketSlots):
     assert numbers == [(n, n == len(numbers) - 1) for n in range(len(numbers))]
 
 
-def test_bucket_is_no_larger_than_it_must_be(slots: BucketSlots):
+def test_bucket_is_no_larger_than_it_must_be(slots):
     largest = max(tensor.nbytes for tensor in tensors().values())
     assert largest <= slots.size < largest + 2 * 4 * KIB
     assert all(bucket.nbytes <= slots.size for bucket in slots.filled(tensors().items()))
 
 
-def test_bucket_comes_to_another_machine_as_its_bytes(slots: BucketSlots):
+def test_bucket_comes_to_another_machine_as_its_bytes(slots):
     there = BucketSlots(slots.size, 1)
-    found: dict[str, torch.Tensor] = {}
+    found = {}
     mapped = MappedMemory()
     for bucket in slots.filled(tensors().items()):
         copy_in = there.copy_in(bucket, slots.bytes_of(bucket).copy())
@@ -109,14 +106,14 @@ def test_tensors_at_home_are_read_where_they_are():
     assert home.bucket(weights.items()) is None
 
 
-def test_memory_that_is_gone_or_another_is_error(slots: BucketSlots, tmp_path: Path):
+def test_memory_that_is_gone_or_another_is_error(slots, tmp_path):
     (bucket, *_) = slots.filled(tensors().items())
     for path in (str(tmp_path / "none"), "/proc/self/fd/0"):
         with refused(RunError):
             MappedMemory().tensors(WeightBucket(**asdict(bucket) | {"path": path}))
 
 
-def test_vllms_nccl_sender_takes_policy_as_source(random_model: Path):
+def test_vllms_nccl_sender_takes_policy_as_source(random_model):
     with starting():
         from vllm.distributed.weight_transfer.base import layerwise_groups
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine

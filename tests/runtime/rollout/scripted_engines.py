@@ -1,7 +1,5 @@
 """Engines that say what a script says, one token per request and iteration, for tests of what is built around them."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -67,7 +65,7 @@ class ScriptedEngines:
     an iteration a second; `asked` keeps every share, `running` how many ran in each iteration.
     """
 
-    def __init__(self, num_workers: int, length: Callable[[str, int], int], concurrency: int = 1000) -> None:
+    def __init__(self, num_workers: int, length: Callable[[str, int], int], concurrency: int = 1000):
         self.num_workers = num_workers
         self.length = length
         self.concurrency = concurrency
@@ -90,10 +88,10 @@ class ScriptedEngines:
         return [] if iteration else share
 
     def _run(self, worker: int, share: list[GenerationRequest], quota: int | None) -> Rollout:
-        made: dict[Any, list[int]] = {}
-        ended: dict[Any, tuple[str, float]] = {}
+        made = {}
+        ended = {}
         waiting, running = deque[GenerationRequest](), deque[GenerationRequest]()
-        iterations: list[dict[str, Any]] = []
+        iterations = []
         stop = enough(share, quota) if quota is not None else lambda keys: False
         while not stop(list(ended)):
             new = self.arrivals(share, len(iterations))
@@ -125,7 +123,7 @@ class ScriptedEngines:
         decisions = [{"iteration": row["iteration"]} for row in iterations]
         return rolled(responses, float(len(iterations)), iterations=iterations, decisions=decisions)
 
-    def after_iteration(self, share: list[GenerationRequest], iterations: int, running: dict[Any, int]) -> None:
+    def after_iteration(self, share: list[GenerationRequest], iterations: int, running: dict[Any, int]):
         """So many iterations are over, and these requests have come to so many tokens."""
 
     def tools(self, rl_step: int, reward: Callable[[Trajectory], float] = lambda _: 0.0, **more: Any) -> RolloutTools:

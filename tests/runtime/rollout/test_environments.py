@@ -1,7 +1,5 @@
 """Tools that responses call: who answers, what a call that fails costs, how turns become a response to learn from."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from array import array
@@ -9,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,11 +14,10 @@ import pytest
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse, Rollout
+from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse
 from tltlab.runtime.models.make import make_tokenizer
 from tltlab.runtime.models.tasks import TASKS
 from tltlab.runtime.recipe.sections import EnvironmentConfig
-from tltlab.runtime.rollout.collected import Trajectory
 from tltlab.runtime.rollout.environments import (
     Calculator,
     Conversations,
@@ -98,7 +94,7 @@ def test_the_calculator_answers_what_it_is_asked_last():
         assert Calculator().step([{"role": "assistant", "content": said}]) == answer, said
 
 
-def test_an_environment_that_cannot_be_asked_is_refused(tmp_path: Path):
+def test_an_environment_that_cannot_be_asked_is_refused(tmp_path):
     (tmp_path / "own_env_a.py").write_text(OWN)
     code = [str(tmp_path)]
     assert load_environment("own_env_a:Own", code)
@@ -122,7 +118,7 @@ def test_an_environment_that_cannot_be_asked_is_refused(tmp_path: Path):
     [(18, 40, "7", 1), (64, 12, "7", 1), (64, 40, "7 " * 99, 0), (64, 40, "7" * (1 << 24), 0), (64, 40, None, None)],
     ids=["context", "cap", "long", "huge", "over"],
 )
-def test_a_tool_that_leaves_no_room_cuts(room: int, cap: int, answer: str | None, cut: int | None):
+def test_a_tool_that_leaves_no_room_cuts(room, cap, answer, cut):
     first, turns = request("calc 3 + 4 go", cap=cap), ["ask 3 + 4 ="] * 2
     pool = EnvironmentPool(AT_ONCE, ())
     pool.ask = lambda messages: ended_with(answer)  # type: ignore[method-assign]
@@ -141,7 +137,7 @@ def test_a_cut_conversation_counts_as_truncated():
     worker.environment = EnvironmentPool(AT_ONCE, ()), AT_ONCE, TOKENIZER, tuple(ids("="))
     end = {"logprobs": [0.0] * 5, "finish_reason": "stop", "t_first_token": 0.0, "t_finish": 1.0}
 
-    def generate(requests: list[GenerationRequest], follow_ups: Conversations, **_: Any) -> Rollout:
+    def generate(requests, follow_ups, **_):
         for asked in requests:
             follow_ups.ended(asked, ids("ask 3 + 4 ="), 0.0)
         assert len(follow_ups.ready(lambda: 0.0, wait_for_one=True)) == 1
@@ -157,13 +153,13 @@ def test_a_cut_conversation_counts_as_truncated():
 
 
 def ended_with(answer: str | None) -> Future[tuple[str | None, str]]:
-    future: Future[tuple[str | None, str]] = Future()
+    future = Future()
     future.set_result((answer, ""))
     return future
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_failed_call_ends_only_its_response(tmp_path: Path, processes: int):
+def test_a_failed_call_ends_only_its_response(tmp_path, processes):
     (tmp_path / "own_env_b.py").write_text(OWN)
     pool = EnvironmentPool(EnvironmentConfig(path="own_env_b:Own", processes=processes, timeout_s=120), [str(tmp_path)])
     said = ["raise", "leave", *(["exit", "panic"] if processes else []), "number", "bytes", "end", "ask", "halves"]
@@ -181,7 +177,7 @@ def test_a_failed_call_ends_only_its_response(tmp_path: Path, processes: int):
     assert not pool.take_failures()
 
 
-def test_a_call_that_takes_too_long_is_ended(tmp_path: Path):
+def test_a_call_that_takes_too_long_is_ended(tmp_path):
     (tmp_path / "own_env_c.py").write_text(OWN)
     pool = EnvironmentPool(EnvironmentConfig(path="own_env_c:Own", timeout_s=0.2), [str(tmp_path)])
     with closing(pool):
@@ -200,7 +196,7 @@ def conversation(
     """What follows each of these turns."""
     made = Conversations(EnvironmentPool(config, ()), config, TOKENIZER, ids("="), room)
     clock = itertools.count(10)
-    follow_ups: list[FollowUp] = []
+    follow_ups = []
     for turn in turns:
         made.ended(follow_ups[-1].request if follow_ups else first, ids(turn), float(next(clock)))
         come = made.ready(lambda: float(next(clock)), wait_for_one=True)
@@ -238,14 +234,14 @@ def test_turns_become_one_response_with_model_tokens():
     turn = {"t_submit": 3.0, "tool_s": 0.5, "observed": reply}
     config = {"prompts_per_step": 2, "group_size": 2, "environment": "calculator", "max_response_tokens": 20}
 
-    def goes_on(r: GenerationRequest) -> GenerationRequest:
+    def goes_on(r):
         text, left = [*r.prompt_token_ids, 8, *stops, *reply], r.max_response_tokens - 3
         return replace(r, key=(*r.key[:3], 1), prompt_token_ids=text, max_response_tokens=left)
 
-    def by_length(trajectories: Sequence[Trajectory]) -> list[float]:
+    def by_length(trajectories):
         return [float(len(t.token_ids)) for t in trajectories]
 
-    def generate(shares: list[list[GenerationRequest]], number: int, quotas: Any) -> list[Rollout]:
+    def generate(shares, number, quotas):
         said = {"token_ids": [8, *stops], "logprobs": [-1.0, -2.0], "finish_reason": "stop"}
         said |= {"t_first_token": 1.0, "t_finish": 2.0}
         parts = []
@@ -256,7 +252,7 @@ def test_turns_become_one_response_with_model_tokens():
             parts.append(rolled(responses, 4.0, follow_ups=later, notes=["1 tool call failed"] if later else []))
         return parts
 
-    def halves(requests: list[GenerationRequest]) -> list[list[GenerationRequest]]:
+    def halves(requests):
         return [requests[:2], requests[2:]]
 
     got = ways(config, 2).collect(tools_of(generate, 0, halves, rewards=by_length, policy_version=5))

@@ -1,7 +1,5 @@
 """Partial rollouts and reuse on a real engine: log-probs and distributions are the exact model's, whoever drew."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +16,6 @@ from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.sections import EnvironmentConfig
 from tltlab.runtime.rollout.collected import RolloutTools, requests_of, turns_of
 from tltlab.runtime.rollout.environments import Conversations, EnvironmentPool, stop_token_ids
@@ -41,7 +38,7 @@ class Echo:
 
 
 @pytest.fixture(scope="module")
-def engine(random_model: Path) -> Iterator[Engine]:
+def engine(random_model) -> Iterator[Engine]:
     args = {"max_num_seqs": CONCURRENCY, "max_model_len": 128, "kv_cache_memory_bytes": 32 << 20}
     engine = Engine(str(random_model), max_draft_depth=3, vllm_args=args)
     engine.set_policy(fixed("ngram", 3))
@@ -52,7 +49,7 @@ def engine(random_model: Path) -> Iterator[Engine]:
 class Versions:
     """The exact policies: version 0 is the random model, each later one some noise away from it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         self.folder = folder
         self.models: dict[int, Any] = {}
 
@@ -73,7 +70,7 @@ class Versions:
         return torch.log_softmax(logits / TEMPERATURE, -1).numpy()
 
     def score(self, version: int) -> Callable[..., list[np.ndarray]]:
-        def score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
+        def score(pairs, *, distributions=False):
             rows = [self.rows(version, prompt, response) for prompt, response in pairs]
             return [
                 r if distributions else r[np.arange(len(r)), list(t)] for r, (_, t) in zip(rows, pairs, strict=True)
@@ -83,7 +80,7 @@ class Versions:
 
 
 @pytest.fixture(scope="module")
-def versions(random_model: Path) -> Versions:
+def versions(random_model) -> Versions:
     return Versions(random_model)
 
 
@@ -91,7 +88,7 @@ def tools(engine: Engine, versions: Versions, rl_step: int, version: int) -> Rol
     """One engine as the only worker, with the weights of `version`."""
     engine.update_weights(versions[version].state_dict().items(), version)
 
-    def generate(shares: list[list[GenerationRequest]], number: int, quotas: Sequence[int] | None) -> list[Rollout]:
+    def generate(shares, number, quotas):
         until = None if quotas is None else enough(shares[0], quotas[0])
         return [engine.generate(shares[0], rl_step=rl_step, temperature=TEMPERATURE, until=until)]
 
@@ -110,7 +107,7 @@ def rollouts(num: int, sizes: tuple[int, int, int], model: str | Path = "none", 
     return rollouts_of(recipe(settings, model=model), some_prompts(num), DataOrder(num, seed=0))
 
 
-def test_tokens_have_logprobs_of_policy_that_drew_them(engine: Engine, versions: Versions):
+def test_tokens_have_logprobs_of_policy_that_drew_them(engine, versions):
     partial = rollouts(32, (2, 2, 40), partial={"concurrency": CONCURRENCY})
     spans = 0
     for rl_step in range(5):
@@ -128,7 +125,7 @@ def test_tokens_have_logprobs_of_policy_that_drew_them(engine: Engine, versions:
     assert spans > 1
 
 
-def test_turns_are_drawn_behind_what_tools_say(engine: Engine, versions: Versions, random_model: Path, tmp_path: Path):
+def test_turns_are_drawn_behind_what_tools_say(engine, versions, random_model, tmp_path):
     (tmp_path / "echoing.py").write_text(ECHO)
     config = EnvironmentConfig(path="echoing:Echo", processes=0, max_turns=4)
     pool, tokenizer = EnvironmentPool(config, [str(tmp_path)]), load_tokenizer(str(random_model))
@@ -150,7 +147,7 @@ def test_turns_are_drawn_behind_what_tools_say(engine: Engine, versions: Version
             assert list(after.observed) == tokenizer.encode("w5 w6", add_special_tokens=False)
             assert after.t_submit >= before.t_finish
             assert after.tool_s is not None
-        text: list[int] = []
+        text = []
         for turn in turns:
             text += [*turn.observed, *turn.token_ids]
             rows = versions.rows(0, request.prompt_token_ids, text)[-len(turn.token_ids) :]
@@ -160,7 +157,7 @@ def test_turns_are_drawn_behind_what_tools_say(engine: Engine, versions: Version
     assert ran >= sum(len(r.token_ids) for r in rolled.responses)
 
 
-def test_exact_reuse_keeps_all_of_the_same_policy(engine: Engine, versions: Versions, random_model: Path):
+def test_exact_reuse_keeps_all_of_the_same_policy(engine, versions, random_model):
     """After the policy moved, some is kept and the rest drawn anew, and every log-prob is that of the new one."""
     reusing = rollouts(4, (4, 4, 40), random_model, reuse={"residual": "exact"})
     first = reusing.collect(tools(engine, versions, 0, 0))
@@ -178,7 +175,7 @@ def test_exact_reuse_keeps_all_of_the_same_policy(engine: Engine, versions: Vers
         assert len(t.token_ids) == 40 if t.truncated else t.token_ids[-1] == END
 
 
-def test_exact_reuse_leaves_the_policys_distribution(engine: Engine, versions: Versions, random_model: Path):
+def test_exact_reuse_leaves_the_policys_distribution(engine, versions, random_model):
     """First and second tokens of 512 responses to one prompt, many of them kept from the policy before."""
     (prompt,) = some_prompts(1)
     reusing = rollouts(1, (1, 512, 2), random_model, reuse={"residual": "exact"})
@@ -190,7 +187,7 @@ def test_exact_reuse_leaves_the_policys_distribution(engine: Engine, versions: V
         first[t.token_ids[0]] += 1
         second[t.token_ids[1] if len(t.token_ids) > 1 else END] += 1
 
-    def chances(version: int) -> tuple[float, float]:
+    def chances(version):
         """The chi-square test's for both tokens; a response that has ended continues ending."""
         one = np.exp(versions.rows(version, prompt.token_ids, [0])[0].astype(np.float64))
         two = np.stack([np.exp(versions.rows(version, prompt.token_ids, [w, 0])[1].astype(np.float64)) for w in words])

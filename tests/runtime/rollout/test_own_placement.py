@@ -1,9 +1,6 @@
 """A placement of a user's own splits the rollouts of a training run, and is told what came before."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +29,7 @@ class Longest(Placement):
 
 
 @pytest.fixture
-def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerPool:
+def pool(tmp_path, monkeypatch) -> WorkerPool:
     """Two workers that are not started, under a placement that gives the first one the longest response alone."""
     (tmp_path / "placing.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
@@ -57,7 +54,7 @@ def response(name: str, turn: int, tokens: int, reason: str = "length") -> Gener
     )
 
 
-def test_earlier_lengths_place_rollouts_not_evaluations(pool: WorkerPool):
+def test_earlier_lengths_place_rollouts_not_evaluations(pool):
     asked = [request(name, 0, [1, 2], 100) for name in ("a", "b", "c")]
     assert names(pool.place(asked)) == [["a"], ["b", "c"]]
     parts = [
@@ -72,7 +69,7 @@ def test_earlier_lengths_place_rollouts_not_evaluations(pool: WorkerPool):
     assert names(pool.place(asked)) == [["b"], ["c", "a"]]
 
 
-def test_plan_that_loses_request_ends_run(pool: WorkerPool):
+def test_plan_that_loses_request_ends_run(pool):
     pool.placement.place = lambda *_: [[0], []]  # type: ignore[method-assign]
     with refused(ConfigError, naming=("Longest", 2)):
         pool.place([request("a", n, [1], 9) for n in range(2)])

@@ -3,12 +3,9 @@
 Of those during training: what may begin, how old what is trained on is, and which lengths it has.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,7 +71,7 @@ def test_trained_responses_are_whole_with_token_versions(twelve_steps):
 
 def test_no_token_is_lost_between_rl_steps(twelve_steps):
     """The rows of a response put together, over the RL steps that it took, are the response."""
-    parts: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
+    parts = defaultdict(list)
     trained = set()
     for got in twelve_steps[1]:
         for requests, rollout in zip(got.requests, got.parts, strict=True):
@@ -99,9 +96,9 @@ def test_engines_are_full_until_last_group_is_whole(twelve_steps):
     assert {n for running in twelve_steps[0].running for n in running} == {CONCURRENCY // WORKERS}
 
 
-def test_cut_responses_continue_first_in_order(tmp_path: Path):
+def test_cut_responses_continue_first_in_order(tmp_path):
     engines, rollouts = made()
-    before: list[str] = []
+    before = []
     for got in run(engines, rollouts, range(8)):
         shares = engines.asked[-1]
         assert len(shares) == WORKERS
@@ -128,7 +125,7 @@ def test_groups_that_are_too_old_are_dropped():
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
-def test_a_resumed_run_continues_as_the_unbroken_one(tmp_path: Path, steps: int):
+def test_a_resumed_run_continues_as_the_unbroken_one(tmp_path, steps):
     engines, unbroken = made(max_age=3)
     expected = run(engines, unbroken, range(steps + 4))
     engines, first = made(max_age=3)
@@ -147,7 +144,7 @@ def test_a_resumed_run_continues_as_the_unbroken_one(tmp_path: Path, steps: int)
         ("recipe", recipe({"max_response_tokens": 1, "partial": {"concurrency": 8}}), ("max_response_tokens", "1")),
     ],
 )
-def test_continued_responses_need_prompt_and_room(tmp_path: Path, name: str, value: object, facts: tuple[str, ...]):
+def test_continued_responses_need_prompt_and_room(tmp_path, name, value, facts):
     engines, rollouts = made()
     run(engines, rollouts, range(2))
     state = rollouts.state_dict(tmp_path)
@@ -185,7 +182,7 @@ class SwappingEngines(ScriptedEngines):
     def arrivals(self, share: list[GenerationRequest], iteration: int) -> list[GenerationRequest]:
         return self.queue.take()
 
-    def after_iteration(self, share: list[GenerationRequest], iterations: int, running: dict[Any, int]) -> None:
+    def after_iteration(self, share: list[GenerationRequest], iterations: int, running: dict[Any, int]):
         if iterations % self.every == 0 and self.version < share[0].key[0]:
             self.swaps.append((self.version, running))
             self.version += 1
@@ -206,7 +203,7 @@ def collect(engines: SwappingEngines, rollouts: Any, steps: range, staleness: in
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_nothing_is_lost_or_trained_on_beyond_bound(staleness: int):
+def test_nothing_is_lost_or_trained_on_beyond_bound(staleness):
     engines, rollouts = asynchronous(staleness)
     found = collect(engines, rollouts, range(STEPS), staleness)
     trained = Counter[tuple[str, int, int]]()
@@ -246,7 +243,7 @@ def test_the_rule_is_areals():
             assert may == sum(each <= version for each in first)
 
 
-def test_a_run_continues_with_its_groups_and_lengths(tmp_path: Path):
+def test_a_run_continues_with_its_groups_and_lengths(tmp_path):
     engines, rollouts = asynchronous(2)
     collect(engines, rollouts, range(6), 2)
     again = resumed(rollouts, asynchronous(2)[1], tmp_path)
@@ -266,9 +263,9 @@ def test_a_bound_of_zero_is_synchronous():
 
 def test_calls_of_threads_run_between_iterations():
     between = DeferredCalls()
-    by: list[int] = []
+    by = []
 
-    def call() -> int:
+    def call():
         return between.call(lambda: by.append(threading.get_ident()) or len(by))
 
     assert call() == 1

@@ -3,8 +3,6 @@
 A worker that starts again takes seconds, so each death serves all that is to be seen of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -13,7 +11,7 @@ import random
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,12 +61,12 @@ def pool_of(recipe: Recipe, out: Path, on_restart: Callable[[int], None] = lambd
 
 
 @pytest.fixture(scope="module")
-def recipe(recipe_file: Path) -> Recipe:
+def recipe(recipe_file) -> Recipe:
     return load_recipe(recipe_file, ["faults.max_restarts=100"])
 
 
 @pytest.fixture(scope="module")
-def pool(one_ray: None, recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
+def pool(one_ray, recipe, tmp_path_factory) -> Iterator[WorkerPool]:
     pool = pool_of(recipe, tmp_path_factory.mktemp("pool"), RESTARTED.append)
     with closing(pool):
         pool.start()
@@ -93,7 +91,7 @@ def undisturbed(pool: WorkerPool, policy: Policy, rl_step: int) -> tuple[list[Ro
     return pool.generate(pool.share(requests(rl_step)), rl_step), before
 
 
-def test_engines_report_the_graphs_of_iterations(pool: WorkerPool):
+def test_engines_report_the_graphs_of_iterations(pool):
     captured = [(graphs.runner, graphs.mode, graphs.full) for graphs in pool.ask("ask_engine", "captured_graphs")]
     assert captured == [("V1", "NONE", ())] * 2
     pool.set_policy(SUFFIX, 0)
@@ -103,7 +101,7 @@ def test_engines_report_the_graphs_of_iterations(pool: WorkerPool):
     assert all(row["graph_tokens"] == row["batch"] + row["num_drafted"] for row in decoding)
 
 
-def kill(pool: WorkerPool, number: int) -> None:
+def kill(pool: WorkerPool, number: int):
     os.kill(pool.pids[number], signal.SIGKILL)
 
 
@@ -112,7 +110,7 @@ def events(pool: WorkerPool) -> list[str]:
     return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_quota_of_prompts_ends_a_rollout(pool: WorkerPool):
+def test_a_quota_of_prompts_ends_a_rollout(pool):
     pool.set_policy(NGRAM, 0)
     shares = pool.share(requests(0))
     assert [r.key for share in shares for r in share] == [r.key for r in requests(0)], "in order"
@@ -128,7 +126,7 @@ def sending(weights: dict[str, torch.Tensor], kill_after: int = -1) -> SendWeigh
     """Weights from its own actor, in buckets of 16 KiB, as `TrainerGroup.send_weights` brings those of ranks."""
     actor, held = SendingActor.remote(), ray.put(weights)
 
-    def send(workers: Sequence[object], version: int, way: str) -> None:
+    def send(workers, version, way):
         try:
             ray.get(actor.send.remote(held, Engines(workers, version), kill_after))
         except RayActorError as error:
@@ -139,8 +137,8 @@ def sending(weights: dict[str, torch.Tensor], kill_after: int = -1) -> SendWeigh
 
 @ray.remote(num_cpus=0)
 class SendingActor:
-    def send(self, weights: dict[str, torch.Tensor], engines: Engines, kill_after: int) -> None:
-        def until_it_dies() -> Iterator[tuple[str, torch.Tensor]]:
+    def send(self, weights: dict[str, torch.Tensor], engines: Engines, kill_after: int):
+        def until_it_dies():
             for number, item in enumerate(weights.items()):
                 if number == kill_after:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -153,7 +151,7 @@ class SendingActor:
         load_buckets(until_it_dies(), slots, engines)
 
 
-def test_a_killed_worker_is_restarted_with_weights(pool: WorkerPool, random_model: Path):
+def test_a_killed_worker_is_restarted_with_weights(pool, random_model):
     good = load_file(random_model / "model.safetensors")
     new = {name: -value if name == "lm_head.weight" else value for name, value in good.items()}
     old, before = undisturbed(pool, NGRAM, 1)
@@ -177,7 +175,7 @@ def test_a_killed_worker_is_restarted_with_weights(pool: WorkerPool, random_mode
     assert [key for key, _, _ in told(parts)] == [request.key for request in requests(2)]
 
 
-def test_interrupted_weight_updates_are_repeated(pool: WorkerPool, random_model: Path):
+def test_interrupted_weight_updates_are_repeated(pool, random_model):
     good = load_file(random_model / "model.safetensors")
     whole = sending(good)
     pool.update_weights(whole, 2)
@@ -194,7 +192,7 @@ def test_interrupted_weight_updates_are_repeated(pool: WorkerPool, random_model:
     assert told(pool.generate(pool.share(requests(3)), 3)) == told(expected)
 
 
-def test_new_worker_remembers_and_its_start_takes_time(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch):
+def test_new_worker_remembers_and_its_start_takes_time(pool, monkeypatch):
     first, _ = undisturbed(pool, SUFFIX, 4)
     pool.remember(pool.share(requests(4)), first)
     expected, before = undisturbed(pool, SUFFIX, 5)
@@ -216,14 +214,14 @@ def test_new_worker_remembers_and_its_start_takes_time(pool: WorkerPool, monkeyp
     assert RESTARTED[-1] == 1
 
 
-def test_a_worker_receives_only_needed_history(pool: WorkerPool, tmp_path: Path):
+def test_a_worker_receives_only_needed_history(pool, tmp_path):
     pool.history.load_state_dict(None, tmp_path)
     pool.set_policy(SUFFIX, 20)
     for rl_step in (20, 21):
         shares = pool.share(requests(rl_step))
         pool.remember(shares, pool.generate(shares, rl_step))
 
-    def told_of(rl_step: int) -> list[list[tuple[int, str, int, int]]]:
+    def told_of(rl_step):
         shares = pool.share(requests(rl_step))[::-1]  # other workers than before
         return [[key for visit in ray.get(pool.history.of(share)) for key, _, _ in visit] for share in shares]
 
@@ -254,7 +252,7 @@ def test_a_worker_receives_only_needed_history(pool: WorkerPool, tmp_path: Path)
         assert len(everything.of(requests(22, 1))) == num_visits
 
 
-def test_only_what_was_not_started_again_is_repeated(pool: WorkerPool):
+def test_only_what_was_not_started_again_is_repeated(pool):
     shares = pool.share(requests(7))
     pool.set_policy(NGRAM, 7)
     pool.load_state_dicts(pool.state_dicts())
@@ -273,7 +271,7 @@ def test_only_what_was_not_started_again_is_repeated(pool: WorkerPool):
     assert told(again) == told(pool.repeat(shares, 7))
 
 
-def test_a_worker_failed_asleep_restarts_at_wake(pool: WorkerPool):
+def test_a_worker_failed_asleep_restarts_at_wake(pool):
     expected, before = undisturbed(pool, NGRAM, 8)
     pool.sleep()
     kill(pool, 0)
@@ -285,7 +283,7 @@ def test_a_worker_failed_asleep_restarts_at_wake(pool: WorkerPool):
     assert told(pool.generate(pool.share(requests(8)), 8)) == told(expected)
 
 
-def test_a_mistake_of_the_user_restarts_nobody(pool: WorkerPool):
+def test_a_mistake_of_the_user_restarts_nobody(pool):
     pids = list(pool.pids)
     with refused(ConfigError, naming=("8",)):
         pool.set_policy(fixed("ngram", 9), 9)
@@ -293,7 +291,7 @@ def test_a_mistake_of_the_user_restarts_nobody(pool: WorkerPool):
     pool.set_policy(Policy(selector=ExploreSpec(strategies=(NO_SPECULATION,))), 9)
 
 
-def test_worker_that_dies_too_often_ends_run(pool: WorkerPool, recipe_file: Path):
+def test_worker_that_dies_too_often_ends_run(pool, recipe_file):
     patient, pool.recipe = pool.recipe, load_recipe(recipe_file, ["faults.max_restarts=0"])
     try:
         kill(pool, 0)
@@ -303,16 +301,14 @@ def test_worker_that_dies_too_often_ends_run(pool: WorkerPool, recipe_file: Path
         pool.recipe = patient
 
 
-def test_an_engine_that_never_starts_is_tried_once(
-    one_ray: None, recipe_file: Path, random_model: Path, tmp_path: Path
-):
+def test_an_engine_that_never_starts_is_tried_once(one_ray, recipe_file, random_model, tmp_path):
     """vLLM's attention on the CPU has no heads of 20 numbers, which it says in its first batch."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shutil.copytree(random_model, tmp_path / "model")
     LlamaForCausalLM(LlamaConfig.from_pretrained(random_model, head_dim=20)).save_pretrained(tmp_path / "model")
     recipe = load_recipe(recipe_file, [f"model={tmp_path / 'model'}", "faults.max_restarts=100"])
-    said: list[str] = []
+    said = []
     with closing(pool_of(recipe, tmp_path)) as pool:
         pool.events.watch = said.append
         with refused(RunError, naming=("RuntimeError", "head_dim=20")):
@@ -326,19 +322,17 @@ def test_an_engine_that_never_starts_is_tried_once(
 class Aborting:
     """A worker whose process ends while its engine is built, as one does that a kernel aborts."""
 
-    def __init__(self, *args: object) -> None: ...
+    def __init__(self, *args: object): ...
 
     def pid(self) -> int:
         return os.getpid()
 
-    def start(self) -> None:
+    def start(self):
         os.write(2, b"building\nterminate called: no kernel for this machine\n")
         os._exit(7)
 
 
-def test_a_process_last_words_are_reported(
-    one_ray: None, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_process_last_words_are_reported(one_ray, recipe_file, tmp_path, monkeypatch):
     monkeypatch.setattr("tltlab.runtime.rollout.pool.RolloutWorker", Aborting)
     says = ("terminate called: no kernel for this machine",)
     with closing(pool_of(load_recipe(recipe_file), tmp_path)) as pool, refused(RunError, naming=says):
@@ -346,7 +340,7 @@ def test_a_process_last_words_are_reported(
     assert pool._num_failures() == [1, 1]
 
 
-def test_start_that_takes_too_long_ends_run(one_ray: None, recipe_file: Path, tmp_path: Path):
+def test_start_that_takes_too_long_ends_run(one_ray, recipe_file, tmp_path):
     recipe = load_recipe(recipe_file, ["rollout.num_workers=1", "faults.start_timeout_s=0.2"])
     with closing(pool_of(recipe, tmp_path)) as pool, refused(RunError, naming=("worker 0", "0.2 s")):
         pool.start()
@@ -365,14 +359,14 @@ def test_what_workers_return_is_not_spelled_out():
     spelled = []
 
     class Answer:
-        def __repr__(self) -> str:
+        def __repr__(self):
             spelled.append("tokens")
             return "tokens"
 
-    async def answers() -> list[object]:
+    async def answers():
         return [Answer(), Answer()]
 
-    async def in_a_loop() -> int:
+    async def in_a_loop():
         return len(Waiting().run(answers()))
 
     assert len(Waiting().run(answers())) == asyncio.run(in_a_loop()) == 2
@@ -394,7 +388,7 @@ def test_a_quota_counts_prompts_and_not_responses():
     assert [until(ended[:n]) for n in range(1, 6)] == [False, False, False, False, True]
 
 
-def test_engines_receive_concurrency_and_vllm_settings(recipe_file: Path):
+def test_engines_receive_concurrency_and_vllm_settings(recipe_file):
     settings = ['rollout.partial={"concurrency": 9}', "cluster.placement=colocated", "rollout.repeat_every=0"]
     recipe = load_recipe(recipe_file, settings)
     args = engine_args(recipe, cuda=True)
@@ -402,7 +396,7 @@ def test_engines_receive_concurrency_and_vllm_settings(recipe_file: Path):
     assert "enable_sleep_mode" not in engine_args(recipe, cuda=False)
 
 
-def test_engines_of_machine_share_room_for_hidden_states(recipe_file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_engines_of_machine_share_room_for_hidden_states(recipe_file, monkeypatch):
     monkeypatch.setattr("tltlab.runtime.engine.engine.available_memory", lambda: 64 << 30)
     given = load_recipe(recipe_file, ["rollout.num_workers=8", 'drafter={"capture_bytes": 5000}'])
     free = given.model_copy(update={"drafter": DrafterConfig()})

@@ -1,7 +1,5 @@
 """Prefixes from the epoch before: what is kept, that the residual makes it exact, and what a later visit knows."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter
@@ -36,7 +34,7 @@ CAP = 3
 class ToyPolicy:
     """A policy over `num_words` words, END (2) among them, for responses of up to 3 tokens: log-probs [V] by prefix."""
 
-    def __init__(self, seed: int, num_words: int) -> None:
+    def __init__(self, seed: int, num_words: int):
         rng = np.random.default_rng(seed)
         self.num_words = num_words
         self.rows = {
@@ -53,7 +51,7 @@ class ToyPolicy:
     def continuations(self, prefix: Tokens, chance: float) -> dict[Tokens, float]:
         if len(prefix) == CAP or prefix[-1:] == (END,):
             return {prefix: chance}
-        out: dict[Tokens, float] = {}
+        out = {}
         for token in range(self.num_words):
             out |= self.continuations((*prefix, token), chance * float(np.exp(self.rows[prefix][token])))
         return out
@@ -82,7 +80,7 @@ def test_residual_is_what_policy_before_gave_too_little():
 class ToyTools:
     """An engine that samples from a toy policy, and a trainer that scores with it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int):
         self.rng = np.random.default_rng(seed)
         self.num_generated = 0
 
@@ -121,7 +119,7 @@ def reusing(model: Path, num_prompts: int, reuse: dict[str, Any], **rollout: Any
     return ways(sizes | rollout | {"reuse": reuse}, num_prompts, model=model)
 
 
-def test_reuse_draws_from_the_active_policy(random_model: Path):
+def test_reuse_draws_from_the_active_policy(random_model):
     """Policies alternate, so each visit reuses what another drew, and nobody can tell."""
     policies = ToyPolicy(0, 4), ToyPolicy(1, 4)
     rollouts = reusing(random_model, 10, {"residual": "exact"}, group_size=200)
@@ -160,7 +158,7 @@ def test_an_engine_continues_behind_the_last_token_kept():
     first = rollouts.collect(engines.tools(0))
     assert [(len(t.token_ids), t.truncated) for t in first.trajectories] == [(6, False), (20, True)]
 
-    def then_but_fifth(tokens: list[int]) -> np.ndarray:
+    def then_but_fifth(tokens):
         logprobs = np.array([-(i / 100) for i in range(len(tokens))])
         return logprobs - 50.0 * ((np.arange(len(tokens)) == 4) & (len(tokens) == 20))
 
@@ -180,7 +178,7 @@ def test_an_engine_continues_behind_the_last_token_kept():
     assert second.groups == [0, 0]
 
 
-def test_empty_states_restore_and_caps_are_checked(tmp_path: Path):
+def test_empty_states_restore_and_caps_are_checked(tmp_path):
     engines, rollouts = one_group({}, lambda prompt, sample: 6)
     for nothing in (json.loads(json.dumps(rollouts.state_dict(tmp_path))), {}):
         rollouts.load_state_dict(nothing, tmp_path)
@@ -219,7 +217,7 @@ def certain(token: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("drawn", "place", "whole"), [(END, 3, True), (20, 3, False), (20, 19, True), (END, 19, True)])
-def test_a_residual_token_may_end_the_response(random_model: Path, tmp_path: Path, drawn: int, place: int, whole: bool):
+def test_a_residual_token_may_end_the_response(random_model, tmp_path, drawn, place, whole):
     """The active policy wants `drawn` at `place` of a response of 20 tokens, the cap: END and the cap end it."""
     tokens = [4 + i % 10 for i in range(20)]
     rollouts = reusing(random_model, 1, {"residual": "exact"}, group_size=2, max_response_tokens=20)
@@ -228,7 +226,7 @@ def test_a_residual_token_may_end_the_response(random_model: Path, tmp_path: Pat
     save_ragged(tmp_path / EARLIER_FILE, **{name: [values] * 2 for name, values in columns.items()})
     rollouts.load_state_dict({"earlier": [["p0", sample, True] for sample in range(2)]}, tmp_path)
 
-    def score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
+    def score(pairs, *, distributions=False):
         assert distributions
         return [np.stack([certain(drawn if i == place else t) for i, t in enumerate(ids)]) for _, ids in pairs]
 
@@ -242,10 +240,10 @@ def test_a_residual_token_may_end_the_response(random_model: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["none", "exact"])
-def test_a_resumed_run_reuses_as_the_unbroken_one(random_model: Path, tmp_path: Path, kind: str):
+def test_a_resumed_run_reuses_as_the_unbroken_one(random_model, tmp_path, kind):
     policies = ToyPolicy(0, 4), ToyPolicy(1, 4)
 
-    def run(rollouts: ReusingRollouts, steps: range) -> list[Any]:
+    def run(rollouts, steps):
         out = []
         for rl_step in steps:
             got = rollouts.collect(ToyTools(rl_step)(rl_step, policies[rl_step % 2]))
@@ -262,14 +260,14 @@ def test_a_resumed_run_reuses_as_the_unbroken_one(random_model: Path, tmp_path: 
             resumed(first, reusing(random_model, 3, {"residual": "exact"}), tmp_path)
 
 
-def test_exact_refuses_what_it_cannot_keep(random_model: Path):
+def test_exact_refuses_what_it_cannot_keep(random_model):
     with refused(ConfigError, naming=("24", "78,643,200", "7.0", "GiB")):
         reusing(random_model, 200, {"residual": "exact"}, group_size=512, max_response_tokens=768)
     with refused(ConfigError, naming=("distribution",)):
         ways({"reuse": {"residual": "exact"}, "top_k": 5}, 2, {"correction": "none"}, random_model)
 
 
-def test_end_tokens_come_from_tokenizer_and_configuration(random_model: Path, tmp_path: Path):
+def test_end_tokens_come_from_tokenizer_and_configuration(random_model, tmp_path):
     assert end_tokens(str(random_model)) == {END}
     folder = tmp_path / "model"
     shutil.copytree(random_model, folder)

@@ -1,9 +1,6 @@
 """Synchronous rollouts, and the rounds of dynamic sampling."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,7 +63,7 @@ def test_dynamic_sampling_replaces_groups_without_a_difference():
 
 
 @pytest.mark.parametrize(("overlong", "num_trained"), [("keep", 2), ("zero", 0)])
-def test_reward_that_truncation_takes_away_makes_no_difference(overlong: str, num_trained: int):
+def test_reward_that_truncation_takes_away_makes_no_difference(overlong, num_trained):
     """Only sample 1 is right, and it ends at the cap: with "zero" its group would be trained with no advantage."""
     engines = ScriptedEngines(1, lambda prompt, sample: 1000 if sample else 3)
     rollouts = ways({"prompts_per_step": 1, "group_size": 2}, 4, {"sampling_rounds": 2, "overlong": overlong})
@@ -116,9 +113,7 @@ PARTIAL, REUSE = {"partial": {"concurrency": 4}}, {"reuse": {}}
         (PARTIAL, PARTIAL, ()),
     ],
 )
-def test_another_way_states_what_it_leaves(
-    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], facts: tuple[str, ...]
-):
+def test_another_way_states_what_it_leaves(tmp_path, before, after, facts):
     sizes = {"prompts_per_step": 2, "group_size": 2}
     engines = ScriptedEngines(2, lambda prompt, sample: 3 + 9 * sample, 2)
     first = ways(sizes | before, 40)

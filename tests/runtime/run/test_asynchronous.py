@@ -1,7 +1,5 @@
 """Training during rollouts on real engines: its bound, continuing from a checkpoint, and engines that die meanwhile."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -72,7 +70,7 @@ def recipe(recipe_file: Path, *more: str) -> Recipe:
     return load_recipe(recipe_file, [*(f"{key}={value}" for key, value in settings.items()), *more])
 
 
-def check(trace: Trace, reports: Sequence[StepReport]) -> None:
+def check(trace: Trace, reports: Sequence[StepReport]):
     """No token is older than the bound or of a policy to come, and every response is there once, from its first token
     to its last."""
     assert trace.rl_steps == list(range(STEPS)) == [report.rl_step for report in reports]
@@ -101,7 +99,7 @@ def events(run: Path) -> list[str]:
     return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
 
 
-def test_a_run_resumes_with_responses_under_way(recipe_file: Path, tmp_path: Path):
+def test_a_run_resumes_with_responses_under_way(recipe_file, tmp_path):
     asked, out = recipe(recipe_file, "checkpoint.every=2"), tmp_path / "run"
     with GrpoRun(asked, out) as run:
         for _ in range(2):
@@ -125,7 +123,7 @@ def test_a_run_resumes_with_responses_under_way(recipe_file: Path, tmp_path: Pat
     assert mismatch[0] < 1e-4 < max(mismatch)
 
 
-def test_a_dying_engine_costs_time_only(recipe_file: Path, tmp_path: Path):
+def test_a_dying_engine_costs_time_only(recipe_file, tmp_path):
     (recipe_file.parent / "dying.py").write_text(DYING.format(folder=str(tmp_path), driver=os.getpid()))
     with GrpoRun(recipe(recipe_file, "rollout.policy=dying:Plain"), tmp_path / "run") as run:
         for _ in range(STEPS):

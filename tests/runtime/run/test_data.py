@@ -1,10 +1,7 @@
 """What a run's data says of the prompts that are still to come, and which RL steps are rolled out ahead."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
@@ -16,7 +13,7 @@ from tltlab.runtime.run.data import RolloutsAhead, RunData
 from ..small_models import small_recipe
 
 
-def test_prompts_recur_in_the_datas_order(recipe_file: Path):
+def test_prompts_recur_in_the_datas_order(recipe_file):
     recipe = load_recipe(recipe_file, ["rollout.prompts_per_step=8"])
     data = RunData(recipe, load_tokenizer(recipe.model))
     taken = [data.train[number].prompt_id for _, number in data.order.take(8)]
@@ -31,7 +28,7 @@ def test_prompts_recur_in_the_datas_order(recipe_file: Path):
     assert data.next_use(taken, rl_steps_left=0) == [None] * 8
 
 
-def test_prompts_beside_which_response_is_cut_are_counted(recipe_file: Path, tmp_path: Path):
+def test_prompts_beside_which_response_is_cut_are_counted(recipe_file, tmp_path):
     """Prompts of six words; the recipe's engines have 128 tokens, the model 256."""
     recipe = load_recipe(recipe_file, ["rollout.max_response_tokens=123"])
     notes = RunData(recipe, load_tokenizer(recipe.model)).notes
@@ -57,9 +54,9 @@ def rows_of(source: str) -> list[dict[str, str]]:
 
 def test_rollouts_ahead_stop_at_a_checkpoint():
     recipe = small_recipe(rollout={"one_step_off": True}, train={"steps": 5}, checkpoint={"every": 3})
-    came: list[int] = []
+    came = []
 
-    def collect(rl_step: int) -> Any:
+    def collect(rl_step):
         came.append(rl_step)
         return rl_step
 

@@ -5,8 +5,6 @@ moments that `TLTLAB_FUZZ=1` draws anew.
 The run trains a drafter and never drafts with it, so that its responses are those of a run that trains none.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -61,7 +59,7 @@ if __name__ == "__main__":
 class Driver:
     """`tltlab train` in its own process. It and its actors are forks of the process that has imported all."""
 
-    def __init__(self, run: Path, log: Path, *arguments: str, path: Path) -> None:
+    def __init__(self, run: Path, log: Path, *arguments: str, path: Path):
         self.run = run
         self.log = log
         self._since = time.time_ns()
@@ -78,17 +76,17 @@ class Driver:
                 stderr=out,
             )
 
-    def under_way(self) -> None:
+    def under_way(self):
         """Wait until everything is started."""
         description = self.run / "run.json"
         self._wait_until(lambda: description.exists() and description.stat().st_mtime_ns > self._since)
 
-    def gets_on(self, steps: int) -> None:
+    def gets_on(self, steps: int):
         """Wait for so many RL steps more."""
         target = self.steps + steps
         self._wait_until(lambda: self.steps >= target)
 
-    def _wait_until(self, done: Callable[[], bool]) -> None:
+    def _wait_until(self, done: Callable[[], bool]):
         """Or until the run is over."""
         end = time.monotonic() + PATIENCE_S
         while self.process.poll() is None and not done():
@@ -120,20 +118,20 @@ class Driver:
             return False
         return True
 
-    def finish(self) -> None:
+    def finish(self):
         """Wait for the end of the run, which must be a good one."""
         family = self.offspring()
         code = self.process.wait(PATIENCE_S)
         assert code == 0, self.log.read_text()[-3000:]
         gone(family)
 
-    def end(self) -> None:
+    def end(self):
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
 
 
-def test_nothing_is_lost_whoever_is_killed(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_lost_whoever_is_killed(recipe_file, tmp_path, monkeypatch):
     print(f"TLTLAB_FAULTS_SEED={SEED}")
     rng = random.Random(SEED)
     calm, killed = tmp_path / "calm", tmp_path / "killed"

@@ -1,7 +1,5 @@
 """What a dry run reckons, held against what real processes hold: tensors part by part, and all that is resident."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import shutil
@@ -29,7 +27,7 @@ BOUNDS = ("update", "captured states", "drafter history", "drafter, held out", "
 
 
 @pytest.fixture(scope="module")
-def wide_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide_model(random_model, tmp_path_factory) -> Path:
     """A model whose tensors are larger than what any estimate leaves out; tokenizer and prompts of the small one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -68,7 +66,7 @@ def recipe(model: Path, tokens_per_microbatch: int = 2048) -> Recipe:
 
 def reckoned(plan: RunPlan, process: str) -> dict[str, float]:
     """The most that each part of a process takes in any phase."""
-    parts: dict[str, float] = {}
+    parts = {}
     for found in plan.memory:
         for part in found.parts:
             if part.process == process:
@@ -98,7 +96,7 @@ def update_bytes(model: Path) -> int:
     return trainer.memory().parts["update"]
 
 
-def test_an_update_takes_what_is_reckoned(wide_model: Path):
+def test_an_update_takes_what_is_reckoned(wide_model):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
         found = alone.submit(update_bytes, wide_model).result()
     expected = reckoned(plan_of(recipe(wide_model, 1024)), "trainer rank")
@@ -106,7 +104,7 @@ def test_an_update_takes_what_is_reckoned(wide_model: Path):
 
 
 @pytest.mark.engine
-def test_a_run_holds_what_its_plan_states(wide_model: Path, tmp_path: Path):
+def test_a_run_holds_what_its_plan_states(wide_model, tmp_path):
     plan = plan_of(recipe(wide_model))
     train(recipe(wide_model), tmp_path / "run")
     processes = json.loads((tmp_path / "run" / "memory.json").read_text())["processes"]

@@ -1,7 +1,5 @@
 """Where actors go: on a Ray cluster of two nodes with eight GPUs each, which are numbers here, and on loopback."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator
@@ -69,7 +67,7 @@ def servers() -> set[tuple[str, str]]:
 
 
 @pytest.mark.engine
-def test_a_ray_started_here_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch):
+def test_a_ray_started_here_listens_on_loopback_alone(monkeypatch):
     too_late(monkeypatch, times=1)
     assert start_ray()
     try:
@@ -91,9 +89,9 @@ def test_a_ray_started_here_listens_on_loopback_alone(monkeypatch: pytest.Monkey
 
 def too_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
     """Let the server that Ray starts first have no time to answer, so many times; what is said of that."""
-    said: list[str] = []
+    said = []
 
-    def once_more(message: str) -> None:
+    def once_more(message):
         said.append(message)
         if len(said) == times:
             monkeypatch.delenv("RAY_gcs_server_port_wait_time_s")
@@ -104,7 +102,7 @@ def too_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
 
 
 @pytest.mark.engine
-def test_a_ray_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_a_ray_that_fails_leaves_nothing(monkeypatch):
     said = too_late(monkeypatch, times=MOST_STARTS)
     with refused(RunError, naming=("3",)):
         start_ray()
@@ -113,7 +111,7 @@ def test_a_ray_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     assert not [child for child in psutil.Process().children() if "gcs_server" in child.name()]
 
 
-def test_a_cluster_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_cluster_that_cannot_be_is_refused(monkeypatch):
     for host in ("192.0.2.1", "no host"):
         with refused(ConfigError, naming=("cluster", host)):
             start_ray(ClusterConfig(host=host))
@@ -135,7 +133,7 @@ def ray_cluster() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
-def test_separate_actors_have_gpus_of_their_own(ray_cluster: Cluster):
+def test_separate_actors_have_gpus_of_their_own(ray_cluster):
     with Placement(recipe(tp=6, workers=2, ranks=1)) as placement:
         seen = started(options_of(placement, 2, 1))
     assert [len(gpus) for _, gpus in seen] == [6, 6, 1]
@@ -144,7 +142,7 @@ def test_separate_actors_have_gpus_of_their_own(ray_cluster: Cluster):
     assert len({node for node, _ in seen}) == 2
 
 
-def test_colocated_ranks_share_the_gpus_of_the_workers(ray_cluster: Cluster):
+def test_colocated_ranks_share_the_gpus_of_the_workers(ray_cluster):
     with Placement(recipe(tp=8, workers=2, ranks=16, placement="colocated")) as placement:
         workers = [placement.worker_options(n) for n in range(2)]
         ranks = [placement.trainer_options(r) for r in range(16)]
@@ -158,14 +156,14 @@ def test_colocated_ranks_share_the_gpus_of_the_workers(ray_cluster: Cluster):
     assert told == [gpu for _, gpus in seen[:2] for gpu in gpus]
 
 
-def test_shares_of_a_gpu_are_one_each(ray_cluster: Cluster):
+def test_shares_of_a_gpu_are_one_each(ray_cluster):
     with Placement(recipe(workers=1, ranks=1, worker_gpus=0.3, rank_gpus=0.4)) as placement:
         seen = started(options_of(placement, 1, 1))
     assert len({(node, *gpus) for node, gpus in seen}) == 1
     assert [len(gpus) for _, gpus in seen] == [1, 1]
 
 
-def test_held_gpus_are_not_waited_for_long(ray_cluster: Cluster):
+def test_held_gpus_are_not_waited_for_long(ray_cluster):
     asked = recipe(tp=4, workers=4, ranks=16, placement="colocated")
     with Placement(asked):
         begun = time.monotonic()
@@ -176,7 +174,7 @@ def test_held_gpus_are_not_waited_for_long(ray_cluster: Cluster):
         pass
 
 
-def test_more_than_the_cluster_is_refused(ray_cluster: Cluster):
+def test_more_than_the_cluster_is_refused(ray_cluster):
     begun = time.monotonic()
     for asked in (recipe(workers=17, ranks=1, gpus=16), recipe(tp=16, workers=1, ranks=1, gpus=32)):
         with refused(ConfigError, naming=("8",)):

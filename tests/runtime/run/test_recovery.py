@@ -1,7 +1,5 @@
 """Going back, with stand-ins for actors that tell in which order they were asked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -31,11 +29,11 @@ SUFFIX = Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 4)))
 class Asked:
     """Does nothing, and notes what it was asked in `log`."""
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: list[str]):
         self.log = log
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def do(*args: Any) -> None:
+        def do(*args):
             self.log.append(" ".join([name, *(str(arg) for arg in args if isinstance(arg, int))]))
 
         return do
@@ -44,15 +42,15 @@ class Asked:
 class AcceptedDrafts:
     """Has state, and keeps what is loaded."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any):
         self._state = state
 
-    def begin(self) -> None: ...
+    def begin(self): ...
 
     def state_dict(self, folder: Path) -> Any:
         return self._state
 
-    def load_state_dict(self, state: Any, folder: Path) -> None:
+    def load_state_dict(self, state: Any, folder: Path):
         self.loaded = state
 
 
@@ -60,7 +58,7 @@ class Pool(Asked):
     handles = (None, None)
     lengths: ClassVar = {}
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: list[str]):
         super().__init__(log)
         self.history = AcceptedDrafts(["all"])
 
@@ -70,7 +68,7 @@ class Pool(Asked):
 
 
 class Actors(Asked):
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: list[str]):
         super().__init__(log)
         self.pool, self.trainers = Pool(log), Asked(log)
 
@@ -87,15 +85,15 @@ def begun(out: Path, policy: Policy, log: list[str], folder: Path | None = None)
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path) -> Path:
     """A checkpoint of RL step 2 under the policy PLAIN."""
     first, state = begun(tmp_path, PLAIN, [])
     state.rl_step = state.policy_version = 2
     return first.save(state)
 
 
-def test_weights_come_back_before_what_drafters_know(tmp_path: Path, saved: Path):
-    log: list[str] = []
+def test_weights_come_back_before_what_drafters_know(tmp_path, saved):
+    log = []
     second, state = begun(tmp_path, PLAIN, log, saved)
     assert (state.rl_step, second.events.rl_step) == (2, 2)
     assert log[:4] == ["engines_turn", "state_dicts", "trainers_turn", "load_checkpoint"]
@@ -103,8 +101,8 @@ def test_weights_come_back_before_what_drafters_know(tmp_path: Path, saved: Path
     assert second.actors.pool.history.loaded == ["all"]  # type: ignore[attr-defined]
 
 
-def test_under_another_policy_engines_forget(tmp_path: Path, saved: Path):
-    log: list[str] = []
+def test_under_another_policy_engines_forget(tmp_path, saved):
+    log = []
     second, state = begun(tmp_path, SUFFIX, log, saved)
     assert [entry["rl_step"] for entry in state.policies] == [0, 2]
     log.clear()
@@ -113,16 +111,16 @@ def test_under_another_policy_engines_forget(tmp_path: Path, saved: Path):
     assert second.actors.pool.history.loaded is None  # type: ignore[attr-defined]
 
 
-def test_a_policy_set_later_recurs(tmp_path: Path):
-    log: list[str] = []
+def test_a_policy_set_later_recurs(tmp_path):
+    log = []
     found, state = begun(tmp_path, PLAIN, log)
     run = GrpoRun.__new__(GrpoRun)
     run.out, run.recipe, run.recovery, run.state = tmp_path, found.recipe, found, state
     run.pool, run._recorder = Pool(log), Asked([])  # type: ignore[assignment]
     run._ahead = RolloutsAhead(run.recipe, lambda rl_step: pytest.fail("nothing is rolled out"))
-    done: list[tuple[int, str]] = []
+    done = []
 
-    def step() -> None:
+    def step():
         done.append((run.rl_step, run.state.policy_name))
         if len(done) == 3:
             raise TrainerDied("killed")
@@ -139,7 +137,7 @@ def test_a_policy_set_later_recurs(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("asked", "default"), [(0, 8), (None, 0)])
-def test_an_evaluation_of_no_prompts_asks_no_engine(asked: int | None, default: int, tmp_path: Path):
+def test_an_evaluation_of_no_prompts_asks_no_engine(asked, default, tmp_path):
     run, log = GrpoRun.__new__(GrpoRun), []
     run.recipe = small_recipe(data={"train": "t", "heldout": "h"}, eval={"num_prompts": default})
     run.data, run.state = SimpleNamespace(heldout=["a prompt", "another"]), RunState()  # type: ignore[assignment]
@@ -148,7 +146,7 @@ def test_an_evaluation_of_no_prompts_asks_no_engine(asked: int | None, default: 
     assert log == []
 
 
-def test_a_repetition_that_does_not_count_is_reported(tmp_path: Path):
+def test_a_repetition_that_does_not_count_is_reported(tmp_path):
     run, said = GrpoRun.__new__(GrpoRun), []
     run.out, run.state, run.events = tmp_path, RunState(), SimpleNamespace(note=said.append)  # type: ignore[assignment]
     run.pool = SimpleNamespace(repeat=lambda shares, rl_step: [])  # type: ignore[assignment]
@@ -158,7 +156,7 @@ def test_a_repetition_that_does_not_count_is_reported(tmp_path: Path):
     assert not (tmp_path / "repeats.json").exists()
 
 
-def test_only_the_first_holder_lets_go(tmp_path: Path):
+def test_only_the_first_holder_lets_go(tmp_path):
     run = GrpoRun.__new__(GrpoRun)
     run.out, run._locked = tmp_path / "run", False
     with run.locked():
@@ -168,10 +166,10 @@ def test_only_the_first_holder_lets_go(tmp_path: Path):
     assert not run._locked
 
 
-def test_trainers_that_die_at_their_start_start_again(tmp_path: Path):
-    starts: list[bool] = []
+def test_trainers_that_die_at_their_start_start_again(tmp_path):
+    starts = []
 
-    def die() -> None:
+    def die():
         starts.append(True)
         raise TrainerDied("killed")
 

@@ -1,7 +1,5 @@
 """The loop on Ray: two engines, a trainer, a trace. One run serves most of the file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -21,7 +19,7 @@ POLICIES = ["none", "explore", "beg-mab", "parity:Halving"]
 
 
 @pytest.fixture(scope="module")
-def run(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StepReport], dict[str, float]]:
+def run(recipe_file, tmp_path_factory) -> tuple[Path, list[StepReport], dict[str, float]]:
     """Four GRPO steps, the last under a user's own policy; the run's folder, its reports and held-out rewards."""
     out = tmp_path_factory.mktemp("run")
     with GrpoRun(load_recipe(recipe_file), out) as run:
@@ -73,7 +71,7 @@ def test_rollouts_and_updates_are_what_is_recorded(run):
     assert any(report.metrics["trained_responses"] > 0 and report.metrics["grad_norm"] > 0 for report in run[1])
 
 
-def test_the_saved_policy_is_a_model_folder(run, random_model: Path):
+def test_the_saved_policy_is_a_model_folder(run, random_model):
     from safetensors.torch import load_file
 
     saved = load_file(run[0] / "checkpoints" / "final" / "model.safetensors")

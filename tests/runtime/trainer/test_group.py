@@ -1,7 +1,5 @@
 """Two trainer ranks as Ray actors compute what one does, and the death of one is an error, not an endless wait."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
@@ -9,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +36,7 @@ def pids(group: TrainerGroup) -> list[int]:
     return of_ranks(group, lambda actor: os.getpid())
 
 
-def update_for_ever(group: TrainerGroup) -> None:
+def update_for_ever(group: TrainerGroup):
     for rl_step in itertools.count():
         group.update(rl_step)
 
@@ -57,7 +54,7 @@ def flat(weights: dict[str, torch.Tensor]) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def recipe(recipe_file: Path, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+def recipe(recipe_file, random_model, tmp_path_factory) -> Recipe:
     """Of a model whose embedding is its LM head: ranks must gather it once, all of them."""
     folder = tmp_path_factory.mktemp("tied-model")
     torch.manual_seed(3)
@@ -68,14 +65,14 @@ def recipe(recipe_file: Path, random_model: Path, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="module")
-def group(one_ray: None, recipe: Recipe) -> Iterator[TrainerGroup]:
+def group(one_ray, recipe) -> Iterator[TrainerGroup]:
     group = TrainerGroup(recipe, lambda rank: {"num_cpus": 0, "env_vars": {"TLTLAB_RANK": str(rank)}})
     group.start()
     yield group
     group.close()
 
 
-def test_two_ranks_train_what_one_does(group: TrainerGroup, recipe: Recipe, tmp_path: Path):
+def test_two_ranks_train_what_one_does(group, recipe, tmp_path):
     alone = one_rank(recipe)
     # Of two samples in three mini-batches a rank has none to work on.
     for rl_step, drawn in enumerate((samples(), samples()[:2])):
@@ -105,7 +102,7 @@ def test_two_ranks_train_what_one_does(group: TrainerGroup, recipe: Recipe, tmp_
     assert (flat(weights_of(group)) == flat(resumed.weights())).all()
 
 
-def test_a_drafter_and_a_folder_get_whole_tensors(group: TrainerGroup, tmp_path: Path):
+def test_a_drafter_and_a_folder_get_whole_tensors(group, tmp_path):
     weights = weights_of(group)
     frozen = ray.get(group.frozen())
     assert torch.equal(frozen.embedding, weights["model.embed_tokens.weight"])
@@ -115,15 +112,15 @@ def test_a_drafter_and_a_folder_get_whole_tensors(group: TrainerGroup, tmp_path:
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
-def test_a_rank_waits_for_the_others_as_configured(group: TrainerGroup):
-    def patience_s(actor: Any) -> float:
+def test_a_rank_waits_for_the_others_as_configured(group):
+    def patience_s(actor):
         world = torch.distributed.group.WORLD
         return float(world._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
     assert of_ranks(group, patience_s) == [1234.0, 1234.0]
 
 
-def test_a_dead_rank_ends_the_others(group: TrainerGroup, tmp_path: Path):
+def test_a_dead_rank_ends_the_others(group, tmp_path):
     group.save_checkpoint(tmp_path)
     before = flat(weights_of(group))
     processes = pids(group)
@@ -142,15 +139,15 @@ def test_a_dead_rank_ends_the_others(group: TrainerGroup, tmp_path: Path):
     assert not set(processes) & set(pids(group))
 
 
-def test_a_ranks_error_arrives_as_itself(group: TrainerGroup, tmp_path: Path):
+def test_a_ranks_error_arrives_as_itself(group, tmp_path):
     with refused(RunError):
         group.load_checkpoint(tmp_path / "nothing")
     assert not group.handles
 
 
-def test_a_call_names_what_failed_in_an_actor(one_ray: None):
+def test_a_call_names_what_failed_in_an_actor(one_ray):
     @ray.remote
-    def fails(error: Exception) -> None:
+    def fails(error):
         raise error
 
     with refused(RunError, naming=("ZeroDivisionError",)):

@@ -136,7 +136,7 @@ FORMULAS = {"grpo": grpo, "dr-grpo": dr_grpo, "dapo": dapo, "dler": dler}
 
 
 @pytest.mark.parametrize(("name", "formula"), FORMULAS.items(), ids=FORMULAS)
-def test_each_algorithm_is_its_papers_formula(name: str, formula):
+def test_each_algorithm_is_its_papers_formula(name, formula):
     for seed in range(3):
         data = batch(seed)
         assert loss_of(name, data) == pytest.approx(formula(data), rel=1e-6)
@@ -158,7 +158,7 @@ def test_every_algorithm_states_what_sets_it_apart():
         ("token", [False] * 3, [0, 0, 0]),
     ],
 )
-def test_what_is_filtered_weighs_nothing(aggregation: str, kept: list[bool], each: list[float]):
+def test_what_is_filtered_weighs_nothing(aggregation, kept, each):
     """The weights of all tokens sum to 1, except with constant aggregation."""
     weights = token_weights(
         torch.tensor([1, 3, 10]), torch.tensor(kept), aggregation=aggregation, max_response_tokens=CAP
@@ -219,7 +219,7 @@ def test_the_gradient_is_that_of_finite_differences():
     each, weights = (torch.randn(30, dtype=torch.float64, generator=generator) for _ in range(2))
     correction = correction_weights(old, packed(data["engine"]), 1.1)
 
-    def loss(logp: torch.Tensor) -> torch.Tensor:
+    def loss(logp):
         corrected = PLAIN | {"correction": correction, "kl_coef": 0.3, "ref_logp": ref}
         return policy_loss(logp, old, each, weights.abs(), **corrected).loss
 
@@ -231,7 +231,7 @@ def test_parts_of_a_mini_batch_add_up():
     logp, old, ref, each, correction = (torch.randn(40, generator=generator) for _ in range(5))
     weights = torch.rand(40, generator=generator)
 
-    def terms(part: slice):
+    def terms(part):
         return policy_loss(
             logp[part], old[part], each[part], weights[part], clip_low=0.2, clip_high=0.28,
             correction=correction[part].exp(), kl_coef=0.1, ref_logp=ref[part],

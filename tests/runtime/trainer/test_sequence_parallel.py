@@ -1,7 +1,5 @@
 """Ranks that share their sequences compute what one rank does, alone and beside others that have their own."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -39,7 +37,7 @@ def made(model: Path, *ranks: Any, **config: Any) -> Trainer:
 
 def learned(trainer: Trainer) -> list[Any]:
     """What a trainer measures and is after updates of all samples, and of one: most ranks then have none."""
-    found: list[Any] = []
+    found = []
     for rl_step, drawn in enumerate((samples(), [samples()[5]])):
         found.append(asdict(trainer.old_logprobs(drawn)) | asdict(trainer.update(rl_step)))
         weights = trainer.weights()  # of all ranks; the first alone gets them
@@ -51,10 +49,10 @@ def learned(trainer: Trainer) -> list[Any]:
 
 def kept_bytes(trainer: Trainer) -> int:
     """Bytes of what autograd keeps for the backward pass of a long sequence, each storage once."""
-    kept: dict[int, int] = {}
+    kept = {}
     held = []
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         held.append(tensor)  # or its storage's address would come again
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
@@ -92,9 +90,7 @@ def processes() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("world", "config"), [(2, {}), (4, {"activation_checkpointing": True})])
-def test_ranks_that_share_sequences_learn_what_one_does(
-    tied_model: Path, tmp_path: Path, processes: ProcessPoolExecutor, world: int, config: dict[str, Any]
-):
+def test_ranks_that_share_sequences_learn_what_one_does(tied_model, tmp_path, processes, world, config):
     shared = {"sequence_parallel": 2} | config
     answers = [processes.submit(of_rank, rank, world, tied_model, tmp_path, shared) for rank in range(world)]
     alone = made(tied_model, **config)
@@ -114,7 +110,7 @@ def test_ranks_that_share_sequences_learn_what_one_does(
 
 @pytest.mark.parametrize("lengths", [[], [1], [2, 5], [3, 3, 1], [11]])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_have_equal_parts_of_all_tokens(lengths: list[int], size: int):
+def test_ranks_have_equal_parts_of_all_tokens(lengths, size):
     pairs = [([10 * n], list(range(10 * n + 1, 10 * n + length))) for n, length in enumerate(lengths)]
     parts = [PackedTokens.of(pairs, torch.device("cpu"), SequenceGroup(rank=r, size=size)) for r in range(size)]
     whole = PackedTokens.of(pairs, torch.device("cpu"), ALONE)
@@ -132,7 +128,7 @@ def test_ranks_have_equal_parts_of_all_tokens(lengths: list[int], size: int):
     assert torch.cat([torch.arange(whole.num_rows)[part.own] for part in parts]).tolist() == list(range(len(rows)))
 
 
-def test_what_cannot_be_shared_is_refused(tied_model: Path):
+def test_what_cannot_be_shared_is_refused(tied_model):
     config = AutoConfig.from_pretrained(tied_model)
     check_trainable(config, "it", 2)
     with refused(ConfigError, naming=("sequence_parallel", "4", "2")):

@@ -1,7 +1,5 @@
 """Checkpoints of random heads in the layouts of EAGLE's releases, SpecForge and speculators, made without our code."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -65,7 +63,7 @@ def _drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     }
 
 
-def _written(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+def _written(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors")
@@ -77,7 +75,7 @@ def eagle_release(
     """EAGLE's release of an EAGLE head, in a pickle as most of them: weights by the names there, and no flags."""
     shape = _shape(target)
     hidden = shape["hidden_size"]
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
+    shapes = {"fc.weight": (hidden, 2 * hidden)}
     if fc_bias:
         shapes["fc.bias"] = (hidden,)
     weights = _drawn(shapes | _layer("layers.0.", shape, hidden, "qkv" if qkv_bias else ""))

@@ -1,7 +1,5 @@
 """Drafter heads: their checkpoints, their start, what they share with a target, and how stock vLLM runs them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -34,7 +32,7 @@ from tltlab.runtime.drafter.heads.eagle import Eagle3Head, default_aux_layers
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import fit_inputs, load_head, new_head
 from tltlab.runtime.drafter.heads.layouts import is_head
-from tltlab.runtime.drafter.heads.loss import DrafterLoss, drafter_loss
+from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.offline.annotate import learned_annotator
 from tltlab.runtime.drafter.offline.chains import kept_along, walk
@@ -61,7 +59,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int, bool]] = {
 
 
 @pytest.fixture(scope="module")
-def targets(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def targets(random_model, tmp_path_factory) -> dict[str, Path]:
     """A random model of each kind, whose attention is weak, so that a small head can learn what it does."""
     folders = {}
     for kind, (config, model, layers, tied) in KINDS.items():
@@ -94,7 +92,7 @@ def sampled(model: Any, head: DrafterHead, count: int) -> list[TrainingSequence]
     return [along(model, head.aux_layers, text[:8], text[8:]) for text in texts]
 
 
-def train(head: DrafterHead, frozen: FrozenTarget, data: list[TrainingSequence], updates: int, **loss: Any) -> None:
+def train(head: DrafterHead, frozen: FrozenTarget, data: list[TrainingSequence], updates: int, **loss: Any):
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3, betas=(0.9, 0.95))
     batch = pack(data)
     for _ in range(updates):
@@ -108,7 +106,7 @@ def train(head: DrafterHead, frozen: FrozenTarget, data: list[TrainingSequence],
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_embedding_and_lm_head_are_the_targets_own(kind: str, targets: dict[str, Path]):
+def test_embedding_and_lm_head_are_the_targets_own(kind, targets):
     model, frozen = loaded(targets[kind]), FrozenTarget.from_folder(targets[kind])
     assert torch.equal(frozen.embedding, model.get_input_embeddings().weight)
     assert torch.equal(frozen.lm_head, model.get_output_embeddings().weight)
@@ -133,7 +131,7 @@ def test_a_target_in_several_files_is_read(targets, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_are_those_that_enter_the_layers(kind: str, targets: dict[str, Path]):
+def test_states_are_those_that_enter_the_layers(kind, targets):
     model, tokens = loaded(targets[kind]), torch.arange(4, 20)
     hidden, aux = hidden_states_of(model, tokens, (0, 1, model.config.num_hidden_layers))
     with torch.no_grad():
@@ -146,7 +144,7 @@ def test_states_are_those_that_enter_the_layers(kind: str, targets: dict[str, Pa
 
 
 @given(st.integers(1, 128))
-def test_the_layers_that_eagle3_reads_are_there(num_layers: int):
+def test_the_layers_that_eagle3_reads_are_there(num_layers):
     layers = default_aux_layers(num_layers)
     assert list(layers) == sorted(set(layers))
     assert len(layers) == min(3, num_layers + 1)
@@ -157,7 +155,7 @@ def test_the_layers_that_eagle3_reads_are_there(num_layers: int):
 
 
 @pytest.mark.parametrize(("method", "vocabulary"), [("eagle", None), ("eagle3", None), ("eagle3", [1, 5, 6, 12])])
-def test_a_checkpoint_is_the_head(method: str, vocabulary: list[int] | None, tmp_path: Path):
+def test_a_checkpoint_is_the_head(method, vocabulary, tmp_path):
     head, frozen, batch = made_head(method, vocabulary=vocabulary), made_target(), pack([made_sequence(9)])
     again = load_head(head.save(tmp_path / "head"))
     assert is_head(tmp_path / "head")
@@ -175,7 +173,7 @@ def test_a_checkpoint_is_the_head(method: str, vocabulary: list[int] | None, tmp
         assert again.get_buffer("t2d").nonzero()[:, 0].tolist() == vocabulary
 
 
-def test_other_checkpoints_are_refused(targets: dict[str, Path], tmp_path: Path):
+def test_other_checkpoints_are_refused(targets, tmp_path):
     made_head("eagle3").save(tmp_path / "head")
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     for change, facts in (
@@ -198,13 +196,13 @@ def test_other_checkpoints_are_refused(targets: dict[str, Path], tmp_path: Path)
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seed_makes_the_same_head(method: Any, kind: str, targets: dict[str, Path]):
+def test_a_seed_makes_the_same_head(method, kind, targets):
     first, again, other = (new_head(targets[kind], method, seed).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["fc.weight"], other["fc.weight"])
 
 
-def test_a_fitted_start_is_worth_many_updates(targets: dict[str, Path]):
+def test_a_fitted_start_is_worth_many_updates(targets):
     folder = targets["llama"]
     model, frozen = loaded(folder), FrozenTarget.from_folder(folder)
     heads = {name: new_head(folder, "eagle", 0) for name in ("fitted", "new", "random")}
@@ -217,7 +215,7 @@ def test_a_fitted_start_is_worth_many_updates(targets: dict[str, Path]):
     held = pack(data[8:])
     fit_inputs(heads["fitted"], frozen, pack(data[:8]))
 
-    def measured() -> dict[str, DrafterLoss]:
+    def measured():
         with torch.no_grad():
             return {name: drafter_loss(head, frozen, held, LossConfig()) for name, head in heads.items()}
 
@@ -284,7 +282,7 @@ LAYOUTS: dict[str, Maker] = {
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", KINDS)
-def test_vllm_accepts_of_others_heads_what_is_foretold(kind: str, targets: dict[str, Path], tmp_path: Path):
+def test_vllm_accepts_of_others_heads_what_is_foretold(kind, targets, tmp_path):
     depth, folder = 4, targets[kind]
     model, frozen = loaded(folder), FrozenTarget.from_folder(folder)
     LAYOUTS[kind](tmp_path / "theirs", folder)

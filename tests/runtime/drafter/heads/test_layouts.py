@@ -1,7 +1,5 @@
 """Heads in the layouts that people have: what is read is what their own programs compute, and can be written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -31,7 +29,7 @@ ROWS = 7
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Path:
+def target(tmp_path) -> Path:
     """A target of six layers: its config, embedding and LM head."""
     generator = torch.Generator().manual_seed(1)
     LlamaConfig(
@@ -50,11 +48,11 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 def attention(w: dict[str, Tensor], layer: str, x: Tensor) -> Tensor:
     """Causal attention of four heads on two of keys, with rotary positions from 0, one row and one head at a time."""
 
-    def project(part: str) -> Tensor:
+    def project(part):
         name = f"{layer}self_attn.{part}_proj"
         return linear(x, w[f"{name}.weight"], w.get(f"{name}.bias")).view(len(x), -1, 8)
 
-    def rotated(heads: Tensor, part: str) -> Tensor:
+    def rotated(heads, part):
         if f"{layer}self_attn.{part}_norm.weight" in w:
             heads = norm(heads, w[f"{layer}self_attn.{part}_norm.weight"])
         angles = torch.arange(len(x))[:, None] / 10000.0 ** (torch.arange(0, 8, 2) / 8)
@@ -109,13 +107,12 @@ def rows(target: Path) -> tuple[Tensor, Tensor, Tensor, FrozenTarget]:
 def states_of(head: DrafterHead, target: Path) -> Tensor:
     embedded, hidden, aux, _ = rows(target)
     with torch.no_grad():
-        states: Tensor = head(embedded[None], head.first_states(hidden, aux)[None])[0]
-    return states
+        return head(embedded[None], head.first_states(hidden, aux)[None])[0]
 
 
 @pytest.mark.parametrize("fc_bias", [False, True], ids=["llama3", "vicuna"])
 @pytest.mark.parametrize("qkv_bias", [False, True], ids=["llama", "qwen2"])
-def test_an_eagle_release_drafts_as_eagles_own_code(target: Path, tmp_path: Path, fc_bias: bool, qkv_bias: bool):
+def test_an_eagle_release_drafts_as_eagles_own_code(target, tmp_path, fc_bias, qkv_bias):
     weights, _ = eagle_release(tmp_path / "head", target, fc_bias=fc_bias, qkv_bias=qkv_bias)
     head = load_head(tmp_path / "head", target=target)
     theirs = json.loads((tmp_path / "head" / "config.json").read_text())
@@ -136,7 +133,7 @@ def test_an_eagle_release_drafts_as_eagles_own_code(target: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("layout", [*SPECFORGE, *SPECULATORS])
-def test_an_eagle3_head_drafts_as_in_vllm(target: Path, tmp_path: Path, layout: str):
+def test_an_eagle3_head_drafts_as_in_vllm(target, tmp_path, layout):
     weights, flags = (SPECFORGE | SPECULATORS)[layout](tmp_path / "head", target)
     head = load_head(tmp_path / "head", target=target)
     assert isinstance(head, Eagle3Head)
@@ -167,7 +164,7 @@ def test_an_eagle3_head_drafts_as_in_vllm(target: Path, tmp_path: Path, layout: 
         assert (other.aux_layers, other.norms) == (head.aux_layers, head.norms)
 
 
-def test_all_of_somebody_elses_head_is_trained(target: Path, tmp_path: Path):
+def test_all_of_somebody_elses_head_is_trained(target, tmp_path):
     specforge(tmp_path / "head", target, bias=True)
     head = load_head(tmp_path / "head", target=target)
     loss = LossConfig(kind="eagle3", unroll=2)
@@ -182,7 +179,7 @@ def test_all_of_somebody_elses_head_is_trained(target: Path, tmp_path: Path):
     assert not moved & {"d2t", "t2d"}
 
 
-def test_a_whole_lm_head_may_be_the_targets(target: Path, tmp_path: Path):
+def test_a_whole_lm_head_may_be_the_targets(target, tmp_path):
     speculators(tmp_path / "own", target, draft_vocabulary=None)
     theirs = load_file(target / "model.safetensors")["lm_head.weight"]
     for name, lm_head, shared in (("own", None, False), ("same", theirs, True)):
@@ -197,7 +194,7 @@ def test_a_whole_lm_head_may_be_the_targets(target: Path, tmp_path: Path):
         assert torch.equal(head.output_weight(FrozenTarget.from_folder(target)), theirs) == shared
 
 
-def test_the_hubs_cache_is_looked_into(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_hubs_cache_is_looked_into(target, tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -213,13 +210,13 @@ def test_the_hubs_cache_is_looked_into(target: Path, tmp_path: Path, monkeypatch
         load_head("nobody/nothing")
 
 
-def test_what_cannot_be_trained_is_refused(target: Path, tmp_path: Path):
+def test_what_cannot_be_trained_is_refused(target, tmp_path):
     folder = tmp_path / "head"
     weights, _ = specforge(folder, target)
     config = json.loads((folder / "config.json").read_text())
     layers = "eagle_aux_hidden_state_layer_ids"
     whole = torch.zeros(VOCABULARY, HIDDEN)
-    cases: list[tuple[dict[str, Any], dict[str, Tensor], tuple[object, ...]]] = [
+    cases = [
         ({layers: [3, 2, 1]}, {}, (layers,)),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {}, ("inner layers",)),
         ({"target_hidden_size": 2 * HIDDEN}, {}, ("width",)),

@@ -1,7 +1,5 @@
 """Losses against the same computed one chain at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,8 +19,8 @@ def slow_loss(
     head: DrafterHead, frozen: FrozenTarget, sequences: list[TrainingSequence], config: LossConfig, temperature: float
 ) -> tuple[Tensor, list[float], list[int]]:
     """The loss, accept and reached: every chain drafted on its own, every row's terms written out."""
-    terms: list[list[Tensor]] = [[] for _ in range(config.num_unrolled)]
-    kept: list[list[float]] = [[] for _ in range(config.num_unrolled)]
+    terms = [[] for _ in range(config.num_unrolled)]
+    kept = [[] for _ in range(config.num_unrolled)]
     ids = list(range(len(frozen.lm_head))) if head.draft_ids is None else head.draft_ids.tolist()
     for sequence in sequences:
         last = sequence.num_rows - 2
@@ -64,7 +62,7 @@ def obedient(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence
 
 
 @pytest.mark.parametrize(("kind", "vocabulary"), [*((kind, None) for kind in KINDS), ("eagle3", HALF)])
-def test_the_loss_is_that_of_single_chains(kind: str, vocabulary: list[int] | None):
+def test_the_loss_is_that_of_single_chains(kind, vocabulary):
     config = LossConfig(kind=kind, unroll=3, hidden_weight=0.7, token_weight=0.3)
     head, frozen = made_head(config.method, vocabulary=vocabulary), made_target()
     sequences = [made_sequence(n, seed=n, first_position=n, prompt_tokens=p) for n, p in ((14, 0), (9, 5), (3, 20))]
@@ -86,7 +84,7 @@ def test_the_loss_is_that_of_single_chains(kind: str, vocabulary: list[int] | No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_without_a_response_token_teaches_nothing(kind: str):
+def test_a_batch_without_a_response_token_teaches_nothing(kind):
     config = LossConfig(kind=kind, unroll=2)
     head, frozen = made_head(config.method), made_target()
     for sequence in (made_sequence(6, prompt_tokens=99), made_sequence(1), made_sequence(0)):
@@ -97,7 +95,7 @@ def test_a_batch_without_a_response_token_teaches_nothing(kind: str):
     head.zero_grad()
 
 
-def test_logits_in_parts_change_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_logits_in_parts_change_nothing(monkeypatch):
     head, frozen, batch = made_head("eagle3"), made_target(), pack([made_sequence(40)])
     found = {}
     for limit in (1 << 26, 13 * 7):

@@ -1,7 +1,5 @@
 """A target that a small head learns quickly, and texts of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +43,7 @@ def naive(text: list[int], start: int, depth: int, propose: Callable[[list[int],
     return kept
 
 
-def quiet(message: str) -> None:
+def quiet(message: str):
     """Who listens to progress here."""
 
 

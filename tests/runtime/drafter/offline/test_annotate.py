@@ -1,7 +1,5 @@
 """Learned drafters replayed over recorded text: against a chain drafted token by token, and against vLLM itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -37,18 +35,18 @@ WORDS = 24
 
 
 @pytest.fixture(scope="module")
-def target_folder(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target_folder(random_model, tmp_path_factory) -> Path:
     """The random model with weak attention."""
     return easy_target(random_model, tmp_path_factory.mktemp("target"), sharper=1.0)
 
 
 @pytest.fixture(scope="module")
-def target(target_folder: Path) -> LlamaForCausalLM:
+def target(target_folder) -> LlamaForCausalLM:
     return AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
-def draft_model(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def draft_model(target_folder, tmp_path_factory) -> Path:
     """The target with noise on its weights: it is often right, and often wrong."""
     generator = torch.Generator().manual_seed(1)
     return changed_model(
@@ -59,7 +57,7 @@ def draft_model(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def eagle_head(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def eagle_head(target_folder, tmp_path_factory) -> Path:
     return new_head(target_folder, "eagle", seed=7).save(tmp_path_factory.mktemp("eagle"))
 
 
@@ -71,7 +69,7 @@ def response_of(prompt: list[int], *token_ids: int) -> RecordedResponse:
 
 
 def greedy_chain(model: LlamaForCausalLM) -> Callable[[list[int], int], list[int]]:
-    def propose(text: list[int], depth: int) -> list[int]:
+    def propose(text, depth):
         chain = list(text)
         for _ in range(depth):
             chain.append(int(model(torch.tensor([chain])).logits[0, -1].argmax()))
@@ -83,14 +81,14 @@ def greedy_chain(model: LlamaForCausalLM) -> Callable[[list[int], int], list[int
 def text_of(propose: Callable[[list[int], int], list[int]], num_tokens: int, seed: int) -> list[int]:
     """Text that a drafter gets right for a while, again and again: 5 random tokens, then chains and odd tokens."""
     rng = np.random.default_rng(seed)
-    text: list[int] = rng.integers(4, WORDS, 5).tolist()
+    text = rng.integers(4, WORDS, 5).tolist()
     while len(text) < 5 + num_tokens:
         text += [*propose(text, int(rng.integers(0, 10))), int(rng.integers(4, WORDS))]
     return text[: 5 + num_tokens]
 
 
 @pytest.mark.parametrize("depth", [1, 3, 8])
-def test_one_pass_keeps_what_chains_keep(draft_model, depth: int):
+def test_one_pass_keeps_what_chains_keep(draft_model, depth):
     model = AutoModelForCausalLM.from_pretrained(draft_model, dtype=torch.float32).eval()
     with torch.inference_mode():
         text = text_of(greedy_chain(model), 32, seed=depth)
@@ -102,9 +100,7 @@ def test_one_pass_keeps_what_chains_keep(draft_model, depth: int):
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 @pytest.mark.parametrize("prompt", [[], [5], [5, 6]])
-def test_without_enough_text_before_it_nothing_is_drafted(
-    method: str, prompt: list[int], request: pytest.FixtureRequest, target_folder
-):
+def test_without_enough_text_before_it_nothing_is_drafted(method, prompt, request, target_folder):
     folder = request.getfixturevalue("eagle_head" if method == "eagle" else method)
     annotator = learned_annotator(method, str(folder), str(target_folder))
     (row,) = annotator.annotate([response_of(prompt, 7)], 4)
@@ -166,7 +162,7 @@ def test_annotated_acceptance_is_what_the_engine_accepted(draft_model, target_fo
     """One engine with all drafters; that of an EAGLE head is beside the heads' own tests."""
     specs = {"ngram": NgramSpec(), "suffix": SuffixSpec(scopes=("request", "group"))}
     learned = LearnedSpec(method="draft_model", model=str(draft_model))
-    cases: list[tuple[str, float, Annotator]] = [
+    cases = [
         ("learned", 0.0, learned_annotator("draft_model", str(draft_model), None)),
         ("learned", 0.4, learned_annotator("draft_model", str(draft_model), None)),
         *((name, 0.4, ReplayedDrafter(spec.build)) for name, spec in specs.items()),

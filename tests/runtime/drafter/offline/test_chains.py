@@ -1,7 +1,5 @@
 """What a drafter would have had accepted along a text, against chains drafted one by one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -42,9 +40,7 @@ def agreeable(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequenc
 
 @pytest.mark.parametrize(("method", "vocabulary"), [("eagle", None), ("eagle3", None), ("eagle3", HALF)])
 @pytest.mark.parametrize("depth", [1, 4])
-def test_kept_is_that_of_single_chains(
-    method: str, vocabulary: list[int] | None, depth: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_kept_is_that_of_single_chains(method, vocabulary, depth, monkeypatch):
     head, frozen = made_head(method, vocabulary=vocabulary), made_target()
     with torch.inference_mode():
         sequence = agreeable(head, frozen, made_sequence(40, first_position=11, prompt_tokens=3))
@@ -59,14 +55,14 @@ def test_kept_is_that_of_single_chains(
 
 
 @pytest.mark.parametrize(("rows", "prompt", "expected"), [(0, 0, 1), (1, 0, 2), (5, 6, 0), (5, 9, 0), (2, 1, 2)])
-def test_tokens_without_two_before_them_keep_0(rows: int, prompt: int, expected: int):
+def test_tokens_without_two_before_them_keep_0(rows, prompt, expected):
     kept = kept_along(made_head("eagle"), made_target(), made_sequence(rows, prompt_tokens=prompt), 4)
     assert len(kept) == expected
     assert kept[: max(2 - prompt, 0)].tolist() == [0] * min(max(2 - prompt, 0), expected)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_training_predicts_the_share_kept(method: str):
+def test_training_predicts_the_share_kept(method):
     """`accept` is a mean of probabilities, `kept_along` counts tokens: on sampled text they estimate the same."""
     head, frozen = made_head(method, std=0.15), made_target()
     sequences = [made_sequence(250, seed=seed) for seed in range(16)]

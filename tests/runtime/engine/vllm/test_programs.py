@@ -4,8 +4,6 @@ Their configuration is made as for a start; engines start in `test_process` and 
 folder with the frameworks' packages (pip install --no-deps --target FOLDER verl skyrl): then their own code is run too.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy
@@ -47,13 +45,13 @@ Environment = Callable[..., None]
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> Environment:
+def environment(monkeypatch) -> Environment:
     """Sets our variables, and no others of them; what they have set is unset again."""
     for name in (*VARIABLES, "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
-    def put(**values: str) -> None:
+    def put(**values):
         for name, value in values.items():
             monkeypatch.setenv(f"TLTLAB_{name.upper()}", value)
 
@@ -74,14 +72,12 @@ def attached(config: Any) -> Attachment | None:
 def serve_parser() -> argparse.ArgumentParser:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser: argparse.ArgumentParser = arg_utils.AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser = arg_utils.AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("--config")
     return parser
 
 
-def test_a_programs_engine_follows_the_policy_and_records(
-    random_model: Path, tmp_path: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
-):
+def test_a_programs_engine_follows_the_policy_and_records(random_model, tmp_path, environment, capfd):
     load_policy("beg-mab").write(tmp_path / "policy.json")
     environment(policy=str(tmp_path / "policy.json"), record=str(tmp_path / "x"), options='{"max_draft_depth": 8}')
     for kind in ("EngineArgs", "AsyncEngineArgs"):
@@ -96,9 +92,7 @@ def test_a_programs_engine_follows_the_policy_and_records(
         assert str(tmp_path / "x") in said
 
 
-def test_front_ends_follow_the_environment(
-    random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
-):
+def test_front_ends_follow_the_environment(random_model, environment, capfd):
     environment(policy=load_policy("beg-mab").model_dump_json())
     parsed = serve_parser().parse_args(["--model", str(random_model), "--max-model-len", "64"])
     # Each of several front ends makes the configuration once more, and says nothing.
@@ -109,7 +103,7 @@ def test_front_ends_follow_the_environment(
         assert ("tltlab: " in capfd.readouterr().err) != bool(more)
 
 
-def test_recording_alone_changes_nothing_of_vllms(random_model: Path, tmp_path: Path, environment: Environment):
+def test_recording_alone_changes_nothing_of_vllms(random_model, tmp_path, environment):
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     stock = configured(random_model, speculative_config=dict(ngram))
     environment(record=str(tmp_path / "x"))
@@ -122,10 +116,8 @@ def test_recording_alone_changes_nothing_of_vllms(random_model: Path, tmp_path: 
     assert config.observability_config == stock.observability_config
 
 
-def test_a_policy_controls_a_programs_own_head(
-    random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
-):
-    def drafting(depth: int) -> Attachment | None:
+def test_a_policy_controls_a_programs_own_head(random_model, environment, capfd):
+    def drafting(depth):
         head = {"method": "draft_model", "model": str(random_model), "num_speculative_tokens": depth}
         config = configured(random_model, speculative_config=head)
         assert config.speculative_config.num_speculative_tokens == depth
@@ -167,9 +159,7 @@ WRONG: list[tuple[dict[str, str], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("case", WRONG, ids=[why for *_, why in WRONG])
-def test_what_cannot_be_followed_leaves_the_programs_engine(
-    case: Any, random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
-):
+def test_what_cannot_be_followed_leaves_the_programs_engine(case, random_model, environment, capfd):
     values, arguments, why = case
     arguments = {"async_scheduling": False, **arguments}
     engine_args = arg_utils.EngineArgs(model=str(random_model), **{**SMALL, **arguments})
@@ -194,9 +184,7 @@ def test_what_cannot_be_followed_leaves_the_programs_engine(
     ],
     ids=str,
 )
-def test_settings_that_vllm_refuses_late_are_refused_early(
-    part: str, setting: dict[str, Any], random_model: Path, environment: Environment
-):
+def test_settings_that_vllm_refuses_late_are_refused_early(part, setting, random_model, environment):
     from vllm.config import CUDAGraphMode
 
     environment(policy="beg-mab")
@@ -210,9 +198,7 @@ def test_settings_that_vllm_refuses_late_are_refused_early(
         check_engine(config, attached(config), plugged_in=True, sound=True)
 
 
-def test_logits_processors_of_installed_packages_leave_policy_out(
-    random_model: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_logits_processors_of_installed_packages_leave_policy_out(random_model, environment, monkeypatch, capfd):
     """Beside speculation vLLM drops them without a word."""
     point = importlib.metadata.EntryPoint("ban", "their.plugin:Ban", "vllm.logits_processors")
     monkeypatch.setattr(options, "entry_points", lambda *, group: [point] if group == point.group else [])
@@ -222,9 +208,7 @@ def test_logits_processors_of_installed_packages_leave_policy_out(
 
 
 @pytest.mark.parametrize(("policy", "seeded"), [("ngram:4", "own text"), ("beg-mab", "so are"), ("none", "")])
-def test_the_line_names_requests_without_drafts(
-    policy: str, seeded: str, random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
-):
+def test_the_line_names_requests_without_drafts(policy, seeded, random_model, environment, capfd):
     environment(policy=policy)
     configured(random_model)
     said = capfd.readouterr().err
@@ -233,25 +217,21 @@ def test_the_line_names_requests_without_drafts(
 
 
 @pytest.mark.parametrize(("option", "fact"), [("max_draft_depth", "2"), ("depth", "TLTLAB_OPTIONS")])
-def test_strictness_gives_no_engine_instead(option: str, fact: str, random_model: Path, environment: Environment):
+def test_strictness_gives_no_engine_instead(option, fact, random_model, environment):
     environment(policy="beg-mab", options=json.dumps({option: 2, "strict": True}))
     with refused(ConfigError, naming=(fact,)):
         configured(random_model)
 
 
 @pytest.mark.parametrize("policy", ["beg-mab-learned", "gone/policy.json"])
-def test_engine_records_without_policy_it_cannot_follow(
-    policy: str, random_model: Path, tmp_path: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
-):
+def test_engine_records_without_policy_it_cannot_follow(policy, random_model, tmp_path, environment, capfd):
     environment(policy=policy, record=str(tmp_path / "x"))
     found = attached(configured(random_model))
     assert (found.policy, found.record) == (None, str(tmp_path / "x"))
     assert str(tmp_path / "x") in capfd.readouterr().err
 
 
-def test_ranks_that_schedule_record_once(
-    random_model: Path, tmp_path: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch
-):
+def test_ranks_that_schedule_record_once(random_model, tmp_path, environment, monkeypatch):
     """TRL's colocated engines under tensor parallelism: a scheduler on each rank, and all must choose the same."""
     environment(policy="beg-mab", record=str(tmp_path / "x"))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -264,17 +244,17 @@ def test_ranks_that_schedule_record_once(
     assert found[1] is None
 
 
-def test_every_engine_start_states_its_purpose(environment: Environment):
+def test_every_engine_start_states_its_purpose(environment):
     environment(policy="beg-mab", record="x")
     with starting():
         assert Variables.read(os.environ) is None
     assert os.environ["TLTLAB_POLICY"] == "beg-mab"
 
 
-def test_engines_of_one_name_record_separately(tmp_path: Path):
+def test_engines_of_one_name_record_separately(tmp_path):
     (tmp_path / "x").mkdir()
 
-    def started() -> LiveRecording:
+    def started():
         control = Control(DrafterPool(None, 0), worker=0)
         return LiveRecording.numbered(tmp_path / "x", control, model="m", hardware="h", engine="e")
 
@@ -288,7 +268,7 @@ def test_engines_of_one_name_record_separately(tmp_path: Path):
 
 def old_verl(options: Mapping[str, Any]) -> list[str]:
     """A command line, from which False is left out."""
-    words: list[str] = []
+    words = []
     for name, value in options.items():
         text = json.dumps(value) if isinstance(value, dict) else str(value)
         words += [] if value is False else [f"--{name}"] if value is True else [f"--{name}", text]
@@ -351,18 +331,14 @@ def the_same(engine_args: Any, options: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("program", HANDED_ON)
-def test_options_reach_engines_of_frameworks(
-    program: Program, random_model: Path, tmp_path: Path, environment: Environment
-):
+def test_options_reach_engines_of_frameworks(program, random_model, tmp_path, environment):
     policy, more = load_policy("beg-mab"), {"record": tmp_path / "x", "seed": 5}
     engine_args = HANDED_ON[program](vllm_options(policy, **more, for_=program), random_model, tmp_path)
     assert the_same(engine_args, vllm_options(policy, **more))
 
 
 @pytest.mark.parametrize("program", ["openrlhf", "trl"])
-def test_frameworks_take_the_environment(
-    program: Program, random_model: Path, tmp_path: Path, environment: Environment
-):
+def test_frameworks_take_the_environment(program, random_model, tmp_path, environment):
     policy = load_policy("beg-mab").model_copy(update={"provenance": {"trace": "x"}})
     for source in (policy, "beg-mab"):
         more = {"record": tmp_path / "x", "seed": 5, "max_draft_depth": 8}
@@ -387,7 +363,7 @@ def functions(path: Path, *names: str, **beside: Any) -> list[Callable[..., Any]
 
 
 @pytest.mark.skipif(not (FRAMEWORKS / "verl").is_dir(), reason="TLTLAB_FRAMEWORKS names no folder with verl")
-def test_verls_own_command_line(random_model: Path):
+def test_verls_own_command_line(random_model):
     path = FRAMEWORKS / "verl/workers/rollout/vllm_rollout/utils.py"
     beside = {"json": json, "functools": functools, "dataclasses": dataclasses, "get_args": get_args}
     build = functions(path, "build_cli_args_from_config", "_optional_bool_vllm_args", **beside)[0]
@@ -398,7 +374,7 @@ def test_verls_own_command_line(random_model: Path):
 
 
 @pytest.mark.skipif(not (FRAMEWORKS / "skyrl").is_dir(), reason="TLTLAB_FRAMEWORKS names no folder with SkyRL")
-def test_skyrls_own_arguments(random_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_skyrls_own_arguments(random_model, monkeypatch):
     # In SkyRL's vLLM, 0.23, this stands elsewhere.
     place = "vllm.entrypoints.openai.cli_args"
     monkeypatch.setitem(sys.modules, place, importlib.import_module("vllm.entrypoints.launchers.cli_args"))

@@ -3,15 +3,13 @@
 One engine of vLLM's, as its users start it, serves all tests; each records in its own place.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def adapter(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(random_model, tmp_path_factory) -> Path:
     """A LoRA adapter that changes what the model says."""
     from safetensors.torch import save_file
 
@@ -48,7 +46,7 @@ def adapter(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="module")
-def llm(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def llm(random_model, tmp_path_factory) -> Iterator[Any]:
     """vLLM with its own scheduler and a suffix drafter of the user's, recorded."""
     from tltlab.runtime.engine.vllm import starting, uncompiled
 
@@ -69,7 +67,7 @@ def llm(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 class Recorded:
     """The engine's own scheduler, recorded to another place."""
 
-    def __init__(self, llm: Any, path: Path) -> None:
+    def __init__(self, llm: Any, path: Path):
         from tltlab.runtime.engine.vllm.watch import record_only
 
         self.llm, self.path = llm, path
@@ -109,7 +107,7 @@ class Recorded:
 
 
 @pytest.fixture
-def recorded(llm: Any, tmp_path: Path) -> Recorded:
+def recorded(llm, tmp_path) -> Recorded:
     return Recorded(llm, tmp_path / "trace")
 
 
@@ -123,7 +121,7 @@ def reasons(answers: list[Any]) -> list[str]:
     return [{"repetition": "stop", "error": "abort"}.get(reason, reason) for reason in found]
 
 
-def test_what_vllms_own_speculation_kept_is_recorded(recorded: Recorded):
+def test_what_vllms_own_speculation_kept_is_recorded(recorded):
     from vllm.v1.core.sched.scheduler import Scheduler
 
     assert type(recorded.scheduler) is Scheduler
@@ -220,9 +218,7 @@ CASES = [structured, repeated, aborted, failed, adapted, several, streamed, nons
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_all_kinds_of_requests_are_recorded(
-    recorded: Recorded, adapter: Path, case: Callable[[Recorded, Path], list[str]], caplog: pytest.LogCaptureFixture
-):
+def test_all_kinds_of_requests_are_recorded(recorded, adapter, case, caplog):
     expected = case(recorded, adapter)
     assert not recorded.recording.ended
     assert "ends here" not in caplog.text
@@ -236,7 +232,7 @@ def test_all_kinds_of_requests_are_recorded(
         assert [key[:3] for key in sorted(keys)] == [(5, "p", n) for n in range(6)]
 
 
-def test_a_stop_string_ends_a_response(recorded: Recorded):
+def test_a_stop_string_ends_a_response(recorded):
     from vllm import SamplingParams
 
     # In the core it has ended by a token or its cap, or it is aborted; its client met the stop string before that.
@@ -258,15 +254,15 @@ def test_a_stop_string_ends_a_response(recorded: Recorded):
     assert trace.iterations["num_generated"].sum() == rows["response_tokens"].sum()
 
 
-def stops_at_a_string(recorded: Recorded) -> None:
+def stops_at_a_string(recorded: Recorded):
     recorded.answers(4, stop=[f"w{n}" for n in range(20)])
 
 
-def is_aborted(recorded: Recorded) -> None:
+def is_aborted(recorded: Recorded):
     recorded.adds("goes", "too").abort_request(["goes", "too"])
 
 
-def is_aborted_waiting(recorded: Recorded) -> None:
+def is_aborted_waiting(recorded: Recorded):
     from vllm import SamplingParams
 
     engine = recorded.llm.llm_engine
@@ -274,7 +270,7 @@ def is_aborted_waiting(recorded: Recorded) -> None:
     engine.abort_request(["waits"])
 
 
-def errs(recorded: Recorded) -> None:
+def errs(recorded: Recorded):
     from vllm.v1.request import RequestStatus
 
     engine = recorded.adds("errs")
@@ -282,18 +278,18 @@ def errs(recorded: Recorded) -> None:
     engine.abort_request(["errs"])
 
 
-def is_paused(recorded: Recorded) -> None:
+def is_paused(recorded: Recorded):
     engine = recorded.adds("goes on")
     engine.engine_core.engine_core.pause_scheduler(mode="keep")
 
 
-def falls_asleep(recorded: Recorded) -> None:
+def falls_asleep(recorded: Recorded):
     engine = recorded.adds("is aborted")
     engine.engine_core.engine_core.pause_scheduler(mode="abort")
     engine.abort_request(["is aborted"])
 
 
-def is_updated(recorded: Recorded) -> None:
+def is_updated(recorded: Recorded):
     """A step's rest is kept, and continues with the next weights."""
     recorded.adds("goes on")
 
@@ -302,9 +298,7 @@ WAITS = [stops_at_a_string, is_aborted, is_aborted_waiting, errs, is_paused, fal
 
 
 @pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.__name__)
-def test_no_iteration_lasts_through_a_wait(
-    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, wait: Callable[[Recorded], None]
-):
+def test_no_iteration_lasts_through_a_wait(recorded, monkeypatch, wait):
     hours = 0.0
     for owner, name in ((recorded.recording.control.tracker, "clock"), (recorded.recording, "_clock")):
         monkeypatch.setattr(owner, name, lambda: time.perf_counter() + 3600.0 * hours)
@@ -324,7 +318,7 @@ def test_no_iteration_lasts_through_a_wait(
     assert trace.iterations["num_generated"].sum() == trace.outcomes["response_tokens"].sum()
 
 
-def test_what_runs_when_the_engine_closes_is_recorded(recorded: Recorded):
+def test_what_runs_when_the_engine_closes_is_recorded(recorded):
     engine = recorded.adds("a", "b")
     for _ in range(3):
         engine.step()
@@ -334,7 +328,7 @@ def test_what_runs_when_the_engine_closes_is_recorded(recorded: Recorded):
     assert trace.iterations["num_generated"].sum() == trace.outcomes["response_tokens"].sum() >= 8
 
 
-def test_each_turn_of_session_ends_when_it_did(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
+def test_each_turn_of_session_ends_when_it_did(recorded, monkeypatch):
     """As AsyncLLM's streams of inputs reach the scheduler."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
@@ -344,7 +338,7 @@ def test_each_turn_of_session_ends_when_it_did(recorded: Recorded, monkeypatch: 
         monkeypatch.setattr(owner, name, lambda: time.perf_counter() + 3600.0 * hours)
     core = recorded.llm.llm_engine.engine_core.engine_core
 
-    def turn(*, last: bool = False) -> Request:
+    def turn(*, last=False):
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         return Request("session", [1, 9, 5], params, None, resumable=not last)
 
@@ -361,9 +355,7 @@ def test_each_turn_of_session_ends_when_it_did(recorded: Recorded, monkeypatch: 
     assert trace.iterations["duration"].max() < 1800.0
 
 
-def test_a_drafter_that_a_wake_breaks_is_reported(
-    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_a_drafter_that_a_wake_breaks_is_reported(recorded, monkeypatch, capfd):
     """Its drafts are wrong from then on, and what is said stays right."""
     core = recorded.llm.llm_engine.engine_core.engine_core
     before = texts(recorded.answers(8, temperature=0.0, max_tokens=60))
@@ -397,9 +389,7 @@ def has_a_bug(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("trouble", [vanishes, is_full, has_a_bug], ids=lambda trouble: trouble.__name__)
-def test_a_recording_in_trouble_ends_and_vllm_continues(
-    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: Callable[..., str]
-):
+def test_a_recording_in_trouble_ends_and_vllm_continues(recorded, monkeypatch, caplog, trouble):
     monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
     monkeypatch.setattr(LiveRecording, "flush_s", 0.01)
     before = texts(recorded.answers(temperature=0.0))
@@ -416,7 +406,7 @@ def test_a_recording_in_trouble_ends_and_vllm_continues(
     assert not recorded.path.exists()
 
 
-def test_a_busy_engine_is_recorded_continuously(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
+def test_a_busy_engine_is_recorded_continuously(recorded, monkeypatch):
     from vllm import SamplingParams
 
     monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
@@ -448,7 +438,7 @@ def test_a_busy_engine_is_recorded_continuously(recorded: Recorded, monkeypatch:
         assert sorted(rows["iteration"]) == list(range(len(rows))), "each once"
 
 
-def test_a_second_recording_gets_another_folder(recorded: Recorded, llm: Any):
+def test_a_second_recording_gets_another_folder(recorded, llm):
     first = recorded.scheduler.__dict__.pop("close_recording").__self__
     first._unwrap()
     beside = Recorded(llm, recorded.path)
@@ -459,14 +449,14 @@ def test_a_second_recording_gets_another_folder(recorded: Recorded, llm: Any):
     first._close()
 
 
-def test_foreign_wrappers_survive_a_recording(recorded: Recorded, llm: Any, tmp_path: Path):
+def test_foreign_wrappers_survive_a_recording(recorded, llm, tmp_path):
     """Another plugin's, that was there before ours and that came after it."""
-    called: Counter[str] = Counter()
+    called = Counter()
 
-    def wrap(name: str) -> Callable[..., Any]:
+    def wrap(name):
         stock = getattr(recorded.scheduler, name)
 
-        def theirs(*args: Any, **kwargs: Any) -> Any:
+        def theirs(*args, **kwargs):
             called[name] += 1
             return stock(*args, **kwargs)
 
@@ -487,9 +477,7 @@ def test_foreign_wrappers_survive_a_recording(recorded: Recorded, llm: Any, tmp_
     del recorded.scheduler.update_from_output
 
 
-def test_an_unwritable_place_has_no_trace(
-    recorded: Recorded, llm: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_an_unwritable_place_has_no_trace(recorded, llm, tmp_path, caplog):
     from tltlab.runtime.engine.vllm.watch import record_only
 
     recorded.scheduler.close_recording()

@@ -1,13 +1,10 @@
 """What an engine built for drafts does in iterations without any: as one without speculation. And what comes after."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from tests.fakes.drafting import Script
 from tltlab.runtime.engine.engine import Engine
@@ -25,15 +22,15 @@ def executor_and_runner(engine: Engine) -> tuple[Any, Any]:
 
 
 @pytest.fixture
-def called(cramped: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def called(cramped, monkeypatch) -> Counter[str]:
     """How often the engine called what only speculation needs, and how often its sampler alone."""
     executor, runner = executor_and_runner(cramped)
-    counts: Counter[str] = Counter()
+    counts = Counter()
 
-    def count(owner: Any, name: str, label: str) -> None:
+    def count(owner, name, label):
         stock = getattr(owner, name)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args, **kwargs):
             counts[label] += 1
             return stock(*args, **kwargs)
 
@@ -47,13 +44,13 @@ def called(cramped: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_off_means_off(cramped: Engine, called: Counter[str]):
+def test_off_means_off(cramped, called):
     cramped.set_policy(None)
     rows = cramped.generate(requests(4, 30), rl_step=0, temperature=1.0).iterations
     assert called == {"sampler": len(rows)}
 
 
-def test_only_iterations_that_verify_drafts_pay_for_them(cramped: Engine, called: Counter[str]):
+def test_only_iterations_that_verify_drafts_pay_for_them(cramped, called):
     cramped.set_policy(switching(Strategy.chain("ngram", 4)))
     rows = cramped.generate(requests(4, 60), rl_step=0, temperature=0.3).iterations
     verifying = sum(row["num_drafted"] > 0 for row in rows)
@@ -69,7 +66,7 @@ def off_then_on(off: int) -> Script:
 
 
 @pytest.fixture
-def attentive(roomy: Engine, good: dict[str, torch.Tensor]) -> Iterator[Engine]:
+def attentive(roomy, good) -> Iterator[Engine]:
     """The roomy engine with weights that attend to more than the last token, in target and draft model."""
     weights = {name: value * 30 if "v_proj" in name else value for name, value in good.items()}
     for number, given in enumerate((weights, good), start=1):
@@ -92,7 +89,7 @@ def refused(engine: Engine, *, off: int, rl_step: int, prompt_tokens: int = 3, f
     return lost / (kept + lost)
 
 
-def test_draft_model_is_as_good_after_rest(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_draft_model_is_as_good_after_rest(attentive, monkeypatch):
     _, runner = executor_and_runner(attentive)
     passes = []
     forward = runner.drafter.model.forward
@@ -107,7 +104,7 @@ def test_draft_model_is_as_good_after_rest(attentive: Engine, monkeypatch: pytes
     assert refused(attentive, off=30, rl_step=3, first=8) > always + 0.2
 
 
-def test_it_tracks_the_cache_while_skipped(attentive: Engine):
+def test_it_tracks_the_cache_while_skipped(attentive):
     attentive.llm.reset_prefix_cache()
     always = refused(attentive, off=0, rl_step=0, prompt_tokens=150)
     attentive.llm.reset_prefix_cache()
@@ -115,7 +112,7 @@ def test_it_tracks_the_cache_while_skipped(attentive: Engine):
     assert refused(attentive, off=0, rl_step=2, prompt_tokens=150) <= always + 0.01
 
 
-def test_it_catches_up_in_fitting_passes(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_it_catches_up_in_fitting_passes(attentive, monkeypatch):
     _, runner = executor_and_runner(attentive)
     attentive.llm.reset_prefix_cache()
     always = refused(attentive, off=0, rl_step=0)
@@ -124,7 +121,7 @@ def test_it_catches_up_in_fitting_passes(attentive: Engine, monkeypatch: pytest.
 
 
 @pytest.fixture
-def runner(roomy: Engine) -> Iterator[Any]:
+def runner(roomy) -> Iterator[Any]:
     """The roomy engine's, which is as it was afterwards."""
     _, runner = executor_and_runner(roomy)
     yield runner
@@ -141,9 +138,7 @@ def runner(roomy: Engine) -> Iterator[Any]:
         "_DeviceStopwatch.start", "_DeviceStopwatch.stop", "_DeviceStopwatch.read", "_time_speculator",
     ],
 )  # fmt: skip
-def test_runner_errors_are_reported_once(
-    roomy: Engine, runner: Any, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_runner_errors_are_reported_once(roomy, runner, part, monkeypatch, caplog):
     roomy.set_policy(None)
     plain = roomy.generate(requests(3, 40), rl_step=0, temperature=0.0)
     roomy.set_policy(off_then_on(6))

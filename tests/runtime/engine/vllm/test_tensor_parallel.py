@@ -1,10 +1,7 @@
 """One engine over two processes: the policy stays next to the scheduler, weights and capture are where the model is."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
-from tltlab.runtime.audit.models import TinyModels
 from tltlab.runtime.engine import weights
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
@@ -36,7 +32,7 @@ def greedy(model: LlamaForCausalLM, request: GenerationRequest) -> list[int]:
     return ids[len(request.prompt_token_ids) :]
 
 
-def test_two_ranks_are_as_one(tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_two_ranks_are_as_one(tiny_models, tmp_path, monkeypatch):
     # Several buckets per update, as for a large model.
     monkeypatch.setattr(weights, "BUCKET_BYTES", 64 << 10)
     model = load(tiny_models.target)

@@ -1,10 +1,7 @@
 """vLLM's V2 model runner under a policy, on Triton's interpreter in its own process."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -47,7 +44,7 @@ print(json.dumps({"runner": [c.__module__ for c in type(runner).__mro__], "same"
 
 
 @pytest.mark.engine
-def test_the_v2_runner_drafts_what_the_policy_chose(random_model: Path):
+def test_the_v2_runner_drafts_what_the_policy_chose(random_model):
     """It says the same, and is captured."""
     printed, _ = run_program(PROGRAM, random_model)
     found = json.loads(printed.splitlines()[-1])
