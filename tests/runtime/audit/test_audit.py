@@ -23,11 +23,11 @@ PROMPT = (0, 1, 2, 3, 1, 0)
 
 
 @pytest.fixture(scope="session")
-def exact(tiny_models) -> ExactModel:
+def exact(tiny_models):
     return ExactModel(tiny_models.target)
 
 
-def draw(joint: dict[tuple[int, ...], float], num: int, rng: np.random.Generator) -> Counter[tuple[int, ...]]:
+def draw(joint, num, rng):
     counts = rng.multinomial(num, list(joint.values()))
     return Counter({cell: int(n) for cell, n in zip(joint, counts, strict=True) if n})
 
@@ -73,7 +73,7 @@ def test_independent_checks_add_up():
     assert combined(parts) == ChiSquare(statistic=7.0, dof=7, num_samples=30)
 
 
-def token_ranks(rng: np.random.Generator, temperature: float, num: int) -> ChiSquare:
+def token_ranks(rng, temperature, num):
     """Ranks of `num` tokens sampled at `temperature` from random distributions, checked as if it were 1."""
     logits = -np.sort(-rng.normal(size=(num, 5)), axis=1)
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
@@ -154,7 +154,7 @@ def test_engine_settings_that_are_none_are_refused(given):
         vllm_settings([given])
 
 
-def run(*args: str) -> tuple[int, dict]:
+def run(*args):
     app = Typer()
     app.command()(audit)
     result = CliRunner().invoke(app, [*args, "--json"])

@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -25,12 +24,12 @@ CHAT = (
 class Words:
     """A tokenizer that counts letters."""
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text):
         return {"input_ids": [len(word) for word in text.split()]}
 
 
 @pytest.fixture(scope="module")
-def chat_tokenizer() -> Any:
+def chat_tokenizer():
     """A word-level tokenizer with a chat template, made here."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -41,7 +40,7 @@ def chat_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=CHAT)
 
 
-def stored(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
+def stored(folder, kind, rows):
     """These rows as a file or a folder of this kind."""
     path = folder / f"data.{kind}"
     if kind == "folder":
@@ -57,7 +56,7 @@ def stored(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def loaded(path: Path, rows: list[dict[str, Any]], tokenizer: Any = None, **config: Any) -> list:
+def loaded(path, rows, tokenizer=None, **config):
     """Prompts of a JSONL file of `rows`."""
     return load_prompts(stored(path, "jsonl", rows), DataConfig(train="x", **config), tokenizer or Words())
 

@@ -20,7 +20,7 @@ HIDDEN = 3
 ROW_BYTES = HIDDEN * 4 + 8
 
 
-def made(number: int, rows: int, *, prompt: int = 0, rl_step: int = 0, aux: bool = False) -> TrainingSequence:
+def made(number, rows, *, prompt=0, rl_step=0, aux=False):
     """Row t of sequence n holds the state 1000 n + t, so that whatever comes back says where it is from."""
     states = (1000.0 * number + torch.arange(rows))[:, None].expand(rows, HIDDEN)
     return TrainingSequence(
@@ -33,11 +33,11 @@ def made(number: int, rows: int, *, prompt: int = 0, rl_step: int = 0, aux: bool
     )
 
 
-def rng(seed: int = 0) -> np.random.Generator:
+def rng(seed=0):
     return np.random.default_rng(seed)
 
 
-def filled(*sequences: TrainingSequence, rl_step: int = 0, **config: float) -> DataBuffer:
+def filled(*sequences, rl_step=0, **config):
     buffer = DataBuffer(BufferConfig(**config))
     buffer.begin(rl_step)
     for sequence in sequences:
@@ -45,11 +45,11 @@ def filled(*sequences: TrainingSequence, rl_step: int = 0, **config: float) -> D
     return buffer
 
 
-def numbers(drawn: list[TrainingSequence]) -> list[int]:
+def numbers(drawn):
     return [int(sequence.key[1]) for sequence in drawn]
 
 
-def same(one: TrainingSequence, other: TrainingSequence) -> bool:
+def same(one, other):
     def parts(sequence):
         tensors = (sequence.token_ids, sequence.hidden, sequence.aux)
         told = [None if tensor is None else tensor.tolist() for tensor in tensors]
@@ -58,7 +58,7 @@ def same(one: TrainingSequence, other: TrainingSequence) -> bool:
     return parts(one) == parts(other)
 
 
-def is_stretch(part: TrainingSequence, whole: TrainingSequence) -> bool:
+def is_stretch(part, whole):
     start = part.first_position - whole.first_position
     return same(part, whole.stretch(start, part.num_rows))
 
@@ -161,7 +161,7 @@ def test_a_view_of_something_larger_is_copied():
     assert kept.hidden.untyped_storage().nbytes() == 20 * HIDDEN * 4
 
 
-def held_then(held: list[TrainingSequence], new: TrainingSequence, now: int, config: BufferConfig):
+def held_then(held, new, now, config):
     """Add to `held` as a buffer does: the end that fits; the oldest step gives way first, and in it the shortest."""
     ends = (new.stretch(new.num_rows - rows, rows) for rows in range(new.num_rows, 1, -1))
     end = next((end for end in ends if end.nbytes <= config.max_bytes), None)

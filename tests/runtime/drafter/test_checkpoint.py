@@ -4,11 +4,9 @@ import os
 import pickle
 import random
 import threading
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
@@ -21,17 +19,17 @@ from ...crash_states import Disk, crashes, put
 from .drafting_text import frozen, head, largest_file, same, sequence
 
 
-def state(value: float, size: int = 1000) -> dict[str, Tensor]:
+def state(value, size=1000):
     return {"head.fc.weight": torch.full((size,), value), "counters": torch.tensor([int(value), 0])}
 
 
-def save(saved: DrafterCheckpoint, tensors: dict[str, Tensor]):
+def save(saved, tensors):
     """Until it is written."""
     saved.save(tensors)
     saved.finish()
 
 
-def loaded(folder: Path, size: int = 1000) -> float | None:
+def loaded(folder, size=1000):
     found = state(-1.0, size)
     path = DrafterCheckpoint(folder).load(found)
     if path is None:
@@ -139,7 +137,7 @@ def test_a_pickled_index_is_not_read(tmp_path):
 class Opened:
     """Pickled, makes a file when it is read."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path):
         self.path = path
 
     def __reduce__(self):

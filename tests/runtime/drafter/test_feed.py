@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from itertools import product
 
 import msgspec
@@ -21,31 +20,31 @@ from .drafting_text import until
 class Heard:
     """A trainer's end that keeps what it hears."""
 
-    def __init__(self, endpoint: str):
+    def __init__(self, endpoint):
         self.statuses: list[tuple[int, bool]] = []
         self.sequences: list[TrainingSequence] = []
         self.rollout_s: list[float] = []
         self.feed = FeedReceiver(endpoint, self._on_status, self.sequences.append)
 
-    def _on_status(self, rl_step: int, busy: bool, rollout_s: float):
+    def _on_status(self, rl_step, busy, rollout_s):
         self.statuses.append((rl_step, busy))
         self.rollout_s.append(rollout_s)
 
 
 @pytest.fixture
-def endpoint(sockets) -> str:
+def endpoint(sockets):
     return f"ipc://{sockets}/feed"
 
 
 @pytest.fixture
-def sender(endpoint) -> Iterator[FeedSender]:
+def sender(endpoint):
     sender = FeedSender(endpoint)
     yield sender
     sender.close()
 
 
 @pytest.fixture
-def heard(endpoint, sender) -> Iterator[Heard]:
+def heard(endpoint, sender):
     """A trainer's end that is connected."""
     heard = Heard(endpoint)
     until(lambda: heard.statuses)

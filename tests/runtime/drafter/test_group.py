@@ -4,9 +4,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,31 +23,31 @@ TIMEOUT_S, PATIENT_S = 4.0, 120.0
 
 
 @pytest.fixture
-def point() -> Iterator[RendezvousServer]:
+def point():
     point = RendezvousServer()
     yield point
     point.close()
 
 
-def all_of(world: int, member: Callable[[int], Any]) -> list[Any]:
+def all_of(world, member):
     """What each member returned, in its own thread."""
     return together([lambda rank=rank: member(rank) for rank in range(world)])
 
 
-def made(folder: Path, seed: int = 0, kind: str = "eagle") -> DrafterTraining:
+def made(folder, seed=0, kind="eagle"):
     return DrafterTraining(
         text.head(folder, seed), text.frozen(), LossConfig(kind=kind, token_weight=1.0), OptimConfig(lr=3e-3)
     )
 
 
-def joined(address: str, name: str, rank: int, world: int, timeout_s: float = PATIENT_S) -> DrafterGroup:
+def joined(address, name, rank, world, timeout_s=PATIENT_S):
     """In the group `name` of a meeting point; each member at its own address."""
     return DrafterGroup.join(
         rendezvous_store(address, name, timeout_s), rank, world, timeout_s, host=f"127.0.0.{2 + rank}"
     )
 
 
-def open_files() -> int:
+def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 

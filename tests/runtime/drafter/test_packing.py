@@ -6,19 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.loss import Chains
-from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.sequences import PackedBatch, TrainingSequence, pack
+from tltlab.runtime.drafter.sequences import pack
 
 from .small_heads import made_head, made_sequence, made_target
 
 METHODS = ["eagle", "eagle3"]
 
 
-def steps_of(head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch, num_steps: int = 3) -> list[Tensor]:
+def steps_of(head, frozen, batch, num_steps=3):
     """The states (T, H) of some steps; those of chains beyond their sequence's end are zero."""
     chains = Chains(head, frozen, batch)
     made = []
@@ -29,11 +26,11 @@ def steps_of(head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch, num_st
     return made
 
 
-def near(found: Tensor, expected: Tensor, share: float = 1e-4) -> bool:
+def near(found, expected, share=1e-4):
     return bool((found - expected).norm() < share * expected.norm())
 
 
-def changed(sequence: TrainingSequence, row: int) -> TrainingSequence:
+def changed(sequence, row):
     """The same with another state, and another token after it, at one row."""
     hidden, tokens = sequence.hidden.clone(), sequence.token_ids.clone()
     aux = sequence.aux.clone()

@@ -9,11 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +20,6 @@ import torch
 
 import tltlab
 from tests.refused import refused
-from tltlab.coordination.canary import CanaryConfig
 from tltlab.coordination.schedule import ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError
 from tltlab.files import write_file
@@ -53,7 +50,7 @@ YIELD_S, HANGING_S = 100.0, 10.0
 """How long trainers may take to yield, and where one of them never will."""
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -63,10 +60,10 @@ def alive(pid: int) -> bool:
 class Method:
     """A method of something in this process, called as Ray's actors are."""
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function):
         self._function = function
 
-    def remote(self, *args: Any) -> Any:
+    def remote(self, *args):
         return ray.put(self._function(*(ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in args)))
 
 
@@ -77,39 +74,39 @@ class StandIn:
     feed: FeedSender
     given: list[tuple[dict[str, torch.Tensor], list[float]]] = field(default_factory=list)
 
-    def __getattr__(self, name: str) -> Method:
+    def __getattr__(self, name):
         return Method(getattr(self, f"_{name}"))
 
-    def _place(self) -> tuple[str, dict[str, str]]:
+    def _place(self):
         return ray.get_runtime_context().get_node_id(), {}
 
-    def _ask_engine(self, method: str, *args: Any) -> Any:
+    def _ask_engine(self, method, *args):
         return getattr(self, f"_{method}")(*args)
 
-    def _guard_drafter(self, config: CanaryConfig): ...
+    def _guard_drafter(self, config): ...
 
-    def _rewind(self, rl_step: int):
+    def _rewind(self, rl_step):
         self.feed.status(rl_step - 1, busy=False)
 
-    def _update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: list[float], updates: int):
+    def _update_draft_weights(self, weights, predicted, updates):
         self.given.append((weights, predicted))
 
-    def _drafter_report(self) -> DrafterReport:
+    def _drafter_report(self):
         return DrafterReport(
             drafter="learned", age=0, updates=len(self.given), trusted=True, serves=True, predicted=(), measured=(),
             positions={}, verdicts=(),
         )  # fmt: skip
 
 
-def asked(workers: list[StandIn]) -> Callable[..., list[Any]]:
+def asked(workers):
     return lambda method, *args: ray.get([getattr(worker, method).remote(*args) for worker in workers])
 
 
-def frozen() -> ray.ObjectRef:
+def frozen():
     return ray.put(text.frozen())
 
 
-def asked_of(run: DrafterRun, ask: Callable[[SpotTrainer], Any], *workers: int) -> list[Any]:
+def asked_of(run, ask, *workers):
     """What `ask` finds in the processes of the trainers that run, or of those of `workers`, as they are now."""
     processes = run.training.processes._processes
     return ray.get([processes[n].actor.__ray_call__.remote(ask) for n in workers or sorted(processes)])
@@ -118,7 +115,7 @@ def asked_of(run: DrafterRun, ask: Callable[[SpotTrainer], Any], *workers: int) 
 class Story:
     """A drafter's run of three workers, rollout after rollout; worker 0 always generates to the end."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         text.head(folder / "model")
         self.folder, self.rl_step = folder, -1
         drafter = {
@@ -141,10 +138,10 @@ class Story:
         self.said: list[str] = []
 
     @property
-    def pids(self) -> dict[int, int]:
+    def pids(self):
         return self.run.training.processes.pids()
 
-    def rollout(self, *idle: int):
+    def rollout(self, *idle):
         """Begin a rollout in which the workers `idle` run out of requests; returns once they were taught."""
         self.rl_step += 1
         self.events.rl_step = self.rl_step
@@ -156,21 +153,21 @@ class Story:
             self.teach(n)
             self.workers[n].feed.status(self.rl_step, busy=False)
 
-    def teach(self, worker: int):
+    def teach(self, worker):
         # What is handed over before a trainer is connected is dropped.
         until(lambda: asked_of(self.run, lambda trainer: trainer._rl_step, worker) == [self.rl_step])
         for n in range(24):
             self.workers[worker].feed.sequence(text.sequence(100 * self.rl_step + n, rl_step=self.rl_step))
 
-    def trainers(self, ask: Callable[[SpotTrainer], Any], *workers: int) -> list[Any]:
+    def trainers(self, ask, *workers):
         """What `ask` finds in each trainer's process, or in those of `workers`."""
         until(lambda: len(self.pids) == 3)
         return asked_of(self.run, ask, *workers)
 
-    def updates(self, worker: int) -> int:
+    def updates(self, worker):
         return int(self.run.training.processes.answers("num_updates", workers=[worker]).get(worker, -1))
 
-    def trains(self, *idle: int, more: int = 0) -> int:
+    def trains(self, *idle, more=0):
         """Begin a rollout in which the workers `idle` train until each is more than `more` updates ahead of the drafter
         in service; how many that one has."""
         start = self.run.served.updates
@@ -178,18 +175,18 @@ class Story:
         until(lambda: min(map(self.updates, idle)) > start + more)
         return start
 
-    def restarted(self, worker: int, old: int):
+    def restarted(self, worker, old):
         """Until another process than `old` trains beside a worker."""
         until(lambda: self.pids.get(worker, old) != old)
 
-    def logged(self) -> list[dict[str, Any]]:
+    def logged(self):
         return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
 
     def ends(self):
         """End the rollout, for which no trainer is waited for in vain."""
         assert self.end() < YIELD_S
 
-    def end(self) -> float:
+    def end(self):
         """End the rollout and bring the drafter to the engines; returns how long the end took."""
         begin = time.monotonic()
         self.run.rollout_ends(self.rl_step)
@@ -201,11 +198,11 @@ class Story:
         self.said = self.events.take()
         return waited
 
-    def heard(self, *facts: str) -> bool:
+    def heard(self, *facts):
         """Whether one event of the last rollout, or since, names all of these."""
         return any(all(fact in said for fact in facts) for said in self.said + self.events.take())
 
-    def kill(self, worker: int, how: int = signal.SIGKILL) -> int:
+    def kill(self, worker, how=signal.SIGKILL):
         """Kill or stop the trainer of a worker; its process."""
         pid = self.pids[worker]
         os.kill(pid, how)
@@ -218,7 +215,7 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def told(one_ray, tmp_path_factory) -> Iterator[Story]:
+def told(one_ray, tmp_path_factory):
     story = Story(tmp_path_factory.mktemp("story"))
     try:
         # Each test, the first one too, finds a drafter that was trained.
@@ -230,7 +227,7 @@ def told(one_ray, tmp_path_factory) -> Iterator[Story]:
 
 
 @pytest.fixture
-def story(told) -> Story:
+def story(told):
     """The same story in all tests: a run that has seen the worst continues as if nothing had been."""
     told.run.training.processes._deaths = dict.fromkeys(range(3), 0)
     return told
@@ -317,21 +314,21 @@ def test_a_gate_passes_only_a_better_drafter(story, monkeypatch):
     assert set(story.trainers(SpotTrainer.num_updates)) == {run.served.updates}
 
 
-def forget_served(trainer: SpotTrainer):
+def forget_served(trainer):
     zero(next(reversed(trainer._published.values()))[1])
 
 
-def forget_trained(trainer: SpotTrainer):
+def forget_trained(trainer):
     zero(trainer.training.head)
 
 
-def zero(head: torch.nn.Module):
+def zero(head):
     with torch.no_grad():
         for value in head.parameters():
             value.zero_()
 
 
-def held(trainer: SpotTrainer) -> list[tuple[int, str, int, int]]:
+def held(trainer):
     return [sequence.key for sequence in (*trainer.buffer.sequences(), *trainer._heldout)]
 
 
@@ -348,7 +345,7 @@ def test_a_dying_trainer_costs_a_checkpoint_its_data(story, tmp_path):
     story.restarted(2, pid)
 
 
-def dies_writing(trainer: SpotTrainer, folder: Path):
+def dies_writing(trainer, folder):
     """With half a file on the disk."""
 
     def die(timeout_s):
@@ -420,7 +417,7 @@ def test_a_member_killed_in_mid_exchange_stops_nobody(story):
 
 
 @pytest.fixture
-def impatient(story, monkeypatch) -> Iterator[None]:
+def impatient(story, monkeypatch):
     """The coordinator and the trainers wait for `HANGING_S` only."""
     training = story.run.training
     patient, server = training.config, training.server
@@ -536,7 +533,7 @@ def test_closing_leaves_nothing(story):
 
 
 @pytest.fixture(scope="module")
-def learning(recipe_file, tmp_path_factory) -> Path:
+def learning(recipe_file, tmp_path_factory):
     """A recipe whose policy always drafts with the learned drafter."""
     folder = tmp_path_factory.mktemp("learning")
     Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 3))).write(folder / "policy.json")
@@ -555,7 +552,7 @@ nice = 0
     return path
 
 
-def fed(run: GrpoRun) -> int:
+def fed(run):
     """Responses of this RL step that trainers have, once all that was sent has come."""
 
     def settled(trainer):
@@ -565,7 +562,7 @@ def fed(run: GrpoRun) -> int:
     return sum(asked_of(run.drafting, settled))
 
 
-def draft_vectors(worker: Any) -> dict[str, torch.Tensor]:
+def draft_vectors(worker):
     """The vectors of the model that an engine drafts with: its matrices are packed for the CPU, and empty here."""
     runner = worker.engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     return {name: p.detach().clone() for name, p in runner.drafter.model.named_parameters() if p.dim() == 1 and len(p)}
@@ -604,7 +601,7 @@ def test_with_engines_only_a_collapsed_drafter_stops_serving(learning, recipe_fi
     assert collapsed["verdict"]["predicted"] == [pytest.approx(0.9)] * 3
 
 
-def assert_engines_draft_with(weights: dict[str, torch.Tensor], run: GrpoRun):
+def assert_engines_draft_with(weights, run):
     for worker in run.pool.handles:
         vectors = ray.get(worker.__ray_call__.remote(draft_vectors))
         own = {name.removeprefix("model."): value for name, value in vectors.items()}
@@ -612,7 +609,7 @@ def assert_engines_draft_with(weights: dict[str, torch.Tensor], run: GrpoRun):
         assert all(torch.equal(own[name], weights[name]) for name in own.keys() & weights.keys())
 
 
-def boast(trainer: SpotTrainer):
+def boast(trainer):
     """A prediction that no engine bears out, as when it drafts with a wrong embedding."""
     trainer.training.predict = lambda sequences: [0.9] * 3  # type: ignore[method-assign]
 

@@ -2,10 +2,8 @@
 
 import math
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +13,8 @@ from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import GroupLost
 from tltlab.runtime.drafter.heads.loss import drafter_loss
-from tltlab.runtime.drafter.sequences import TrainingSequence, pack
-from tltlab.runtime.drafter.training import MAX_BAD, PART_ROWS, DrafterTraining, UpdateReport
+from tltlab.runtime.drafter.sequences import pack
+from tltlab.runtime.drafter.training import MAX_BAD, PART_ROWS, DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from . import small_heads
@@ -28,12 +26,12 @@ LOSS = LossConfig(token_weight=1.0)
 class Threads:
     """Members in one process: whoever comes last adds up and lets all continue."""
 
-    def __init__(self, world: int):
+    def __init__(self, world):
         self.world = world
         self._given: list[Tensor] = []
         self._meet = threading.Barrier(world, timeout=300)
 
-    def sum(self, tensor: Tensor):
+    def sum(self, tensor):
         self._given.append(tensor.clone())
         self._meet.wait()
         total = torch.stack(sorted(self._given, key=lambda t: t.tolist())).sum(0)
@@ -42,7 +40,7 @@ class Threads:
         self._meet.wait()
         tensor.copy_(total)
 
-    def broadcast(self, tensor: Tensor):
+    def broadcast(self, tensor):
         raise AssertionError("not needed here")
 
 
@@ -51,38 +49,36 @@ class Lost:
 
     world = 2
 
-    def sum(self, tensor: Tensor):
+    def sum(self, tensor):
         tensor.fill_(12345.0)
         raise GroupLost("a member died")
 
     broadcast = sum
 
 
-def training(folder: Path, loss: LossConfig = LOSS, **optim: float) -> DrafterTraining:
+def training(folder, loss=LOSS, **optim):
     return DrafterTraining(head(folder), frozen(), loss, OptimConfig(**{"lr": 3e-3, **optim}))
 
 
 class Pair:
     """Two members of a group, each with its own drafter."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.left, self.right = (training(folder / name) for name in ("left", "right"))
         self._group = Threads(2)
 
-    def update(
-        self, left: list[TrainingSequence], right: list[TrainingSequence], leave: Callable[[], bool] = lambda: False
-    ) -> list[UpdateReport]:
+    def update(self, left, right, leave=lambda: False):
         """An update with the data of each; `leave` is asked of the right one."""
         members = (partial(self.left.update, left), partial(self.right.update, right, leave=leave))
         return together([partial(member, group=self._group) for member in members])
 
 
 @pytest.fixture
-def pair(tmp_path) -> Pair:
+def pair(tmp_path):
     return Pair(tmp_path)
 
 
-def broken(good: TrainingSequence) -> TrainingSequence:
+def broken(good):
     hidden = good.hidden.clone()
     hidden[7] = torch.nan
     return replace(good, hidden=hidden)

@@ -3,10 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from tltlab.coordination.messages import Train
 from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.group import RendezvousServer
-from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.worker import HELD_OUT, SpotTrainer, TrainerPlacement
 from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
 
@@ -36,7 +32,7 @@ CONFIG = DrafterConfig(
 class Bench:
     """Worker 0 always generates; the trainers of the others are threads of this process."""
 
-    def __init__(self, folder: Path, sockets: Path):
+    def __init__(self, folder, sockets):
         self.folder, self.sockets = folder, sockets
         text.head(folder / "target").save(folder / "head")
         self.server = CoordinatorServer(CONFIG.coordinator, f"ipc://{sockets}/c", 3, self._kill)
@@ -46,10 +42,10 @@ class Bench:
         self._threads: list[threading.Thread] = []
         self.status(0, 0, busy=True)
 
-    def _kill(self, worker: int):
+    def _kill(self, worker):
         raise AssertionError(f"worker {worker} did not yield")
 
-    def add(self, worker: int, config: DrafterConfig = CONFIG, state: dict[str, Any] | None = None) -> SpotTrainer:
+    def add(self, worker, config=CONFIG, state=None):
         place = TrainerPlacement(
             worker=worker,
             coordinator=self.server.endpoint,
@@ -68,46 +64,44 @@ class Bench:
         self.trainers[worker] = trainer
         return trainer
 
-    def status(self, worker: int, rl_step: int, *, busy: bool):
+    def status(self, worker, rl_step, *, busy):
         if worker not in self.senders:
             self.senders[worker] = FeedSender(f"ipc://{self.sockets}/f{worker}")
         self.senders[worker].status(rl_step, busy=busy)
 
-    def teach(self, worker: int, sequences: list[TrainingSequence]):
+    def teach(self, worker, sequences):
         trainer, num_before = self.trainers[worker], len(self.trainers[worker]._keys)
         for sequence in sequences:
             self.senders[worker].sequence(sequence)
         until(lambda: len(trainer._keys) == num_before + len(sequences))
 
-    def taught(
-        self, config: DrafterConfig = CONFIG, worker: int = 1, some: list[TrainingSequence] | None = None
-    ) -> SpotTrainer:
+    def taught(self, config=CONFIG, worker=1, some=None):
         """The trainer of a worker in rollout 0, with something to learn from."""
         trainer = self.add(worker, config)
         self.begin(0)
         self.teach(worker, sequences() if some is None else some)
         return trainer
 
-    def begin(self, rl_step: int):
+    def begin(self, rl_step):
         """A rollout starts, and all trainers have heard of it."""
         self.server.rollout_started(rl_step)
         for worker, trainer in self.trainers.items():
             self.status(worker, rl_step, busy=True)
             until(lambda trainer=trainer: trainer._rl_step == rl_step)
 
-    def trains(self, worker: int, rl_step: int, num_updates: int):
+    def trains(self, worker, rl_step, num_updates):
         """A worker runs out of requests, and its trainer has done so many updates at least."""
         self.status(worker, rl_step, busy=False)
         until(lambda: self.trainers[worker].num_updates() >= num_updates)
 
-    def ends(self, rl_step: int) -> float:
+    def ends(self, rl_step):
         """The rollout ends, and nobody is waited for in vain; how long it waited."""
         waited = self.server.rollout_ended(rl_step)
         assert waited < CONFIG.coordinator.yield_timeout_s
         return waited
 
     @contextlib.contextmanager
-    def again(self, state: dict[str, Any] | None, rl_step: int, **data: Any) -> Iterator[SpotTrainer]:
+    def again(self, state, rl_step, **data):
         """The trainer of worker 1 in another process, whose own has ended."""
         again = SpotTrainer(self.trainers[1].place, CONFIG)
         again.start(text.frozen(), state, rl_step, **data)
@@ -133,13 +127,13 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path, sockets) -> Iterator[Bench]:
+def bench(tmp_path, sockets):
     bench = Bench(tmp_path, sockets)
     with contextlib.closing(bench):
         yield bench
 
 
-def sequences(rl_step: int = 0, number: int = 24) -> list[TrainingSequence]:
+def sequences(rl_step=0, number=24):
     return [text.sequence(100 * rl_step + n, rl_step=rl_step) for n in range(number)]
 
 

@@ -1,27 +1,20 @@
 """The canary on a real engine: broken drafter weights cost speed, never a token, and never go unnoticed."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests.refused import refused
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.errors import ConfigError, RunError
-from tltlab.policies.policy import Policy
-from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.generation import Rollout
 
 from .asking import fixed, requests, texts
 
 pytestmark = pytest.mark.engine
 LEARNED = fixed("learned")
 WATCH = CanaryConfig(min_drafts=50)
-Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def engine(roomy, good) -> Iterator[Engine]:
+def engine(roomy, good):
     """The engine with its own weights on both sides, and a sound prediction."""
     roomy.guard_drafter(WATCH)
     roomy.update_draft_weights(good.items(), [0.95] * 4)
@@ -30,16 +23,16 @@ def engine(roomy, good) -> Iterator[Engine]:
     roomy.update_draft_weights(good.items())
 
 
-def generate(engine: Engine, policy: Policy | None = LEARNED, **more: object) -> Rollout:
+def generate(engine, policy=LEARNED, **more):
     engine.set_policy(policy)
     return engine.generate(requests(8, 100), rl_step=0, temperature=0.0, **more)  # type: ignore[arg-type]
 
 
-PLAIN: list[list[int]] = []
+PLAIN = []
 
 
 @pytest.fixture
-def plain(engine) -> list[list[int]]:
+def plain(engine):
     """What is said without drafts, by every engine of these weights."""
     if not PLAIN:
         PLAIN.extend(texts(generate(engine, None)))

@@ -10,7 +10,6 @@ import pytest
 
 from tests.fakes.drafting import Parrot, Script
 from tests.refused import refused
-from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.length_budget import LengthAwareBudget
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
@@ -20,7 +19,6 @@ from tltlab.policies.simple import Fixed
 from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.generation import Drafting
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import scheduled
@@ -34,11 +32,11 @@ class Looked(dict[str, Any]):
 
     looks = 0
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name):
         self.looks += 1
         return super().__getitem__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name, default=None):
         self.looks += 1
         return super().get(name, default)
 
@@ -46,7 +44,7 @@ class Looked(dict[str, Any]):
 class Played:
     """An engine of some requests: an iteration keeps `kept` tokens of each one's draft and adds one."""
 
-    def __init__(self, control: Control, names: str = "r", max_tokens: int = 100):
+    def __init__(self, control, names="r", max_tokens=100):
         self.control = control
         self.outputs: dict[str, list[int]] = {name: [] for name in names}
         self.drafts: dict[str, list[int]] = {}
@@ -56,13 +54,13 @@ class Played:
         for name, output in self.outputs.items():
             control.add(name, (0, name, 0, 0), [1, 2, 3], output, max_tokens)
 
-    def goes_on(self, *kept: int) -> list[list[int]]:
+    def goes_on(self, *kept):
         """So many iterations, which keep so much each; the last one's drafts."""
         for each in kept:
             drafts = self.iterate(each)
         return drafts
 
-    def iterate(self, kept: int = 0) -> list[list[int]]:
+    def iterate(self, kept=0):
         """The drafts of all requests, the last one's first."""
         ids = list(self.outputs)
         self.control.iteration_starts()
@@ -76,24 +74,22 @@ class Played:
         return drafts
 
     @property
-    def draft(self) -> list[int]:
+    def draft(self):
         """The draft of the only request."""
         return self.drafts.get("r", [])
 
 
-KEY: Key = (0, "r", 0, 0)
+KEY = (0, "r", 0, 0)
 
 
-def played(
-    *choices: Strategy, names: str = "r", max_tokens: int = 100, clock: Any = time.perf_counter, **drafters: Any
-) -> tuple[Played, Script]:
+def played(*choices, names="r", max_tokens=100, clock=time.perf_counter, **drafters):
     control = Control(DrafterPool(drafters or {"parrot": Parrot()}, 8), clock=clock)
     script = Script(*choices)
     control.set_selector(script)
     return Played(control, names, max_tokens), script
 
 
-def chain(depth: int, drafter: str = "parrot") -> Strategy:
+def chain(depth, drafter="parrot"):
     return Strategy.chain(drafter, depth)
 
 
@@ -198,9 +194,7 @@ def test_a_budget_shares_out_until_it_fails(shares, draft, caplog):
 TEXT = [7, 8, 9, 5] * 3
 
 
-def drafts_of(
-    selector: Any, drafting: Drafting, *before: list[int], budget: Any = None, **drafters: Any
-) -> list[list[int]]:
+def drafts_of(selector, drafting, *before, budget=None, **drafters):
     """Each draft of a request that grows to `TEXT`, where all but one of those `before` have ended."""
     control = Control(DrafterPool(drafters or None, 4))
     control.set_selector(selector, budget)

@@ -6,8 +6,6 @@ import pytest
 
 from tltlab.policies.policy import Activation, LengthAwareBudgetSpec, Policy
 from tltlab.policies.specs import BegMabSpec, Bucket
-from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import accept_length, fixed, request, texts, timed_by_work
@@ -15,11 +13,11 @@ from .asking import accept_length, fixed, request, texts, timed_by_work
 pytestmark = pytest.mark.engine
 
 
-def requests(tokens: int) -> list[GenerationRequest]:
+def requests(tokens):
     return [request(f"p{n}", 0, [1, 4 + n, 5, 6], tokens) for n in range(6)]
 
 
-def greedy(engine: Engine, policy: Policy | None, tokens: int = 60) -> Rollout:
+def greedy(engine, policy, tokens=60):
     engine.set_policy(policy)
     return engine.generate(requests(tokens), rl_step=0, temperature=0.0)
 

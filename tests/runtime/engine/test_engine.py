@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, TableRow, TableSpec
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.audit.statistics import cells_check
-from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.generation import Rollout
 from tltlab.runtime.engine.vllm.sampling import unfixed_sampling
 from tltlab.runtime.ray.scratch import scratch_folder
 from tltlab.state import StepState
@@ -29,17 +26,17 @@ SAMPLING = Sampling(temperature=TEMPERATURE)
 PROMPT = [token for x in range(4, 24) for token in (4, x, 4 + (x * 7) % 20)] + [4]
 
 
-def generate(engine: Engine, num: int, tokens: int, rl_step: int = 0, temperature: float = TEMPERATURE) -> Rollout:
+def generate(engine, num, tokens, rl_step=0, temperature=TEMPERATURE):
     asked = [request(f"p{n // 8}", n % 8, PROMPT, tokens, rl_step=rl_step, ignore_eos=False) for n in range(num)]
     return engine.generate(asked, rl_step=rl_step, temperature=temperature)
 
 
 @pytest.fixture(scope="module")
-def exact(random_model) -> ExactModel:
+def exact(random_model):
     return ExactModel(random_model)
 
 
-def p_value(engine: Engine, exact: ExactModel, rounds: int) -> tuple[float, int]:
+def p_value(engine, exact, rounds):
     """Of the test that a response's first two tokens follow their exact joint distribution; and tokens drafted."""
     engine.set_policy(fixed("ngram"))
     pairs = Counter()
@@ -55,7 +52,7 @@ def p_value(engine: Engine, exact: ExactModel, rounds: int) -> tuple[float, int]
 class Unwritten(TorchFunctionMode):
     """Within, memory that nobody has written holds fives."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         return made.fill_(5.0) if func == torch.Tensor.new_empty and made.is_floating_point() else made
 

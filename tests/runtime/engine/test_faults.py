@@ -1,17 +1,14 @@
 """What goes wrong in an engine: nothing is lost, nothing comes twice, and the message says what to do."""
 
-from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.refused import refused
-from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import EngineDied
@@ -23,12 +20,12 @@ from .asking import groups_of_four as requests
 
 pytestmark = pytest.mark.engine
 SUFFIX = fixed("suffix", 6)
-ALONE: dict[Key, Sequence[int]] = {}
+ALONE = {}
 """What requests get that run one by one and are never preempted."""
 
 
 @pytest.fixture(scope="module")
-def narrow(random_model) -> Iterator[Engine]:
+def narrow(random_model):
     """An iteration of it has room for few drafts; in the end it dies."""
     room = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "long_prefill_token_threshold": 16}
     engine = Engine(str(random_model), max_draft_depth=6, vllm_args={"max_model_len": CONTEXT, **room})
@@ -197,7 +194,7 @@ def test_weights_that_are_not_models_end_engine(narrow, name):
 class Settled:
     """A `vllm.LLM` as far as its configuration: more of it takes seconds to start."""
 
-    def __init__(self, scheduler_cls: str, weight_transfer_config: object, **args: Any):
+    def __init__(self, scheduler_cls, weight_transfer_config, **args):
         from vllm.engine.arg_utils import EngineArgs
 
         core = SimpleNamespace(shutdown=lambda: None)

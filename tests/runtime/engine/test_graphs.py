@@ -3,13 +3,12 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.refused import refused
 from tltlab.cli.app import main
-from tltlab.drafters.specs import SYSTEM_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec, NgramSpec
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import GraphPool
 from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
@@ -31,7 +30,7 @@ POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_to
 EAGLE = {"learned": LearnedSpec(method="eagle", model="heads/eagle")}
 
 
-def table(*rows: tuple[int, int], drafter: str = "learned", **also: Any) -> Policy:
+def table(*rows, drafter="learned", **also):
     """Chains of one drafter: (min_batch, K) each."""
     strategies = [TableRow(min_batch=n, strategy=Strategy.chain(drafter, k)) for n, k in rows]
     return Policy(selector=TableSpec(rows=tuple(strategies)), drafters=EAGLE, **also)
@@ -117,7 +116,7 @@ SUFFIX = fixed("suffix", 8)
 HEAD = LearnedSpec(method="draft_model", model="MODEL")
 
 
-def of(policy: Policy, **drafters: DrafterSpec) -> Policy:
+def of(policy, **drafters):
     """The policy with these drafters."""
     return policy.model_copy(update={"drafters": drafters})
 
@@ -128,7 +127,7 @@ MIXED = TableSpec(
         TableRow(min_batch=4, strategy=Strategy.chain("learned", 4)),
     )
 )
-STOCK: dict[str, Policy] = {
+STOCK = {
     **SHIPPED,
     "suffix": SUFFIX,
     "suffix-decoding": of(SUFFIX, suffix=SYSTEM_DRAFTERS["suffix-decoding"]),

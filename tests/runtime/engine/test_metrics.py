@@ -21,9 +21,7 @@ from .asking import raising
 NGRAM = Strategy.chain("ngram", 3)
 
 
-def iteration(
-    strategy: Strategy, duration_s: float, *drafts: tuple[int, int], batch: int = 2, prefill: int = 0
-) -> Iteration:
+def iteration(strategy, duration_s, *drafts, batch=2, prefill=0):
     """One that is over; `drafts` are the tokens drafted and kept of each request."""
     over = Iteration(0, 0.0, batch, 0, 10, prefill, Choice(strategy), True, 0.0)
     over.drafted, over.accepted = [each[0] for each in drafts], [each[1] for each in drafts]
@@ -32,7 +30,7 @@ def iteration(
     return over
 
 
-def tally(*iterations: Iteration) -> Tally:
+def tally(*iterations):
     counted = Tally()
     for each in iterations:
         counted.add(each)
@@ -92,7 +90,7 @@ def test_what_is_held_does_not_grow_with_iterations():
     assert len(counted.counts) == 3 + 3 + 1
 
 
-def shown(*asks: object) -> dict[str, float]:
+def shown(*asks):
     """What a scrape gives: by name, and label values in the order of the labels' names, the numbers."""
     collector = Collector()
     collector.asks += asks
@@ -116,7 +114,7 @@ def test_scrape_leaves_out_engines_that_cannot_be_asked():
 
 
 @pytest.fixture
-def control() -> Control:
+def control():
     control = Control(DrafterPool(None, 8))
     control.set_policy(load_policy("beg-mab"), (0, 0, 0))
     return control

@@ -8,7 +8,6 @@ import pytest
 from tests.fakes.drafting import Parrot
 from tests.refused import refused
 from tltlab.coordination.canary import CanaryConfig
-from tltlab.drafters.base import Key
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
@@ -21,12 +20,12 @@ from tltlab.strategy import Strategy
 from .asking import scheduled
 from .test_control import chain
 
-KEY: Key = (0, "p", 0, 0)
+KEY = (0, "p", 0, 0)
 HEAD = LearnedSpec(method="eagle", model="a/head")
 LEARNED = Strategy.chain("learned", 3)
 
 
-def pool(fallback: str | None = "ngram", predicted: float | None = 0.9, **config: object) -> DrafterPool:
+def pool(fallback="ngram", predicted=0.9, **config):
     """A pool with a canary, and with weights of the learned drafter whose first tokens are `predicted`."""
     drafters = {"learned": HEAD.model_copy(update={"fallback": fallback}), "ngram": NgramSpec()}
     pool = DrafterPool(drafters | {"hybrid": HybridSpec(first="ngram")}, 4)
@@ -36,7 +35,7 @@ def pool(fallback: str | None = "ngram", predicted: float | None = 0.9, **config
     return pool
 
 
-def verified(pool: DrafterPool, kept: int, drafts: int = 20):
+def verified(pool, kept, drafts=20):
     for _ in range(drafts):
         pool.observe("learned", [(KEY, 3, kept)])
 

@@ -1,7 +1,6 @@
 """Step times of a real engine as a table: what is in it, what is left out, and that costs come of it."""
 
 import json
-from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -13,11 +12,9 @@ from tltlab.calibration.iterations import read_step_times
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.runtime.cli.profile import _learned, _setting, profile, write_table
-from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.profile import (
     Cell,
     ForcedDrafter,
-    Profile,
     ProfileGrid,
     graphs_for,
     held_out_error,
@@ -107,7 +104,7 @@ def test_an_unknown_output_is_refused_early(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def engine(random_model) -> Iterator[Engine]:
+def engine(random_model):
     # 1 KiB of cache per token: four requests of the longest context and depth come to more than there is.
     args = {"max_num_seqs": 4, "kv_cache_memory_bytes": 768 << 10, "block_size": 32}
     engine = start_engine(str(random_model), GRID, None, args)
@@ -116,7 +113,7 @@ def engine(random_model) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def measured(engine) -> Profile:
+def measured(engine):
     return measure(engine, GRID)
 
 

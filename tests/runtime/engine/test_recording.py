@@ -2,10 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from threading import Event
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,7 @@ from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.recording import LiveRecording, finish_reason_of
 from tltlab.strategy import NO_SPECULATION
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import read
 
 from .asking import raising, run_program, scheduled
 
@@ -25,13 +22,13 @@ from .asking import raising, run_program, scheduled
 class Engine:
     """An engine whose requests, tokens and idle times a test scripts."""
 
-    def __init__(self, path: Path, drafters: dict[str, Any] | None = None):
+    def __init__(self, path, drafters=None):
         self.path, self.now = path, 0.0
         self.control = Control(DrafterPool(drafters, 0), clock=lambda: self.now)
         self.recording = LiveRecording(path, self.control, model="m", hardware="h", engine="vllm 0")
         self._number = itertools.count()
 
-    def arrives(self, prompt: int = 0, key: tuple[int, str, int, int] | None = None) -> str:
+    def arrives(self, prompt=0, key=None):
         name = str(next(self._number))
         self.recording.arrives(None if key is None else key[0])
         rl_step = self.control.tracker.rl_step
@@ -39,7 +36,7 @@ class Engine:
         self.recording.arrived(live)
         return name
 
-    def iterates(self, seconds: float):
+    def iterates(self, seconds):
         """One iteration: each request gets a token."""
         lives = self.control.live
         self.control.iteration_starts()
@@ -51,32 +48,32 @@ class Engine:
         self.control.sampled(what, [1] * len(lives))
         self.recording.iterated()
 
-    def leaves(self, *names: str, reason: str = "stop", got: int | None = None):
+    def leaves(self, *names, reason="stop", got=None):
         for name in names:
             self.recording.left(self.control.finish(name, got), reason)
         if not self.control.live:
             self.control.idle()
             self.recording.idle()
 
-    def serves(self, num: int = 1, seconds: float = 1.0):
+    def serves(self, num=1, seconds=1.0):
         """Some requests, together, of one token each."""
         names = [self.arrives() for _ in range(num)]
         self.iterates(seconds)
         self.leaves(*names)
 
-    def trace(self) -> Trace:
+    def trace(self):
         self.recording.close()
         return read(self.path)
 
 
 @pytest.fixture
-def engine(tmp_path, monkeypatch) -> Engine:
+def engine(tmp_path, monkeypatch):
     # What writes does so when a test says so.
     monkeypatch.setattr(LiveRecording, "idle_s", 1e6)
     return Engine(tmp_path / "trace")
 
 
-def of_steps(trace: Trace) -> list[int]:
+def of_steps(trace):
     """How many responses each RL step has."""
     return trace.outcomes.groupby("rl_step").size().tolist()
 
@@ -249,14 +246,14 @@ class Disk:
         self.asked, self.answers, self._fsync = Event(), Event(), os.fsync
         self.answers.set()
 
-    def fsync(self, descriptor: int):
+    def fsync(self, descriptor):
         self.asked.set()
         self.answers.wait(500)
         self._fsync(descriptor)
 
 
 @pytest.fixture
-def disk(monkeypatch) -> Iterator[Disk]:
+def disk(monkeypatch):
     disk = Disk()
     monkeypatch.setattr(os, "fsync", disk.fsync)
     yield disk
@@ -325,7 +322,7 @@ def test_the_newest_rows_are_dropped_first(engine, disk, monkeypatch, caplog):
 
 
 class Unspeakable(Exception):
-    def __str__(self) -> str:
+    def __str__(self):
         raise RuntimeError("of a bug in a bug")
 
 

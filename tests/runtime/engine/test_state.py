@@ -3,8 +3,6 @@
 import itertools
 import json
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,7 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.specs import BegMabSpec, Bucket, ExploreSpec
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.generation import PolicyFailed, Rollout
+from tltlab.runtime.engine.generation import PolicyFailed
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import fixed, request
@@ -28,7 +26,7 @@ ADAPTIVE = {
 
 
 @pytest.fixture(scope="module")
-def engines(random_model) -> Iterator[list[Engine]]:
+def engines(random_model):
     """Two engines of the same weights, with their own seeds."""
     args = {"max_model_len": 128, "max_num_seqs": 32, "kv_cache_memory_bytes": 32 << 20}
     made = [Engine(str(random_model), max_draft_depth=4, seed=seed, vllm_args=args) for seed in range(2)]
@@ -37,18 +35,18 @@ def engines(random_model) -> Iterator[list[Engine]]:
         engine.close()
 
 
-def generate(engine: Engine, rl_step: int, *, prompts: int = 3, tokens: int = 28, **more: Any) -> Rollout:
+def generate(engine, rl_step, *, prompts=3, tokens=28, **more):
     slots = itertools.product(range(prompts), range(4))
     rest = {"rl_step": rl_step, "ignore_eos": False}
     asked = [request(f"p{n}", k, [1, 4 + n, 5], tokens + n, **rest) for n, k in slots]
     return engine.generate(asked, rl_step=rl_step, temperature=1.0, **more)
 
 
-def texts(rollout: Rollout) -> list[tuple[list[int], list[float]]]:
+def texts(rollout):
     return [(response.token_ids, response.logprobs) for response in rollout.responses]
 
 
-def choices(rollout: Rollout) -> list[tuple[Any, ...]]:
+def choices(rollout):
     names = ("iteration", "drafter", "draft_depth", "tokens_to_verify", "propensity", "bucket")
     return [tuple(row[name] for name in names) for row in rollout.decisions]
 
@@ -79,7 +77,7 @@ def test_engines_continue_alike_from_state_and_seed(engines):
     assert texts(generate(one, 1)) != went_on[0][0][0][0]
 
 
-def afresh(engines: list[Engine], kind: str) -> list[Engine]:
+def afresh(engines, kind):
     """They have forgotten everything, and are under the same policy."""
     for engine in engines:
         engine.forget()
@@ -87,7 +85,7 @@ def afresh(engines: list[Engine], kind: str) -> list[Engine]:
     return engines
 
 
-def answer(engine: Engine, seed: int, *, num: int = 3, saved: bool = False) -> list[Rollout]:
+def answer(engine, seed, *, num=3, saved=False):
     """Up to three rollouts, the last two of one RL step; with `saved` the engine loads its own state before each."""
     rollouts = []
     for number, rl_step in enumerate((0, 1, 1)[:num]):
@@ -98,7 +96,7 @@ def answer(engine: Engine, seed: int, *, num: int = 3, saved: bool = False) -> l
     return rollouts
 
 
-def decisions(rollouts: list[Rollout]) -> list[dict[str, Any]]:
+def decisions(rollouts):
     """Rows as a trace has them: iterations of the rollouts of one RL step are counted on."""
     rows, before = [], 0
     for number, rollout in enumerate(rollouts):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.runtime.engine.tracker import Iteration, IterationTracker, Scheduled, Stopwatch
+from tltlab.runtime.engine.tracker import IterationTracker, Stopwatch
 from tltlab.state import NO_CHOICE, Choice, StepOutcome
 from tltlab.strategy import Strategy
 
@@ -16,18 +16,18 @@ KEY = (0, "p", 0, 0)
 class Engine:
     """Two requests, played on a clock; each choice is a chain whose depth is the number of the iteration + 1."""
 
-    def __init__(self, **settings: bool):
+    def __init__(self, **settings):
         self.now = 50.0
         self.notified: list[tuple[Choice, StepOutcome]] = []
         self.tracker = IterationTracker(self.notify, worker=2, clock=lambda: self.now, **settings)
         self.tracker.begin(7)
         self.depth = 0
 
-    def notify(self, choice: Choice, outcome: StepOutcome, iteration: Iteration):
+    def notify(self, choice, outcome, iteration):
         self.notified.append((choice, outcome))
         iteration.rewarded(10.0 * len(self.notified))
 
-    def schedule(self, draft: int = 0, *, learns: bool = True, decided: bool = True) -> Scheduled:
+    def schedule(self, draft=0, *, learns=True, decided=True):
         drafts = {"a": [9] * draft, "b": [9] * draft} if draft else {}
         what = scheduled("b", "a", drafts=drafts, waiting=3, context_tokens=40)
         self.tracker.start()
@@ -37,9 +37,7 @@ class Engine:
         self.tracker.choose(Choice(strategy, 0.5, self.depth % 2, learns), decided=decided)
         return what
 
-    def iterate(
-        self, forward_s: float = 1.0, draft_s: float = 0.0, after_s: float = 0.0, kept: int = 0, **chosen: bool
-    ):
+    def iterate(self, forward_s=1.0, draft_s=0.0, after_s=0.0, kept=0, **chosen):
         what = self.schedule(self.tracker.in_force.strategy.draft_depth, **chosen)
         self.now += forward_s
         self.tracker.sampled(self.tracker.verified(what, [1, kept + 1]))

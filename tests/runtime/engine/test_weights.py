@@ -4,9 +4,7 @@ What those ask for is what they get, checked by their own code.
 """
 
 import multiprocessing
-from collections.abc import Iterator
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from tltlab.runtime.trainer.model import WholeTensors
 KIB = 1 << 10
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     torch.manual_seed(0)
     return {
         "embed": torch.randn(40, 8),
@@ -35,20 +33,20 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def slots() -> Iterator[BucketSlots]:
+def slots():
     slots = BucketSlots.fit(tensors().values(), bucket_bytes=KIB)
     yield slots
     slots.close()
 
 
-def reads(pipe: Connection):
+def reads(pipe):
     """Answers each bucket with what it finds in it."""
     mapped = MappedMemory()
     while (bucket := pipe.recv()) is not None:
         pipe.send([described(name, tensor) for name, tensor in mapped.tensors(bucket)])
 
 
-def described(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
+def described(name, tensor):
     return name, tensor.dtype, tensor.shape, float(tensor.detach().double().sum())
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 
@@ -18,7 +17,6 @@ from tltlab.console import sigterm_as_interrupt, sigterm_handler
 from tltlab.errors import RunError
 from tltlab.runtime.ray.actors import Waiting
 from tltlab.runtime.ray.liveness import EndedServers, StoppedProcesses, is_stopped
-from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerLost, WorkerPool
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 
@@ -26,7 +24,7 @@ from ..small_models import small_recipe
 
 
 @contextmanager
-def waiting(num: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def waiting(num):
     command = [sys.executable, "-S", "-c", "input()"]
     with ExitStack() as stack:
         made = [stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE)) for _ in range(num)]
@@ -35,7 +33,7 @@ def waiting(num: int) -> Iterator[list[subprocess.Popen[bytes]]]:
         yield made
 
 
-def stop(process: subprocess.Popen[bytes]):
+def stop(process):
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
 
@@ -115,7 +113,7 @@ def test_a_run_ends_with_its_ray(sockets):
     assert "state-dump" not in ended.stderr
 
 
-def recipe(call_timeout_s: float) -> Recipe:
+def recipe(call_timeout_s):
     return small_recipe(faults={"call_timeout_s": call_timeout_s})
 
 

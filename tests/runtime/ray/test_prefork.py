@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -20,17 +19,17 @@ WAIT_S = 200
 
 
 class Actor:
-    def seen(self) -> tuple[int, int, bool, str | None]:
+    def seen(self):
         return os.getpid(), os.getppid(), "decimal" in sys.modules, os.environ.get("OWN")
 
 
 @pytest.fixture(scope="module")
-def prefork() -> Iterator[Prefork]:
+def prefork():
     with Prefork(["decimal", "no_such_module"], {"SAID": "once"}) as prefork:
         yield prefork
 
 
-def run(prefork: Prefork, code: str, folder: Path, **options) -> subprocess.Popen:
+def run(prefork, code, folder, **options):
     """A script as Ray would start it."""
     script = folder / "script.py"
     script.write_text(code)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,14 +29,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
-def temporary(tmp_path, monkeypatch) -> Path:
+def temporary(tmp_path, monkeypatch):
     """A temporary folder in which this process has made nothing yet."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(scratch, "_scratch", {})
     return tmp_path
 
 
-def session_in(temporary: Path) -> Path:
+def session_in(temporary):
     """A folder as Ray makes them."""
     session = temporary / "ray" / "session_2026-01-02_03-04-05_678_90"
     session.mkdir(parents=True)
@@ -137,7 +136,7 @@ def test_a_process_without_shared_memory_makes_no_folder(temporary):
 
 
 @contextmanager
-def mapped(path: Path) -> Iterator[None]:
+def mapped(path):
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         yield
 

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +26,7 @@ SHAPE = {
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
+def place(tmp_path, monkeypatch):
     """The folder that commands run in: a model's shape, prompts, a recipe and things that are wrong."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "IMPORTS_S", 0.0)
@@ -50,11 +48,11 @@ def place(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def shape(**changed: int) -> str:
+def shape(**changed):
     return json.dumps(SHAPE | changed)
 
 
-def begun(place: Path, **more: Any) -> Path:
+def begun(place, **more):
     """The folder of a run that says of itself no more than its recipe."""
     recipe = {"model": "m", "reward": "loud:reward", "data": {"train": "t.jsonl"}} | more
     (place / "run").mkdir()
@@ -62,7 +60,7 @@ def begun(place: Path, **more: Any) -> Path:
     return place / "run"
 
 
-def train(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+def train(capsys, *args):
     """Exit code, standard output, standard error."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", *args])
@@ -71,7 +69,7 @@ def train(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str
 
 
 ROW = '{"prompt": "1 + 1", "answer": "2"}\n'
-CANNOT: list[tuple[str, tuple[str, ...]]] = [
+CANNOT = [
     ("rollout.max_draft_depth=4", ("rollout.policy", "beg-mab", "ngram:8")),
     ("rollout.policy=beg-mab-learned", ("learned:8", "ngram, suffix")),
     ("rollout.policy=policy.json", ("policy.json", "format", "tltlab-policy")),
@@ -100,7 +98,7 @@ CANNOT: list[tuple[str, tuple[str, ...]]] = [
     ("rollout.vllm.max_model_len=700 --dry-run", ("max_response_tokens = 768", "rollout.vllm.max_model_len = 700")),
 ]  # fmt: skip
 """What is asked, and the facts in what is said of it."""
-WITH_FILES: list[tuple[dict[str, str], str, tuple[str, ...]]] = [
+WITH_FILES = [
     ({"t.jsonl": '{"question": "1", "answer": "2"}'}, "seed=1", ("t.jsonl", "line 1", "'prompt'")),
     ({"t.jsonl": '{"prompt": "1 + 1", "answer": null}'}, "seed=1", ("line 1", "'answer'")),
     ({"m/config.json": shape(max_position_embeddings=512)}, "seed=1", ("m", "512")),

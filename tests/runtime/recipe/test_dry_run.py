@@ -2,24 +2,23 @@
 
 import json
 import re
-from typing import Any
 
 import pytest
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu
-from tltlab.runtime.recipe.dry_run import RunPlan, plan_of
+from tltlab.runtime.recipe.dry_run import plan_of
 from tltlab.runtime.recipe.gpus import weight_transport
 from tltlab.runtime.recipe.recipe import Recipe
 
 
-def recipe(model: str = "Qwen/Qwen2.5-7B", **sections: dict[str, Any]) -> Recipe:
+def recipe(model="Qwen/Qwen2.5-7B", **sections):
     fields = {"model": model, "reward": "parity:reward", "data": {"train": "t.jsonl", "max_prompt_tokens": 1024}}
     return Recipe.model_validate(fields | sections)
 
 
-def parts(plan: RunPlan, phase: str, where: str | None = None) -> dict[str, float]:
+def parts(plan, phase, where=None):
     """Bytes of the parts at a place, by default the first that has this phase."""
     found = next(found for found in plan.memory if found.phase == phase and where in (None, found.where))
     return {part.name: part.num_bytes for part in found.parts}
@@ -28,7 +27,7 @@ def parts(plan: RunPlan, phase: str, where: str | None = None) -> dict[str, floa
 RANK_GPU, HOST = "a trainer rank's GPU", "the driver's host"
 
 
-def places(plan: RunPlan, kind: str) -> list[tuple[int, tuple[int, ...]]]:
+def places(plan, kind):
     return [(actor.node, actor.gpus) for actor in plan.actors if actor.kind == kind]
 
 
@@ -40,7 +39,7 @@ def test_colocated_ranks_lie_on_the_workers_gpus():
     assert places(plan, "trainer rank") == [(n, (g,)) for n in (0, 1) for g in range(8)]
 
 
-def of_a_rank(max_response_tokens: int = 3072, **train: Any) -> dict[str, float]:
+def of_a_rank(max_response_tokens=3072, **train):
     """What a trainer rank's GPU holds as it trains, beside one worker's on a node of eight."""
     rollout = {"num_workers": 1, "max_response_tokens": max_response_tokens}
     plan = plan_of(recipe(rollout=rollout, train=train, cluster={"gpus_per_node": 8, "gpu": "H100"}))

@@ -10,14 +10,14 @@ from tltlab.drafters.specs import NETWORK, TEXT
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.graphs import GIB, CapturedGraphs
 from tltlab.runtime.recipe.dry_run import plan_of
-from tltlab.runtime.recipe.engines import EngineBuild, drafters_of, engines_of
+from tltlab.runtime.recipe.engines import drafters_of, engines_of
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.rows import run_manifest
 
 RECIPE = "qwen2.5-1.5b-gsm8k"
 
 
-def build(*overrides: str, recipe: str = RECIPE) -> EngineBuild:
+def build(*overrides, recipe=RECIPE):
     return engines_of(load_recipe(recipe, ["cluster.gpu=H100", *overrides]))
 
 

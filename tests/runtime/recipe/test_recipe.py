@@ -2,7 +2,6 @@
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,7 @@ steps = 3
 NO_DEVICES = "cluster.placement=colocated train.correction=none"
 
 
-def written(path: Path, text: str) -> Path:
+def written(path, text):
     path.write_text(text)
     return path
 

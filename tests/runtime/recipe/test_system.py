@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,7 @@ GPUS = 'cluster={"gpus_per_node":3,"gpu":"H100"}'
 
 
 @pytest.fixture
-def recipe_file(tmp_path, monkeypatch, random_model) -> Path:
+def recipe_file(tmp_path, monkeypatch, random_model):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.jsonl").write_text('{"prompt": "w1 w2", "answer": "2"}\n' * 10)
     (tmp_path / "r.toml").write_text(f'model = "{random_model}"\n{RECIPE}')
@@ -113,7 +112,7 @@ def test_resumed_run_keeps_policy_that_its_system_had(recipe_file, tmp_path, mon
     assert resumed_recipe(run).read_policy() == load_policy(run / "policy.json") != recipe.read_policy()
 
 
-def dry_run(capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str]:
+def dry_run(capsys, *overrides):
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "r.toml", *overrides, "--dry-run"])
     out, err = capsys.readouterr()

@@ -3,7 +3,6 @@
 import itertools
 import os
 from array import array
-from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import replace
@@ -14,7 +13,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.generation import FollowUp, GenerationRequest, GenerationResponse
+from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse
 from tltlab.runtime.models.make import make_tokenizer
 from tltlab.runtime.models.tasks import TASKS
 from tltlab.runtime.recipe.sections import EnvironmentConfig
@@ -83,7 +82,7 @@ class Whole(Own):
 """
 
 
-def ids(text: str) -> list[int]:
+def ids(text):
     return list(TOKENIZER.encode(text, add_special_tokens=False))
 
 
@@ -152,7 +151,7 @@ def test_a_cut_conversation_counts_as_truncated():
     assert note.startswith("1 response ")
 
 
-def ended_with(answer: str | None) -> Future[tuple[str | None, str]]:
+def ended_with(answer):
     future = Future()
     future.set_result((answer, ""))
     return future
@@ -186,13 +185,11 @@ def test_a_call_that_takes_too_long_is_ended(tmp_path):
     assert "1 tool call took more than 0.2 s" in failure
 
 
-def request(prompt: str, cap: int = 40) -> GenerationRequest:
+def request(prompt, cap=40):
     return GenerationRequest(key=(3, "p", 1, 0), prompt_token_ids=[1, *ids(prompt)], max_response_tokens=cap)
 
 
-def conversation(
-    first: GenerationRequest, turns: Sequence[str], room: int = 64, config: EnvironmentConfig = AT_ONCE
-) -> list[FollowUp]:
+def conversation(first, turns, room=64, config=AT_ONCE):
     """What follows each of these turns."""
     made = Conversations(EnvironmentPool(config, ()), config, TOKENIZER, ids("="), room)
     clock = itertools.count(10)

@@ -1,9 +1,7 @@
 """Partial rollouts and reuse on a real engine: log-probs and distributions are the exact model's, whoever drew."""
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.recipe.sections import EnvironmentConfig
-from tltlab.runtime.rollout.collected import RolloutTools, requests_of, turns_of
+from tltlab.runtime.rollout.collected import requests_of, turns_of
 from tltlab.runtime.rollout.environments import Conversations, EnvironmentPool, stop_token_ids
 from tltlab.runtime.rollout.worker import enough
 from tltlab.runtime.run.data import rollouts_of
@@ -38,7 +36,7 @@ class Echo:
 
 
 @pytest.fixture(scope="module")
-def engine(random_model) -> Iterator[Engine]:
+def engine(random_model):
     args = {"max_num_seqs": CONCURRENCY, "max_model_len": 128, "kv_cache_memory_bytes": 32 << 20}
     engine = Engine(str(random_model), max_draft_depth=3, vllm_args=args)
     engine.set_policy(fixed("ngram", 3))
@@ -49,11 +47,11 @@ def engine(random_model) -> Iterator[Engine]:
 class Versions:
     """The exact policies: version 0 is the random model, each later one some noise away from it."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.folder = folder
         self.models: dict[int, Any] = {}
 
-    def __getitem__(self, version: int) -> Any:
+    def __getitem__(self, version):
         if version not in self.models:
             model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
             noise = torch.Generator().manual_seed(version)
@@ -63,13 +61,13 @@ class Versions:
             self.models[version] = model
         return self.models[version]
 
-    def rows(self, version: int, prompt: Sequence[int], response: Sequence[int]) -> np.ndarray:
+    def rows(self, version, prompt, response):
         """[N, V] log-probs at the temperature of the response's N places."""
         with torch.no_grad():
             logits = self[version](torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
         return torch.log_softmax(logits / TEMPERATURE, -1).numpy()
 
-    def score(self, version: int) -> Callable[..., list[np.ndarray]]:
+    def score(self, version):
         def score(pairs, *, distributions=False):
             rows = [self.rows(version, prompt, response) for prompt, response in pairs]
             return [
@@ -80,11 +78,11 @@ class Versions:
 
 
 @pytest.fixture(scope="module")
-def versions(random_model) -> Versions:
+def versions(random_model):
     return Versions(random_model)
 
 
-def tools(engine: Engine, versions: Versions, rl_step: int, version: int) -> RolloutTools:
+def tools(engine, versions, rl_step, version):
     """One engine as the only worker, with the weights of `version`."""
     engine.update_weights(versions[version].state_dict().items(), version)
 
@@ -95,12 +93,12 @@ def tools(engine: Engine, versions: Versions, rl_step: int, version: int) -> Rol
     return tools_of(generate, rl_step, score=versions.score(version), policy_version=version)
 
 
-def some_prompts(num: int) -> list[Prompt]:
+def some_prompts(num):
     texts = [[1, *(4 + (n * 3 + i * 7) % 20 for i in range(6))] for n in range(num)]
     return [Prompt(prompt_id=f"p{n}", text="", answer="", token_ids=text) for n, text in enumerate(texts)]
 
 
-def rollouts(num: int, sizes: tuple[int, int, int], model: str | Path = "none", **rollout: Any) -> Any:
+def rollouts(num, sizes, model="none", **rollout):
     """On so many prompts; sizes are prompts a step, responses a prompt, and tokens a response."""
     names = ("prompts_per_step", "group_size", "max_response_tokens")
     settings = dict(zip(names, sizes, strict=True)) | {"num_workers": 1, "temperature": TEMPERATURE} | rollout

@@ -6,7 +6,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse
+from tltlab.runtime.engine.generation import GenerationResponse
 from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.run.state import RunEvents
@@ -29,7 +29,7 @@ class Longest(Placement):
 
 
 @pytest.fixture
-def pool(tmp_path, monkeypatch) -> WorkerPool:
+def pool(tmp_path, monkeypatch):
     """Two workers that are not started, under a placement that gives the first one the longest response alone."""
     (tmp_path / "placing.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
@@ -39,11 +39,11 @@ def pool(tmp_path, monkeypatch) -> WorkerPool:
     return WorkerPool(ours, build, lambda n: None, lambda n: {}, events=events, on_restart=lambda n: None)
 
 
-def names(shares: list[list[GenerationRequest]]) -> list[list[str]]:
+def names(shares):
     return [[r.key[1] for r in share] for share in shares]
 
 
-def response(name: str, turn: int, tokens: int, reason: str = "length") -> GenerationResponse:
+def response(name, turn, tokens, reason="length"):
     return GenerationResponse(
         key=(0, name, 0, turn),
         token_ids=[5] * tokens,

@@ -6,7 +6,6 @@ Of those during training: what may begin, how old what is trained on is, and whi
 import threading
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ import pytest
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.planning.dispatch import may_start
-from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.rollout.collected import Collected, SynchronousRollouts, Trajectory
+from tltlab.runtime.rollout.collected import SynchronousRollouts
 from tltlab.runtime.rollout.in_flight import DeferredCalls, QueuedRequests
 from tltlab.runtime.rollout.partial import first_version
 from tltlab.runtime.rollout.worker import enough
@@ -25,28 +23,28 @@ from .scripted_engines import END, ScriptedEngines, prompts, recipe, resumed, wa
 PROMPTS, GROUP, STEP_GROUPS, CAP, WORKERS, CONCURRENCY = 200, 4, 6, 60, 2, 10
 
 
-def length(prompt_id: str, sample: int) -> int:
+def length(prompt_id, sample):
     """A long tail: most responses are short, some reach the cap."""
     rng = np.random.default_rng([int(prompt_id[1:]), sample])
     return min(1 + int(rng.pareto(1.0) * 5), 2 * CAP)
 
 
-def reward(trajectory: Trajectory) -> float:
+def reward(trajectory):
     return float(len(trajectory.token_ids))
 
 
-def made(max_age: int | None = None) -> tuple[ScriptedEngines, Any]:
+def made(max_age=None):
     sizes = {"num_workers": WORKERS, "prompts_per_step": STEP_GROUPS, "group_size": GROUP, "max_response_tokens": CAP}
     rollouts = ways(sizes | {"partial": {"concurrency": CONCURRENCY, "max_age": max_age}}, PROMPTS)
     return ScriptedEngines(WORKERS, length, CONCURRENCY // WORKERS), rollouts
 
 
-def run(engines: ScriptedEngines, rollouts: Any, steps: range) -> list[Collected]:
+def run(engines, rollouts, steps):
     return [rollouts.collect(engines.tools(rl_step, reward)) for rl_step in steps]
 
 
 @pytest.fixture(scope="module")
-def twelve_steps() -> tuple[ScriptedEngines, list[Collected]]:
+def twelve_steps():
     engines, rollouts = made()
     return engines, run(engines, rollouts, range(12))
 
@@ -168,7 +166,7 @@ class SwappingEngines(ScriptedEngines):
     every = 9
     begins_at = ends_at = 0
 
-    def _run(self, worker: int, share: list[GenerationRequest], quota: int | None) -> Rollout:
+    def _run(self, worker, share, quota):
         # Every worker sees the same weights come at the same iterations.
         self.version, self.swaps = self.begins_at, []
         self.queue = QueuedRequests(share, lambda: self.version)
@@ -179,21 +177,21 @@ class SwappingEngines(ScriptedEngines):
         self.ends_at = max(self.ends_at, self.version)
         return self.queue.whole(rollout, [*self.swaps, (self.version, {})])
 
-    def arrivals(self, share: list[GenerationRequest], iteration: int) -> list[GenerationRequest]:
+    def arrivals(self, share, iteration):
         return self.queue.take()
 
-    def after_iteration(self, share: list[GenerationRequest], iterations: int, running: dict[Any, int]):
+    def after_iteration(self, share, iterations, running):
         if iterations % self.every == 0 and self.version < share[0].key[0]:
             self.swaps.append((self.version, running))
             self.version += 1
 
 
-def asynchronous(staleness: int, stale: str = "hold") -> tuple[SwappingEngines, Any]:
+def asynchronous(staleness, stale="hold"):
     sizes = {"num_workers": WORKERS, "prompts_per_step": PER_STEP, "group_size": SAMPLES, "max_response_tokens": CAP}
     return SwappingEngines(WORKERS, length), ways(sizes | {"staleness": staleness, "stale": stale}, 200)
 
 
-def collect(engines: SwappingEngines, rollouts: Any, steps: range, staleness: int) -> list[Collected]:
+def collect(engines, rollouts, steps, staleness):
     """Each as early as its trainer may be behind: with the engines' weights `staleness` versions old."""
     found = []
     for rl_step in steps:

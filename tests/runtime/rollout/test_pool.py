@@ -11,14 +11,11 @@ import random
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import ray
-import torch
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from safetensors.torch import load_file
 
@@ -27,16 +24,16 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import ExploreSpec
-from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.engine.generation import EngineDied
 from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.weights import BucketSlots, Engines, load_buckets
 from tltlab.runtime.ray.actors import Waiting, death_cause
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.engines import EngineBuild
-from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.rollout.collected import delayed
 from tltlab.runtime.rollout.history import RunHistory
-from tltlab.runtime.rollout.pool import SendWeights, WorkerPool
+from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.rollout.worker import capture_bytes, engine_args, enough
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
@@ -47,11 +44,11 @@ from .scripted_engines import rolled
 
 pytestmark = pytest.mark.engine
 PROMPTS, GROUP, CAP = 6, 4, 100
-RESTARTED: list[int] = []
+RESTARTED = []
 NGRAM, SUFFIX = fixed("ngram"), fixed("suffix")
 
 
-def pool_of(recipe: Recipe, out: Path, on_restart: Callable[[int], None] = lambda number: None) -> WorkerPool:
+def pool_of(recipe, out, on_restart=lambda number: None):
     events = RunEvents(out / "events.jsonl")
     # As on a GPU; here vLLM leaves the graphs out.
     graphs = plan_graphs(load_policy("beg-mab-suffix"), 64, runner="V1", any_lengths=True)
@@ -61,29 +58,29 @@ def pool_of(recipe: Recipe, out: Path, on_restart: Callable[[int], None] = lambd
 
 
 @pytest.fixture(scope="module")
-def recipe(recipe_file) -> Recipe:
+def recipe(recipe_file):
     return load_recipe(recipe_file, ["faults.max_restarts=100"])
 
 
 @pytest.fixture(scope="module")
-def pool(one_ray, recipe, tmp_path_factory) -> Iterator[WorkerPool]:
+def pool(one_ray, recipe, tmp_path_factory):
     pool = pool_of(recipe, tmp_path_factory.mktemp("pool"), RESTARTED.append)
     with closing(pool):
         pool.start()
         yield pool
 
 
-def requests(rl_step: int, num_prompts: int = PROMPTS) -> list[GenerationRequest]:
+def requests(rl_step, num_prompts=PROMPTS):
     slots = itertools.product(range(num_prompts), range(GROUP))
     rest = {"rl_step": rl_step, "ignore_eos": False}
     return [request(f"p{n}", sample, [1, 4 + n, 9, 4 + n, 9], CAP, **rest) for n, sample in slots]
 
 
-def told(parts: list[Rollout]) -> list[tuple[object, ...]]:
+def told(parts):
     return [(r.key, r.token_ids, r.finish_reason) for part in parts for r in part.responses]
 
 
-def undisturbed(pool: WorkerPool, policy: Policy, rl_step: int) -> tuple[list[Rollout], list[dict[str, object]]]:
+def undisturbed(pool, policy, rl_step):
     """A rollout, and the state that it began in: drafters learn in it, so it is to be loaded before another try."""
     pool.set_policy(policy, rl_step)
     before = pool.state_dicts()
@@ -101,11 +98,11 @@ def test_engines_report_the_graphs_of_iterations(pool):
     assert all(row["graph_tokens"] == row["batch"] + row["num_drafted"] for row in decoding)
 
 
-def kill(pool: WorkerPool, number: int):
+def kill(pool, number):
     os.kill(pool.pids[number], signal.SIGKILL)
 
 
-def events(pool: WorkerPool) -> list[str]:
+def events(pool):
     path = pool.events.path
     return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -122,7 +119,7 @@ def test_a_quota_of_prompts_ends_a_rollout(pool):
     assert all(r.finish_reason != "abort" for r in other.responses)
 
 
-def sending(weights: dict[str, torch.Tensor], kill_after: int = -1) -> SendWeights:
+def sending(weights, kill_after=-1):
     """Weights from its own actor, in buckets of 16 KiB, as `TrainerGroup.send_weights` brings those of ranks."""
     actor, held = SendingActor.remote(), ray.put(weights)
 
@@ -137,7 +134,7 @@ def sending(weights: dict[str, torch.Tensor], kill_after: int = -1) -> SendWeigh
 
 @ray.remote(num_cpus=0)
 class SendingActor:
-    def send(self, weights: dict[str, torch.Tensor], engines: Engines, kill_after: int):
+    def send(self, weights, engines, kill_after):
         def until_it_dies():
             for number, item in enumerate(weights.items()):
                 if number == kill_after:
@@ -322,9 +319,9 @@ def test_an_engine_that_never_starts_is_tried_once(one_ray, recipe_file, random_
 class Aborting:
     """A worker whose process ends while its engine is built, as one does that a kernel aborts."""
 
-    def __init__(self, *args: object): ...
+    def __init__(self, *args): ...
 
-    def pid(self) -> int:
+    def pid(self):
         return os.getpid()
 
     def start(self):

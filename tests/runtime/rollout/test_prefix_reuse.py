@@ -3,10 +3,8 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +12,10 @@ from scipy.stats import chisquare
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
-from tltlab.runtime.rollout.collected import RolloutTools, save_ragged
+from tltlab.runtime.engine.generation import GenerationResponse
+from tltlab.runtime.rollout.collected import save_ragged
 from tltlab.runtime.rollout.prefix_reuse import (
     EARLIER_FILE,
-    ReusingRollouts,
     end_tokens,
     keep_chances,
     kept_prefix,
@@ -34,7 +31,7 @@ CAP = 3
 class ToyPolicy:
     """A policy over `num_words` words, END (2) among them, for responses of up to 3 tokens: log-probs [V] by prefix."""
 
-    def __init__(self, seed: int, num_words: int):
+    def __init__(self, seed, num_words):
         rng = np.random.default_rng(seed)
         self.num_words = num_words
         self.rows = {
@@ -44,11 +41,11 @@ class ToyPolicy:
         }
         self.sums = {prefix: np.exp(row).cumsum() for prefix, row in self.rows.items()}
 
-    def responses(self) -> dict[Tokens, float]:
+    def responses(self):
         """Every whole response and its probability."""
         return self.continuations((), 1.0)
 
-    def continuations(self, prefix: Tokens, chance: float) -> dict[Tokens, float]:
+    def continuations(self, prefix, chance):
         if len(prefix) == CAP or prefix[-1:] == (END,):
             return {prefix: chance}
         out = {}
@@ -56,7 +53,7 @@ class ToyPolicy:
             out |= self.continuations((*prefix, token), chance * float(np.exp(self.rows[prefix][token])))
         return out
 
-    def scored(self, tokens: Tokens) -> np.ndarray:
+    def scored(self, tokens):
         return np.stack([self.rows[tokens[:i]] for i in range(len(tokens))])
 
 
@@ -80,22 +77,22 @@ def test_residual_is_what_policy_before_gave_too_little():
 class ToyTools:
     """An engine that samples from a toy policy, and a trainer that scores with it."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
         self.num_generated = 0
 
-    def __call__(self, rl_step: int, policy: ToyPolicy) -> RolloutTools:
+    def __call__(self, rl_step, policy):
         self.policy = policy
         return tools_of(self.generate, rl_step, score=self.score)
 
-    def score(self, pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
+    def score(self, pairs, *, distributions=False):
         rows = [self.policy.scored(tuple(tokens)) for _, tokens in pairs]
         return [
             (r if distributions else r[np.arange(len(tokens)), tokens]).astype(np.float32)
             for r, (_, tokens) in zip(rows, pairs, strict=True)
         ]
 
-    def generate(self, shares: list[list[GenerationRequest]], number: int, quotas: Any) -> list[Rollout]:
+    def generate(self, shares, number, quotas):
         responses = []
         for request in shares[0]:
             prefix = tuple(request.prompt_token_ids[3:])
@@ -114,7 +111,7 @@ class ToyTools:
         return [rolled(responses)]
 
 
-def reusing(model: Path, num_prompts: int, reuse: dict[str, Any], **rollout: Any) -> ReusingRollouts:
+def reusing(model, num_prompts, reuse, **rollout):
     sizes = {"prompts_per_step": num_prompts, "group_size": 8, "max_response_tokens": CAP}
     return ways(sizes | rollout | {"reuse": reuse}, num_prompts, model=model)
 
@@ -142,13 +139,13 @@ def test_reuse_draws_from_the_active_policy(random_model):
     assert tools.num_generated < 0.7 * num_tokens
 
 
-def one_group(reuse: dict[str, Any], length: Callable[[str, int], int], **rollout: Any) -> tuple[Any, ReusingRollouts]:
+def one_group(reuse, length, **rollout):
     """Scripted engines on two workers and one prompt of two samples."""
     rollouts = reusing(Path("none"), 1, reuse, group_size=2, max_response_tokens=20, **rollout)
     return ScriptedEngines(2, length), rollouts
 
 
-def scoring(logprobs: Callable[[list[int]], np.ndarray]) -> Callable[..., list[np.ndarray]]:
+def scoring(logprobs):
     return lambda pairs, distributions=False: [logprobs(tokens) for _, tokens in pairs]
 
 
@@ -189,7 +186,7 @@ def test_empty_states_restore_and_caps_are_checked(tmp_path):
         rollouts.load_state_dict(state, tmp_path)
 
 
-def halved(tokens: list[int]) -> np.ndarray:
+def halved(tokens):
     """Every token is half as likely as when the scripted engine drew it under version 0."""
     return np.array([-(i / 100) for i in range(len(tokens))]) + np.log(0.5)
 
@@ -209,7 +206,7 @@ def test_leniency_keeps_more_and_draws_differ():
     assert any(a != b for a, b in cuts[:6])
 
 
-def certain(token: int) -> np.ndarray:
+def certain(token):
     """[V]: all but 1e-9 on `token`."""
     row = np.full(128, np.log(1e-9 / 127), np.float32)
     row[token] = 0.0

@@ -6,10 +6,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -85,7 +82,7 @@ def run():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Iterator[Path]:
+def folder(tmp_path_factory):
     """A folder on the path with the module of rewards."""
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "pool_rewards.py").write_text(MODULE)
@@ -142,25 +139,25 @@ def test_a_reward_module_is_found_on_resume(processes, tmp_path, monkeypatch):
     assert sys.path == before
 
 
-def recipe_of(processes: int, reward: Any = "pool_rewards:reward", **settings: Any) -> Recipe:
+def recipe_of(processes, reward="pool_rewards:reward", **settings):
     settings = {"processes": processes, "timeout_s": 120.0, "on_failure": -1.0} | settings
     return Recipe.model_validate({"model": "m", "reward": reward, "data": {"train": "x"}, "reward_pool": settings})
 
 
 @pytest.fixture(scope="module")
-def two_processes(folder) -> Iterator[RewardPool]:
+def two_processes(folder):
     with RewardPool(recipe_of(2)) as pool:
         yield pool
 
 
 @pytest.fixture
-def pool(two_processes) -> RewardPool:
+def pool(two_processes):
     """A pool of two processes that has not failed yet."""
     two_processes.take_failures()
     return two_processes
 
 
-def of(pool: RewardPool, *responses: str) -> list[float]:
+def of(pool, *responses):
     return pool.rewards([("a prompt", response, "an answer") for response in responses])
 
 
@@ -170,7 +167,7 @@ def test_rewards_come_in_the_order_of_the_responses(pool):
     assert pool.take_failures() == []
 
 
-def both(pool: RewardPool) -> set[int]:
+def both(pool):
     """The two processes that compute rewards, once both do."""
     found = set()
     deadline = time.monotonic() + 300

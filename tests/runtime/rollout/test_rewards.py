@@ -1,7 +1,5 @@
 """What rewards pay for, how they are named and summed, and what is said of one that cannot be called."""
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.refused import refused
@@ -16,7 +14,6 @@ from tltlab.runtime.rollout.rewards import (
     math,
 )
 
-Reward = Callable[[str, str, str], float]
 MODULE = """
 def two(prompt, response, answer): return 2
 def infinite(prompt, response, answer): return float("inf")

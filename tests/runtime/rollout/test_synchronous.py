@@ -5,16 +5,15 @@ from pathlib import Path
 import pytest
 
 from tltlab.runtime.data.order import prompt_batch
-from tltlab.runtime.rollout.collected import Trajectory
 
 from .scripted_engines import ScriptedEngines, resumed, ways
 
 
-def by_sample(trajectory: Trajectory) -> float:
+def by_sample(trajectory):
     return float(trajectory.sample)
 
 
-def even(name: str) -> bool:
+def even(name):
     """Whether a prompt's number is even."""
     return int(name[1:]) % 2 == 0
 

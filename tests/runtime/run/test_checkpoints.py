@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from tltlab.traces.schema import Manifest
 from ...crash_states import Disk, crashes, put
 
 
-def writer(number: int, size: int = 100, then: Callable[[Path], object] = lambda folder: None):
+def writer(number, size=100, then=lambda folder: None):
     def write(folder):
         (folder / "trainer").mkdir()
         (folder / "state.json").write_text(json.dumps({"number": number}))
@@ -32,26 +31,26 @@ def writer(number: int, size: int = 100, then: Callable[[Path], object] = lambda
     return write
 
 
-def saved(folder: Path, *steps: int, keep: int = 2, size: int = 100) -> RunCheckpoints:
+def saved(folder, *steps, keep=2, size=100):
     checkpoints = RunCheckpoints(folder, keep=keep)
     for step in steps:
         assert checkpoints.save(step, writer(step, size)).name == f"step-{step:06d}"
     return checkpoints
 
 
-def flip(file: Path, bit: int):
+def flip(file, bit):
     data = bytearray(file.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     file.write_bytes(data)
 
 
-def whole(checkpoints: RunCheckpoints) -> list[Path]:
+def whole(checkpoints):
     """Those that are, once what a killed writer left is tidied up."""
     checkpoints.latest()
     return [path for path in checkpoints_in(checkpoints.folder) if fault_of(path) is None]
 
 
-def names(checkpoints: RunCheckpoints) -> list[str]:
+def names(checkpoints):
     return [path.name for path in whole(checkpoints)]
 
 
@@ -176,7 +175,7 @@ def test_other_things_in_the_folder_are_left_alone(tmp_path):
         step_of(tmp_path / "final")
 
 
-def content(folder: Path | None) -> dict[str, bytes] | None:
+def content(folder):
     """What `writer` wrote into a checkpoint, by the number that it has."""
     if folder is None:
         return None

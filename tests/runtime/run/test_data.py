@@ -48,7 +48,7 @@ def test_prompts_beside_which_response_is_cut_are_counted(recipe_file, tmp_path)
         RunData(load_recipe(recipe_file, many), load_tokenizer(recipe.model))
 
 
-def rows_of(source: str) -> list[dict[str, str]]:
+def rows_of(source):
     return [json.loads(line) for line in Path(source).read_text().splitlines()]
 
 

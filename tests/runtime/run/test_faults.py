@@ -11,10 +11,8 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import cycle, islice
-from pathlib import Path
 
 import psutil
 import pytest
@@ -59,7 +57,7 @@ if __name__ == "__main__":
 class Driver:
     """`tltlab train` in its own process. It and its actors are forks of the process that has imported all."""
 
-    def __init__(self, run: Path, log: Path, *arguments: str, path: Path):
+    def __init__(self, run, log, *arguments, path):
         self.run = run
         self.log = log
         self._since = time.time_ns()
@@ -81,12 +79,12 @@ class Driver:
         description = self.run / "run.json"
         self._wait_until(lambda: description.exists() and description.stat().st_mtime_ns > self._since)
 
-    def gets_on(self, steps: int):
+    def gets_on(self, steps):
         """Wait for so many RL steps more."""
         target = self.steps + steps
         self._wait_until(lambda: self.steps >= target)
 
-    def _wait_until(self, done: Callable[[], bool]):
+    def _wait_until(self, done):
         """Or until the run is over."""
         end = time.monotonic() + PATIENCE_S
         while self.process.poll() is None and not done():
@@ -94,15 +92,15 @@ class Driver:
             time.sleep(0.02)
 
     @property
-    def steps(self) -> int:
+    def steps(self):
         return len(re.findall(r"^step \d+:", self.log.read_text(), re.MULTILINE))
 
-    def offspring(self) -> list[psutil.Process]:
+    def offspring(self):
         """All processes of the run that end with it."""
         children = self._forks.children(recursive=True)
         return [child for child in children if not title(child).startswith(LINGER)]
 
-    def kill(self, victim: str, rng: random.Random) -> bool:
+    def kill(self, victim, rng):
         """Kill -9; whether there was somebody to kill."""
         assert self.process.poll() is None, f"the run was over too soon: {self.log.read_text()[-3000:]}"
         if victim == "driver":

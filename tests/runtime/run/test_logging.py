@@ -5,13 +5,10 @@ import os
 import pty
 import sys
 import threading
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -25,14 +22,14 @@ from tltlab.runtime.run.rows import StepReport
 from tltlab.runtime.run.state import RunEvents
 
 
-def module(name: str, **members: Any) -> ModuleType:
+def module(name, **members):
     made = ModuleType(name)
     made.__spec__ = ModuleSpec(name, None)
     vars(made).update(members)
     return made
 
 
-def wandb_like(called: Callable[..., None]) -> ModuleType:
+def wandb_like(called):
     """A stand-in for W&B that tells `called` what it was asked to do."""
 
     def log(metrics, step, commit):
@@ -56,7 +53,7 @@ def wandb_like(called: Callable[..., None]) -> ModuleType:
     return module("wandb", init=init, Settings=lambda console, quiet: None)
 
 
-def mlflow_like(called: Callable[..., None]) -> ModuleType:
+def mlflow_like(called):
     """The same for MLflow."""
     logged = []
 
@@ -91,14 +88,14 @@ MEASURES = {
 }  # fmt: skip
 
 
-def report(rl_step: int = 0, reward: float = 0.5) -> StepReport:
+def report(rl_step=0, reward=0.5):
     return StepReport(
         rl_step=rl_step, policy="none", reward_mean=reward, num_tokens=100, rollout_s=2.0, reward_s=0.1,
         inference_s=0.2, train_s=0.3, sync_s=0.1, recorder_s=0.01, metrics={}, notes=["worker 1 was started again"],
     )  # fmt: skip
 
 
-def scalars(out: Path, name: str) -> dict[int, float]:
+def scalars(out, name):
     """What TensorBoard reads back: value by RL step."""
     events = EventAccumulator(str(out / "tensorboard"))
     events.Reload()
@@ -106,7 +103,7 @@ def scalars(out: Path, name: str) -> dict[int, float]:
 
 
 @pytest.fixture
-def services(monkeypatch) -> list[list[Any]]:
+def services(monkeypatch):
     """Stand-ins for W&B and MLflow; what they are asked to do, in order."""
     calls = []
     for stand_in in (wandb_like, mlflow_like):
@@ -208,11 +205,11 @@ def test_on_a_terminal_lines_pass_above_the_bar(tmp_path, monkeypatch, capsys):
     assert "left 0:00:03" in end  # nothing is cut off at 80 columns
 
 
-def figures(reward: float) -> dict[str, float]:
+def figures(reward):
     return {"time/step_s": 2.0, "reward/mean": reward}
 
 
-SENT: dict[str, list[list[Any]]] = {
+SENT = {
     "wandb": [
         ["init", "tails", "run", None, {"recipe": {"lr": 0.1, "drafters": {}}, "argv": ["x"]}],
         ["log", {"reward/heldout": 0.4, "rl_step": 0}, 0],

@@ -5,12 +5,11 @@ import json
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 import torch
 
-from tltlab.runtime.recipe.dry_run import RunPlan, plan_of
+from tltlab.runtime.recipe.dry_run import plan_of
 from tltlab.runtime.recipe.memory import PHASES
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.grpo import train
@@ -27,7 +26,7 @@ BOUNDS = ("update", "captured states", "drafter history", "drafter, held out", "
 
 
 @pytest.fixture(scope="module")
-def wide_model(random_model, tmp_path_factory) -> Path:
+def wide_model(random_model, tmp_path_factory):
     """A model whose tensors are larger than what any estimate leaves out; tokenizer and prompts of the small one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,7 +42,7 @@ def wide_model(random_model, tmp_path_factory) -> Path:
     return folder
 
 
-def recipe(model: Path, tokens_per_microbatch: int = 2048) -> Recipe:
+def recipe(model, tokens_per_microbatch=2048):
     """Every micro-batch is filled, and with a penalty every response is trained; buffers are too small for all."""
     return Recipe.model_validate(
         {
@@ -64,7 +63,7 @@ def recipe(model: Path, tokens_per_microbatch: int = 2048) -> Recipe:
     )  # fmt: skip
 
 
-def reckoned(plan: RunPlan, process: str) -> dict[str, float]:
+def reckoned(plan, process):
     """The most that each part of a process takes in any phase."""
     parts = {}
     for found in plan.memory:
@@ -74,13 +73,13 @@ def reckoned(plan: RunPlan, process: str) -> dict[str, float]:
     return parts
 
 
-def plan_bytes(plan: RunPlan, process: str, phase: str) -> float:
+def plan_bytes(plan, process, phase):
     """Of one process in a phase."""
     on_host = next(found for found in plan.memory if found.where == "the driver's host" and found.phase == phase)
     return sum(part.num_bytes for part in on_host.parts if part.process == process)
 
 
-def update_bytes(model: Path) -> int:
+def update_bytes(model):
     """Bytes that an update took at most, in a process in which nothing else was."""
     # Each tensor has its own pages and gives them back: glibc keeps nothing.
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)

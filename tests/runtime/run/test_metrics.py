@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
-from tltlab.runtime.run.rows import Row, StepReport, step_metrics, step_rows
+from tltlab.runtime.run.rows import StepReport, step_metrics, step_rows
 
 LENGTHS = [[4, 8], [16, 2]]
 """Response tokens of the two samples of prompts p0, on worker 0, and p1, on worker 1."""
 
 
-def report(**fields) -> StepReport:
+def report(**fields):
     settings = {
         "rl_step": 3, "policy": "none", "reward_mean": 0.5, "num_tokens": 30, "rollout_s": 10.0, "reward_s": 0.5,
         "inference_s": 1.0, "train_s": 2.0, "sync_s": 0.5, "recorder_s": 0.07,
@@ -21,7 +21,7 @@ def report(**fields) -> StepReport:
     return StepReport(**settings | fields)
 
 
-def iteration(worker: int, number: int, t_start: float, duration: float, accepted: list[int] | None) -> Row:
+def iteration(worker, number, t_start, duration, accepted):
     speculates = accepted is not None
     return {
         "rl_step": 3, "worker": worker, "iteration": number, "t_start": t_start, "duration": duration, "batch": 2,
@@ -33,7 +33,7 @@ def iteration(worker: int, number: int, t_start: float, duration: float, accepte
     }  # fmt: skip
 
 
-def rows_of(step: StepReport, *, speculates: bool = False, drafter: dict[str, list[Row]] | None = None):
+def rows_of(step, *, speculates=False, drafter=None):
     """Worker 0 decodes for 5 s of the rollout's 10, worker 1 for all of it."""
     keys = [(3, f"p{n}", sample, 0) for n in range(2) for sample in range(2)]
     requests = [GenerationRequest(key=key, prompt_token_ids=[1, 2, 3], max_response_tokens=16) for key in keys]
@@ -57,7 +57,7 @@ def rows_of(step: StepReport, *, speculates: bool = False, drafter: dict[str, li
     return step_rows(step, [requests[:2], requests[2:]], parts, **given, drafter=drafter or {})
 
 
-def rollout(responses: list[GenerationResponse], iterations: list[Row], duration_s: float) -> Rollout:
+def rollout(responses, iterations, duration_s):
     own = {"decisions": [], "recorder_s": 0.0, "policy_s": 0.0}
     return Rollout(responses=responses, iterations=iterations, duration_s=duration_s, **own)
 

@@ -2,9 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import psutil
 import pytest
@@ -14,7 +12,6 @@ from ray.cluster_utils import Cluster
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.ray.start import MOST_STARTS, start_ray
-from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import ClusterConfig
 from tltlab.runtime.run.placement import Placement
 
@@ -25,11 +22,11 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 @ray.remote
 class Here:
-    def seen(self) -> tuple[str, list[str]]:
+    def seen(self):
         return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
 
 
-def recipe(*, tp: int = 1, workers: int, ranks: int, nodes: int = 2, gpus: int = 8, **more: Any) -> Recipe:
+def recipe(*, tp=1, workers, ranks, nodes=2, gpus=8, **more):
     return small_recipe(
         rollout={"num_workers": workers, "tensor_parallel_size": tp, "gpus_per_worker": more.get("worker_gpus")},
         train={"ranks": ranks, "gpus": more.get("rank_gpus")},
@@ -37,11 +34,11 @@ def recipe(*, tp: int = 1, workers: int, ranks: int, nodes: int = 2, gpus: int =
     )
 
 
-def options_of(placement: Placement, workers: int, ranks: int) -> list[dict[str, Any]]:
+def options_of(placement, workers, ranks):
     return [placement.worker_options(n) for n in range(workers)] + [placement.trainer_options(r) for r in range(ranks)]
 
 
-def started(asked: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+def started(asked):
     """Node and GPUs of an actor each, all running at the same time."""
     actors = []
     for options in asked:
@@ -55,7 +52,7 @@ def started(asked: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
             ray.kill(actor)
 
 
-def servers() -> set[tuple[str, str]]:
+def servers():
     """Name and address of every socket that this process or one below it listens on."""
     found = set()
     me = psutil.Process()
@@ -87,7 +84,7 @@ def test_a_ray_started_here_listens_on_loopback_alone(monkeypatch):
         ray.shutdown()
 
 
-def too_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
+def too_late(monkeypatch, times):
     """Let the server that Ray starts first have no time to answer, so many times; what is said of that."""
     said = []
 
@@ -122,7 +119,7 @@ def test_a_cluster_that_cannot_be_is_refused(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[Cluster]:
+def ray_cluster():
     ray.shutdown()
     cluster = Cluster()
     for _ in range(2):

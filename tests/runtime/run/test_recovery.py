@@ -1,10 +1,8 @@
 """Going back, with stand-ins for actors that tell in which order they were asked."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -29,10 +27,10 @@ SUFFIX = Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 4)))
 class Asked:
     """Does nothing, and notes what it was asked in `log`."""
 
-    def __init__(self, log: list[str]):
+    def __init__(self, log):
         self.log = log
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name):
         def do(*args):
             self.log.append(" ".join([name, *(str(arg) for arg in args if isinstance(arg, int))]))
 
@@ -42,15 +40,15 @@ class Asked:
 class AcceptedDrafts:
     """Has state, and keeps what is loaded."""
 
-    def __init__(self, state: Any):
+    def __init__(self, state):
         self._state = state
 
     def begin(self): ...
 
-    def state_dict(self, folder: Path) -> Any:
+    def state_dict(self, folder):
         return self._state
 
-    def load_state_dict(self, state: Any, folder: Path):
+    def load_state_dict(self, state, folder):
         self.loaded = state
 
 
@@ -58,34 +56,34 @@ class Pool(Asked):
     handles = (None, None)
     lengths: ClassVar = {}
 
-    def __init__(self, log: list[str]):
+    def __init__(self, log):
         super().__init__(log)
         self.history = AcceptedDrafts(["all"])
 
-    def state_dicts(self) -> list[dict[str, Any]]:
+    def state_dicts(self):
         self.log.append("state_dicts")
         return [{}, {}]
 
 
 class Actors(Asked):
-    def __init__(self, log: list[str]):
+    def __init__(self, log):
         super().__init__(log)
         self.pool, self.trainers = Pool(log), Asked(log)
 
 
-def recovery(out: Path, policy: Policy) -> Recovery:
+def recovery(out, policy):
     checkpoints, data = RunCheckpoints(out / "checkpoints", 2), AcceptedDrafts({"order": {}, "rollouts": {}})
     return Recovery(small_recipe(), policy, checkpoints, data, NullDrafting(), RunEvents(out / "events.jsonl"))  # type: ignore[arg-type]
 
 
-def begun(out: Path, policy: Policy, log: list[str], folder: Path | None = None) -> tuple[Recovery, RunState]:
+def begun(out, policy, log, folder=None):
     found, state = recovery(out, policy), RunState()
     state.in_force(policy)
     return found, found.begin(Actors(log), state, folder)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def saved(tmp_path) -> Path:
+def saved(tmp_path):
     """A checkpoint of RL step 2 under the policy PLAIN."""
     first, state = begun(tmp_path, PLAIN, [])
     state.rl_step = state.policy_version = 2

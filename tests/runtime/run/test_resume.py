@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -38,12 +37,12 @@ COMMON = [
 ]
 
 
-def whole_run(recipe_file: Path, out: Path, *overrides: str) -> Path:
+def whole_run(recipe_file, out, *overrides):
     train(load_recipe(recipe_file, [*COMMON, *overrides]), out)
     return out
 
 
-def as_it_was_at(run: Path, step: int, out: Path) -> Path:
+def as_it_was_at(run, step, out):
     """The folder that a run would have left had it been killed after the checkpoint of `step`."""
     shutil.copytree(run, out, ignore=shutil.ignore_patterns("final", "summary.json"))
     for checkpoint in (out / "checkpoints").iterdir():
@@ -52,13 +51,13 @@ def as_it_was_at(run: Path, step: int, out: Path) -> Path:
     return out
 
 
-def resumed(run: Path, **options: Path) -> Path:
+def resumed(run, **options):
     train(resumed_recipe(run, (), ["parity"]), run, resume=True, **options)
     return run
 
 
 @pytest.fixture(scope="module")
-def fixed(recipe_file, tmp_path_factory) -> Path:
+def fixed(recipe_file, tmp_path_factory):
     """An unbroken run that always drafts four tokens from suffix trees, on two engines, and cuts what is too long.
 
     Engines and two trainer ranks share the devices, and the ranks each response. Of few prompts, which come again
@@ -82,7 +81,7 @@ def fixed(recipe_file, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def learning(recipe_file, tmp_path_factory) -> Path:
+def learning(recipe_file, tmp_path_factory):
     """An unbroken run whose policy learns, on one engine; every RL step is an epoch and keeps prefixes of the last."""
     return whole_run(
         recipe_file,
@@ -262,5 +261,5 @@ def test_only_one_process_resumes_a_run(fixed, tmp_path):
     assert files(run) == before, "a logger's file would hide steps of the other process"
 
 
-def files(folder: Path) -> dict[Path, bytes]:
+def files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -32,20 +32,14 @@ schedule = {kind = "always"}
 canary = {min_drafts = 30}
 """
 
-Counts = tuple[float, int, int]
-"""MiB of a process that are no file's, its open descriptors and its threads.
 
-Not its PSS, which falls where other programs map the same libraries.
-"""
-
-
-def counts_of(process: psutil.Process) -> Counts:
+def counts_of(process):
     status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     kib = sum(int(line.split()[1]) for line in status if line.startswith(("RssAnon:", "RssShmem:")))
     return kib / 1024, process.num_fds(), process.num_threads()
 
 
-def sample(run: psutil.Process, into: dict[int, list[Counts]], titles: dict[int, str]):
+def sample(run, into, titles):
     for process in [run, *run.children(recursive=True)]:
         try:
             # Ray's say there what they are doing.

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True, params=[signal.SIG_DFL, signal.default_int_handler], ids=["notebook", "command"])
-def sigterm(request) -> Iterator[None]:
+def sigterm(request):
     """SIGTERM's action by itself, and under our commands; a shell may have started the tests with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with sigterm_handler(request.param):

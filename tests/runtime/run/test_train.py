@@ -1,7 +1,6 @@
 """The loop on Ray: two engines, a trainer, a trace. One run serves most of the file."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,14 +11,13 @@ from tltlab.files import found_in
 from tltlab.policies.policy import Policy
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.grpo import GrpoRun, train
-from tltlab.runtime.run.rows import StepReport
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_ray")]
 POLICIES = ["none", "explore", "beg-mab", "parity:Halving"]
 
 
 @pytest.fixture(scope="module")
-def run(recipe_file, tmp_path_factory) -> tuple[Path, list[StepReport], dict[str, float]]:
+def run(recipe_file, tmp_path_factory):
     """Four GRPO steps, the last under a user's own policy; the run's folder, its reports and held-out rewards."""
     out = tmp_path_factory.mktemp("run")
     with GrpoRun(load_recipe(recipe_file), out) as run:

@@ -5,11 +5,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
 
-import numpy as np
 import pytest
 import ray
 import torch
@@ -18,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.ray import actors as ray_actors
-from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 from tltlab.runtime.trainer.trainer import Trainer
 
@@ -27,34 +24,34 @@ from .test_trainer import near, samples
 SETTINGS = "train.tokens_per_microbatch=64 train.kl_coef=0.1 train.minibatches=3 faults.collective_timeout_s=1234"
 
 
-def of_ranks(group: TrainerGroup, ask: Callable[[Any], Any]) -> list[Any]:
+def of_ranks(group, ask):
     """What `ask` finds in each rank's process."""
     return ray.get([actor.__ray_call__.remote(ask) for actor in group.handles])
 
 
-def pids(group: TrainerGroup) -> list[int]:
+def pids(group):
     return of_ranks(group, lambda actor: os.getpid())
 
 
-def update_for_ever(group: TrainerGroup):
+def update_for_ever(group):
     for rl_step in itertools.count():
         group.update(rl_step)
 
 
-def one_rank(recipe: Recipe) -> Trainer:
+def one_rank(recipe):
     return Trainer(recipe.model, recipe.train, temperature=1.0, max_response_tokens=48, seed=recipe.seed)
 
 
-def weights_of(group: TrainerGroup) -> dict[str, torch.Tensor]:
+def weights_of(group):
     return group._all("weights")[0]
 
 
-def flat(weights: dict[str, torch.Tensor]) -> np.ndarray:
+def flat(weights):
     return torch.cat([tensor.float().flatten() for tensor in weights.values()]).numpy()
 
 
 @pytest.fixture(scope="module")
-def recipe(recipe_file, random_model, tmp_path_factory) -> Recipe:
+def recipe(recipe_file, random_model, tmp_path_factory):
     """Of a model whose embedding is its LM head: ranks must gather it once, all of them."""
     folder = tmp_path_factory.mktemp("tied-model")
     torch.manual_seed(3)
@@ -65,7 +62,7 @@ def recipe(recipe_file, random_model, tmp_path_factory) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def group(one_ray, recipe) -> Iterator[TrainerGroup]:
+def group(one_ray, recipe):
     group = TrainerGroup(recipe, lambda rank: {"num_cpus": 0, "env_vars": {"TLTLAB_RANK": str(rank)}})
     group.start()
     yield group

@@ -28,7 +28,7 @@ REWARDS = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
 TRUNCATED = [False, False, True, False, False, False]
 
 
-def batch(seed: int = 0) -> dict[str, list[np.ndarray]]:
+def batch(seed=0):
     """Log-probs of six responses under the policy, the one before, the engine's and the reference: one array each."""
     rng = np.random.default_rng(seed)
     old = [rng.uniform(-3, -0.1, n) for n in LENGTHS]
@@ -40,11 +40,11 @@ def batch(seed: int = 0) -> dict[str, list[np.ndarray]]:
     }
 
 
-def packed(rows: list[np.ndarray]) -> torch.Tensor:
+def packed(rows):
     return torch.tensor(np.concatenate(rows), dtype=torch.float64)
 
 
-def loss_of(algorithm: str, data: dict[str, list[np.ndarray]]) -> float:
+def loss_of(algorithm, data):
     """What this package makes of the batch by an algorithm's name, as the trainer puts it together."""
     config = TrainConfig(algorithm=algorithm)  # type: ignore[arg-type]
     lengths, truncated = torch.tensor(LENGTHS), torch.tensor(TRUNCATED)
@@ -70,22 +70,22 @@ def loss_of(algorithm: str, data: dict[str, list[np.ndarray]]) -> float:
     return float(terms.loss)
 
 
-def surrogate(new: float, old: float, engine: float, advantage: float, low: float, high: float) -> float:
+def surrogate(new, old, engine, advantage, low, high):
     """One token of the clipped objective, to be maximised, with its importance weight truncated at 2."""
     ratio = math.exp(new - old)
     kept = min(max(ratio, 1 - low), 1 + high)
     return min(math.exp(old - engine), 2.0) * min(ratio * advantage, kept * advantage)
 
 
-def group_rewards(i: int, rewards: list[float]) -> list[float]:
+def group_rewards(i, rewards):
     return [r for r, g in zip(rewards, GROUPS, strict=True) if g == GROUPS[i]]
 
 
-def tokens_of(data: dict[str, list[np.ndarray]], i: int) -> list[tuple[float, float, float]]:
+def tokens_of(data, i):
     return list(zip(data["new"][i], data["old"][i], data["engine"][i], strict=True))
 
 
-def grpo(data: dict[str, list[np.ndarray]]) -> float:
+def grpo(data):
     """arXiv 2402.03300, Eqs. 3 and 4, mean over the two questions."""
     total = 0.0
     for i in range(6):
@@ -99,7 +99,7 @@ def grpo(data: dict[str, list[np.ndarray]]) -> float:
     return -total / 2
 
 
-def dr_grpo(data: dict[str, list[np.ndarray]]) -> float:
+def dr_grpo(data):
     """arXiv 2503.20783: no division by the standard deviation nor by the length, but by the generation cap."""
     total = 0.0
     for i in range(6):
@@ -108,7 +108,7 @@ def dr_grpo(data: dict[str, list[np.ndarray]]) -> float:
     return -total / (6 * CAP)
 
 
-def dapo(data: dict[str, list[np.ndarray]]) -> float:
+def dapo(data):
     """arXiv 2503.14476, Eqs. 8, 9 and 13 with a buffer of a fifth of the cap."""
     shaped = []
     for reward, length in zip(REWARDS, LENGTHS, strict=True):
@@ -123,7 +123,7 @@ def dapo(data: dict[str, list[np.ndarray]]) -> float:
     return -total / sum(LENGTHS)
 
 
-def dler(data: dict[str, list[np.ndarray]]) -> float:
+def dler(data):
     """arXiv 2510.15110: a truncated response gets 0; centred in the group, scaled over the batch."""
     shaped = [0.0 if cut else reward for reward, cut in zip(REWARDS, TRUNCATED, strict=True)]
     centred = [shaped[i] - np.mean(group_rewards(i, shaped)) for i in range(6)]
@@ -178,7 +178,7 @@ def test_a_group_of_equal_rewards_has_no_advantage():
     assert advantages(rewards, groups, scale="batch").tolist() == [*mixed, 0.0, 0.0]
 
 
-def shaped(overlong: str, buffer: int = 0) -> list[float]:
+def shaped(overlong, buffer=0):
     rewards, lengths = torch.tensor([1.0, 1.0, 1.0, -0.5, 1.0]), torch.tensor([80, 90, 100, 100, 60])
     truncated = torch.tensor([False, False, False, True, True])  # the last one by its own smaller cap
     settings = {"overlong": overlong, "buffer": buffer, "max_response_tokens": 100}
@@ -197,7 +197,7 @@ def test_responses_near_the_cap_are_punished_softly():
 PLAIN = {"clip_low": 0.2, "clip_high": 0.28, "correction": None, "kl_coef": 0.0, "ref_logp": None}
 
 
-def one_token(ratio: float, advantage: float, **settings) -> float:
+def one_token(ratio, advantage, **settings):
     terms = policy_loss(
         torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([advantage]), torch.ones(1), **PLAIN | settings
     )

@@ -1,11 +1,8 @@
 """Ranks that share their sequences compute what one rank does, alone and beside others that have their own."""
 
 import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,18 +21,18 @@ from .test_trainer import near, samples, tied_model, updated
 
 __all__ = ["tied_model"]
 
-SETTINGS: dict[str, Any] = {"tokens_per_microbatch": 64, "kl_coef": 0.1, "minibatches": 3}
+SETTINGS = {"tokens_per_microbatch": 64, "kl_coef": 0.1, "minibatches": 3}
 PAIRS = [(s.prompt_token_ids, s.token_ids) for s in samples()]
 
 
-def made(model: Path, *ranks: Any, **config: Any) -> Trainer:
+def made(model, *ranks, **config):
     """One rank, alone without its number, how many there are, and where they meet."""
     placed = dict(zip(("rank", "world", "rendezvous"), ranks or (0, 1, None), strict=True))
     settings = {"temperature": 0.8, "max_response_tokens": 64, "seed": 0, "timeout_s": 300.0}
     return Trainer(str(model), TrainConfig(**SETTINGS | config), **settings, **placed)
 
 
-def learned(trainer: Trainer) -> list[Any]:
+def learned(trainer):
     """What a trainer measures and is after updates of all samples, and of one: most ranks then have none."""
     found = []
     for rl_step, drawn in enumerate((samples(), [samples()[5]])):
@@ -47,7 +44,7 @@ def learned(trainer: Trainer) -> list[Any]:
     return found
 
 
-def kept_bytes(trainer: Trainer) -> int:
+def kept_bytes(trainer):
     """Bytes of what autograd keeps for the backward pass of a long sequence, each storage once."""
     kept = {}
     held = []
@@ -62,7 +59,7 @@ def kept_bytes(trainer: Trainer) -> int:
     return sum(kept.values())
 
 
-def of_rank(rank: int, world: int, model: Path, folder: Path, config: dict[str, Any]) -> list[Any]:
+def of_rank(rank, world, model, folder, config):
     """In its own process: `learned`; True if it continues bit by bit from a checkpoint; what autograd keeps."""
     trainer = made(model, rank, world, f"file://{folder}/meeting", **config)
     try:
@@ -80,7 +77,7 @@ def of_rank(rank: int, world: int, model: Path, folder: Path, config: dict[str, 
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[ProcessPoolExecutor]:
+def processes():
     """Four, forked from one that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

@@ -3,8 +3,6 @@
 import json
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer import model as of_tokens
 from tltlab.runtime.trainer.ranks import make_deterministic
 from tltlab.runtime.trainer.samples import Sample, check
-from tltlab.runtime.trainer.trainer import Trainer, UpdateMetrics
+from tltlab.runtime.trainer.trainer import Trainer
 
 from ..small_models import small_shape
 
@@ -25,7 +23,7 @@ TEMPERATURE = 0.8
 CAP = 64
 
 
-def samples(num: int = 8) -> list[Sample]:
+def samples(num=8):
     rng = np.random.default_rng(0)
     drawn = []
     for n in range(num):
@@ -35,27 +33,27 @@ def samples(num: int = 8) -> list[Sample]:
     return drawn
 
 
-def trainer(model: Path, **config: Any) -> Trainer:
+def trainer(model, **config):
     return Trainer(str(model), TrainConfig(**config), temperature=TEMPERATURE, max_response_tokens=CAP, seed=0)
 
 
-def updated(made: Trainer, drawn: list[Sample] | None = None, rl_step: int = 0) -> UpdateMetrics:
+def updated(made, drawn=None, rl_step=0):
     made.old_logprobs(samples() if drawn is None else drawn)
     return made.update(rl_step)
 
 
-def trained(made: Trainer, rl_steps: int = 1) -> np.ndarray:
+def trained(made, rl_steps=1):
     """All weights after some RL steps on the same samples."""
     for rl_step in range(rl_steps):
         updated(made, rl_step=rl_step)
     return flat(made)
 
 
-def flat(made: Trainer) -> np.ndarray:
+def flat(made):
     return torch.cat([tensor.float().flatten() for tensor in made.weights().values()]).numpy()
 
 
-def near(found: np.ndarray, expected: np.ndarray, atol: float) -> bool:
+def near(found, expected, atol):
     """Whether all weights are; `pytest.approx` takes a second for so many."""
     return np.allclose(found, expected, rtol=0, atol=atol)
 
@@ -63,11 +61,11 @@ def near(found: np.ndarray, expected: np.ndarray, atol: float) -> bool:
 class Plain:
     """A model and its optimizer as transformers and torch have them, for one update worked out by hand."""
 
-    def __init__(self, model: Path):
+    def __init__(self, model):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._adam = torch.optim.AdamW(self.model.parameters(), lr=5e-4, betas=(0.9, 0.99), weight_decay=0.1)
 
-    def learn(self, sample: Sample, num_tokens: int) -> torch.Tensor:
+    def learn(self, sample, num_tokens):
         """Add the gradient of the tokens that a policy drew, of all `num_tokens`; returns their log-probs.
 
         Two of four have reward 1: the mean is 1/2 and the standard deviation sqrt(4 * 1/4 / 3).
@@ -79,14 +77,14 @@ class Plain:
         (-(correction * (logp - logp.detach()).exp() * advantage).sum() / num_tokens).backward()
         return logp.detach()
 
-    def stepped(self) -> tuple[float, np.ndarray]:
+    def stepped(self):
         """The gradient's norm, and all weights after a step."""
         norm = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]).norm()
         self._adam.step()
         return float(norm), torch.cat([tensor.detach().flatten() for tensor in self.model.parameters()]).numpy()
 
 
-def saved(model: Any, folder: Path, like: Path) -> Path:
+def saved(model, folder, like):
     """Write a model with another one's tokenizer."""
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -95,7 +93,7 @@ def saved(model: Any, folder: Path, like: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tied_model(random_model, tmp_path_factory) -> Path:
+def tied_model(random_model, tmp_path_factory):
     """A Qwen2 with fewer KV heads than heads, biases, and an embedding that is its LM head."""
     folder = tmp_path_factory.mktemp("tied-model")
     torch.manual_seed(5)
@@ -108,11 +106,11 @@ def tied_model(random_model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(params=["random_model", "tied_model"])
-def model(request) -> Path:
+def model(request):
     return request.getfixturevalue(request.param)
 
 
-def exact_logprobs(model: Any, sample: Sample) -> torch.Tensor:
+def exact_logprobs(model, sample):
     """One response alone through the model as transformers runs it."""
     ids = torch.tensor([sample.prompt_token_ids + sample.token_ids])
     logp = torch.log_softmax(model(ids).logits[0, :-1] / TEMPERATURE, -1)

@@ -2,11 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +22,10 @@ from transformers import (
 )
 
 from tests.refused import refused
-from tltlab.drafters.specs import DrafterSpec, LearnedSpec
+from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.drafter.heads.eagle import Eagle3Head, default_aux_layers
-from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import fit_inputs, load_head, new_head
 from tltlab.runtime.drafter.heads.layouts import is_head
 from tltlab.runtime.drafter.heads.loss import drafter_loss
@@ -38,7 +34,7 @@ from tltlab.runtime.drafter.offline.annotate import learned_annotator
 from tltlab.runtime.drafter.offline.chains import kept_along, walk
 from tltlab.runtime.drafter.offline.data import along
 from tltlab.runtime.drafter.offline.export import write_checkpoint
-from tltlab.runtime.drafter.sequences import TrainingSequence, pack
+from tltlab.runtime.drafter.sequences import pack
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.recipe.drafter import LossConfig
@@ -47,10 +43,10 @@ from tltlab.traces.drafts import RecordedResponse
 
 from ...small_models import small_shape
 from ..small_heads import made_head, made_sequence, made_target
-from .layouts_made import Maker, eagle_release, specforge, speculators
+from .layouts_made import eagle_release, specforge, speculators
 
 WORDS = 24
-KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int, bool]] = {
+KINDS = {
     "llama": (LlamaConfig, LlamaForCausalLM, 2, False),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, 2, True),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, 4, False),
@@ -59,7 +55,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int, bool]] = {
 
 
 @pytest.fixture(scope="module")
-def targets(random_model, tmp_path_factory) -> dict[str, Path]:
+def targets(random_model, tmp_path_factory):
     """A random model of each kind, whose attention is weak, so that a small head can learn what it does."""
     folders = {}
     for kind, (config, model, layers, tied) in KINDS.items():
@@ -80,11 +76,11 @@ def targets(random_model, tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
-def loaded(folder: Path) -> Any:
+def loaded(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def sampled(model: Any, head: DrafterHead, count: int) -> list[TrainingSequence]:
+def sampled(model, head, count):
     """What the model says at temperature 1 after random prompts of 8 tokens, 72 tokens each."""
     torch.manual_seed(0)
     prompts = torch.randint(4, WORDS, (count, 8))
@@ -92,7 +88,7 @@ def sampled(model: Any, head: DrafterHead, count: int) -> list[TrainingSequence]
     return [along(model, head.aux_layers, text[:8], text[8:]) for text in texts]
 
 
-def train(head: DrafterHead, frozen: FrozenTarget, data: list[TrainingSequence], updates: int, **loss: Any):
+def train(head, frozen, data, updates, **loss):
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3, betas=(0.9, 0.95))
     batch = pack(data)
     for _ in range(updates):
@@ -241,7 +237,7 @@ def test_an_eagle3_head_starts_with_the_targets_norm(targets):
 # In stock vLLM.
 
 
-def drafting(target: Path, drafters: dict[str, DrafterSpec], depth: int) -> closing[Engine]:
+def drafting(target, drafters, depth):
     """An engine that drafts with the learned one of its drafters, and closes."""
     args = {"max_num_seqs": 8, "max_model_len": 128, "kv_cache_memory_bytes": 32 << 20}
     engine = Engine(str(target), drafters=drafters, max_draft_depth=depth, vllm_args=args)
@@ -249,7 +245,7 @@ def drafting(target: Path, drafters: dict[str, DrafterSpec], depth: int) -> clos
     return closing(engine)
 
 
-def accepted(engine: Engine, prompt: list[int]) -> tuple[list[int], list[int]]:
+def accepted(engine, prompt):
     """The greedy response to a prompt, and what was accepted of each draft for it."""
     request = GenerationRequest(key=(0, "p", 0, 0), prompt_token_ids=prompt, max_response_tokens=60, ignore_eos=True)
     rollout = engine.generate([request], rl_step=0, temperature=0.0)
@@ -257,7 +253,7 @@ def accepted(engine: Engine, prompt: list[int]) -> tuple[list[int], list[int]]:
     return rollout.responses[0].token_ids, [row["accepted_per_request"][0] for row in drafted]
 
 
-def borne_out(drafts: list[int], kept: list[int]) -> bool:
+def borne_out(drafts, kept):
     """Whether an engine accepted of each draft what is `kept` here at each position.
 
     The last draft may reach beyond the response's end, where the text does not tell.
@@ -266,7 +262,7 @@ def borne_out(drafts: list[int], kept: list[int]) -> bool:
     return drafts[:-1] == expected[: len(drafts) - 1] and len(expected) - 1 <= len(drafts) <= len(expected)
 
 
-LAYOUTS: dict[str, Maker] = {
+LAYOUTS = {
     "llama": partial(specforge, draft_vocabulary=list(range(4, 22)), bias=True),
     "qwen2": partial(eagle_release, fc_bias=True, qkv_bias=True),
     "qwen3": partial(

@@ -2,20 +2,16 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch.nn.functional import linear, silu
 from transformers import LlamaConfig
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.eagle import Eagle3Head
-from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import load_head
 from tltlab.runtime.drafter.heads.layouts import eagle_layout, is_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
@@ -29,7 +25,7 @@ ROWS = 7
 
 
 @pytest.fixture
-def target(tmp_path) -> Path:
+def target(tmp_path):
     """A target of six layers: its config, embedding and LM head."""
     generator = torch.Generator().manual_seed(1)
     LlamaConfig(
@@ -41,11 +37,11 @@ def target(tmp_path) -> Path:
     return tmp_path / "target"
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
+def norm(x, weight):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
 
 
-def attention(w: dict[str, Tensor], layer: str, x: Tensor) -> Tensor:
+def attention(w, layer, x):
     """Causal attention of four heads on two of keys, with rotary positions from 0, one row and one head at a time."""
 
     def project(part):
@@ -68,21 +64,19 @@ def attention(w: dict[str, Tensor], layer: str, x: Tensor) -> Tensor:
     return linear(out.flatten(1), w[f"{layer}self_attn.o_proj.weight"], w.get(f"{layer}self_attn.o_proj.bias"))
 
 
-def mlp(w: dict[str, Tensor], layer: str, x: Tensor) -> Tensor:
+def mlp(w, layer, x):
     gate, up = (linear(x, w[f"{layer}mlp.{part}_proj.weight"]) for part in ("gate", "up"))
     return linear(silu(gate) * up, w[f"{layer}mlp.down_proj.weight"])
 
 
-def as_eagle_does(w: dict[str, Tensor], embedded: Tensor, hidden: Tensor) -> Tensor:
+def as_eagle_does(w, embedded, hidden):
     """The states that EAGLE's `cnets1.Model` makes of embeddings and states (T, H)."""
     x = linear(torch.cat([embedded, hidden], -1), w["fc.weight"], w.get("fc.bias"))
     x = x + attention(w, "layers.0.", x)
     return x + mlp(w, "layers.0.", norm(x, w["layers.0.post_attention_layernorm.weight"]))
 
 
-def as_eagle3_does(
-    w: dict[str, Tensor], layer: str, flags: dict[str, Any], embedded: Tensor, aux: Tensor
-) -> tuple[Tensor, Tensor]:
+def as_eagle3_does(w, layer, flags, embedded, aux):
     """Logits (T, D) and states (T, H) of the first step, as vLLM's `llama_eagle3` has them."""
     if flags.get("norm_before_fc"):
         aux = norm(aux, w["input_norm.weight"])
@@ -98,13 +92,13 @@ def as_eagle3_does(
     return linear(features, w["lm_head.weight"]), features if flags.get("norm_output") else x
 
 
-def rows(target: Path) -> tuple[Tensor, Tensor, Tensor, FrozenTarget]:
+def rows(target):
     """Embeddings (T, H), hidden states, aux states, and what is the target's."""
     frozen, sequence = FrozenTarget.from_folder(target), made_sequence(ROWS)
     return frozen.embedding[sequence.token_ids[1:]], sequence.hidden, sequence.aux, frozen
 
 
-def states_of(head: DrafterHead, target: Path) -> Tensor:
+def states_of(head, target):
     embedded, hidden, aux, _ = rows(target)
     with torch.no_grad():
         return head(embedded[None], head.first_states(hidden, aux)[None])[0]

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor
 
-from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.loss import drafter_loss
-from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.sequences import TrainingSequence, pack
+from tltlab.runtime.drafter.sequences import pack
 from tltlab.runtime.recipe.drafter import LossConfig
 
 from ..small_heads import HALF, drafted_states, made_head, made_sequence, made_target
@@ -15,9 +12,7 @@ from ..small_heads import HALF, drafted_states, made_head, made_sequence, made_t
 KINDS = ["eagle", "hass", "eagle3"]
 
 
-def slow_loss(
-    head: DrafterHead, frozen: FrozenTarget, sequences: list[TrainingSequence], config: LossConfig, temperature: float
-) -> tuple[Tensor, list[float], list[int]]:
+def slow_loss(head, frozen, sequences, config, temperature):
     """The loss, accept and reached: every chain drafted on its own, every row's terms written out."""
     terms = [[] for _ in range(config.num_unrolled)]
     kept = [[] for _ in range(config.num_unrolled)]
@@ -52,7 +47,7 @@ def slow_loss(
     return total, [sum(rows) / len(rows) if rows else 0.0 for rows in kept], [len(rows) for rows in kept]
 
 
-def obedient(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence) -> TrainingSequence:
+def obedient(head, frozen, sequence):
     """The same with its tokens rewritten, from left to right, to what the head would draft, except every fifth."""
     for row in range(sequence.num_rows - 1):
         if row % 5 < 4:

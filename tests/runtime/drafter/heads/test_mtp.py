@@ -1,7 +1,5 @@
 """The MTP layer that a model brings along: made, drafted with, trained as other heads are, and kept with its model."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,7 +25,7 @@ from .test_kinds import accepted, borne_out, drafting
 DEPTH = 3
 
 
-def made_mimo(out: Path, steps: int) -> float:
+def made_mimo(out, steps):
     """Make a small model with an MTP layer; its loss at the end."""
     lengths = {"steps": steps, "tokens_per_batch": 512, "measured_prompts": 1, "samples_per_prompt": 2}
     size = Size(hidden=64, layers=1, mlp=64, **lengths)
@@ -38,14 +36,14 @@ def made_mimo(out: Path, steps: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def mimo(tmp_path_factory) -> Path:
+def mimo(tmp_path_factory):
     """A model that has learned next to nothing, as its MTP layer has."""
     out = tmp_path_factory.mktemp("models") / "mimo"
     made_mimo(out, steps=1)
     return out
 
 
-def same(one: MtpHead, other: MtpHead) -> bool:
+def same(one, other):
     return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
 
 

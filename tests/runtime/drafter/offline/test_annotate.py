@@ -1,18 +1,15 @@
 """Learned drafters replayed over recorded text: against a chain drafted token by token, and against vLLM itself."""
 
-from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import tltlab
 from tests.refused import refused
-from tltlab.calibration.acceptance.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate
+from tltlab.calibration.acceptance.annotate import DraftedBy, ReplayedDrafter, annotate
 from tltlab.cli.annotate import parse_drafter
 from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
@@ -26,7 +23,6 @@ from tltlab.strategy import Strategy
 from tltlab.traces.drafts import RecordedResponse
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import Trace
 
 from ....annotation_agreement import agreement
 from .easy_target import changed_model, easy_target, naive
@@ -35,18 +31,18 @@ WORDS = 24
 
 
 @pytest.fixture(scope="module")
-def target_folder(random_model, tmp_path_factory) -> Path:
+def target_folder(random_model, tmp_path_factory):
     """The random model with weak attention."""
     return easy_target(random_model, tmp_path_factory.mktemp("target"), sharper=1.0)
 
 
 @pytest.fixture(scope="module")
-def target(target_folder) -> LlamaForCausalLM:
+def target(target_folder):
     return AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
-def draft_model(target_folder, tmp_path_factory) -> Path:
+def draft_model(target_folder, tmp_path_factory):
     """The target with noise on its weights: it is often right, and often wrong."""
     generator = torch.Generator().manual_seed(1)
     return changed_model(
@@ -57,18 +53,18 @@ def draft_model(target_folder, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def eagle_head(target_folder, tmp_path_factory) -> Path:
+def eagle_head(target_folder, tmp_path_factory):
     return new_head(target_folder, "eagle", seed=7).save(tmp_path_factory.mktemp("eagle"))
 
 
-def response_of(prompt: list[int], *token_ids: int) -> RecordedResponse:
+def response_of(prompt, *token_ids):
     return RecordedResponse(
         key=(0, "p", 0, 0), worker=0, prompt_token_ids=prompt, token_ids=list(token_ids), opened_s=0.0,
         times_s=np.zeros(len(token_ids)),
     )  # fmt: skip
 
 
-def greedy_chain(model: LlamaForCausalLM) -> Callable[[list[int], int], list[int]]:
+def greedy_chain(model):
     def propose(text, depth):
         chain = list(text)
         for _ in range(depth):
@@ -78,7 +74,7 @@ def greedy_chain(model: LlamaForCausalLM) -> Callable[[list[int], int], list[int
     return propose
 
 
-def text_of(propose: Callable[[list[int], int], list[int]], num_tokens: int, seed: int) -> list[int]:
+def text_of(propose, num_tokens, seed):
     """Text that a drafter gets right for a while, again and again: 5 random tokens, then chains and odd tokens."""
     rng = np.random.default_rng(seed)
     text = rng.integers(4, WORDS, 5).tolist()
@@ -130,7 +126,7 @@ def test_what_cannot_be_replayed_is_refused(eagle_head, draft_model, tmp_path):
         learned_annotator("draft_model", str(draft_model), None).annotate([response_of([5], 99)], 4)
 
 
-def recorded(folder: Path, engine: Engine, strategy: Strategy, *, rl_step: int, temperature: float) -> Trace:
+def recorded(folder, engine, strategy, *, rl_step, temperature):
     """Four groups of four responses under one strategy, as a trace."""
     rng = np.random.default_rng(rl_step)
     prompts = [rng.integers(4, WORDS, 12).tolist() for _ in range(4)]
@@ -152,7 +148,7 @@ def recorded(folder: Path, engine: Engine, strategy: Strategy, *, rl_step: int, 
     return tltlab.read(folder)
 
 
-def drafts_of(trace: Trace, name: str, annotator: Annotator) -> pd.DataFrame:
+def drafts_of(trace, name, annotator):
     ((step, rows),) = annotate(trace, {DraftedBy(name): annotator}, 6)
     return agreement(step.replace(acceptance=rows), name)
 

@@ -3,18 +3,17 @@
 import pytest
 import torch
 
-from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.offline.chains import kept_along
-from tltlab.runtime.drafter.sequences import TrainingSequence, pack
+from tltlab.runtime.drafter.sequences import pack
 from tltlab.runtime.recipe.drafter import LossConfig
 
 from ..small_heads import HALF, VOCABULARY, made_head, made_sequence, made_target
 from .easy_target import naive
 
 
-def draft(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence, known: int, depth: int) -> list[int]:
+def draft(head, frozen, sequence, known, depth):
     """The tokens drafted after the first `known` of a text, each by a pass over everything before it."""
     text = sequence.token_ids[:known].tolist()
     states = head.first_states(sequence.hidden, sequence.aux)[: known - 1]
@@ -26,7 +25,7 @@ def draft(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence, k
     return text[known:]
 
 
-def agreeable(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence) -> TrainingSequence:
+def agreeable(head, frozen, sequence):
     """The same with its text rewritten to runs of what the head drafts, of several lengths, and odd tokens between."""
     at, run = 2, 0
     while at < len(sequence.token_ids):

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,12 +30,12 @@ CHECK = ExportConfig(max_response_tokens=60)
 
 
 @pytest.fixture(scope="module")
-def target(random_model, tmp_path_factory) -> Path:
+def target(random_model, tmp_path_factory):
     return easy_target(random_model, tmp_path_factory.mktemp("easy"), LONG_CONTEXT)
 
 
 @pytest.fixture(scope="module")
-def heads(target, tmp_path_factory) -> dict[str, Path]:
+def heads(target, tmp_path_factory):
     """An EAGLE and an EAGLE-3 head that have learned something."""
     folder = tmp_path_factory.mktemp("heads")
     data = write_rows(folder / "responses.jsonl", sampled_rows(target, 48, 40))
@@ -121,7 +120,7 @@ def test_what_stock_vllm_does_not_load_is_reported(target, heads, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def comparison(**given: Any) -> ExportCheck:
+def comparison(**given):
     settings = {
         "temperature": 0.0, "expected_accept_length": 2.0, "measured_accept_length": 2.0, "expected_positions": [0.6],
         "measured_positions": [0.6], "passes": 100, "first_kept": 0.6, "commonest": 0.2,

@@ -2,11 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -42,21 +39,19 @@ from ..drafting_text import largest_file
 from .easy_target import LONG_CONTEXT, easy_target, quiet, sampled_rows, write_rows
 
 torch.set_num_threads(1)
-Trained = tuple[Path, dict[str, Any]]
-"""The folder of a head, and the report of its training."""
 
 
 @pytest.fixture(scope="module")
-def target(random_model, tmp_path_factory) -> Path:
+def target(random_model, tmp_path_factory):
     return easy_target(random_model, tmp_path_factory.mktemp("easy"))
 
 
 @pytest.fixture(scope="module")
-def data(target, tmp_path_factory) -> Path:
+def data(target, tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("data") / "responses.jsonl", sampled_rows(target, 48, 40))
 
 
-def config(kind: str = "eagle", **given: Any) -> WarmUpConfig:
+def config(kind="eagle", **given):
     settings = {
         # Fewer steps than usual, of which each takes as long.
         "loss": LossConfig(kind=kind, token_weight=1.0, unroll=1 if kind == "eagle" else 2),
@@ -71,7 +66,7 @@ def config(kind: str = "eagle", **given: Any) -> WarmUpConfig:
 
 
 @pytest.fixture(scope="module")
-def trained(target, data, tmp_path_factory) -> Callable[[str], Trained]:
+def trained(target, data, tmp_path_factory):
     """Trains a head of a kind for 20 updates, once; nobody changes what is in its folder."""
 
     @cache
@@ -95,7 +90,7 @@ def test_the_report_states_how_much_is_learned(trained, kind):
     assert load_head(out).method == ("eagle3" if kind == "eagle3" else "eagle")
 
 
-def text_of(row: dict[str, list[int]]) -> PromptedText:
+def text_of(row):
     return PromptedText(prompt_token_ids=row["prompt"], token_ids=row["response"])
 
 

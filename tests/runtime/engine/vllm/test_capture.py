@@ -1,21 +1,16 @@
 """Hidden states taken out of live engines: they are those of Hugging Face's forward pass on the same tokens."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tltlab.drafters.specs import LearnedSpec
-from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.engine.vllm.capture import _Batch, _PinnedCopies
 from tltlab.runtime.engine.vllm.row_store import RowStore
 from tltlab.strategy import Strategy
@@ -23,12 +18,12 @@ from tltlab.strategy import Strategy
 from ..asking import BLOCK, CONTEXT, fixed, groups_of_four, kept_and_refused, request, switching, texts
 
 
-def load(folder: Path) -> LlamaForCausalLM:
+def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
-def target(random_model) -> LlamaForCausalLM:
+def target(random_model):
     """A test could not fail whose model gave the same states whatever came before."""
     model, texts = load(random_model), torch.tensor([[1, 9, 5, 6, 7], [1, 8, 5, 6, 7]])
     with torch.no_grad():
@@ -38,17 +33,17 @@ def target(random_model) -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def engine(cramped) -> Engine:
+def engine(cramped):
     """Under a policy of suffix drafts."""
     cramped.set_policy(fixed("suffix", 6))
     return cramped
 
 
-def changing(drafter: str) -> Policy:
+def changing(drafter):
     return switching(Strategy.chain(drafter, 6), Strategy.chain(drafter, 2))
 
 
-def requests(num: int, tokens: int, prompt_tokens: int = 6) -> list[GenerationRequest]:
+def requests(num, tokens, prompt_tokens=6):
     """Groups of four samples of one prompt; some may end by themselves, and not all at once."""
     return [
         replace(asked, max_response_tokens=tokens - n % 3, ignore_eos=n % 2 == 0)
@@ -56,9 +51,7 @@ def requests(num: int, tokens: int, prompt_tokens: int = 6) -> list[GenerationRe
     ]
 
 
-def rollout_of(
-    engine: Engine, asked: Sequence[GenerationRequest], **more: Any
-) -> tuple[Rollout, list[TrainingSequence]]:
+def rollout_of(engine, asked, **more):
     found = []
     engine.capture(found.append)
     rollout = engine.generate(asked, rl_step=0, **{"temperature": 1.0} | more)
@@ -67,11 +60,11 @@ def rollout_of(
 
 
 def check(
-    found: Sequence[TrainingSequence],
-    rollout: Rollout,
-    asked: Sequence[GenerationRequest],
-    target: LlamaForCausalLM,
-    aux_layers: Sequence[int] = (),
+    found,
+    rollout,
+    asked,
+    target,
+    aux_layers=(),
 ):
     """Every response once, its text, and its states."""
     ended = [r.key for r in rollout.responses if r.finish_reason in ("stop", "length")]
@@ -212,13 +205,13 @@ def test_rows_without_room_are_counted(engine, target):
 class Files:
     """A sink for whatever process: each sequence becomes a file in a folder, which `read` empties."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.folder = folder
 
-    def __call__(self, sequence: TrainingSequence):
+    def __call__(self, sequence):
         torch.save(asdict(sequence), self.folder / f"{'-'.join(map(str, sequence.key))}.sequence")
 
-    def read(self) -> list[TrainingSequence]:
+    def read(self):
         files = sorted(self.folder.glob("*.sequence"))
         sequences = [TrainingSequence(**torch.load(file, weights_only=False)) for file in files]
         for file in files:
@@ -226,12 +219,12 @@ class Files:
         return sequences
 
 
-def few_words(asked: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+def few_words(asked):
     """The same for models that have four words."""
     return [replace(each, prompt_token_ids=[token % 4 for token in each.prompt_token_ids]) for each in asked]
 
 
-def learned_rollouts(model: Path, drafter: LearnedSpec) -> list[tuple[Rollout, list[TrainingSequence]]]:
+def learned_rollouts(model, drafter):
     """At a fixed depth, at changing ones, and to the end of the context, where no draft fits."""
     args = {"max_model_len": CONTEXT, "max_num_seqs": 8, "block_size": BLOCK, "kv_cache_memory_bytes": 32 << 20}
     engine = Engine(str(model), drafters={"learned": drafter}, max_draft_depth=6, vllm_args=args)

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.error import URLError
@@ -117,12 +116,12 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory) -> Path:
+def traces(tmp_path_factory):
     return tmp_path_factory.mktemp("traces")
 
 
 @pytest.fixture(scope="module")
-def program(random_model, traces) -> tuple[dict[str, Any], str]:
+def program(random_model, traces):
     """What `PROGRAM` found, and all that it said."""
     printed, said = run_program(PROGRAM, random_model, traces)
     return json.loads(printed.splitlines()[-1]), printed + said
@@ -149,7 +148,7 @@ def test_a_pooling_engine_is_not_recorded(program, traces):
     assert not [item.name for item in traces.iterdir() if item.name.startswith("pools")]
 
 
-async def streamed(url: str, model: Path) -> list[str]:
+async def streamed(url, model):
     """The texts of 64 streams at a time, greedy, of 25 to 39 tokens."""
     from openai import AsyncOpenAI
 
@@ -168,7 +167,7 @@ async def streamed(url: str, model: Path) -> list[str]:
         await client.close()
 
 
-def scraped(url: str) -> dict[tuple[str, ...], float]:
+def scraped(url):
     """By the name of a metric, and its labels' values except model and engine: its number."""
     with urlopen(f"{url}/metrics", timeout=200) as answer:
         families = text_string_to_metric_families(answer.read().decode())
@@ -179,7 +178,7 @@ def scraped(url: str) -> dict[tuple[str, ...], float]:
     return found
 
 
-def port_of_its_own(least: int) -> int:
+def port_of_its_own(least):
     """One that the system gives to nobody who takes any: such a one would be gone before the server has started."""
     for port in range(least, 32_768):
         with socket.socket() as free, suppress(OSError):
@@ -191,7 +190,7 @@ def port_of_its_own(least: int) -> int:
 class Server:
     """A server that was started with `environ`; its KV cache has room for three requests: some are preempted."""
 
-    def __init__(self, model: Path, log: Path, port: int, environ: dict[str, str]):
+    def __init__(self, model, log, port, environ):
         self.model, self.log = model, log
         self.url = f"http://127.0.0.1:{port}"
         limits = f"--max-model-len 128 --block-size 32 --num-gpu-blocks-override 8 --kv-cache-memory-bytes {1 << 25}"
@@ -203,13 +202,13 @@ class Server:
             told = {"env": environ, "stdout": out, "stderr": subprocess.STDOUT}
             self.process = subprocess.Popen([sys.executable, *command], **told)
 
-    def ask(self, **body: Any):
+    def ask(self, **body):
         data = json.dumps({"model": str(self.model), "temperature": 0.9, "ignore_eos": True, **body}).encode()
         headers = {"Content-Type": "application/json"}
         with urlopen(Request(f"{self.url}/v1/completions", data, headers), timeout=200) as answer:
             answer.read()
 
-    def wait(self, seconds: float):
+    def wait(self, seconds):
         """Until it answers."""
         deadline = time.monotonic() + seconds
         while True:
@@ -223,7 +222,7 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def served(random_model, tmp_path_factory) -> SimpleNamespace:
+def served(random_model, tmp_path_factory):
     """A server with a policy and one without; each was told to end after all that it did.
 
     The first one's trace, what 64 streams read of each, and the metrics of each.
@@ -292,7 +291,7 @@ def test_server_that_is_reported_to_end_leaves_trace(served):
 class Actor:
     """Knows nothing of tltlab."""
 
-    def __init__(self, model: str):
+    def __init__(self, model):
         import torch._dynamo
         from vllm import LLM, SamplingParams
 
@@ -328,7 +327,7 @@ class Actor:
 
 
 @pytest.fixture(scope="module")
-def actors(one_ray, random_model, tmp_path_factory) -> list[Path]:
+def actors(one_ray, random_model, tmp_path_factory):
     """What two engines in Ray's actors left that shared their variables: one that was killed, and one that ended.
 
     They are forks of a process that has imported vLLM.

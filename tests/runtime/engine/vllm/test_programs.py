@@ -14,10 +14,9 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import yaml
@@ -31,7 +30,7 @@ from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.runtime.engine.vllm import VARIABLES, options, starting
-from tltlab.runtime.engine.vllm.options import Attachment, Program, Variables, check_engine
+from tltlab.runtime.engine.vllm.options import Attachment, Variables, check_engine
 
 from ..asking import fixed
 
@@ -41,11 +40,9 @@ FRAMEWORKS = Path(os.environ.get("TLTLAB_FRAMEWORKS", "/nowhere"))
 OURS = "tltlab.runtime.engine.vllm.scheduler."
 SMALL = {"max_model_len": 64, "enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 1 << 25}
 
-Environment = Callable[..., None]
-
 
 @pytest.fixture
-def environment(monkeypatch) -> Environment:
+def environment(monkeypatch):
     """Sets our variables, and no others of them; what they have set is unset again."""
     for name in (*VARIABLES, "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "")
@@ -58,18 +55,18 @@ def environment(monkeypatch) -> Environment:
     return put
 
 
-def configured(model: Path, kind: str = "EngineArgs", **arguments: Any) -> Any:
+def configured(model, kind="EngineArgs", **arguments):
     """vLLM's configuration of an engine, as `LLM` makes it, or `AsyncLLM` of AsyncEngineArgs."""
     return getattr(arg_utils, kind)(model=str(model), **{**SMALL, **arguments}).create_engine_config()
 
 
-def attached(config: Any) -> Attachment | None:
+def attached(config):
     """What the engine is told of tltlab."""
     settings = config.additional_config.get("tltlab")
     return None if settings is None else Attachment.model_validate(settings)
 
 
-def serve_parser() -> argparse.ArgumentParser:
+def serve_parser():
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = arg_utils.AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
@@ -138,7 +135,7 @@ def test_a_policy_controls_a_programs_own_head(random_model, environment, capfd)
 
 
 BEG_MAB, THEIRS = {"policy": "beg-mab"}, {"method": "ngram", "num_speculative_tokens": 2}
-WRONG: list[tuple[dict[str, str], dict[str, Any], str]] = [
+WRONG = [
     ({"policy": "gone/policy.json"}, {}, "gone/policy.json"),
     ({"policy": "{selector"}, {}, "TLTLAB_POLICY"),
     (BEG_MAB | {"options": '{"depth": 4}'}, {}, "TLTLAB_OPTIONS: depth"),
@@ -266,7 +263,7 @@ def test_engines_of_one_name_record_separately(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "x-1.recording", "x-2.recording"]
 
 
-def old_verl(options: Mapping[str, Any]) -> list[str]:
+def old_verl(options):
     """A command line, from which False is left out."""
     words = []
     for name, value in options.items():
@@ -275,7 +272,7 @@ def old_verl(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def toml(value: Any) -> str:
+def toml(value):
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(name)} = {toml(each)}" for name, each in value.items()) + "}"
     if isinstance(value, list):
@@ -283,11 +280,11 @@ def toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def parsed(words: list[str], model: Path) -> Any:
+def parsed(words, model):
     return arg_utils.AsyncEngineArgs.from_cli_args(serve_parser().parse_args([*words, "--model", str(model)]))
 
 
-def of_yaml(options: Mapping[str, Any], model: Path, folder: Path) -> Any:
+def of_yaml(options, model, folder):
     """vLLM's own `--config FILE`."""
     (folder / "serve.yaml").write_text(yaml.safe_dump(dict(options)))
     words = ["serve", str(model), "--config", str(folder / "serve.yaml")]
@@ -295,7 +292,7 @@ def of_yaml(options: Mapping[str, Any], model: Path, folder: Path) -> Any:
     return parsed([word for word in found[1:] if word != str(model)], model)
 
 
-def of_namespace(options: Mapping[str, Any], model: Path, _: Path) -> Any:
+def of_namespace(options, model, _):
     """Arguments set one by one on what a parser made of nothing, as SkyRL does."""
     namespace = serve_parser().parse_args([])
     for name, value in {"model": str(model), **options}.items():
@@ -303,14 +300,14 @@ def of_namespace(options: Mapping[str, Any], model: Path, _: Path) -> Any:
     return arg_utils.AsyncEngineArgs.from_cli_args(namespace)
 
 
-def of_toml(options: Mapping[str, Any], model: Path, _: Path) -> Any:
+def of_toml(options, model, _):
     """A table of a TOML file, which a parser is given as what it has parsed already, as prime-rl does."""
     table = tomllib.loads("\n".join(f"{name} = {toml(value)}" for name, value in options.items()))
     namespace = argparse.Namespace(model=str(model), **table)
     return arg_utils.AsyncEngineArgs.from_cli_args(serve_parser().parse_args([], namespace=namespace))
 
 
-HANDED_ON: dict[Program, Callable[[Mapping[str, Any], Path, Path], Any]] = {
+HANDED_ON = {
     "vllm": lambda options, model, _: arg_utils.EngineArgs(model=str(model), **options),
     "vllm serve": of_yaml,
     "verl": lambda options, model, _: parsed(old_verl(options), model),
@@ -322,7 +319,7 @@ HANDED_ON: dict[Program, Callable[[Mapping[str, Any], Path, Path], Any]] = {
 }
 
 
-def the_same(engine_args: Any, options: Mapping[str, Any]) -> bool:
+def the_same(engine_args, options):
     """Whether an engine is told what `options` say."""
     both = (engine_args.additional_config, options["additional_config"])
     given, wanted = (Attachment.model_validate(of["tltlab"]) for of in both)
@@ -350,7 +347,7 @@ def test_frameworks_take_the_environment(program, random_model, tmp_path, enviro
         assert found == Attachment.model_validate(wanted["additional_config"]["tltlab"] | {"numbered": True})
 
 
-def functions(path: Path, *names: str, **beside: Any) -> list[Callable[..., Any]]:
+def functions(path, *names, **beside):
     """Functions of a module whose package cannot be imported here, with what they need `beside` them."""
     found = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name in names]
     for node in found:

@@ -9,9 +9,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def adapter(random_model, tmp_path_factory) -> Path:
+def adapter(random_model, tmp_path_factory):
     """A LoRA adapter that changes what the model says."""
     from safetensors.torch import save_file
 
@@ -46,7 +44,7 @@ def adapter(random_model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(random_model, tmp_path_factory) -> Iterator[Any]:
+def llm(random_model, tmp_path_factory):
     """vLLM with its own scheduler and a suffix drafter of the user's, recorded."""
     from tltlab.runtime.engine.vllm import starting, uncompiled
 
@@ -67,7 +65,7 @@ def llm(random_model, tmp_path_factory) -> Iterator[Any]:
 class Recorded:
     """The engine's own scheduler, recorded to another place."""
 
-    def __init__(self, llm: Any, path: Path):
+    def __init__(self, llm, path):
         from tltlab.runtime.engine.vllm.watch import record_only
 
         self.llm, self.path = llm, path
@@ -79,7 +77,7 @@ class Recorded:
         record_only(self.scheduler)
         self.recording: LiveRecording = self.scheduler.close_recording.__self__._recording
 
-    def answers(self, num: int = 3, **settings: Any) -> list[Any]:
+    def answers(self, num=3, **settings):
         from vllm import SamplingParams
 
         more = {name: settings.pop(name) for name in ("lora_request",) if name in settings}
@@ -87,7 +85,7 @@ class Recorded:
         prompts = [{"prompt_token_ids": [1, 4 + n, 5, 4 + n, 5]} for n in range(num)]
         return list(self.llm.generate(prompts, params, use_tqdm=False, **more))
 
-    def adds(self, *names: str) -> Any:
+    def adds(self, *names):
         """vLLM's engine, with requests of six tokens that have taken a step."""
         from vllm import SamplingParams
 
@@ -97,25 +95,25 @@ class Recorded:
         engine.step()
         return engine
 
-    def trace(self) -> Any:
+    def trace(self):
         self.scheduler.close_recording()
         return tltlab.read(self.path)
 
     @property
-    def hooked(self) -> bool:
+    def hooked(self):
         return "schedule" in self.scheduler.__dict__
 
 
 @pytest.fixture
-def recorded(llm, tmp_path) -> Recorded:
+def recorded(llm, tmp_path):
     return Recorded(llm, tmp_path / "trace")
 
 
-def texts(answers: list[Any]) -> list[list[int]]:
+def texts(answers):
     return [list(one.token_ids) for answer in answers for one in answer.outputs]
 
 
-def reasons(answers: list[Any]) -> list[str]:
+def reasons(answers):
     """As a trace has them: it knows no repetition, the engine ended it as at a stop, and an error is an abort."""
     found = [one.finish_reason for answer in answers for one in answer.outputs]
     return [{"repetition": "stop", "error": "abort"}.get(reason, reason) for reason in found]
@@ -143,7 +141,7 @@ def test_what_vllms_own_speculation_kept_is_recorded(recorded):
     assert not recorded.hooked
 
 
-def structured(recorded: Recorded, adapter: Path) -> list[str]:
+def structured(recorded, adapter):
     from vllm.sampling_params import StructuredOutputsParams
 
     # The vocabulary has no blank: vLLM itself ends what it cannot continue with as an error.
@@ -154,14 +152,14 @@ def structured(recorded: Recorded, adapter: Path) -> list[str]:
     return reasons(answers)
 
 
-def repeated(recorded: Recorded, adapter: Path) -> list[str]:
+def repeated(recorded, adapter):
     from vllm.sampling_params import RepetitionDetectionParams
 
     repeats = RepetitionDetectionParams(max_pattern_size=1, min_pattern_size=1, min_count=3)
     return reasons(recorded.answers(2, allowed_token_ids=[9], repetition_detection=repeats))
 
 
-def aborted(recorded: Recorded, adapter: Path) -> list[str]:
+def aborted(recorded, adapter):
     engine = recorded.adds("stays", "goes")
     engine.abort_request(["goes"])
     while engine.has_unfinished_requests():
@@ -169,7 +167,7 @@ def aborted(recorded: Recorded, adapter: Path) -> list[str]:
     return ["length", "abort"]
 
 
-def failed(recorded: Recorded, adapter: Path) -> list[str]:
+def failed(recorded, adapter):
     from vllm.v1.request import RequestStatus
 
     engine = recorded.adds("errs", "ends")
@@ -181,7 +179,7 @@ def failed(recorded: Recorded, adapter: Path) -> list[str]:
     return ["abort", "length"]
 
 
-def adapted(recorded: Recorded, adapter: Path) -> list[str]:
+def adapted(recorded, adapter):
     from vllm.lora.request import LoRARequest
 
     plain = texts(recorded.answers(2, temperature=0.0))
@@ -189,13 +187,13 @@ def adapted(recorded: Recorded, adapter: Path) -> list[str]:
     return ["length"] * 4
 
 
-def several(recorded: Recorded, adapter: Path) -> list[str]:
+def several(recorded, adapter):
     answers = recorded.answers(2, n=3, extra_args={"tltlab": [5, "p", 0, 0]}, seed=None)
     assert len(texts(answers)) == 6
     return ["length"] * 6
 
 
-def streamed(recorded: Recorded, adapter: Path) -> list[str]:
+def streamed(recorded, adapter):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -208,7 +206,7 @@ def streamed(recorded: Recorded, adapter: Path) -> list[str]:
     return ["length"]
 
 
-def nonsense(recorded: Recorded, adapter: Path) -> list[str]:
+def nonsense(recorded, adapter):
     for key in ("nonsense", [3, "a"], [2**40, "a", 0, 0], [0, "\ud800", 0, 0], {"a": 1}, 7):
         recorded.answers(1, extra_args={"tltlab": key})
     return ["length"] * 6
@@ -254,15 +252,15 @@ def test_a_stop_string_ends_a_response(recorded):
     assert trace.iterations["num_generated"].sum() == rows["response_tokens"].sum()
 
 
-def stops_at_a_string(recorded: Recorded):
+def stops_at_a_string(recorded):
     recorded.answers(4, stop=[f"w{n}" for n in range(20)])
 
 
-def is_aborted(recorded: Recorded):
+def is_aborted(recorded):
     recorded.adds("goes", "too").abort_request(["goes", "too"])
 
 
-def is_aborted_waiting(recorded: Recorded):
+def is_aborted_waiting(recorded):
     from vllm import SamplingParams
 
     engine = recorded.llm.llm_engine
@@ -270,7 +268,7 @@ def is_aborted_waiting(recorded: Recorded):
     engine.abort_request(["waits"])
 
 
-def errs(recorded: Recorded):
+def errs(recorded):
     from vllm.v1.request import RequestStatus
 
     engine = recorded.adds("errs")
@@ -278,18 +276,18 @@ def errs(recorded: Recorded):
     engine.abort_request(["errs"])
 
 
-def is_paused(recorded: Recorded):
+def is_paused(recorded):
     engine = recorded.adds("goes on")
     engine.engine_core.engine_core.pause_scheduler(mode="keep")
 
 
-def falls_asleep(recorded: Recorded):
+def falls_asleep(recorded):
     engine = recorded.adds("is aborted")
     engine.engine_core.engine_core.pause_scheduler(mode="abort")
     engine.abort_request(["is aborted"])
 
 
-def is_updated(recorded: Recorded):
+def is_updated(recorded):
     """A step's rest is kept, and continues with the next weights."""
     recorded.adds("goes on")
 
@@ -373,17 +371,17 @@ def test_a_drafter_that_a_wake_breaks_is_reported(recorded, monkeypatch, capfd):
     assert recorded.recording.control.metrics()["drafter_collapsed", "suffix"] == 1
 
 
-def vanishes(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
+def vanishes(recorded, patch):
     shutil.rmtree(f"{recorded.path}.recording")
     return "No such file"
 
 
-def is_full(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
+def is_full(recorded, patch):
     patch.setattr(os, "fsync", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     return "No space left on device"
 
 
-def has_a_bug(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
+def has_a_bug(recorded, patch):
     patch.setattr(recorded.recording, "left", raising(KeyError("of ours")))
     return "KeyError: 'of ours'"
 

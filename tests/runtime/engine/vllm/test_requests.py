@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -70,7 +69,7 @@ POLICIES = ("ngram:4", "beg-mab")
 
 
 @pytest.fixture(scope="module")
-def told(random_model) -> dict[str, dict[str, Any]]:
+def told(random_model):
     """By policy, and for stock vLLM, what `PROGRAM` found."""
     printed, _ = run_program(PROGRAM, random_model, "stock", *POLICIES)
     return json.loads(printed.splitlines()[-1])

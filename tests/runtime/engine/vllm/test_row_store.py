@@ -1,7 +1,5 @@
 """Rows by request and position: against a dictionary, and against its limit."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -17,12 +15,12 @@ CONTEXT = 6 * PAGE
 class Writer:
     """Makes rows that are all different, writes them to the store, and remembers them the slow way."""
 
-    def __init__(self, store: RowStore):
+    def __init__(self, store):
         self.store = store
         self.rows: dict[str, dict[int, float]] = {}
         self.value = 0.0
 
-    def iteration(self, runs: list[tuple[str, int, int]]):
+    def iteration(self, runs):
         bounds, positions, values = [0], [], []
         for name, start, count in runs:
             for position in range(start, start + count):
@@ -36,14 +34,14 @@ class Writer:
         names = [name for name, _, _ in runs]
         self.store.put(names, np.array(bounds), np.array([*positions, 0]), hidden, [hidden + 0.25, hidden + 0.5])
 
-    def expected(self, name: str, num_rows: int) -> tuple[int, list[float]]:
+    def expected(self, name, num_rows):
         """The unbroken run that ends at `num_rows`: its first position and its values."""
         rows, first = self.rows[name], num_rows
         while first - 1 in rows:
             first -= 1
         return first, [rows[position] for position in range(first, num_rows)]
 
-    def check(self, name: str, num_rows: int):
+    def check(self, name, num_rows):
         found = self.store.close(name, num_rows)
         first, values = self.expected(name, num_rows)
         assert found.first == first
@@ -51,7 +49,7 @@ class Writer:
         assert found.aux.tolist() == [[value + 0.25] * WIDTH + [value + 0.5] * WIDTH for value in values]
 
 
-def store(pages: int, *expected: Any) -> RowStore:
+def store(pages, *expected):
     return RowStore(pages * PAGE * WIDTH * 3 * 4, CONTEXT, *expected)
 
 

@@ -1,13 +1,10 @@
 """What an engine built for drafts does in iterations without any: as one without speculation. And what comes after."""
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests.fakes.drafting import Script
-from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.vllm import runners
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -16,13 +13,13 @@ from ..asking import kept_and_refused, raising, request, requests, said_once, sw
 pytestmark = pytest.mark.engine
 
 
-def executor_and_runner(engine: Engine) -> tuple[Any, Any]:
+def executor_and_runner(engine):
     executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
     return executor, executor.driver_worker.worker.model_runner
 
 
 @pytest.fixture
-def called(cramped, monkeypatch) -> Counter[str]:
+def called(cramped, monkeypatch):
     """How often the engine called what only speculation needs, and how often its sampler alone."""
     executor, runner = executor_and_runner(cramped)
     counts = Counter()
@@ -60,13 +57,13 @@ def test_only_iterations_that_verify_drafts_pay_for_them(cramped, called):
     assert called["asking"] == 0
 
 
-def off_then_on(off: int) -> Script:
+def off_then_on(off):
     """No drafts for `off` iterations, then as deep as it goes for 10, again and again."""
     return Script(*([NO_SPECULATION] * off + [Strategy.chain("learned", 4)] * 10) * 99)
 
 
 @pytest.fixture
-def attentive(roomy, good) -> Iterator[Engine]:
+def attentive(roomy, good):
     """The roomy engine with weights that attend to more than the last token, in target and draft model."""
     weights = {name: value * 30 if "v_proj" in name else value for name, value in good.items()}
     for number, given in enumerate((weights, good), start=1):
@@ -76,7 +73,7 @@ def attentive(roomy, good) -> Iterator[Engine]:
             yield roomy
 
 
-def refused(engine: Engine, *, off: int, rl_step: int, prompt_tokens: int = 3, first: int = 0) -> float:
+def refused(engine, *, off, rl_step, prompt_tokens=3, first=0):
     """The share of drafts refused; greedily a drafter that is the target itself has none.
 
     Prompts differ by `first`: blocks of the cache are used again, and would else hold just what is missing.
@@ -121,7 +118,7 @@ def test_it_catches_up_in_fitting_passes(attentive, monkeypatch):
 
 
 @pytest.fixture
-def runner(roomy) -> Iterator[Any]:
+def runner(roomy):
     """The roomy engine's, which is as it was afterwards."""
     _, runner = executor_and_runner(roomy)
     yield runner

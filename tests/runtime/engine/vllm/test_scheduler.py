@@ -20,14 +20,12 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.policy import Policy
-from tltlab.policies.selector import Selector
 from tltlab.policies.simple import Fixed
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.runtime.engine.vllm.options import Attachment
-from tltlab.state import NO_CHOICE, StepState
+from tltlab.state import NO_CHOICE
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read
 
@@ -38,7 +36,7 @@ LEARNED = Strategy.chain("learned", 4)
 HEAD = LearnedSpec(method="draft_model", model="the/target")
 
 
-def scheduled_by(cls: Any, engine: Engine, asynchronous: bool = True, settings: Any = None, changes: Any = None) -> Any:
+def scheduled_by(cls, engine, asynchronous=True, settings=None, changes=None):
     """A scheduler for an engine like this one except `changes`; `settings` are its `additional_config`.
 
     `cls` is one of tltlab by its name, or a class of vLLM's.
@@ -63,11 +61,11 @@ def scheduled_by(cls: Any, engine: Engine, asynchronous: bool = True, settings: 
 class Overlapped:
     """Schedules one iteration ahead, as vLLM's engine core does; the worker keeps `kept` of the drafted tokens."""
 
-    def __init__(self, scheduler: Any):
+    def __init__(self, scheduler):
         self.scheduler, self.flight = scheduler, deque[Any]()
 
     @classmethod
-    def of(cls, engine: Engine, selector: Selector | None = None, budget: DraftBudget | None = None):
+    def of(cls, engine, selector=None, budget=None):
         """In its RL step 3; every third choice drafts nothing, unless a selector says otherwise."""
         scheduler = scheduled_by("policy_scheduler", engine)
         assert type(scheduler).__name__ == "AsyncPolicyScheduler"
@@ -77,7 +75,7 @@ class Overlapped:
         scheduler.control.begin(3)
         return cls(scheduler)
 
-    def add(self, tokens: int, *names: str, resumable: bool = False, key: object = None, **more: Any):
+    def add(self, tokens, *names, resumable=False, key=None, **more):
         """Requests of so many tokens each, with `more` sampling parameters."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
@@ -88,11 +86,11 @@ class Overlapped:
             asked = {"sampling_params": params, "pooling_params": None, "resumable": resumable}
             self.scheduler.add_request(Request(request_id=name, prompt_token_ids=[1, 5, 6], **asked))
 
-    def schedule(self) -> Any:
+    def schedule(self):
         self.flight.append(self.scheduler.schedule())
         return self.flight[-1]
 
-    def finish(self, kept: int = 0):
+    def finish(self, kept=0):
         from vllm.v1.outputs import ModelRunnerOutput
 
         output = self.flight.popleft()
@@ -104,7 +102,7 @@ class Overlapped:
             output, ModelRunnerOutput(req_ids=ids, req_id_to_index=places, sampled_token_ids=sampled)
         )
 
-    def goes_on(self, *kept: int) -> list[Any]:
+    def goes_on(self, *kept):
         """Two iterations begin, and another where one has ended."""
         outputs = [self.schedule(), self.schedule()]
         for each in kept:
@@ -112,7 +110,7 @@ class Overlapped:
             outputs.append(self.schedule())
         return outputs
 
-    def ends(self, kept: int):
+    def ends(self, kept):
         """Whatever is under way is done."""
         while self.flight:
             self.finish(kept)
@@ -121,7 +119,7 @@ class Overlapped:
 
 
 class OneEach(DraftBudget):
-    def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+    def allot(self, state, strategy):
         return list(range(state.batch))
 
 
@@ -247,7 +245,7 @@ def test_a_scheduler_that_does_not_fit_the_engine_is_refused(roomy, asynchronous
         assert type(scheduled_by(cls, roomy, asynchronous=asynchronous)).__name__ == fits
 
 
-def attached(policy: Policy, depth: int = 4) -> dict[str, Any]:
+def attached(policy, depth=4):
     """The `additional_config` of a policy in an engine that has a draft model too."""
     drafters = {**DEFAULT_DRAFTERS, "learned": HEAD, "hybrid": HybridSpec()}
     return {"tltlab": Attachment(policy=policy, drafters=drafters, max_draft_depth=depth).model_dump(mode="json")}
@@ -257,7 +255,7 @@ BY_MODEL, BY_TEXT = attached(fixed("learned")), attached(fixed("ngram"))
 LEARNS = attached(Policy(selector=Ucb1.Spec(strategies=(NO_SPECULATION, LEARNED))))
 RANKS = {"parallel_config.distributed_executor_backend": "external_launcher", "parallel_config.world_size": 2}
 DRAFTS = "speculative_config"
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], tuple[object, ...]]] = [
+REFUSED = [
     ({"parallel_config.pipeline_parallel_size": 2}, BY_TEXT, ("pipeline_parallel_size=1",)),
     ({"parallel_config.data_parallel_size": 2}, BY_MODEL, ("data_parallel_size=1",)),
     (RANKS, LEARNS, ("distributed_executor_backend='mp'", "none, fixed")),

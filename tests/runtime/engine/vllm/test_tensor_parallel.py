@@ -6,12 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.runtime.engine import weights
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.generation import GenerationRequest
 
 from ..asking import BLOCK, fixed, groups_of_four, kept_and_refused, texts
 from .test_capture import Files, check, few_words, load
@@ -23,7 +21,7 @@ REQUESTS = few_words(
 )
 
 
-def greedy(model: LlamaForCausalLM, request: GenerationRequest) -> list[int]:
+def greedy(model, request):
     """What a Hugging Face model says, a whole forward pass for every token."""
     ids = list(request.prompt_token_ids)
     with torch.no_grad():

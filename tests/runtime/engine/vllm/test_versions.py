@@ -47,7 +47,7 @@ class Base:
 
 
 @pytest.fixture
-def sources(tmp_path) -> Sources:
+def sources(tmp_path):
     for name, text in MADE_UP.items():
         path = tmp_path / "vllm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
