@@ -13,8 +13,8 @@ from tests.refused import refused
 from tltlab.runtime.drafter.feed import REPEAT_S, FeedReceiver, FeedSender
 from tltlab.runtime.drafter.sequences import TrainingSequence
 
+from ..small_models import until
 from . import drafting_text as text
-from .drafting_text import until
 
 
 class Heard:

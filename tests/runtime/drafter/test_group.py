@@ -15,8 +15,9 @@ from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, RendezvousServ
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
+from ..small_models import until
 from . import drafting_text as text
-from .drafting_text import same, together, until
+from .drafting_text import same, together
 
 TIMEOUT_S, PATIENT_S = 4.0, 120.0
 """For a member that is lost on purpose, and for those that all come."""

@@ -38,19 +38,6 @@ def changed(sequence, row):
     return dataclasses.replace(sequence, hidden=hidden, aux=aux, token_ids=tokens)
 
 
-def test_a_row_joins_state_and_next_token():
-    sequence = made_sequence(5, first_position=7, prompt_tokens=4)
-    batch = pack([sequence])
-    assert batch.lengths == (4,)
-    assert batch.token_ids.tolist() == sequence.token_ids[1:5].tolist()
-    assert batch.next_token_ids.tolist() == sequence.token_ids[2:6].tolist()
-    assert torch.equal(batch.hidden, sequence.hidden[:4])
-    assert torch.equal(batch.next_hidden, sequence.hidden[1:])
-    assert batch.positions.tolist() == [7, 8, 9, 10]
-    # Row 2 predicts token 4, the first of the response.
-    assert batch.mask.tolist() == [False, False, True, True]
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.booleans())
 def test_nothing_is_padded(rows, with_aux):
     sequences = [made_sequence(n, seed=n, first_position=n) for n in rows]

@@ -164,7 +164,7 @@ def test_a_member_leaves_with_the_update_under_way(pair):
         told.set()
         return used
 
-    pair.right._fill_message = told_meanwhile  # type: ignore[method-assign]
+    pair.right._fill_message = told_meanwhile
     texts = [sequence(0)]
     assert [report.leave for report in pair.update(texts, texts, leave=told.is_set)] == [True, True]
 
@@ -200,16 +200,6 @@ def test_bad_updates_end_with_the_last_good_drafter(tmp_path):
     assert made.skipped == MAX_BAD
     assert same({n: v for n, v in good.items() if n != "counters"}, {n: v for n, v in after.items() if n != "counters"})
     assert not made.update([sequence(60)]).skipped
-
-
-def test_members_keep_the_same_state(pair):
-    members = (pair.left, pair.right)
-    pair.left.keep_s, pair.right.keep_s = 0.0, math.inf
-    for n in range(3):
-        states = [one.state_dict() for one in members]
-        pair.update([sequence(n)], [sequence(n)])
-        for one, state in zip(members, states, strict=True):
-            assert same(one._backup, state)
 
 
 def test_what_is_not_finite_is_never_applied(tmp_path):
@@ -252,17 +242,20 @@ def test_it_learns_from_the_target_as_is(tmp_path):
         assert made.predict([sequence(0)]) == drafter_loss(made.head, made.frozen, pack([sequence(0)]), LOSS).accept
 
 
+def alike(num, method="eagle"):
+    """Trainings that are the same."""
+    target, optim = small_heads.made_target(), OptimConfig(lr=0.1)
+    return [DrafterTraining(small_heads.made_head(method), target, LOSS, optim) for _ in range(num)]
+
+
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_warming_up_leaves_the_training_as_it_was(method):
-    cold, warm = (
-        DrafterTraining(small_heads.made_head(method), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
-        for _ in range(2)
-    )
+    cold, warm = alike(2, method)
     warm.warm_up()
     for number in range(3):
         assert warm.updates == cold.updates == number
         assert warm.state_dict().keys() == cold.state_dict().keys()
-        assert all(torch.equal(value, cold.state_dict()[name]) for name, value in warm.state_dict().items())
+        assert same(warm.state_dict(), cold.state_dict())
         for training in (cold, warm):
             assert training.update([small_heads.made_sequence(40)]).tokens
     assert warm.skipped == 0
@@ -270,10 +263,7 @@ def test_warming_up_leaves_the_training_as_it_was(method):
 
 def test_who_has_to_leave_gives_what_it_has(monkeypatch):
     """A rollout waits for one pass, not for an update, and nothing that was computed is lost."""
-    leaving, whole, alone = (
-        DrafterTraining(small_heads.made_head("eagle"), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
-        for _ in range(3)
-    )
+    leaving, whole, alone = alike(3)
     texts = [small_heads.made_sequence(rows, seed=rows) for rows in (20, 25, 30, 10)]
     monkeypatch.setitem(PART_ROWS, "cpu", 45)
     asked = []
@@ -287,10 +277,7 @@ def test_who_has_to_leave_gives_what_it_has(monkeypatch):
 
 
 def test_parts_add_up_to_the_whole(monkeypatch):
-    parts, whole = (
-        DrafterTraining(small_heads.made_head("eagle"), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
-        for _ in range(2)
-    )
+    parts, whole = alike(2)
     texts = [small_heads.made_sequence(rows, seed=rows) for rows in (20, 25, 30)]
     expected = whole.update(texts)
     monkeypatch.setitem(PART_ROWS, "cpu", 1)

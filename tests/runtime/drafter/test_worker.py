@@ -16,8 +16,9 @@ from tltlab.runtime.drafter.group import RendezvousServer
 from tltlab.runtime.drafter.worker import HELD_OUT, SpotTrainer, TrainerPlacement
 from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
 
+from ..small_models import until
 from . import drafting_text as text
-from .drafting_text import same, until
+from .drafting_text import same
 
 CONFIG = DrafterConfig(
     optim=OptimConfig(lr=3e-3),
@@ -45,7 +46,7 @@ class Bench:
     def _kill(self, worker):
         raise AssertionError(f"worker {worker} did not yield")
 
-    def add(self, worker, config=CONFIG, state=None):
+    def add(self, worker, config=CONFIG):
         place = TrainerPlacement(
             worker=worker,
             coordinator=self.server.endpoint,
@@ -58,7 +59,7 @@ class Bench:
             temperature=1.0,
         )
         trainer = SpotTrainer(place, config)
-        trainer.start(text.frozen(), state, 0)
+        trainer.start(text.frozen(), None, 0)
         self._threads.append(threading.Thread(target=trainer.run, daemon=True))
         self._threads[-1].start()
         self.trainers[worker] = trainer
@@ -100,20 +101,6 @@ class Bench:
         assert waited < CONFIG.coordinator.yield_timeout_s
         return waited
 
-    @contextlib.contextmanager
-    def again(self, state, rl_step, **data):
-        """The trainer of worker 1 in another process, whose own has ended."""
-        again = SpotTrainer(self.trainers[1].place, CONFIG)
-        again.start(text.frozen(), state, rl_step, **data)
-        yield again
-        again._client.close()
-        again._feed.close()
-
-    def end(self):
-        """End the trainer that was added last, and its thread."""
-        next(reversed(self.trainers.values())).close()
-        until(lambda: not self._threads[-1].is_alive())
-
     def close(self):
         for trainer in self.trainers.values():
             trainer.close()
@@ -147,7 +134,7 @@ def test_an_idle_worker_trains_until_the_rollout_ends(bench):
         late.append(not isinstance(trainer._client.order, Train))
         return update(*args, **kwargs)
 
-    trainer.training.update = watched  # type: ignore[method-assign]
+    trainer.training.update = watched
     bench.trains(1, 0, 30)
     waited = bench.ends(0)
     (row,) = trainer.take_rows()
@@ -187,7 +174,7 @@ def test_one_sequence_is_enough_to_train(bench):
         empty.set()
         return sample(*args)
 
-    trainer.buffer.sample = watched  # type: ignore[method-assign]
+    trainer.buffer.sample = watched
     bench.status(1, 0, busy=False)
     assert empty.wait(300)
     assert trainer.num_updates() == 0
@@ -220,42 +207,6 @@ def test_states_not_finite_end_the_period_only(bench):
     bench.ends(2)
 
 
-def test_a_new_process_starts_from_the_furthest(bench):
-    trainer = bench.taught()
-    bench.trains(1, 0, 7)
-    bench.ends(0)
-    state = trainer.state()
-    bench.end()
-    for served in (None, state | {"counters": state["counters"] + 100}):
-        with bench.again(served, 3) as again:
-            assert same(again.state(), state if served is None else served)
-            assert list(again._published) == [3]
-            (updates, _) = again._published[3]
-            # What serves is what is trained.
-            assert updates == (0 if served is None else int(served["counters"][0]))
-
-
-def test_a_later_run_learns_from_the_same_data(bench, tmp_path):
-    trainer = bench.taught(some=[])
-    trainer.save_data(tmp_path / "none")
-    assert not (tmp_path / "none").exists()
-    bench.teach(1, sequences())
-    bench.trains(1, 0, 7)
-    bench.ends(0)
-    trainer.save_data(tmp_path / "data")
-    assert trainer.data_bytes() == sum(s.nbytes for s in [*trainer.buffer.sequences(), *trainer._heldout])
-    bench.end()
-    with bench.again(None, 1, anew=True, data=tmp_path / "data") as again:
-        assert again.num_updates() == 0, "it goes on from a future that was left"
-        assert len(again._heldout) == len(trainer._heldout) > 0
-        for each in (trainer, again):
-            each.buffer.begin(1)
-        for _ in range(3):
-            drawn, expected = again.buffer.sample(128, again.rng), trainer.buffer.sample(128, trainer.rng)
-            assert [s.key for s in drawn] == [s.key for s in expected]
-            assert all(torch.equal(own.hidden, other.hidden) for own, other in zip(drawn, expected, strict=True))
-
-
 def test_a_group_starts_from_its_furthest_member(bench):
     """The leader is the lowest worker, here one that has just started; what the other one has trained is kept."""
     old = bench.taught(worker=2)
@@ -275,32 +226,6 @@ def test_a_group_starts_from_its_furthest_member(bench):
     rows = [new.take_rows()[-1], old.take_rows()[-1]]
     assert [row["members"] for row in rows] == [2, 2]
     assert rows[1]["updates"] == old.num_updates() - before
-
-
-def test_others_continue_without_a_hanging_member(bench):
-    # Members wait for one another half as long as the coordinator waits for them.
-    soon = CONFIG.model_copy(update={"coordinator": CoordinatorConfig(yield_timeout_s=6.0)})
-    here, hanging = bench.add(1, soon), bench.add(2, soon)
-    bench.begin(0)
-    for worker in (1, 2):
-        bench.teach(worker, sequences())
-        bench.status(worker, 0, busy=False)
-    until(lambda: min(here.num_updates(), hanging.num_updates()) > 3)
-    update, wakes = hanging.training.update, threading.Event()
-
-    def late(*args, **kwargs):
-        wakes.wait(400)
-        return update(*args, **kwargs)
-
-    hanging.training.update = late  # type: ignore[method-assign]
-    try:
-        until(lambda: here.num_updates() > hanging.num_updates() + 5)
-    finally:
-        wakes.set()
-    bench.server.rollout_ended(0)
-    (row,) = here.take_rows()
-    assert (row["ended"], row["members"]) == ("stopped", 2)
-    assert "hangs" in row["detail"]
 
 
 def test_every_eighth_response_is_held_out(bench):

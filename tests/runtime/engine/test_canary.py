@@ -25,7 +25,7 @@ def engine(roomy, good):
 
 def generate(engine, policy=LEARNED, **more):
     engine.set_policy(policy)
-    return engine.generate(requests(8, 100), rl_step=0, temperature=0.0, **more)  # type: ignore[arg-type]
+    return engine.generate(requests(8, 100), rl_step=0, temperature=0.0, **more)
 
 
 PLAIN = []

@@ -3,7 +3,6 @@
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,20 +24,6 @@ from .asking import scheduled
 
 LEARNED = LearnedSpec(method="eagle", model="a/head")
 BOTH = HybridSpec(first="ngram", otherwise="suffix")
-
-
-class Looked(dict[str, Any]):
-    """Counts how often it was looked into."""
-
-    looks = 0
-
-    def __getitem__(self, name):
-        self.looks += 1
-        return super().__getitem__(name)
-
-    def get(self, name, default=None):
-        self.looks += 1
-        return super().get(name, default)
 
 
 class Played:
@@ -263,24 +248,6 @@ def test_drafters_hear_each_request_once_they_are_asked():
     assert asked.texts.keys() == {(0, "b", 0, 0), (0, "c", 0, 0)}
 
 
-def test_only_needed_requests_are_looked_up():
-    class Reader(Script):
-        def choose(self, state):
-            assert [request.prompt_id for request in state.requests] == ["a", "b", "c"]
-            assert [len(state.requests), state.requests[-1].generated_tokens] == [3, 6]
-            return super().choose(state)
-
-    batch, script = played(*[NO_SPECULATION] * 6, names="abc")
-    batch.iterate()
-    batch.control.live = looked = Looked(batch.control.live)
-    batch.goes_on(*[0] * 5)
-    assert script.state.batch == 3
-    assert looked.looks == 0
-    batch.control.set_selector(Reader(NO_SPECULATION))
-    batch.iterate()
-    assert looked.looks == 3
-
-
 def test_a_choice_pays_for_its_own_tokens_alone():
     slow = Parrot(token_s=1.0)
     choices = [chain(1, "slow"), *[NO_SPECULATION] * 3, *[chain(1, "slow")] * 3]
@@ -322,13 +289,6 @@ def test_what_came_while_drafter_was_off_costs_nobody():
     assert [choice.strategy.draft_depth for choice, _ in script.told] == [0] * 9 + [1]
     # What came before the first draft of a rollout is paid by nobody, nor is what was left to wait.
     assert [row["draft_duration"] for row in rows] == [0] * 14 + [1]
-
-
-def test_a_new_drafter_receives_running_requests():
-    engine, _ = played(NO_SPECULATION, NO_SPECULATION, parrot=Parrot(), ngram=NgramSpec(min_match=1))
-    engine.goes_on(0, 0)
-    engine.control.set_selector(Script(chain(2), chain(2)))
-    assert engine.iterate() == [[9, 9]]
 
 
 def test_the_learned_drafter_drafts_only_when_requested():

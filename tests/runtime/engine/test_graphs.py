@@ -1,7 +1,6 @@
 """A policy as vLLM's settings: depths by batch, graphs as vLLM itself would capture and use them, and their memory."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +13,11 @@ from tltlab.planning.graph_pool import GraphPool
 from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec, TableRow, TableSpec
 from tltlab.runtime.engine.graphs import (
-    GIB,
     fitting_plan,
     memory_bytes,
     plan_graphs,
-    vllm_batches,
 )
-from tltlab.runtime.engine.vllm.runners import captured_graphs, keep_captured_bytes
+from tltlab.runtime.engine.vllm.runners import captured_graphs
 from tltlab.strategy import Strategy
 
 from .asking import fixed
@@ -209,23 +206,6 @@ def test_vllm_takes_a_schedule_with_every_depth(name):
             assert set(enumerate(lookup[1:], start=1)) == set(plan.may_run)
 
 
-def test_a_table_is_vllms_schedule():
-    plan = plan_graphs(table((1, 8), (5, 2), activation=Activation(max_requests=16, hold_iterations=0)), 64)
-    assert plan.schedule == ((1, 4, 8), (5, 16, 2), (17, 64, 0))
-    drafts = {"method": "eagle", "model": "heads/eagle", "num_speculative_tokens": 8}
-    schedule = {"num_speculative_tokens_per_batch_size": [list(row) for row in plan.schedule]}
-    assert plan.settings()["speculative_config"] == drafts | schedule
-
-
-def test_equal_capture_sizes_are_shared():
-    plan = plan_graphs(table((1, 7), (5, 3), drafter="ngram"), 8)
-    assert plan.asked == ((1, 7), (2, 7), (4, 7), (8, 3))
-    assert plan.capture_sizes == (8, 16, 32)
-    assert plan.settings()["compilation_config"]["max_cudagraph_capture_size"] == 32
-    # Each is captured for each depth, whatever its bucket.
-    assert plan.full_graphs() == ((8, 3), (8, 7), (16, 3), (16, 7), (32, 3), (32, 7))
-
-
 def test_level_by_level_drafting_has_single_token_graphs():
     plan = plan_graphs(table((1, 7), (5, 3)), 8)
     assert plan.capture_sizes == (1, 2, 4, 8, 16, 32)
@@ -237,18 +217,12 @@ def test_level_by_level_drafting_has_single_token_graphs():
     ("name", "spec", "standard"), [("own", NgramSpec(), "ngram"), ("head", EAGLE["learned"], "learned")]
 )
 def test_a_renamed_drafter_has_the_same_graphs(name, spec, standard):
-    given = plan_graphs(table((1, 7), (5, 3), drafter=name), 8, drafters={name: spec or EAGLE[standard]})
+    given = plan_graphs(table((1, 7), (5, 3), drafter=name), 8, drafters={name: spec})
     known = plan_graphs(table((1, 7), (5, 3), drafter=standard), 8)
     assert (given.settings(), given.full_graphs()) == (known.settings(), known.full_graphs())
     assert (given.uneven, memory_bytes(POOL, given)) == (known.uneven, memory_bytes(POOL, known))
     with refused(ConfigError, naming=(f"'{name}'",)):
         plan_graphs(table((1, 7), (5, 3), drafter=name), 8)
-
-
-def test_a_depth_that_never_varies_needs_no_schedule():
-    drafts = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4}
-    assert plan_graphs(fixed("ngram", 4), 8).settings()["speculative_config"] == drafts
-    assert "speculative_config" not in plan_graphs(load_policy("none"), 8).settings()
 
 
 def test_a_policy_that_learns_has_every_depth_scheduled():
@@ -279,35 +253,3 @@ def test_trees_are_refused():
     policy = Policy(selector=FixedSpec(strategy=Strategy("learned", 8, 8, 48)))
     with refused(ConfigError, naming=("learned:8x8/48",)):
         plan_graphs(policy, 8)
-
-
-def test_memory_beyond_cap_is_refused_with_numbers():
-    plan = plan_graphs(table((1, 8), (5, 2), (17, 0)), 32)
-    needed = memory_bytes(POOL, plan)
-    with refused(ConfigError, naming=(f"{needed / GIB:.2f}", "0.50")):
-        fitting_plan(lambda spacing, fill: plan, POOL, 0.5 * GIB)
-
-
-def test_memory_grows_with_graphs_and_with_drafters_network():
-    policy = table((1, 8), (5, 2), (17, 0))
-    plan = plan_graphs(policy, 32)
-    assert memory_bytes(POOL, plan_graphs(policy, 64)) > memory_bytes(POOL, plan)
-    assert memory_bytes(POOL, replace(plan, networks=())) < memory_bytes(POOL, plan)
-    assert memory_bytes(POOL.model_copy(update={"page_tables": 0}), plan) == memory_bytes(POOL, plan)
-
-
-def test_measured_memory_is_what_capture_returned():
-    class Runner:
-        def capture_model(self, *, profile_only=False):
-            return 3 * GIB
-
-    worker = SimpleNamespace(model_runner=Runner())
-    keep_captured_bytes(Runner)
-    runner = worker.model_runner
-    assert runner.capture_model(profile_only=False) == runner.tltlab_captured_bytes == 3 * GIB
-
-
-def test_vllms_batch_sizes_end_with_the_largest():
-    assert vllm_batches(1) == (1,)
-    assert vllm_batches(20) == (1, 2, 4, 8, 16, 20)
-    assert vllm_batches(272)[-2:] == (256, 272)

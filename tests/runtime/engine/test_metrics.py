@@ -63,15 +63,6 @@ def test_a_cost_model_gives_plain_decoding_time():
     assert counted.counts["gained_seconds", "ngram:3", "costs"] == pytest.approx(2.0)
 
 
-def test_a_drafter_that_collapsed_is_shown():
-    control = Control(DrafterPool({}, 0))
-    for kept, event in ((2, "the engine woke"), (0, "")):
-        control.alarm.observe("eagle", [(3, kept)] * 256, has_network=True)
-        control.alarm.note_event(event)
-        found = shown(lambda: [(("m", "0"), control.metrics())])
-        assert found["tltlab:drafter_collapsed eagle 0 m"] == float(not kept)
-
-
 def test_counting_ends_with_the_first_error(caplog):
     counted = Tally(LinearCosts(base_s=1.0, per_request_s=0.5, per_context_s=0.1))
     counted.add(iteration(NO_SPECULATION, 2.0))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.runtime.engine.tracker import IterationTracker, Stopwatch
+from tltlab.runtime.engine.tracker import IterationTracker
 from tltlab.state import NO_CHOICE, Choice, StepOutcome
 from tltlab.strategy import Strategy
 
@@ -131,18 +131,6 @@ def test_a_choice_outlasts_a_rest():
     assert len(engine.notified) == 1
 
 
-def test_outside_of_rollouts_outcomes_leave_no_rows():
-    engine = Engine()
-    engine.tracker.end()
-    engine.iterate()
-    engine.iterate()
-    engine.tracker.first_token(KEY)
-    engine.tracker.start()
-    assert len(engine.notified) == 1
-    assert engine.tracker.iterations == engine.tracker.decisions == []
-    assert engine.tracker.first_token_s == {}
-
-
 def test_a_rollout_begins_at_0_with_the_choice():
     engine = Engine()
     engine.iterate()
@@ -186,23 +174,3 @@ def test_iteration_in_flight_continues_in_next_rollout():
         (8, 0, 0.0, 1.0),
         (8, 1, 1.0, 1.0),
     ]
-
-
-def test_iterations_of_ended_requests_are_dropped():
-    engine = Engine(overlapped=True)
-    stale = engine.schedule()
-    engine.tracker.begin(8)
-    engine.tracker.drop_in_flight()
-    own = engine.schedule()
-    engine.now += 1.0
-    engine.tracker.sampled(engine.tracker.verified(stale, [0, 0]))
-    engine.tracker.sampled(engine.tracker.verified(own, [1, 1]))
-    assert [row["num_generated"] for row in engine.tracker.iterations] == [2]
-
-
-def test_a_stopwatch_counts_what_ran_inside_it():
-    stopwatch = Stopwatch(iter([0.0, 2.0, 7.0, 8.0]).__next__)
-    for _ in range(2):
-        with stopwatch:
-            pass
-    assert stopwatch.seconds == 3.0

@@ -72,7 +72,7 @@ def test_a_run_shows_planned_and_captured_graphs():
     assert "drafts of 8 tokens" in list(built.sentences(fallen_back))[1]
     assert not list(built.sentences(CapturedGraphs(runner="V1", mode="NONE")))
     told = built.as_json([full])
-    assert told["planned"]["full"] == [[tokens, None] for tokens, _ in built.graphs.full_graphs()]  # type: ignore[union-attr]
+    assert told["planned"]["full"] == [[tokens, None] for tokens, _ in built.graphs.full_graphs()]
     assert told["captured"] == [asdict(full)]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse
+from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.models.make import make_tokenizer
 from tltlab.runtime.models.tasks import TASKS
 from tltlab.runtime.recipe.sections import EnvironmentConfig
@@ -25,10 +25,9 @@ from tltlab.runtime.rollout.environments import (
     stop_token_ids,
 )
 from tltlab.runtime.rollout.worker import EngineWorker
-from tltlab.runtime.run.rows import StepReport, step_rows
 from tltlab.runtime.trainer.samples import Sample
 
-from .scripted_engines import recipe, rolled, tools_of, ways
+from .scripted_engines import recipe, response, rolled, tools_of, ways
 
 TOKENIZER = make_tokenizer(TASKS["calculator"])
 AT_ONCE = EnvironmentConfig(path="calculator", processes=0, max_turns=4)
@@ -120,7 +119,7 @@ def test_an_environment_that_cannot_be_asked_is_refused(tmp_path):
 def test_a_tool_that_leaves_no_room_cuts(room, cap, answer, cut):
     first, turns = request("calc 3 + 4 go", cap=cap), ["ask 3 + 4 ="] * 2
     pool = EnvironmentPool(AT_ONCE, ())
-    pool.ask = lambda messages: ended_with(answer)  # type: ignore[method-assign]
+    pool.ask = lambda messages: ended_with(answer)
     made = Conversations(pool, AT_ONCE, TOKENIZER, ids("="), room)
     asked = first
     for turn in turns:
@@ -134,13 +133,12 @@ def test_a_tool_that_leaves_no_room_cuts(room, cap, answer, cut):
 def test_a_cut_conversation_counts_as_truncated():
     worker = EngineWorker(recipe({"environment": "calculator"}), 0, cast(Any, None), None)
     worker.environment = EnvironmentPool(AT_ONCE, ()), AT_ONCE, TOKENIZER, tuple(ids("="))
-    end = {"logprobs": [0.0] * 5, "finish_reason": "stop", "t_first_token": 0.0, "t_finish": 1.0}
 
     def generate(requests, follow_ups, **_):
         for asked in requests:
             follow_ups.ended(asked, ids("ask 3 + 4 ="), 0.0)
         assert len(follow_ups.ready(lambda: 0.0, wait_for_one=True)) == 1
-        return rolled([GenerationResponse(key=r.key, token_ids=ids("ask 3 + 4 ="), **end) for r in requests])
+        return rolled([response(r.key, ids("ask 3 + 4 =")) for r in requests])
 
     worker.engine = cast(Any, SimpleNamespace(max_model_len=64, reseed=lambda seed: None, generate=generate))
     requests = [request("calc 3 + 4 go", cap=cap) for cap in (40, 6)]
@@ -239,13 +237,12 @@ def test_turns_become_one_response_with_model_tokens():
         return [float(len(t.token_ids)) for t in trajectories]
 
     def generate(shares, number, quotas):
-        said = {"token_ids": [8, *stops], "logprobs": [-1.0, -2.0], "finish_reason": "stop"}
-        said |= {"t_first_token": 1.0, "t_finish": 2.0}
+        said = {"token_ids": [8, *stops], "logprobs": [-1.0, -2.0]}
         parts = []
         for share in shares:
             later = [goes_on(r) for r in share if r.key[1:3] == ("p0", 1)]
-            responses = [GenerationResponse(key=r.key, **said) for r in share]
-            responses += [GenerationResponse(key=r.key, **said, **turn) for r in later]
+            responses = [response(r.key, **said) for r in share]
+            responses += [response(r.key, **said, **turn) for r in later]
             parts.append(rolled(responses, 4.0, follow_ups=later, notes=["1 tool call failed"] if later else []))
         return parts
 
@@ -266,13 +263,4 @@ def test_turns_become_one_response_with_model_tokens():
     assert sample.in_arrays().without_tokens().num_drawn == 4
     assert sample.drawn().tolist() == [True, True, False, True, True]
 
-    figures = {"reward_mean": 0.0, "num_tokens": 1, "rollout_s": 4.0, "metrics": {"drift_kl": 0.0}}
-    report = StepReport(rl_step=0, policy="none", **figures)
-    by_key = {"rewards": got.rewards, "epochs": got.epochs}
-    rows = step_rows(report, got.requests, got.parts, **by_key, policy_version=5, t_start=0.0, drafter={})
-    (second,) = [row for row in rows["outcomes"] if row["turn"] == 1]
-    assert (second["t_submit"], second["tool_s"], second["reward"]) == (3.0, 0.5, None)
-    assert [row["tool_s"] for row in rows["outcomes"] if row["turn"] == 0] == [None] * 4
-    (prompt,) = [row["prompt_tokens"] for row in rows["workload"] if row["turn"] == 1]
-    assert prompt == 3 + 3
     assert [[r.key for r in share] for share in got.requests] == [[r.key for r in part.responses] for part in got.parts]

@@ -12,7 +12,6 @@ from scipy.stats import chisquare
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.generation import GenerationResponse
 from tltlab.runtime.rollout.collected import save_ragged
 from tltlab.runtime.rollout.prefix_reuse import (
     EARLIER_FILE,
@@ -22,7 +21,7 @@ from tltlab.runtime.rollout.prefix_reuse import (
     residual,
 )
 
-from .scripted_engines import END, ScriptedEngines, prompts, recipe, resumed, rolled, tools_of, ways
+from .scripted_engines import END, ScriptedEngines, prompts, recipe, response, resumed, rolled, tools_of, ways
 
 Tokens = tuple[int, ...]
 CAP = 3
@@ -104,10 +103,7 @@ class ToyTools:
             assert len(prefix) < len(tokens) <= len(prefix) + request.max_response_tokens
             self.num_generated += len(tokens) - len(prefix)
             new, why = list(tokens[len(prefix) :]), "stop" if tokens[-1] == END else "length"
-            times = {"t_first_token": 0.0, "t_finish": 0.0}
-            responses.append(
-                GenerationResponse(key=request.key, token_ids=new, logprobs=logprobs, finish_reason=why, **times)
-            )
+            responses.append(response(request.key, new, logprobs=logprobs, finish_reason=why))
         return [rolled(responses)]
 
 

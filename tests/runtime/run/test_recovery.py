@@ -71,42 +71,24 @@ class Actors(Asked):
         self.pool, self.trainers = Pool(log), Asked(log)
 
 
-def recovery(out, policy):
-    checkpoints, data = RunCheckpoints(out / "checkpoints", 2), AcceptedDrafts({"order": {}, "rollouts": {}})
-    return Recovery(small_recipe(), policy, checkpoints, data, NullDrafting(), RunEvents(out / "events.jsonl"))  # type: ignore[arg-type]
-
-
 def begun(out, policy, log, folder=None):
-    found, state = recovery(out, policy), RunState()
+    checkpoints, data = RunCheckpoints(out / "checkpoints", 2), AcceptedDrafts({"order": {}, "rollouts": {}})
+    events, state = RunEvents(out / "events.jsonl"), RunState()
+    found = Recovery(small_recipe(), policy, checkpoints, data, NullDrafting(), events)
     state.in_force(policy)
-    return found, found.begin(Actors(log), state, folder)  # type: ignore[arg-type]
+    return found, found.begin(Actors(log), state, folder)
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """A checkpoint of RL step 2 under the policy PLAIN."""
+def test_under_another_policy_engines_forget(tmp_path):
     first, state = begun(tmp_path, PLAIN, [])
     state.rl_step = state.policy_version = 2
-    return first.save(state)
-
-
-def test_weights_come_back_before_what_drafters_know(tmp_path, saved):
     log = []
-    second, state = begun(tmp_path, PLAIN, log, saved)
-    assert (state.rl_step, second.events.rl_step) == (2, 2)
-    assert log[:4] == ["engines_turn", "state_dicts", "trainers_turn", "load_checkpoint"]
-    assert log[4:] == ["push_weights 2", "set_policy 0", "load_state_dicts"]
-    assert second.actors.pool.history.loaded == ["all"]  # type: ignore[attr-defined]
-
-
-def test_under_another_policy_engines_forget(tmp_path, saved):
-    log = []
-    second, state = begun(tmp_path, SUFFIX, log, saved)
+    second, state = begun(tmp_path, SUFFIX, log, first.save(state))
     assert [entry["rl_step"] for entry in state.policies] == [0, 2]
     log.clear()
     second.restart(TrainerDied("killed"))
     assert log[log.index("push_weights 2") + 1 :] == ["set_policy 0", "load_state_dicts", "set_policy 2"]
-    assert second.actors.pool.history.loaded is None  # type: ignore[attr-defined]
+    assert second.actors.pool.history.loaded is None
 
 
 def test_a_policy_set_later_recurs(tmp_path):
@@ -114,7 +96,7 @@ def test_a_policy_set_later_recurs(tmp_path):
     found, state = begun(tmp_path, PLAIN, log)
     run = GrpoRun.__new__(GrpoRun)
     run.out, run.recipe, run.recovery, run.state = tmp_path, found.recipe, found, state
-    run.pool, run._recorder = Pool(log), Asked([])  # type: ignore[assignment]
+    run.pool, run._recorder = Pool(log), Asked([])
     run._ahead = RolloutsAhead(run.recipe, lambda rl_step: pytest.fail("nothing is rolled out"))
     done = []
 
@@ -124,7 +106,7 @@ def test_a_policy_set_later_recurs(tmp_path):
             raise TrainerDied("killed")
         run.state.rl_step += 1
 
-    run._step = step  # type: ignore[method-assign,assignment]
+    run._step = step
     run.set_policy(SUFFIX, "mine")
     run.step()
     run.step()
@@ -138,30 +120,20 @@ def test_a_policy_set_later_recurs(tmp_path):
 def test_an_evaluation_of_no_prompts_asks_no_engine(asked, default, tmp_path):
     run, log = GrpoRun.__new__(GrpoRun), []
     run.recipe = small_recipe(data={"train": "t", "heldout": "h"}, eval={"num_prompts": default})
-    run.data, run.state = SimpleNamespace(heldout=["a prompt", "another"]), RunState()  # type: ignore[assignment]
-    run.actors = Actors(log)  # type: ignore[assignment]
+    run.data, run.state = SimpleNamespace(heldout=["a prompt", "another"]), RunState()
+    run.actors = Actors(log)
     assert math.isnan(run.evaluate(asked))
     assert log == []
 
 
 def test_a_repetition_that_does_not_count_is_reported(tmp_path):
     run, said = GrpoRun.__new__(GrpoRun), []
-    run.out, run.state, run.events = tmp_path, RunState(), SimpleNamespace(note=said.append)  # type: ignore[assignment]
-    run.pool = SimpleNamespace(repeat=lambda shares, rl_step: [])  # type: ignore[assignment]
+    run.out, run.state, run.events = tmp_path, RunState(), SimpleNamespace(note=said.append)
+    run.pool = SimpleNamespace(repeat=lambda shares, rl_step: [])
     run._repeat([[]], [], 1.0, 4)
     assert ["RL step 4" in each for each in said] == [True]
     assert run.state.repeats == []
     assert not (tmp_path / "repeats.json").exists()
-
-
-def test_only_the_first_holder_lets_go(tmp_path):
-    run = GrpoRun.__new__(GrpoRun)
-    run.out, run._locked = tmp_path / "run", False
-    with run.locked():
-        with run.locked():
-            pass
-        assert run._locked
-    assert not run._locked
 
 
 def test_trainers_that_die_at_their_start_start_again(tmp_path):
@@ -172,7 +144,7 @@ def test_trainers_that_die_at_their_start_start_again(tmp_path):
         raise TrainerDied("killed")
 
     actors = RunActors(small_recipe(), PLAIN, NullDrafting(), RunEvents(tmp_path / "events.jsonl"))
-    actors.trainers = SimpleNamespace(handles=[], restart=die)  # type: ignore[assignment]
+    actors.trainers = SimpleNamespace(handles=[], restart=die)
     for engines_failed, most in ((False, 1 + small_recipe().faults.max_restarts), (True, 1)):
         actors._given_up = engines_failed
         starts.clear()

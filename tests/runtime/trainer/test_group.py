@@ -10,7 +10,6 @@ from dataclasses import asdict
 import pytest
 import ray
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
@@ -19,7 +18,9 @@ from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 from tltlab.runtime.trainer.trainer import Trainer
 
-from .test_trainer import near, samples
+from .test_trainer import near, samples, tied_model
+
+__all__ = ["tied_model"]
 
 SETTINGS = "train.tokens_per_microbatch=64 train.kl_coef=0.1 train.minibatches=3 faults.collective_timeout_s=1234"
 
@@ -31,11 +32,6 @@ def of_ranks(group, ask):
 
 def pids(group):
     return of_ranks(group, lambda actor: os.getpid())
-
-
-def update_for_ever(group):
-    for rl_step in itertools.count():
-        group.update(rl_step)
 
 
 def one_rank(recipe):
@@ -51,14 +47,9 @@ def flat(weights):
 
 
 @pytest.fixture(scope="module")
-def recipe(recipe_file, random_model, tmp_path_factory):
+def recipe(recipe_file, tied_model):
     """Of a model whose embedding is its LM head: ranks must gather it once, all of them."""
-    folder = tmp_path_factory.mktemp("tied-model")
-    torch.manual_seed(3)
-    config = AutoConfig.from_pretrained(random_model, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(random_model).save_pretrained(folder)
-    return load_recipe(recipe_file, [*SETTINGS.split(), "train.ranks=2", f"model={folder}"])
+    return load_recipe(recipe_file, [*SETTINGS.split(), "train.ranks=2", f"model={tied_model}"])
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +116,8 @@ def test_a_dead_rank_ends_the_others(group, tmp_path):
     threading.Timer(0.3, os.kill, (processes[0], signal.SIGKILL)).start()
     start = time.monotonic()
     with refused(TrainerDied):
-        update_for_ever(group)
+        for rl_step in itertools.count():
+            group.update(rl_step)
     assert time.monotonic() - start < 120
     with refused(TrainerDied, naming=("trainer",)):
         group.update(0)

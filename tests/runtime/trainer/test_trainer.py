@@ -411,12 +411,6 @@ def test_a_saved_policy_is_a_hugging_face_model(model, tmp_path):
     assert (tmp_path / "saved" / "tokenizer.json").exists()
 
 
-def test_what_a_drafter_shares_is_tied_alike(random_model, tied_model):
-    frozen, tied = trainer(random_model).frozen(), trainer(tied_model).frozen()
-    assert frozen.lm_head is not frozen.embedding
-    assert tied.lm_head is tied.embedding
-
-
 def test_a_folder_that_cannot_be_trained_is_refused(tmp_path):
     with refused(ConfigError):
         trainer(tmp_path)

@@ -193,7 +193,7 @@ def test_texts_come_from_traces_and_files(target, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(target)
     rows = [{"prompt": "w1 w2", "response": "w3 w4 w5"}, {"prompt": "w2 w2", "response": "w6"}]
     path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "text.parquet")
     eos = tokenizer.eos_token_id
     expected = [([5, 6], [7, 8, 9, eos]), ([6, 6], [10, eos])]
@@ -216,7 +216,7 @@ def test_texts_come_from_traces_and_files(target, tmp_path):
     path.write_text(json.dumps({"prompt": "w1 \ud83d", "response": "\udcff w3"}))
     (cut,) = read_texts(path, TextConfig(), tokenizer, np.random.default_rng(0))
     assert (cut.prompt_token_ids, cut.token_ids) == ([5, 3], [3, 7, eos]), "half a surrogate pair is an unknown word"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     short = read_texts(path, TextConfig(max_response_tokens=2, responses=1), tokenizer, np.random.default_rng(0))
     assert [len(text.token_ids) for text in short] == [2]
 
@@ -303,7 +303,7 @@ def test_wrong_input_is_refused_and_nothing_is_written(target, data, tmp_path):
     for model, source, where, settings, naming in cases:
         with refused(InputError, naming=naming) as caught:
             train_drafter(model, source, where, settings, quiet)
-        assert caught.value.exit_code == 2  # type: ignore[attr-defined]
+        assert caught.value.exit_code == 2
         assert "\n" not in str(caught.value)
     assert not out.exists()
     assert not list(tmp_path.glob(".*"))

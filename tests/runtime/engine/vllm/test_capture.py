@@ -1,9 +1,7 @@
 """Hidden states taken out of live engines: they are those of Hugging Face's forward pass on the same tokens."""
 
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -11,8 +9,6 @@ from transformers import AutoModelForCausalLM
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.vllm.capture import _Batch, _PinnedCopies
-from tltlab.runtime.engine.vllm.row_store import RowStore
 from tltlab.strategy import Strategy
 
 from ..asking import BLOCK, CONTEXT, fixed, groups_of_four, kept_and_refused, request, switching, texts
@@ -256,53 +252,3 @@ def test_eagle_drafters_see_the_same(tiny_models, method, aux_layers):
         check(found, rollout, asked, target, aux_layers)
     assert any(s.first_position for s in rollouts[1][1]), "the test needs a cached prefix"
     assert all(s.num_rows == CONTEXT - 1 for s in rollouts[2][1])
-
-
-class Stream:
-    """Stands for a CUDA stream, and for its events: whatever is queued has been done."""
-
-    def __init__(self, device=None): ...
-
-    def wait_stream(self, other): ...
-
-    def wait_event(self, event): ...
-
-    def record_event(self):
-        return self
-
-    def synchronize(self): ...
-
-
-def test_on_cuda_iteration_lands_after_next_has_left(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(_PinnedCopies, "_pinned", lambda self, source: torch.empty((16, *source.shape[1:])).to(source))
-    store = RowStore(1 << 20, CONTEXT)
-    way = _PinnedCopies(torch.device("cpu"), 16)
-    ids, bounds = ["a", "b"], np.array([0, 3, 5])
-    positions, hidden = torch.tensor([0, 1, 2, 0, 1, 99]), torch.arange(12.0).view(6, 2)
-    expected = {name: [] for name in ids}
-    for name in ids:
-        store.open(name)
-    for iteration in range(6):
-        if iteration == 3:
-            # Nothing was wanted then.
-            way.leave(store, None)
-            way.land(store)
-            continue
-        way.leave(store, _Batch(ids, bounds, positions, hidden, [hidden * 2]))
-        way.clear()
-        expected["a"] += hidden[:3].tolist()
-        expected["b"] += hidden[3:5].tolist()
-        if iteration:
-            way.land(store)
-        hidden += 100
-        positions[:3] += 3
-        positions[3:] += 2
-    way.land(store)
-    way.land(store)
-    for name, num_rows in (("a", 15), ("b", 10)):
-        rows = store.close(name, num_rows)
-        assert rows.hidden.tolist() == expected[name]
-        assert rows.aux.tolist() == [[2 * x for x in row] for row in expected[name]]

@@ -12,8 +12,9 @@ from tests.refused import refused
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import Activation
+from tltlab.policies.policy import Activation, load_policy
 from tltlab.runtime import vllm_options
+from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.vllm import starting
 from tltlab.runtime.engine.vllm.options import Attachment, serve_arguments
 
@@ -61,20 +62,13 @@ def test_vllm_serve_takes_the_same_options():
         assert getattr(parsed, name) == options[name]
 
 
-TABLE = {1: (8,), 2: (8,), 4: (8,), 8: (4,), 16: (4,), 24: (2,), 32: (2,), 40: (0,), 64: (0,)}
-BEG_MAB = {1: (8, 4, 2, 0), 4: (8, 4, 2, 0), 8: (4, 2, 1, 0), 16: (4, 2, 1, 0), 24: (2, 1, 0), 32: (2, 1, 0), 64: (0,)}
-
-
-@pytest.mark.parametrize(("policy", "depths_at"), [("table", TABLE), ("beg-mab", BEG_MAB)])
-def test_graphs_are_captured_for_every_depth_of_policy(policy, depths_at):
+@pytest.mark.parametrize("policy", ["table", "beg-mab"])
+def test_graphs_are_captured_for_every_depth_of_policy(policy):
+    """As planned for the V1 runner, which model-free drafts take; a schedule would leave it piecewise graphs alone."""
     options = vllm_options(policy, max_batch=64)
     assert options["max_num_seqs"] == 64
-    wanted = {batch * (depth + 1) for batch, depths in depths_at.items() for depth in depths}
-    graphs = options["compilation_config"]
-    # Model-free drafts take the V1 runner, which rounds sizes to its longest verification of nine tokens.
-    assert {-(-tokens // 9) * 9 for tokens in wanted} <= set(graphs["cudagraph_capture_sizes"])
-    assert graphs["cudagraph_mode"] == "FULL"
-    # A schedule of depths would leave it piecewise graphs alone.
+    plan = plan_graphs(load_policy(policy), 64, runner="V1", any_lengths=True)
+    assert options["compilation_config"] == plan.engine_settings(None)["compilation_config"]
     assert "num_speculative_tokens_per_batch_size" not in options["speculative_config"]
 
 

@@ -109,6 +109,12 @@ def recorded(llm, tmp_path):
     return Recorded(llm, tmp_path / "trace")
 
 
+def drain(engine, scheduler=None):
+    """Step until there is no request any more."""
+    while (scheduler or engine).has_unfinished_requests():
+        engine.step()
+
+
 def texts(answers):
     return [list(one.token_ids) for answer in answers for one in answer.outputs]
 
@@ -162,8 +168,7 @@ def repeated(recorded, adapter):
 def aborted(recorded, adapter):
     engine = recorded.adds("stays", "goes")
     engine.abort_request(["goes"])
-    while engine.has_unfinished_requests():
-        engine.step()
+    drain(engine)
     return ["length", "abort"]
 
 
@@ -173,8 +178,7 @@ def failed(recorded, adapter):
     engine = recorded.adds("errs", "ends")
     # As vLLM does with a request whose keys and values cannot be loaded.
     recorded.scheduler.finish_requests(recorded.scheduler.running[0].request_id, RequestStatus.FINISHED_ERROR)
-    while recorded.scheduler.has_unfinished_requests():
-        engine.step()
+    drain(engine)
     engine.abort_request(["errs"])
     return ["abort", "length"]
 
@@ -307,8 +311,7 @@ def test_no_iteration_lasts_through_a_wait(recorded, monkeypatch, wait):
         hours += 1.0
         recorded.llm.reset_prefix_cache()
         engine.engine_core.engine_core.resume_scheduler()
-        while engine.has_unfinished_requests():
-            engine.step()
+        drain(engine)
         recorded.answers(2)
     trace = recorded.trace()
     assert trace.iterations["duration"].max() < 1800.0
@@ -342,8 +345,7 @@ def test_each_turn_of_session_ends_when_it_did(recorded, monkeypatch):
 
     for _ in range(3):
         recorded.scheduler.add_request(turn())
-        while recorded.scheduler.has_unfinished_requests():
-            core.step()
+        drain(core, recorded.scheduler)
         hours += 1.0
     recorded.scheduler.add_request(turn(last=True))
     core.step()
@@ -427,8 +429,7 @@ def test_a_busy_engine_is_recorded_continuously(recorded, monkeypatch):
     assert tracker.num_ended <= 6
     assert tracker._iterations == []
     assert len(tracker.first_token_s) <= 2
-    while engine.has_unfinished_requests():
-        engine.step()
+    drain(engine)
     trace = recorded.trace()
     assert len(trace.outcomes) == number
     # Where all happen to end at once, that is a rollout.

@@ -163,17 +163,6 @@ def test_placeholders_are_of_requests_that_may_have_drafts(roomy):
     assert worker.scheduler.control.live == {}
 
 
-def test_every_token_is_counted_once_and_nothing_stays(roomy):
-    worker = Overlapped.of(roomy)
-    worker.add(11, "a")
-    worker.add(7, "b")
-    requests = dict(worker.scheduler.requests)
-    worker.goes_on()
-    worker.ends(kept=2)
-    assert [len(requests[i].output_token_ids) for i in "ab"] == [11, 7]
-    assert worker.scheduler.control.live == {}
-
-
 def test_an_iteration_of_what_has_ended_is_of_no_rollout(roomy):
     from vllm.v1.request import RequestStatus
 
