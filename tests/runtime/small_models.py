@@ -27,6 +27,14 @@ def small_recipe(**sections):
     return Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}} | sections)
 
 
+def loaded(folder):
+    """A model's folder as transformers loads it, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def until(condition):
     """Wait until something holds; what it is worth then."""
     end = time.monotonic() + 300.0

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import time
 from dataclasses import dataclass, field, replace
@@ -458,6 +459,18 @@ def test_a_hanging_idle_trainer_holds_nobody_up(story, monkeypatch):
     assert not alive(hanging)
     story.restarted(0, hanging)
     assert story.heard("did not answer")
+
+
+def test_a_disk_without_room_costs_checkpoints_only(story):
+    def has_room(trainer, size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    story.trainers(partial(has_room, size=1024), 2)
+    start = story.trains(2, more=12)
+    story.ends()
+    story.trainers(partial(has_room, size=resource.RLIM_INFINITY), 2)
+    assert story.heard("checkpoint", "worker 2")
+    assert story.run.served.updates > start + 12
 
 
 def test_a_run_without_its_coordinator_trains_no_more(story, monkeypatch):

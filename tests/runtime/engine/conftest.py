@@ -5,12 +5,12 @@ process while one is open here. So tests of the same engine run in a row, and it
 """
 
 import pytest
-import torch
 
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.runtime.engine.engine import Engine
 
+from ..small_models import loaded
 from .asking import BLOCK, CONTEXT
 
 SHARED = ("roomy", "cramped")
@@ -80,9 +80,7 @@ def preempted(cramped, monkeypatch):
 @pytest.fixture(scope="module")
 def good(random_model):
     """The random model's weights."""
-    from transformers import AutoModelForCausalLM
-
-    return dict(AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32).state_dict())
+    return dict(loaded(random_model).state_dict())
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.cli.profile import _learned, _setting, profile, write_table
 from tltlab.runtime.engine.profile import (
     Cell,
-    ForcedDrafter,
     ProfileGrid,
     graphs_for,
     held_out_error,
@@ -26,15 +25,6 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .dispatching import dispatched_kinds
 
 GRID = ProfileGrid(batches=(1, 2, 4), depths=(0, 2, 5), contexts=(16, 96), iterations=8)
-KEY = (0, "p", 0, 0)
-
-
-def test_forced_drafts_have_the_requested_depth():
-    drafter = ForcedDrafter()
-    drafter.open(KEY, [7, 8])
-    drafter.extend(KEY, [9])
-    assert drafter.propose(KEY, 5).tokens == [7, 8, 9, 7, 8]
-    assert drafter.propose(KEY, 1).tokens == [7]
 
 
 def test_no_response_ends_before_the_last_timed_iteration():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import AutoModelForCausalLM
 
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
@@ -15,6 +14,7 @@ from tltlab.runtime.rollout.worker import enough
 from tltlab.runtime.run.data import rollouts_of
 
 from ..engine.asking import fixed
+from ..small_models import loaded
 from .scripted_engines import END, recipe, tools_of
 
 pytestmark = pytest.mark.engine
@@ -40,7 +40,7 @@ class Versions:
 
     def __getitem__(self, version):
         if version not in self.models:
-            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+            model = loaded(self.folder)
             noise = torch.Generator().manual_seed(version)
             with torch.no_grad():
                 for weight in model.parameters() if version else ():

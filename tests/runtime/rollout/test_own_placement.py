@@ -1,7 +1,5 @@
 """A placement of a user's own splits the rollouts of a training run, and is told what came before."""
 
-import json
-
 import pytest
 
 from tests.refused import refused
@@ -52,8 +50,6 @@ def test_earlier_lengths_place_rollouts_not_evaluations(pool):
     assert pool.lengths == {"a": [10], "b": [24]}, "of all turns, and of whole responses alone"
     assert names(pool.place(asked)) == [["b"], ["c", "a"]]
     assert names(pool.share(asked)) == [["a", "b"], ["c"]]
-    pool.lengths = json.loads(json.dumps(pool.lengths))
-    assert names(pool.place(asked)) == [["b"], ["c", "a"]]
 
 
 def test_plan_that_loses_request_ends_run(pool):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, Qwen2Config, Qwen2ForCausalLM
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
@@ -17,7 +17,7 @@ from tltlab.runtime.trainer.ranks import make_deterministic
 from tltlab.runtime.trainer.samples import Sample, check
 from tltlab.runtime.trainer.trainer import Trainer
 
-from ..small_models import small_shape
+from ..small_models import loaded, small_shape
 
 TEMPERATURE = 0.8
 CAP = 64
@@ -62,7 +62,7 @@ class Plain:
     """A model and its optimizer as transformers and torch have them, for one update worked out by hand."""
 
     def __init__(self, model):
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.model = loaded(model)
         self._adam = torch.optim.AdamW(self.model.parameters(), lr=5e-4, betas=(0.9, 0.99), weight_decay=0.1)
 
     def learn(self, sample, num_tokens):
@@ -122,7 +122,7 @@ def exact_logprobs(model, sample):
 def test_packing_changes_no_logprob(model, budget):
     made = trainer(model, tokens_per_microbatch=budget)
     pairs = [(s.prompt_token_ids, s.token_ids) for s in samples()]
-    exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    exact = loaded(model)
     with torch.no_grad():
         expected = [exact_logprobs(exact, s) for s in samples()]
     for found, whole, wanted, (_, response) in zip(
@@ -272,7 +272,7 @@ def test_rewards_without_a_difference_are_reported(drawn, facts):
 
 
 def test_nan_weights_are_refused_by_name(random_model, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(random_model)
+    model = loaded(random_model)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
     bad = saved(model, tmp_path, random_model)
@@ -406,7 +406,7 @@ def test_a_saved_policy_is_a_hugging_face_model(model, tmp_path):
     made = trainer(model)
     found = trained(made)
     made.save(str(tmp_path / "saved"))
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    again = loaded(tmp_path / "saved")
     assert (torch.cat([t.flatten() for t in again.parameters()]).detach().numpy() == found).all()
     assert (tmp_path / "saved" / "tokenizer.json").exists()
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -41,7 +40,7 @@ from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.strategy import Strategy
 from tltlab.traces.drafts import RecordedResponse
 
-from ...small_models import small_shape
+from ...small_models import loaded, small_shape
 from ..small_heads import made_head, made_sequence, made_target
 from .layouts_made import eagle_release, specforge, speculators
 
@@ -74,10 +73,6 @@ def targets(random_model, tmp_path_factory):
         for file in random_model.glob("tokenizer*"):
             shutil.copy(file, folders[kind])
     return folders
-
-
-def loaded(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def sampled(model, head, count):

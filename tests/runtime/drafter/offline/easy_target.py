@@ -4,7 +4,8 @@ import json
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+
+from ...small_models import loaded
 
 
 def changed_model(source, folder, change):
@@ -51,7 +52,7 @@ LONG_CONTEXT = 1 << 19
 @torch.no_grad()
 def sampled_rows(target, num, tokens):
     """Prompts of six tokens with responses that the target sampled at temperature 1."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    model = loaded(target)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(4, model.config.vocab_size, (num, 6), generator=generator)
     for _ in range(tokens):

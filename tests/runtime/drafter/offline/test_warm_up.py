@@ -199,7 +199,7 @@ def test_texts_come_from_traces_and_files(target, tmp_path):
     expected = [([5, 6], [7, 8, 9, eos]), ([6, 6], [10, eos])]
     key = {"rl_step": [0, 0], "prompt_id": ["a", "b"], "sample": [0, 0], "turn": [0, 0]}
     Trace.from_tables(
-        Manifest(kind="recorded", name="t", created="2026-01-01T00:00:00Z", license="x", source="x"),
+        Manifest(kind="recorded"),
         {
             "workload": pd.DataFrame(
                 {**key, "epoch": 0, "prompt_tokens": 2, "max_response_tokens": 9, "policy_version": 0}

@@ -1,27 +1,27 @@
 """Hidden states taken out of live engines: they are those of Hugging Face's forward pass on the same tokens."""
 
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.vllm.capture import _Batch, _PinnedCopies
+from tltlab.runtime.engine.vllm.row_store import RowStore
 from tltlab.strategy import Strategy
 
+from ...small_models import loaded
 from ..asking import BLOCK, CONTEXT, fixed, groups_of_four, kept_and_refused, request, switching, texts
-
-
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
 def target(random_model):
     """A test could not fail whose model gave the same states whatever came before."""
-    model, texts = load(random_model), torch.tensor([[1, 9, 5, 6, 7], [1, 8, 5, 6, 7]])
+    model, texts = loaded(random_model), torch.tensor([[1, 9, 5, 6, 7], [1, 8, 5, 6, 7]])
     with torch.no_grad():
         one, other = model.model(texts).last_hidden_state[:, -1]
     assert (one - other).abs().max() > 1e-2
@@ -150,7 +150,7 @@ def test_capture_changes_nothing_that_is_reported(engine):
 
 @pytest.mark.engine
 def test_after_weight_update_states_are_of_new_weights(engine, random_model):
-    model = load(random_model)
+    model = loaded(random_model)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -247,8 +247,52 @@ LEARNED = [
 @pytest.mark.parametrize(("method", "aux_layers"), [("eagle", ()), ("eagle3", (1, 2, 3))])
 def test_eagle_drafters_see_the_same(tiny_models, method, aux_layers):
     drafter = LearnedSpec(method=method, model=str(getattr(tiny_models, method)))
-    rollouts, target = learned_rollouts(tiny_models.target, drafter), load(tiny_models.target)
+    rollouts, target = learned_rollouts(tiny_models.target, drafter), loaded(tiny_models.target)
     for (rollout, found), (_, asked) in zip(rollouts, LEARNED, strict=True):
         check(found, rollout, asked, target, aux_layers)
     assert any(s.first_position for s in rollouts[1][1]), "the test needs a cached prefix"
     assert all(s.num_rows == CONTEXT - 1 for s in rollouts[2][1])
+
+
+class Stream:
+    """Stands for a CUDA stream, and for its events: whatever is queued has been done."""
+
+    def __init__(self, device=None): ...
+
+    def __getattr__(self, name):
+        return lambda *others: self
+
+
+def test_on_cuda_iteration_lands_after_next_has_left(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(_PinnedCopies, "_pinned", lambda self, source: torch.empty((16, *source.shape[1:])).to(source))
+    store = RowStore(1 << 20, CONTEXT)
+    way = _PinnedCopies(torch.device("cpu"), 16)
+    ids, bounds = ["a", "b"], np.array([0, 3, 5])
+    positions, hidden = torch.tensor([0, 1, 2, 0, 1, 99]), torch.arange(12.0).view(6, 2)
+    expected = {name: [] for name in ids}
+    for name in ids:
+        store.open(name)
+    for iteration in range(6):
+        if iteration == 3:
+            # Nothing was wanted then.
+            way.leave(store, None)
+            way.land(store)
+            continue
+        way.leave(store, _Batch(ids, bounds, positions, hidden, [hidden * 2]))
+        way.clear()
+        expected["a"] += hidden[:3].tolist()
+        expected["b"] += hidden[3:5].tolist()
+        if iteration:
+            way.land(store)
+        hidden += 100
+        positions[:3] += 3
+        positions[3:] += 2
+    way.land(store)
+    way.land(store)
+    for name, num_rows in (("a", 15), ("b", 10)):
+        rows = store.close(name, num_rows)
+        assert rows.hidden.tolist() == expected[name]
+        assert rows.aux.tolist() == [[2 * x for x in row] for row in expected[name]]

@@ -1,21 +1,15 @@
 """Engines of programs that know nothing of tltlab: as the environment says, or with options handed on by a framework.
 
-Their configuration is made as for a start; engines start in `test_process` and `test_trl`. `TLTLAB_FRAMEWORKS` names a
-folder with verl (pip install --no-deps --target FOLDER verl): then its own code is run too.
+Their configuration is made as for a start; engines start in `test_process`.
 """
 
 import argparse
-import ast
 import copy
-import dataclasses
-import functools
 import importlib.metadata
 import json
 import os
 import tomllib
-from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import yaml
@@ -35,7 +29,6 @@ from ..asking import fixed
 
 arg_utils = pytest.importorskip("vllm.engine.arg_utils")
 
-FRAMEWORKS = Path(os.environ.get("TLTLAB_FRAMEWORKS", "/nowhere"))
 OURS = "tltlab.runtime.engine.vllm.scheduler."
 SMALL = {"max_model_len": 64, "enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 1 << 25}
 
@@ -344,26 +337,3 @@ def test_frameworks_take_the_environment(program, random_model, tmp_path, enviro
         found = attached(configured(random_model, "AsyncEngineArgs", seed=7, enable_prefix_caching=True))
         wanted = vllm_options(source, **more)
         assert found == Attachment.model_validate(wanted["additional_config"]["tltlab"] | {"numbered": True})
-
-
-def functions(path, *names, **beside):
-    """Functions of a module whose package cannot be imported here, with what they need `beside` them."""
-    found = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name in names]
-    for node in found:
-        node.returns = None
-        for argument in node.args.args:
-            argument.annotation = None
-    space = dict(beside)
-    exec(compile(ast.Module(found, []), str(path), "exec"), space)
-    return [space[name] for name in names]
-
-
-@pytest.mark.skipif(not (FRAMEWORKS / "verl").is_dir(), reason="TLTLAB_FRAMEWORKS names no folder with verl")
-def test_verls_own_command_line(random_model):
-    path = FRAMEWORKS / "verl/workers/rollout/vllm_rollout/utils.py"
-    beside = {"json": json, "functools": functools, "dataclasses": dataclasses, "get_args": get_args}
-    build = functions(path, "build_cli_args_from_config", "_optional_bool_vllm_args", **beside)[0]
-    options = vllm_options("beg-mab", record="x", for_="verl")
-    # What verl sets itself comes first.
-    words = build({"max_num_seqs": 64, "enable_prefix_caching": True, "quantization": None, **options})
-    assert the_same(parsed(words, random_model), vllm_options("beg-mab", record="x"))

@@ -11,8 +11,9 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.runtime.engine import weights
 from tltlab.runtime.engine.engine import Engine
 
+from ...small_models import loaded
 from ..asking import BLOCK, fixed, groups_of_four, kept_and_refused, texts
-from .test_capture import Files, check, few_words, load
+from .test_capture import Files, check, few_words
 
 pytestmark = pytest.mark.engine
 # Two groups share prefixes of two blocks, of which vLLM takes one with an EAGLE head; responses end one after another.
@@ -33,7 +34,7 @@ def greedy(model, request):
 def test_two_ranks_are_as_one(tiny_models, tmp_path, monkeypatch):
     # Several buckets per update, as for a large model.
     monkeypatch.setattr(weights, "BUCKET_BYTES", 64 << 10)
-    model = load(tiny_models.target)
+    model = loaded(tiny_models.target)
     whole = [greedy(model, request) for request in REQUESTS]
     drafters = {**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="eagle3", model=str(tiny_models.eagle3))}
     args = {"max_model_len": 128, "max_num_seqs": 6, "block_size": BLOCK, "kv_cache_memory_bytes": 32 << 20}
