@@ -178,7 +178,7 @@ def failed(recorded, adapter):
     engine = recorded.adds("errs", "ends")
     # As vLLM does with a request whose keys and values cannot be loaded.
     recorded.scheduler.finish_requests(recorded.scheduler.running[0].request_id, RequestStatus.FINISHED_ERROR)
-    drain(engine)
+    drain(engine, recorded.scheduler)
     engine.abort_request(["errs"])
     return ["abort", "length"]
 
