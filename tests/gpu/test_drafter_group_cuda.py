@@ -1,12 +1,9 @@
 """Drafter trainers on a CUDA device each, over NCCL. Torch only."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 import traceback
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +25,7 @@ pytestmark = [
 HIDDEN, TIMEOUT_S = 256, 10.0
 
 
-def training(seed: int) -> DrafterTraining:
+def training(seed):
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4, vocab_size=512
@@ -38,11 +35,11 @@ def training(seed: int) -> DrafterTraining:
     return DrafterTraining(EagleHead(config), target, LossConfig(), OptimConfig(), "cuda")
 
 
-def sequence() -> TrainingSequence:
+def sequence():
     return TrainingSequence(key=(0, "p", 0, 0), token_ids=torch.randint(512, (65,)), hidden=torch.randn(64, HIDDEN))
 
 
-def member(rank: int, address: str, dies: bool, out: Any) -> None:
+def member(rank, address, dies, out):
     try:
         torch.cuda.set_device(rank)
         made = training(seed=rank)
@@ -50,7 +47,7 @@ def member(rank: int, address: str, dies: bool, out: Any) -> None:
         made.share(group)
         for _ in range(3):
             made.update([sequence()], group)
-        found: dict[str, Any] = {
+        found = {
             "on_host": group._on_host,
             "sum": float(made.head.get_parameter("fc.weight").detach().double().sum()),
         }
@@ -70,7 +67,7 @@ def member(rank: int, address: str, dies: bool, out: Any) -> None:
         out.put((rank, traceback.format_exc()))
 
 
-def run(*, dies: bool) -> dict[int, Any]:
+def run(*, dies):
     context, point = multiprocessing.get_context("spawn"), RendezvousServer()
     out = context.Queue()
     members = [context.Process(target=member, args=(rank, point.address, dies, out), daemon=True) for rank in range(2)]

@@ -1,11 +1,6 @@
 """Engines on a CUDA device under replayed graphs: what is captured of them, weights, swaps, graphs and the seam."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +8,7 @@ import torch
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import ExploreSpec
-from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.generation import Rollout
 from tltlab.runtime.engine.graphs import GIB, plan_graphs
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -29,7 +22,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-def exploring(drafter: str, *depths: int) -> Policy:
+def exploring(drafter, *depths):
     chains = (Strategy.chain(drafter, depth) for depth in depths)
     return Policy(selector=ExploreSpec(strategies=(NO_SPECULATION, *chains)))
 
@@ -38,7 +31,7 @@ SUFFIX, LEARNED = exploring("suffix", 2, 6), exploring("learned", 1, 4)
 
 
 @pytest.fixture(scope="module")
-def v1(model: Path) -> Iterator[Engine]:
+def v1(model):
     """Model-free drafts of any lengths, on vLLM's V1 runner."""
     plan = plan_graphs(SUFFIX, BATCH, runner="V1", any_lengths=True)
     sleeps = ARGUMENTS | {"enable_sleep_mode": True}
@@ -47,7 +40,7 @@ def v1(model: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def v2(model: Path) -> Iterator[Engine]:
+def v2(model):
     """A drafter that is the target itself, on vLLM's V2 runner: all of its drafts are kept."""
     drafters = {"learned": LearnedSpec(method="draft_model", model=str(model))}
     plan = plan_graphs(LEARNED.model_copy(update={"drafters": drafters}), BATCH, fill=True)
@@ -57,11 +50,11 @@ def v2(model: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(params=["v1", "v2"])
-def engine(request: pytest.FixtureRequest) -> Engine:
+def engine(request):
     return request.getfixturevalue(request.param)
 
 
-def generate(engine: Engine, policy: Policy | None = None) -> Rollout:
+def generate(engine, policy=None):
     """Two responses to each of three prompts."""
     engine.set_policy(policy)
     engine.llm.reset_prefix_cache()
@@ -70,36 +63,36 @@ def generate(engine: Engine, policy: Policy | None = None) -> Rollout:
     return engine.generate(asked, rl_step=0, temperature=0.0)
 
 
-def policy_of(engine: Engine) -> Policy:
+def policy_of(engine):
     return LEARNED if "learned" in engine.drafters else SUFFIX
 
 
-def decoding(rollout: Rollout) -> list[dict[str, Any]]:
+def decoding(rollout):
     return [dict(row) for row in rollout.iterations if not row["prefill_tokens"]]
 
 
-def weights_of(model: Path) -> dict[str, torch.Tensor]:
+def weights_of(model):
     from transformers import AutoModelForCausalLM
 
     return dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict())
 
 
-def negated(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def negated(weights):
     return {name: -value if name.endswith("norm.weight") else value for name, value in weights.items()}
 
 
-def test_drafters_would_learn_from_wrong_states(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_drafters_would_learn_from_wrong_states(engine, monkeypatch):
     """Every captured row is, bit by bit, one that the engine computed logits from, where it computed them."""
     model = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
-    compute: Callable[..., Any] = model.compute_logits
-    seen: set[bytes] = set()
+    compute = model.compute_logits
+    seen = set()
 
-    def watched(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def watched(hidden, *args, **kwargs):
         seen.update(row.numpy().tobytes() for row in hidden.detach().view(torch.int16).cpu())
         return compute(hidden, *args, **kwargs)
 
     monkeypatch.setattr(model, "compute_logits", watched)
-    captured: list[TrainingSequence] = []
+    captured = []
     engine.capture(captured.append)
     rollout = generate(engine, policy_of(engine))
     engine.capture(None)
@@ -111,7 +104,7 @@ def test_drafters_would_learn_from_wrong_states(engine: Engine, monkeypatch: pyt
     assert len(seen) > len(rows) / 2, "the test needs rows that differ"
 
 
-def test_speculation_would_change_what_is_reported(engine: Engine):
+def test_speculation_would_change_what_is_reported(engine):
     plain, drafted = generate(engine), generate(engine, policy_of(engine))
     assert sum(row["num_accepted"] for row in drafted.iterations) > 0
     # Two tokens may be as likely as each other in bfloat16: then the texts part, and say nothing after that.
@@ -119,7 +112,7 @@ def test_speculation_would_change_what_is_reported(engine: Engine):
     assert sum(same) >= 0.8 * len(same)
 
 
-def test_engines_would_continue_with_old_weights(engine: Engine, model: Path):
+def test_engines_would_continue_with_old_weights(engine, model):
     plain, weights = texts(generate(engine)), weights_of(model)
     engine.update_weights(negated(weights).items(), 1)
     assert texts(generate(engine)) != plain
@@ -127,7 +120,7 @@ def test_engines_would_continue_with_old_weights(engine: Engine, model: Path):
     assert texts(generate(engine)) == plain
 
 
-def test_colocated_engines_would_wake_with_other_weights(v1: Engine, model: Path):
+def test_colocated_engines_would_wake_with_other_weights(v1, model):
     plain, awake = texts(generate(v1)), torch.cuda.mem_get_info()[0]
     v1.sleep()
     assert torch.cuda.mem_get_info()[0] > awake + GIB / 2
@@ -141,11 +134,11 @@ def test_colocated_engines_would_wake_with_other_weights(v1: Engine, model: Path
     assert texts(generate(v1)) == plain
 
 
-def test_drafters_would_draft_with_old_weights_after_swap(v2: Engine, model: Path):
+def test_drafters_would_draft_with_old_weights_after_swap(v2, model):
     """Drafts are all kept while the drafter is the target, few once it is another, all again when it is put back."""
     deep, weights = fixed("learned", 4), weights_of(model)
 
-    def kept() -> float:
+    def kept():
         rows = generate(v2, deep).iterations
         return sum(row["num_accepted"] for row in rows) / sum(row["num_drafted"] for row in rows)
 
@@ -156,7 +149,7 @@ def test_drafters_would_draft_with_old_weights_after_swap(v2: Engine, model: Pat
     assert kept() > 0.9
 
 
-def test_planned_graphs_would_take_more_than_predicted(engine: Engine, model: Path):
+def test_planned_graphs_would_take_more_than_predicted(engine, model):
     from tltlab.costs.profiles import find_model
     from tltlab.runtime.engine.graphs import memory_bytes, vllm_pool
 
@@ -170,7 +163,7 @@ def test_planned_graphs_would_take_more_than_predicted(engine: Engine, model: Pa
     assert captured.piecewise == plan.piecewise_graphs()
 
 
-def test_a_depth_would_run_without_a_full_graph(engine: Engine):
+def test_a_depth_would_run_without_a_full_graph(engine):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("full graphs for drafts of any lengths need FlashAttention 3 (Hopper)")
     rows = decoding(generate(engine)) + decoding(generate(engine, policy_of(engine)))

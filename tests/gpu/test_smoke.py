@@ -1,11 +1,8 @@
 """One GPU, everything: the seam beside stock vLLM, and a recipe with weight sync and a drafter swapped in."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +17,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900), pyt
 WITHIN_S = 600
 
 
-def test_the_seam_costs_less_than_a_tenth(model: Path):
+def test_the_seam_costs_less_than_a_tenth(model):
     """At batch 256, beside stock vLLM."""
-    rates: dict[str, list[float]] = {}
+    rates = {}
     modes = ("stock, synchronous, one process", "policy none")
     for mode in modes:
         arguments = {"model": str(model), "batches": [256], "rounds": 3, "tokens": 128, "kv_bytes": GIB, "mode": mode}
@@ -33,7 +30,7 @@ def test_the_seam_costs_less_than_a_tenth(model: Path):
     assert ours > 0.9 * stock
 
 
-def test_the_smoke_recipe_runs_its_first_steps(model: Path, tmp_path: Path):
+def test_the_smoke_recipe_runs_its_first_steps(model, tmp_path):
     begun, run = time.monotonic(), tmp_path / "run"
     overrides = [f"model={model}", *(f"data.{name}={model / name}.jsonl" for name in ("train", "heldout"))]
     run_tltlab("train", "gpu_smoke", *overrides, "--out", str(run))

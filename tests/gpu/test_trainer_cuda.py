@@ -1,13 +1,8 @@
 """The trainer on a CUDA device: FlashAttention over packed sequences, bfloat16, memory given back. Torch only."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -33,7 +28,7 @@ DEVICE = "cuda"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """A Qwen2 of random weights with grouped-query attention and heads of the usual width."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(1)
@@ -45,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def samples() -> list[Sample]:
+def samples():
     rng = np.random.default_rng(0)
     drawn = []
     for n in range(16):
@@ -59,7 +54,7 @@ PAIRS = [(s.prompt_token_ids, s.token_ids) for s in samples()]
 
 
 @contextmanager
-def trainer(model: Path, **config: Any) -> Iterator[Trainer]:
+def trainer(model, **config):
     config = {"tokens_per_microbatch": 1024, "lr": 1e-4} | config
     made = Trainer(str(model), TrainConfig(**config), temperature=1.0, max_response_tokens=512, seed=0)
     try:
@@ -68,46 +63,46 @@ def trainer(model: Path, **config: Any) -> Iterator[Trainer]:
         made.close()
 
 
-def train(made: Trainer, rl_step: int) -> Any:
+def train(made, rl_step):
     made.old_logprobs(samples())
     return made.update(rl_step)
 
 
-def flat(made: Trainer) -> torch.Tensor:
+def flat(made):
     return torch.cat([tensor.float().flatten() for tensor in made.weights().values()])
 
 
 @pytest.fixture(scope="module")
-def on_cpu(model: Path) -> list[np.ndarray]:
+def on_cpu(model):
     """The log-probs that float32 on the CPU gives."""
     with trainer(model, backend="gloo", dtype="float32") as made:
         return made.score(PAIRS)
 
 
-def off_by(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+def off_by(found, expected):
     """The largest mean difference of a response's log-probs."""
     return max(np.abs(one - other).mean() for one, other in zip(found, expected, strict=True))
 
 
-def test_importance_weights_would_be_noise_in_bfloat16(model: Path, on_cpu: list[np.ndarray]):
+def test_importance_weights_would_be_noise_in_bfloat16(model, on_cpu):
     with trainer(model) as made:
         assert made.dtype == torch.bfloat16
         assert next(made.policy.parameters()).is_cuda
         assert off_by(made.score(PAIRS), on_cpu) < 0.02
 
 
-def test_every_update_would_be_wrong_on_the_device(model: Path, on_cpu: list[np.ndarray]):
+def test_every_update_would_be_wrong_on_the_device(model, on_cpu):
     with trainer(model, dtype="float32") as made:
         for found, expected in zip(made.score(PAIRS), on_cpu, strict=True):
             assert found == pytest.approx(expected, abs=2e-3)
 
 
-def test_packed_responses_would_read_each_other(model: Path):
+def test_packed_responses_would_read_each_other(model):
     with trainer(model) as packed, trainer(model, tokens_per_microbatch=1, dtype="float32") as alone:
         assert off_by(packed.score(PAIRS), alone.score(PAIRS)) < 0.01
 
 
-def test_updates_would_go_astray_in_bfloat16(model: Path):
+def test_updates_would_go_astray_in_bfloat16(model):
     found = []
     for dtype in ("float32", "bfloat16"):
         with trainer(model, dtype=dtype, minibatches=1) as made:
@@ -117,7 +112,7 @@ def test_updates_would_go_astray_in_bfloat16(model: Path):
     assert rounded.grad_norm == pytest.approx(exact.grad_norm, rel=0.05)
 
 
-def shared(rank: int, model: Path, rendezvous: Path) -> tuple[list[np.ndarray], float]:
+def shared(rank, model, rendezvous):
     """Log-probs and an update's gradient norm by one of two ranks that share sequences, each on its GPU."""
     torch.cuda.set_device(rank)
     config = TrainConfig(tokens_per_microbatch=1024, lr=1e-4, minibatches=1, ranks=2, sequence_parallel=2)
@@ -129,7 +124,7 @@ def shared(rank: int, model: Path, rendezvous: Path) -> tuple[list[np.ndarray], 
         made.close()
 
 
-def test_ranks_would_not_share_sequences_as_one(model: Path, on_cpu: list[np.ndarray], tmp_path: Path):
+def test_ranks_would_not_share_sequences_as_one(model, on_cpu, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     with trainer(model, minibatches=1) as made:
@@ -142,7 +137,7 @@ def test_ranks_would_not_share_sequences_as_one(model: Path, on_cpu: list[np.nda
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hass", "eagle3"])
-def test_drafters_would_unlearn_in_bfloat16(kind: Literal["eagle", "hass", "eagle3"]):
+def test_drafters_would_unlearn_in_bfloat16(kind):
     config = LossConfig(kind=kind)
     found = []
     for device in ("cpu", DEVICE):
@@ -161,7 +156,7 @@ def test_drafters_would_unlearn_in_bfloat16(kind: Literal["eagle", "hass", "eagl
     assert torch.cosine_similarity(gradient, wanted, dim=0) > 0.98
 
 
-def test_checkpointed_activations_would_give_wrong_gradients(model: Path):
+def test_checkpointed_activations_would_give_wrong_gradients(model):
     with trainer(model, activation_checkpointing=True) as made:
         before = np.array([logp.mean() for logp in made.score(PAIRS)])
         for rl_step in range(3):
@@ -170,7 +165,7 @@ def test_checkpointed_activations_would_give_wrong_gradients(model: Path):
     assert gained[1::2].mean() > gained[::2].mean()
 
 
-def test_an_offloaded_trainer_would_keep_the_device(model: Path):
+def test_an_offloaded_trainer_would_keep_the_device(model):
     with trainer(model) as made:
         train(made, 0)
         held, weights = torch.cuda.memory_allocated(), flat(made)
@@ -182,7 +177,7 @@ def test_an_offloaded_trainer_would_keep_the_device(model: Path):
         assert not torch.equal(flat(made), weights)
 
 
-def test_a_resumed_run_would_be_another(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_resumed_run_would_be_another(model, tmp_path, monkeypatch):
     # FlashAttention's backward adds in no fixed order unless it is told to.
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     ends = []

@@ -15,7 +15,7 @@ from .storage import MANIFEST, STEPS, drive, rows_at
 TINY = Path(__file__).parents[2] / "traces" / "tiny"
 
 
-def test_a_trace_with_another_bit_is_found(tmp_path: Path):
+def test_a_trace_with_another_bit_is_found(tmp_path):
     rows = checker.trace(TINY)
     assert checker.rl_steps(rows) == set(tltlab.read(TINY).rl_steps)
     checker.same(rows, rows, {"tokens": ("token_ids",)})
@@ -30,7 +30,7 @@ def test_a_trace_with_another_bit_is_found(tmp_path: Path):
             checker.trace(damaged)
 
 
-def test_a_lost_or_doubled_chunk_is_found(tmp_path: Path):
+def test_a_lost_or_doubled_chunk_is_found(tmp_path):
     recorder = Recorder(tmp_path / "trace", MANIFEST)
     for rl_step in range(3):
         for table, rows in rows_at(rl_step, np.ones(4)).items():
@@ -52,7 +52,7 @@ def test_a_lost_or_doubled_chunk_is_found(tmp_path: Path):
         checker.killed(tmp_path, 2)
 
 
-def test_a_changed_checkpoint_is_found(tmp_path: Path):
+def test_a_changed_checkpoint_is_found(tmp_path):
     drive(tmp_path, lambda what, value: None)
     assert checker.checkpoints(tmp_path / "checkpoints") == [STEPS - 1, STEPS]
     (tmp_path / "checkpoints" / f"step-{STEPS:06d}" / "state.json").write_bytes(b"1")

@@ -4,10 +4,7 @@ For a night: with `TLTLAB_NEMESIS=1000` so many faults strike at points drawn by
 `TLTLAB_NEMESIS_SEED` on. In every `make test` it is `tests/runtime/run/test_faults.py` that kills.
 """
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -34,7 +31,7 @@ FAULTS = (
 )
 
 
-def test_nothing_is_lost_or_doubled_by_faults(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_lost_or_doubled_by_faults(recipe_file, tmp_path, monkeypatch):
     calm, run, folder = tmp_path / "calm", tmp_path / "run", recipe_file.parent
     with monkeypatch.context() as here:
         here.syspath_prepend(str(folder))
@@ -49,6 +46,6 @@ def test_nothing_is_lost_or_doubled_by_faults(recipe_file: Path, tmp_path: Path,
     check_drafter(trace)
 
 
-def test_so_it_is_wherever_faults_strike(recipe_file: Path):
+def test_so_it_is_wherever_faults_strike(recipe_file):
     _, wrong = campaign(recipe_file.parent, int(os.environ.get("TLTLAB_NEMESIS_SEED", "0")), MANY)
     assert not wrong

@@ -1,20 +1,13 @@
 """A random model of 24 words, made here: small enough that its exact distribution can be written down."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from .small_models import small_shape
-
-if TYPE_CHECKING:
-    from tltlab.runtime.audit.models import TinyModels
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,14 +29,14 @@ class Halving(Selector):
 
 
 @pytest.fixture
-def sockets() -> Iterator[Path]:
+def sockets():
     """A folder with a short path, however long that of `tmp_path` is: a socket's has at most 107 characters."""
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="session")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def random_model(tmp_path_factory):
     """A Llama folder with random weights, tokenizer, and prompts; vocabulary: 4 special tokens and w0..w19."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -73,7 +66,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+def tiny_models(tmp_path_factory):
     """The audit's target of five tokens and its drafters."""
     from tltlab.runtime.audit.models import make_tiny_models
 
@@ -81,7 +74,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 
 
 @pytest.fixture(scope="session")
-def recipe_file(random_model: Path) -> Path:
+def recipe_file(random_model):
     """A recipe for the random model; its reward, 1 for an even number of words, is a module in the model's folder."""
     path = random_model / "recipe.toml"
     path.write_text(

@@ -1,14 +1,9 @@
-"""The shape of models that tests make, and recipes of which one section matters."""
+"""The shape of models that tests make, recipes of which one section matters, and waiting."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tltlab.runtime.recipe.recipe import Recipe
+import time
 
 
-def small_shape(**changed: Any) -> dict[str, Any]:
+def small_shape(**changed):
     """Of a Hugging Face config: two layers of 64, and the random model's 24 words, the first of which are special."""
     return {
         "vocab_size": 24,
@@ -25,8 +20,25 @@ def small_shape(**changed: Any) -> dict[str, Any]:
     } | changed
 
 
-def small_recipe(**sections: Any) -> Recipe:
+def small_recipe(**sections):
     """A recipe whose model and data nobody reads."""
     from tltlab.runtime.recipe.recipe import Recipe
 
     return Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}} | sections)
+
+
+def loaded(folder):
+    """A model's folder as transformers loads it, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def until(condition):
+    """Wait until something holds; what it is worth then."""
+    end = time.monotonic() + 300.0
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+    return found

@@ -1,7 +1,5 @@
 """The audit of losslessness: its statistics on made-up samples, its exact distributions, and real engines."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import product
@@ -16,7 +14,7 @@ from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.audit.cases import COMPOSITIONS, DEPTHS, DRAFTERS, FILTERS, TEMPERATURES, cases, covering
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
-from tltlab.runtime.audit.models import EOS, TinyModels
+from tltlab.runtime.audit.models import EOS
 from tltlab.runtime.audit.statistics import ChiSquare, cells_check, combined, pooled, ranks_check
 from tltlab.runtime.cli.audit import audit, vllm_settings
 from tltlab.runtime.models.measure import sample
@@ -25,16 +23,16 @@ PROMPT = (0, 1, 2, 3, 1, 0)
 
 
 @pytest.fixture(scope="session")
-def exact(tiny_models: TinyModels) -> ExactModel:
+def exact(tiny_models):
     return ExactModel(tiny_models.target)
 
 
-def draw(joint: dict[tuple[int, ...], float], num: int, rng: np.random.Generator) -> Counter[tuple[int, ...]]:
+def draw(joint, num, rng):
     counts = rng.multinomial(num, list(joint.values()))
     return Counter({cell: int(n) for cell, n in zip(joint, counts, strict=True) if n})
 
 
-def test_samples_of_the_distribution_fail_as_stated(exact: ExactModel):
+def test_samples_of_the_distribution_fail_as_stated(exact):
     joint = exact.joint(PROMPT, Sampling(temperature=1.0), 4)
     rng = np.random.default_rng(0)
     p_values = np.array([cells_check(draw(joint, 2048, rng), joint).p_value for _ in range(1500)])
@@ -42,7 +40,7 @@ def test_samples_of_the_distribution_fail_as_stated(exact: ExactModel):
         assert np.mean(p_values < level) == pytest.approx(level, abs=4 * np.sqrt(level / 1500))
 
 
-def test_a_shift_of_five_percent_is_caught(exact: ExactModel):
+def test_a_shift_of_five_percent_is_caught(exact):
     joint = exact.joint(PROMPT, Sampling(temperature=0.9), 3)
     rng = np.random.default_rng(1)
     half = set(list(joint)[::2])
@@ -75,7 +73,7 @@ def test_independent_checks_add_up():
     assert combined(parts) == ChiSquare(statistic=7.0, dof=7, num_samples=30)
 
 
-def token_ranks(rng: np.random.Generator, temperature: float, num: int) -> ChiSquare:
+def token_ranks(rng, temperature, num):
     """Ranks of `num` tokens sampled at `temperature` from random distributions, checked as if it were 1."""
     logits = -np.sort(-rng.normal(size=(num, 5)), axis=1)
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
@@ -93,7 +91,7 @@ def test_ranks_show_a_temperature_off_by_a_fifth():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.6), Sampling(temperature=1.3, top_p=0.9, top_k=3)])
-def test_the_exact_joint_is_what_sampling_gives(exact: ExactModel, sampling: Sampling):
+def test_the_exact_joint_is_what_sampling_gives(exact, sampling):
     joint = exact.joint(PROMPT, sampling, 3)
     assert sum(joint.values()) == pytest.approx(1.0)
     assert all(len(cell) == 3 or cell[-1] == EOS for cell in joint)
@@ -102,7 +100,7 @@ def test_the_exact_joint_is_what_sampling_gives(exact: ExactModel, sampling: Sam
         assert cells_check(Counter(tuple(each.token_ids) for each in drawn), joint).p_value > 1e-3
 
 
-def test_the_exact_joint_is_the_product_of_conditionals(exact: ExactModel):
+def test_the_exact_joint_is_the_product_of_conditionals(exact):
     joint = exact.joint(PROMPT, Sampling(temperature=0.7), 2)
     with torch.no_grad():
         first, second = (
@@ -131,7 +129,7 @@ def test_a_cut_near_rounding_is_not_sure():
     assert sure.tolist() == [False, True]
 
 
-def test_new_weights_go_over_old_keys_and_values(tiny_models: TinyModels):
+def test_new_weights_go_over_old_keys_and_values(tiny_models):
     before, after = ExactModel(tiny_models.target), ExactModel(tiny_models.updated)
     response = [1, 3, 0, 2, 2]
     # An update that changes nothing, and one so early that only the prompt's keys and values are old.
@@ -151,12 +149,12 @@ def test_the_default_cases_bring_every_two_values_together():
 
 
 @pytest.mark.parametrize("given", ["max_num_seqs", "=3", "speculative_config=ngram"])
-def test_engine_settings_that_are_none_are_refused(given: str):
+def test_engine_settings_that_are_none_are_refused(given):
     with refused(ConfigError, naming=("--vllm",)):
         vllm_settings([given])
 
 
-def run(*args: str) -> tuple[int, dict]:
+def run(*args):
     app = Typer()
     app.command()(audit)
     result = CliRunner().invoke(app, [*args, "--json"])
@@ -182,7 +180,7 @@ def test_the_engine_is_lossless():
 
 
 @pytest.mark.engine
-def test_the_stock_cpu_sampler_is_not(monkeypatch: pytest.MonkeyPatch):
+def test_the_stock_cpu_sampler_is_not(monkeypatch):
     # A few kinds of batches show it; one request at a time and updates take longest.
     quick = [case for case in cases(["ngram"], fast=True) if case.composition in QUICK]
     monkeypatch.setattr("tltlab.runtime.audit.run.cases", lambda drafters, fast: quick)

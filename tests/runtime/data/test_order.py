@@ -1,7 +1,5 @@
 """The order in which prompts come: epochs of a seed, batches of them, what is excluded, and continuing after a stop."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -27,14 +25,14 @@ def test_an_epoch_shows_every_prompt_once():
 
 
 @given(num_prompts=SIZES, size=SIZES, seed=st.integers(0, 5))
-def test_batches_are_a_function_of_the_step(num_prompts: int, size: int, seed: int):
+def test_batches_are_a_function_of_the_step(num_prompts, size, seed):
     order = DataOrder(num_prompts, seed)
     for rl_step in range(8):
         assert order.take(size) == prompt_batch(num_prompts, rl_step, size, seed)
 
 
 @given(num_prompts=SIZES, takes=TAKES)
-def test_no_prompt_comes_twice_in_an_epoch(num_prompts: int, takes: list):
+def test_no_prompt_comes_twice_in_an_epoch(num_prompts, takes):
     order = DataOrder(num_prompts, seed=1)
     seen = set()
     for size, exclude in takes:
@@ -47,7 +45,7 @@ def test_no_prompt_comes_twice_in_an_epoch(num_prompts: int, takes: list):
 
 
 @given(num_prompts=SIZES, before=TAKES, after=TAKES)
-def test_an_order_continues_from_its_state(num_prompts: int, before: list, after: list):
+def test_an_order_continues_from_its_state(num_prompts, before, after):
     unbroken, resumed = DataOrder(num_prompts, seed=2), DataOrder(num_prompts, seed=2)
     for size, exclude in before:
         unbroken.take(size, exclude)
@@ -57,7 +55,7 @@ def test_an_order_continues_from_its_state(num_prompts: int, before: list, after
 
 
 @given(num_prompts=SIZES, before=TAKES)
-def test_an_order_knows_when_each_prompt_comes_next(num_prompts: int, before: list):
+def test_an_order_knows_when_each_prompt_comes_next(num_prompts, before):
     order = DataOrder(num_prompts, seed=2)
     for size, exclude in before:
         order.take(size, exclude)
@@ -75,6 +73,6 @@ def test_an_excluded_prompt_keeps_its_turn():
 
 
 @pytest.mark.parametrize(("num_prompts", "seed", "complaint"), [(9, 0, ("num_prompts", "8")), (8, 1, ("0",))])
-def test_other_data_or_seeds_are_not_resumed(num_prompts: int, seed: int, complaint: tuple):
+def test_other_data_or_seeds_are_not_resumed(num_prompts, seed, complaint):
     with refused(ConfigError, naming=complaint):
         DataOrder(num_prompts, seed).load_state_dict(DataOrder(8, seed=0).state_dict())

@@ -1,11 +1,8 @@
 """Where prompts and answers come from, what becomes of chats, and what is said when a file is wrong."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -27,12 +24,12 @@ CHAT = (
 class Words:
     """A tokenizer that counts letters."""
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text):
         return {"input_ids": [len(word) for word in text.split()]}
 
 
 @pytest.fixture(scope="module")
-def chat_tokenizer() -> Any:
+def chat_tokenizer():
     """A word-level tokenizer with a chat template, made here."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -43,7 +40,7 @@ def chat_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=CHAT)
 
 
-def stored(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
+def stored(folder, kind, rows):
     """These rows as a file or a folder of this kind."""
     path = folder / f"data.{kind}"
     if kind == "folder":
@@ -59,19 +56,19 @@ def stored(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def loaded(path: Path, rows: list[dict[str, Any]], tokenizer: Any = None, **config: Any) -> list:
+def loaded(path, rows, tokenizer=None, **config):
     """Prompts of a JSONL file of `rows`."""
     return load_prompts(stored(path, "jsonl", rows), DataConfig(train="x", **config), tokenizer or Words())
 
 
 @pytest.fixture(autouse=True)
-def cached_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cached_here(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "json", "saved", "splits", "folder"])
-def test_prompts_come_from_files_and_from_folders(tmp_path: Path, kind: str):
+def test_prompts_come_from_files_and_from_folders(tmp_path, kind):
     prompts = load_prompts(stored(tmp_path, kind, ROWS), DataConfig(train="x"), Words())
     assert [(p.prompt_id, p.text, p.answer, p.token_ids) for p in prompts] == [
         ("0", "a bb", "1", [1, 2]),
@@ -79,7 +76,7 @@ def test_prompts_come_from_files_and_from_folders(tmp_path: Path, kind: str):
     ]
 
 
-def test_a_split_is_one_of_a_folders(tmp_path: Path):
+def test_a_split_is_one_of_a_folders(tmp_path):
     import datasets
 
     (tmp_path / "files").mkdir()
@@ -95,7 +92,7 @@ def test_a_split_is_one_of_a_folders(tmp_path: Path):
             load_prompts(folder, config, Words(), split="validation")
 
 
-def test_a_dataset_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_dataset_that_cannot_be_fetched_is_named(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with refused(ConfigError, naming=("nobody/nothing", "HF_HUB_OFFLINE")):
@@ -103,7 +100,7 @@ def test_a_dataset_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
-def test_a_dotted_column_is_a_structs_field(tmp_path: Path, kind: str):
+def test_a_dotted_column_is_a_structs_field(tmp_path, kind):
     rows = [{"extra": {"q": {"text": "a bb"}}, "reward_model": {"ground_truth": 7, "style": "rule"}}]
     source = stored(tmp_path, kind, rows)
     names = {"prompt_column": "extra.q.text", "answer_column": "reward_model.ground_truth"}
@@ -125,11 +122,11 @@ def test_a_dotted_column_is_a_structs_field(tmp_path: Path, kind: str):
         ({"n": 1}, '{"n": 1}'),
     ],
 )
-def test_an_answer_becomes_text(tmp_path: Path, answer: Any, text: str):
+def test_an_answer_becomes_text(tmp_path, answer, text):
     assert loaded(tmp_path, [{"prompt": "a", "answer": answer}])[0].answer == text
 
 
-def test_a_chat_template_wraps_prompt_and_system(tmp_path: Path, chat_tokenizer: Any):
+def test_a_chat_template_wraps_prompt_and_system(tmp_path, chat_tokenizer):
     plain, told = (
         loaded(tmp_path, ROWS[:1], chat_tokenizer, chat=True, system=system)[0] for system in (None, "be kind")
     )
@@ -139,7 +136,7 @@ def test_a_chat_template_wraps_prompt_and_system(tmp_path: Path, chat_tokenizer:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
-def test_a_list_of_messages_is_a_chat(tmp_path: Path, chat_tokenizer: Any, kind: str):
+def test_a_list_of_messages_is_a_chat(tmp_path, chat_tokenizer, kind):
     said = [("system", "be kind"), ("user", "hello"), ("assistant", "bb"), ("user", "a")]
     rows = [{"prompt": [{"role": role, "content": content} for role, content in said], "answer": "1"}]
     source = stored(tmp_path, kind, rows)
@@ -161,12 +158,12 @@ def test_a_list_of_messages_is_a_chat(tmp_path: Path, chat_tokenizer: Any, kind:
         {"role": "user"},
     ],
 )
-def test_a_prompt_that_is_no_chat_is_refused(tmp_path: Path, chat_tokenizer: Any, prompt: Any):
+def test_a_prompt_that_is_no_chat_is_refused(tmp_path, chat_tokenizer, prompt):
     with refused(ConfigError):
         loaded(tmp_path, [{"prompt": prompt, "answer": "1"}], chat_tokenizer, chat=True)
 
 
-def test_a_chat_needs_a_template(tmp_path: Path):
+def test_a_chat_needs_a_template(tmp_path):
     for settings in ({"chat": True}, {"system": "be kind"}):
         with refused(ConfigError, naming=("data.chat",)):
             loaded(tmp_path, ROWS, **settings)
@@ -180,14 +177,14 @@ def test_a_chat_needs_a_template(tmp_path: Path):
     ],
     ids=["half in prompt", "half in id", "half in answer", "half in list", "empty", "blank", "no answer", "nan", "7"],
 )  # fmt: skip
-def test_what_is_no_text_is_refused(tmp_path: Path, column: str, value: Any):
+def test_what_is_no_text_is_refused(tmp_path, column, value):
     rows = [{"prompt_id": "a", "prompt": "a", "answer": "1"}, {"prompt_id": "b", "prompt": "a", "answer": "1"}]
     rows[1][column] = value
     with refused(ConfigError, naming=("data.jsonl", "line 2", column)):
         loaded(tmp_path, rows)
 
 
-def test_bytes_are_no_text(tmp_path: Path):
+def test_bytes_are_no_text(tmp_path):
     for column in ("prompt", "answer"):
         with refused(ConfigError, naming=("row 0", column, "bytes")):
             load_prompts(stored(tmp_path, "parquet", [ROWS[0] | {column: b"\xff"}]), DataConfig(train="x"), Words())
@@ -201,7 +198,7 @@ def test_bytes_are_no_text(tmp_path: Path):
     ],
     ids=["none", "blocks", "number", "half", "half elsewhere", "nothing"],
 )  # fmt: skip
-def test_a_message_without_text_is_refused(tmp_path: Path, chat_tokenizer: Any, message: dict[str, Any]):
+def test_a_message_without_text_is_refused(tmp_path, chat_tokenizer, message):
     with refused(ConfigError, naming=("data.jsonl", "line 1", "prompt")):
         loaded(tmp_path, [{"prompt": [message], "answer": "1"}], chat_tokenizer, chat=True)
 
@@ -211,13 +208,13 @@ def test_a_message_without_text_is_refused(tmp_path: Path, chat_tokenizer: Any, 
     ["{{ messages[0]['content'] + 1 }}", "{{ '\ud83d' }}", "{{ 1 // 0 }}", "{{ messages[7].content.x }}", "{% if %}"],
     ids=["type", "half", "zero", "undefined", "syntax"],
 )
-def test_a_template_that_fails_is_refused(tmp_path: Path, chat_tokenizer: Any, monkeypatch, template: str):
+def test_a_template_that_fails_is_refused(tmp_path, chat_tokenizer, monkeypatch, template):
     monkeypatch.setattr(chat_tokenizer, "chat_template", template)
     with refused(ConfigError, naming=("line 1", "chat template")):
         loaded(tmp_path, ROWS, chat_tokenizer, chat=True)
 
 
-def test_too_long_prompts_are_counted(tmp_path: Path):
+def test_too_long_prompts_are_counted(tmp_path):
     source = stored(tmp_path, "jsonl", ROWS)
     prompts, num_dropped = read_prompts(source, DataConfig(train="x", max_prompt_tokens=1), Words())
     assert ([p.prompt_id for p in prompts], num_dropped) == (["1"], 1)
@@ -227,12 +224,12 @@ def test_too_long_prompts_are_counted(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("most", "room", "num"), [(None, 3, 2), (1, 2, 1), (None, None, 2)])
-def test_prompts_that_fit_the_context_are_taken(tmp_path: Path, most: int | None, room: int | None, num: int):
+def test_prompts_that_fit_the_context_are_taken(tmp_path, most, room, num):
     source = stored(tmp_path, "jsonl", ROWS)
     assert len(read_prompts(source, DataConfig(train="x", max_prompt_tokens=most), Words(), room=room)[0]) == num
 
 
-def test_prompt_without_room_for_response_is_refused(tmp_path: Path):
+def test_prompt_without_room_for_response_is_refused(tmp_path):
     source = stored(tmp_path, "jsonl", [ROWS[1], *({**ROWS[0], "prompt_id": name} for name in "ab")])
     for most in (None, 2):
         with refused(ConfigError, naming=("data.jsonl", "line 2", "2 tokens", "1 others", "data.max_prompt_tokens")):
@@ -247,26 +244,24 @@ def test_prompt_without_room_for_response_is_refused(tmp_path: Path):
         ('{"prompt": "a", "answer": "1"}\n{\n', ("2", "JSON")),
         ("[1]\n", ("1", "JSON")),
         ("", ("rows",)),
-        ('{"prompt": " ", "answer": "1"}\n', ("1",)),
-        ('{"prompt": 3, "answer": "1"}\n', ()),
         ('{"prompt": "a", "answer": "1", "prompt_id": "x"}\n' * 2, ("x", "1", "2")),
     ],
 )
-def test_a_broken_data_file_is_refused(tmp_path: Path, text: str, facts: tuple[str, ...]):
+def test_a_broken_data_file_is_refused(tmp_path, text, facts):
     (tmp_path / "data.jsonl").write_text(text)
     with refused(ConfigError, naming=facts):
         load_prompts(str(tmp_path / "data.jsonl"), DataConfig(train="x"), Words())
 
 
 @pytest.mark.parametrize("name", ["bad.jsonl", "bad.parquet", "none.jsonl", "none.parquet", "none.csv"])
-def test_an_unreadable_file_is_named(tmp_path: Path, name: str):
+def test_an_unreadable_file_is_named(tmp_path, name):
     for suffix in ("jsonl", "parquet"):
         (tmp_path / f"bad.{suffix}").write_bytes(b"\xff\xfe\x00 no text")
     with refused(ConfigError, naming=(name,)):
         load_prompts(str(tmp_path / name), DataConfig(train="x"), Words())
 
 
-def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(prompts, "MOST_JSON_BYTES", 2 << 20)
     (tmp_path / "a.jsonl").symlink_to("/dev/zero")
     with refused(ConfigError, naming=("2", "MiB")):

@@ -1,21 +1,14 @@
 """A made-up target without a model: each token has a likely successor, and the hidden state says which."""
 
-from __future__ import annotations
-
 import resource
 import signal
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from transformers import LlamaConfig
 
-from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
@@ -23,30 +16,21 @@ from tltlab.runtime.drafter.sequences import TrainingSequence
 from ..small_models import small_shape
 
 VOCAB, HIDDEN = 24, 32
-Item = TypeVar("Item")
 
 
-def until(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 300.0
-    while not (found := condition()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
-    return found
-
-
-def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], atol: float = 0.0) -> bool:
+def same(one, other, atol=0.0):
     """Whether all tensors of `one` are in `other`, number by number, or nearly."""
     return all(torch.allclose(value, other[name], rtol=0, atol=atol) for name, value in one.items())
 
 
-def together(calls: Sequence[Callable[[], Item]]) -> list[Item]:
+def together(calls):
     """What calls return that run at once, each in its own thread."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return [call.result() for call in [threads.submit(call) for call in calls]]
 
 
 @contextmanager
-def largest_file(size: int) -> Iterator[None]:
+def largest_file(size):
     """Writing more to one file fails, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -59,7 +43,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @cache
-def frozen() -> FrozenTarget:
+def frozen():
     generator = torch.Generator().manual_seed(5)
     return FrozenTarget(
         embedding=torch.randn(VOCAB, HIDDEN, generator=generator),
@@ -67,7 +51,7 @@ def frozen() -> FrozenTarget:
     )
 
 
-def sequence(seed: int, rows: int = 24, prompt: int = 4, rl_step: int = 0) -> TrainingSequence:
+def sequence(seed, rows=24, prompt=4, rl_step=0):
     """A text of `rows` + 1 tokens sampled from the target, with its states."""
     generator = torch.Generator().manual_seed(seed)
     lm_head = frozen().lm_head
@@ -84,6 +68,6 @@ def sequence(seed: int, rows: int = 24, prompt: int = 4, rl_step: int = 0) -> Tr
     )
 
 
-def head(folder: Path, seed: int = 0) -> DrafterHead:
+def head(folder, seed=0):
     LlamaConfig(**small_shape(hidden_size=HIDDEN, intermediate_size=64, head_dim=16)).save_pretrained(folder)
     return new_head(folder, "eagle", seed)

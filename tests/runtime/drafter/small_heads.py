@@ -1,13 +1,9 @@
 """Random heads and sequences, and what a head does computed slowly: one chain at a time, with no packing."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 from transformers import LlamaConfig
 
 from tltlab.runtime.drafter.heads.eagle import Eagle3Head, EagleHead
-from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
 
@@ -18,7 +14,7 @@ HALF = [1, 2, 5, 7, 8, 12]
 """A draft vocabulary: words of a head that drafts not all."""
 
 
-def made_head(method: str, *, seed: int = 0, std: float = 0.25, vocabulary: list[int] | None = None) -> DrafterHead:
+def made_head(method, *, seed=0, std=0.25, vocabulary=None):
     """A head of random weights, wide enough that every input matters."""
     shape = small_shape(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
@@ -36,13 +32,13 @@ def made_head(method: str, *, seed: int = 0, std: float = 0.25, vocabulary: list
     return head
 
 
-def made_target() -> FrozenTarget:
+def made_target():
     generator = torch.Generator().manual_seed(1)
     embedding, lm_head = (torch.randn(VOCABULARY, HIDDEN, generator=generator) for _ in range(2))
     return FrozenTarget(embedding=embedding, lm_head=lm_head)
 
 
-def made_sequence(rows: int, *, seed: int = 2, first_position: int = 0, prompt_tokens: int = 0) -> TrainingSequence:
+def made_sequence(rows, *, seed=2, first_position=0, prompt_tokens=0):
     generator = torch.Generator().manual_seed(seed)
     return TrainingSequence(
         key=(0, "p", seed, 0),
@@ -54,9 +50,7 @@ def made_sequence(rows: int, *, seed: int = 2, first_position: int = 0, prompt_t
     )
 
 
-def drafted_states(
-    head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence, start: int, num_steps: int
-) -> list[Tensor]:
+def drafted_states(head, frozen, sequence, start, num_steps):
     """The states (H) that the chain from row `start` makes, each by a pass of its own over all that comes before.
 
     Inputs up to `start` read the target's states, later ones the chain's; tokens are the text's.

@@ -1,9 +1,6 @@
 """What a worker keeps to train on, and what it draws from it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +20,7 @@ HIDDEN = 3
 ROW_BYTES = HIDDEN * 4 + 8
 
 
-def made(number: int, rows: int, *, prompt: int = 0, rl_step: int = 0, aux: bool = False) -> TrainingSequence:
+def made(number, rows, *, prompt=0, rl_step=0, aux=False):
     """Row t of sequence n holds the state 1000 n + t, so that whatever comes back says where it is from."""
     states = (1000.0 * number + torch.arange(rows))[:, None].expand(rows, HIDDEN)
     return TrainingSequence(
@@ -36,11 +33,11 @@ def made(number: int, rows: int, *, prompt: int = 0, rl_step: int = 0, aux: bool
     )
 
 
-def rng(seed: int = 0) -> np.random.Generator:
+def rng(seed=0):
     return np.random.default_rng(seed)
 
 
-def filled(*sequences: TrainingSequence, rl_step: int = 0, **config: float) -> DataBuffer:
+def filled(*sequences, rl_step=0, **config):
     buffer = DataBuffer(BufferConfig(**config))
     buffer.begin(rl_step)
     for sequence in sequences:
@@ -48,12 +45,12 @@ def filled(*sequences: TrainingSequence, rl_step: int = 0, **config: float) -> D
     return buffer
 
 
-def numbers(drawn: list[TrainingSequence]) -> list[int]:
+def numbers(drawn):
     return [int(sequence.key[1]) for sequence in drawn]
 
 
-def same(one: TrainingSequence, other: TrainingSequence) -> bool:
-    def parts(sequence: TrainingSequence) -> tuple[object, ...]:
+def same(one, other):
+    def parts(sequence):
         tensors = (sequence.token_ids, sequence.hidden, sequence.aux)
         told = [None if tensor is None else tensor.tolist() for tensor in tensors]
         return (*told, sequence.key, sequence.first_position, sequence.prompt_tokens)
@@ -61,7 +58,7 @@ def same(one: TrainingSequence, other: TrainingSequence) -> bool:
     return parts(one) == parts(other)
 
 
-def is_stretch(part: TrainingSequence, whole: TrainingSequence) -> bool:
+def is_stretch(part, whole):
     start = part.first_position - whole.first_position
     return same(part, whole.stretch(start, part.num_rows))
 
@@ -120,7 +117,7 @@ def test_few_rows_left_stay_empty():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_buffer_from_a_file_draws_alike(dtype: torch.dtype, tmp_path: Path):
+def test_a_buffer_from_a_file_draws_alike(dtype, tmp_path):
     held = [made(n, 6 + n, rl_step=n // 4, aux=n == 2) for n in range(8)]
     buffer = filled(*(replace(s, hidden=s.hidden.to(dtype)) for s in held), rl_step=1, max_bytes=8 * 16 * ROW_BYTES)
     generator = rng(3)
@@ -143,7 +140,7 @@ def test_a_buffer_from_a_file_draws_alike(dtype: torch.dtype, tmp_path: Path):
         assert all(map(same, drawn, again))
 
 
-def test_damaged_files_and_full_disks_are_refused(tmp_path: Path):
+def test_damaged_files_and_full_disks_are_refused(tmp_path):
     path = tmp_path / "data-0.safetensors"
     data = TrainerData(held=[made(0, 200)], heldout=[], random_state=rng().bit_generator.state)
     write_data(path, data)
@@ -164,7 +161,7 @@ def test_a_view_of_something_larger_is_copied():
     assert kept.hidden.untyped_storage().nbytes() == 20 * HIDDEN * 4
 
 
-def held_then(held: list[TrainingSequence], new: TrainingSequence, now: int, config: BufferConfig) -> None:
+def held_then(held, new, now, config):
     """Add to `held` as a buffer does: the end that fits; the oldest step gives way first, and in it the shortest."""
     ends = (new.stretch(new.num_rows - rows, rows) for rows in range(new.num_rows, 1, -1))
     end = next((end for end in ends if end.nbytes <= config.max_bytes), None)
@@ -193,10 +190,10 @@ configs = st.builds(
 
 
 @given(steps, configs)
-def test_it_holds_and_draws_what_it_should(steps: list[tuple[object, ...]], config: BufferConfig):
+def test_it_holds_and_draws_what_it_should(steps, config):
     buffer, now = DataBuffer(config), 0
-    given_: dict[int, TrainingSequence] = {}
-    held: list[TrainingSequence] = []
+    given_ = {}
+    held = []
     for what, *args in steps:
         if what == "add":
             rows, prompt, back = args

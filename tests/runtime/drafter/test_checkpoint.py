@@ -1,17 +1,12 @@
 """Checkpoints of a trainer: complete or not there, and never the end of training."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random
 import threading
-from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
@@ -24,17 +19,17 @@ from ...crash_states import Disk, crashes, put
 from .drafting_text import frozen, head, largest_file, same, sequence
 
 
-def state(value: float, size: int = 1000) -> dict[str, Tensor]:
+def state(value, size=1000):
     return {"head.fc.weight": torch.full((size,), value), "counters": torch.tensor([int(value), 0])}
 
 
-def save(saved: DrafterCheckpoint, tensors: dict[str, Tensor]) -> None:
+def save(saved, tensors):
     """Until it is written."""
     saved.save(tensors)
     saved.finish()
 
 
-def loaded(folder: Path, size: int = 1000) -> float | None:
+def loaded(folder, size=1000):
     found = state(-1.0, size)
     path = DrafterCheckpoint(folder).load(found)
     if path is None:
@@ -44,7 +39,7 @@ def loaded(folder: Path, size: int = 1000) -> float | None:
     return float(value)
 
 
-def test_training_continues_bit_by_bit(tmp_path: Path):
+def test_training_continues_bit_by_bit(tmp_path):
     optim = OptimConfig(lr=3e-3, warmup=4)
     training = DrafterTraining(head(tmp_path / "a"), frozen(), LossConfig(), optim)
     saved = DrafterCheckpoint(tmp_path / "saved")
@@ -64,7 +59,7 @@ def test_training_continues_bit_by_bit(tmp_path: Path):
     saved.close()
 
 
-def test_two_are_kept_and_numbers_continue(tmp_path: Path):
+def test_two_are_kept_and_numbers_continue(tmp_path):
     assert DrafterCheckpoint(tmp_path).latest() is None
     assert loaded(tmp_path) is None
     for first in (0, 3):
@@ -83,7 +78,7 @@ def test_two_are_kept_and_numbers_continue(tmp_path: Path):
     assert not partial.exists()
 
 
-def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path: Path):
+def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path):
     saved = DrafterCheckpoint(tmp_path)
     save(saved, state(1.0, 100_000))
     with largest_file(50_000):
@@ -99,14 +94,14 @@ def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path: Path):
     assert loaded(tmp_path, 100_000) == 4.0
 
 
-def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
     (tmp_path / "file").write_text("in the way")
     saved = DrafterCheckpoint(tmp_path / "file" / "folder")
     save(saved, state(1.0))
     assert "NotADirectoryError" in saved.failures[0] or "FileExistsError" in saved.failures[0]
 
 
-def test_a_damaged_checkpoint_gives_way(tmp_path: Path):
+def test_a_damaged_checkpoint_gives_way(tmp_path):
     saved = DrafterCheckpoint(tmp_path)
     for n in (1.0, 2.0):
         save(saved, state(n))
@@ -128,7 +123,7 @@ def test_a_damaged_checkpoint_gives_way(tmp_path: Path):
     assert saved.load(state(-1.0)) == newest
 
 
-def test_a_pickled_index_is_not_read(tmp_path: Path):
+def test_a_pickled_index_is_not_read(tmp_path):
     """DCP's own storage has one, and reading it runs what it says."""
     old = tmp_path / "checkpoint-00000004"
     torch_save(dict(state(4.0)), storage_writer=FileSystemWriter(old), no_dist=True)
@@ -142,17 +137,17 @@ def test_a_pickled_index_is_not_read(tmp_path: Path):
 class Opened:
     """Pickled, makes a file when it is read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
     def __reduce__(self):
         return open, (str(self.path), "w")
 
 
-def test_only_the_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_the_next_save_waits(tmp_path, monkeypatch):
     first, second = threading.Event(), threading.Event()
 
-    def slow(tensors: dict[str, Tensor], file: Path) -> None:
+    def slow(tensors, file):
         assert (second if saved.latest() else first).wait(300)
         save_file(tensors, file)
 
@@ -168,11 +163,11 @@ def test_only_the_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert loaded(tmp_path) == 2.0
 
 
-def test_the_power_may_go_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_power_may_go_at_any_moment(tmp_path, monkeypatch):
     root, place = tmp_path / "disk", tmp_path / "after"
     root.mkdir()
     with Disk(root) as disk:
-        told: list[tuple[int, float | None]] = [(disk.look(), None)]
+        told = [(disk.look(), None)]
         saved = DrafterCheckpoint(root / "run" / "drafter", keep=1)
         for value in (1.0, 2.0):
             save(saved, state(value, 10))

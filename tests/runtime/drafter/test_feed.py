@@ -1,12 +1,8 @@
 """What engine and trainer tell one another, and what happens where one of them is not there."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,38 +13,38 @@ from tests.refused import refused
 from tltlab.runtime.drafter.feed import REPEAT_S, FeedReceiver, FeedSender
 from tltlab.runtime.drafter.sequences import TrainingSequence
 
+from ..small_models import until
 from . import drafting_text as text
-from .drafting_text import until
 
 
 class Heard:
     """A trainer's end that keeps what it hears."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint):
         self.statuses: list[tuple[int, bool]] = []
         self.sequences: list[TrainingSequence] = []
         self.rollout_s: list[float] = []
         self.feed = FeedReceiver(endpoint, self._on_status, self.sequences.append)
 
-    def _on_status(self, rl_step: int, busy: bool, rollout_s: float) -> None:
+    def _on_status(self, rl_step, busy, rollout_s):
         self.statuses.append((rl_step, busy))
         self.rollout_s.append(rollout_s)
 
 
 @pytest.fixture
-def endpoint(sockets: Path) -> str:
+def endpoint(sockets):
     return f"ipc://{sockets}/feed"
 
 
 @pytest.fixture
-def sender(endpoint: str) -> Iterator[FeedSender]:
+def sender(endpoint):
     sender = FeedSender(endpoint)
     yield sender
     sender.close()
 
 
 @pytest.fixture
-def heard(endpoint: str, sender: FeedSender) -> Iterator[Heard]:
+def heard(endpoint, sender):
     """A trainer's end that is connected."""
     heard = Heard(endpoint)
     until(lambda: heard.statuses)
@@ -56,7 +52,7 @@ def heard(endpoint: str, sender: FeedSender) -> Iterator[Heard]:
     heard.feed.close()
 
 
-def test_a_sequence_arrives_bit_by_bit(heard: Heard, sender: FeedSender):
+def test_a_sequence_arrives_bit_by_bit(heard, sender):
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for dtype, rows, with_aux in product(dtypes, (1, 24), (False, True)):
         hidden = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -84,7 +80,7 @@ def test_a_sequence_arrives_bit_by_bit(heard: Heard, sender: FeedSender):
     assert (len(heard.sequences), heard.feed.malformed) == (1, 0), "one without states is not sent"
 
 
-def test_without_a_trainer_everything_is_dropped(endpoint: str, sender: FeedSender):
+def test_without_a_trainer_everything_is_dropped(endpoint, sender):
     begin = time.monotonic()
     sequence = text.sequence(1)
     for _ in range(2000):
@@ -104,12 +100,12 @@ def test_without_a_trainer_everything_is_dropped(endpoint: str, sender: FeedSend
         heard.feed.close()
 
 
-def test_a_trainer_that_hangs_holds_nobody_up(endpoint: str, sender: FeedSender):
+def test_a_trainer_that_hangs_holds_nobody_up(endpoint, sender):
     """Messages beyond what may wait are dropped; when it continues, what it hears last is how it stands."""
     hangs, goes_on = threading.Event(), threading.Event()
-    statuses: list[tuple[int, bool]] = []
+    statuses = []
 
-    def hang(sequence: TrainingSequence) -> None:
+    def hang(sequence):
         hangs.set()
         goes_on.wait()
 
@@ -130,7 +126,7 @@ def test_a_trainer_that_hangs_holds_nobody_up(endpoint: str, sender: FeedSender)
     feed.close()
 
 
-def test_a_status_never_overtakes_a_newer_one(heard: Heard, sender: FeedSender):
+def test_a_status_never_overtakes_a_newer_one(heard, sender):
     for rl_step in range(500):
         sender.status(rl_step, busy=True)
         sender.status(rl_step, busy=False)
@@ -141,7 +137,7 @@ def test_a_status_never_overtakes_a_newer_one(heard: Heard, sender: FeedSender):
     assert places == sorted(places)
 
 
-def test_what_is_no_message_is_dropped_and_counted(endpoint: str):
+def test_what_is_no_message_is_dropped_and_counted(endpoint):
     heard = Heard(endpoint)
     stranger = zmq.Context.instance().socket(zmq.PUSH)
     stranger.setsockopt(zmq.LINGER, 0)
@@ -172,11 +168,11 @@ def test_what_is_no_message_is_dropped_and_counted(endpoint: str):
     heard.feed.close()
 
 
-def test_a_listener_that_fails_reports_it(endpoint: str, sender: FeedSender):
-    def fail(sequence: TrainingSequence) -> None:
+def test_a_listener_that_fails_reports_it(endpoint, sender):
+    def fail(sequence):
         raise RuntimeError("no room")
 
-    statuses: list[bool] = []
+    statuses = []
     feed = FeedReceiver(endpoint, lambda rl_step, busy, rollout_s: statuses.append(busy), fail)
     until(lambda: statuses)
     feed.check()

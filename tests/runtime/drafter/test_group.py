@@ -1,14 +1,9 @@
 """Workers that train together: members in threads of this process; processes that are killed are in `test_run.py`."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,50 +12,51 @@ import torch.distributed
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, RendezvousServer, rendezvous_store
-from tltlab.runtime.drafter.training import DrafterTraining, UpdateReport
+from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
+from ..small_models import until
 from . import drafting_text as text
-from .drafting_text import same, together, until
+from .drafting_text import same, together
 
 TIMEOUT_S, PATIENT_S = 4.0, 120.0
 """For a member that is lost on purpose, and for those that all come."""
 
 
 @pytest.fixture
-def point() -> Iterator[RendezvousServer]:
+def point():
     point = RendezvousServer()
     yield point
     point.close()
 
 
-def all_of(world: int, member: Callable[[int], Any]) -> list[Any]:
+def all_of(world, member):
     """What each member returned, in its own thread."""
     return together([lambda rank=rank: member(rank) for rank in range(world)])
 
 
-def made(folder: Path, seed: int = 0, kind: str = "eagle") -> DrafterTraining:
+def made(folder, seed=0, kind="eagle"):
     return DrafterTraining(
         text.head(folder, seed), text.frozen(), LossConfig(kind=kind, token_weight=1.0), OptimConfig(lr=3e-3)
     )
 
 
-def joined(address: str, name: str, rank: int, world: int, timeout_s: float = PATIENT_S) -> DrafterGroup:
+def joined(address, name, rank, world, timeout_s=PATIENT_S):
     """In the group `name` of a meeting point; each member at its own address."""
     return DrafterGroup.join(
         rendezvous_store(address, name, timeout_s), rank, world, timeout_s, host=f"127.0.0.{2 + rank}"
     )
 
 
-def open_files() -> int:
+def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_process_joins_and_leaves_many_groups(point: RendezvousServer):
+def test_a_process_joins_and_leaves_many_groups(point):
     default_group, files = torch.distributed.group.WORLD, []
     for term in range(5):
 
-        def member(rank: int, term: int = term) -> float:
+        def member(rank, term=term):
             with joined(point.address, f"term-{term}", rank, 3) as group:
                 values = torch.full((1000,), float(rank + term))
                 group.sum(values)
@@ -73,7 +69,7 @@ def test_a_process_joins_and_leaves_many_groups(point: RendezvousServer):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hass"])
-def test_two_members_end_where_one_does(point: RendezvousServer, tmp_path: Path, kind: str):
+def test_two_members_end_where_one_does(point, tmp_path, kind):
     """They begin with their own heads; sharing makes them the leader's."""
     members = [made(tmp_path / str(rank), seed=rank, kind=kind) for rank in range(2)]
     alone = made(tmp_path / "alone", kind=kind)
@@ -83,7 +79,7 @@ def test_two_members_end_where_one_does(point: RendezvousServer, tmp_path: Path,
     lengths = [8, 14, 20, 26] if kind == "eagle" else [12] * 4
     texts = [[text.sequence(4 * n + i, rows=rows) for i, rows in enumerate(lengths)] for n in range(3)]
 
-    def trains_with_the_other(rank: int) -> list[UpdateReport]:
+    def trains_with_the_other(rank):
         with joined(point.address, "term-1", rank, 2) as group:
             members[rank].share(group)
             return [members[rank].update(four[1:] if rank else four[:1], group) for four in texts]
@@ -103,8 +99,8 @@ def test_two_members_end_where_one_does(point: RendezvousServer, tmp_path: Path,
         assert torch.allclose(left[name], value, rtol=0, atol=1e-6 if name.startswith("exp_avg.") else 1e-5), name
 
 
-def test_members_that_train_differently_share_nothing(point: RendezvousServer, tmp_path: Path):
-    def shares_another_drafter(rank: int) -> None:
+def test_members_that_train_differently_share_nothing(point, tmp_path):
+    def shares_another_drafter(rank):
         training = made(tmp_path / str(rank), kind=["eagle", "hass"][rank])
         before = training.state_dict()
         refusal = refused(RunError)
@@ -116,11 +112,11 @@ def test_members_that_train_differently_share_nothing(point: RendezvousServer, t
 
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["leaves", "hangs"])
-def test_a_lost_member_costs_the_others_one_update(point: RendezvousServer, tmp_path: Path, hangs: bool):
+def test_a_lost_member_costs_the_others_one_update(point, tmp_path, hangs):
     """The others continue, first alone and then in a new group."""
     over, met = threading.Event(), threading.Barrier(3, timeout=PATIENT_S)
 
-    def begins(rank: int) -> tuple[DrafterTraining, DrafterGroup]:
+    def begins(rank):
         """Share and make an update with the others."""
         training, group = made(tmp_path / str(rank)), joined(point.address, "term-1", rank, 3, TIMEOUT_S)
         training.share(group)
@@ -128,11 +124,11 @@ def test_a_lost_member_costs_the_others_one_update(point: RendezvousServer, tmp_
         met.wait()
         return training, group
 
-    def is_lost() -> None:
+    def is_lost():
         with begins(1)[1]:
             over.wait(PATIENT_S if hangs else 0.0)
 
-    def goes_on(rank: int) -> None:
+    def goes_on(rank):
         training, group = begins(2 * rank)
         before, began = training.state_dict(), time.perf_counter()
         with refused(GroupLost):
@@ -156,7 +152,7 @@ def test_a_lost_member_costs_the_others_one_update(point: RendezvousServer, tmp_
         lost.join()
 
 
-def test_a_group_that_never_fills_is_lost(point: RendezvousServer):
+def test_a_group_that_never_fills_is_lost(point):
     began = time.perf_counter()
     with refused(GroupLost, naming=("2", "0.2")):
         DrafterGroup.join(rendezvous_store(point.address, "term-1", 0.2), 0, 2, 0.2)
@@ -166,7 +162,7 @@ def test_a_group_that_never_fills_is_lost(point: RendezvousServer):
     assert time.perf_counter() - began < 120
 
 
-def test_a_meeting_point_listens_at_one_address(point: RendezvousServer):
+def test_a_meeting_point_listens_at_one_address(point):
     host, port = point.address.split(":")
     with socket.create_connection((host, int(port))), refused(OSError, naming=("refused",)):
         socket.create_connection(("127.0.0.9", int(port)))
@@ -174,7 +170,7 @@ def test_a_meeting_point_listens_at_one_address(point: RendezvousServer):
         RendezvousServer(port=int(port))
 
 
-def test_what_cannot_be_is_the_callers_mistake(point: RendezvousServer):
+def test_what_cannot_be_is_the_callers_mistake(point):
     store = rendezvous_store(point.address, "term-1", 1.0)
     with refused(ConfigError, naming=("0", "1")):
         DrafterGroup.join(store, 2, 2, 1.0)

@@ -1,26 +1,21 @@
 """Packed sequences know nothing of each other, of what comes later, or of where in the batch they lie."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.loss import Chains
-from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.sequences import PackedBatch, TrainingSequence, pack
+from tltlab.runtime.drafter.sequences import pack
 
 from .small_heads import made_head, made_sequence, made_target
 
 METHODS = ["eagle", "eagle3"]
 
 
-def steps_of(head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch, num_steps: int = 3) -> list[Tensor]:
+def steps_of(head, frozen, batch, num_steps=3):
     """The states (T, H) of some steps; those of chains beyond their sequence's end are zero."""
     chains = Chains(head, frozen, batch)
     made = []
@@ -31,11 +26,11 @@ def steps_of(head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch, num_st
     return made
 
 
-def near(found: Tensor, expected: Tensor, share: float = 1e-4) -> bool:
+def near(found, expected, share=1e-4):
     return bool((found - expected).norm() < share * expected.norm())
 
 
-def changed(sequence: TrainingSequence, row: int) -> TrainingSequence:
+def changed(sequence, row):
     """The same with another state, and another token after it, at one row."""
     hidden, tokens = sequence.hidden.clone(), sequence.token_ids.clone()
     aux = sequence.aux.clone()
@@ -43,21 +38,8 @@ def changed(sequence: TrainingSequence, row: int) -> TrainingSequence:
     return dataclasses.replace(sequence, hidden=hidden, aux=aux, token_ids=tokens)
 
 
-def test_a_row_joins_state_and_next_token():
-    sequence = made_sequence(5, first_position=7, prompt_tokens=4)
-    batch = pack([sequence])
-    assert batch.lengths == (4,)
-    assert batch.token_ids.tolist() == sequence.token_ids[1:5].tolist()
-    assert batch.next_token_ids.tolist() == sequence.token_ids[2:6].tolist()
-    assert torch.equal(batch.hidden, sequence.hidden[:4])
-    assert torch.equal(batch.next_hidden, sequence.hidden[1:])
-    assert batch.positions.tolist() == [7, 8, 9, 10]
-    # Row 2 predicts token 4, the first of the response.
-    assert batch.mask.tolist() == [False, False, True, True]
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.booleans())
-def test_nothing_is_padded(rows: list[int], with_aux: bool):
+def test_nothing_is_padded(rows, with_aux):
     sequences = [made_sequence(n, seed=n, first_position=n) for n in rows]
     if not with_aux:
         sequences = [dataclasses.replace(s, aux=None) for s in sequences]
@@ -71,7 +53,7 @@ def test_nothing_is_padded(rows: list[int], with_aux: bool):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("row", [1, 7])
-def test_nothing_later_changes_what_was_drafted_earlier(method: str, row: int):
+def test_nothing_later_changes_what_was_drafted_earlier(method, row):
     head, frozen, sequence = made_head(method), made_target(), made_sequence(12)
     steps = steps_of(head, frozen, pack([sequence]))
     others = steps_of(head, frozen, pack([changed(sequence, row)]))
@@ -83,7 +65,7 @@ def test_nothing_later_changes_what_was_drafted_earlier(method: str, row: int):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_packed_is_each_alone_at_its_own_positions(method: str):
+def test_packed_is_each_alone_at_its_own_positions(method):
     head, frozen = made_head(method), made_target()
     sequences = [made_sequence(n, seed=n, first_position=first) for n, first in ((6, 0), (300, 40), (2, 5))]
     packed = steps_of(head, frozen, pack(sequences))

@@ -1,14 +1,9 @@
 """One optimizer step on a drafter: what it does, and what it never does."""
 
-from __future__ import annotations
-
 import math
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +13,8 @@ from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import GroupLost
 from tltlab.runtime.drafter.heads.loss import drafter_loss
-from tltlab.runtime.drafter.sequences import TrainingSequence, pack
-from tltlab.runtime.drafter.training import MAX_BAD, PART_ROWS, DrafterTraining, UpdateReport
+from tltlab.runtime.drafter.sequences import pack
+from tltlab.runtime.drafter.training import MAX_BAD, PART_ROWS, DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from . import small_heads
@@ -31,12 +26,12 @@ LOSS = LossConfig(token_weight=1.0)
 class Threads:
     """Members in one process: whoever comes last adds up and lets all continue."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world):
         self.world = world
         self._given: list[Tensor] = []
         self._meet = threading.Barrier(world, timeout=300)
 
-    def sum(self, tensor: Tensor) -> None:
+    def sum(self, tensor):
         self._given.append(tensor.clone())
         self._meet.wait()
         total = torch.stack(sorted(self._given, key=lambda t: t.tolist())).sum(0)
@@ -45,7 +40,7 @@ class Threads:
         self._meet.wait()
         tensor.copy_(total)
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor):
         raise AssertionError("not needed here")
 
 
@@ -54,45 +49,43 @@ class Lost:
 
     world = 2
 
-    def sum(self, tensor: Tensor) -> None:
+    def sum(self, tensor):
         tensor.fill_(12345.0)
         raise GroupLost("a member died")
 
     broadcast = sum
 
 
-def training(folder: Path, loss: LossConfig = LOSS, **optim: float) -> DrafterTraining:
+def training(folder, loss=LOSS, **optim):
     return DrafterTraining(head(folder), frozen(), loss, OptimConfig(**{"lr": 3e-3, **optim}))
 
 
 class Pair:
     """Two members of a group, each with its own drafter."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.left, self.right = (training(folder / name) for name in ("left", "right"))
         self._group = Threads(2)
 
-    def update(
-        self, left: list[TrainingSequence], right: list[TrainingSequence], leave: Callable[[], bool] = lambda: False
-    ) -> list[UpdateReport]:
+    def update(self, left, right, leave=lambda: False):
         """An update with the data of each; `leave` is asked of the right one."""
         members = (partial(self.left.update, left), partial(self.right.update, right, leave=leave))
         return together([partial(member, group=self._group) for member in members])
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Pair:
+def pair(tmp_path):
     return Pair(tmp_path)
 
 
-def broken(good: TrainingSequence) -> TrainingSequence:
+def broken(good):
     hidden = good.hidden.clone()
     hidden[7] = torch.nan
     return replace(good, hidden=hidden)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hass"])
-def test_a_drafters_prediction_holds_on_unseen_text(tmp_path: Path, kind: str):
+def test_a_drafters_prediction_holds_on_unseen_text(tmp_path, kind):
     made = training(tmp_path, LossConfig(kind=kind, token_weight=1.0), lr=6e-3, warmup=5)
     unseen = [sequence(100 + n) for n in range(8)]
     before = made.predict(unseen)
@@ -105,7 +98,7 @@ def test_a_drafters_prediction_holds_on_unseen_text(tmp_path: Path, kind: str):
     assert report.accept[0] == pytest.approx(after[0], abs=0.05)
 
 
-def test_an_update_is_what_plain_torch_does(tmp_path: Path):
+def test_an_update_is_what_plain_torch_does(tmp_path):
     made = training(tmp_path / "a", warmup=4)
     plain = head(tmp_path / "b")
     adam = torch.optim.AdamW(plain.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
@@ -123,7 +116,7 @@ def test_an_update_is_what_plain_torch_does(tmp_path: Path):
     assert same(dict(made.head.named_parameters()), dict(plain.named_parameters()), atol=1e-5)
 
 
-def test_only_what_is_trained_is_state(tmp_path: Path):
+def test_only_what_is_trained_is_state(tmp_path):
     made = training(tmp_path)
     state = made.live_state()
     weights = sum(value.numel() for value in made.head.parameters())
@@ -131,14 +124,14 @@ def test_only_what_is_trained_is_state(tmp_path: Path):
     assert not any(VOCAB in value.shape for value in state.values())
 
 
-def test_the_state_of_another_head_is_refused(tmp_path: Path):
+def test_the_state_of_another_head_is_refused(tmp_path):
     state = training(tmp_path).state_dict()
     state.pop("exp_avg.fc.weight")
     with refused(ConfigError, naming=("exp_avg.fc.weight",)):
         training(tmp_path).load_state_dict(state)
 
 
-def test_a_member_without_data_has_no_weight(tmp_path: Path, pair: Pair):
+def test_a_member_without_data_has_no_weight(tmp_path, pair):
     alone = training(tmp_path / "alone")
     prompt_only = sequence(1, rows=6, prompt=7)
     alone.update([sequence(0)])
@@ -146,7 +139,7 @@ def test_a_member_without_data_has_no_weight(tmp_path: Path, pair: Pair):
     assert same(alone.state_dict(), pair.right.state_dict(), atol=1e-6)
 
 
-def test_without_any_data_nothing_moves(tmp_path: Path):
+def test_without_any_data_nothing_moves(tmp_path):
     made = training(tmp_path)
     before = made.state_dict()
     report = made.update([])
@@ -155,7 +148,7 @@ def test_without_any_data_nothing_moves(tmp_path: Path):
     assert made.predict([]) == []
 
 
-def test_all_leave_together_when_one_wants_to(pair: Pair):
+def test_all_leave_together_when_one_wants_to(pair):
     texts = [sequence(0)]
     first, second = pair.update(texts, texts), pair.update(texts, texts, leave=lambda: True)
     assert [report.leave for report in first + second] == [False, False, True, True]
@@ -163,20 +156,20 @@ def test_all_leave_together_when_one_wants_to(pair: Pair):
     assert pair.left.update(texts, leave=lambda: True).leave
 
 
-def test_a_member_leaves_with_the_update_under_way(pair: Pair):
+def test_a_member_leaves_with_the_update_under_way(pair):
     told, fill_message = threading.Event(), pair.right._fill_message
 
-    def told_meanwhile(*arguments: Any) -> Sequence[TrainingSequence]:
+    def told_meanwhile(*arguments):
         used = fill_message(*arguments)
         told.set()
         return used
 
-    pair.right._fill_message = told_meanwhile  # type: ignore[method-assign]
+    pair.right._fill_message = told_meanwhile
     texts = [sequence(0)]
     assert [report.leave for report in pair.update(texts, texts, leave=told.is_set)] == [True, True]
 
 
-def test_nan_at_one_member_keeps_all_from_updating(pair: Pair):
+def test_nan_at_one_member_keeps_all_from_updating(pair):
     texts = [sequence(0)]
     pair.update(texts, texts)
     before = pair.left.state_dict()
@@ -189,7 +182,7 @@ def test_nan_at_one_member_keeps_all_from_updating(pair: Pair):
     assert [report.skipped for report in pair.update(texts, texts)] == [False, False]
 
 
-def test_bad_updates_end_with_the_last_good_drafter(tmp_path: Path):
+def test_bad_updates_end_with_the_last_good_drafter(tmp_path):
     made = training(tmp_path)
     made.keep_s = 0.0
     for n in range(5):
@@ -209,17 +202,7 @@ def test_bad_updates_end_with_the_last_good_drafter(tmp_path: Path):
     assert not made.update([sequence(60)]).skipped
 
 
-def test_members_keep_the_same_state(pair: Pair):
-    members = (pair.left, pair.right)
-    pair.left.keep_s, pair.right.keep_s = 0.0, math.inf
-    for n in range(3):
-        states = [one.state_dict() for one in members]
-        pair.update([sequence(n)], [sequence(n)])
-        for one, state in zip(members, states, strict=True):
-            assert same(one._backup, state)
-
-
-def test_what_is_not_finite_is_never_applied(tmp_path: Path):
+def test_what_is_not_finite_is_never_applied(tmp_path):
     """Weights, and a gradient whose norm overflows."""
     weights, gradient = training(tmp_path / "a"), training(tmp_path / "b", LossConfig(hidden_weight=1e30))
     weights.update([sequence(0)])
@@ -234,7 +217,7 @@ def test_what_is_not_finite_is_never_applied(tmp_path: Path):
     assert weights.predict([sequence(2)])[0] > 0
 
 
-def test_a_lost_member_changes_no_state(tmp_path: Path):
+def test_a_lost_member_changes_no_state(tmp_path):
     made, alone = training(tmp_path / "a"), training(tmp_path / "b")
     for one in (made, alone):
         one.update([sequence(0)])
@@ -249,7 +232,7 @@ def test_a_lost_member_changes_no_state(tmp_path: Path):
     assert same(made.state_dict(), alone.state_dict())
 
 
-def test_it_learns_from_the_target_as_is(tmp_path: Path):
+def test_it_learns_from_the_target_as_is(tmp_path):
     made = training(tmp_path)
     old = frozen()
     before = made.predict([sequence(0)])
@@ -259,31 +242,31 @@ def test_it_learns_from_the_target_as_is(tmp_path: Path):
         assert made.predict([sequence(0)]) == drafter_loss(made.head, made.frozen, pack([sequence(0)]), LOSS).accept
 
 
+def alike(num, method="eagle"):
+    """Trainings that are the same."""
+    target, optim = small_heads.made_target(), OptimConfig(lr=0.1)
+    return [DrafterTraining(small_heads.made_head(method), target, LOSS, optim) for _ in range(num)]
+
+
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_warming_up_leaves_the_training_as_it_was(method: str):
-    cold, warm = (
-        DrafterTraining(small_heads.made_head(method), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
-        for _ in range(2)
-    )
+def test_warming_up_leaves_the_training_as_it_was(method):
+    cold, warm = alike(2, method)
     warm.warm_up()
     for number in range(3):
         assert warm.updates == cold.updates == number
         assert warm.state_dict().keys() == cold.state_dict().keys()
-        assert all(torch.equal(value, cold.state_dict()[name]) for name, value in warm.state_dict().items())
+        assert same(warm.state_dict(), cold.state_dict())
         for training in (cold, warm):
             assert training.update([small_heads.made_sequence(40)]).tokens
     assert warm.skipped == 0
 
 
-def test_who_has_to_leave_gives_what_it_has(monkeypatch: pytest.MonkeyPatch):
+def test_who_has_to_leave_gives_what_it_has(monkeypatch):
     """A rollout waits for one pass, not for an update, and nothing that was computed is lost."""
-    leaving, whole, alone = (
-        DrafterTraining(small_heads.made_head("eagle"), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
-        for _ in range(3)
-    )
+    leaving, whole, alone = alike(3)
     texts = [small_heads.made_sequence(rows, seed=rows) for rows in (20, 25, 30, 10)]
     monkeypatch.setitem(PART_ROWS, "cpu", 45)
-    asked: list[int] = []
+    asked = []
     left = leaving.update(texts, leave=lambda: asked.append(0) is None)
     assert (left.own_sequences, left.own_rows, left.leave, leaving.updates) == (2, 45, True, 1)
     assert len(asked) == 2
@@ -293,11 +276,8 @@ def test_who_has_to_leave_gives_what_it_has(monkeypatch: pytest.MonkeyPatch):
     assert not same(leaving.state_dict(), whole.state_dict())
 
 
-def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch):
-    parts, whole = (
-        DrafterTraining(small_heads.made_head("eagle"), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
-        for _ in range(2)
-    )
+def test_parts_add_up_to_the_whole(monkeypatch):
+    parts, whole = alike(2)
     texts = [small_heads.made_sequence(rows, seed=rows) for rows in (20, 25, 30)]
     expected = whole.update(texts)
     monkeypatch.setitem(PART_ROWS, "cpu", 1)

@@ -1,14 +1,9 @@
 """The trainer beside a worker, between a real coordinator and a real feed; only the engine is missing."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +13,12 @@ from tltlab.coordination.messages import Train
 from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.group import RendezvousServer
-from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.drafter.training import UpdateReport
 from tltlab.runtime.drafter.worker import HELD_OUT, SpotTrainer, TrainerPlacement
 from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
 
+from ..small_models import until
 from . import drafting_text as text
-from .drafting_text import same, until
+from .drafting_text import same
 
 CONFIG = DrafterConfig(
     optim=OptimConfig(lr=3e-3),
@@ -39,7 +33,7 @@ CONFIG = DrafterConfig(
 class Bench:
     """Worker 0 always generates; the trainers of the others are threads of this process."""
 
-    def __init__(self, folder: Path, sockets: Path) -> None:
+    def __init__(self, folder, sockets):
         self.folder, self.sockets = folder, sockets
         text.head(folder / "target").save(folder / "head")
         self.server = CoordinatorServer(CONFIG.coordinator, f"ipc://{sockets}/c", 3, self._kill)
@@ -49,10 +43,10 @@ class Bench:
         self._threads: list[threading.Thread] = []
         self.status(0, 0, busy=True)
 
-    def _kill(self, worker: int) -> None:
+    def _kill(self, worker):
         raise AssertionError(f"worker {worker} did not yield")
 
-    def add(self, worker: int, config: DrafterConfig = CONFIG, state: dict[str, Any] | None = None) -> SpotTrainer:
+    def add(self, worker, config=CONFIG):
         place = TrainerPlacement(
             worker=worker,
             coordinator=self.server.endpoint,
@@ -65,65 +59,49 @@ class Bench:
             temperature=1.0,
         )
         trainer = SpotTrainer(place, config)
-        trainer.start(text.frozen(), state, 0)
+        trainer.start(text.frozen(), None, 0)
         self._threads.append(threading.Thread(target=trainer.run, daemon=True))
         self._threads[-1].start()
         self.trainers[worker] = trainer
         return trainer
 
-    def status(self, worker: int, rl_step: int, *, busy: bool) -> None:
+    def status(self, worker, rl_step, *, busy):
         if worker not in self.senders:
             self.senders[worker] = FeedSender(f"ipc://{self.sockets}/f{worker}")
         self.senders[worker].status(rl_step, busy=busy)
 
-    def teach(self, worker: int, sequences: list[TrainingSequence]) -> None:
+    def teach(self, worker, sequences):
         trainer, num_before = self.trainers[worker], len(self.trainers[worker]._keys)
         for sequence in sequences:
             self.senders[worker].sequence(sequence)
         until(lambda: len(trainer._keys) == num_before + len(sequences))
 
-    def taught(
-        self, config: DrafterConfig = CONFIG, worker: int = 1, some: list[TrainingSequence] | None = None
-    ) -> SpotTrainer:
+    def taught(self, config=CONFIG, worker=1, some=None):
         """The trainer of a worker in rollout 0, with something to learn from."""
         trainer = self.add(worker, config)
         self.begin(0)
         self.teach(worker, sequences() if some is None else some)
         return trainer
 
-    def begin(self, rl_step: int) -> None:
+    def begin(self, rl_step):
         """A rollout starts, and all trainers have heard of it."""
         self.server.rollout_started(rl_step)
         for worker, trainer in self.trainers.items():
             self.status(worker, rl_step, busy=True)
             until(lambda trainer=trainer: trainer._rl_step == rl_step)
 
-    def trains(self, worker: int, rl_step: int, num_updates: int) -> None:
+    def trains(self, worker, rl_step, num_updates):
         """A worker runs out of requests, and its trainer has done so many updates at least."""
         self.status(worker, rl_step, busy=False)
         until(lambda: self.trainers[worker].num_updates() >= num_updates)
 
-    def ends(self, rl_step: int) -> float:
+    def ends(self, rl_step):
         """The rollout ends, and nobody is waited for in vain; how long it waited."""
         waited = self.server.rollout_ended(rl_step)
         assert waited < CONFIG.coordinator.yield_timeout_s
         return waited
 
-    @contextlib.contextmanager
-    def again(self, state: dict[str, Any] | None, rl_step: int, **data: Any) -> Iterator[SpotTrainer]:
-        """The trainer of worker 1 in another process, whose own has ended."""
-        again = SpotTrainer(self.trainers[1].place, CONFIG)
-        again.start(text.frozen(), state, rl_step, **data)
-        yield again
-        again._client.close()
-        again._feed.close()
-
-    def end(self) -> None:
-        """End the trainer that was added last, and its thread."""
-        next(reversed(self.trainers.values())).close()
-        until(lambda: not self._threads[-1].is_alive())
-
-    def close(self) -> None:
+    def close(self):
         for trainer in self.trainers.values():
             trainer.close()
         for thread in self._threads:
@@ -136,27 +114,27 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, sockets: Path) -> Iterator[Bench]:
+def bench(tmp_path, sockets):
     bench = Bench(tmp_path, sockets)
     with contextlib.closing(bench):
         yield bench
 
 
-def sequences(rl_step: int = 0, number: int = 24) -> list[TrainingSequence]:
+def sequences(rl_step=0, number=24):
     return [text.sequence(100 * rl_step + n, rl_step=rl_step) for n in range(number)]
 
 
-def test_an_idle_worker_trains_until_the_rollout_ends(bench: Bench):
+def test_an_idle_worker_trains_until_the_rollout_ends(bench):
     trainer = bench.taught()
     assert trainer.num_updates() == 0, "it trains while its engine generates"
     before = trainer.predicted()
     update, late = trainer.training.update, []
 
-    def watched(*args: Any, **kwargs: Any) -> UpdateReport:
+    def watched(*args, **kwargs):
         late.append(not isinstance(trainer._client.order, Train))
         return update(*args, **kwargs)
 
-    trainer.training.update = watched  # type: ignore[method-assign]
+    trainer.training.update = watched
     bench.trains(1, 0, 30)
     waited = bench.ends(0)
     (row,) = trainer.take_rows()
@@ -176,7 +154,7 @@ def test_an_idle_worker_trains_until_the_rollout_ends(bench: Bench):
 
 
 @pytest.mark.parametrize(("most", "ended"), [(0, "stopped"), (6, "declined")], ids=["requests", "updates"])
-def test_requests_or_enough_updates_end_training(bench: Bench, most: int, ended: str):
+def test_requests_or_enough_updates_end_training(bench, most, ended):
     trainer = bench.taught(CONFIG.model_copy(update={"max_updates": most}) if most else CONFIG)
     bench.trains(1, 0, most or 3)
     if not most:
@@ -188,15 +166,15 @@ def test_requests_or_enough_updates_end_training(bench: Bench, most: int, ended:
     bench.ends(0)
 
 
-def test_one_sequence_is_enough_to_train(bench: Bench):
+def test_one_sequence_is_enough_to_train(bench):
     trainer = bench.taught(some=[])
     sample, empty = trainer.buffer.sample, threading.Event()
 
-    def watched(*args: Any) -> list[TrainingSequence]:
+    def watched(*args):
         empty.set()
         return sample(*args)
 
-    trainer.buffer.sample = watched  # type: ignore[method-assign]
+    trainer.buffer.sample = watched
     bench.status(1, 0, busy=False)
     assert empty.wait(300)
     assert trainer.num_updates() == 0
@@ -210,7 +188,7 @@ def test_one_sequence_is_enough_to_train(bench: Bench):
     assert all(torch.isfinite(value).all() for value in trainer.weights().values())
 
 
-def test_states_not_finite_end_the_period_only(bench: Bench):
+def test_states_not_finite_end_the_period_only(bench):
     broken = [replace(s, hidden=torch.full_like(s.hidden, torch.nan)) for s in sequences(number=16)]
     trainer = bench.taught(some=broken)
     good = trainer.weights()
@@ -229,43 +207,7 @@ def test_states_not_finite_end_the_period_only(bench: Bench):
     bench.ends(2)
 
 
-def test_a_new_process_starts_from_the_furthest(bench: Bench):
-    trainer = bench.taught()
-    bench.trains(1, 0, 7)
-    bench.ends(0)
-    state = trainer.state()
-    bench.end()
-    for served in (None, state | {"counters": state["counters"] + 100}):
-        with bench.again(served, 3) as again:
-            assert same(again.state(), state if served is None else served)
-            assert list(again._published) == [3]
-            (updates, _) = again._published[3]
-            # What serves is what is trained.
-            assert updates == (0 if served is None else int(served["counters"][0]))
-
-
-def test_a_later_run_learns_from_the_same_data(bench: Bench, tmp_path: Path):
-    trainer = bench.taught(some=[])
-    trainer.save_data(tmp_path / "none")
-    assert not (tmp_path / "none").exists()
-    bench.teach(1, sequences())
-    bench.trains(1, 0, 7)
-    bench.ends(0)
-    trainer.save_data(tmp_path / "data")
-    assert trainer.data_bytes() == sum(s.nbytes for s in [*trainer.buffer.sequences(), *trainer._heldout])
-    bench.end()
-    with bench.again(None, 1, anew=True, data=tmp_path / "data") as again:
-        assert again.num_updates() == 0, "it goes on from a future that was left"
-        assert len(again._heldout) == len(trainer._heldout) > 0
-        for each in (trainer, again):
-            each.buffer.begin(1)
-        for _ in range(3):
-            drawn, expected = again.buffer.sample(128, again.rng), trainer.buffer.sample(128, trainer.rng)
-            assert [s.key for s in drawn] == [s.key for s in expected]
-            assert all(torch.equal(own.hidden, other.hidden) for own, other in zip(drawn, expected, strict=True))
-
-
-def test_a_group_starts_from_its_furthest_member(bench: Bench):
+def test_a_group_starts_from_its_furthest_member(bench):
     """The leader is the lowest worker, here one that has just started; what the other one has trained is kept."""
     old = bench.taught(worker=2)
     bench.trains(2, 0, 20)
@@ -286,33 +228,7 @@ def test_a_group_starts_from_its_furthest_member(bench: Bench):
     assert rows[1]["updates"] == old.num_updates() - before
 
 
-def test_others_continue_without_a_hanging_member(bench: Bench):
-    # Members wait for one another half as long as the coordinator waits for them.
-    soon = CONFIG.model_copy(update={"coordinator": CoordinatorConfig(yield_timeout_s=6.0)})
-    here, hanging = bench.add(1, soon), bench.add(2, soon)
-    bench.begin(0)
-    for worker in (1, 2):
-        bench.teach(worker, sequences())
-        bench.status(worker, 0, busy=False)
-    until(lambda: min(here.num_updates(), hanging.num_updates()) > 3)
-    update, wakes = hanging.training.update, threading.Event()
-
-    def late(*args: Any, **kwargs: Any) -> UpdateReport:
-        wakes.wait(400)
-        return update(*args, **kwargs)
-
-    hanging.training.update = late  # type: ignore[method-assign]
-    try:
-        until(lambda: here.num_updates() > hanging.num_updates() + 5)
-    finally:
-        wakes.set()
-    bench.server.rollout_ended(0)
-    (row,) = here.take_rows()
-    assert (row["ended"], row["members"]) == ("stopped", 2)
-    assert "hangs" in row["detail"]
-
-
-def test_every_eighth_response_is_held_out(bench: Bench):
+def test_every_eighth_response_is_held_out(bench):
     trainer = bench.taught(some=sequences(number=2 * HELD_OUT))
     assert len(trainer.buffer) == 2 * HELD_OUT - 2
     for rl_step in (4, 5, 6):
@@ -323,7 +239,7 @@ def test_every_eighth_response_is_held_out(bench: Bench):
     assert all(len(row["accept_if_drafted"]) == 25 - 4 for row in rows)
 
 
-def test_a_response_rolled_out_again_replaces_the_first(bench: Bench):
+def test_a_response_rolled_out_again_replaces_the_first(bench):
     first = sequences(number=2)
     trainer = bench.taught(some=first)
     trainer._on_sequence(replace(text.sequence(7, rows=20), key=first[0].key))
@@ -333,7 +249,7 @@ def test_a_response_rolled_out_again_replaces_the_first(bench: Bench):
     assert lengths[first[0].key[1:3]] < lengths[first[1].key[1:3]]
 
 
-def test_a_cached_prompts_states_come_from_a_sibling(bench: Bench):
+def test_a_cached_prompts_states_come_from_a_sibling(bench):
     whole = text.sequence(5, rows=24, prompt=10)
     cached = replace(text.sequence(6, rows=20, prompt=2), key=(0, "p5", 1, 0), first_position=8)
     trainer = bench.taught(some=[whole, cached])
@@ -346,7 +262,7 @@ def test_a_cached_prompts_states_come_from_a_sibling(bench: Bench):
     assert kept.num_rows == 10, "the sibling's response is the buffer's"
 
 
-def test_what_is_kept_beside_the_buffer_is_bounded(bench: Bench):
+def test_what_is_kept_beside_the_buffer_is_bounded(bench):
     some = [text.sequence(n, rows=24, prompt=10) for n in range(6 * HELD_OUT)]
     most = 3 * some[0].nbytes
     config = CONFIG.model_copy(update={"buffer": CONFIG.buffer.model_copy(update={"max_bytes": 8 * most})})

@@ -1,60 +1,54 @@
 """What tests ask of an engine, and how they read the answer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec
-from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.engine.tracker import Iteration, IterationTracker, Scheduled
+from tltlab.runtime.engine.generation import GenerationRequest
+from tltlab.runtime.engine.tracker import Scheduled
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 CONTEXT, BLOCK = 96, 32
 """Tokens that a request and a page may have in the cramped engine."""
 
 
-def fixed(drafter: str, depth: int = 4) -> Policy:
+def fixed(drafter, depth=4):
     return Policy(selector=FixedSpec(strategy=Strategy.chain(drafter, depth)))
 
 
-def switching(*strategies: Strategy, hold_iterations: int = 3) -> Policy:
+def switching(*strategies, hold_iterations=3):
     """Explores these and none."""
     return Policy(selector=ExploreSpec(strategies=(NO_SPECULATION, *strategies), hold_iterations=hold_iterations))
 
 
-def request(name: str, number: int, prompt: list[int], tokens: int, rl_step: int = 0, **more: Any) -> GenerationRequest:
+def request(name, number, prompt, tokens, rl_step=0, **more):
     """One that runs to its cap."""
     settings = {"key": (rl_step, name, number, 0), "max_response_tokens": tokens, "ignore_eos": True} | more
     return GenerationRequest(prompt_token_ids=prompt, **settings)
 
 
-def requests(num: int, tokens: int, *, rl_step: int = 0) -> list[GenerationRequest]:
+def requests(num, tokens, *, rl_step=0):
     """As many prompts of three tokens; each request runs to its cap."""
     return [request(f"p{n}", 0, [1, 4 + n, 5], tokens, rl_step=rl_step) for n in range(num)]
 
 
-def groups_of_four(num: int, tokens: int, prompt_tokens: int = 6, rl_step: int = 0) -> list[GenerationRequest]:
+def groups_of_four(num, tokens, prompt_tokens=6, rl_step=0):
     """As many requests that run to their cap, four samples of each prompt."""
     prompts = [[1, *([4 + n, 5, 6] * prompt_tokens)[: prompt_tokens - 1]] for n in range(-(-num // 4))]
     return [request(f"p{n // 4}", n % 4, prompts[n // 4], tokens, rl_step=rl_step) for n in range(num)]
 
 
-def timed_by_work(tracker: IterationTracker, patch: pytest.MonkeyPatch) -> None:
+def timed_by_work(tracker, patch):
     """Have an engine's time continue by its work alone: 10 ms an iteration, and 0.1 ms for each token that it verifies.
 
     What a policy learns from times is then the same on every machine, however busy.
     """
     now_s, verified = 0.0, tracker.verified
 
-    def later(what: Scheduled, counts: Sequence[int]) -> Iteration:
+    def later(what, counts):
         nonlocal now_s
         now_s += 1e-2 + 1e-4 * (len(what.request_ids) + sum(map(len, what.drafts.values())))
         return verified(what, counts)
@@ -63,7 +57,7 @@ def timed_by_work(tracker: IterationTracker, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tracker, "verified", later)
 
 
-def settings() -> dict[str, Any]:
+def settings():
     """What of this process a user's program could notice that an engine changes."""
     import torch._dynamo
     import torch._inductor.config
@@ -76,33 +70,33 @@ def settings() -> dict[str, Any]:
     }
 
 
-def changed(since: dict[str, Any]) -> list[str]:
+def changed(since):
     now = settings()
     return [name for name in now if now[name] != since[name]]
 
 
-def scheduled(*request_ids: str, drafts: Mapping[str, Sequence[int]] | None = None, **more: int) -> Scheduled:
+def scheduled(*request_ids, drafts=None, **more):
     """An iteration of an engine that is only played, without requests that wait, context and prefill if not told so."""
     counts = {"waiting": 0, "context_tokens": 0, "prefill_tokens": 0} | more
     return Scheduled(request_ids=list(request_ids), drafts=drafts or {}, **counts)
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
+def raising(error):
     """A function that raises this, whatever it is called with."""
 
-    def raises(*_: Any, **__: Any) -> Any:
+    def raises(*_, **__):
         raise error
 
     return raises
 
 
-def said_once(caplog: pytest.LogCaptureFixture, about: str = "the engine continues") -> str:
+def said_once(caplog, about="the engine continues"):
     """The only line of the log that says this."""
     (said,) = [record.getMessage() for record in caplog.records if about in record.getMessage()]
     return said
 
 
-def run_program(text: str, *arguments: object) -> tuple[str, str]:
+def run_program(text, *arguments):
     """What a program in a process of its own prints and says; it can import these tests."""
     paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ["PYTHONPATH"]])
     command = [sys.executable, "-W", "ignore", "-c", text, *map(str, arguments)]
@@ -112,16 +106,11 @@ def run_program(text: str, *arguments: object) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def texts(rollout: Rollout) -> list[list[int]]:
+def texts(rollout):
     return [response.token_ids for response in rollout.responses]
 
 
-def kept_and_refused(rollout: Rollout) -> tuple[int, int]:
+def kept_and_refused(rollout):
     """Draft tokens."""
     kept = sum(row["num_accepted"] for row in rollout.iterations)
     return kept, sum(row["num_drafted"] for row in rollout.iterations) - kept
-
-
-def accept_length(rollout: Rollout) -> float:
-    rows = [row for row in rollout.iterations if row["num_drafted"]]
-    return 1 + sum(row["num_accepted"] for row in rows) / sum(row["batch"] for row in rows)

@@ -4,41 +4,35 @@ vLLM takes down what all engines of a process share when one of them closes, and
 process while one is open here. So tests of the same engine run in a row, and it is closed after the last of them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Generator
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
 
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.runtime.engine.engine import Engine
 
+from ..small_models import loaded
 from .asking import BLOCK, CONTEXT
 
 SHARED = ("roomy", "cramped")
-_open: dict[str, Engine] = {}
+_open = {}
 
 
-def _shared_by(item: pytest.Item | None) -> str | None:
+def _shared_by(item):
     return next((name for name in SHARED if name in getattr(item, "fixturenames", ())), None)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (*SHARED, None).index(_shared_by(item)))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+def pytest_runtest_teardown(item, nextitem):
     yield
     if (name := _shared_by(item)) in _open and _shared_by(nextitem) != name:
         _open.pop(name).close()
 
 
-def _shared(name: str, model: Path, **arguments: Any) -> Engine:
+def _shared(name, model, **arguments):
     """The shared engine, without a policy, with nothing in its history, and the same randomness for every test."""
     if name not in _open:
         _open[name] = Engine(str(model), **arguments)
@@ -51,7 +45,7 @@ def _shared(name: str, model: Path, **arguments: Any) -> Engine:
 
 
 @pytest.fixture
-def roomy(random_model: Path) -> Engine:
+def roomy(random_model):
     """The target is its own draft model: greedily, every one of its drafts is kept."""
     learned = LearnedSpec(method="draft_model", model=str(random_model), fallback="suffix")
     hybrid = HybridSpec(first="suffix", otherwise="learned")
@@ -61,7 +55,7 @@ def roomy(random_model: Path) -> Engine:
 
 
 @pytest.fixture
-def cramped(random_model: Path) -> Engine:
+def cramped(random_model):
     """It shares prefixes, prefills in chunks, and its KV cache holds few requests, so that it preempts."""
     room = {"block_size": BLOCK, "num_gpu_blocks_override": 14, "max_num_batched_tokens": 40}
     args = {"max_model_len": CONTEXT, "max_num_seqs": 16, **room}
@@ -69,13 +63,13 @@ def cramped(random_model: Path) -> Engine:
 
 
 @pytest.fixture
-def preempted(cramped: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def preempted(cramped, monkeypatch):
     """The requests that the cramped engine preempts."""
-    names: list[str] = []
+    names = []
     scheduler = cramped.llm.llm_engine.engine_core.engine_core.scheduler
     stock = scheduler._preempt_request
 
-    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+    def preempt(request, *args, **kwargs):
         names.append(request.request_id)
         return stock(request, *args, **kwargs)
 
@@ -84,14 +78,12 @@ def preempted(cramped: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def good(random_model: Path) -> dict[str, torch.Tensor]:
+def good(random_model):
     """The random model's weights."""
-    from transformers import AutoModelForCausalLM
-
-    return dict(AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32).state_dict())
+    return dict(loaded(random_model).state_dict())
 
 
 @pytest.fixture(scope="module")
-def bad(good: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def bad(good):
     """The same with a wrong LM head."""
     return {name: -value if name == "lm_head.weight" else value for name, value in good.items()}

@@ -1,15 +1,11 @@
 """What vLLM's own dispatchers of CUDA graphs choose for a plan, set up without a device."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
-from tltlab.runtime.engine.graphs import BatchDepth, GraphPlan, Kind
 from tltlab.runtime.engine.vllm.runners import GRAPH_KINDS
 
 
-def dispatched_kinds(plan: GraphPlan, *, uniform_only: bool = False) -> dict[BatchDepth, Kind]:
+def dispatched_kinds(plan, *, uniform_only=False):
     """What vLLM's own dispatcher chooses for each batch size and K that the plan's policy may run, all drafting alike.
 
     It is set up as on a CUDA device, whose attention takes any batch in a full graph, or with `uniform_only` such as
@@ -21,14 +17,14 @@ def dispatched_kinds(plan: GraphPlan, *, uniform_only: bool = False) -> dict[Bat
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     dispatcher = v1_dispatcher(plan, uniform_only=uniform_only)
-    found: dict[BatchDepth, Kind] = {}
+    found = {}
     for n, k in plan.may_run:
         uniform = GPUModelRunner._is_uniform_decode(k + 1, dispatcher.uniform_decode_query_len, n * (k + 1), n)
         found[n, k] = GRAPH_KINDS[dispatcher.dispatch(n * (k + 1), uniform_decode=uniform)[0].name]
     return found
 
 
-def v1_dispatcher(plan: GraphPlan, *, uniform_only: bool = False) -> Any:
+def v1_dispatcher(plan, *, uniform_only=False):
     """vLLM's `CudagraphDispatcher` for a plan, its keys made as the V1 runner makes them once attention is known."""
     from vllm.config import CompilationConfig, CompilationMode
     from vllm.v1.attention.backend import AttentionCGSupport
@@ -50,7 +46,7 @@ def v1_dispatcher(plan: GraphPlan, *, uniform_only: bool = False) -> Any:
     return dispatcher
 
 
-def v2_manager(plan: GraphPlan) -> Any:
+def v2_manager(plan):
     """vLLM's `CudaGraphManager` for a plan: its candidates, as if all were captured."""
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager

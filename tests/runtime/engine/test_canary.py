@@ -1,30 +1,20 @@
 """The canary on a real engine: broken drafter weights cost speed, never a token, and never go unnoticed."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-
 import pytest
-import torch
 
 from tests.refused import refused
 from tltlab.coordination.canary import CanaryConfig
-from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
-from tltlab.policies.policy import Policy
-from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.generation import Rollout
 
 from .asking import fixed, requests, texts
 
 pytestmark = pytest.mark.engine
 LEARNED = fixed("learned")
 WATCH = CanaryConfig(min_drafts=50)
-Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def engine(roomy: Engine, good: Weights) -> Iterator[Engine]:
+def engine(roomy, good):
     """The engine with its own weights on both sides, and a sound prediction."""
     roomy.guard_drafter(WATCH)
     roomy.update_draft_weights(good.items(), [0.95] * 4)
@@ -33,16 +23,16 @@ def engine(roomy: Engine, good: Weights) -> Iterator[Engine]:
     roomy.update_draft_weights(good.items())
 
 
-def generate(engine: Engine, policy: Policy | None = LEARNED, **more: object) -> Rollout:
+def generate(engine, policy=LEARNED, **more):
     engine.set_policy(policy)
-    return engine.generate(requests(8, 100), rl_step=0, temperature=0.0, **more)  # type: ignore[arg-type]
+    return engine.generate(requests(8, 100), rl_step=0, temperature=0.0, **more)
 
 
-PLAIN: list[list[int]] = []
+PLAIN = []
 
 
 @pytest.fixture
-def plain(engine: Engine) -> list[list[int]]:
+def plain(engine):
     """What is said without drafts, by every engine of these weights."""
     if not PLAIN:
         PLAIN.extend(texts(generate(engine, None)))
@@ -50,7 +40,7 @@ def plain(engine: Engine) -> list[list[int]]:
     return PLAIN
 
 
-def test_a_sound_drafter_is_found_fine(engine: Engine, plain: list[list[int]]):
+def test_a_sound_drafter_is_found_fine(engine, plain):
     assert texts(generate(engine)) == plain
     report = engine.drafter_report()
     assert [verdict.kind for verdict in report.verdicts] == ["fine"]
@@ -59,7 +49,7 @@ def test_a_sound_drafter_is_found_fine(engine: Engine, plain: list[list[int]]):
     assert report.positions["learned"].drafted[0] >= report.positions["learned"].drafted[3] > 100
 
 
-def test_the_fallback_serves_once_it_collapses(engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]):
+def test_the_fallback_serves_once_it_collapses(engine, bad, good, plain):
     engine.update_draft_weights(bad.items(), [0.9] * 4)
     assert texts(generate(engine)) == plain
     report = engine.drafter_report()
@@ -73,9 +63,7 @@ def test_the_fallback_serves_once_it_collapses(engine: Engine, bad: Weights, goo
     assert engine.drafter_report().serves
 
 
-def test_what_no_training_predicted_is_compared_with_before(
-    engine: Engine, bad: Weights, good: Weights, plain: list[list[int]], capfd: pytest.CaptureFixture[str]
-):
+def test_what_no_training_predicted_is_compared_with_before(engine, bad, good, plain, capfd):
     for weights, collapsed in ((good, False), (bad, True)):
         engine.update_draft_weights(weights.items())
         assert texts(generate(engine)) == plain
@@ -83,7 +71,7 @@ def test_what_no_training_predicted_is_compared_with_before(
         assert ("learned has collapsed since new weights" in capfd.readouterr().err) == collapsed
 
 
-def test_drafter_that_target_update_leaves_behind_is_found(engine: Engine, bad: Weights):
+def test_drafter_that_target_update_leaves_behind_is_found(engine, bad):
     generate(engine)
     engine.update_weights(bad.items(), 7)
     told = generate(engine, None)
@@ -93,7 +81,7 @@ def test_drafter_that_target_update_leaves_behind_is_found(engine: Engine, bad: 
     assert "weights 7" in verdict.why
 
 
-def test_it_looks_again_after_a_wake(engine: Engine, plain: list[list[int]]):
+def test_it_looks_again_after_a_wake(engine, plain):
     generate(engine)
     engine.sleep()
     engine.wake_up()
@@ -101,7 +89,7 @@ def test_it_looks_again_after_a_wake(engine: Engine, plain: list[list[int]]):
     assert ["woke" in v.why for v in engine.drafter_report().verdicts] == [False, True]
 
 
-def test_it_stops_where_told_to(engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]):
+def test_it_stops_where_told_to(engine, bad, good, plain):
     engine.guard_drafter(WATCH.model_copy(update={"on_collapse": "stop"}))
     engine.update_draft_weights(bad.items(), [0.9] * 4)
     for facts in (("worker 0", "collapsed", "50", "0.900"), ("collapsed",)):
@@ -113,11 +101,11 @@ def test_it_stops_where_told_to(engine: Engine, bad: Weights, good: Weights, pla
     assert texts(generate(engine)) == plain
 
 
-def test_swapping_weights_loses_nothing(engine: Engine, bad: Weights, good: Weights, plain: list[list[int]]):
+def test_swapping_weights_loses_nothing(engine, bad, good, plain):
     """Bad weights after 5 iterations, good ones after 15: what is said stays, what is kept of the drafts changes."""
     iterations = 0
 
-    def swap(ended: Sequence[Key]) -> bool:
+    def swap(ended):
         nonlocal iterations
         iterations += 1
         if iterations in (5, 15):
@@ -133,7 +121,7 @@ def test_swapping_weights_loses_nothing(engine: Engine, bad: Weights, good: Weig
     assert max(kept[17:]) > 0.9
 
 
-def test_a_broken_prediction_swaps_nothing(engine: Engine, bad: Weights, plain: list[list[int]]):
+def test_a_broken_prediction_swaps_nothing(engine, bad, plain):
     updates = engine.drafter_report().updates
     with refused(ConfigError):
         engine.update_draft_weights(bad.items(), [float("nan")])

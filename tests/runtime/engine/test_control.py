@@ -1,19 +1,14 @@
 """The book that is kept between a policy and an engine, on an engine that is only played."""
 
-from __future__ import annotations
-
 import random
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.fakes.drafting import Parrot, Script
 from tests.refused import refused
-from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget, LengthAwareBudget
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
@@ -22,8 +17,6 @@ from tltlab.policies.simple import Fixed
 from tltlab.policies.specs import ExploreSpec
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.generation import Drafting
-from tltlab.state import Choice, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import scheduled
@@ -32,24 +25,10 @@ LEARNED = LearnedSpec(method="eagle", model="a/head")
 BOTH = HybridSpec(first="ngram", otherwise="suffix")
 
 
-class Looked(dict[str, Any]):
-    """Counts how often it was looked into."""
-
-    looks = 0
-
-    def __getitem__(self, name: str) -> Any:
-        self.looks += 1
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.looks += 1
-        return super().get(name, default)
-
-
 class Played:
     """An engine of some requests: an iteration keeps `kept` tokens of each one's draft and adds one."""
 
-    def __init__(self, control: Control, names: str = "r", max_tokens: int = 100) -> None:
+    def __init__(self, control, names="r", max_tokens=100):
         self.control = control
         self.outputs: dict[str, list[int]] = {name: [] for name in names}
         self.drafts: dict[str, list[int]] = {}
@@ -59,13 +38,13 @@ class Played:
         for name, output in self.outputs.items():
             control.add(name, (0, name, 0, 0), [1, 2, 3], output, max_tokens)
 
-    def goes_on(self, *kept: int) -> list[list[int]]:
+    def goes_on(self, *kept):
         """So many iterations, which keep so much each; the last one's drafts."""
         for each in kept:
             drafts = self.iterate(each)
         return drafts
 
-    def iterate(self, kept: int = 0) -> list[list[int]]:
+    def iterate(self, kept=0):
         """The drafts of all requests, the last one's first."""
         ids = list(self.outputs)
         self.control.iteration_starts()
@@ -79,24 +58,22 @@ class Played:
         return drafts
 
     @property
-    def draft(self) -> list[int]:
+    def draft(self):
         """The draft of the only request."""
         return self.drafts.get("r", [])
 
 
-KEY: Key = (0, "r", 0, 0)
+KEY = (0, "r", 0, 0)
 
 
-def played(
-    *choices: Strategy, names: str = "r", max_tokens: int = 100, clock: Any = time.perf_counter, **drafters: Any
-) -> tuple[Played, Script]:
+def played(*choices, names="r", max_tokens=100, clock=time.perf_counter, **drafters):
     control = Control(DrafterPool(drafters or {"parrot": Parrot()}, 8), clock=clock)
     script = Script(*choices)
     control.set_selector(script)
     return Played(control, names, max_tokens), script
 
 
-def chain(depth: int, drafter: str = "parrot") -> Strategy:
+def chain(depth, drafter="parrot"):
     return Strategy.chain(drafter, depth)
 
 
@@ -129,7 +106,7 @@ def test_finished_requests_get_no_drafts():
 
 def test_learning_at_the_end_is_policy_time():
     class Slow(Script):
-        def observe(self, choice: Choice, outcome: StepOutcome) -> None:
+        def observe(self, choice, outcome):
             time.sleep(0.02)
 
     engine, _ = played(chain(2))
@@ -150,10 +127,10 @@ def test_drafters_and_policies_receive_accepted_tokens():
 
 
 @pytest.mark.parametrize("where", ["choose", "observe", "reward"])
-def test_a_policy_that_raises_is_asked_no_more(where: str, caplog: pytest.LogCaptureFixture):
+def test_a_policy_that_raises_is_asked_no_more(where, caplog):
     calls, stock = [], getattr(Script, where)
 
-    def third_raises(self: Script, *args: Any) -> Any:
+    def third_raises(self, *args):
         calls.append(where)
         if len(calls) == 3:
             raise IndexError("no such arm")
@@ -181,12 +158,12 @@ def test_a_policy_that_raises_is_asked_no_more(where: str, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize(("shares", "draft"), [([1], [9]), ([], []), (None, [])], ids=["one", "too few", "raises"])
-def test_a_budget_shares_out_until_it_fails(shares: list[int], draft: list[int], caplog: pytest.LogCaptureFixture):
+def test_a_budget_shares_out_until_it_fails(shares, draft, caplog):
     class Shares(DraftBudget):
-        def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+        def allot(self, state, strategy):
             return list(shares)
 
-        def finished(self, request: object, *, drafted: int, accepted: int) -> None:
+        def finished(self, request, *, drafted, accepted):
             assert draft, "who has failed is asked no more"
 
     engine, script = played(*[chain(4)] * 3)
@@ -201,9 +178,7 @@ def test_a_budget_shares_out_until_it_fails(shares: list[int], draft: list[int],
 TEXT = [7, 8, 9, 5] * 3
 
 
-def drafts_of(
-    selector: Any, drafting: Drafting, *before: list[int], budget: Any = None, **drafters: Any
-) -> list[list[int]]:
+def drafts_of(selector, drafting, *before, budget=None, **drafters):
     """Each draft of a request that grows to `TEXT`, where all but one of those `before` have ended."""
     control = Control(DrafterPool(drafters or None, 4))
     control.set_selector(selector, budget)
@@ -225,7 +200,7 @@ def drafts_of(
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
-def test_a_seeds_drafts_are_of_its_own_text(drafter: str):
+def test_a_seeds_drafts_are_of_its_own_text(drafter):
     others = [[7, 8, 9, 5, 4, 4] * 4, [9, 5, 6, 6] * 4]
     alone, beside = (drafts_of(Fixed(chain(4, drafter)), "own", *before) for before in ((), others))
     assert alone == beside
@@ -234,7 +209,7 @@ def test_a_seeds_drafts_are_of_its_own_text(drafter: str):
 
 
 def test_seed_has_no_drafts_where_they_would_vary():
-    varying: list[tuple[Any, dict[str, Any]]] = [
+    varying = [
         (Script(*[chain(2, "ngram"), chain(4, "ngram")] * 9), {}),
         (Fixed(chain(4, "ngram")), {"budget": LengthAwareBudget()}),
         (Fixed(chain(4, "own")), {"own": Parrot()}),
@@ -245,7 +220,7 @@ def test_seed_has_no_drafts_where_they_would_vary():
 
 
 @pytest.mark.parametrize("drafting", ["none", "none beside"])
-def test_some_requests_are_decoded_plainly_beside_others(drafting: Drafting):
+def test_some_requests_are_decoded_plainly_beside_others(drafting):
     engine, _ = played(*[chain(4)] * 9, names="ab")
     engine.iterate()
     other = engine.control.add("c", (0, "c", 0, 0), [1, 2], [3, 3], 100, drafting)
@@ -272,24 +247,6 @@ def test_drafters_hear_each_request_once_they_are_asked():
     assert asked.texts.keys() == {(0, "b", 0, 0), (0, "c", 0, 0)}
 
 
-def test_only_needed_requests_are_looked_up():
-    class Reader(Script):
-        def choose(self, state: StepState) -> Strategy:
-            assert [request.prompt_id for request in state.requests] == ["a", "b", "c"]
-            assert [len(state.requests), state.requests[-1].generated_tokens] == [3, 6]
-            return super().choose(state)
-
-    batch, script = played(*[NO_SPECULATION] * 6, names="abc")
-    batch.iterate()
-    batch.control.live = looked = Looked(batch.control.live)
-    batch.goes_on(*[0] * 5)
-    assert script.state.batch == 3
-    assert looked.looks == 0
-    batch.control.set_selector(Reader(NO_SPECULATION))
-    batch.iterate()
-    assert looked.looks == 3
-
-
 def test_a_choice_pays_for_its_own_tokens_alone():
     slow = Parrot(token_s=1.0)
     choices = [chain(1, "slow"), *[NO_SPECULATION] * 3, *[chain(1, "slow")] * 3]
@@ -309,11 +266,11 @@ def test_what_came_while_drafter_was_off_costs_nobody():
         piece_tokens = 3 - 8
         waiting = 0
 
-        def extend(self, key: Key, tokens: Sequence[int]) -> None:
+        def extend(self, key, tokens):
             super().extend(key, tokens)
             self.waiting += len(tokens)
 
-        def catch_up(self, most: int | None = None) -> bool:
+        def catch_up(self, most=None):
             put_in = self.waiting if most is None else min(most, self.waiting)
             self.waiting -= put_in
             self.now_s += put_in
@@ -333,13 +290,6 @@ def test_what_came_while_drafter_was_off_costs_nobody():
     assert [row["draft_duration"] for row in rows] == [0] * 14 + [1]
 
 
-def test_a_new_drafter_receives_running_requests():
-    engine, _ = played(NO_SPECULATION, NO_SPECULATION, parrot=Parrot(), ngram=NgramSpec(min_match=1))
-    engine.goes_on(0, 0)
-    engine.control.set_selector(Script(chain(2), chain(2)))
-    assert engine.iterate() == [[9, 9]]
-
-
 def test_the_learned_drafter_drafts_only_when_requested():
     engine, _ = played(chain(3, "learned"), chain(2), NO_SPECULATION, learned=LEARNED, parrot=Parrot())
     engine.learned = [5, 6, 7, 8]
@@ -352,7 +302,7 @@ def test_the_learned_drafter_drafts_only_when_requested():
 @pytest.mark.parametrize(
     ("strategy", "complaint"), [(chain(9), ("8",)), (Strategy("parrot", 4, 4, 16), ()), (chain(2, "x"), ("parrot",))]
 )
-def test_unmet_needs_are_refused_before_activation(strategy: Strategy, complaint: tuple):
+def test_unmet_needs_are_refused_before_activation(strategy, complaint):
     engine, script = played(NO_SPECULATION)
     with refused(ConfigError, naming=complaint):
         engine.control.set_selector(Script(strategy))
@@ -363,7 +313,7 @@ def test_a_policys_randomness_is_its_seeds():
     """The same seed makes the same choices whatever the global generators are at, another one makes others."""
     policy = Policy(selector=ExploreSpec(strategies=tuple(map(chain, range(1, 5))), hold_iterations=1))
 
-    def depths(*seed: int) -> list[int]:
+    def depths(*seed):
         control = Control(DrafterPool({"parrot": Parrot()}, 4))
         control.set_policy(policy, list(seed))
         engine = Played(control)

@@ -1,22 +1,15 @@
 """What goes wrong in an engine: nothing is lost, nothing comes twice, and the message says what to do."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.refused import refused
-from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
-from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import EngineDied
 from tltlab.runtime.engine.weights import BucketSlots
@@ -27,12 +20,12 @@ from .asking import groups_of_four as requests
 
 pytestmark = pytest.mark.engine
 SUFFIX = fixed("suffix", 6)
-ALONE: dict[Key, Sequence[int]] = {}
+ALONE = {}
 """What requests get that run one by one and are never preempted."""
 
 
 @pytest.fixture(scope="module")
-def narrow(random_model: Path) -> Iterator[Engine]:
+def narrow(random_model):
     """An iteration of it has room for few drafts; in the end it dies."""
     room = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "long_prefill_token_threshold": 16}
     engine = Engine(str(random_model), max_draft_depth=6, vllm_args={"max_model_len": CONTEXT, **room})
@@ -41,7 +34,7 @@ def narrow(random_model: Path) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("policy", [SUFFIX, switching(Strategy.chain("suffix", 6), Strategy.chain("ngram", 3))])
-def test_preempted_requests_come_back_whole(cramped: Engine, policy: Policy, preempted: list[str]):
+def test_preempted_requests_come_back_whole(cramped, policy, preempted):
     plenty = requests(12, 60)
     if not ALONE:
         cramped.set_policy(None)
@@ -56,7 +49,7 @@ def test_preempted_requests_come_back_whole(cramped: Engine, policy: Policy, pre
     assert cramped.control.live == {}
 
 
-def test_aborted_requests_come_back_with_what_they_have(cramped: Engine):
+def test_aborted_requests_come_back_with_what_they_have(cramped):
     cramped.set_policy(SUFFIX)
     asked = [*requests(3, 5), *requests(4, 60, rl_step=1)]
     rollout = cramped.generate(asked, rl_step=0, temperature=0.9, until=lambda ended: len(ended) >= 3)
@@ -68,7 +61,7 @@ def test_aborted_requests_come_back_with_what_they_have(cramped: Engine):
     assert [len(r.token_ids) for r in again.responses] == [8] * 4
 
 
-def test_response_that_reaches_end_of_context_stops_there(cramped: Engine):
+def test_response_that_reaches_end_of_context_stops_there(cramped):
     cramped.set_policy(SUFFIX)
     rollout = cramped.generate(requests(2, 500), rl_step=0, temperature=0.9)
     assert [len(r.token_ids) for r in rollout.responses] == [CONTEXT - 6] * 2
@@ -88,7 +81,7 @@ BAD = {"key": (0, "bad", 0, 0)}
     ],
     ids=["no room", "the same twice", "no such word", "nothing asked"],
 )
-def test_a_request_that_is_refused_leaves_nothing_running(cramped: Engine, bad: dict[str, Any], facts: tuple[int, ...]):
+def test_a_request_that_is_refused_leaves_nothing_running(cramped, bad, facts):
     fine = request("fine", 0, [1, 5], 30)
     with refused(ConfigError, naming=facts):
         cramped.generate([fine, replace(fine, **bad)], rl_step=0, temperature=0.9)
@@ -97,19 +90,19 @@ def test_a_request_that_is_refused_leaves_nothing_running(cramped: Engine, bad: 
     assert cramped.control.live == {}
 
 
-def test_interrupted_rollout_does_not_answer_for_next_one(cramped: Engine):
+def test_interrupted_rollout_does_not_answer_for_next_one(cramped):
     with pytest.raises(KeyboardInterrupt):
         cramped.generate(requests(2, 30), rl_step=0, temperature=0.9, until=raising(KeyboardInterrupt()))
     again = cramped.generate(requests(2, 4), rl_step=0, temperature=0.9)
     assert [len(r.token_ids) for r in again.responses] == [4, 4]
 
 
-def test_an_engine_without_drafter_refuses_drafter_weights(cramped: Engine):
+def test_an_engine_without_drafter_refuses_drafter_weights(cramped):
     with refused(ConfigError):
         cramped.update_draft_weights([])
 
 
-def test_narrow_iteration_leaves_nothing_of_earlier_choice(narrow: Engine):
+def test_narrow_iteration_leaves_nothing_of_earlier_choice(narrow):
     # A prompt of 17 tokens in chunks of 16: the last one looks like decoding.
     rollout = narrow.generate(requests(2, 40, prompt_tokens=17), rl_step=0, temperature=0.9)
     assert [row["prefill_tokens"] for row in rollout.iterations if row["prefill_tokens"]] == [32, 2]
@@ -122,8 +115,8 @@ def test_narrow_iteration_leaves_nothing_of_earlier_choice(narrow: Engine):
     assert all(row["num_drafted"] <= row["batch"] * row["draft_depth"] for row in rows)
 
 
-def test_a_cut_off_transfer_is_waited_for(narrow: Engine, random_model: Path, bad: dict[str, torch.Tensor]):
-    def said() -> list[list[int]]:
+def test_a_cut_off_transfer_is_waited_for(narrow, random_model, bad):
+    def said():
         return texts(narrow.generate(requests(2, 8), rl_step=0, temperature=0.0))
 
     narrow.set_policy(None)
@@ -161,11 +154,11 @@ def test_a_cut_off_transfer_is_waited_for(narrow: Engine, random_model: Path, ba
         assert said() == plain
 
 
-def test_engine_that_dies_hands_over_what_is_whole(narrow: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_engine_that_dies_hands_over_what_is_whole(narrow, monkeypatch):
     scheduler = narrow.llm.llm_engine.engine_core.engine_core.scheduler
     stock, iterations = scheduler.update_from_output, iter(range(100))
 
-    def dies(*args: object) -> object:
+    def dies(*args):
         if next(iterations) == 12:
             raise MemoryError("played")
         return stock(*args)
@@ -186,7 +179,7 @@ WRONG_WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WRONG_WEIGHTS)
-def test_weights_that_are_not_models_end_engine(narrow: Engine, name: str):
+def test_weights_that_are_not_models_end_engine(narrow, name):
     rows, why = WRONG_WEIGHTS[name]
     # As if it had never failed, which for loading weights is so: that only the last of these leaves under way.
     narrow._death = narrow.weights.unusable = ""
@@ -201,14 +194,14 @@ def test_weights_that_are_not_models_end_engine(narrow: Engine, name: str):
 class Settled:
     """A `vllm.LLM` as far as its configuration: more of it takes seconds to start."""
 
-    def __init__(self, scheduler_cls: str, weight_transfer_config: object, **args: Any) -> None:
+    def __init__(self, scheduler_cls, weight_transfer_config, **args):
         from vllm.engine.arg_utils import EngineArgs
 
         core = SimpleNamespace(shutdown=lambda: None)
         self.llm_engine = SimpleNamespace(vllm_config=EngineArgs(**args).create_engine_config(), engine_core=core)
 
 
-def test_engines_that_a_policy_cannot_follow_are_refused(random_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_engines_that_a_policy_cannot_follow_are_refused(random_model, monkeypatch):
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         with refused(ConfigError, naming=(f"{name}=2",)):
             Engine(str(random_model), vllm_args={name: 2})
@@ -217,6 +210,6 @@ def test_engines_that_a_policy_cannot_follow_are_refused(random_model: Path, mon
         Engine(str(random_model), max_draft_depth=0, vllm_args={"async_scheduling": True, "max_model_len": CONTEXT})
 
 
-def test_a_model_that_is_not_there_is_refused(tmp_path: Path):
+def test_a_model_that_is_not_there_is_refused(tmp_path):
     with refused(ConfigError):
         Engine(str(tmp_path / "nothing"), max_draft_depth=0)

@@ -1,9 +1,6 @@
 """A drafter class of a user's own is asked for drafts in vLLM, as the suffix drafter is."""
 
-from __future__ import annotations
-
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ from .asking import kept_and_refused, requests, texts
 pytestmark = pytest.mark.engine
 
 
-def test_a_new_drafter_drafts_in_an_engine(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_new_drafter_drafts_in_an_engine(random_model, tmp_path, monkeypatch):
     write("drafter", "copier", tmp_path, model="")
     monkeypatch.chdir(tmp_path)
     mine = OwnDrafter(path="copier:Copier")

@@ -1,7 +1,5 @@
 """A pool of drafters without an engine: who drafts for whom, whom the canary keeps from serving, and the report."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 
@@ -10,7 +8,6 @@ import pytest
 from tests.fakes.drafting import Parrot
 from tests.refused import refused
 from tltlab.coordination.canary import CanaryConfig
-from tltlab.drafters.base import Key
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
@@ -23,12 +20,12 @@ from tltlab.strategy import Strategy
 from .asking import scheduled
 from .test_control import chain
 
-KEY: Key = (0, "p", 0, 0)
+KEY = (0, "p", 0, 0)
 HEAD = LearnedSpec(method="eagle", model="a/head")
 LEARNED = Strategy.chain("learned", 3)
 
 
-def pool(fallback: str | None = "ngram", predicted: float | None = 0.9, **config: object) -> DrafterPool:
+def pool(fallback="ngram", predicted=0.9, **config):
     """A pool with a canary, and with weights of the learned drafter whose first tokens are `predicted`."""
     drafters = {"learned": HEAD.model_copy(update={"fallback": fallback}), "ngram": NgramSpec()}
     pool = DrafterPool(drafters | {"hybrid": HybridSpec(first="ngram")}, 4)
@@ -38,7 +35,7 @@ def pool(fallback: str | None = "ngram", predicted: float | None = 0.9, **config
     return pool
 
 
-def verified(pool: DrafterPool, kept: int, drafts: int = 20) -> None:
+def verified(pool, kept, drafts=20):
     for _ in range(drafts):
         pool.observe("learned", [(KEY, 3, kept)])
 
@@ -100,7 +97,7 @@ def test_without_fallback_only_model_free_drafts_remain():
 @pytest.mark.parametrize(
     ("on_collapse", "predicted", "complains"), [("stop", 0.9, True), ("stop", 0.02, False), ("fallback", 0.9, False)]
 )
-def test_only_a_stopping_collapse_is_an_error(on_collapse: str, predicted: float, complains: bool):
+def test_only_a_stopping_collapse_is_an_error(on_collapse, predicted, complains):
     drafters = pool(on_collapse=on_collapse, predicted=predicted)
     assert drafters.complaint == ""
     verified(drafters, 0)
@@ -151,7 +148,7 @@ def test_a_restored_state_includes_the_canary():
 
 
 @pytest.mark.parametrize("spec", [HEAD.model_copy(update={"trained": False}), HEAD.model_copy(update={"max_age": 0})])
-def test_an_absent_or_stale_drafter_is_replaced(spec: LearnedSpec):
+def test_an_absent_or_stale_drafter_is_replaced(spec):
     spec = spec.model_copy(update={"fallback": "parrot"})
     pool = DrafterPool({"learned": spec, "parrot": Parrot()}, 8)
     pool.use([chain(3, "learned")])
@@ -169,7 +166,7 @@ def test_an_absent_or_stale_drafter_is_replaced(spec: LearnedSpec):
 
 
 @pytest.mark.parametrize(("expected", "drafter"), [(3.0, "parrot"), (1.5, "learned")])
-def test_a_hybrid_takes_the_more_promising_drafter(expected: float, drafter: str):
+def test_a_hybrid_takes_the_more_promising_drafter(expected, drafter):
     hybrid = HybridSpec(first="parrot", otherwise="learned", min_expected=1.0)
     pool = DrafterPool({"learned": HEAD, "parrot": Parrot(expected), "hybrid": hybrid}, 8)
     strategy = chain(4, "hybrid")
@@ -192,7 +189,7 @@ def test_a_hybrid_takes_the_more_promising_drafter(expected: float, drafter: str
         ({"learned": HEAD.model_copy(update={"fallback": "nobody"})}, ("drafter learned", "'nobody'")),
     ],
 )
-def test_drafters_that_cannot_live_together_are_refused(drafters: dict, facts: tuple[str, ...]):
+def test_drafters_that_cannot_live_together_are_refused(drafters, facts):
     with refused(ConfigError, naming=facts):
         DrafterPool(drafters, 4)
 

@@ -1,10 +1,6 @@
 """Step times of a real engine as a table: what is in it, what is left out, and that costs come of it."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,11 +12,8 @@ from tltlab.calibration.iterations import read_step_times
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.runtime.cli.profile import _learned, _setting, profile, write_table
-from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.profile import (
     Cell,
-    ForcedDrafter,
-    Profile,
     ProfileGrid,
     graphs_for,
     held_out_error,
@@ -32,15 +25,6 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .dispatching import dispatched_kinds
 
 GRID = ProfileGrid(batches=(1, 2, 4), depths=(0, 2, 5), contexts=(16, 96), iterations=8)
-KEY = (0, "p", 0, 0)
-
-
-def test_forced_drafts_have_the_requested_depth():
-    drafter = ForcedDrafter()
-    drafter.open(KEY, [7, 8])
-    drafter.extend(KEY, [9])
-    assert drafter.propose(KEY, 5).tokens == [7, 8, 9, 7, 8]
-    assert drafter.propose(KEY, 1).tokens == [7]
 
 
 def test_no_response_ends_before_the_last_timed_iteration():
@@ -97,20 +81,20 @@ def test_options_are_vllms_own_and_drafter_has_method():
 
 
 @pytest.mark.parametrize("name", ["table.csv", "table.parquet"])
-def test_a_table_is_written_whole_and_reads_back(tmp_path: Path, name: str):
+def test_a_table_is_written_whole_and_reads_back(tmp_path, name):
     table = pd.DataFrame({"batch": [1], "tokens_to_verify": [3], "context_tokens": [9.5], "seconds": [0.1]})
     write_table(table, tmp_path / "new" / name)
     assert read_step_times(tmp_path / "new" / name)["seconds"].tolist() == [0.1]
     assert [path.name for path in (tmp_path / "new").iterdir()] == [name]
 
 
-def test_an_unknown_output_is_refused_early(tmp_path: Path):
+def test_an_unknown_output_is_refused_early(tmp_path):
     with refused(ConfigError):
         profile("no-such-model", out=tmp_path / "table.txt")
 
 
 @pytest.fixture(scope="module")
-def engine(random_model: Path) -> Iterator[Engine]:
+def engine(random_model):
     # 1 KiB of cache per token: four requests of the longest context and depth come to more than there is.
     args = {"max_num_seqs": 4, "kv_cache_memory_bytes": 768 << 10, "block_size": 32}
     engine = start_engine(str(random_model), GRID, None, args)
@@ -119,12 +103,12 @@ def engine(random_model: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def measured(engine: Engine) -> Profile:
+def measured(engine):
     return measure(engine, GRID)
 
 
 @pytest.mark.engine
-def test_rows_match_one_cell_exactly(measured: Profile):
+def test_rows_match_one_cell_exactly(measured):
     decoding = measured.table[measured.table["prefill_tokens"] == 0]
     assert len(decoding) == 3 * 3 * 2 - 1
     assert (decoding["tokens_to_verify"] == decoding["draft_depth"] + 1).all()
@@ -137,7 +121,7 @@ def test_rows_match_one_cell_exactly(measured: Profile):
 
 
 @pytest.mark.engine
-def test_prefills_are_single_iterations_of_whole_prompts(measured: Profile):
+def test_prefills_are_single_iterations_of_whole_prompts(measured):
     prefill = measured.table[measured.table["prefill_tokens"] > 0]
     assert set(zip(prefill["batch"], prefill["prefill_tokens"], strict=True)) == {(1, 16), (1, 96), (2, 32), (2, 192)}
     assert (prefill["context_tokens"] == prefill["prefill_tokens"]).all()
@@ -145,7 +129,7 @@ def test_prefills_are_single_iterations_of_whole_prompts(measured: Profile):
 
 
 @pytest.mark.engine
-def test_unfitting_cells_are_left_out_with_reasons(engine: Engine, measured: Profile):
+def test_unfitting_cells_are_left_out_with_reasons(engine, measured):
     (full,) = measured.skipped
     assert (full["batch"], full["draft_depth"], full["context"]) == (4, 5, 96)
     assert all(fact in full["why"] for fact in ("768", "kv_cache_tokens is 736"))
@@ -161,7 +145,7 @@ def test_unfitting_cells_are_left_out_with_reasons(engine: Engine, measured: Pro
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["table", "linear"])
-def test_costs_come_of_the_table(measured: Profile, tmp_path: Path, kind: str):
+def test_costs_come_of_the_table(measured, tmp_path, kind):
     write_table(measured.table, tmp_path / "table.csv")
     costs = fit_points(read_step_times(tmp_path / "table.csv"), kind).costs
     assert costs.iteration(NO_SPECULATION).seconds(2, 100.0) > 0
@@ -170,9 +154,7 @@ def test_costs_come_of_the_table(measured: Profile, tmp_path: Path, kind: str):
 
 
 @pytest.mark.engine
-def test_command_writes_table_and_what_it_is_of(
-    engine: Engine, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
+def test_command_writes_table_and_what_it_is_of(engine, random_model, tmp_path, monkeypatch, capsys):
     # The engine of the other tests, which they still need.
     monkeypatch.setattr("tltlab.runtime.engine.profile.start_engine", lambda *args: engine)
     monkeypatch.setattr(engine, "close", lambda: None)

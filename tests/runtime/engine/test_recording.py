@@ -1,13 +1,8 @@
 """What an engine that records by itself takes for an RL step, on an engine that is only played and by its own clock."""
 
-from __future__ import annotations
-
 import itertools
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from threading import Event
-from typing import Any
 
 import pytest
 
@@ -19,7 +14,7 @@ from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.recording import LiveRecording, finish_reason_of
 from tltlab.strategy import NO_SPECULATION
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import read
 
 from .asking import raising, run_program, scheduled
 
@@ -27,13 +22,13 @@ from .asking import raising, run_program, scheduled
 class Engine:
     """An engine whose requests, tokens and idle times a test scripts."""
 
-    def __init__(self, path: Path, drafters: dict[str, Any] | None = None) -> None:
+    def __init__(self, path, drafters=None):
         self.path, self.now = path, 0.0
         self.control = Control(DrafterPool(drafters, 0), clock=lambda: self.now)
         self.recording = LiveRecording(path, self.control, model="m", hardware="h", engine="vllm 0")
         self._number = itertools.count()
 
-    def arrives(self, prompt: int = 0, key: tuple[int, str, int, int] | None = None) -> str:
+    def arrives(self, prompt=0, key=None):
         name = str(next(self._number))
         self.recording.arrives(None if key is None else key[0])
         rl_step = self.control.tracker.rl_step
@@ -41,7 +36,7 @@ class Engine:
         self.recording.arrived(live)
         return name
 
-    def iterates(self, seconds: float) -> None:
+    def iterates(self, seconds):
         """One iteration: each request gets a token."""
         lives = self.control.live
         self.control.iteration_starts()
@@ -53,37 +48,37 @@ class Engine:
         self.control.sampled(what, [1] * len(lives))
         self.recording.iterated()
 
-    def leaves(self, *names: str, reason: str = "stop", got: int | None = None) -> None:
+    def leaves(self, *names, reason="stop", got=None):
         for name in names:
             self.recording.left(self.control.finish(name, got), reason)
         if not self.control.live:
             self.control.idle()
             self.recording.idle()
 
-    def serves(self, num: int = 1, seconds: float = 1.0) -> None:
+    def serves(self, num=1, seconds=1.0):
         """Some requests, together, of one token each."""
         names = [self.arrives() for _ in range(num)]
         self.iterates(seconds)
         self.leaves(*names)
 
-    def trace(self) -> Trace:
+    def trace(self):
         self.recording.close()
         return read(self.path)
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(tmp_path, monkeypatch):
     # What writes does so when a test says so.
     monkeypatch.setattr(LiveRecording, "idle_s", 1e6)
     return Engine(tmp_path / "trace")
 
 
-def of_steps(trace: Trace) -> list[int]:
+def of_steps(trace):
     """How many responses each RL step has."""
     return trace.outcomes.groupby("rl_step").size().tolist()
 
 
-def test_only_a_long_gap_ends_a_session(engine: Engine):
+def test_only_a_long_gap_ends_a_session(engine):
     # A client hands in its batch one by one, and the engine is faster.
     for num, seconds, idle_s in ((3, 0.01, 0.9), (1, 100.0, 9.0), (1, 1.0, 12.0), (2, 5.0, 1.2), (1, 1.0, 0.0)):
         engine.serves(num, seconds)
@@ -96,14 +91,14 @@ def test_only_a_long_gap_ends_a_session(engine: Engine):
     assert trace.iterations.groupby("rl_step").size().tolist() == [3, 1, 1]
 
 
-def test_trace_states_what_drafters_of_other_names_are(tmp_path: Path):
+def test_trace_states_what_drafters_of_other_names_are(tmp_path):
     specs = {"ngram": NgramSpec(), "own": SuffixSpec(window=4), "mtp": LearnedSpec(method="mtp")}
     engine = Engine(tmp_path / "trace", {**specs, "test": NgramSpec().build()})
     engine.serves()
     assert engine.trace().manifest.drafters == {"own": TEXT, "mtp": NETWORK, "test": TEXT}
 
 
-def test_a_trace_states_which_policy_chose(engine: Engine):
+def test_a_trace_states_which_policy_chose(engine):
     engine.serves()
     for policy in (load_policy("none"), Policy(selector=ExploreSpec(strategies=(NO_SPECULATION,)))):
         engine.now += 100.0
@@ -116,7 +111,7 @@ def test_a_trace_states_which_policy_chose(engine: Engine):
     assert (kind, name[:8], len(name)) == ("explore", "explore ", 16)
 
 
-def test_after_updates_only_updates_end_rl_steps(engine: Engine):
+def test_after_updates_only_updates_end_rl_steps(engine):
     # What comes before the first request is no update.
     engine.recording.new_weights()
     engine.serves(2)
@@ -137,7 +132,7 @@ def test_after_updates_only_updates_end_rl_steps(engine: Engine):
     assert "weight update" in trace.manifest.notes
 
 
-def test_weights_that_change_meanwhile_show_in_tokens(engine: Engine):
+def test_weights_that_change_meanwhile_show_in_tokens(engine):
     early = engine.arrives()
     for _ in range(2):
         engine.iterates(1.0)
@@ -157,7 +152,7 @@ def test_weights_that_change_meanwhile_show_in_tokens(engine: Engine):
     assert counts.to_numpy().tolist() == [[[0, 1], 2, 0.0], [[0, 1], 4, 0.0]]
 
 
-def test_keys_assign_requests_to_rl_steps(engine: Engine):
+def test_keys_assign_requests_to_rl_steps(engine):
     for rl_step in (3, 7, 3, 7):
         name = engine.arrives(key=(rl_step, "q", int(engine.now), 0))
         engine.iterates(10.0)
@@ -169,7 +164,7 @@ def test_keys_assign_requests_to_rl_steps(engine: Engine):
     assert trace.iterations["rl_step"].tolist() == [3, 7, 7, 7]
 
 
-def test_close_keeps_iterations_that_wait_to_be_written(engine: Engine):
+def test_close_keeps_iterations_that_wait_to_be_written(engine):
     engine.serves(2)
     engine.arrives()
     engine.iterates(3.0)
@@ -179,7 +174,7 @@ def test_close_keeps_iterations_that_wait_to_be_written(engine: Engine):
     assert trace.manifest.without_iterations == ()
 
 
-def test_an_rl_step_run_in_another_is_named(engine: Engine):
+def test_an_rl_step_run_in_another_is_named(engine):
     early = engine.arrives(key=(3, "q", 0, 0))
     late = engine.arrives(key=(7, "q", 0, 0))
     engine.iterates(1.0)
@@ -191,7 +186,7 @@ def test_an_rl_step_run_in_another_is_named(engine: Engine):
     assert sorted(trace.manifest.without_iterations) == [3, 5]
 
 
-def test_an_interrupted_recording_states_which_iterations_it_lost(engine: Engine):
+def test_an_interrupted_recording_states_which_iterations_it_lost(engine):
     name = engine.arrives()
     engine.arrives()
     engine.iterates(1.0)
@@ -204,7 +199,7 @@ def test_an_interrupted_recording_states_which_iterations_it_lost(engine: Engine
     assert engine.trace().manifest.without_iterations == ()
 
 
-def test_giving_up_hands_over_what_has_happened(engine: Engine):
+def test_giving_up_hands_over_what_has_happened(engine):
     engine.serves()
     engine.arrives()
     engine.iterates(2.0)
@@ -213,7 +208,7 @@ def test_giving_up_hands_over_what_has_happened(engine: Engine):
     assert read(engine.path).iterations["duration"].tolist() == [1.0, 2.0]
 
 
-def test_undelivered_tokens_are_not_counted(engine: Engine):
+def test_undelivered_tokens_are_not_counted(engine):
     name, other = engine.arrives(), engine.arrives()
     for _ in range(5):
         engine.iterates(1.0)
@@ -227,7 +222,7 @@ def test_undelivered_tokens_are_not_counted(engine: Engine):
     assert list(map(len, trace.tokens["token_ids"])) == [3, 6]
 
 
-def test_durable_rows_are_readable_while_recording(engine: Engine):
+def test_durable_rows_are_readable_while_recording(engine):
     engine.serves(2)
     engine.arrives()
     engine.recording._write()
@@ -247,27 +242,25 @@ def test_a_reason_that_nobody_knows_is_an_abort():
 class Disk:
     """It takes what it is given while it `answers`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked, self.answers, self._fsync = Event(), Event(), os.fsync
         self.answers.set()
 
-    def fsync(self, descriptor: int) -> None:
+    def fsync(self, descriptor):
         self.asked.set()
         self.answers.wait(500)
         self._fsync(descriptor)
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+def disk(monkeypatch):
     disk = Disk()
     monkeypatch.setattr(os, "fsync", disk.fsync)
     yield disk
     disk.answers.set()
 
 
-def test_closing_does_not_wait_for_hanging_disks(
-    engine: Engine, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_closing_does_not_wait_for_hanging_disks(engine, disk, monkeypatch, caplog):
     monkeypatch.setattr(LiveRecording, "close_s", 0.05)
     engine.serves(2)
     engine.arrives()
@@ -284,9 +277,7 @@ def test_closing_does_not_wait_for_hanging_disks(
     assert "unfinished" in trace.manifest.notes
 
 
-def test_a_slow_trace_is_not_waited_for(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_slow_trace_is_not_waited_for(engine, monkeypatch, caplog):
     goes_on, close = Event(), engine.recording._recorder.close
     monkeypatch.setattr(engine.recording._recorder, "close", lambda: (goes_on.wait(500), close()))
     monkeypatch.setattr(LiveRecording, "finish_s", 0.05)
@@ -298,7 +289,7 @@ def test_a_slow_trace_is_not_waited_for(
     assert of_steps(read(engine.path)) == [2]
 
 
-def test_a_close_that_is_interrupted_can_be_replayed(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_a_close_that_is_interrupted_can_be_replayed(engine, monkeypatch):
     engine.serves()
     engine.arrives()
     engine.iterates(1.0)
@@ -310,9 +301,7 @@ def test_a_close_that_is_interrupted_can_be_replayed(engine: Engine, monkeypatch
     assert outcomes.to_numpy().tolist() == [["stop", 1], ["abort", 1]]
 
 
-def test_the_newest_rows_are_dropped_first(
-    engine: Engine, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_the_newest_rows_are_dropped_first(engine, disk, monkeypatch, caplog):
     engine.serves(2)
     disk.answers.clear()
     disk.asked.clear()
@@ -333,11 +322,11 @@ def test_the_newest_rows_are_dropped_first(
 
 
 class Unspeakable(Exception):
-    def __str__(self) -> str:
+    def __str__(self):
         raise RuntimeError("of a bug in a bug")
 
 
-def test_giving_up_raises_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_giving_up_raises_nothing(engine, monkeypatch, caplog):
     engine.serves(2)
     monkeypatch.setattr(engine.control.tracker, "drain", raising(LookupError("the tracker too")))
     engine.recording.give_up(Unspeakable())
@@ -361,7 +350,7 @@ engine.serves(3)
 """
 
 
-def test_a_process_that_never_closes_leaves_a_trace(tmp_path: Path):
+def test_a_process_that_never_closes_leaves_a_trace(tmp_path):
     """And one that was forked off it nothing."""
     _, said = run_program(FORGETS, tmp_path / "trace")
     assert said == ""

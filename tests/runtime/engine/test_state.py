@@ -1,13 +1,8 @@
 """An engine that continues like another: reseeded randomness, restored state, replayed choices."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +12,7 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.specs import BegMabSpec, Bucket, ExploreSpec
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.generation import PolicyFailed, Rollout
+from tltlab.runtime.engine.generation import PolicyFailed
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import fixed, request
@@ -31,7 +26,7 @@ ADAPTIVE = {
 
 
 @pytest.fixture(scope="module")
-def engines(random_model: Path) -> Iterator[list[Engine]]:
+def engines(random_model):
     """Two engines of the same weights, with their own seeds."""
     args = {"max_model_len": 128, "max_num_seqs": 32, "kv_cache_memory_bytes": 32 << 20}
     made = [Engine(str(random_model), max_draft_depth=4, seed=seed, vllm_args=args) for seed in range(2)]
@@ -40,24 +35,24 @@ def engines(random_model: Path) -> Iterator[list[Engine]]:
         engine.close()
 
 
-def generate(engine: Engine, rl_step: int, *, prompts: int = 3, tokens: int = 28, **more: Any) -> Rollout:
+def generate(engine, rl_step, *, prompts=3, tokens=28, **more):
     slots = itertools.product(range(prompts), range(4))
     rest = {"rl_step": rl_step, "ignore_eos": False}
     asked = [request(f"p{n}", k, [1, 4 + n, 5], tokens + n, **rest) for n, k in slots]
     return engine.generate(asked, rl_step=rl_step, temperature=1.0, **more)
 
 
-def texts(rollout: Rollout) -> list[tuple[list[int], list[float]]]:
+def texts(rollout):
     return [(response.token_ids, response.logprobs) for response in rollout.responses]
 
 
-def choices(rollout: Rollout) -> list[tuple[Any, ...]]:
+def choices(rollout):
     names = ("iteration", "drafter", "draft_depth", "tokens_to_verify", "propensity", "bucket")
     return [tuple(row[name] for name in names) for row in rollout.decisions]
 
 
 @pytest.mark.engine
-def test_engines_continue_alike_from_state_and_seed(engines: list[Engine]):
+def test_engines_continue_alike_from_state_and_seed(engines):
     for number, engine in enumerate(engines):
         engine.set_policy(SUFFIX)
         for rl_step in range(number + 1):
@@ -65,7 +60,7 @@ def test_engines_continue_alike_from_state_and_seed(engines: list[Engine]):
     one = engines[0]
     state = one.state_dict()
     assert json.loads(json.dumps(state, allow_nan=False)) == state
-    went_on: list[Any] = []
+    went_on = []
     for engine in engines:
         engine.load_state_dict(state)
         assert engine.state_dict() == state
@@ -82,7 +77,7 @@ def test_engines_continue_alike_from_state_and_seed(engines: list[Engine]):
     assert texts(generate(one, 1)) != went_on[0][0][0][0]
 
 
-def afresh(engines: list[Engine], kind: str) -> list[Engine]:
+def afresh(engines, kind):
     """They have forgotten everything, and are under the same policy."""
     for engine in engines:
         engine.forget()
@@ -90,7 +85,7 @@ def afresh(engines: list[Engine], kind: str) -> list[Engine]:
     return engines
 
 
-def answer(engine: Engine, seed: int, *, num: int = 3, saved: bool = False) -> list[Rollout]:
+def answer(engine, seed, *, num=3, saved=False):
     """Up to three rollouts, the last two of one RL step; with `saved` the engine loads its own state before each."""
     rollouts = []
     for number, rl_step in enumerate((0, 1, 1)[:num]):
@@ -101,7 +96,7 @@ def answer(engine: Engine, seed: int, *, num: int = 3, saved: bool = False) -> l
     return rollouts
 
 
-def decisions(rollouts: list[Rollout]) -> list[dict[str, Any]]:
+def decisions(rollouts):
     """Rows as a trace has them: iterations of the rollouts of one RL step are counted on."""
     rows, before = [], 0
     for number, rollout in enumerate(rollouts):
@@ -113,7 +108,7 @@ def decisions(rollouts: list[Rollout]) -> list[dict[str, Any]]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ADAPTIVE)
-def test_decisions_repeat_an_adaptive_run_exactly(engines: list[Engine], kind: str):
+def test_decisions_repeat_an_adaptive_run_exactly(engines, kind):
     first, other = afresh(engines, kind)
     once = answer(first, 5)
     rows = decisions(once)
@@ -130,7 +125,7 @@ def test_decisions_repeat_an_adaptive_run_exactly(engines: list[Engine], kind: s
 
 
 @pytest.mark.engine
-def test_a_restored_replay_continues_within_an_rl_step(engines: list[Engine]):
+def test_a_restored_replay_continues_within_an_rl_step(engines):
     first, second = afresh(engines, "explore")
     once = answer(first, 5, saved=True)
     second.replay(decisions(once))
@@ -148,7 +143,7 @@ def test_a_restored_replay_continues_within_an_rl_step(engines: list[Engine]):
 
 
 @pytest.mark.engine
-def test_a_replay_that_does_not_fit_states_where(engines: list[Engine]):
+def test_a_replay_that_does_not_fit_states_where(engines):
     first, second = engines
     first.set_policy(ADAPTIVE["explore"], seed=[3])
     rows = generate(first, 0).decisions
@@ -174,7 +169,7 @@ def test_suffix_drafts_after_load_follow_from_state_alone():
         pool.begin(0)
     keys = [(0, "p", n, 0) for n in range(4)]
     responses = [[7, 8, 9 + n, 10 + n, 7, 8, 12 - n] for n in range(4)]
-    outputs: list[list[int]] = [[] for _ in keys]
+    outputs = [[] for _ in keys]
     for key, output in zip(keys, outputs, strict=True):
         pools[0].open(key, [1, 2], output)
     for position in range(7):

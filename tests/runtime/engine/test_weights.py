@@ -3,13 +3,8 @@
 What those ask for is what they get, checked by their own code.
 """
 
-from __future__ import annotations
-
 import multiprocessing
-from collections.abc import Iterator
 from dataclasses import asdict
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +19,7 @@ from tltlab.runtime.trainer.model import WholeTensors
 KIB = 1 << 10
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     torch.manual_seed(0)
     return {
         "embed": torch.randn(40, 8),
@@ -38,30 +33,30 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def slots() -> Iterator[BucketSlots]:
+def slots():
     slots = BucketSlots.fit(tensors().values(), bucket_bytes=KIB)
     yield slots
     slots.close()
 
 
-def reads(pipe: Connection) -> None:
+def reads(pipe):
     """Answers each bucket with what it finds in it."""
     mapped = MappedMemory()
     while (bucket := pipe.recv()) is not None:
         pipe.send([described(name, tensor) for name, tensor in mapped.tensors(bucket)])
 
 
-def described(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
+def described(name, tensor):
     return name, tensor.dtype, tensor.shape, float(tensor.detach().double().sum())
 
 
-def test_another_process_reads_while_next_bucket_is_filled(slots: BucketSlots):
+def test_another_process_reads_while_next_bucket_is_filled(slots):
     weights = tensors()
     pipe, end = multiprocessing.Pipe()
     # Forked: a process that has yet to import torch takes seconds.
     reader = multiprocessing.get_context("fork").Process(target=reads, args=(end,), daemon=True)
     reader.start()
-    found: list[object] = []
+    found = []
     numbers = []
     for bucket in slots.filled(weights.items()):
         # One bucket behind: when the generator continues, the one before the last is done and the last may be in use.
@@ -77,15 +72,15 @@ def test_another_process_reads_while_next_bucket_is_filled(slots: BucketSlots):
     assert numbers == [(n, n == len(numbers) - 1) for n in range(len(numbers))]
 
 
-def test_bucket_is_no_larger_than_it_must_be(slots: BucketSlots):
+def test_bucket_is_no_larger_than_it_must_be(slots):
     largest = max(tensor.nbytes for tensor in tensors().values())
     assert largest <= slots.size < largest + 2 * 4 * KIB
     assert all(bucket.nbytes <= slots.size for bucket in slots.filled(tensors().items()))
 
 
-def test_bucket_comes_to_another_machine_as_its_bytes(slots: BucketSlots):
+def test_bucket_comes_to_another_machine_as_its_bytes(slots):
     there = BucketSlots(slots.size, 1)
-    found: dict[str, torch.Tensor] = {}
+    found = {}
     mapped = MappedMemory()
     for bucket in slots.filled(tensors().items()):
         copy_in = there.copy_in(bucket, slots.bytes_of(bucket).copy())
@@ -109,14 +104,14 @@ def test_tensors_at_home_are_read_where_they_are():
     assert home.bucket(weights.items()) is None
 
 
-def test_memory_that_is_gone_or_another_is_error(slots: BucketSlots, tmp_path: Path):
+def test_memory_that_is_gone_or_another_is_error(slots, tmp_path):
     (bucket, *_) = slots.filled(tensors().items())
     for path in (str(tmp_path / "none"), "/proc/self/fd/0"):
         with refused(RunError):
             MappedMemory().tensors(WeightBucket(**asdict(bucket) | {"path": path}))
 
 
-def test_vllms_nccl_sender_takes_policy_as_source(random_model: Path):
+def test_vllms_nccl_sender_takes_policy_as_source(random_model):
     with starting():
         from vllm.distributed.weight_transfer.base import layerwise_groups
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine

@@ -21,7 +21,6 @@ from tltlab.runtime.models.make import (
     draw_problems,
     make_model,
     make_tokenizer,
-    orthogonalise,
     pretrain,
 )
 from tltlab.runtime.models.measure import prompt_share, repeated_ngrams, sample
@@ -186,10 +185,3 @@ def test_the_prompts_share_of_variance_is_recovered():
 def test_repeated_ngrams_counts_what_came_before():
     texts = ([1, 2, 3, 4, 5, 1, 2, 3, 4], [1, 1, 1, 1, 1, 1], [1, 2])
     assert [repeated_ngrams(text) for text in texts] == [1, 2, 0]
-
-
-@pytest.mark.parametrize("shape", [(8, 8), (16, 8), (8, 32)])
-def test_muon_makes_directions_of_a_step_equally_long(shape):
-    matrix = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalise(matrix))
-    assert 0.5 < values.min() <= values.max() < 1.3

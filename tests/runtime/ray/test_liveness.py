@@ -1,18 +1,13 @@
 """Nobody is waited for without end: who was stopped is killed, who does not answer a call is taken for dead."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
-from types import FrameType
 
 import pytest
 import ray
@@ -22,7 +17,6 @@ from tltlab.console import sigterm_as_interrupt, sigterm_handler
 from tltlab.errors import RunError
 from tltlab.runtime.ray.actors import Waiting
 from tltlab.runtime.ray.liveness import EndedServers, StoppedProcesses, is_stopped
-from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerLost, WorkerPool
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 
@@ -30,7 +24,7 @@ from ..small_models import small_recipe
 
 
 @contextmanager
-def waiting(num: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def waiting(num):
     command = [sys.executable, "-S", "-c", "input()"]
     with ExitStack() as stack:
         made = [stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE)) for _ in range(num)]
@@ -39,13 +33,13 @@ def waiting(num: int) -> Iterator[list[subprocess.Popen[bytes]]]:
         yield made
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process):
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
 
 
 def test_only_who_is_stopped_too_long_is_killed():
-    told: list[str] = []
+    told = []
     with waiting(3) as (stays, rests, runs):
         watch = StoppedProcesses(
             lambda: {"trainer rank 0": stays.pid, "trainer rank 1": rests.pid, "engine": runs.pid, "none yet": 0},
@@ -71,7 +65,7 @@ def test_only_who_is_stopped_too_long_is_killed():
 
 @pytest.mark.timeout(60)
 def test_the_end_of_a_server_interrupts_who_waits():
-    def waits() -> None:
+    def waits():
         with sigterm_as_interrupt(), EndedServers({"first": lives.pid, "second": dies.pid}) as watch:
             dies.kill()
             try:
@@ -110,7 +104,7 @@ except RunError as error:
 
 @pytest.mark.engine
 @pytest.mark.timeout(300)
-def test_a_run_ends_with_its_ray(sockets: Path):
+def test_a_run_ends_with_its_ray(sockets):
     env = os.environ | {"TMPDIR": str(sockets), "RAY_TMPDIR": str(sockets)}
     env.pop("RAY_ADDRESS", None)
     ended = subprocess.run([sys.executable, "-c", KILLED], env=env, capture_output=True, text=True, timeout=280)
@@ -119,7 +113,7 @@ def test_a_run_ends_with_its_ray(sockets: Path):
     assert "state-dump" not in ended.stderr
 
 
-def recipe(call_timeout_s: float) -> Recipe:
+def recipe(call_timeout_s):
     return small_recipe(faults={"call_timeout_s": call_timeout_s})
 
 
@@ -133,27 +127,25 @@ def test_a_rollout_worker_that_never_answers_is_lost():
     assert pool.recipe.faults.patience_s(30.0) == 600.0 + 20 * 30.0
 
 
-async def never() -> None:
+async def never():
     await asyncio.Event().wait()
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("handler", [signal.default_int_handler, lambda number, frame: None])
-def test_a_sigterm_at_wakening_ends_the_wait(
-    monkeypatch: pytest.MonkeyPatch, handler: Callable[[int, FrameType | None], None]
-):
+def test_a_sigterm_at_wakening_ends_the_wait(monkeypatch, handler):
     """Raised there, the task is never awake again, and `asyncio.run` waits for it at its end."""
     passed = 0
     run = asyncio.Handle._run
 
-    def terminated_before(handle: asyncio.Handle) -> None:
+    def terminated_before(handle):
         nonlocal passed
         passed += 1
         if passed == nth:
             signal.raise_signal(signal.SIGTERM)
         run(handle)
 
-    async def answers() -> list[None]:
+    async def answers():
         return await asyncio.gather(*(asyncio.sleep(0.001) for _ in range(3)))
 
     monkeypatch.setattr(asyncio.Handle, "_run", terminated_before)
@@ -171,7 +163,7 @@ def test_a_rollout_beside_training_ends_with_the_run():
     """Workers are killed then, and after Ray's end nobody hears of it."""
     waiting, begun = Waiting(), threading.Event()
 
-    async def answers() -> None:
+    async def answers():
         begun.set()
         await never()
 
@@ -183,7 +175,7 @@ def test_a_rollout_beside_training_ends_with_the_run():
             waits.result()
 
 
-def test_silent_trainer_ranks_are_taken_for_dead(monkeypatch: pytest.MonkeyPatch):
+def test_silent_trainer_ranks_are_taken_for_dead(monkeypatch):
     monkeypatch.setattr(ray, "wait", lambda refs, **options: ([], refs))
     group = TrainerGroup(recipe(600.0), lambda rank: {})
     with refused(TrainerDied, naming=("2", "600")):

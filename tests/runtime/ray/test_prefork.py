@@ -1,13 +1,10 @@
 """Workers that are forks of a process which has imported their modules: real ones, of their own Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,24 +19,24 @@ WAIT_S = 200
 
 
 class Actor:
-    def seen(self) -> tuple[int, int, bool, str | None]:
+    def seen(self):
         return os.getpid(), os.getppid(), "decimal" in sys.modules, os.environ.get("OWN")
 
 
 @pytest.fixture(scope="module")
-def prefork() -> Iterator[Prefork]:
+def prefork():
     with Prefork(["decimal", "no_such_module"], {"SAID": "once"}) as prefork:
         yield prefork
 
 
-def run(prefork: Prefork, code: str, folder: Path, **options) -> subprocess.Popen:
+def run(prefork, code, folder, **options):
     """A script as Ray would start it."""
     script = folder / "script.py"
     script.write_text(code)
     return subprocess.Popen([*prefork.command.split(), str(script), "argument"], text=True, **options)
 
 
-def test_a_fork_is_the_script_itself(prefork: Prefork, tmp_path: Path):
+def test_a_fork_is_the_script_itself(prefork, tmp_path):
     code = """import os, sys
 print(sys.argv[1], os.getcwd(), os.environ["OWN"], "SAID" in os.environ, "decimal" in sys.modules)
 raise SystemExit(3)"""
@@ -50,7 +47,7 @@ raise SystemExit(3)"""
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_a_fork_ends_with_what_stands_for_it(prefork: Prefork, tmp_path: Path, sent: signal.Signals):
+def test_a_fork_ends_with_what_stands_for_it(prefork, tmp_path, sent):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     with run(prefork, code, tmp_path, stdout=subprocess.PIPE) as asked:
         fork = psutil.Process(int(asked.stdout.readline()))
@@ -60,12 +57,12 @@ def test_a_fork_ends_with_what_stands_for_it(prefork: Prefork, tmp_path: Path, s
     assert not fork.is_running()
 
 
-def test_a_forks_stand_in_ends_alike(prefork: Prefork, tmp_path: Path):
+def test_a_forks_stand_in_ends_alike(prefork, tmp_path):
     with run(prefork, "import os; os.kill(os.getpid(), 9)", tmp_path) as asked:
         assert asked.wait(WAIT_S) == -signal.SIGKILL
 
 
-def test_without_a_fork_the_script_runs_itself(tmp_path: Path):
+def test_without_a_fork_the_script_runs_itself(tmp_path):
     with Prefork([], {}) as gone:
         pass
     with run(gone, "import sys; print('decimal' in sys.modules)", tmp_path, stdout=subprocess.PIPE) as asked:
@@ -74,7 +71,7 @@ def test_without_a_fork_the_script_runs_itself(tmp_path: Path):
 
 
 @pytest.mark.engine
-def test_actors_are_forks_and_die_as_actors_do(monkeypatch: pytest.MonkeyPatch):
+def test_actors_are_forks_and_die_as_actors_do(monkeypatch):
     monkeypatch.setattr(start, "MODULES", ("decimal",))
     monkeypatch.setattr(start, "_prefork", [])
     with start.ray_running():
@@ -93,7 +90,7 @@ def test_actors_are_forks_and_die_as_actors_do(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("level", [None, "info"])
-def test_warnings_of_vllms_imports_are_not_printed(tmp_path: Path, capfd, monkeypatch, level: str | None):
+def test_warnings_of_vllms_imports_are_not_printed(tmp_path, capfd, monkeypatch, level):
     (tmp_path / "noisy.py").write_text("import logging; logging.getLogger('vllm.noisy').warning('Triton is installed')")
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}

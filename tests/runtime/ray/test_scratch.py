@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,21 +29,21 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary(tmp_path, monkeypatch):
     """A temporary folder in which this process has made nothing yet."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(scratch, "_scratch", {})
     return tmp_path
 
 
-def session_in(temporary: Path) -> Path:
+def session_in(temporary):
     """A folder as Ray makes them."""
     session = temporary / "ray" / "session_2026-01-02_03-04-05_678_90"
     session.mkdir(parents=True)
     return session
 
 
-def test_what_a_killed_process_left_goes(temporary: Path):
+def test_what_a_killed_process_left_goes(temporary):
     session, foreign = session_in(temporary), temporary / "ray" / "mine"
     foreign.mkdir()
     mine = temporary / "tltlab-123-abcdefgh"
@@ -60,7 +59,7 @@ def test_what_a_killed_process_left_goes(temporary: Path):
     assert leftovers() == sweep() == []
 
 
-def test_what_is_still_used_is_not_swept(temporary: Path):
+def test_what_is_still_used_is_not_swept(temporary):
     session = session_in(temporary)
     subprocess.run([sys.executable, "-c", KILLED, str(temporary), str(session)], check=False)
     with subprocess.Popen([sys.executable, "-c", "input()", str(session)], stdin=subprocess.PIPE) as user:
@@ -70,7 +69,7 @@ def test_what_is_still_used_is_not_swept(temporary: Path):
     assert not session.exists()
 
 
-def test_agents_of_a_killed_rays_session_end(temporary: Path):
+def test_agents_of_a_killed_rays_session_end(temporary):
     """Ray names its processes by titles; whoever else reads a log of the session continues."""
     session = session_in(temporary)
     subprocess.run([sys.executable, "-c", KILLED, str(temporary), str(session)], check=False)
@@ -108,7 +107,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_memory_of_a_killed_process_goes_unless_used(temporary: Path):
+def test_memory_of_a_killed_process_goes_unless_used(temporary):
     command = [sys.executable, "-c", MEMORY, str(temporary)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         semaphore, name = process.stdout.readline().split()
@@ -129,7 +128,7 @@ def test_memory_of_a_killed_process_goes_unless_used(temporary: Path):
                 path.unlink(missing_ok=True)
 
 
-def test_a_process_without_shared_memory_makes_no_folder(temporary: Path):
+def test_a_process_without_shared_memory_makes_no_folder(temporary):
     code = "import os, sys, tempfile\nfrom tltlab.runtime.ray.scratch import register_memory\n"
     code += "tempfile.tempdir = sys.argv[1]\nregister_memory()\nos._exit(0)"
     subprocess.run([sys.executable, "-c", code, str(temporary)], check=True)
@@ -137,12 +136,12 @@ def test_a_process_without_shared_memory_makes_no_folder(temporary: Path):
 
 
 @contextmanager
-def mapped(path: Path) -> Iterator[None]:
+def mapped(path):
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         yield
 
 
-def test_a_process_takes_its_scratch_folder_with_it(temporary: Path):
+def test_a_process_takes_its_scratch_folder_with_it(temporary):
     first = scratch_folder("d")
     assert first != scratch_folder("d")
     assert first.stat().st_mode & 0o777 == 0o700

@@ -1,7 +1,5 @@
 """What is looked at before Ray is started or joined."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from tltlab.runtime.ray.start import start_ray
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_token_that_others_may_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: bool):
+def test_a_token_that_others_may_read_is_refused(tmp_path, monkeypatch, ours):
     token = tmp_path / "token"
     token.write_text("secret")
     token.chmod(0o640)
@@ -23,7 +21,7 @@ def test_a_token_that_others_may_read_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("RAY_ADDRESS", "nowhere://")
     monkeypatch.setattr("ray.is_initialized", lambda: False)
 
-    def of_somebody_else(path: Path, mode: int) -> None:
+    def of_somebody_else(path, mode):
         raise PermissionError(f"{path} is not yours")
 
     if not ours:

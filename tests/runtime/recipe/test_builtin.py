@@ -1,7 +1,5 @@
 """The recipes that come with tltlab: each is read, planned, and found by its name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ OWN_MODEL = ("asynchronous", "calculator", "cpu", "gpu_smoke")
 
 
 @pytest.mark.parametrize("name", builtin_recipes())
-def test_each_recipe_fits_its_gpus(name: str, random_model: Path):
+def test_each_recipe_fits_its_gpus(name, random_model):
     recipe = load_recipe(name, [f"model={random_model}"] if name in OWN_MODEL else [])
     plan = plan_of(recipe)
     assert plan.fits is (None if name in OWN_MODEL else True)
@@ -44,7 +42,7 @@ def test_a_recipe_named_tlt_trains_its_drafter():
     assert trains == {"qwen2.5-7b-tlt": True, "qwen2.5-32b-tlt-base": False}
 
 
-def test_a_file_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_goes_before_a_name(tmp_path, monkeypatch):
     assert find_recipe("qwen2.5-0.5b-gsm8k").is_file()
     monkeypatch.chdir(tmp_path)
     Path("cpu").write_text("")

@@ -1,15 +1,11 @@
 """What `tltlab train` refuses before anything starts: exit code 2, one line, and nothing written."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +26,7 @@ SHAPE = {
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path, monkeypatch):
     """The folder that commands run in: a model's shape, prompts, a recipe and things that are wrong."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "IMPORTS_S", 0.0)
@@ -52,11 +48,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def shape(**changed: int) -> str:
+def shape(**changed):
     return json.dumps(SHAPE | changed)
 
 
-def begun(place: Path, **more: Any) -> Path:
+def begun(place, **more):
     """The folder of a run that says of itself no more than its recipe."""
     recipe = {"model": "m", "reward": "loud:reward", "data": {"train": "t.jsonl"}} | more
     (place / "run").mkdir()
@@ -64,7 +60,7 @@ def begun(place: Path, **more: Any) -> Path:
     return place / "run"
 
 
-def train(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+def train(capsys, *args):
     """Exit code, standard output, standard error."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", *args])
@@ -73,7 +69,7 @@ def train(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str
 
 
 ROW = '{"prompt": "1 + 1", "answer": "2"}\n'
-CANNOT: list[tuple[str, tuple[str, ...]]] = [
+CANNOT = [
     ("rollout.max_draft_depth=4", ("rollout.policy", "beg-mab", "ngram:8")),
     ("rollout.policy=beg-mab-learned", ("learned:8", "ngram, suffix")),
     ("rollout.policy=policy.json", ("policy.json", "format", "tltlab-policy")),
@@ -102,7 +98,7 @@ CANNOT: list[tuple[str, tuple[str, ...]]] = [
     ("rollout.vllm.max_model_len=700 --dry-run", ("max_response_tokens = 768", "rollout.vllm.max_model_len = 700")),
 ]  # fmt: skip
 """What is asked, and the facts in what is said of it."""
-WITH_FILES: list[tuple[dict[str, str], str, tuple[str, ...]]] = [
+WITH_FILES = [
     ({"t.jsonl": '{"question": "1", "answer": "2"}'}, "seed=1", ("t.jsonl", "line 1", "'prompt'")),
     ({"t.jsonl": '{"prompt": "1 + 1", "answer": null}'}, "seed=1", ("line 1", "'answer'")),
     ({"m/config.json": shape(max_position_embeddings=512)}, "seed=1", ("m", "512")),
@@ -117,7 +113,7 @@ WITH_FILES: list[tuple[dict[str, str], str, tuple[str, ...]]] = [
     ("files", "asked", "facts"),
     [*(({}, *row) for row in CANNOT), *((files, f"{asked} --dry-run", facts) for files, asked, facts in WITH_FILES)],
 )
-def test_what_cannot_be_done_is_one_line(place: Path, capsys, files: dict[str, str], asked: str, facts: tuple):
+def test_what_cannot_be_done_is_one_line(place, capsys, files, asked, facts):
     for name, text in files.items():
         (place / name).write_text(text)
     before = sorted(place.iterdir())
@@ -128,7 +124,7 @@ def test_what_cannot_be_done_is_one_line(place: Path, capsys, files: dict[str, s
     assert sorted(path for path in place.iterdir() if path.name != "__pycache__") == before
 
 
-def test_a_resumed_run_imports_nothing_unasked(place: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+def test_a_resumed_run_imports_nothing_unasked(place, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "loud", raising=False)
     begun(place, code=[str(place)])
     code, out, err = train(capsys, "--resume=run", "--dry-run")
@@ -137,7 +133,7 @@ def test_a_resumed_run_imports_nothing_unasked(place: Path, capsys, monkeypatch:
     assert "loud" not in sys.modules
 
 
-def test_rollouts_of_a_runs_engines_import_nothing_unasked(place: Path):
+def test_rollouts_of_a_runs_engines_import_nothing_unasked(place):
     from tltlab.runtime.rollout.policy_rounds import run_to_verify
 
     run = begun(place, rollout={"environment": "tools:Shell"})
@@ -147,7 +143,7 @@ def test_rollouts_of_a_runs_engines_import_nothing_unasked(place: Path):
         assert run_to_verify(run).num_rl_steps == 0
 
 
-def test_another_runs_checkpoint_is_not_resumed(place: Path, capsys: pytest.CaptureFixture[str]):
+def test_another_runs_checkpoint_is_not_resumed(place, capsys):
     state = {"format": "tltlab-checkpoint", "version": 1, "model": "m", "seed": 0, "num_workers": 2}
     RunCheckpoints(begun(place) / "checkpoints", 2).save(
         3, lambda folder: (folder / "state.json").write_text(json.dumps(state)) and None
@@ -157,7 +153,7 @@ def test_another_runs_checkpoint_is_not_resumed(place: Path, capsys: pytest.Capt
         assert (code, "step-000003" in err) == (2, True)
 
 
-def test_a_dry_run_imports_nothing_heavy(place: Path):
+def test_a_dry_run_imports_nothing_heavy(place):
     program = (
         "import sys; from tltlab.cli import app as cli\ntry: cli.main()\n"
         "finally: print(*{'torch', 'ray'} & set(sys.modules), file=sys.stderr)"
@@ -174,20 +170,16 @@ def test_a_dry_run_imports_nothing_heavy(place: Path):
     ("asked", "settings"),
     [
         (("--steps", "4"), ("train.steps=4",)),
-        (("--steps=4",), ("train.steps=4",)),
-        (("-steps", "4"), ("train.steps=4",)),
         (("--lr", "1e-6"), ("train.lr=1e-6", "drafter.optim.lr=1e-6")),
         (("--num-workers=3", "--dry-run"), ("rollout.num_workers=3",)),
         (("--train.steps", "4"), ("train.steps=4",)),
-        (("--model", "x"), ("model=x",)),
         (("--steps",), ("train.steps=",)),
         (("steps=4",), ("train.steps",)),
-        (("rollout.steps=4",), ("train.steps",)),
         (("--stepz", "4"), ("--stepz",)),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) and value[0][0] in "-sr" else None,
 )
-def test_an_option_that_is_a_setting_is_suggested(place: Path, capsys, asked: tuple, settings: tuple):
+def test_an_option_that_is_a_setting_is_suggested(place, capsys, asked, settings):
     code, out, err = train(capsys, "recipe.toml", *asked)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert [setting for setting in settings if f" {setting}" not in err] == []
@@ -204,7 +196,7 @@ def test_an_option_that_is_a_setting_is_suggested(place: Path, capsys, asked: tu
         (0, "cluster.gpus_per_node=8 cluster.num_nodes=2", True),
     ],
 )
-def test_missing_gpus_are_reported_at_once(place: Path, monkeypatch, found: int, asked: str, fits: bool):
+def test_missing_gpus_are_reported_at_once(place, monkeypatch, found, asked, fits):
     """Ray would wait for them."""
     from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager as Gpus
 
@@ -219,12 +211,12 @@ def test_missing_gpus_are_reported_at_once(place: Path, monkeypatch, found: int,
     checks.enough_gpus(recipe)
 
 
-def test_a_learning_rate_that_is_set_is_taken(place: Path, capsys):
+def test_a_learning_rate_that_is_set_is_taken(place, capsys):
     (place / "m" / "config.json").write_text(shape(vocab_size=2_000_000))
     assert train(capsys, "recipe.toml", "train.lr=1e-6", "--dry-run")[0] == 0
 
 
-def test_the_cpu_engines_limits_are_vllms(place: Path, capsys):
+def test_the_cpu_engines_limits_are_vllms(place, capsys):
     if find_spec("vllm") is None:  # importing it takes long, and nobody does
         pytest.skip("no engine installed: extra 'runtime' or 'runtime-cpu'")
     (place / "m" / "config.json").write_text(shape(head_dim=20))
@@ -249,7 +241,7 @@ def test_the_cpu_engines_limits_are_vllms(place: Path, capsys):
     ],
     ids=["positions", "tokenizer", "no limit", "rope", "nested", "text", "unknown"],
 )
-def test_a_context_is_that_of_the_models_files(tmp_path: Path, config: Any, tokenizer: Any, context: int | None):
+def test_a_context_is_that_of_the_models_files(tmp_path, config, tokenizer, context):
     for name, value in (("config.json", config), ("tokenizer_config.json", tokenizer)):
         (tmp_path / name).write_text(json.dumps(value))
     assert model_context(str(tmp_path)) == context
@@ -265,7 +257,7 @@ def test_a_context_is_that_of_the_models_files(tmp_path: Path, config: Any, toke
         ("data.heldout=h.jsonl rollout.vllm.max_model_len=4", ("h.jsonl", "line 2", "4 tokens")),
     ],
 )
-def test_a_dry_run_counts_all_prompts(place: Path, capsys, random_model: Path, override: str, facts: tuple[str, ...]):
+def test_a_dry_run_counts_all_prompts(place, capsys, random_model, override, facts):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (place / "m" / name).write_bytes((random_model / name).read_bytes())
     (place / "t.jsonl").write_text(24 * '{"prompt": "w1 w2 w3", "answer": "w4"}\n')

@@ -1,27 +1,24 @@
 """What a dry run says: actors, GPUs, memory, and what it refuses; sums worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import re
-from typing import Any
 
 import pytest
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu
-from tltlab.runtime.recipe.dry_run import RunPlan, plan_of
+from tltlab.runtime.recipe.dry_run import plan_of
 from tltlab.runtime.recipe.gpus import weight_transport
 from tltlab.runtime.recipe.recipe import Recipe
 
 
-def recipe(model: str = "Qwen/Qwen2.5-7B", **sections: dict[str, Any]) -> Recipe:
+def recipe(model="Qwen/Qwen2.5-7B", **sections):
     fields = {"model": model, "reward": "parity:reward", "data": {"train": "t.jsonl", "max_prompt_tokens": 1024}}
     return Recipe.model_validate(fields | sections)
 
 
-def parts(plan: RunPlan, phase: str, where: str | None = None) -> dict[str, float]:
+def parts(plan, phase, where=None):
     """Bytes of the parts at a place, by default the first that has this phase."""
     found = next(found for found in plan.memory if found.phase == phase and where in (None, found.where))
     return {part.name: part.num_bytes for part in found.parts}
@@ -30,7 +27,7 @@ def parts(plan: RunPlan, phase: str, where: str | None = None) -> dict[str, floa
 RANK_GPU, HOST = "a trainer rank's GPU", "the driver's host"
 
 
-def places(plan: RunPlan, kind: str) -> list[tuple[int, tuple[int, ...]]]:
+def places(plan, kind):
     return [(actor.node, actor.gpus) for actor in plan.actors if actor.kind == kind]
 
 
@@ -42,7 +39,7 @@ def test_colocated_ranks_lie_on_the_workers_gpus():
     assert places(plan, "trainer rank") == [(n, (g,)) for n in (0, 1) for g in range(8)]
 
 
-def of_a_rank(max_response_tokens: int = 3072, **train: Any) -> dict[str, float]:
+def of_a_rank(max_response_tokens=3072, **train):
     """What a trainer rank's GPU holds as it trains, beside one worker's on a node of eight."""
     rollout = {"num_workers": 1, "max_response_tokens": max_response_tokens}
     plan = plan_of(recipe(rollout=rollout, train=train, cluster={"gpus_per_node": 8, "gpu": "H100"}))
@@ -73,7 +70,7 @@ def test_separate_actors_get_their_own_gpus():
         ({"cluster": {"gpus_per_node": 3}, "train": {"backend": "gloo"}}, "host"),
     ],
 )
-def test_weights_go_the_shortest_way(sections: dict[str, Any], way: str):
+def test_weights_go_the_shortest_way(sections, way):
     assert weight_transport(recipe(**sections)) == way
 
 
@@ -92,7 +89,7 @@ def test_a_trainer_needs_16_bytes_per_parameter():
 
 
 def test_checkpointing_and_ranks_save_memory():
-    def total(**train: Any) -> float:
+    def total(**train):
         return sum(of_a_rank(**train).values())
 
     plain = total(ranks=2)
@@ -125,7 +122,7 @@ def test_the_kv_cache_is_what_is_left():
 
 
 def test_colocated_only_fits_while_the_other_one_sleeps():
-    def plan(**more: Any) -> RunPlan:
+    def plan(**more):
         rollout = {"num_workers": 8, "vllm": {"gpu_memory_utilization": 0.9}}
         train = {"ranks": 8, "activation_checkpointing": True, **more}
         cluster = {"placement": "colocated", "gpus_per_node": 8, "gpu": "H100"}
@@ -141,8 +138,8 @@ def test_colocated_only_fits_while_the_other_one_sleeps():
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
-def test_a_drafter_is_counted_beside_every_engine(placement: str):
-    def with_drafter(**vllm: Any) -> RunPlan:
+def test_a_drafter_is_counted_beside_every_engine(placement):
+    def with_drafter(**vllm):
         rollout = {"num_workers": 4, "policy": "beg-mab-learned", "max_response_tokens": 3072, "vllm": vllm}
         return plan_of(
             recipe(
@@ -175,7 +172,7 @@ def test_a_drafter_is_counted_beside_every_engine(placement: str):
 
 
 def test_options_are_marked_on_or_off_policy():
-    def marks(**rollout: Any) -> dict[str, bool]:
+    def marks(**rollout):
         return {o.name: o.on_policy for o in plan_of(recipe(rollout=rollout, train={"minibatches": 1})).options}
 
     assert marks() == {"rollout.policy = none": True}
@@ -190,14 +187,14 @@ def test_options_are_marked_on_or_off_policy():
     [(7, ("128", "2 have 19", "5 have 18", "8")), (8, None), (1, None), (300, ("only 128",))],
     ids=["uneven", "even", "one", "more"],
 )
-def test_minibatches_that_do_not_divide_are_warned_of(random_model: Any, minibatches: int, facts: tuple | None):
+def test_minibatches_that_do_not_divide_are_warned_of(random_model, minibatches, facts):
     sections = {"rollout": {"prompts_per_step": 16, "group_size": 8}, "train": {"minibatches": minibatches}}
     notes = [note for note in plan_of(recipe(model=str(random_model), **sections)).notes if "train.minibatches" in note]
     assert len(notes) == (facts is not None)
     assert all(fact in note for note in notes for fact in facts or ())
 
 
-def test_a_plan_is_json(random_model: Any):
+def test_a_plan_is_json(random_model):
     plan = plan_of(recipe(model=str(random_model)))
     found = json.loads(json.dumps(plan.as_json(), allow_nan=False))
     assert found["fits"] is None
@@ -235,6 +232,6 @@ def test_a_plan_is_json(random_model: Any):
          ()),
     ],
 )  # fmt: skip
-def test_what_does_not_add_up_is_refused(sections: dict[str, Any], said: tuple):
+def test_what_does_not_add_up_is_refused(sections, said):
     with refused(ConfigError, naming=said):
         plan_of(recipe(**sections))

@@ -1,11 +1,7 @@
 """What a recipe's engines are built for: drafters, depths and graphs of its policy, refused where they are too many."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,14 +10,14 @@ from tltlab.drafters.specs import NETWORK, TEXT
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.graphs import GIB, CapturedGraphs
 from tltlab.runtime.recipe.dry_run import plan_of
-from tltlab.runtime.recipe.engines import EngineBuild, drafters_of, engines_of
+from tltlab.runtime.recipe.engines import drafters_of, engines_of
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.rows import run_manifest
 
 RECIPE = "qwen2.5-1.5b-gsm8k"
 
 
-def build(*overrides: str, recipe: str = RECIPE) -> EngineBuild:
+def build(*overrides, recipe=RECIPE):
     return engines_of(load_recipe(recipe, ["cluster.gpu=H100", *overrides]))
 
 
@@ -35,7 +31,7 @@ def build(*overrides: str, recipe: str = RECIPE) -> EngineBuild:
         (("rollout.policy=table", 'drafter={"name":"ngram","fallback":"suffix"}'), 8, ["ngram", "suffix"], "V1", True),
     ],
 )
-def test_engines_are_built_for_their_policy(overrides, depth: int, drafters: list[str], runner: str, any_lengths: bool):
+def test_engines_are_built_for_their_policy(overrides, depth, drafters, runner, any_lengths):
     built = build(*overrides)
     assert (built.max_draft_depth, sorted(built.drafters)) == (depth, drafters)
     assert (built.graphs.runner, built.graphs.any_lengths) == (runner, any_lengths)
@@ -43,7 +39,7 @@ def test_engines_are_built_for_their_policy(overrides, depth: int, drafters: lis
 
 
 @pytest.mark.parametrize(("gpu", "fact"), [("A100", "K = 8 alone"), ("H100", "K in 0, 1, 2, 4, 8")])
-def test_without_flash_attention_3_adaptivity_costs_graphs(gpu: str, fact: str):
+def test_without_flash_attention_3_adaptivity_costs_graphs(gpu, fact):
     notes = plan_of(load_recipe(RECIPE, [f"cluster.gpu={gpu}"])).notes
     assert any("V1 runner" in note and fact in note for note in notes)
 
@@ -63,7 +59,7 @@ def test_graphs_that_take_too_much_are_refused():
         build("rollout.graph_gib=0.1")
     coarser = build(f"rollout.graph_gib={0.99 * taken / GIB}")
     assert coarser.graph_bytes < taken
-    parts: list[Any] = [part for memory in plan_of(load_recipe(RECIPE)).memory for part in memory.parts]
+    parts = [part for memory in plan_of(load_recipe(RECIPE)).memory for part in memory.parts]
     assert taken in [part.num_bytes for part in parts if part.name == "CUDA graphs"]
 
 
@@ -76,11 +72,11 @@ def test_a_run_shows_planned_and_captured_graphs():
     assert "drafts of 8 tokens" in list(built.sentences(fallen_back))[1]
     assert not list(built.sentences(CapturedGraphs(runner="V1", mode="NONE")))
     told = built.as_json([full])
-    assert told["planned"]["full"] == [[tokens, None] for tokens, _ in built.graphs.full_graphs()]  # type: ignore[union-attr]
+    assert told["planned"]["full"] == [[tokens, None] for tokens, _ in built.graphs.full_graphs()]
     assert told["captured"] == [asdict(full)]
 
 
-def test_trace_of_run_states_what_its_drafters_are(tmp_path: Path):
+def test_trace_of_run_states_what_its_drafters_are(tmp_path):
     policy = {"selector": {"kind": "fixed", "strategy": "recent:4"}, "drafters": {"recent": {"kind": "suffix"}}}
     (tmp_path / "policy.json").write_text(json.dumps(policy | {"format": "tltlab-policy", "version": 1}))
     both = 'rollout.drafters={"both":{"kind":"hybrid","first":"ngram"}}'

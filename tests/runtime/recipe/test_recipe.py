@@ -1,11 +1,7 @@
 """What a run is told: recipes, and what is said when they are wrong."""
 
-from __future__ import annotations
-
 import os
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +24,7 @@ steps = 3
 NO_DEVICES = "cluster.placement=colocated train.correction=none"
 
 
-def written(path: Path, text: str) -> Path:
+def written(path, text):
     path.write_text(text)
     return path
 
@@ -83,19 +79,19 @@ def written(path: Path, text: str) -> Path:
         ('rollout.min_p=0.1 rollout.vllm={"x":NaN,"max_num_seqs":0}', ("rollout.vllm", "max_num_seqs", "0")),
     ],
 )
-def test_a_wrong_override_is_named(tmp_path: Path, override: str, complaint: tuple):
+def test_a_wrong_override_is_named(tmp_path, override, complaint):
     with refused(ConfigError, naming=complaint):
         load_recipe(written(tmp_path / "r.toml", RECIPE), override.split())
 
 
 @pytest.mark.parametrize("options", ['{"api_key":"x"}', '{"hf_overrides":{"a":[{"HF_TOKEN":"x"}]}}'])
-def test_a_secret_option_is_refused_unrepeated(tmp_path: Path, options: str):
+def test_a_secret_option_is_refused_unrepeated(tmp_path, options):
     with refused(ConfigError) as info:
         load_recipe(written(tmp_path / "r.toml", RECIPE), [f"rollout.vllm={options}".replace('"x"', '"sk-1234"')])
     assert "sk-1234" not in str(info.value)
 
 
-def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path):
+def test_a_file_that_is_no_recipe_is_refused(tmp_path):
     path = tmp_path / "r.toml"
     for data, facts in (
         (b"seed = 1", ("model",)),
@@ -111,7 +107,7 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path):
             load_recipe(path)
 
 
-def test_a_run_continues_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_continues_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.jsonl").touch()
     load_policy("table").write(tmp_path / "mine.json")
@@ -161,9 +157,7 @@ IMPORTING = {
         *(({"vllm": {name: value}}, None, [f"rollout.vllm.{name}"]) for name, value in IMPORTING.items()),
     ],
 )
-def test_a_resumed_run_imports_what_is_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any], reward: Any, asked: list[str]
-):
+def test_a_resumed_run_imports_what_is_allowed(tmp_path, monkeypatch, rollout, reward, asked):
     fields = RESUMED | {"rollout": rollout, "code": ["/theirs"]} | ({"reward": reward} if reward else {})
     run = tmp_path / "run"
     write_json(run / "run.json", {"recipe": fields})
@@ -182,7 +176,7 @@ def test_a_resumed_run_imports_what_is_allowed(
     assert resumed_recipe(run).code == (copies, "/theirs")
 
 
-def test_an_override_is_no_permission(tmp_path: Path):
+def test_an_override_is_no_permission(tmp_path):
     write_json(tmp_path / "run.json", {"recipe": RESUMED})
     with refused(ConfigError, naming=("--allow-code",)):
         resumed_recipe(tmp_path, ["reward=mine:reward"])

@@ -1,11 +1,7 @@
 """Recipes that name a system of the literature: what it decides, and what in the recipe it does not go with."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,7 +30,7 @@ GPUS = 'cluster={"gpus_per_node":3,"gpu":"H100"}'
 
 
 @pytest.fixture
-def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random_model: Path) -> Path:
+def recipe_file(tmp_path, monkeypatch, random_model):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.jsonl").write_text('{"prompt": "w1 w2", "answer": "2"}\n' * 10)
     (tmp_path / "r.toml").write_text(f'model = "{random_model}"\n{RECIPE}')
@@ -57,7 +53,7 @@ def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, random_model: P
         ("open-r1", [GPUS], {"policy": "none"}),
     ],
 )
-def test_a_system_over_a_recipe_decides(recipe_file: Path, system: str, overrides: list[str], decided: dict[str, Any]):
+def test_a_system_over_a_recipe_decides(recipe_file, system, overrides, decided):
     """The file's own policy and depth give way."""
     recipe = load_recipe(recipe_file, [f"rollout.system={system}", *overrides])
     fields = recipe.model_dump(mode="json")
@@ -89,12 +85,12 @@ def test_a_system_over_a_recipe_decides(recipe_file: Path, system: str, override
         (["areal", HEAD], ("rollout.staleness", "[drafter]")),
     ],
 )
-def test_what_system_does_not_go_with_is_refused(recipe_file: Path, overrides: list[str], facts: tuple[Any, ...]):
+def test_what_system_does_not_go_with_is_refused(recipe_file, overrides, facts):
     with refused(ConfigError, naming=facts):
         load_recipe(recipe_file, [f"rollout.system={overrides[0]}", *overrides[1:]])
 
 
-def test_system_in_file_contradicts_what_stands_beside_it(recipe_file: Path):
+def test_system_in_file_contradicts_what_stands_beside_it(recipe_file):
     recipe_file.write_text(recipe_file.read_text() + 'system = "copris"\n')
     with refused(ConfigError, naming=("rollout.policy", "beg-mab", "copris")):
         load_recipe(recipe_file)
@@ -103,7 +99,7 @@ def test_system_in_file_contradicts_what_stands_beside_it(recipe_file: Path):
         load_recipe(recipe_file, ["rollout.system=null", "rollout.policy=system"]).read_policy()
 
 
-def test_resumed_run_keeps_policy_that_its_system_had(recipe_file: Path, tmp_path: Path, monkeypatch):
+def test_resumed_run_keeps_policy_that_its_system_had(recipe_file, tmp_path, monkeypatch):
     run = tmp_path / "run"
     recipe = load_recipe(recipe_file, ["rollout.system=das"])
     write_json(run / "run.json", run_json(recipe))
@@ -116,7 +112,7 @@ def test_resumed_run_keeps_policy_that_its_system_had(recipe_file: Path, tmp_pat
     assert resumed_recipe(run).read_policy() == load_policy(run / "policy.json") != recipe.read_policy()
 
 
-def dry_run(capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str]:
+def dry_run(capsys, *overrides):
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "r.toml", *overrides, "--dry-run"])
     out, err = capsys.readouterr()
@@ -131,7 +127,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, s
         ("areal", {"rollout.max_draft_depth": 0, "rollout.staleness": 4}, ["none"], "note: areal: an RL step"),
     ],
 )
-def test_a_dry_run_shows_what_a_system_became(recipe_file: Path, capsys, system, settings, strategies, says):
+def test_a_dry_run_shows_what_a_system_became(recipe_file, capsys, system, settings, strategies, says):
     code, text = dry_run(capsys, f"rollout.system={system}")
     assert (code, says in text, SYSTEMS[system].title in text) == (0, True, True)
     _, text = dry_run(capsys, f"rollout.system={system}", "--json")
@@ -139,7 +135,7 @@ def test_a_dry_run_shows_what_a_system_became(recipe_file: Path, capsys, system,
     assert (plan["name"], plan["settings"], plan["strategies"]) == (system, settings, strategies)
 
 
-def test_dry_run_refuses_part_that_no_engine_has(recipe_file: Path, capsys):
+def test_dry_run_refuses_part_that_no_engine_has(recipe_file, capsys):
     code, message = dry_run(capsys, "rollout.system=rlhfuse")
     assert (code, message.count("\n")) == (2, 1)
     assert "rollout.system: rlhfuse: no engine here has" in message

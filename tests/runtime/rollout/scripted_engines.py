@@ -1,42 +1,35 @@
 """Engines that say what a script says, one token per request and iteration, for tests of what is built around them."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.rollout.collected import RolloutTools, Trajectory
+from tltlab.runtime.rollout.collected import RolloutTools
 from tltlab.runtime.rollout.worker import enough
 from tltlab.runtime.run.data import rollouts_of
 
 END = 2
 
 
-def prompts(num: int) -> list[Prompt]:
+def prompts(num):
     return [Prompt(prompt_id=f"p{n}", text=f"text {n}", answer="", token_ids=[1, 10 + n, 5]) for n in range(num)]
 
 
-def recipe(rollout: dict[str, Any], train: dict[str, Any] | None = None, model: str | Path = "none") -> Recipe:
+def recipe(rollout, train=None, model="none"):
     return Recipe.model_validate(
         {"model": str(model), "reward": "a:b", "data": {"train": "none"}, "rollout": rollout, "train": train or {}}
     )
 
 
-def ways(rollout: dict[str, Any], num: int, train: dict[str, Any] | None = None, model: str | Path = "none") -> Any:
+def ways(rollout, num, train=None, model="none"):
     """How a recipe rolls out on `num` prompts."""
     return rollouts_of(recipe(rollout, train, model), prompts(num), DataOrder(num, seed=0))
 
 
-def resumed(first: Any, second: Any, folder: Path) -> Any:
+def resumed(first, second, folder):
     """The second in the state that a checkpoint keeps of the first."""
     state, order = json.loads(json.dumps([first.state_dict(folder), first.order.state_dict()]))
     second.load_state_dict(state, folder)
@@ -44,19 +37,25 @@ def resumed(first: Any, second: Any, folder: Path) -> Any:
     return second
 
 
-def rolled(responses: list[GenerationResponse], duration_s: float = 0.0, **more: Any) -> Rollout:
+def response(key, token_ids, **more):
+    """One that has ended by itself after a second, each of its tokens certain, unless `more` has it."""
+    ended = {"finish_reason": "stop", "t_first_token": 0.0, "t_finish": 1.0, "logprobs": [0.0] * len(token_ids)}
+    return GenerationResponse(key=key, token_ids=token_ids, **ended | more)
+
+
+def rolled(responses, duration_s=0.0, **more):
     """A rollout without iterations, unless `more` has them."""
     rest = {"iterations": [], "decisions": [], "recorder_s": 0.0, "policy_s": 0.0} | more
     return Rollout(responses=responses, duration_s=duration_s, **rest)
 
 
-def tools_of(generate: Any, rl_step: int, share: Any = lambda requests: [requests], **more: Any) -> RolloutTools:
+def tools_of(generate, rl_step, share=lambda requests: [requests], **more):
     """Tools that pay nothing for a response and score none, unless `more` does."""
     rest = {"rewards": lambda trajectories: [0.0] * len(trajectories), "score": _no_score, "policy_version": rl_step}
     return RolloutTools(generate=generate, share=share, rl_step=rl_step, **rest | more)
 
 
-def _no_score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
+def _no_score(pairs, *, distributions=False):
     raise AssertionError("nothing is to be scored")
 
 
@@ -67,7 +66,7 @@ class ScriptedEngines:
     an iteration a second; `asked` keeps every share, `running` how many ran in each iteration.
     """
 
-    def __init__(self, num_workers: int, length: Callable[[str, int], int], concurrency: int = 1000) -> None:
+    def __init__(self, num_workers, length, concurrency=1000):
         self.num_workers = num_workers
         self.length = length
         self.concurrency = concurrency
@@ -75,25 +74,23 @@ class ScriptedEngines:
         self.asked: list[list[list[GenerationRequest]]] = []
         self.running: list[list[int]] = [[] for _ in range(num_workers)]
 
-    def share(self, requests: list[GenerationRequest]) -> list[list[GenerationRequest]]:
+    def share(self, requests):
         cuts = [-(-w * len(requests) // self.num_workers) for w in range(self.num_workers + 1)]
         return [requests[cuts[w] : cuts[w + 1]] for w in range(self.num_workers)]
 
-    def generate(
-        self, shares: list[list[GenerationRequest]], number: int, quotas: Sequence[int] | None
-    ) -> list[Rollout]:
+    def generate(self, shares, number, quotas):
         self.asked.append(shares)
         return [self._run(n, share, None if quotas is None else quotas[n]) for n, share in enumerate(shares)]
 
-    def arrivals(self, share: list[GenerationRequest], iteration: int) -> list[GenerationRequest]:
+    def arrivals(self, share, iteration):
         """Those of a share that an engine may begin from this iteration on."""
         return [] if iteration else share
 
-    def _run(self, worker: int, share: list[GenerationRequest], quota: int | None) -> Rollout:
-        made: dict[Any, list[int]] = {}
-        ended: dict[Any, tuple[str, float]] = {}
+    def _run(self, worker, share, quota):
+        made = {}
+        ended = {}
         waiting, running = deque[GenerationRequest](), deque[GenerationRequest]()
-        iterations: list[dict[str, Any]] = []
+        iterations = []
         stop = enough(share, quota) if quota is not None else lambda keys: False
         while not stop(list(ended)):
             new = self.arrivals(share, len(iterations))
@@ -119,15 +116,15 @@ class ScriptedEngines:
         for request in (request for request in share if request.key in made):
             first = len(request.prompt_token_ids) - 3
             reason, finish = ended.get(request.key, ("abort", float(len(iterations))))
-            said = {"key": request.key, "token_ids": made[request.key], "finish_reason": reason}
+            said = {"finish_reason": reason, "t_first_token": 0.5, "t_finish": finish}
             said["logprobs"] = [-(self.version + (first + i) / 100) for i in range(len(made[request.key]))]
-            responses.append(GenerationResponse(t_first_token=0.5, t_finish=finish, **said))
+            responses.append(response(request.key, made[request.key], **said))
         decisions = [{"iteration": row["iteration"]} for row in iterations]
         return rolled(responses, float(len(iterations)), iterations=iterations, decisions=decisions)
 
-    def after_iteration(self, share: list[GenerationRequest], iterations: int, running: dict[Any, int]) -> None:
+    def after_iteration(self, share, iterations, running):
         """So many iterations are over, and these requests have come to so many tokens."""
 
-    def tools(self, rl_step: int, reward: Callable[[Trajectory], float] = lambda _: 0.0, **more: Any) -> RolloutTools:
+    def tools(self, rl_step, reward=lambda _: 0.0, **more):
         self.version = rl_step
         return tools_of(self.generate, rl_step, self.share, rewards=lambda them: list(map(reward, them)), **more)

@@ -1,21 +1,15 @@
 """A placement of a user's own splits the rollouts of a training run, and is told what came before."""
 
-from __future__ import annotations
-
-import json
-from pathlib import Path
-
 import pytest
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse
 from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.run.state import RunEvents
 
 from ..engine.asking import request
-from .scripted_engines import recipe, rolled
+from .scripted_engines import recipe, response, rolled
 
 OWN = """
 from tltlab.planning.placement import Placement
@@ -32,7 +26,7 @@ class Longest(Placement):
 
 
 @pytest.fixture
-def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerPool:
+def pool(tmp_path, monkeypatch):
     """Two workers that are not started, under a placement that gives the first one the longest response alone."""
     (tmp_path / "placing.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
@@ -42,37 +36,23 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerPool:
     return WorkerPool(ours, build, lambda n: None, lambda n: {}, events=events, on_restart=lambda n: None)
 
 
-def names(shares: list[list[GenerationRequest]]) -> list[list[str]]:
+def names(shares):
     return [[r.key[1] for r in share] for share in shares]
 
 
-def response(name: str, turn: int, tokens: int, reason: str = "length") -> GenerationResponse:
-    return GenerationResponse(
-        key=(0, name, 0, turn),
-        token_ids=[5] * tokens,
-        logprobs=[0.0] * tokens,
-        finish_reason=reason,
-        t_first_token=0.0,
-        t_finish=1.0,
-    )
-
-
-def test_earlier_lengths_place_rollouts_not_evaluations(pool: WorkerPool):
+def test_earlier_lengths_place_rollouts_not_evaluations(pool):
     asked = [request(name, 0, [1, 2], 100) for name in ("a", "b", "c")]
     assert names(pool.place(asked)) == [["a"], ["b", "c"]]
-    parts = [
-        rolled([response("a", 0, 10), response("b", 0, 15), response("b", 1, 9)]),
-        rolled([response("c", 0, 90, "abort")]),
-    ]
+    turns = (("a", 0, 10), ("b", 0, 15), ("b", 1, 9))
+    ended = [response((0, name, 0, turn), [5] * tokens) for name, turn, tokens in turns]
+    parts = [rolled(ended), rolled([response((0, "c", 0, 0), [5] * 90, finish_reason="abort")])]
     pool.remember([asked, []], parts)
     assert pool.lengths == {"a": [10], "b": [24]}, "of all turns, and of whole responses alone"
     assert names(pool.place(asked)) == [["b"], ["c", "a"]]
     assert names(pool.share(asked)) == [["a", "b"], ["c"]]
-    pool.lengths = json.loads(json.dumps(pool.lengths))
-    assert names(pool.place(asked)) == [["b"], ["c", "a"]]
 
 
-def test_plan_that_loses_request_ends_run(pool: WorkerPool):
-    pool.placement.place = lambda *_: [[0], []]  # type: ignore[method-assign]
+def test_plan_that_loses_request_ends_run(pool):
+    pool.placement.place = lambda *_: [[0], []]
     with refused(ConfigError, naming=("Longest", 2)):
         pool.place([request("a", n, [1], 9) for n in range(2)])

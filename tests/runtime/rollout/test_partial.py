@@ -3,13 +3,9 @@
 Of those during training: what may begin, how old what is trained on is, and which lengths it has.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +13,7 @@ import pytest
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.planning.dispatch import may_start
-from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.rollout.collected import Collected, SynchronousRollouts, Trajectory
+from tltlab.runtime.rollout.collected import SynchronousRollouts
 from tltlab.runtime.rollout.in_flight import DeferredCalls, QueuedRequests
 from tltlab.runtime.rollout.partial import first_version
 from tltlab.runtime.rollout.worker import enough
@@ -28,28 +23,28 @@ from .scripted_engines import END, ScriptedEngines, prompts, recipe, resumed, wa
 PROMPTS, GROUP, STEP_GROUPS, CAP, WORKERS, CONCURRENCY = 200, 4, 6, 60, 2, 10
 
 
-def length(prompt_id: str, sample: int) -> int:
+def length(prompt_id, sample):
     """A long tail: most responses are short, some reach the cap."""
     rng = np.random.default_rng([int(prompt_id[1:]), sample])
     return min(1 + int(rng.pareto(1.0) * 5), 2 * CAP)
 
 
-def reward(trajectory: Trajectory) -> float:
+def reward(trajectory):
     return float(len(trajectory.token_ids))
 
 
-def made(max_age: int | None = None) -> tuple[ScriptedEngines, Any]:
+def made(max_age=None):
     sizes = {"num_workers": WORKERS, "prompts_per_step": STEP_GROUPS, "group_size": GROUP, "max_response_tokens": CAP}
     rollouts = ways(sizes | {"partial": {"concurrency": CONCURRENCY, "max_age": max_age}}, PROMPTS)
     return ScriptedEngines(WORKERS, length, CONCURRENCY // WORKERS), rollouts
 
 
-def run(engines: ScriptedEngines, rollouts: Any, steps: range) -> list[Collected]:
+def run(engines, rollouts, steps):
     return [rollouts.collect(engines.tools(rl_step, reward)) for rl_step in steps]
 
 
 @pytest.fixture(scope="module")
-def twelve_steps() -> tuple[ScriptedEngines, list[Collected]]:
+def twelve_steps():
     engines, rollouts = made()
     return engines, run(engines, rollouts, range(12))
 
@@ -74,7 +69,7 @@ def test_trained_responses_are_whole_with_token_versions(twelve_steps):
 
 def test_no_token_is_lost_between_rl_steps(twelve_steps):
     """The rows of a response put together, over the RL steps that it took, are the response."""
-    parts: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
+    parts = defaultdict(list)
     trained = set()
     for got in twelve_steps[1]:
         for requests, rollout in zip(got.requests, got.parts, strict=True):
@@ -99,9 +94,9 @@ def test_engines_are_full_until_last_group_is_whole(twelve_steps):
     assert {n for running in twelve_steps[0].running for n in running} == {CONCURRENCY // WORKERS}
 
 
-def test_cut_responses_continue_first_in_order(tmp_path: Path):
+def test_cut_responses_continue_first_in_order(tmp_path):
     engines, rollouts = made()
-    before: list[str] = []
+    before = []
     for got in run(engines, rollouts, range(8)):
         shares = engines.asked[-1]
         assert len(shares) == WORKERS
@@ -128,7 +123,7 @@ def test_groups_that_are_too_old_are_dropped():
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
-def test_a_resumed_run_continues_as_the_unbroken_one(tmp_path: Path, steps: int):
+def test_a_resumed_run_continues_as_the_unbroken_one(tmp_path, steps):
     engines, unbroken = made(max_age=3)
     expected = run(engines, unbroken, range(steps + 4))
     engines, first = made(max_age=3)
@@ -147,7 +142,7 @@ def test_a_resumed_run_continues_as_the_unbroken_one(tmp_path: Path, steps: int)
         ("recipe", recipe({"max_response_tokens": 1, "partial": {"concurrency": 8}}), ("max_response_tokens", "1")),
     ],
 )
-def test_continued_responses_need_prompt_and_room(tmp_path: Path, name: str, value: object, facts: tuple[str, ...]):
+def test_continued_responses_need_prompt_and_room(tmp_path, name, value, facts):
     engines, rollouts = made()
     run(engines, rollouts, range(2))
     state = rollouts.state_dict(tmp_path)
@@ -171,7 +166,7 @@ class SwappingEngines(ScriptedEngines):
     every = 9
     begins_at = ends_at = 0
 
-    def _run(self, worker: int, share: list[GenerationRequest], quota: int | None) -> Rollout:
+    def _run(self, worker, share, quota):
         # Every worker sees the same weights come at the same iterations.
         self.version, self.swaps = self.begins_at, []
         self.queue = QueuedRequests(share, lambda: self.version)
@@ -182,21 +177,21 @@ class SwappingEngines(ScriptedEngines):
         self.ends_at = max(self.ends_at, self.version)
         return self.queue.whole(rollout, [*self.swaps, (self.version, {})])
 
-    def arrivals(self, share: list[GenerationRequest], iteration: int) -> list[GenerationRequest]:
+    def arrivals(self, share, iteration):
         return self.queue.take()
 
-    def after_iteration(self, share: list[GenerationRequest], iterations: int, running: dict[Any, int]) -> None:
+    def after_iteration(self, share, iterations, running):
         if iterations % self.every == 0 and self.version < share[0].key[0]:
             self.swaps.append((self.version, running))
             self.version += 1
 
 
-def asynchronous(staleness: int, stale: str = "hold") -> tuple[SwappingEngines, Any]:
+def asynchronous(staleness, stale="hold"):
     sizes = {"num_workers": WORKERS, "prompts_per_step": PER_STEP, "group_size": SAMPLES, "max_response_tokens": CAP}
     return SwappingEngines(WORKERS, length), ways(sizes | {"staleness": staleness, "stale": stale}, 200)
 
 
-def collect(engines: SwappingEngines, rollouts: Any, steps: range, staleness: int) -> list[Collected]:
+def collect(engines, rollouts, steps, staleness):
     """Each as early as its trainer may be behind: with the engines' weights `staleness` versions old."""
     found = []
     for rl_step in steps:
@@ -206,7 +201,7 @@ def collect(engines: SwappingEngines, rollouts: Any, steps: range, staleness: in
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_nothing_is_lost_or_trained_on_beyond_bound(staleness: int):
+def test_nothing_is_lost_or_trained_on_beyond_bound(staleness):
     engines, rollouts = asynchronous(staleness)
     found = collect(engines, rollouts, range(STEPS), staleness)
     trained = Counter[tuple[str, int, int]]()
@@ -246,7 +241,7 @@ def test_the_rule_is_areals():
             assert may == sum(each <= version for each in first)
 
 
-def test_a_run_continues_with_its_groups_and_lengths(tmp_path: Path):
+def test_a_run_continues_with_its_groups_and_lengths(tmp_path):
     engines, rollouts = asynchronous(2)
     collect(engines, rollouts, range(6), 2)
     again = resumed(rollouts, asynchronous(2)[1], tmp_path)
@@ -266,9 +261,9 @@ def test_a_bound_of_zero_is_synchronous():
 
 def test_calls_of_threads_run_between_iterations():
     between = DeferredCalls()
-    by: list[int] = []
+    by = []
 
-    def call() -> int:
+    def call():
         return between.call(lambda: by.append(threading.get_ident()) or len(by))
 
     assert call() == 1

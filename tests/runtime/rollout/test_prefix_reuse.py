@@ -1,14 +1,10 @@
 """Prefixes from the epoch before: what is kept, that the residual makes it exact, and what a later visit knows."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,18 +12,16 @@ from scipy.stats import chisquare
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
-from tltlab.runtime.rollout.collected import RolloutTools, save_ragged
+from tltlab.runtime.rollout.collected import save_ragged
 from tltlab.runtime.rollout.prefix_reuse import (
     EARLIER_FILE,
-    ReusingRollouts,
     end_tokens,
     keep_chances,
     kept_prefix,
     residual,
 )
 
-from .scripted_engines import END, ScriptedEngines, prompts, recipe, resumed, rolled, tools_of, ways
+from .scripted_engines import END, ScriptedEngines, prompts, recipe, response, resumed, rolled, tools_of, ways
 
 Tokens = tuple[int, ...]
 CAP = 3
@@ -36,7 +30,7 @@ CAP = 3
 class ToyPolicy:
     """A policy over `num_words` words, END (2) among them, for responses of up to 3 tokens: log-probs [V] by prefix."""
 
-    def __init__(self, seed: int, num_words: int) -> None:
+    def __init__(self, seed, num_words):
         rng = np.random.default_rng(seed)
         self.num_words = num_words
         self.rows = {
@@ -46,19 +40,19 @@ class ToyPolicy:
         }
         self.sums = {prefix: np.exp(row).cumsum() for prefix, row in self.rows.items()}
 
-    def responses(self) -> dict[Tokens, float]:
+    def responses(self):
         """Every whole response and its probability."""
         return self.continuations((), 1.0)
 
-    def continuations(self, prefix: Tokens, chance: float) -> dict[Tokens, float]:
+    def continuations(self, prefix, chance):
         if len(prefix) == CAP or prefix[-1:] == (END,):
             return {prefix: chance}
-        out: dict[Tokens, float] = {}
+        out = {}
         for token in range(self.num_words):
             out |= self.continuations((*prefix, token), chance * float(np.exp(self.rows[prefix][token])))
         return out
 
-    def scored(self, tokens: Tokens) -> np.ndarray:
+    def scored(self, tokens):
         return np.stack([self.rows[tokens[:i]] for i in range(len(tokens))])
 
 
@@ -82,22 +76,22 @@ def test_residual_is_what_policy_before_gave_too_little():
 class ToyTools:
     """An engine that samples from a toy policy, and a trainer that scores with it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
         self.num_generated = 0
 
-    def __call__(self, rl_step: int, policy: ToyPolicy) -> RolloutTools:
+    def __call__(self, rl_step, policy):
         self.policy = policy
         return tools_of(self.generate, rl_step, score=self.score)
 
-    def score(self, pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
+    def score(self, pairs, *, distributions=False):
         rows = [self.policy.scored(tuple(tokens)) for _, tokens in pairs]
         return [
             (r if distributions else r[np.arange(len(tokens)), tokens]).astype(np.float32)
             for r, (_, tokens) in zip(rows, pairs, strict=True)
         ]
 
-    def generate(self, shares: list[list[GenerationRequest]], number: int, quotas: Any) -> list[Rollout]:
+    def generate(self, shares, number, quotas):
         responses = []
         for request in shares[0]:
             prefix = tuple(request.prompt_token_ids[3:])
@@ -109,19 +103,16 @@ class ToyTools:
             assert len(prefix) < len(tokens) <= len(prefix) + request.max_response_tokens
             self.num_generated += len(tokens) - len(prefix)
             new, why = list(tokens[len(prefix) :]), "stop" if tokens[-1] == END else "length"
-            times = {"t_first_token": 0.0, "t_finish": 0.0}
-            responses.append(
-                GenerationResponse(key=request.key, token_ids=new, logprobs=logprobs, finish_reason=why, **times)
-            )
+            responses.append(response(request.key, new, logprobs=logprobs, finish_reason=why))
         return [rolled(responses)]
 
 
-def reusing(model: Path, num_prompts: int, reuse: dict[str, Any], **rollout: Any) -> ReusingRollouts:
+def reusing(model, num_prompts, reuse, **rollout):
     sizes = {"prompts_per_step": num_prompts, "group_size": 8, "max_response_tokens": CAP}
     return ways(sizes | rollout | {"reuse": reuse}, num_prompts, model=model)
 
 
-def test_reuse_draws_from_the_active_policy(random_model: Path):
+def test_reuse_draws_from_the_active_policy(random_model):
     """Policies alternate, so each visit reuses what another drew, and nobody can tell."""
     policies = ToyPolicy(0, 4), ToyPolicy(1, 4)
     rollouts = reusing(random_model, 10, {"residual": "exact"}, group_size=200)
@@ -144,13 +135,13 @@ def test_reuse_draws_from_the_active_policy(random_model: Path):
     assert tools.num_generated < 0.7 * num_tokens
 
 
-def one_group(reuse: dict[str, Any], length: Callable[[str, int], int], **rollout: Any) -> tuple[Any, ReusingRollouts]:
+def one_group(reuse, length, **rollout):
     """Scripted engines on two workers and one prompt of two samples."""
     rollouts = reusing(Path("none"), 1, reuse, group_size=2, max_response_tokens=20, **rollout)
     return ScriptedEngines(2, length), rollouts
 
 
-def scoring(logprobs: Callable[[list[int]], np.ndarray]) -> Callable[..., list[np.ndarray]]:
+def scoring(logprobs):
     return lambda pairs, distributions=False: [logprobs(tokens) for _, tokens in pairs]
 
 
@@ -160,7 +151,7 @@ def test_an_engine_continues_behind_the_last_token_kept():
     first = rollouts.collect(engines.tools(0))
     assert [(len(t.token_ids), t.truncated) for t in first.trajectories] == [(6, False), (20, True)]
 
-    def then_but_fifth(tokens: list[int]) -> np.ndarray:
+    def then_but_fifth(tokens):
         logprobs = np.array([-(i / 100) for i in range(len(tokens))])
         return logprobs - 50.0 * ((np.arange(len(tokens)) == 4) & (len(tokens) == 20))
 
@@ -180,7 +171,7 @@ def test_an_engine_continues_behind_the_last_token_kept():
     assert second.groups == [0, 0]
 
 
-def test_empty_states_restore_and_caps_are_checked(tmp_path: Path):
+def test_empty_states_restore_and_caps_are_checked(tmp_path):
     engines, rollouts = one_group({}, lambda prompt, sample: 6)
     for nothing in (json.loads(json.dumps(rollouts.state_dict(tmp_path))), {}):
         rollouts.load_state_dict(nothing, tmp_path)
@@ -191,7 +182,7 @@ def test_empty_states_restore_and_caps_are_checked(tmp_path: Path):
         rollouts.load_state_dict(state, tmp_path)
 
 
-def halved(tokens: list[int]) -> np.ndarray:
+def halved(tokens):
     """Every token is half as likely as when the scripted engine drew it under version 0."""
     return np.array([-(i / 100) for i in range(len(tokens))]) + np.log(0.5)
 
@@ -211,7 +202,7 @@ def test_leniency_keeps_more_and_draws_differ():
     assert any(a != b for a, b in cuts[:6])
 
 
-def certain(token: int) -> np.ndarray:
+def certain(token):
     """[V]: all but 1e-9 on `token`."""
     row = np.full(128, np.log(1e-9 / 127), np.float32)
     row[token] = 0.0
@@ -219,7 +210,7 @@ def certain(token: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("drawn", "place", "whole"), [(END, 3, True), (20, 3, False), (20, 19, True), (END, 19, True)])
-def test_a_residual_token_may_end_the_response(random_model: Path, tmp_path: Path, drawn: int, place: int, whole: bool):
+def test_a_residual_token_may_end_the_response(random_model, tmp_path, drawn, place, whole):
     """The active policy wants `drawn` at `place` of a response of 20 tokens, the cap: END and the cap end it."""
     tokens = [4 + i % 10 for i in range(20)]
     rollouts = reusing(random_model, 1, {"residual": "exact"}, group_size=2, max_response_tokens=20)
@@ -228,7 +219,7 @@ def test_a_residual_token_may_end_the_response(random_model: Path, tmp_path: Pat
     save_ragged(tmp_path / EARLIER_FILE, **{name: [values] * 2 for name, values in columns.items()})
     rollouts.load_state_dict({"earlier": [["p0", sample, True] for sample in range(2)]}, tmp_path)
 
-    def score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
+    def score(pairs, *, distributions=False):
         assert distributions
         return [np.stack([certain(drawn if i == place else t) for i, t in enumerate(ids)]) for _, ids in pairs]
 
@@ -242,10 +233,10 @@ def test_a_residual_token_may_end_the_response(random_model: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["none", "exact"])
-def test_a_resumed_run_reuses_as_the_unbroken_one(random_model: Path, tmp_path: Path, kind: str):
+def test_a_resumed_run_reuses_as_the_unbroken_one(random_model, tmp_path, kind):
     policies = ToyPolicy(0, 4), ToyPolicy(1, 4)
 
-    def run(rollouts: ReusingRollouts, steps: range) -> list[Any]:
+    def run(rollouts, steps):
         out = []
         for rl_step in steps:
             got = rollouts.collect(ToyTools(rl_step)(rl_step, policies[rl_step % 2]))
@@ -262,14 +253,14 @@ def test_a_resumed_run_reuses_as_the_unbroken_one(random_model: Path, tmp_path: 
             resumed(first, reusing(random_model, 3, {"residual": "exact"}), tmp_path)
 
 
-def test_exact_refuses_what_it_cannot_keep(random_model: Path):
+def test_exact_refuses_what_it_cannot_keep(random_model):
     with refused(ConfigError, naming=("24", "78,643,200", "7.0", "GiB")):
         reusing(random_model, 200, {"residual": "exact"}, group_size=512, max_response_tokens=768)
     with refused(ConfigError, naming=("distribution",)):
         ways({"reuse": {"residual": "exact"}, "top_k": 5}, 2, {"correction": "none"}, random_model)
 
 
-def test_end_tokens_come_from_tokenizer_and_configuration(random_model: Path, tmp_path: Path):
+def test_end_tokens_come_from_tokenizer_and_configuration(random_model, tmp_path):
     assert end_tokens(str(random_model)) == {END}
     folder = tmp_path / "model"
     shutil.copytree(random_model, folder)

@@ -1,17 +1,12 @@
 """Rewards in their own processes: what hangs, raises or crashes costs its response the reward, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -87,7 +82,7 @@ def run():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory):
     """A folder on the path with the module of rewards."""
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "pool_rewards.py").write_text(MODULE)
@@ -106,7 +101,7 @@ def reward(prompt, response, answer):
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_reward_module_is_found_on_resume(processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_reward_module_is_found_on_resume(processes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before, there = list(sys.path), tmp_path / "there"
     there.mkdir()
@@ -144,44 +139,44 @@ def test_a_reward_module_is_found_on_resume(processes: int, tmp_path: Path, monk
     assert sys.path == before
 
 
-def recipe_of(processes: int, reward: Any = "pool_rewards:reward", **settings: Any) -> Recipe:
+def recipe_of(processes, reward="pool_rewards:reward", **settings):
     settings = {"processes": processes, "timeout_s": 120.0, "on_failure": -1.0} | settings
     return Recipe.model_validate({"model": "m", "reward": reward, "data": {"train": "x"}, "reward_pool": settings})
 
 
 @pytest.fixture(scope="module")
-def two_processes(folder: Path) -> Iterator[RewardPool]:
+def two_processes(folder):
     with RewardPool(recipe_of(2)) as pool:
         yield pool
 
 
 @pytest.fixture
-def pool(two_processes: RewardPool) -> RewardPool:
+def pool(two_processes):
     """A pool of two processes that has not failed yet."""
     two_processes.take_failures()
     return two_processes
 
 
-def of(pool: RewardPool, *responses: str) -> list[float]:
+def of(pool, *responses):
     return pool.rewards([("a prompt", response, "an answer") for response in responses])
 
 
-def test_rewards_come_in_the_order_of_the_responses(pool: RewardPool):
+def test_rewards_come_in_the_order_of_the_responses(pool):
     assert of(pool, "sleep 0.1", *("x" * n for n in range(100))) == [9.0, *map(float, range(100))]
     assert of(pool) == []
     assert pool.take_failures() == []
 
 
-def both(pool: RewardPool) -> set[int]:
+def both(pool):
     """The two processes that compute rewards, once both do."""
-    found: set[int] = set()
+    found = set()
     deadline = time.monotonic() + 300
     while len(found) < 2 and time.monotonic() < deadline:
         found |= {int(place) for place in of(pool, *["where", "sleep 0.06"] * 8)} - {len("sleep 0.06")}
     return found
 
 
-def test_reward_processes_import_only_what_they_need(pool: RewardPool):
+def test_reward_processes_import_only_what_they_need(pool):
     assert len(both(pool) - {os.getpid()}) == 2
     assert of(pool, "heavy") == [0.0]
 
@@ -200,9 +195,7 @@ def test_reward_processes_import_only_what_they_need(pool: RewardPool):
     ],
     ids=["late", "raised", "ended", "no exception"],
 )  # fmt: skip
-def test_a_reward_that_fails_costs_its_response_alone(
-    pool: RewardPool, monkeypatch: pytest.MonkeyPatch, responses: str, rewards: list[int], failures: list[str]
-):
+def test_a_reward_that_fails_costs_its_response_alone(pool, monkeypatch, responses, rewards, failures):
     if "hang" in responses:
         monkeypatch.setattr(pool, "_config", pool._config.model_copy(update={"timeout_s": 2.0}))
     assert of(pool, *responses.split(",")) == rewards
@@ -214,7 +207,7 @@ def test_a_reward_that_fails_costs_its_response_alone(
     assert pool.take_failures() == []
 
 
-def test_a_reward_closing_descriptors_costs_one_response(pool: RewardPool, monkeypatch: pytest.MonkeyPatch):
+def test_a_reward_closing_descriptors_costs_one_response(pool, monkeypatch):
     monkeypatch.setattr(pool, "_config", pool._config.model_copy(update={"timeout_s": 2.0}))
     first, *others = of(pool, "descriptors", "a", "bb", "ccc")
     assert (first in (-1, len("descriptors")), others) == (True, [1, 2, 3])
@@ -222,23 +215,23 @@ def test_a_reward_closing_descriptors_costs_one_response(pool: RewardPool, monke
     assert of(pool, "dddd", "a") == [4, 1]
 
 
-def test_reward_process_has_memory_that_it_is_given(folder: Path):
+def test_reward_process_has_memory_that_it_is_given(folder):
     with RewardPool(recipe_of(1, memory_bytes=1 << 32)) as pool:
         assert of(pool, "memory", "a") == [-1, 1]
         assert "MemoryError" in pool.take_failures()[0]
 
 
-def test_processes_that_die_between_rewards_are_replaced(pool: RewardPool):
+def test_processes_that_die_between_rewards_are_replaced(pool):
     for number in both(pool):
         os.kill(number, signal.SIGKILL)
     assert of(pool, "a", "bb") == [1, 2]
 
 
-def test_tasks_of_a_broken_pool_are_reissued(pool: RewardPool, monkeypatch: pytest.MonkeyPatch):
+def test_tasks_of_a_broken_pool_are_reissued(pool, monkeypatch):
     both(pool)
     broken = pool._pool
 
-    def breaks(*arguments: Any, **options: Any) -> Future[Any]:
+    def breaks(*arguments, **options):
         broken._context.status = PoolStatus.ERROR
         return Future()
 
@@ -246,20 +239,20 @@ def test_tasks_of_a_broken_pool_are_reissued(pool: RewardPool, monkeypatch: pyte
     assert of(pool, "a", "bb") == [1, 2]
 
 
-def test_without_processes_rewards_are_computed_here(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_without_processes_rewards_are_computed_here(folder, capsys):
     with RewardPool(recipe_of(0)) as pool:
         assert of(pool, "a", "where", "raise", "nan", "leave") == [1, os.getpid(), -1, -1, -1]
         assert len(pool.take_failures()) == 3
     assert capsys.readouterr().out == ""
 
 
-def test_a_list_of_rewards_is_summed_by_weight(folder: Path):
+def test_a_list_of_rewards_is_summed_by_weight(folder):
     terms = [{"path": "pool_rewards:reward", "weight": -2.0}, {"path": "pool_rewards:half"}]
     with RewardPool(recipe_of(0, terms)) as pool:
         assert of(pool, "a", "raise") == [-1.5, -1]
 
 
-def test_reward_that_imports_here_alone_ends_run(folder: Path):
+def test_reward_that_imports_here_alone_ends_run(folder):
     (folder / "gone_rewards.py").write_text("def reward(prompt, response, answer): return 1.0")
     pool = RewardPool(recipe_of(1, "gone_rewards:reward"))
     (folder / "gone_rewards.py").unlink()
@@ -267,11 +260,11 @@ def test_reward_that_imports_here_alone_ends_run(folder: Path):
         of(pool, "a")
 
 
-def test_an_interrupted_start_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_start_leaves_no_process(folder, monkeypatch):
     """They were not ended, and the end of this process waited for them."""
-    started: list[int] = []
+    started = []
 
-    def interrupted(manager: PoolManager) -> None:
+    def interrupted(manager):
         start(manager)
         started.extend(manager.worker_manager.workers)
         raise KeyboardInterrupt
@@ -284,7 +277,7 @@ def test_an_interrupted_start_leaves_no_process(folder: Path, monkeypatch: pytes
     assert not psutil.pid_exists(started[0])
 
 
-def test_no_process_outlives_a_driver_that_is_killed(folder: Path):
+def test_no_process_outlives_a_driver_that_is_killed(folder):
     script = folder / "killed.py"
     script.write_text(SCRIPT.replace("PROCESSES", "2") + 'if __name__ == "__main__":\n    run()')
     command = [sys.executable, str(script)]
@@ -299,7 +292,7 @@ def test_no_process_outlives_a_driver_that_is_killed(folder: Path):
     assert psutil.wait_procs(children, timeout=120)[1] == []
 
 
-def test_script_without_main_guard_is_reported_so(folder: Path):
+def test_script_without_main_guard_is_reported_so(folder):
     script = folder / "unguarded.py"
     script.write_text(SCRIPT.replace("PROCESSES", "1") + "run()")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
@@ -308,7 +301,7 @@ def test_script_without_main_guard_is_reported_so(folder: Path):
 
 @pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize("tidy", [False, True])
-def test_token_ids_are_decoded_as_the_tokenizer_does(folder: Path, processes: int, tidy: bool):
+def test_token_ids_are_decoded_as_the_tokenizer_does(folder, processes, tidy):
     """Only a tokenizer that tidies up afterwards is asked itself: it takes transformers, which processes do without."""
     backend = Tokenizer(WordLevel({"<pad>": 0, "heavy": 1, "what": 2, "?": 3}, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", clean_up_tokenization_spaces=tidy)

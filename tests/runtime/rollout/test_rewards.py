@@ -1,10 +1,5 @@
 """What rewards pay for, how they are named and summed, and what is said of one that cannot be called."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from tests.refused import refused
@@ -19,7 +14,6 @@ from tltlab.runtime.rollout.rewards import (
     math,
 )
 
-Reward = Callable[[str, str, str], float]
 MODULE = """
 def two(prompt, response, answer): return 2
 def infinite(prompt, response, answer): return float("inf")
@@ -30,7 +24,7 @@ def of_one(response): return 1.0
 
 
 @pytest.fixture(autouse=True)
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def module(tmp_path, monkeypatch):
     (tmp_path / "some_rewards.py").write_text(MODULE)
     (tmp_path / "broken_rewards.py").write_text("f = 1 / 0")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -59,7 +53,7 @@ GSM8K = "1200 + 34 = <<1200+34=1234>>1234\n#### 1,234"
         (boxed_format, "", [], [r"\boxed{1} or \boxed{2}", r"\boxed{\boxed{1}}", r"\boxed{ }", r"\boxed{1", "1"]),
     ],
 )
-def test_a_reward_pays_for_what_is_right(reward: Reward, answer: str, right: list[str], wrong: list[str]):
+def test_a_reward_pays_for_what_is_right(reward, answer, right, wrong):
     assert {response: reward("", response, answer) for response in right} == dict.fromkeys(right, 1.0)
     assert {response: reward("", response, answer) for response in wrong} == dict.fromkeys(wrong, 0.0)
 
@@ -71,7 +65,7 @@ def test_boxes_are_found_in_linear_time():
 
 
 @pytest.mark.parametrize(("name", "what"), [("infinite", ("returned",)), ("text", ()), ("nothing", ("NoneType",))])
-def test_a_reward_is_a_finite_number(name: str, what: tuple):
+def test_a_reward_is_a_finite_number(name, what):
     with refused(NotANumberError, naming=what):
         load_rewards([("some_rewards:two", 1.0), (f"some_rewards:{name}", 1.0)])("", "", "")
 
@@ -89,13 +83,13 @@ def test_a_reward_is_a_finite_number(name: str, what: tuple):
         ("some_rewards:of_one", ()),
     ],
 )
-def test_a_reward_that_cannot_be_called_is_refused(path: str, complaint: tuple):
+def test_a_reward_that_cannot_be_called_is_refused(path, complaint):
     with refused(ConfigError, naming=complaint):
         load_reward(path)
 
 
 @pytest.mark.parametrize("rewards", [[], [("some_rewards:two", float("nan"))]])
-def test_a_sum_of_nothing_or_nan_is_refused(rewards: list[tuple[str, float]]):
+def test_a_sum_of_nothing_or_nan_is_refused(rewards):
     with refused(ConfigError):
         load_rewards(rewards)
 

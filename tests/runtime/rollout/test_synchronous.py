@@ -1,23 +1,19 @@
 """Synchronous rollouts, and the rounds of dynamic sampling."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tltlab.runtime.data.order import prompt_batch
-from tltlab.runtime.rollout.collected import Trajectory
 
 from .scripted_engines import ScriptedEngines, resumed, ways
 
 
-def by_sample(trajectory: Trajectory) -> float:
+def by_sample(trajectory):
     return float(trajectory.sample)
 
 
-def even(name: str) -> bool:
+def even(name):
     """Whether a prompt's number is even."""
     return int(name[1:]) % 2 == 0
 
@@ -66,7 +62,7 @@ def test_dynamic_sampling_replaces_groups_without_a_difference():
 
 
 @pytest.mark.parametrize(("overlong", "num_trained"), [("keep", 2), ("zero", 0)])
-def test_reward_that_truncation_takes_away_makes_no_difference(overlong: str, num_trained: int):
+def test_reward_that_truncation_takes_away_makes_no_difference(overlong, num_trained):
     """Only sample 1 is right, and it ends at the cap: with "zero" its group would be trained with no advantage."""
     engines = ScriptedEngines(1, lambda prompt, sample: 1000 if sample else 3)
     rollouts = ways({"prompts_per_step": 1, "group_size": 2}, 4, {"sampling_rounds": 2, "overlong": overlong})
@@ -116,9 +112,7 @@ PARTIAL, REUSE = {"partial": {"concurrency": 4}}, {"reuse": {}}
         (PARTIAL, PARTIAL, ()),
     ],
 )
-def test_another_way_states_what_it_leaves(
-    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], facts: tuple[str, ...]
-):
+def test_another_way_states_what_it_leaves(tmp_path, before, after, facts):
     sizes = {"prompts_per_step": 2, "group_size": 2}
     engines = ScriptedEngines(2, lambda prompt, sample: 3 + 9 * sample, 2)
     first = ways(sizes | before, 40)

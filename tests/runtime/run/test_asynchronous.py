@@ -1,19 +1,13 @@
 """Training during rollouts on real engines: its bound, continuing from a checkpoint, and engines that die meanwhile."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.rollout.partial import PENDING_FILE
 from tltlab.runtime.run.grpo import GrpoRun
-from tltlab.runtime.run.rows import StepReport
-from tltlab.traces.trace import Trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_ray")]
 BOUND, STEPS, PER_STEP, GROUP, WORKERS = 2, 4, 4, 4, 2
@@ -62,7 +56,7 @@ if os.getpid() != {driver}:
 """
 
 
-def recipe(recipe_file: Path, *more: str) -> Recipe:
+def recipe(recipe_file, *more):
     settings = {
         "rollout.staleness": BOUND, "rollout.num_workers": WORKERS, "rollout.prompts_per_step": PER_STEP,
         "rollout.group_size": GROUP, "rollout.max_response_tokens": 96, "rollout.vllm.max_num_seqs": 8,
@@ -72,7 +66,7 @@ def recipe(recipe_file: Path, *more: str) -> Recipe:
     return load_recipe(recipe_file, [*(f"{key}={value}" for key, value in settings.items()), *more])
 
 
-def check(trace: Trace, reports: Sequence[StepReport]) -> None:
+def check(trace, reports):
     """No token is older than the bound or of a policy to come, and every response is there once, from its first token
     to its last."""
     assert trace.rl_steps == list(range(STEPS)) == [report.rl_step for report in reports]
@@ -97,11 +91,11 @@ def check(trace: Trace, reports: Sequence[StepReport]) -> None:
         assert report.metrics["trained/length_bias"] == 1.0
 
 
-def events(run: Path) -> list[str]:
+def events(run):
     return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
 
 
-def test_a_run_resumes_with_responses_under_way(recipe_file: Path, tmp_path: Path):
+def test_a_run_resumes_with_responses_under_way(recipe_file, tmp_path):
     asked, out = recipe(recipe_file, "checkpoint.every=2"), tmp_path / "run"
     with GrpoRun(asked, out) as run:
         for _ in range(2):
@@ -125,7 +119,7 @@ def test_a_run_resumes_with_responses_under_way(recipe_file: Path, tmp_path: Pat
     assert mismatch[0] < 1e-4 < max(mismatch)
 
 
-def test_a_dying_engine_costs_time_only(recipe_file: Path, tmp_path: Path):
+def test_a_dying_engine_costs_time_only(recipe_file, tmp_path):
     (recipe_file.parent / "dying.py").write_text(DYING.format(folder=str(tmp_path), driver=os.getpid()))
     with GrpoRun(recipe(recipe_file, "rollout.policy=dying:Plain"), tmp_path / "run") as run:
         for _ in range(STEPS):

@@ -1,7 +1,5 @@
 """Checkpoints of a run: whole or not there, the newest stay, whatever kills the writer or fills the disk."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -9,9 +7,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,8 +21,8 @@ from tltlab.traces.schema import Manifest
 from ...crash_states import Disk, crashes, put
 
 
-def writer(number: int, size: int = 100, then: Callable[[Path], object] = lambda folder: None):
-    def write(folder: Path) -> None:
+def writer(number, size=100, then=lambda folder: None):
+    def write(folder):
         (folder / "trainer").mkdir()
         (folder / "state.json").write_text(json.dumps({"number": number}))
         (folder / "trainer" / "weights.bin").write_bytes(bytes([number % 256]) * size)
@@ -35,30 +31,30 @@ def writer(number: int, size: int = 100, then: Callable[[Path], object] = lambda
     return write
 
 
-def saved(folder: Path, *steps: int, keep: int = 2, size: int = 100) -> RunCheckpoints:
+def saved(folder, *steps, keep=2, size=100):
     checkpoints = RunCheckpoints(folder, keep=keep)
     for step in steps:
         assert checkpoints.save(step, writer(step, size)).name == f"step-{step:06d}"
     return checkpoints
 
 
-def flip(file: Path, bit: int) -> None:
+def flip(file, bit):
     data = bytearray(file.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     file.write_bytes(data)
 
 
-def whole(checkpoints: RunCheckpoints) -> list[Path]:
+def whole(checkpoints):
     """Those that are, once what a killed writer left is tidied up."""
     checkpoints.latest()
     return [path for path in checkpoints_in(checkpoints.folder) if fault_of(path) is None]
 
 
-def names(checkpoints: RunCheckpoints) -> list[str]:
+def names(checkpoints):
     return [path.name for path in whole(checkpoints)]
 
 
-def test_the_newest_stay(tmp_path: Path):
+def test_the_newest_stay(tmp_path):
     assert RunCheckpoints(tmp_path / "c", keep=2).latest() is None
     checkpoints = saved(tmp_path / "c", 2, 4, 6)
     assert names(checkpoints) == ["step-000004", "step-000006"]
@@ -67,7 +63,7 @@ def test_the_newest_stay(tmp_path: Path):
     assert step_of(checkpoints.latest()) == 6
 
 
-def test_going_back_leaves_the_other_future(tmp_path: Path):
+def test_going_back_leaves_the_other_future(tmp_path):
     checkpoints = saved(tmp_path, 2, 4, 6, keep=3)
     checkpoints.save(4, writer(40))
     assert names(checkpoints) == ["step-000002", "step-000004"]
@@ -89,7 +85,7 @@ LARGE, WEIGHTS = MOST_HASHED_BYTES + 1, Path("trainer/weights.bin")
         (LARGE, lambda c: os.truncate(c / WEIGHTS, LARGE - 1), ("weights.bin", str(LARGE - 1))),
     ],
 )
-def test_the_one_before_a_damaged_one_is_newest(tmp_path: Path, size: int, damage, facts: tuple[str, ...]):
+def test_the_one_before_a_damaged_one_is_newest(tmp_path, size, damage, facts):
     checkpoints = saved(tmp_path, 1, 2, size=size)
     damage(damaged := checkpoints.latest())
     assert checkpoints.latest().name == "step-000001"
@@ -102,10 +98,10 @@ def test_the_one_before_a_damaged_one_is_newest(tmp_path: Path, size: int, damag
     assert checkpoints.complaints == []
 
 
-def test_a_writers_own_sum_is_believed(tmp_path: Path):
+def test_a_writers_own_sum_is_believed(tmp_path):
     """What the disk makes of it between the write and the seal is damage too."""
 
-    def damaged(folder: Path) -> None:
+    def damaged(folder):
         write_sum(folder / WEIGHTS, hashlib.sha256(bytes([1]) * LARGE).hexdigest())
         flip(folder / WEIGHTS, 5)
 
@@ -115,7 +111,7 @@ def test_a_writers_own_sum_is_believed(tmp_path: Path):
     assert "weights.bin" in checkpoints.complaints[0]
 
 
-def test_no_single_bit_of_a_checkpoint_flips_unseen(tmp_path: Path):
+def test_no_single_bit_of_a_checkpoint_flips_unseen(tmp_path):
     """Or all that is loaded is as it was. TLTLAB_FLIPS: how many bits."""
     checkpoints = RunCheckpoints(tmp_path, keep=1)
     path = checkpoints.save(7, writer(7, 3000))
@@ -131,7 +127,7 @@ def test_no_single_bit_of_a_checkpoint_flips_unseen(tmp_path: Path):
     assert checkpoints.latest() == path
 
 
-def test_what_a_killed_writer_left_goes(tmp_path: Path):
+def test_what_a_killed_writer_left_goes(tmp_path):
     checkpoints = RunCheckpoints(tmp_path, keep=1)
     path = checkpoints.save(1, writer(1))
     for name in (".step-000000.gone", ".step-000002.partial", ".step-000001.replaced"):
@@ -140,10 +136,10 @@ def test_what_a_killed_writer_left_goes(tmp_path: Path):
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_only_a_newer_irremovable_checkpoint_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_a_newer_irremovable_checkpoint_ends_a_run(tmp_path, monkeypatch):
     checkpoints = saved(tmp_path, 2, keep=1)
 
-    def refuse(old: Path, new: Path, rename: Any = os.rename) -> None:
+    def refuse(old, new, rename=os.rename):
         if Path(old).name == "step-000002":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         rename(old, new)
@@ -158,7 +154,7 @@ def test_only_a_newer_irremovable_checkpoint_ends_a_run(tmp_path: Path, monkeypa
     assert [*tmp_path.iterdir()] == [fourth]
 
 
-def test_failed_writes_leave_earlier_checkpoints(tmp_path: Path):
+def test_failed_writes_leave_earlier_checkpoints(tmp_path):
     checkpoints = saved(tmp_path, 1, keep=1)
     with refused(RunError):
         checkpoints.save(2, writer(2, then=lambda folder: Path("/dev/full").write_bytes(b"1" * 10_000)))
@@ -168,7 +164,7 @@ def test_failed_writes_leave_earlier_checkpoints(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
-def test_other_things_in_the_folder_are_left_alone(tmp_path: Path):
+def test_other_things_in_the_folder_are_left_alone(tmp_path):
     for name in ("final", "step-1", "step-000009.old"):
         (tmp_path / name).mkdir()
     saved(tmp_path, 3, keep=1)
@@ -179,20 +175,20 @@ def test_other_things_in_the_folder_are_left_alone(tmp_path: Path):
         step_of(tmp_path / "final")
 
 
-def content(folder: Path | None) -> dict[str, bytes] | None:
+def content(folder):
     """What `writer` wrote into a checkpoint, by the number that it has."""
     if folder is None:
         return None
     return {name: (folder / name).read_bytes() for name in ("state.json", "trainer/weights.bin")}
 
 
-def test_the_power_may_go_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_power_may_go_at_any_moment(tmp_path, monkeypatch):
     """The newest checkpoint that was saved is there to the last bit, and the recording holds all RL steps before it."""
     root, place = tmp_path / "disk", tmp_path / "after"
     root.mkdir()
     manifest = Manifest(kind="recorded", num_workers=1)
     with Disk(root) as disk:
-        told: list[tuple[int, dict[str, bytes] | None]] = [(disk.look(), None)]
+        told = [(disk.look(), None)]
         checkpoints = RunCheckpoints(root / "run" / "checkpoints", keep=1)
         with contextlib.suppress(KeyboardInterrupt), Recorder(root / "run" / "trace", manifest) as recorder:
             for number, step in enumerate((1, 2, 2, 3)):

@@ -1,10 +1,6 @@
 """What a run's data says of the prompts that are still to come, and which RL steps are rolled out ahead."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
@@ -16,50 +12,49 @@ from tltlab.runtime.run.data import RolloutsAhead, RunData
 from ..small_models import small_recipe
 
 
-def test_prompts_recur_in_the_datas_order(recipe_file: Path):
-    recipe = load_recipe(recipe_file, ["rollout.prompts_per_step=8"])
-    data = RunData(recipe, load_tokenizer(recipe.model))
-    taken = [data.train[number].prompt_id for _, number in data.order.take(8)]
-    fresh = [prompt.prompt_id for prompt in data.train if prompt.prompt_id not in taken]
-    again = data.next_use([*taken, *fresh], rl_steps_left=4)
+def test_prompts_recur_in_the_datas_order(recipe_file):
+    run = data(recipe_file, "rollout.prompts_per_step=8")
+    taken = [run.train[number].prompt_id for _, number in run.order.take(8)]
+    fresh = [prompt.prompt_id for prompt in run.train if prompt.prompt_id not in taken]
+    again = run.next_use([*taken, *fresh], rl_steps_left=4)
     # 24 prompts are left of the epoch; of the eight that came some are among the first eight of the next.
     assert sorted(turn for turn in again[8:] if turn is not None) == list(range(24))
     assert all(turn is None or 24 <= turn < 32 for turn in again[:8])
-    assert data.next_use(taken, rl_steps_left=3) == [None] * 8
-    ahead = [data.train[number].prompt_id for _, number in data.order.take(8) + data.order.take(8)]
+    assert run.next_use(taken, rl_steps_left=3) == [None] * 8
+    ahead = [run.train[number].prompt_id for _, number in run.order.take(8) + run.order.take(8)]
     assert [fresh[again[8:].index(turn)] for turn in range(16)] == ahead
-    assert data.next_use(taken, rl_steps_left=0) == [None] * 8
+    assert run.next_use(taken, rl_steps_left=0) == [None] * 8
 
 
-def test_prompts_beside_which_response_is_cut_are_counted(recipe_file: Path, tmp_path: Path):
+def data(recipe_file, *settings):
+    recipe = load_recipe(recipe_file, settings)
+    return RunData(recipe, load_tokenizer(recipe.model))
+
+
+def test_prompts_beside_which_response_is_cut_are_counted(recipe_file, tmp_path):
     """Prompts of six words; the recipe's engines have 128 tokens, the model 256."""
-    recipe = load_recipe(recipe_file, ["rollout.max_response_tokens=123"])
-    notes = RunData(recipe, load_tokenizer(recipe.model)).notes
+    notes = data(recipe_file, "rollout.max_response_tokens=123").notes
     assert [note.partition(" ")[0] for note in notes] == ["32", "16"]
     assert all("rollout.max_response_tokens = 123" in note and "128" in note for note in notes)
-    assert RunData(load_recipe(recipe_file), load_tokenizer(recipe.model)).notes == []
+    assert data(recipe_file).notes == []
+    long = tmp_path / "long.jsonl"
+    row = json.dumps({"prompt_id": "long", "prompt": "w1 " * 300, "answer": "even"})
+    long.write_text(row + "\n" + (recipe_file.parent / "train.jsonl").read_text())
+    few = "data.max_prompt_tokens=99"
     for name in ("train", "heldout"):
-        rows = [{"prompt_id": "long", "prompt": "w1 " * 300, "answer": "even"}, *rows_of(recipe.data.train)]
-        (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        longer = [f"data.{name}={tmp_path / 'long.jsonl'}", "rollout.vllm={}"]
+        longer = [f"data.{name}={long}", "rollout.vllm={}"]
         with refused(ConfigError, naming=("long.jsonl", "line 1", "300 tokens", "256")):
-            RunData(load_recipe(recipe_file, longer), load_tokenizer(recipe.model))
-        few = RunData(load_recipe(recipe_file, [*longer, "data.max_prompt_tokens=99"]), load_tokenizer(recipe.model))
-        assert [note.split()[0] for note in few.notes] == ["1"]
-    many = [f"data.train={tmp_path / 'long.jsonl'}", "data.max_prompt_tokens=99", "rollout.prompts_per_step=33"]
+            data(recipe_file, *longer)
+        assert [note.split()[0] for note in data(recipe_file, *longer, few).notes] == ["1"]
     with refused(ConfigError, naming=("data.max_prompt_tokens = 99", "rollout.prompts_per_step = 33", 32)):
-        RunData(load_recipe(recipe_file, many), load_tokenizer(recipe.model))
-
-
-def rows_of(source: str) -> list[dict[str, str]]:
-    return [json.loads(line) for line in Path(source).read_text().splitlines()]
+        data(recipe_file, f"data.train={long}", few, "rollout.prompts_per_step=33")
 
 
 def test_rollouts_ahead_stop_at_a_checkpoint():
     recipe = small_recipe(rollout={"one_step_off": True}, train={"steps": 5}, checkpoint={"every": 3})
-    came: list[int] = []
+    came = []
 
-    def collect(rl_step: int) -> Any:
+    def collect(rl_step):
         came.append(rl_step)
         return rl_step
 

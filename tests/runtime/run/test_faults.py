@@ -5,18 +5,14 @@ moments that `TLTLAB_FUZZ=1` draws anew.
 The run trains a drafter and never drafts with it, so that its responses are those of a run that trains none.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import cycle, islice
-from pathlib import Path
 
 import psutil
 import pytest
@@ -61,7 +57,7 @@ if __name__ == "__main__":
 class Driver:
     """`tltlab train` in its own process. It and its actors are forks of the process that has imported all."""
 
-    def __init__(self, run: Path, log: Path, *arguments: str, path: Path) -> None:
+    def __init__(self, run, log, *arguments, path):
         self.run = run
         self.log = log
         self._since = time.time_ns()
@@ -78,17 +74,17 @@ class Driver:
                 stderr=out,
             )
 
-    def under_way(self) -> None:
+    def under_way(self):
         """Wait until everything is started."""
         description = self.run / "run.json"
         self._wait_until(lambda: description.exists() and description.stat().st_mtime_ns > self._since)
 
-    def gets_on(self, steps: int) -> None:
+    def gets_on(self, steps):
         """Wait for so many RL steps more."""
         target = self.steps + steps
         self._wait_until(lambda: self.steps >= target)
 
-    def _wait_until(self, done: Callable[[], bool]) -> None:
+    def _wait_until(self, done):
         """Or until the run is over."""
         end = time.monotonic() + PATIENCE_S
         while self.process.poll() is None and not done():
@@ -96,15 +92,15 @@ class Driver:
             time.sleep(0.02)
 
     @property
-    def steps(self) -> int:
+    def steps(self):
         return len(re.findall(r"^step \d+:", self.log.read_text(), re.MULTILINE))
 
-    def offspring(self) -> list[psutil.Process]:
+    def offspring(self):
         """All processes of the run that end with it."""
         children = self._forks.children(recursive=True)
         return [child for child in children if not title(child).startswith(LINGER)]
 
-    def kill(self, victim: str, rng: random.Random) -> bool:
+    def kill(self, victim, rng):
         """Kill -9; whether there was somebody to kill."""
         assert self.process.poll() is None, f"the run was over too soon: {self.log.read_text()[-3000:]}"
         if victim == "driver":
@@ -120,20 +116,20 @@ class Driver:
             return False
         return True
 
-    def finish(self) -> None:
+    def finish(self):
         """Wait for the end of the run, which must be a good one."""
         family = self.offspring()
         code = self.process.wait(PATIENCE_S)
         assert code == 0, self.log.read_text()[-3000:]
         gone(family)
 
-    def end(self) -> None:
+    def end(self):
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
 
 
-def test_nothing_is_lost_whoever_is_killed(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_lost_whoever_is_killed(recipe_file, tmp_path, monkeypatch):
     print(f"TLTLAB_FAULTS_SEED={SEED}")
     rng = random.Random(SEED)
     calm, killed = tmp_path / "calm", tmp_path / "killed"

@@ -1,18 +1,15 @@
 """What a dry run reckons, held against what real processes hold: tensors part by part, and all that is resident."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 import torch
 
-from tltlab.runtime.recipe.dry_run import RunPlan, plan_of
+from tltlab.runtime.recipe.dry_run import plan_of
 from tltlab.runtime.recipe.memory import PHASES
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.grpo import train
@@ -29,7 +26,7 @@ BOUNDS = ("update", "captured states", "drafter history", "drafter, held out", "
 
 
 @pytest.fixture(scope="module")
-def wide_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide_model(random_model, tmp_path_factory):
     """A model whose tensors are larger than what any estimate leaves out; tokenizer and prompts of the small one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,7 +42,7 @@ def wide_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def recipe(model: Path, tokens_per_microbatch: int = 2048) -> Recipe:
+def recipe(model, tokens_per_microbatch=2048):
     """Every micro-batch is filled, and with a penalty every response is trained; buffers are too small for all."""
     return Recipe.model_validate(
         {
@@ -66,9 +63,9 @@ def recipe(model: Path, tokens_per_microbatch: int = 2048) -> Recipe:
     )  # fmt: skip
 
 
-def reckoned(plan: RunPlan, process: str) -> dict[str, float]:
+def reckoned(plan, process):
     """The most that each part of a process takes in any phase."""
-    parts: dict[str, float] = {}
+    parts = {}
     for found in plan.memory:
         for part in found.parts:
             if part.process == process:
@@ -76,13 +73,13 @@ def reckoned(plan: RunPlan, process: str) -> dict[str, float]:
     return parts
 
 
-def plan_bytes(plan: RunPlan, process: str, phase: str) -> float:
+def plan_bytes(plan, process, phase):
     """Of one process in a phase."""
     on_host = next(found for found in plan.memory if found.where == "the driver's host" and found.phase == phase)
     return sum(part.num_bytes for part in on_host.parts if part.process == process)
 
 
-def update_bytes(model: Path) -> int:
+def update_bytes(model):
     """Bytes that an update took at most, in a process in which nothing else was."""
     # Each tensor has its own pages and gives them back: glibc keeps nothing.
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)
@@ -98,7 +95,7 @@ def update_bytes(model: Path) -> int:
     return trainer.memory().parts["update"]
 
 
-def test_an_update_takes_what_is_reckoned(wide_model: Path):
+def test_an_update_takes_what_is_reckoned(wide_model):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
         found = alone.submit(update_bytes, wide_model).result()
     expected = reckoned(plan_of(recipe(wide_model, 1024)), "trainer rank")
@@ -106,7 +103,7 @@ def test_an_update_takes_what_is_reckoned(wide_model: Path):
 
 
 @pytest.mark.engine
-def test_a_run_holds_what_its_plan_states(wide_model: Path, tmp_path: Path):
+def test_a_run_holds_what_its_plan_states(wide_model, tmp_path):
     plan = plan_of(recipe(wide_model))
     train(recipe(wide_model), tmp_path / "run")
     processes = json.loads((tmp_path / "run" / "memory.json").read_text())["processes"]

@@ -5,14 +5,16 @@ import math
 import numpy as np
 import pytest
 
-from tltlab.runtime.engine.generation import GenerationRequest, GenerationResponse, Rollout
-from tltlab.runtime.run.rows import Row, StepReport, step_metrics, step_rows
+from tltlab.runtime.engine.generation import GenerationRequest
+from tltlab.runtime.run.rows import StepReport, step_metrics, step_rows
+
+from ..rollout.scripted_engines import response, rolled
 
 LENGTHS = [[4, 8], [16, 2]]
 """Response tokens of the two samples of prompts p0, on worker 0, and p1, on worker 1."""
 
 
-def report(**fields) -> StepReport:
+def report(**fields):
     settings = {
         "rl_step": 3, "policy": "none", "reward_mean": 0.5, "num_tokens": 30, "rollout_s": 10.0, "reward_s": 0.5,
         "inference_s": 1.0, "train_s": 2.0, "sync_s": 0.5, "recorder_s": 0.07,
@@ -21,7 +23,7 @@ def report(**fields) -> StepReport:
     return StepReport(**settings | fields)
 
 
-def iteration(worker: int, number: int, t_start: float, duration: float, accepted: list[int] | None) -> Row:
+def iteration(worker, number, t_start, duration, accepted):
     speculates = accepted is not None
     return {
         "rl_step": 3, "worker": worker, "iteration": number, "t_start": t_start, "duration": duration, "batch": 2,
@@ -33,33 +35,26 @@ def iteration(worker: int, number: int, t_start: float, duration: float, accepte
     }  # fmt: skip
 
 
-def rows_of(step: StepReport, *, speculates: bool = False, drafter: dict[str, list[Row]] | None = None):
+def rows_of(step, *, speculates=False, drafter=None):
     """Worker 0 decodes for 5 s of the rollout's 10, worker 1 for all of it."""
     keys = [(3, f"p{n}", sample, 0) for n in range(2) for sample in range(2)]
     requests = [GenerationRequest(key=key, prompt_token_ids=[1, 2, 3], max_response_tokens=16) for key in keys]
     parts = []
     for n, busy in enumerate((5.0, 10.0)):
         responses = [
-            GenerationResponse(
-                key=(3, f"p{n}", sample, 0),
-                token_ids=list(range(length)),
-                logprobs=[-1.0] * length,
+            response(
+                (3, f"p{n}", sample, 0),
+                list(range(length)),
                 finish_reason="length" if length == 16 else "stop",
-                t_first_token=0.1,
                 t_finish=busy * (sample + 1) / 2,
             )
             for sample, length in enumerate(LENGTHS[n])
         ]
         iterations = [iteration(n, 0, 0.0, busy, [3, 1] if speculates else None)]
-        parts.append(rollout(responses, iterations, busy))
+        parts.append(rolled(responses, busy, iterations=iterations))
     rewards = dict(zip(keys, [1.0, 0.0, 1.0, 1.0], strict=True))
     given = {"rewards": rewards, "epochs": dict.fromkeys(keys, 0), "policy_version": 3, "t_start": 1.0}
     return step_rows(step, [requests[:2], requests[2:]], parts, **given, drafter=drafter or {})
-
-
-def rollout(responses: list[GenerationResponse], iterations: list[Row], duration_s: float) -> Rollout:
-    own = {"decisions": [], "recorder_s": 0.0, "policy_s": 0.0}
-    return Rollout(responses=responses, iterations=iterations, duration_s=duration_s, **own)
 
 
 def test_a_steps_figures_are_those_of_its_rows():
@@ -82,7 +77,7 @@ def test_speculation_has_an_accept_length():
 
 def test_a_step_without_requests_has_figures():
     """As where every response is known from an epoch before."""
-    idle, given = rollout([], [], 0.0), {"policy_version": 3, "t_start": 1.0, "drafter": {}}
+    idle, given = rolled([]), {"policy_version": 3, "t_start": 1.0, "drafter": {}}
     rows = step_rows(report(), [], [idle, idle], rewards={}, epochs={}, **given)
     found = step_metrics(report(), rows)
     assert (found["reward/mean"], found["time/step_s"]) == (0.5, 14.0)
@@ -140,7 +135,7 @@ def test_spans_name_strategies_terms_and_idle_time():
         {"worker": 0, "t_start": t_start, "duration": 1.0, "term": term} for t_start, term in ((7.0, 5), (4.5, 4))
     ]
     given = {"policy_version": 3, "t_start": 0.0, "drafter": {"spot_training": training}}
-    rows = step_rows(report(), [], [rollout([], made, 5.0)], rewards={}, epochs={}, **given)
+    rows = step_rows(report(), [], [rolled([], 5.0, iterations=made)], rewards={}, epochs={}, **given)
     names = ("kind", "t_start", "duration", "batch", "detail")
     assert [tuple(row[name] for name in names) for row in rows["spans"] if row["lane"] == "worker 0"] == [
         ("prefill", 0.0, 1.0, 2, None),

@@ -1,12 +1,8 @@
 """Where actors go: on a Ray cluster of two nodes with eight GPUs each, which are numbers here, and on loopback."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +12,6 @@ from ray.cluster_utils import Cluster
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.ray.start import MOST_STARTS, start_ray
-from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.sections import ClusterConfig
 from tltlab.runtime.run.placement import Placement
 
@@ -27,11 +22,11 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 @ray.remote
 class Here:
-    def seen(self) -> tuple[str, list[str]]:
+    def seen(self):
         return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
 
 
-def recipe(*, tp: int = 1, workers: int, ranks: int, nodes: int = 2, gpus: int = 8, **more: Any) -> Recipe:
+def recipe(*, tp=1, workers, ranks, nodes=2, gpus=8, **more):
     return small_recipe(
         rollout={"num_workers": workers, "tensor_parallel_size": tp, "gpus_per_worker": more.get("worker_gpus")},
         train={"ranks": ranks, "gpus": more.get("rank_gpus")},
@@ -39,11 +34,11 @@ def recipe(*, tp: int = 1, workers: int, ranks: int, nodes: int = 2, gpus: int =
     )
 
 
-def options_of(placement: Placement, workers: int, ranks: int) -> list[dict[str, Any]]:
+def options_of(placement, workers, ranks):
     return [placement.worker_options(n) for n in range(workers)] + [placement.trainer_options(r) for r in range(ranks)]
 
 
-def started(asked: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+def started(asked):
     """Node and GPUs of an actor each, all running at the same time."""
     actors = []
     for options in asked:
@@ -57,7 +52,7 @@ def started(asked: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
             ray.kill(actor)
 
 
-def servers() -> set[tuple[str, str]]:
+def servers():
     """Name and address of every socket that this process or one below it listens on."""
     found = set()
     me = psutil.Process()
@@ -69,7 +64,7 @@ def servers() -> set[tuple[str, str]]:
 
 
 @pytest.mark.engine
-def test_a_ray_started_here_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch):
+def test_a_ray_started_here_listens_on_loopback_alone(monkeypatch):
     too_late(monkeypatch, times=1)
     assert start_ray()
     try:
@@ -89,11 +84,11 @@ def test_a_ray_started_here_listens_on_loopback_alone(monkeypatch: pytest.Monkey
         ray.shutdown()
 
 
-def too_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
+def too_late(monkeypatch, times):
     """Let the server that Ray starts first have no time to answer, so many times; what is said of that."""
-    said: list[str] = []
+    said = []
 
-    def once_more(message: str) -> None:
+    def once_more(message):
         said.append(message)
         if len(said) == times:
             monkeypatch.delenv("RAY_gcs_server_port_wait_time_s")
@@ -104,7 +99,7 @@ def too_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
 
 
 @pytest.mark.engine
-def test_a_ray_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_a_ray_that_fails_leaves_nothing(monkeypatch):
     said = too_late(monkeypatch, times=MOST_STARTS)
     with refused(RunError, naming=("3",)):
         start_ray()
@@ -113,7 +108,7 @@ def test_a_ray_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     assert not [child for child in psutil.Process().children() if "gcs_server" in child.name()]
 
 
-def test_a_cluster_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_cluster_that_cannot_be_is_refused(monkeypatch):
     for host in ("192.0.2.1", "no host"):
         with refused(ConfigError, naming=("cluster", host)):
             start_ray(ClusterConfig(host=host))
@@ -124,7 +119,7 @@ def test_a_cluster_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[Cluster]:
+def ray_cluster():
     ray.shutdown()
     cluster = Cluster()
     for _ in range(2):
@@ -135,7 +130,7 @@ def ray_cluster() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
-def test_separate_actors_have_gpus_of_their_own(ray_cluster: Cluster):
+def test_separate_actors_have_gpus_of_their_own(ray_cluster):
     with Placement(recipe(tp=6, workers=2, ranks=1)) as placement:
         seen = started(options_of(placement, 2, 1))
     assert [len(gpus) for _, gpus in seen] == [6, 6, 1]
@@ -144,7 +139,7 @@ def test_separate_actors_have_gpus_of_their_own(ray_cluster: Cluster):
     assert len({node for node, _ in seen}) == 2
 
 
-def test_colocated_ranks_share_the_gpus_of_the_workers(ray_cluster: Cluster):
+def test_colocated_ranks_share_the_gpus_of_the_workers(ray_cluster):
     with Placement(recipe(tp=8, workers=2, ranks=16, placement="colocated")) as placement:
         workers = [placement.worker_options(n) for n in range(2)]
         ranks = [placement.trainer_options(r) for r in range(16)]
@@ -158,14 +153,14 @@ def test_colocated_ranks_share_the_gpus_of_the_workers(ray_cluster: Cluster):
     assert told == [gpu for _, gpus in seen[:2] for gpu in gpus]
 
 
-def test_shares_of_a_gpu_are_one_each(ray_cluster: Cluster):
+def test_shares_of_a_gpu_are_one_each(ray_cluster):
     with Placement(recipe(workers=1, ranks=1, worker_gpus=0.3, rank_gpus=0.4)) as placement:
         seen = started(options_of(placement, 1, 1))
     assert len({(node, *gpus) for node, gpus in seen}) == 1
     assert [len(gpus) for _, gpus in seen] == [1, 1]
 
 
-def test_held_gpus_are_not_waited_for_long(ray_cluster: Cluster):
+def test_held_gpus_are_not_waited_for_long(ray_cluster):
     asked = recipe(tp=4, workers=4, ranks=16, placement="colocated")
     with Placement(asked):
         begun = time.monotonic()
@@ -176,7 +171,7 @@ def test_held_gpus_are_not_waited_for_long(ray_cluster: Cluster):
         pass
 
 
-def test_more_than_the_cluster_is_refused(ray_cluster: Cluster):
+def test_more_than_the_cluster_is_refused(ray_cluster):
     begun = time.monotonic()
     for asked in (recipe(workers=17, ranks=1, gpus=16), recipe(tp=16, workers=1, ranks=1, gpus=32)):
         with refused(ConfigError, naming=("8",)):

@@ -1,7 +1,5 @@
 """Runs that stop and continue: the same as if they never had, on real engines."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -11,8 +9,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +22,6 @@ from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
 from tltlab.runtime.run.checkpoints import checkpoints_in, step_of
 from tltlab.runtime.run.grpo import train
 from tltlab.runtime.run.logging import RunLog
-from tltlab.runtime.run.rows import StepReport
 from tltlab.strategy import Strategy
 
 from ...nemesis.engines import check_finished
@@ -42,12 +37,12 @@ COMMON = [
 ]
 
 
-def whole_run(recipe_file: Path, out: Path, *overrides: str) -> Path:
+def whole_run(recipe_file, out, *overrides):
     train(load_recipe(recipe_file, [*COMMON, *overrides]), out)
     return out
 
 
-def as_it_was_at(run: Path, step: int, out: Path) -> Path:
+def as_it_was_at(run, step, out):
     """The folder that a run would have left had it been killed after the checkpoint of `step`."""
     shutil.copytree(run, out, ignore=shutil.ignore_patterns("final", "summary.json"))
     for checkpoint in (out / "checkpoints").iterdir():
@@ -56,13 +51,13 @@ def as_it_was_at(run: Path, step: int, out: Path) -> Path:
     return out
 
 
-def resumed(run: Path, **options: Path) -> Path:
+def resumed(run, **options):
     train(resumed_recipe(run, (), ["parity"]), run, resume=True, **options)
     return run
 
 
 @pytest.fixture(scope="module")
-def fixed(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fixed(recipe_file, tmp_path_factory):
     """An unbroken run that always drafts four tokens from suffix trees, on two engines, and cuts what is too long.
 
     Engines and two trainer ranks share the devices, and the ranks each response. Of few prompts, which come again
@@ -86,7 +81,7 @@ def fixed(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def learning(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def learning(recipe_file, tmp_path_factory):
     """An unbroken run whose policy learns, on one engine; every RL step is an epoch and keeps prefixes of the last."""
     return whole_run(
         recipe_file,
@@ -132,7 +127,7 @@ class Longest(Placement):
 """
 
 
-def test_run_with_own_parts_equals_unbroken_one(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_run_with_own_parts_equals_unbroken_one(recipe_file, tmp_path, monkeypatch):
     (tmp_path / "parts.py").write_text(PARTS)
     prompts = (recipe_file.parent / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(prompts[:6]))
@@ -162,7 +157,7 @@ def test_run_with_own_parts_equals_unbroken_one(recipe_file: Path, tmp_path: Pat
     check_finished(run, calm)
 
 
-def test_a_resumed_run_equals_the_unbroken_one(fixed: Path, tmp_path: Path):
+def test_a_resumed_run_equals_the_unbroken_one(fixed, tmp_path):
     run, newest = as_it_was_at(fixed, 2, tmp_path / "run"), f"step-{STEPS:06d}"
     shutil.copytree(fixed / "checkpoints" / newest, run / "checkpoints" / newest)
     assert json.loads((run / "checkpoints" / "step-000002" / "state.json").read_text())["history"]
@@ -175,12 +170,12 @@ def test_a_resumed_run_equals_the_unbroken_one(fixed: Path, tmp_path: Path):
     assert [event["rl_step"] for event in events if event["event"] == "continues with RL step 2"] == [2]
 
 
-def test_a_learning_run_resumes_with_replayed_decisions(learning: Path, tmp_path: Path):
+def test_a_learning_run_resumes_with_replayed_decisions(learning, tmp_path):
     again = resumed(as_it_was_at(learning, 2, tmp_path / "run"), replay=learning / "trace")
     check_finished(again, learning)
 
 
-def test_a_systems_run_resumes_under_its_own_policy(recipe_file: Path, tmp_path: Path):
+def test_a_systems_run_resumes_under_its_own_policy(recipe_file, tmp_path):
     """DAS: drafts from a prompt's earlier responses, shared out by a budget that learns lengths."""
     settings = ["rollout.prompts_per_step=32", "rollout.group_size=2", "rollout.num_workers=1"]
     unbroken = whole_run(recipe_file, tmp_path / "whole", "rollout.system=das", *settings)
@@ -188,7 +183,7 @@ def test_a_systems_run_resumes_under_its_own_policy(recipe_file: Path, tmp_path:
     check_finished(resumed(as_it_was_at(unbroken, 2, tmp_path / "run")), unbroken)
 
 
-def test_cut_responses_continue_a_step_later(fixed: Path):
+def test_cut_responses_continue_a_step_later(fixed):
     trace = tltlab.read(fixed / "trace")
     rows = trace.outcomes.merge(trace.workload, on=["rl_step", "prompt_id", "sample", "turn"])
     rows = rows.set_index(["rl_step", "prompt_id", "sample"])
@@ -199,7 +194,7 @@ def test_cut_responses_continue_a_step_later(fixed: Path):
         assert goes_on["prompt_tokens"] == row["prompt_tokens"] + row["response_tokens"], "its tokens are its prefix"
 
 
-def test_prefixes_of_the_epoch_before_are_kept(learning: Path):
+def test_prefixes_of_the_epoch_before_are_kept(learning):
     checkpoints = {path.name for path in (learning / "checkpoints").iterdir()}
     assert f"step-{STEPS:06d}" in checkpoints, "a run that has ended can go on with more steps"
     generated = tltlab.read(learning / "trace").outcomes.groupby("rl_step")["response_tokens"].sum()
@@ -207,16 +202,16 @@ def test_prefixes_of_the_epoch_before_are_kept(learning: Path):
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_resume(
-    request: pytest.FixtureRequest,
-    recipe_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    request,
+    recipe_file,
+    tmp_path,
+    monkeypatch,
+    capsys,
 ):
     """The RL steps rolled out ahead are done too; there is no checkpoint of the recipe's own."""
     logged, run = RunLog.step, tmp_path / "run"
 
-    def interrupted(log: RunLog, report: StepReport, metrics: Any) -> None:
+    def interrupted(log, report, metrics):
         logged(log, report, metrics)
         if report.rl_step == 0:
             os.kill(os.getpid(), signal.SIGINT)
@@ -245,7 +240,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume(
     assert f"--resume {run} --allow-code=parity train.steps=10" in capsys.readouterr().out
 
 
-def test_another_seed_is_not_resumed(fixed: Path, tmp_path: Path):
+def test_another_seed_is_not_resumed(fixed, tmp_path):
     run = as_it_was_at(fixed, 2, tmp_path / "run")
     with refused(ConfigError, naming=("seed",)):
         train(resumed_recipe(run, ["seed=7"], ["parity"]), run, resume=True)
@@ -254,7 +249,7 @@ def test_another_seed_is_not_resumed(fixed: Path, tmp_path: Path):
         resumed_recipe(tmp_path / "none")
 
 
-def test_only_one_process_resumes_a_run(fixed: Path, tmp_path: Path):
+def test_only_one_process_resumes_a_run(fixed, tmp_path):
     run = as_it_was_at(fixed, 2, tmp_path / "run")
     before = files(run)
     other = f"from tltlab.files import *; held = lock(Path({str(run)!r})); print(flush=True); input()"
@@ -266,5 +261,5 @@ def test_only_one_process_resumes_a_run(fixed: Path, tmp_path: Path):
     assert files(run) == before, "a logger's file would hide steps of the other process"
 
 
-def files(folder: Path) -> dict[Path, bytes]:
+def files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

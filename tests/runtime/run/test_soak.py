@@ -3,8 +3,6 @@
 `TLTLAB_SOAK=2000` says how many, and -s shows what each process gained; without it nothing is run.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -34,20 +32,14 @@ schedule = {kind = "always"}
 canary = {min_drafts = 30}
 """
 
-Counts = tuple[float, int, int]
-"""MiB of a process that are no file's, its open descriptors and its threads.
 
-Not its PSS, which falls where other programs map the same libraries.
-"""
-
-
-def counts_of(process: psutil.Process) -> Counts:
+def counts_of(process):
     status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     kib = sum(int(line.split()[1]) for line in status if line.startswith(("RssAnon:", "RssShmem:")))
     return kib / 1024, process.num_fds(), process.num_threads()
 
 
-def sample(run: psutil.Process, into: dict[int, list[Counts]], titles: dict[int, str]) -> None:
+def sample(run, into, titles):
     for process in [run, *run.children(recursive=True)]:
         try:
             # Ray's say there what they are doing.
@@ -58,15 +50,15 @@ def sample(run: psutil.Process, into: dict[int, list[Counts]], titles: dict[int,
 
 
 @pytest.mark.parametrize("drafter", ["", "learned"])
-def test_no_process_grows(recipe_file: Path, tmp_path: Path, drafter: str):
+def test_no_process_grows(recipe_file, tmp_path, drafter):
     Policy(selector=FixedSpec(strategy=Strategy.chain(drafter or "suffix", 3))).write(tmp_path / "policy.json")
     recipe = tmp_path / "recipe.toml"
     policy = f'[rollout]\npolicy = "{tmp_path / "policy.json"}"'
     recipe.write_text(recipe_file.read_text().replace("[rollout]", policy) + (DRAFTER if drafter else ""))
     # So little is learned that every RL step trains: a model that has learned all gets no advantages.
     options = ["train.lr=1e-7", "eval.num_prompts=0", "rollout.repeat_every=0", "checkpoint.every=10"]
-    seen: dict[int, list[Counts]] = defaultdict(list)
-    titles: dict[int, str] = {}
+    seen = defaultdict(list)
+    titles = {}
     command = [sys.executable, "-m", "tltlab", "train", str(recipe), *options, f"train.steps={STEPS}"]
     with subprocess.Popen(
         [*command, "--out", str(tmp_path / "run")],

@@ -1,15 +1,10 @@
 """The JSON part of a checkpoint, and events of a run on a disk that fills up."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
 import os
 from dataclasses import asdict
-from pathlib import Path
-
-import pytest
 
 from tests.refused import refused
 from tltlab.costs.load import load_costs
@@ -25,7 +20,7 @@ from ..small_models import small_recipe
 RECIPE = small_recipe()
 
 
-def test_a_damaged_state_is_refused(tmp_path: Path):
+def test_a_damaged_state_is_refused(tmp_path):
     state = RunState(rl_step=1)
     state.in_force(Policy(selector=NoneSpec()))
     write_state(tmp_path, state, {"recipe_policy": state.policies[0]["policy"]}, [{}, {}], RECIPE)
@@ -42,7 +37,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path):
         assert "\n" not in str(caught.value)
 
 
-def test_costs_named_by_older_runs_are_found(tmp_path: Path):
+def test_costs_named_by_older_runs_are_found(tmp_path):
     load_costs("cpu-small").write(tmp_path / "costs.json")
     selector = {"kind": "goodput", "strategies": [asdict(Strategy.chain("ngram", 4))], "costs": "costs.json"}
     policy = {"format": "tltlab-policy", "version": 1, "selector": selector}
@@ -55,7 +50,7 @@ def test_costs_named_by_older_runs_are_found(tmp_path: Path):
     assert load_costs(parts["recipe_policy"]["selector"]["costs"]) == load_costs("cpu-small")
 
 
-def test_an_unknown_figure_comes_back_from_json(tmp_path: Path):
+def test_an_unknown_figure_comes_back_from_json(tmp_path):
     metrics = {"drift_kl": math.nan, "lr": 1.0}
     report = StepReport(rl_step=0, policy="none", reward_mean=math.nan, num_tokens=3, rollout_s=0.5, metrics=metrics)
     state = RunState(rl_step=1, policy_version=1, reports=[report])
@@ -69,14 +64,14 @@ def test_an_unknown_figure_comes_back_from_json(tmp_path: Path):
     assert (read.rl_step, read.policies, parts["order"]) == (1, [], {"taken": 3})
 
 
-def test_a_full_disk_costs_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_costs_whole_lines(tmp_path, monkeypatch):
     events = RunEvents(tmp_path / "events.jsonl")
     write = os.write
 
-    def half(file: int, line: bytes) -> int:
+    def half(file, line):
         return write(file, line[:10])
 
-    def full(file: int, line: bytes) -> int:
+    def full(file, line):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     events.note("before")
@@ -90,7 +85,7 @@ def test_a_full_disk_costs_whole_lines(tmp_path: Path, monkeypatch: pytest.Monke
     assert events.take() == ["before", "lost", "lost", "after"]
 
 
-def test_a_states_class_is_not_imported_unasked(tmp_path: Path):
+def test_a_states_class_is_not_imported_unasked(tmp_path):
     state = RunState(rl_step=1)
     state.in_force(Policy(selector=CustomSpec(path="theirs:Choice")))
     write_state(tmp_path, state, {}, [{}, {}], RECIPE)

@@ -1,11 +1,8 @@
 """Ctrl-C in a run: the first is a wish, the second an order, and so is the first where the RL step takes long."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,7 +14,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True, params=[signal.SIG_DFL, signal.default_int_handler], ids=["notebook", "command"])
-def sigterm(request: pytest.FixtureRequest) -> Iterator[None]:
+def sigterm(request):
     """SIGTERM's action by itself, and under our commands; a shell may have started the tests with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with sigterm_handler(request.param):
@@ -27,14 +24,14 @@ def sigterm(request: pytest.FixtureRequest) -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def press() -> None:
+def press():
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_first_is_wish_second_order():
     heard = threading.Event()
 
-    def wait() -> None:
+    def wait():
         assert not stopping.requested
         press()
         assert heard.wait(30)
@@ -58,10 +55,10 @@ def test_a_long_rl_step_is_not_waited_for():
     assert not stopping.requested
 
 
-def test_step_that_takes_longer_than_thought_is_ended(monkeypatch: pytest.MonkeyPatch):
+def test_step_that_takes_longer_than_thought_is_ended(monkeypatch):
     monkeypatch.setattr(stop, "STOP_S", 0.01)
 
-    def wait() -> None:
+    def wait():
         press()
         threading.Event().wait()
 

@@ -1,9 +1,5 @@
 """Runs whose responses call a tool, recorded turn by turn and replayed; and a run that is one step off."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 import tltlab
@@ -24,7 +20,7 @@ class Echo:
 """
 
 
-def test_turns_are_recorded_trained_on_replayed_and_verified(recipe_file: Path, tmp_path: Path):
+def test_turns_are_recorded_trained_on_replayed_and_verified(recipe_file, tmp_path):
     (recipe_file.parent / "echoing_run.py").write_text(ECHO)
     settings = ("environment.path=echoing_run:Echo", "environment.max_turns=3", "environment.timeout_s=60",
                 "max_draft_depth=0", "repeat_every=0", "num_workers=1")  # fmt: skip
@@ -57,7 +53,7 @@ def test_turns_are_recorded_trained_on_replayed_and_verified(recipe_file: Path, 
     assert len(verify(tmp_path / "run").rows) == 3
 
 
-def test_one_step_off_learns_from_older_weights(recipe_file: Path, tmp_path: Path):
+def test_one_step_off_learns_from_older_weights(recipe_file, tmp_path):
     settings = ("rollout.one_step_off=true", "rollout.repeat_every=0", "rollout.max_draft_depth=0", "train.lr=5e-3",
                 "rollout.num_workers=1")  # fmt: skip
     with GrpoRun(load_recipe(recipe_file, settings), tmp_path / "run") as run:

@@ -1,81 +1,66 @@
 """Two trainer ranks as Ray actors compute what one does, and the death of one is an error, not an endless wait."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import ray
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.ray import actors as ray_actors
-from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 from tltlab.runtime.trainer.trainer import Trainer
 
-from .test_trainer import near, samples
+from .test_trainer import near, samples, tied_model
+
+__all__ = ["tied_model"]
 
 SETTINGS = "train.tokens_per_microbatch=64 train.kl_coef=0.1 train.minibatches=3 faults.collective_timeout_s=1234"
 
 
-def of_ranks(group: TrainerGroup, ask: Callable[[Any], Any]) -> list[Any]:
+def of_ranks(group, ask):
     """What `ask` finds in each rank's process."""
     return ray.get([actor.__ray_call__.remote(ask) for actor in group.handles])
 
 
-def pids(group: TrainerGroup) -> list[int]:
+def pids(group):
     return of_ranks(group, lambda actor: os.getpid())
 
 
-def update_for_ever(group: TrainerGroup) -> None:
-    for rl_step in itertools.count():
-        group.update(rl_step)
-
-
-def one_rank(recipe: Recipe) -> Trainer:
+def one_rank(recipe):
     return Trainer(recipe.model, recipe.train, temperature=1.0, max_response_tokens=48, seed=recipe.seed)
 
 
-def weights_of(group: TrainerGroup) -> dict[str, torch.Tensor]:
+def weights_of(group):
     return group._all("weights")[0]
 
 
-def flat(weights: dict[str, torch.Tensor]) -> np.ndarray:
+def flat(weights):
     return torch.cat([tensor.float().flatten() for tensor in weights.values()]).numpy()
 
 
 @pytest.fixture(scope="module")
-def recipe(recipe_file: Path, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+def recipe(recipe_file, tied_model):
     """Of a model whose embedding is its LM head: ranks must gather it once, all of them."""
-    folder = tmp_path_factory.mktemp("tied-model")
-    torch.manual_seed(3)
-    config = AutoConfig.from_pretrained(random_model, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(random_model).save_pretrained(folder)
-    return load_recipe(recipe_file, [*SETTINGS.split(), "train.ranks=2", f"model={folder}"])
+    return load_recipe(recipe_file, [*SETTINGS.split(), "train.ranks=2", f"model={tied_model}"])
 
 
 @pytest.fixture(scope="module")
-def group(one_ray: None, recipe: Recipe) -> Iterator[TrainerGroup]:
+def group(one_ray, recipe):
     group = TrainerGroup(recipe, lambda rank: {"num_cpus": 0, "env_vars": {"TLTLAB_RANK": str(rank)}})
     group.start()
     yield group
     group.close()
 
 
-def test_two_ranks_train_what_one_does(group: TrainerGroup, recipe: Recipe, tmp_path: Path):
+def test_two_ranks_train_what_one_does(group, recipe, tmp_path):
     alone = one_rank(recipe)
     # Of two samples in three mini-batches a rank has none to work on.
     for rl_step, drawn in enumerate((samples(), samples()[:2])):
@@ -105,7 +90,7 @@ def test_two_ranks_train_what_one_does(group: TrainerGroup, recipe: Recipe, tmp_
     assert (flat(weights_of(group)) == flat(resumed.weights())).all()
 
 
-def test_a_drafter_and_a_folder_get_whole_tensors(group: TrainerGroup, tmp_path: Path):
+def test_a_drafter_and_a_folder_get_whole_tensors(group, tmp_path):
     weights = weights_of(group)
     frozen = ray.get(group.frozen())
     assert torch.equal(frozen.embedding, weights["model.embed_tokens.weight"])
@@ -115,15 +100,15 @@ def test_a_drafter_and_a_folder_get_whole_tensors(group: TrainerGroup, tmp_path:
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
-def test_a_rank_waits_for_the_others_as_configured(group: TrainerGroup):
-    def patience_s(actor: Any) -> float:
+def test_a_rank_waits_for_the_others_as_configured(group):
+    def patience_s(actor):
         world = torch.distributed.group.WORLD
         return float(world._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
     assert of_ranks(group, patience_s) == [1234.0, 1234.0]
 
 
-def test_a_dead_rank_ends_the_others(group: TrainerGroup, tmp_path: Path):
+def test_a_dead_rank_ends_the_others(group, tmp_path):
     group.save_checkpoint(tmp_path)
     before = flat(weights_of(group))
     processes = pids(group)
@@ -131,7 +116,8 @@ def test_a_dead_rank_ends_the_others(group: TrainerGroup, tmp_path: Path):
     threading.Timer(0.3, os.kill, (processes[0], signal.SIGKILL)).start()
     start = time.monotonic()
     with refused(TrainerDied):
-        update_for_ever(group)
+        for rl_step in itertools.count():
+            group.update(rl_step)
     assert time.monotonic() - start < 120
     with refused(TrainerDied, naming=("trainer",)):
         group.update(0)
@@ -142,15 +128,15 @@ def test_a_dead_rank_ends_the_others(group: TrainerGroup, tmp_path: Path):
     assert not set(processes) & set(pids(group))
 
 
-def test_a_ranks_error_arrives_as_itself(group: TrainerGroup, tmp_path: Path):
+def test_a_ranks_error_arrives_as_itself(group, tmp_path):
     with refused(RunError):
         group.load_checkpoint(tmp_path / "nothing")
     assert not group.handles
 
 
-def test_a_call_names_what_failed_in_an_actor(one_ray: None):
+def test_a_call_names_what_failed_in_an_actor(one_ray):
     @ray.remote
-    def fails(error: Exception) -> None:
+    def fails(error):
         raise error
 
     with refused(RunError, naming=("ZeroDivisionError",)):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.refused import refused
-from tltlab.runtime.recipe.sections import ALGORITHMS, TrainConfig
+from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer.losses import (
     Mismatch,
     advantages,
@@ -28,7 +27,7 @@ REWARDS = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
 TRUNCATED = [False, False, True, False, False, False]
 
 
-def batch(seed: int = 0) -> dict[str, list[np.ndarray]]:
+def batch(seed=0):
     """Log-probs of six responses under the policy, the one before, the engine's and the reference: one array each."""
     rng = np.random.default_rng(seed)
     old = [rng.uniform(-3, -0.1, n) for n in LENGTHS]
@@ -40,13 +39,13 @@ def batch(seed: int = 0) -> dict[str, list[np.ndarray]]:
     }
 
 
-def packed(rows: list[np.ndarray]) -> torch.Tensor:
+def packed(rows):
     return torch.tensor(np.concatenate(rows), dtype=torch.float64)
 
 
-def loss_of(algorithm: str, data: dict[str, list[np.ndarray]]) -> float:
+def loss_of(algorithm, data):
     """What this package makes of the batch by an algorithm's name, as the trainer puts it together."""
-    config = TrainConfig(algorithm=algorithm)  # type: ignore[arg-type]
+    config = TrainConfig(algorithm=algorithm)
     lengths, truncated = torch.tensor(LENGTHS), torch.tensor(TRUNCATED)
     rewards = shape_rewards(
         torch.tensor(REWARDS), lengths, truncated,
@@ -70,22 +69,22 @@ def loss_of(algorithm: str, data: dict[str, list[np.ndarray]]) -> float:
     return float(terms.loss)
 
 
-def surrogate(new: float, old: float, engine: float, advantage: float, low: float, high: float) -> float:
+def surrogate(new, old, engine, advantage, low, high):
     """One token of the clipped objective, to be maximised, with its importance weight truncated at 2."""
     ratio = math.exp(new - old)
     kept = min(max(ratio, 1 - low), 1 + high)
     return min(math.exp(old - engine), 2.0) * min(ratio * advantage, kept * advantage)
 
 
-def group_rewards(i: int, rewards: list[float]) -> list[float]:
+def group_rewards(i, rewards):
     return [r for r, g in zip(rewards, GROUPS, strict=True) if g == GROUPS[i]]
 
 
-def tokens_of(data: dict[str, list[np.ndarray]], i: int) -> list[tuple[float, float, float]]:
+def tokens_of(data, i):
     return list(zip(data["new"][i], data["old"][i], data["engine"][i], strict=True))
 
 
-def grpo(data: dict[str, list[np.ndarray]]) -> float:
+def grpo(data):
     """arXiv 2402.03300, Eqs. 3 and 4, mean over the two questions."""
     total = 0.0
     for i in range(6):
@@ -99,7 +98,7 @@ def grpo(data: dict[str, list[np.ndarray]]) -> float:
     return -total / 2
 
 
-def dr_grpo(data: dict[str, list[np.ndarray]]) -> float:
+def dr_grpo(data):
     """arXiv 2503.20783: no division by the standard deviation nor by the length, but by the generation cap."""
     total = 0.0
     for i in range(6):
@@ -108,7 +107,7 @@ def dr_grpo(data: dict[str, list[np.ndarray]]) -> float:
     return -total / (6 * CAP)
 
 
-def dapo(data: dict[str, list[np.ndarray]]) -> float:
+def dapo(data):
     """arXiv 2503.14476, Eqs. 8, 9 and 13 with a buffer of a fifth of the cap."""
     shaped = []
     for reward, length in zip(REWARDS, LENGTHS, strict=True):
@@ -123,7 +122,7 @@ def dapo(data: dict[str, list[np.ndarray]]) -> float:
     return -total / sum(LENGTHS)
 
 
-def dler(data: dict[str, list[np.ndarray]]) -> float:
+def dler(data):
     """arXiv 2510.15110: a truncated response gets 0; centred in the group, scaled over the batch."""
     shaped = [0.0 if cut else reward for reward, cut in zip(REWARDS, TRUNCATED, strict=True)]
     centred = [shaped[i] - np.mean(group_rewards(i, shaped)) for i in range(6)]
@@ -136,17 +135,10 @@ FORMULAS = {"grpo": grpo, "dr-grpo": dr_grpo, "dapo": dapo, "dler": dler}
 
 
 @pytest.mark.parametrize(("name", "formula"), FORMULAS.items(), ids=FORMULAS)
-def test_each_algorithm_is_its_papers_formula(name: str, formula):
+def test_each_algorithm_is_its_papers_formula(name, formula):
     for seed in range(3):
         data = batch(seed)
         assert loss_of(name, data) == pytest.approx(formula(data), rel=1e-6)
-
-
-def test_every_algorithm_states_what_sets_it_apart():
-    names = {frozenset(row) for row in ALGORITHMS.values()}
-    assert len(names) == 1
-    assert names.pop() <= TrainConfig.model_fields.keys()
-    assert len({tuple(row.values()) for row in ALGORITHMS.values()}) == len(ALGORITHMS)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +150,7 @@ def test_every_algorithm_states_what_sets_it_apart():
         ("token", [False] * 3, [0, 0, 0]),
     ],
 )
-def test_what_is_filtered_weighs_nothing(aggregation: str, kept: list[bool], each: list[float]):
+def test_what_is_filtered_weighs_nothing(aggregation, kept, each):
     """The weights of all tokens sum to 1, except with constant aggregation."""
     weights = token_weights(
         torch.tensor([1, 3, 10]), torch.tensor(kept), aggregation=aggregation, max_response_tokens=CAP
@@ -178,7 +170,7 @@ def test_a_group_of_equal_rewards_has_no_advantage():
     assert advantages(rewards, groups, scale="batch").tolist() == [*mixed, 0.0, 0.0]
 
 
-def shaped(overlong: str, buffer: int = 0) -> list[float]:
+def shaped(overlong, buffer=0):
     rewards, lengths = torch.tensor([1.0, 1.0, 1.0, -0.5, 1.0]), torch.tensor([80, 90, 100, 100, 60])
     truncated = torch.tensor([False, False, False, True, True])  # the last one by its own smaller cap
     settings = {"overlong": overlong, "buffer": buffer, "max_response_tokens": 100}
@@ -197,7 +189,7 @@ def test_responses_near_the_cap_are_punished_softly():
 PLAIN = {"clip_low": 0.2, "clip_high": 0.28, "correction": None, "kl_coef": 0.0, "ref_logp": None}
 
 
-def one_token(ratio: float, advantage: float, **settings) -> float:
+def one_token(ratio, advantage, **settings):
     terms = policy_loss(
         torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([advantage]), torch.ones(1), **PLAIN | settings
     )
@@ -219,28 +211,11 @@ def test_the_gradient_is_that_of_finite_differences():
     each, weights = (torch.randn(30, dtype=torch.float64, generator=generator) for _ in range(2))
     correction = correction_weights(old, packed(data["engine"]), 1.1)
 
-    def loss(logp: torch.Tensor) -> torch.Tensor:
+    def loss(logp):
         corrected = PLAIN | {"correction": correction, "kl_coef": 0.3, "ref_logp": ref}
         return policy_loss(logp, old, each, weights.abs(), **corrected).loss
 
     assert torch.autograd.gradcheck(loss, (new.requires_grad_(),), eps=1e-7, atol=1e-5)
-
-
-def test_parts_of_a_mini_batch_add_up():
-    generator = torch.Generator().manual_seed(0)
-    logp, old, ref, each, correction = (torch.randn(40, generator=generator) for _ in range(5))
-    weights = torch.rand(40, generator=generator)
-
-    def terms(part: slice):
-        return policy_loss(
-            logp[part], old[part], each[part], weights[part], clip_low=0.2, clip_high=0.28,
-            correction=correction[part].exp(), kl_coef=0.1, ref_logp=ref[part],
-        )  # fmt: skip
-
-    whole, parts = terms(slice(40)), [terms(s) for s in (slice(3), slice(3, 20), slice(20, 40))]
-    assert sum(float(p.loss) for p in parts) == pytest.approx(float(whole.loss), rel=1e-5)
-    assert sum(p.clip_fraction for p in parts) == pytest.approx(whole.clip_fraction, rel=1e-5)
-    assert sum(p.kl for p in parts) == pytest.approx(whole.kl, rel=1e-5)
 
 
 def test_importance_weights_are_cut_above_alone():
@@ -249,11 +224,6 @@ def test_importance_weights_are_cut_above_alone():
     assert weights.tolist() == pytest.approx([1.0, 2.0, math.exp(-1), 0.0, 2.0], abs=1e-6)
     assert not weights.requires_grad
     assert one_token(1.1, 2.0, correction=torch.tensor([0.5])) == pytest.approx(-1.1)
-
-
-def test_a_penalty_needs_a_reference():
-    with refused(ValueError, naming=("ref_logp",)):
-        one_token(1.0, 0.0, kl_coef=0.5)
 
 
 def test_the_kl_estimate_averages_to_the_divergence():

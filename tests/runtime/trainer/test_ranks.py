@@ -1,7 +1,5 @@
 """How sequences are dealt out to ranks and micro-batches."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +7,7 @@ from tltlab.runtime.trainer.ranks import micro_batches, own_micro_batches, ranks
 
 
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 5), st.integers(1, 80))
-def test_every_sequence_is_in_one_micro_batch(lengths: list[int], ranks: int, budget: int):
+def test_every_sequence_is_in_one_micro_batch(lengths, ranks, budget):
     dealt = micro_batches(lengths, ranks, budget)
     assert dealt == micro_batches(lengths, ranks, budget)
     assert sorted(i for rank in dealt for members in rank for i in members) == list(range(len(lengths)))
@@ -22,7 +20,7 @@ def test_every_sequence_is_in_one_micro_batch(lengths: list[int], ranks: int, bu
 
 
 @given(st.lists(st.integers(1, 60), max_size=60), st.integers(1, 5), st.integers(1, 4), st.integers(8, 100))
-def test_every_rank_has_as_many_micro_batches(lengths: list[int], ranks: int, num_parts: int, budget: int):
+def test_every_rank_has_as_many_micro_batches(lengths, ranks, num_parts, budget):
     parts = [list(range(n, len(lengths), num_parts)) for n in range(num_parts)]
     rank_of = ranks_of(lengths, parts, ranks, budget)
     own = [own_micro_batches(lengths, rank_of, rank, ranks, budget) for rank in range(ranks)]

@@ -1,13 +1,8 @@
 """Ranks that share their sequences compute what one rank does, alone and beside others that have their own."""
 
-from __future__ import annotations
-
 import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,20 +21,20 @@ from .test_trainer import near, samples, tied_model, updated
 
 __all__ = ["tied_model"]
 
-SETTINGS: dict[str, Any] = {"tokens_per_microbatch": 64, "kl_coef": 0.1, "minibatches": 3}
+SETTINGS = {"tokens_per_microbatch": 64, "kl_coef": 0.1, "minibatches": 3}
 PAIRS = [(s.prompt_token_ids, s.token_ids) for s in samples()]
 
 
-def made(model: Path, *ranks: Any, **config: Any) -> Trainer:
+def made(model, *ranks, **config):
     """One rank, alone without its number, how many there are, and where they meet."""
     placed = dict(zip(("rank", "world", "rendezvous"), ranks or (0, 1, None), strict=True))
     settings = {"temperature": 0.8, "max_response_tokens": 64, "seed": 0, "timeout_s": 300.0}
     return Trainer(str(model), TrainConfig(**SETTINGS | config), **settings, **placed)
 
 
-def learned(trainer: Trainer) -> list[Any]:
+def learned(trainer):
     """What a trainer measures and is after updates of all samples, and of one: most ranks then have none."""
-    found: list[Any] = []
+    found = []
     for rl_step, drawn in enumerate((samples(), [samples()[5]])):
         found.append(asdict(trainer.old_logprobs(drawn)) | asdict(trainer.update(rl_step)))
         weights = trainer.weights()  # of all ranks; the first alone gets them
@@ -49,12 +44,12 @@ def learned(trainer: Trainer) -> list[Any]:
     return found
 
 
-def kept_bytes(trainer: Trainer) -> int:
+def kept_bytes(trainer):
     """Bytes of what autograd keeps for the backward pass of a long sequence, each storage once."""
-    kept: dict[int, int] = {}
+    kept = {}
     held = []
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         held.append(tensor)  # or its storage's address would come again
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
@@ -64,7 +59,7 @@ def kept_bytes(trainer: Trainer) -> int:
     return sum(kept.values())
 
 
-def of_rank(rank: int, world: int, model: Path, folder: Path, config: dict[str, Any]) -> list[Any]:
+def of_rank(rank, world, model, folder, config):
     """In its own process: `learned`; True if it continues bit by bit from a checkpoint; what autograd keeps."""
     trainer = made(model, rank, world, f"file://{folder}/meeting", **config)
     try:
@@ -82,7 +77,7 @@ def of_rank(rank: int, world: int, model: Path, folder: Path, config: dict[str, 
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[ProcessPoolExecutor]:
+def processes():
     """Four, forked from one that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -92,9 +87,7 @@ def processes() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("world", "config"), [(2, {}), (4, {"activation_checkpointing": True})])
-def test_ranks_that_share_sequences_learn_what_one_does(
-    tied_model: Path, tmp_path: Path, processes: ProcessPoolExecutor, world: int, config: dict[str, Any]
-):
+def test_ranks_that_share_sequences_learn_what_one_does(tied_model, tmp_path, processes, world, config):
     shared = {"sequence_parallel": 2} | config
     answers = [processes.submit(of_rank, rank, world, tied_model, tmp_path, shared) for rank in range(world)]
     alone = made(tied_model, **config)
@@ -114,7 +107,7 @@ def test_ranks_that_share_sequences_learn_what_one_does(
 
 @pytest.mark.parametrize("lengths", [[], [1], [2, 5], [3, 3, 1], [11]])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_have_equal_parts_of_all_tokens(lengths: list[int], size: int):
+def test_ranks_have_equal_parts_of_all_tokens(lengths, size):
     pairs = [([10 * n], list(range(10 * n + 1, 10 * n + length))) for n, length in enumerate(lengths)]
     parts = [PackedTokens.of(pairs, torch.device("cpu"), SequenceGroup(rank=r, size=size)) for r in range(size)]
     whole = PackedTokens.of(pairs, torch.device("cpu"), ALONE)
@@ -132,7 +125,7 @@ def test_ranks_have_equal_parts_of_all_tokens(lengths: list[int], size: int):
     assert torch.cat([torch.arange(whole.num_rows)[part.own] for part in parts]).tolist() == list(range(len(rows)))
 
 
-def test_what_cannot_be_shared_is_refused(tied_model: Path):
+def test_what_cannot_be_shared_is_refused(tied_model):
     config = AutoConfig.from_pretrained(tied_model)
     check_trainable(config, "it", 2)
     with refused(ConfigError, naming=("sequence_parallel", "4", "2")):

@@ -1,22 +1,16 @@
 """Checkpoints of random heads in the layouts of EAGLE's releases, SpecForge and speculators, made without our code."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
-def _shape(target: Path) -> dict[str, Any]:
+def _shape(target):
     """What a released config says of its layer, in the way of transformers 4."""
     theirs = json.loads((target / "config.json").read_text())
     # vLLM's attention on a CPU knows heads of 32 and more.
@@ -41,7 +35,7 @@ def _shape(target: Path) -> dict[str, Any]:
     }
 
 
-def _layer(prefix: str, shape: dict[str, Any], width: int, biases: str = "") -> dict[str, tuple[int, ...]]:
+def _layer(prefix, shape, width, biases=""):
     """Names and shapes of a decoder layer whose attention reads `width`, with biases of those projections."""
     hidden, mlp = shape["hidden_size"], shape["intermediate_size"]
     head = hidden // shape["num_attention_heads"]
@@ -57,7 +51,7 @@ def _layer(prefix: str, shape: dict[str, Any], width: int, biases: str = "") -> 
     }
 
 
-def _drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def _drawn(shapes):
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(shape, generator=generator) * 0.25 + (1.0 if "norm" in name else 0.0)
@@ -65,19 +59,17 @@ def _drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     }
 
 
-def _written(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+def _written(folder, config, weights):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors")
 
 
-def eagle_release(
-    folder: Path, target: Path, *, fc_bias: bool = False, qkv_bias: bool = False
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def eagle_release(folder, target, *, fc_bias=False, qkv_bias=False):
     """EAGLE's release of an EAGLE head, in a pickle as most of them: weights by the names there, and no flags."""
     shape = _shape(target)
     hidden = shape["hidden_size"]
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
+    shapes = {"fc.weight": (hidden, 2 * hidden)}
     if fc_bias:
         shapes["fc.bias"] = (hidden,)
     weights = _drawn(shapes | _layer("layers.0.", shape, hidden, "qkv" if qkv_bias else ""))
@@ -91,14 +83,14 @@ def eagle_release(
 
 
 def _eagle3(
-    prefix: str,
-    shape: dict[str, Any],
-    flags: dict[str, Any],
-    draft_vocabulary: Sequence[int] | None,
+    prefix,
+    shape,
+    flags,
+    draft_vocabulary,
     *,
-    biases: str = "",
-    qwen3: bool = False,
-) -> dict[str, Tensor]:
+    biases="",
+    qwen3=False,
+):
     hidden, vocabulary = shape["hidden_size"], shape["vocab_size"]
     drafted = list(range(vocabulary)) if draft_vocabulary is None else list(draft_vocabulary)
     shapes = _layer(prefix, shape, 2 * hidden, biases) | {
@@ -123,13 +115,13 @@ def _eagle3(
 
 
 def specforge(
-    folder: Path,
-    target: Path,
-    flags: dict[str, Any] | None = None,
+    folder,
+    target,
+    flags=None,
     *,
-    draft_vocabulary: Sequence[int] | None = (1, 4, 5, 6, 9, 12),
-    bias: bool = False,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    draft_vocabulary=(1, 4, 5, 6, 9, 12),
+    bias=False,
+):
     """SpecForge's and EAGLE's EAGLE-3 heads, without an embedding: weights by the names there, and flags."""
     shape, flags = _shape(target), dict(flags or {})
     weights = _eagle3("midlayer.", shape, flags, draft_vocabulary, biases="qkv" if bias else "")
@@ -139,14 +131,14 @@ def specforge(
 
 
 def speculators(
-    folder: Path,
-    target: Path,
-    flags: dict[str, Any] | None = None,
+    folder,
+    target,
+    flags=None,
     *,
-    draft_vocabulary: Sequence[int] | None = (0, 2, 3, 7, 8, 11, 12),
-    qwen3: bool = False,
-    layers: Sequence[int] = (1, 3, 5),
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    draft_vocabulary=(0, 2, 3, 7, 8, 11, 12),
+    qwen3=False,
+    layers=(1, 3, 5),
+):
     """The format of speculators 0.3 and later, with the target's embedding: weights by the names there, and flags."""
     shape, flags = _shape(target), dict.fromkeys(NORMS, False) | dict(flags or {})
     weights = _eagle3("layers.0.", shape, flags, draft_vocabulary, qwen3=qwen3)
@@ -172,14 +164,13 @@ def speculators(
     return weights, flags
 
 
-Maker = Callable[[Path, Path], tuple[dict[str, Tensor], dict[str, Any]]]
-SPECFORGE: dict[str, Maker] = {
+SPECFORGE = {
     "specforge": specforge,
     "specforge-bias": partial(specforge, bias=True),
     "specforge-3.1": partial(specforge, flags={"fc_norm": True, "norm_output": True}),
     "specforge-whole": partial(specforge, draft_vocabulary=None),
 }
-SPECULATORS: dict[str, Maker] = {
+SPECULATORS = {
     "speculators": partial(speculators, flags={"norm_before_residual": True}),
     "speculators-gpt-oss": partial(speculators, flags={"norm_before_fc": True}),
     "speculators-qwen3": partial(speculators, qwen3=True),

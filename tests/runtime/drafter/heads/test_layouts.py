@@ -1,23 +1,17 @@
 """Heads in the layouts that people have: what is read is what their own programs compute, and can be written."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch.nn.functional import linear, silu
 from transformers import LlamaConfig
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.eagle import Eagle3Head
-from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import load_head
 from tltlab.runtime.drafter.heads.layouts import eagle_layout, is_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
@@ -31,7 +25,7 @@ ROWS = 7
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Path:
+def target(tmp_path):
     """A target of six layers: its config, embedding and LM head."""
     generator = torch.Generator().manual_seed(1)
     LlamaConfig(
@@ -43,18 +37,18 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
+def norm(x, weight):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
 
 
-def attention(w: dict[str, Tensor], layer: str, x: Tensor) -> Tensor:
+def attention(w, layer, x):
     """Causal attention of four heads on two of keys, with rotary positions from 0, one row and one head at a time."""
 
-    def project(part: str) -> Tensor:
+    def project(part):
         name = f"{layer}self_attn.{part}_proj"
         return linear(x, w[f"{name}.weight"], w.get(f"{name}.bias")).view(len(x), -1, 8)
 
-    def rotated(heads: Tensor, part: str) -> Tensor:
+    def rotated(heads, part):
         if f"{layer}self_attn.{part}_norm.weight" in w:
             heads = norm(heads, w[f"{layer}self_attn.{part}_norm.weight"])
         angles = torch.arange(len(x))[:, None] / 10000.0 ** (torch.arange(0, 8, 2) / 8)
@@ -70,21 +64,19 @@ def attention(w: dict[str, Tensor], layer: str, x: Tensor) -> Tensor:
     return linear(out.flatten(1), w[f"{layer}self_attn.o_proj.weight"], w.get(f"{layer}self_attn.o_proj.bias"))
 
 
-def mlp(w: dict[str, Tensor], layer: str, x: Tensor) -> Tensor:
+def mlp(w, layer, x):
     gate, up = (linear(x, w[f"{layer}mlp.{part}_proj.weight"]) for part in ("gate", "up"))
     return linear(silu(gate) * up, w[f"{layer}mlp.down_proj.weight"])
 
 
-def as_eagle_does(w: dict[str, Tensor], embedded: Tensor, hidden: Tensor) -> Tensor:
+def as_eagle_does(w, embedded, hidden):
     """The states that EAGLE's `cnets1.Model` makes of embeddings and states (T, H)."""
     x = linear(torch.cat([embedded, hidden], -1), w["fc.weight"], w.get("fc.bias"))
     x = x + attention(w, "layers.0.", x)
     return x + mlp(w, "layers.0.", norm(x, w["layers.0.post_attention_layernorm.weight"]))
 
 
-def as_eagle3_does(
-    w: dict[str, Tensor], layer: str, flags: dict[str, Any], embedded: Tensor, aux: Tensor
-) -> tuple[Tensor, Tensor]:
+def as_eagle3_does(w, layer, flags, embedded, aux):
     """Logits (T, D) and states (T, H) of the first step, as vLLM's `llama_eagle3` has them."""
     if flags.get("norm_before_fc"):
         aux = norm(aux, w["input_norm.weight"])
@@ -100,22 +92,21 @@ def as_eagle3_does(
     return linear(features, w["lm_head.weight"]), features if flags.get("norm_output") else x
 
 
-def rows(target: Path) -> tuple[Tensor, Tensor, Tensor, FrozenTarget]:
+def rows(target):
     """Embeddings (T, H), hidden states, aux states, and what is the target's."""
     frozen, sequence = FrozenTarget.from_folder(target), made_sequence(ROWS)
     return frozen.embedding[sequence.token_ids[1:]], sequence.hidden, sequence.aux, frozen
 
 
-def states_of(head: DrafterHead, target: Path) -> Tensor:
+def states_of(head, target):
     embedded, hidden, aux, _ = rows(target)
     with torch.no_grad():
-        states: Tensor = head(embedded[None], head.first_states(hidden, aux)[None])[0]
-    return states
+        return head(embedded[None], head.first_states(hidden, aux)[None])[0]
 
 
 @pytest.mark.parametrize("fc_bias", [False, True], ids=["llama3", "vicuna"])
 @pytest.mark.parametrize("qkv_bias", [False, True], ids=["llama", "qwen2"])
-def test_an_eagle_release_drafts_as_eagles_own_code(target: Path, tmp_path: Path, fc_bias: bool, qkv_bias: bool):
+def test_an_eagle_release_drafts_as_eagles_own_code(target, tmp_path, fc_bias, qkv_bias):
     weights, _ = eagle_release(tmp_path / "head", target, fc_bias=fc_bias, qkv_bias=qkv_bias)
     head = load_head(tmp_path / "head", target=target)
     theirs = json.loads((tmp_path / "head" / "config.json").read_text())
@@ -136,7 +127,7 @@ def test_an_eagle_release_drafts_as_eagles_own_code(target: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("layout", [*SPECFORGE, *SPECULATORS])
-def test_an_eagle3_head_drafts_as_in_vllm(target: Path, tmp_path: Path, layout: str):
+def test_an_eagle3_head_drafts_as_in_vllm(target, tmp_path, layout):
     weights, flags = (SPECFORGE | SPECULATORS)[layout](tmp_path / "head", target)
     head = load_head(tmp_path / "head", target=target)
     assert isinstance(head, Eagle3Head)
@@ -167,7 +158,7 @@ def test_an_eagle3_head_drafts_as_in_vllm(target: Path, tmp_path: Path, layout: 
         assert (other.aux_layers, other.norms) == (head.aux_layers, head.norms)
 
 
-def test_all_of_somebody_elses_head_is_trained(target: Path, tmp_path: Path):
+def test_all_of_somebody_elses_head_is_trained(target, tmp_path):
     specforge(tmp_path / "head", target, bias=True)
     head = load_head(tmp_path / "head", target=target)
     loss = LossConfig(kind="eagle3", unroll=2)
@@ -182,7 +173,7 @@ def test_all_of_somebody_elses_head_is_trained(target: Path, tmp_path: Path):
     assert not moved & {"d2t", "t2d"}
 
 
-def test_a_whole_lm_head_may_be_the_targets(target: Path, tmp_path: Path):
+def test_a_whole_lm_head_may_be_the_targets(target, tmp_path):
     speculators(tmp_path / "own", target, draft_vocabulary=None)
     theirs = load_file(target / "model.safetensors")["lm_head.weight"]
     for name, lm_head, shared in (("own", None, False), ("same", theirs, True)):
@@ -197,7 +188,7 @@ def test_a_whole_lm_head_may_be_the_targets(target: Path, tmp_path: Path):
         assert torch.equal(head.output_weight(FrozenTarget.from_folder(target)), theirs) == shared
 
 
-def test_the_hubs_cache_is_looked_into(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_hubs_cache_is_looked_into(target, tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -213,13 +204,13 @@ def test_the_hubs_cache_is_looked_into(target: Path, tmp_path: Path, monkeypatch
         load_head("nobody/nothing")
 
 
-def test_what_cannot_be_trained_is_refused(target: Path, tmp_path: Path):
+def test_what_cannot_be_trained_is_refused(target, tmp_path):
     folder = tmp_path / "head"
     weights, _ = specforge(folder, target)
     config = json.loads((folder / "config.json").read_text())
     layers = "eagle_aux_hidden_state_layer_ids"
     whole = torch.zeros(VOCABULARY, HIDDEN)
-    cases: list[tuple[dict[str, Any], dict[str, Tensor], tuple[object, ...]]] = [
+    cases = [
         ({layers: [3, 2, 1]}, {}, (layers,)),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {}, ("inner layers",)),
         ({"target_hidden_size": 2 * HIDDEN}, {}, ("width",)),

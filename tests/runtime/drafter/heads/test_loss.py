@@ -1,15 +1,10 @@
 """Losses against the same computed one chain at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
-from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.loss import drafter_loss
-from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.sequences import TrainingSequence, pack
+from tltlab.runtime.drafter.sequences import pack
 from tltlab.runtime.recipe.drafter import LossConfig
 
 from ..small_heads import HALF, drafted_states, made_head, made_sequence, made_target
@@ -17,12 +12,10 @@ from ..small_heads import HALF, drafted_states, made_head, made_sequence, made_t
 KINDS = ["eagle", "hass", "eagle3"]
 
 
-def slow_loss(
-    head: DrafterHead, frozen: FrozenTarget, sequences: list[TrainingSequence], config: LossConfig, temperature: float
-) -> tuple[Tensor, list[float], list[int]]:
+def slow_loss(head, frozen, sequences, config, temperature):
     """The loss, accept and reached: every chain drafted on its own, every row's terms written out."""
-    terms: list[list[Tensor]] = [[] for _ in range(config.num_unrolled)]
-    kept: list[list[float]] = [[] for _ in range(config.num_unrolled)]
+    terms = [[] for _ in range(config.num_unrolled)]
+    kept = [[] for _ in range(config.num_unrolled)]
     ids = list(range(len(frozen.lm_head))) if head.draft_ids is None else head.draft_ids.tolist()
     for sequence in sequences:
         last = sequence.num_rows - 2
@@ -54,7 +47,7 @@ def slow_loss(
     return total, [sum(rows) / len(rows) if rows else 0.0 for rows in kept], [len(rows) for rows in kept]
 
 
-def obedient(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence) -> TrainingSequence:
+def obedient(head, frozen, sequence):
     """The same with its tokens rewritten, from left to right, to what the head would draft, except every fifth."""
     for row in range(sequence.num_rows - 1):
         if row % 5 < 4:
@@ -64,7 +57,7 @@ def obedient(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence
 
 
 @pytest.mark.parametrize(("kind", "vocabulary"), [*((kind, None) for kind in KINDS), ("eagle3", HALF)])
-def test_the_loss_is_that_of_single_chains(kind: str, vocabulary: list[int] | None):
+def test_the_loss_is_that_of_single_chains(kind, vocabulary):
     config = LossConfig(kind=kind, unroll=3, hidden_weight=0.7, token_weight=0.3)
     head, frozen = made_head(config.method, vocabulary=vocabulary), made_target()
     sequences = [made_sequence(n, seed=n, first_position=n, prompt_tokens=p) for n, p in ((14, 0), (9, 5), (3, 20))]
@@ -86,7 +79,7 @@ def test_the_loss_is_that_of_single_chains(kind: str, vocabulary: list[int] | No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_without_a_response_token_teaches_nothing(kind: str):
+def test_a_batch_without_a_response_token_teaches_nothing(kind):
     config = LossConfig(kind=kind, unroll=2)
     head, frozen = made_head(config.method), made_target()
     for sequence in (made_sequence(6, prompt_tokens=99), made_sequence(1), made_sequence(0)):
@@ -97,7 +90,7 @@ def test_a_batch_without_a_response_token_teaches_nothing(kind: str):
     head.zero_grad()
 
 
-def test_logits_in_parts_change_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_logits_in_parts_change_nothing(monkeypatch):
     head, frozen, batch = made_head("eagle3"), made_target(), pack([made_sequence(40)])
     found = {}
     for limit in (1 << 26, 13 * 7):

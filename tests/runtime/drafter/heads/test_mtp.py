@@ -1,10 +1,5 @@
 """The MTP layer that a model brings along: made, drafted with, trained as other heads are, and kept with its model."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,7 +12,6 @@ from tltlab.runtime.drafter.heads.mtp import MtpHead, fresh_mtp, mtp_of_model
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.offline.chains import kept_along
 from tltlab.runtime.drafter.offline.export import ExportConfig, ExportSource, export_drafter
-from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.models.make import Size, make_model
@@ -31,7 +25,7 @@ from .test_kinds import accepted, borne_out, drafting
 DEPTH = 3
 
 
-def made_mimo(out: Path, steps: int) -> float:
+def made_mimo(out, steps):
     """Make a small model with an MTP layer; its loss at the end."""
     lengths = {"steps": steps, "tokens_per_batch": 512, "measured_prompts": 1, "samples_per_prompt": 2}
     size = Size(hidden=64, layers=1, mlp=64, **lengths)
@@ -42,18 +36,18 @@ def made_mimo(out: Path, steps: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def mimo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mimo(tmp_path_factory):
     """A model that has learned next to nothing, as its MTP layer has."""
     out = tmp_path_factory.mktemp("models") / "mimo"
     made_mimo(out, steps=1)
     return out
 
 
-def same(one: MtpHead, other: MtpHead) -> bool:
+def same(one, other):
     return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
 
 
-def test_it_is_read_saved_and_read_again(mimo: Path, random_model: Path, tmp_path: Path):
+def test_it_is_read_saved_and_read_again(mimo, random_model, tmp_path):
     head = new_head(mimo, "mtp", 0)
     again = load_head(head.save(tmp_path / "head"))
     assert isinstance(head, MtpHead)
@@ -76,7 +70,7 @@ def test_it_is_read_saved_and_read_again(mimo: Path, random_model: Path, tmp_pat
         Engine(str(random_model), drafters={"mtp": LearnedSpec(method="mtp")})
 
 
-def test_the_targets_distributions_follow_from_its_states(mimo: Path):
+def test_the_targets_distributions_follow_from_its_states(mimo):
     model = AutoModelForCausalLM.from_pretrained(mimo)
     ids = torch.arange(4, 40)
     states = hidden_states_of(model, ids, ())[0]
@@ -86,7 +80,7 @@ def test_the_targets_distributions_follow_from_its_states(mimo: Path):
         torch.testing.assert_close(frozen.logits(states), expected, atol=1e-4, rtol=0)
 
 
-def test_a_trained_model_still_has_it(mimo: Path, tmp_path: Path):
+def test_a_trained_model_still_has_it(mimo, tmp_path):
     trainer = Trainer(str(mimo), TrainConfig(), temperature=1.0, max_response_tokens=8, seed=0)
     assert trainer.frozen().norm is not None
     trainer.save(str(tmp_path / "trained"))
@@ -94,17 +88,17 @@ def test_a_trained_model_still_has_it(mimo: Path, tmp_path: Path):
 
 
 @pytest.mark.engine
-def test_vllm_drafts_with_it_what_is_foretold(tmp_path: Path):
+def test_vllm_drafts_with_it_what_is_foretold(tmp_path):
     # One that has learned its task's words, and its MTP layer hardly what it says.
     mimo = tmp_path / "mimo"
     assert made_mimo(mimo, steps=60) < 4.0
-    model: Any = AutoModelForCausalLM.from_pretrained(mimo)
+    model = AutoModelForCausalLM.from_pretrained(mimo)
     frozen = FrozenTarget.from_folder(mimo)
     head = mtp_of_model(mimo)
     prompts = [[1, 5 + n, 9 + n, 30 - n] for n in range(6)]
-    found: list[TrainingSequence] = []
+    found = []
 
-    def kept(engine: Engine) -> int:
+    def kept(engine):
         """Draft tokens, which are those that are kept here."""
         total = 0
         for prompt in prompts:

@@ -1,18 +1,14 @@
 """A target that a small head learns quickly, and texts of it."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+
+from ...small_models import loaded
 
 
-def changed_model(source: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
+def changed_model(source, folder, change):
     """A copy of a model folder with its weights changed one by one."""
     for file in source.iterdir():
         if file.suffix in (".json", ".jsonl"):
@@ -23,7 +19,7 @@ def changed_model(source: Path, folder: Path, change: Callable[[str, Tensor], Te
     return folder
 
 
-def easy_target(random_model: Path, folder: Path, max_positions: int = 256, sharper: float = 4.0) -> Path:
+def easy_target(random_model, folder, max_positions=256, sharper=4.0):
     """The random model with weak attention and sharp logits: the next token follows mostly from the last one."""
     factors = {"o_proj": 0.1, "lm_head": sharper}
     changed_model(
@@ -34,7 +30,7 @@ def easy_target(random_model: Path, folder: Path, max_positions: int = 256, shar
     return folder
 
 
-def naive(text: list[int], start: int, depth: int, propose: Callable[[list[int], int], list[int]]) -> list[int]:
+def naive(text, start, depth, propose):
     """Tokens kept at each position from `start` on, drafting anew at every one."""
     kept = []
     for at in range(start, len(text)):
@@ -45,7 +41,7 @@ def naive(text: list[int], start: int, depth: int, propose: Callable[[list[int],
     return kept
 
 
-def quiet(message: str) -> None:
+def quiet(message):
     """Who listens to progress here."""
 
 
@@ -54,9 +50,9 @@ LONG_CONTEXT = 1 << 19
 
 
 @torch.no_grad()
-def sampled_rows(target: Path, num: int, tokens: int) -> list[dict[str, list[int]]]:
+def sampled_rows(target, num, tokens):
     """Prompts of six tokens with responses that the target sampled at temperature 1."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    model = loaded(target)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(4, model.config.vocab_size, (num, 6), generator=generator)
     for _ in range(tokens):
@@ -65,6 +61,6 @@ def sampled_rows(target: Path, num: int, tokens: int) -> list[dict[str, list[int
     return [{"prompt": row[:6], "response": row[6:]} for row in text.tolist()]
 
 
-def write_rows(path: Path, rows: list[dict[str, list[int]]]) -> Path:
+def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

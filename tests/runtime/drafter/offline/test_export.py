@@ -1,12 +1,9 @@
 """The by-product: a checkpoint that stock vLLM serves, handed out only if it drafts there as it should."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,12 +30,12 @@ CHECK = ExportConfig(max_response_tokens=60)
 
 
 @pytest.fixture(scope="module")
-def target(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(random_model, tmp_path_factory):
     return easy_target(random_model, tmp_path_factory.mktemp("easy"), LONG_CONTEXT)
 
 
 @pytest.fixture(scope="module")
-def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def heads(target, tmp_path_factory):
     """An EAGLE and an EAGLE-3 head that have learned something."""
     folder = tmp_path_factory.mktemp("heads")
     data = write_rows(folder / "responses.jsonl", sampled_rows(target, 48, 40))
@@ -52,9 +49,7 @@ def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_stock_vllm_keeps_as_many_drafts_as_expected(
-    target: Path, heads: dict[str, Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_stock_vllm_keeps_as_many_drafts_as_expected(target, heads, tmp_path, kind, monkeypatch):
     out = tmp_path / "exported"
     from vllm.engine.arg_utils import EngineArgs
 
@@ -91,7 +86,7 @@ def test_stock_vllm_keeps_as_many_drafts_as_expected(
 
 
 @pytest.mark.engine
-def test_a_head_that_learned_nothing_is_not_exported(target: Path, heads: dict[str, Path], tmp_path: Path):
+def test_a_head_that_learned_nothing_is_not_exported(target, heads, tmp_path):
     dead = load_head(heads["eagle"])
     with torch.no_grad():
         for value in dead.parameters():
@@ -105,7 +100,7 @@ def test_a_head_that_learned_nothing_is_not_exported(target: Path, heads: dict[s
 
 
 @pytest.mark.engine
-def test_another_heads_checkpoint_falls_short(target: Path, heads: dict[str, Path], tmp_path: Path):
+def test_another_heads_checkpoint_falls_short(target, heads, tmp_path):
     head = load_head(heads["eagle"])
     with torch.no_grad():
         head.get_parameter("fc.weight").neg_()
@@ -116,7 +111,7 @@ def test_another_heads_checkpoint_falls_short(target: Path, heads: dict[str, Pat
 
 
 @pytest.mark.engine
-def test_what_stock_vllm_does_not_load_is_reported(target: Path, heads: dict[str, Path], tmp_path: Path):
+def test_what_stock_vllm_does_not_load_is_reported(target, heads, tmp_path):
     load_head(heads["eagle"]).save(tmp_path / "odd")
     weights = load_file(tmp_path / "odd" / "model.safetensors")
     save_file(weights | {"lm_head.weight": torch.zeros(24, 64)}, tmp_path / "odd" / "model.safetensors")
@@ -125,8 +120,8 @@ def test_what_stock_vllm_does_not_load_is_reported(target: Path, heads: dict[str
     assert "\n" not in str(caught.value)
 
 
-def comparison(**given: Any) -> ExportCheck:
-    settings: dict[str, Any] = {
+def comparison(**given):
+    settings = {
         "temperature": 0.0, "expected_accept_length": 2.0, "measured_accept_length": 2.0, "expected_positions": [0.6],
         "measured_positions": [0.6], "passes": 100, "first_kept": 0.6, "commonest": 0.2,
     }  # fmt: skip
@@ -139,7 +134,7 @@ def test_rounding_is_forgiven_and_a_shortfall_is_not():
     assert "commonest token" in comparison(first_kept=0.1).fault
 
 
-def test_what_a_run_names_is_found(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_run_names_is_found(target, tmp_path, monkeypatch):
     """As it was named where the run was started: a folder above the run, or one that its recipe has."""
     project, run, elsewhere = tmp_path / "project", tmp_path / "project" / "runs" / "first", tmp_path / "elsewhere"
     run.mkdir(parents=True)
@@ -169,7 +164,7 @@ def test_what_a_run_names_is_found(target: Path, tmp_path: Path, monkeypatch: py
     assert find_source(run).target == run / "checkpoints" / "final"
 
 
-def test_wrong_input_is_refused_and_nothing_is_written(target: Path, tmp_path: Path):
+def test_wrong_input_is_refused_and_nothing_is_written(target, tmp_path):
     new_head(target, "eagle", 0).save(tmp_path / "bare")
     (tmp_path / "nothing").mkdir()
     for path, model, naming in (

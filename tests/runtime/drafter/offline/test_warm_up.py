@@ -1,14 +1,9 @@
 """The offline warm-up: what it reads, what it holds out, what it learns and reports, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -44,22 +39,20 @@ from ..drafting_text import largest_file
 from .easy_target import LONG_CONTEXT, easy_target, quiet, sampled_rows, write_rows
 
 torch.set_num_threads(1)
-Trained = tuple[Path, dict[str, Any]]
-"""The folder of a head, and the report of its training."""
 
 
 @pytest.fixture(scope="module")
-def target(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(random_model, tmp_path_factory):
     return easy_target(random_model, tmp_path_factory.mktemp("easy"))
 
 
 @pytest.fixture(scope="module")
-def data(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(target, tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("data") / "responses.jsonl", sampled_rows(target, 48, 40))
 
 
-def config(kind: str = "eagle", **given: Any) -> WarmUpConfig:
-    settings: dict[str, Any] = {
+def config(kind="eagle", **given):
+    settings = {
         # Fewer steps than usual, of which each takes as long.
         "loss": LossConfig(kind=kind, token_weight=1.0, unroll=1 if kind == "eagle" else 2),
         "optim": OptimConfig(lr=6e-3, warmup=3),
@@ -73,11 +66,11 @@ def config(kind: str = "eagle", **given: Any) -> WarmUpConfig:
 
 
 @pytest.fixture(scope="module")
-def trained(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+def trained(target, data, tmp_path_factory):
     """Trains a head of a kind for 20 updates, once; nobody changes what is in its folder."""
 
     @cache
-    def train(kind: str) -> Trained:
+    def train(kind):
         out = tmp_path_factory.mktemp("trained") / "head"
         return out, train_drafter(target, data, out, config(kind), quiet)
 
@@ -85,7 +78,7 @@ def trained(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hass", "eagle3"])
-def test_the_report_states_how_much_is_learned(trained: Callable[[str], Trained], kind: str):
+def test_the_report_states_how_much_is_learned(trained, kind):
     out, report = trained(kind)
     before, after = report["before"], report["after"]
     assert before["accept_length"] < 1.3 < 1.8 < after["accept_length"]
@@ -97,11 +90,11 @@ def test_the_report_states_how_much_is_learned(trained: Callable[[str], Trained]
     assert load_head(out).method == ("eagle3" if kind == "eagle3" else "eagle")
 
 
-def text_of(row: dict[str, list[int]]) -> PromptedText:
+def text_of(row):
     return PromptedText(prompt_token_ids=row["prompt"], token_ids=row["response"])
 
 
-def test_the_report_holds_on_unseen_prompts(target: Path, data: Path, trained: Callable[[str], Trained]):
+def test_the_report_holds_on_unseen_prompts(target, data, trained):
     out, report = trained("eagle")
     texts = list(map(text_of, map(json.loads, data.read_text().splitlines())))
     heldout = split_by_prompt(texts, 0.2, np.random.default_rng([0, 2]))[1]
@@ -111,7 +104,7 @@ def test_the_report_holds_on_unseen_prompts(target: Path, data: Path, trained: C
     assert asdict(found) == {name: report["after"][name] for name in ("accept_length", "positions", "drafts")}
 
 
-def test_acceptance_is_that_of_counted_drafts(target: Path):
+def test_acceptance_is_that_of_counted_drafts(target):
     """The slow way: count, at every position, how far each draft goes."""
     model, frozen = load_target(target)
     head = new_head(target, "eagle", seed=1)
@@ -135,7 +128,7 @@ def test_a_walk_makes_every_token_once():
         assert made == list(range(1, length))
 
 
-def test_training_stops_at_an_accept_length(target: Path, data: Path, tmp_path: Path):
+def test_training_stops_at_an_accept_length(target, data, tmp_path):
     report = train_drafter(target, data, tmp_path / "head", config(until_accept_length=1.5, updates=400), quiet)
     assert report["updates"] < 400
     lengths = [check["accept_length"] for check in report["checks"]]
@@ -145,7 +138,7 @@ def test_training_stops_at_an_accept_length(target: Path, data: Path, tmp_path: 
     assert train_drafter(target, data, tmp_path / "more", more, quiet)["updates"] == 0
 
 
-def test_training_continues_from_a_head(target: Path, data: Path, tmp_path: Path, trained: Callable[[str], Trained]):
+def test_training_continues_from_a_head(target, data, tmp_path, trained):
     first, report = trained("eagle")
     more = train_drafter(target, data, tmp_path / "more", config(head=str(first), updates=0), quiet)
     assert more["before"] == more["after"] == report["after"]
@@ -153,14 +146,14 @@ def test_training_continues_from_a_head(target: Path, data: Path, tmp_path: Path
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_states_that_do_not_fit_are_computed_again(target: Path, data: Path, tmp_path: Path):
+def test_states_that_do_not_fit_are_computed_again(target, data, tmp_path):
     kept = train_drafter(target, data, tmp_path / "kept", config(updates=4), quiet)
     again = train_drafter(target, data, tmp_path / "again", config(updates=4, max_bytes=50_000), quiet)
     assert again["target_tokens"] > 2 * kept["target_tokens"] == 2 * 48 * 45
     assert again["after"] == kept["after"]
 
 
-def test_an_epoch_uses_each_text_once(target: Path):
+def test_an_epoch_uses_each_text_once(target):
     model, _ = load_target(target)
     texts = [PromptedText(prompt_token_ids=[4] * n, token_ids=[5] * 10) for n in range(2, 10)]
     epochs = Epochs(texts, TargetStates(model, (), 1 << 20), np.random.default_rng(0))
@@ -174,9 +167,9 @@ def test_an_epoch_uses_each_text_once(target: Path):
     assert cut.num_rows == 5 >= cut.prompt_tokens
 
 
-def test_texts_are_drawn_at_random_and_none_twice(target: Path, tmp_path: Path):
+def test_texts_are_drawn_at_random_and_none_twice(target, tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": [4 + n, 5], "response": [6]} for n in range(20)])
-    seen: Counter[int] = Counter()
+    seen = Counter()
     for seed in range(200):
         texts = read_texts(path, TextConfig(responses=5), None, np.random.default_rng(seed))
         firsts = [text.prompt_token_ids[0] for text in texts]
@@ -196,17 +189,17 @@ def test_no_held_out_prompt_is_trained_on():
     assert len(sides[1]) == 2
 
 
-def test_texts_come_from_traces_and_files(target: Path, tmp_path: Path):
+def test_texts_come_from_traces_and_files(target, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(target)
     rows = [{"prompt": "w1 w2", "response": "w3 w4 w5"}, {"prompt": "w2 w2", "response": "w6"}]
     path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "text.parquet")
     eos = tokenizer.eos_token_id
     expected = [([5, 6], [7, 8, 9, eos]), ([6, 6], [10, eos])]
     key = {"rl_step": [0, 0], "prompt_id": ["a", "b"], "sample": [0, 0], "turn": [0, 0]}
     Trace.from_tables(
-        Manifest(kind="recorded", name="t", created="2026-01-01T00:00:00Z", license="x", source="x"),
+        Manifest(kind="recorded"),
         {
             "workload": pd.DataFrame(
                 {**key, "epoch": 0, "prompt_tokens": 2, "max_response_tokens": 9, "policy_version": 0}
@@ -223,13 +216,13 @@ def test_texts_come_from_traces_and_files(target: Path, tmp_path: Path):
     path.write_text(json.dumps({"prompt": "w1 \ud83d", "response": "\udcff w3"}))
     (cut,) = read_texts(path, TextConfig(), tokenizer, np.random.default_rng(0))
     assert (cut.prompt_token_ids, cut.token_ids) == ([5, 3], [3, 7, eos]), "half a surrogate pair is an unknown word"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     short = read_texts(path, TextConfig(max_response_tokens=2, responses=1), tokenizer, np.random.default_rng(0))
     assert [len(text.token_ids) for text in short] == [2]
 
 
 @pytest.mark.engine
-def test_the_command_answers_prompts_and_reports(random_model: Path, tmp_path: Path):
+def test_the_command_answers_prompts_and_reports(random_model, tmp_path):
     (tmp_path / "target").mkdir()
     target = easy_target(random_model, tmp_path / "target", LONG_CONTEXT)
     app = typer.Typer()
@@ -249,8 +242,8 @@ def test_the_command_answers_prompts_and_reports(random_model: Path, tmp_path: P
     ]
 
 
-def test_what_fails_leaves_nothing_behind(target: Path, random_model: Path, data: Path, tmp_path: Path):
-    def stop(message: str) -> None:
+def test_what_fails_leaves_nothing_behind(target, random_model, data, tmp_path):
+    def stop(message):
         if message.startswith("update 2"):
             raise KeyboardInterrupt
 
@@ -269,7 +262,7 @@ def test_what_fails_leaves_nothing_behind(target: Path, random_model: Path, data
     assert list((tmp_path / "heads").iterdir()) == []
 
 
-def test_wrong_input_is_refused_and_nothing_is_written(target: Path, data: Path, tmp_path: Path):
+def test_wrong_input_is_refused_and_nothing_is_written(target, data, tmp_path):
     new_head(target, "eagle3", 0).save(tmp_path / "eagle3")
     for name in ("narrow", "full"):
         (tmp_path / name).mkdir()
@@ -280,7 +273,7 @@ def test_wrong_input_is_refused_and_nothing_is_written(target: Path, data: Path,
     words = tmp_path / "words.jsonl"
     words.write_text('{"prompt": "w1 w2", "response": "w3"}\n')
     out = tmp_path / "out"
-    cases: list[tuple[Path, Path, Path, WarmUpConfig, tuple[object, ...]]] = [
+    cases = [
         (tmp_path / "nowhere", data, out, config(), ("nowhere",)),
         (target, tmp_path / "nowhere.jsonl", out, config(), ("nowhere.jsonl",)),
         (target, target, out, config(), (target,)),
@@ -310,7 +303,7 @@ def test_wrong_input_is_refused_and_nothing_is_written(target: Path, data: Path,
     for model, source, where, settings, naming in cases:
         with refused(InputError, naming=naming) as caught:
             train_drafter(model, source, where, settings, quiet)
-        assert caught.value.exit_code == 2  # type: ignore[attr-defined]
+        assert caught.value.exit_code == 2
         assert "\n" not in str(caught.value)
     assert not out.exists()
     assert not list(tmp_path.glob(".*"))

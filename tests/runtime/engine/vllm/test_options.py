@@ -1,12 +1,9 @@
 """The options of a policy on vLLM as other people start it: `vllm.LLM(**vllm_options(...))`, or `vllm serve`."""
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,8 +12,9 @@ from tests.refused import refused
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec, check_drafter, check_sampled_drafts
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import Activation
+from tltlab.policies.policy import Activation, load_policy
 from tltlab.runtime import vllm_options
+from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.vllm import starting
 from tltlab.runtime.engine.vllm.options import Attachment, serve_arguments
 
@@ -64,20 +62,13 @@ def test_vllm_serve_takes_the_same_options():
         assert getattr(parsed, name) == options[name]
 
 
-TABLE = {1: (8,), 2: (8,), 4: (8,), 8: (4,), 16: (4,), 24: (2,), 32: (2,), 40: (0,), 64: (0,)}
-BEG_MAB = {1: (8, 4, 2, 0), 4: (8, 4, 2, 0), 8: (4, 2, 1, 0), 16: (4, 2, 1, 0), 24: (2, 1, 0), 32: (2, 1, 0), 64: (0,)}
-
-
-@pytest.mark.parametrize(("policy", "depths_at"), [("table", TABLE), ("beg-mab", BEG_MAB)])
-def test_graphs_are_captured_for_every_depth_of_policy(policy: str, depths_at: dict[int, tuple[int, ...]]):
+@pytest.mark.parametrize("policy", ["table", "beg-mab"])
+def test_graphs_are_captured_for_every_depth_of_policy(policy):
+    """As planned for the V1 runner, which model-free drafts take; a schedule would leave it piecewise graphs alone."""
     options = vllm_options(policy, max_batch=64)
     assert options["max_num_seqs"] == 64
-    wanted = {batch * (depth + 1) for batch, depths in depths_at.items() for depth in depths}
-    graphs = options["compilation_config"]
-    # Model-free drafts take the V1 runner, which rounds sizes to its longest verification of nine tokens.
-    assert {-(-tokens // 9) * 9 for tokens in wanted} <= set(graphs["cudagraph_capture_sizes"])
-    assert graphs["cudagraph_mode"] == "FULL"
-    # A schedule of depths would leave it piecewise graphs alone.
+    plan = plan_graphs(load_policy(policy), 64, runner="V1", any_lengths=True)
+    assert options["compilation_config"] == plan.engine_settings(None)["compilation_config"]
     assert "num_speculative_tokens_per_batch_size" not in options["speculative_config"]
 
 
@@ -89,7 +80,7 @@ def test_learned_drafter_alone_has_schedule_of_depths():
     assert {5, 40, 64} <= set(options["compilation_config"]["cudagraph_capture_sizes"])
 
 
-def test_costs_to_compare_with_are_written_out(tmp_path: Path):
+def test_costs_to_compare_with_are_written_out(tmp_path):
     LinearCosts(base_s=0.01, per_request_s=0.001, per_context_s=1e-6).write(tmp_path / "costs.json")
     for costs, by in ((tmp_path / "costs.json", "costs"), ("cpu-small", "costs"), (None, "measured")):
         told = vllm_options("beg-mab", costs=costs)["additional_config"]["tltlab"]
@@ -107,7 +98,7 @@ def test_costs_to_compare_with_are_written_out(tmp_path: Path):
         ("eagle:2", {}, ("eagle:2",)),
     ],
 )
-def test_what_vllm_cannot_run_is_refused(policy: str, more: dict[str, Any], facts: tuple[object, ...]):
+def test_what_vllm_cannot_run_is_refused(policy, more, facts):
     with refused(ConfigError, naming=facts):
         vllm_options(policy, **more)
 
@@ -117,7 +108,7 @@ def test_data_parallel_engines_have_separate_traces():
     assert [(replica.worker, replica.record) for replica in replicas] == [(2, "out/trace"), (3, "out/trace-1")]
 
 
-def test_vllm_logs_beside_results_and_not_among_them(monkeypatch: pytest.MonkeyPatch):
+def test_vllm_logs_beside_results_and_not_among_them(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "")
     monkeypatch.delenv("VLLM_LOGGING_STREAM")
     with starting():
@@ -129,7 +120,7 @@ def test_vllm_logs_beside_results_and_not_among_them(monkeypatch: pytest.MonkeyP
     ("method", "name", "fits"),
     [("draft_model", "vocab_size", False), ("draft_model", "hidden_size", True), ("eagle", "hidden_size", False)],
 )
-def test_a_drafter_of_another_width_is_refused(method: Any, name: str, fits: bool, random_model: Path, tmp_path: Path):
+def test_a_drafter_of_another_width_is_refused(method, name, fits, random_model, tmp_path):
     config = (random_model / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace(f'"{name}": ', f'"{name}": 1'))
     with nullcontext() if fits else refused(ConfigError, naming=(name,)):

@@ -5,8 +5,6 @@ actors, of which one is killed: starting, and importing vLLM, is what costs. The
 know nothing of tltlab; the environment does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -18,7 +16,6 @@ import time
 from collections import Counter
 from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.error import URLError
@@ -119,23 +116,23 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def traces(tmp_path_factory):
     return tmp_path_factory.mktemp("traces")
 
 
 @pytest.fixture(scope="module")
-def program(random_model: Path, traces: Path) -> tuple[dict[str, Any], str]:
+def program(random_model, traces):
     """What `PROGRAM` found, and all that it said."""
     printed, said = run_program(PROGRAM, random_model, traces)
     return json.loads(printed.splitlines()[-1]), printed + said
 
 
-def test_an_engine_restores_environment_and_compilation(program: tuple[dict[str, Any], str]):
+def test_an_engine_restores_environment_and_compilation(program):
     found = {name: program[0][name] for name in ("created", "used", "failed")}
     assert found == {"created": [], "used": [], "failed": []}
 
 
-def test_what_program_recorded_is_trace_once_it_ends(program: tuple[dict[str, Any], str], traces: Path):
+def test_what_program_recorded_is_trace_once_it_ends(program, traces):
     assert program[0]["exits"] == [["length"] * 3, ["repetition"] * 3]
     outcomes = tltlab.read(traces / "exits").outcomes
     assert outcomes["finish_reason"].tolist() == ["length"] * 3 + ["stop"] * 3 + ["abort", "length"]
@@ -143,7 +140,7 @@ def test_what_program_recorded_is_trace_once_it_ends(program: tuple[dict[str, An
     assert str(traces / "exits") in program[1]
 
 
-def test_a_pooling_engine_is_not_recorded(program: tuple[dict[str, Any], str], traces: Path):
+def test_a_pooling_engine_is_not_recorded(program, traces):
     """By variables, and where its arguments ask for a recording."""
     found, said = program
     assert found["pools"] == [3, True, False]
@@ -151,13 +148,13 @@ def test_a_pooling_engine_is_not_recorded(program: tuple[dict[str, Any], str], t
     assert not [item.name for item in traces.iterdir() if item.name.startswith("pools")]
 
 
-async def streamed(url: str, model: Path) -> list[str]:
+async def streamed(url, model):
     """The texts of 64 streams at a time, greedy, of 25 to 39 tokens."""
     from openai import AsyncOpenAI
 
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=200, max_retries=0)
 
-    async def read(n: int) -> str:
+    async def read(n):
         prompt, extra = [1, *(4 + (n * k + k) % 20 for k in range(8))], {"ignore_eos": True}
         chunks = await client.completions.create(
             model=str(model), prompt=prompt, temperature=0, max_tokens=25 + n % 15, stream=True, extra_body=extra
@@ -170,18 +167,18 @@ async def streamed(url: str, model: Path) -> list[str]:
         await client.close()
 
 
-def scraped(url: str) -> dict[tuple[str, ...], float]:
+def scraped(url):
     """By the name of a metric, and its labels' values except model and engine: its number."""
     with urlopen(f"{url}/metrics", timeout=200) as answer:
         families = text_string_to_metric_families(answer.read().decode())
-    found: dict[tuple[str, ...], float] = {}
+    found = {}
     for sample in (sample for family in families for sample in family.samples):
         labels = sorted(sample.labels.keys() - {"model_name", "engine"})
         found[sample.name, *(sample.labels[label] for label in labels)] = sample.value
     return found
 
 
-def port_of_its_own(least: int) -> int:
+def port_of_its_own(least):
     """One that the system gives to nobody who takes any: such a one would be gone before the server has started."""
     for port in range(least, 32_768):
         with socket.socket() as free, suppress(OSError):
@@ -193,7 +190,7 @@ def port_of_its_own(least: int) -> int:
 class Server:
     """A server that was started with `environ`; its KV cache has room for three requests: some are preempted."""
 
-    def __init__(self, model: Path, log: Path, port: int, environ: dict[str, str]) -> None:
+    def __init__(self, model, log, port, environ):
         self.model, self.log = model, log
         self.url = f"http://127.0.0.1:{port}"
         limits = f"--max-model-len 128 --block-size 32 --num-gpu-blocks-override 8 --kv-cache-memory-bytes {1 << 25}"
@@ -202,16 +199,16 @@ class Server:
         # A server's core is in another process all the same; where this is on, on a CPU the model is in a third one.
         environ = os.environ | UNCOMPILED | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | environ
         with open(log, "w") as out:
-            told: Any = {"env": environ, "stdout": out, "stderr": subprocess.STDOUT}
+            told = {"env": environ, "stdout": out, "stderr": subprocess.STDOUT}
             self.process = subprocess.Popen([sys.executable, *command], **told)
 
-    def ask(self, **body: Any) -> None:
+    def ask(self, **body):
         data = json.dumps({"model": str(self.model), "temperature": 0.9, "ignore_eos": True, **body}).encode()
         headers = {"Content-Type": "application/json"}
         with urlopen(Request(f"{self.url}/v1/completions", data, headers), timeout=200) as answer:
             answer.read()
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         """Until it answers."""
         deadline = time.monotonic() + seconds
         while True:
@@ -225,7 +222,7 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def served(random_model, tmp_path_factory):
     """A server with a policy and one without; each was told to end after all that it did.
 
     The first one's trace, what 64 streams read of each, and the metrics of each.
@@ -252,7 +249,7 @@ def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Simp
     return server_of
 
 
-def test_64_streams_have_text_of_server_without_policy(served: SimpleNamespace):
+def test_64_streams_have_text_of_server_without_policy(served):
     """Requests are preempted with drafts and without."""
     assert all(metrics["vllm:num_preemptions_total",] > 0 for metrics in served.metrics.values())
     assert len(set(served.texts[-1])) > 32
@@ -260,7 +257,7 @@ def test_64_streams_have_text_of_server_without_policy(served: SimpleNamespace):
     assert served.metrics["beg-mab"]["vllm:spec_decode_num_draft_tokens_total",] > 0
 
 
-def test_the_metrics_endpoint_shows_what_the_trace_does(served: SimpleNamespace):
+def test_the_metrics_endpoint_shows_what_the_trace_does(served):
     rows = tltlab.read(served.trace).iterations
     arms = [str(Strategy(*ran)) for ran in zip(*(rows[name] for name in STRATEGY_COLUMNS), strict=True)]
     found = served.metrics["beg-mab"]
@@ -276,7 +273,7 @@ def test_the_metrics_endpoint_shows_what_the_trace_does(served: SimpleNamespace)
     assert any(value for key, value in found.items() if key[0] == "tltlab:gained_seconds")
 
 
-def test_server_that_is_reported_to_end_leaves_trace(served: SimpleNamespace):
+def test_server_that_is_reported_to_end_leaves_trace(served):
     trace = tltlab.read(served.trace)
     # A busy machine may hand in requests so slowly that a session ends in between. What comes right after a request
     # with a key is of its RL step.
@@ -294,7 +291,7 @@ def test_server_that_is_reported_to_end_leaves_trace(served: SimpleNamespace):
 class Actor:
     """Knows nothing of tltlab."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model):
         import torch._dynamo
         from vllm import LLM, SamplingParams
 
@@ -304,15 +301,15 @@ class Actor:
         self.settings = SamplingParams(ignore_eos=True, max_tokens=24)
         self.prompts: Any = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
 
-    def generate(self) -> None:
+    def generate(self):
         self.llm.generate(self.prompts, self.settings, use_tqdm=False)
 
-    def ends(self) -> None:
+    def ends(self):
         for _ in range(2):
             self.generate()
         self.llm.llm_engine.engine_core.shutdown()
 
-    def is_killed(self) -> None:
+    def is_killed(self):
         self.generate()
         self.llm.collective_rpc("reload_weights")
         self.llm.reset_prefix_cache()
@@ -330,7 +327,7 @@ class Actor:
 
 
 @pytest.fixture(scope="module")
-def actors(one_ray: None, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def actors(one_ray, random_model, tmp_path_factory):
     """What two engines in Ray's actors left that shared their variables: one that was killed, and one that ended.
 
     They are forks of a process that has imported vLLM.
@@ -338,7 +335,7 @@ def actors(one_ray: None, random_model: Path, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("actors")
     single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     variables = {"TLTLAB_POLICY": "beg-mab", "TLTLAB_RECORD": str(folder / "x"), **single, **UNCOMPILED}
-    options: Any = {"num_cpus": 0, "runtime_env": runtime_env(actor_env(variables))}
+    options = {"num_cpus": 0, "runtime_env": runtime_env(actor_env(variables))}
     killed, ends = (ray.remote(Actor).options(**options).remote(str(random_model)) for _ in range(2))
     under_way = killed.is_killed.remote()
     ray.get(ends.ends.remote())
@@ -347,14 +344,14 @@ def actors(one_ray: None, random_model: Path, tmp_path_factory: pytest.TempPathF
     return sorted(folder.iterdir(), key=lambda path: path.suffix != ".recording")
 
 
-def test_engines_in_rays_actors_record_side_by_side(actors: list[Path]):
+def test_engines_in_rays_actors_record_side_by_side(actors):
     assert sorted(path.name.removesuffix(".recording") for path in actors) == ["x", "x-1"]
     assert [path.suffix for path in actors] == [".recording", ""]
     # One by one: `read` puts together what overlaps in time.
     assert read_one(actors[1]).outcomes["response_tokens"].tolist() == [24] * 6
 
 
-def test_what_a_killed_program_made_durable_is_simulated(actors: list[Path]):
+def test_what_a_killed_program_made_durable_is_simulated(actors):
     trace = read_one(actors[0])
     assert trace.outcomes["response_tokens"].tolist() == [24] * 12
     # New weights begin an RL step, and nothing else does.
@@ -368,7 +365,7 @@ def test_what_a_killed_program_made_durable_is_simulated(actors: list[Path]):
     "TLTLAB_TRL" not in os.environ and find_spec("trl") is None,
     reason="TRL is not installed, and TLTLAB_TRL names no folder with it (pip install --target)",
 )
-def test_trls_trainer_runs_under_policy_and_is_recorded(random_model: Path, tmp_path: Path):
+def test_trls_trainer_runs_under_policy_and_is_recorded(random_model, tmp_path):
     """Colocated, from its package; on a CPU vLLM must keep its weights where TRL can write them."""
     sizes = {"steps": 2, "prompts_per_step": 4, "group_size": 4, "max_response_tokens": 48, "cores": 1}
     setting = GrpoJob(model=random_model, reward="even:evenness", **sizes)
@@ -383,7 +380,7 @@ def test_trls_trainer_runs_under_policy_and_is_recorded(random_model: Path, tmp_
         "TLTLAB_POLICY": "beg-mab", "TLTLAB_RECORD": str(tmp_path / "x"),
     }  # fmt: skip
     runner = [sys.executable, "-m", "bench.train.trl", "script.py", "times.json", "--torch-linear"]
-    told: Any = {"cwd": tmp_path, "env": os.environ | environment, "timeout": 500, "check": False}
+    told = {"cwd": tmp_path, "env": os.environ | environment, "timeout": 500, "check": False}
     done = subprocess.run(runner, capture_output=True, text=True, **told)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "beg-mab" in done.stderr

@@ -1,25 +1,15 @@
 """Engines of programs that know nothing of tltlab: as the environment says, or with options handed on by a framework.
 
-Their configuration is made as for a start; engines start in `test_process` and `test_trl`. `TLTLAB_FRAMEWORKS` names a
-folder with the frameworks' packages (pip install --no-deps --target FOLDER verl skyrl): then their own code is run too.
+Their configuration is made as for a start; engines start in `test_process`.
 """
 
-from __future__ import annotations
-
 import argparse
-import ast
 import copy
-import dataclasses
-import functools
 import importlib.metadata
 import json
 import os
-import sys
 import tomllib
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
 
 import pytest
 import yaml
@@ -33,55 +23,50 @@ from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.runtime.engine.vllm import VARIABLES, options, starting
-from tltlab.runtime.engine.vllm.options import Attachment, Program, Variables, check_engine
+from tltlab.runtime.engine.vllm.options import Attachment, Variables, check_engine
 
 from ..asking import fixed
 
 arg_utils = pytest.importorskip("vllm.engine.arg_utils")
 
-FRAMEWORKS = Path(os.environ.get("TLTLAB_FRAMEWORKS", "/nowhere"))
 OURS = "tltlab.runtime.engine.vllm.scheduler."
 SMALL = {"max_model_len": 64, "enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 1 << 25}
 
-Environment = Callable[..., None]
-
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> Environment:
+def environment(monkeypatch):
     """Sets our variables, and no others of them; what they have set is unset again."""
     for name in (*VARIABLES, "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
-    def put(**values: str) -> None:
+    def put(**values):
         for name, value in values.items():
             monkeypatch.setenv(f"TLTLAB_{name.upper()}", value)
 
     return put
 
 
-def configured(model: Path, kind: str = "EngineArgs", **arguments: Any) -> Any:
+def configured(model, kind="EngineArgs", **arguments):
     """vLLM's configuration of an engine, as `LLM` makes it, or `AsyncLLM` of AsyncEngineArgs."""
     return getattr(arg_utils, kind)(model=str(model), **{**SMALL, **arguments}).create_engine_config()
 
 
-def attached(config: Any) -> Attachment | None:
+def attached(config):
     """What the engine is told of tltlab."""
     settings = config.additional_config.get("tltlab")
     return None if settings is None else Attachment.model_validate(settings)
 
 
-def serve_parser() -> argparse.ArgumentParser:
+def serve_parser():
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser: argparse.ArgumentParser = arg_utils.AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser = arg_utils.AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("--config")
     return parser
 
 
-def test_a_programs_engine_follows_the_policy_and_records(
-    random_model: Path, tmp_path: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
-):
+def test_a_programs_engine_follows_the_policy_and_records(random_model, tmp_path, environment, capfd):
     load_policy("beg-mab").write(tmp_path / "policy.json")
     environment(policy=str(tmp_path / "policy.json"), record=str(tmp_path / "x"), options='{"max_draft_depth": 8}')
     for kind in ("EngineArgs", "AsyncEngineArgs"):
@@ -96,9 +81,7 @@ def test_a_programs_engine_follows_the_policy_and_records(
         assert str(tmp_path / "x") in said
 
 
-def test_front_ends_follow_the_environment(
-    random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
-):
+def test_front_ends_follow_the_environment(random_model, environment, capfd):
     environment(policy=load_policy("beg-mab").model_dump_json())
     parsed = serve_parser().parse_args(["--model", str(random_model), "--max-model-len", "64"])
     # Each of several front ends makes the configuration once more, and says nothing.
@@ -109,7 +92,7 @@ def test_front_ends_follow_the_environment(
         assert ("tltlab: " in capfd.readouterr().err) != bool(more)
 
 
-def test_recording_alone_changes_nothing_of_vllms(random_model: Path, tmp_path: Path, environment: Environment):
+def test_recording_alone_changes_nothing_of_vllms(random_model, tmp_path, environment):
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     stock = configured(random_model, speculative_config=dict(ngram))
     environment(record=str(tmp_path / "x"))
@@ -122,10 +105,8 @@ def test_recording_alone_changes_nothing_of_vllms(random_model: Path, tmp_path: 
     assert config.observability_config == stock.observability_config
 
 
-def test_a_policy_controls_a_programs_own_head(
-    random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
-):
-    def drafting(depth: int) -> Attachment | None:
+def test_a_policy_controls_a_programs_own_head(random_model, environment, capfd):
+    def drafting(depth):
         head = {"method": "draft_model", "model": str(random_model), "num_speculative_tokens": depth}
         config = configured(random_model, speculative_config=head)
         assert config.speculative_config.num_speculative_tokens == depth
@@ -146,7 +127,7 @@ def test_a_policy_controls_a_programs_own_head(
 
 
 BEG_MAB, THEIRS = {"policy": "beg-mab"}, {"method": "ngram", "num_speculative_tokens": 2}
-WRONG: list[tuple[dict[str, str], dict[str, Any], str]] = [
+WRONG = [
     ({"policy": "gone/policy.json"}, {}, "gone/policy.json"),
     ({"policy": "{selector"}, {}, "TLTLAB_POLICY"),
     (BEG_MAB | {"options": '{"depth": 4}'}, {}, "TLTLAB_OPTIONS: depth"),
@@ -167,9 +148,7 @@ WRONG: list[tuple[dict[str, str], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("case", WRONG, ids=[why for *_, why in WRONG])
-def test_what_cannot_be_followed_leaves_the_programs_engine(
-    case: Any, random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
-):
+def test_what_cannot_be_followed_leaves_the_programs_engine(case, random_model, environment, capfd):
     values, arguments, why = case
     arguments = {"async_scheduling": False, **arguments}
     engine_args = arg_utils.EngineArgs(model=str(random_model), **{**SMALL, **arguments})
@@ -194,9 +173,7 @@ def test_what_cannot_be_followed_leaves_the_programs_engine(
     ],
     ids=str,
 )
-def test_settings_that_vllm_refuses_late_are_refused_early(
-    part: str, setting: dict[str, Any], random_model: Path, environment: Environment
-):
+def test_settings_that_vllm_refuses_late_are_refused_early(part, setting, random_model, environment):
     from vllm.config import CUDAGraphMode
 
     environment(policy="beg-mab")
@@ -210,9 +187,7 @@ def test_settings_that_vllm_refuses_late_are_refused_early(
         check_engine(config, attached(config), plugged_in=True, sound=True)
 
 
-def test_logits_processors_of_installed_packages_leave_policy_out(
-    random_model: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_logits_processors_of_installed_packages_leave_policy_out(random_model, environment, monkeypatch, capfd):
     """Beside speculation vLLM drops them without a word."""
     point = importlib.metadata.EntryPoint("ban", "their.plugin:Ban", "vllm.logits_processors")
     monkeypatch.setattr(options, "entry_points", lambda *, group: [point] if group == point.group else [])
@@ -222,9 +197,7 @@ def test_logits_processors_of_installed_packages_leave_policy_out(
 
 
 @pytest.mark.parametrize(("policy", "seeded"), [("ngram:4", "own text"), ("beg-mab", "so are"), ("none", "")])
-def test_the_line_names_requests_without_drafts(
-    policy: str, seeded: str, random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
-):
+def test_the_line_names_requests_without_drafts(policy, seeded, random_model, environment, capfd):
     environment(policy=policy)
     configured(random_model)
     said = capfd.readouterr().err
@@ -233,25 +206,21 @@ def test_the_line_names_requests_without_drafts(
 
 
 @pytest.mark.parametrize(("option", "fact"), [("max_draft_depth", "2"), ("depth", "TLTLAB_OPTIONS")])
-def test_strictness_gives_no_engine_instead(option: str, fact: str, random_model: Path, environment: Environment):
+def test_strictness_gives_no_engine_instead(option, fact, random_model, environment):
     environment(policy="beg-mab", options=json.dumps({option: 2, "strict": True}))
     with refused(ConfigError, naming=(fact,)):
         configured(random_model)
 
 
 @pytest.mark.parametrize("policy", ["beg-mab-learned", "gone/policy.json"])
-def test_engine_records_without_policy_it_cannot_follow(
-    policy: str, random_model: Path, tmp_path: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
-):
+def test_engine_records_without_policy_it_cannot_follow(policy, random_model, tmp_path, environment, capfd):
     environment(policy=policy, record=str(tmp_path / "x"))
     found = attached(configured(random_model))
     assert (found.policy, found.record) == (None, str(tmp_path / "x"))
     assert str(tmp_path / "x") in capfd.readouterr().err
 
 
-def test_ranks_that_schedule_record_once(
-    random_model: Path, tmp_path: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch
-):
+def test_ranks_that_schedule_record_once(random_model, tmp_path, environment, monkeypatch):
     """TRL's colocated engines under tensor parallelism: a scheduler on each rank, and all must choose the same."""
     environment(policy="beg-mab", record=str(tmp_path / "x"))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -264,17 +233,17 @@ def test_ranks_that_schedule_record_once(
     assert found[1] is None
 
 
-def test_every_engine_start_states_its_purpose(environment: Environment):
+def test_every_engine_start_states_its_purpose(environment):
     environment(policy="beg-mab", record="x")
     with starting():
         assert Variables.read(os.environ) is None
     assert os.environ["TLTLAB_POLICY"] == "beg-mab"
 
 
-def test_engines_of_one_name_record_separately(tmp_path: Path):
+def test_engines_of_one_name_record_separately(tmp_path):
     (tmp_path / "x").mkdir()
 
-    def started() -> LiveRecording:
+    def started():
         control = Control(DrafterPool(None, 0), worker=0)
         return LiveRecording.numbered(tmp_path / "x", control, model="m", hardware="h", engine="e")
 
@@ -286,16 +255,16 @@ def test_engines_of_one_name_record_separately(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "x-1.recording", "x-2.recording"]
 
 
-def old_verl(options: Mapping[str, Any]) -> list[str]:
+def old_verl(options):
     """A command line, from which False is left out."""
-    words: list[str] = []
+    words = []
     for name, value in options.items():
         text = json.dumps(value) if isinstance(value, dict) else str(value)
         words += [] if value is False else [f"--{name}"] if value is True else [f"--{name}", text]
     return words
 
 
-def toml(value: Any) -> str:
+def toml(value):
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(name)} = {toml(each)}" for name, each in value.items()) + "}"
     if isinstance(value, list):
@@ -303,11 +272,11 @@ def toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def parsed(words: list[str], model: Path) -> Any:
+def parsed(words, model):
     return arg_utils.AsyncEngineArgs.from_cli_args(serve_parser().parse_args([*words, "--model", str(model)]))
 
 
-def of_yaml(options: Mapping[str, Any], model: Path, folder: Path) -> Any:
+def of_yaml(options, model, folder):
     """vLLM's own `--config FILE`."""
     (folder / "serve.yaml").write_text(yaml.safe_dump(dict(options)))
     words = ["serve", str(model), "--config", str(folder / "serve.yaml")]
@@ -315,7 +284,7 @@ def of_yaml(options: Mapping[str, Any], model: Path, folder: Path) -> Any:
     return parsed([word for word in found[1:] if word != str(model)], model)
 
 
-def of_namespace(options: Mapping[str, Any], model: Path, _: Path) -> Any:
+def of_namespace(options, model, _):
     """Arguments set one by one on what a parser made of nothing, as SkyRL does."""
     namespace = serve_parser().parse_args([])
     for name, value in {"model": str(model), **options}.items():
@@ -323,14 +292,14 @@ def of_namespace(options: Mapping[str, Any], model: Path, _: Path) -> Any:
     return arg_utils.AsyncEngineArgs.from_cli_args(namespace)
 
 
-def of_toml(options: Mapping[str, Any], model: Path, _: Path) -> Any:
+def of_toml(options, model, _):
     """A table of a TOML file, which a parser is given as what it has parsed already, as prime-rl does."""
     table = tomllib.loads("\n".join(f"{name} = {toml(value)}" for name, value in options.items()))
     namespace = argparse.Namespace(model=str(model), **table)
     return arg_utils.AsyncEngineArgs.from_cli_args(serve_parser().parse_args([], namespace=namespace))
 
 
-HANDED_ON: dict[Program, Callable[[Mapping[str, Any], Path, Path], Any]] = {
+HANDED_ON = {
     "vllm": lambda options, model, _: arg_utils.EngineArgs(model=str(model), **options),
     "vllm serve": of_yaml,
     "verl": lambda options, model, _: parsed(old_verl(options), model),
@@ -342,7 +311,7 @@ HANDED_ON: dict[Program, Callable[[Mapping[str, Any], Path, Path], Any]] = {
 }
 
 
-def the_same(engine_args: Any, options: Mapping[str, Any]) -> bool:
+def the_same(engine_args, options):
     """Whether an engine is told what `options` say."""
     both = (engine_args.additional_config, options["additional_config"])
     given, wanted = (Attachment.model_validate(of["tltlab"]) for of in both)
@@ -351,18 +320,14 @@ def the_same(engine_args: Any, options: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("program", HANDED_ON)
-def test_options_reach_engines_of_frameworks(
-    program: Program, random_model: Path, tmp_path: Path, environment: Environment
-):
+def test_options_reach_engines_of_frameworks(program, random_model, tmp_path, environment):
     policy, more = load_policy("beg-mab"), {"record": tmp_path / "x", "seed": 5}
     engine_args = HANDED_ON[program](vllm_options(policy, **more, for_=program), random_model, tmp_path)
     assert the_same(engine_args, vllm_options(policy, **more))
 
 
 @pytest.mark.parametrize("program", ["openrlhf", "trl"])
-def test_frameworks_take_the_environment(
-    program: Program, random_model: Path, tmp_path: Path, environment: Environment
-):
+def test_frameworks_take_the_environment(program, random_model, tmp_path, environment):
     policy = load_policy("beg-mab").model_copy(update={"provenance": {"trace": "x"}})
     for source in (policy, "beg-mab"):
         more = {"record": tmp_path / "x", "seed": 5, "max_draft_depth": 8}
@@ -372,51 +337,3 @@ def test_frameworks_take_the_environment(
         found = attached(configured(random_model, "AsyncEngineArgs", seed=7, enable_prefix_caching=True))
         wanted = vllm_options(source, **more)
         assert found == Attachment.model_validate(wanted["additional_config"]["tltlab"] | {"numbered": True})
-
-
-def functions(path: Path, *names: str, **beside: Any) -> list[Callable[..., Any]]:
-    """Functions of a module whose package cannot be imported here, with what they need `beside` them."""
-    found = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name in names]
-    for node in found:
-        node.returns = None
-        for argument in node.args.args:
-            argument.annotation = None
-    space = dict(beside)
-    exec(compile(ast.Module(found, []), str(path), "exec"), space)
-    return [space[name] for name in names]
-
-
-@pytest.mark.skipif(not (FRAMEWORKS / "verl").is_dir(), reason="TLTLAB_FRAMEWORKS names no folder with verl")
-def test_verls_own_command_line(random_model: Path):
-    path = FRAMEWORKS / "verl/workers/rollout/vllm_rollout/utils.py"
-    beside = {"json": json, "functools": functools, "dataclasses": dataclasses, "get_args": get_args}
-    build = functions(path, "build_cli_args_from_config", "_optional_bool_vllm_args", **beside)[0]
-    options = vllm_options("beg-mab", record="x", for_="verl")
-    # What verl sets itself comes first.
-    words = build({"max_num_seqs": 64, "enable_prefix_caching": True, "quantization": None, **options})
-    assert the_same(parsed(words, random_model), vllm_options("beg-mab", record="x"))
-
-
-@pytest.mark.skipif(not (FRAMEWORKS / "skyrl").is_dir(), reason="TLTLAB_FRAMEWORKS names no folder with SkyRL")
-def test_skyrls_own_arguments(random_model: Path, monkeypatch: pytest.MonkeyPatch):
-    # In SkyRL's vLLM, 0.23, this stands elsewhere.
-    place = "vllm.entrypoints.openai.cli_args"
-    monkeypatch.setitem(sys.modules, place, importlib.import_module("vllm.entrypoints.launchers.cli_args"))
-    path = FRAMEWORKS / "skyrl/backends/skyrl_train/inference_servers/utils.py"
-    [build] = functions(
-        path, "build_vllm_cli_args", logger=None, get_config_as_dict=dict, _uses_lora_weight_sync=lambda _: False,
-        VLLM_NEW_INFERENCE_WORKER_EXTENSION_CLS="their.Worker", get_transfer_strategy=lambda *_: "nccl",
-    )  # fmt: skip
-    engine = SimpleNamespace(
-        tensor_parallel_size=1, pipeline_parallel_size=1, model_dtype="float32", data_parallel_size=1,
-        gpu_memory_utilization=0.1, enable_prefix_caching=True, enforce_eager=True, max_num_batched_tokens=256,
-        expert_parallel_size=1, max_num_seqs=8, enable_return_routed_experts=False, weight_sync_backend="nccl",
-        served_model_name=None, language_model_only=False, speculative_config=None,
-        engine_init_kwargs=vllm_options("beg-mab", record="x", for_="skyrl"),
-    )  # fmt: skip
-    trainer = SimpleNamespace(
-        policy=SimpleNamespace(model=SimpleNamespace(path=str(random_model))), seed=1,
-        placement=SimpleNamespace(colocate_all=False),
-    )  # fmt: skip
-    namespace = build(SimpleNamespace(generator=SimpleNamespace(inference_engine=engine), trainer=trainer))
-    assert the_same(arg_utils.AsyncEngineArgs.from_cli_args(namespace), vllm_options("beg-mab", record="x"))

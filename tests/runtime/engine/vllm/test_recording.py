@@ -3,17 +3,13 @@
 One engine of vLLM's, as its users start it, serves all tests; each records in its own place.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +26,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def adapter(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(random_model, tmp_path_factory):
     """A LoRA adapter that changes what the model says."""
     from safetensors.torch import save_file
 
@@ -48,7 +44,7 @@ def adapter(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="module")
-def llm(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def llm(random_model, tmp_path_factory):
     """vLLM with its own scheduler and a suffix drafter of the user's, recorded."""
     from tltlab.runtime.engine.vllm import starting, uncompiled
 
@@ -69,7 +65,7 @@ def llm(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 class Recorded:
     """The engine's own scheduler, recorded to another place."""
 
-    def __init__(self, llm: Any, path: Path) -> None:
+    def __init__(self, llm, path):
         from tltlab.runtime.engine.vllm.watch import record_only
 
         self.llm, self.path = llm, path
@@ -81,7 +77,7 @@ class Recorded:
         record_only(self.scheduler)
         self.recording: LiveRecording = self.scheduler.close_recording.__self__._recording
 
-    def answers(self, num: int = 3, **settings: Any) -> list[Any]:
+    def answers(self, num=3, **settings):
         from vllm import SamplingParams
 
         more = {name: settings.pop(name) for name in ("lora_request",) if name in settings}
@@ -89,7 +85,7 @@ class Recorded:
         prompts = [{"prompt_token_ids": [1, 4 + n, 5, 4 + n, 5]} for n in range(num)]
         return list(self.llm.generate(prompts, params, use_tqdm=False, **more))
 
-    def adds(self, *names: str) -> Any:
+    def adds(self, *names):
         """vLLM's engine, with requests of six tokens that have taken a step."""
         from vllm import SamplingParams
 
@@ -99,31 +95,37 @@ class Recorded:
         engine.step()
         return engine
 
-    def trace(self) -> Any:
+    def trace(self):
         self.scheduler.close_recording()
         return tltlab.read(self.path)
 
     @property
-    def hooked(self) -> bool:
+    def hooked(self):
         return "schedule" in self.scheduler.__dict__
 
 
 @pytest.fixture
-def recorded(llm: Any, tmp_path: Path) -> Recorded:
+def recorded(llm, tmp_path):
     return Recorded(llm, tmp_path / "trace")
 
 
-def texts(answers: list[Any]) -> list[list[int]]:
+def drain(engine, scheduler=None):
+    """Step until there is no request any more."""
+    while (scheduler or engine).has_unfinished_requests():
+        engine.step()
+
+
+def texts(answers):
     return [list(one.token_ids) for answer in answers for one in answer.outputs]
 
 
-def reasons(answers: list[Any]) -> list[str]:
+def reasons(answers):
     """As a trace has them: it knows no repetition, the engine ended it as at a stop, and an error is an abort."""
     found = [one.finish_reason for answer in answers for one in answer.outputs]
     return [{"repetition": "stop", "error": "abort"}.get(reason, reason) for reason in found]
 
 
-def test_what_vllms_own_speculation_kept_is_recorded(recorded: Recorded):
+def test_what_vllms_own_speculation_kept_is_recorded(recorded):
     from vllm.v1.core.sched.scheduler import Scheduler
 
     assert type(recorded.scheduler) is Scheduler
@@ -145,7 +147,7 @@ def test_what_vllms_own_speculation_kept_is_recorded(recorded: Recorded):
     assert not recorded.hooked
 
 
-def structured(recorded: Recorded, adapter: Path) -> list[str]:
+def structured(recorded, adapter):
     from vllm.sampling_params import StructuredOutputsParams
 
     # The vocabulary has no blank: vLLM itself ends what it cannot continue with as an error.
@@ -156,34 +158,32 @@ def structured(recorded: Recorded, adapter: Path) -> list[str]:
     return reasons(answers)
 
 
-def repeated(recorded: Recorded, adapter: Path) -> list[str]:
+def repeated(recorded, adapter):
     from vllm.sampling_params import RepetitionDetectionParams
 
     repeats = RepetitionDetectionParams(max_pattern_size=1, min_pattern_size=1, min_count=3)
     return reasons(recorded.answers(2, allowed_token_ids=[9], repetition_detection=repeats))
 
 
-def aborted(recorded: Recorded, adapter: Path) -> list[str]:
+def aborted(recorded, adapter):
     engine = recorded.adds("stays", "goes")
     engine.abort_request(["goes"])
-    while engine.has_unfinished_requests():
-        engine.step()
+    drain(engine)
     return ["length", "abort"]
 
 
-def failed(recorded: Recorded, adapter: Path) -> list[str]:
+def failed(recorded, adapter):
     from vllm.v1.request import RequestStatus
 
     engine = recorded.adds("errs", "ends")
     # As vLLM does with a request whose keys and values cannot be loaded.
     recorded.scheduler.finish_requests(recorded.scheduler.running[0].request_id, RequestStatus.FINISHED_ERROR)
-    while recorded.scheduler.has_unfinished_requests():
-        engine.step()
+    drain(engine, recorded.scheduler)
     engine.abort_request(["errs"])
     return ["abort", "length"]
 
 
-def adapted(recorded: Recorded, adapter: Path) -> list[str]:
+def adapted(recorded, adapter):
     from vllm.lora.request import LoRARequest
 
     plain = texts(recorded.answers(2, temperature=0.0))
@@ -191,13 +191,13 @@ def adapted(recorded: Recorded, adapter: Path) -> list[str]:
     return ["length"] * 4
 
 
-def several(recorded: Recorded, adapter: Path) -> list[str]:
+def several(recorded, adapter):
     answers = recorded.answers(2, n=3, extra_args={"tltlab": [5, "p", 0, 0]}, seed=None)
     assert len(texts(answers)) == 6
     return ["length"] * 6
 
 
-def streamed(recorded: Recorded, adapter: Path) -> list[str]:
+def streamed(recorded, adapter):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -210,7 +210,7 @@ def streamed(recorded: Recorded, adapter: Path) -> list[str]:
     return ["length"]
 
 
-def nonsense(recorded: Recorded, adapter: Path) -> list[str]:
+def nonsense(recorded, adapter):
     for key in ("nonsense", [3, "a"], [2**40, "a", 0, 0], [0, "\ud800", 0, 0], {"a": 1}, 7):
         recorded.answers(1, extra_args={"tltlab": key})
     return ["length"] * 6
@@ -220,9 +220,7 @@ CASES = [structured, repeated, aborted, failed, adapted, several, streamed, nons
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_all_kinds_of_requests_are_recorded(
-    recorded: Recorded, adapter: Path, case: Callable[[Recorded, Path], list[str]], caplog: pytest.LogCaptureFixture
-):
+def test_all_kinds_of_requests_are_recorded(recorded, adapter, case, caplog):
     expected = case(recorded, adapter)
     assert not recorded.recording.ended
     assert "ends here" not in caplog.text
@@ -236,7 +234,7 @@ def test_all_kinds_of_requests_are_recorded(
         assert [key[:3] for key in sorted(keys)] == [(5, "p", n) for n in range(6)]
 
 
-def test_a_stop_string_ends_a_response(recorded: Recorded):
+def test_a_stop_string_ends_a_response(recorded):
     from vllm import SamplingParams
 
     # In the core it has ended by a token or its cap, or it is aborted; its client met the stop string before that.
@@ -258,15 +256,15 @@ def test_a_stop_string_ends_a_response(recorded: Recorded):
     assert trace.iterations["num_generated"].sum() == rows["response_tokens"].sum()
 
 
-def stops_at_a_string(recorded: Recorded) -> None:
+def stops_at_a_string(recorded):
     recorded.answers(4, stop=[f"w{n}" for n in range(20)])
 
 
-def is_aborted(recorded: Recorded) -> None:
+def is_aborted(recorded):
     recorded.adds("goes", "too").abort_request(["goes", "too"])
 
 
-def is_aborted_waiting(recorded: Recorded) -> None:
+def is_aborted_waiting(recorded):
     from vllm import SamplingParams
 
     engine = recorded.llm.llm_engine
@@ -274,7 +272,7 @@ def is_aborted_waiting(recorded: Recorded) -> None:
     engine.abort_request(["waits"])
 
 
-def errs(recorded: Recorded) -> None:
+def errs(recorded):
     from vllm.v1.request import RequestStatus
 
     engine = recorded.adds("errs")
@@ -282,18 +280,18 @@ def errs(recorded: Recorded) -> None:
     engine.abort_request(["errs"])
 
 
-def is_paused(recorded: Recorded) -> None:
+def is_paused(recorded):
     engine = recorded.adds("goes on")
     engine.engine_core.engine_core.pause_scheduler(mode="keep")
 
 
-def falls_asleep(recorded: Recorded) -> None:
+def falls_asleep(recorded):
     engine = recorded.adds("is aborted")
     engine.engine_core.engine_core.pause_scheduler(mode="abort")
     engine.abort_request(["is aborted"])
 
 
-def is_updated(recorded: Recorded) -> None:
+def is_updated(recorded):
     """A step's rest is kept, and continues with the next weights."""
     recorded.adds("goes on")
 
@@ -302,9 +300,7 @@ WAITS = [stops_at_a_string, is_aborted, is_aborted_waiting, errs, is_paused, fal
 
 
 @pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.__name__)
-def test_no_iteration_lasts_through_a_wait(
-    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, wait: Callable[[Recorded], None]
-):
+def test_no_iteration_lasts_through_a_wait(recorded, monkeypatch, wait):
     hours = 0.0
     for owner, name in ((recorded.recording.control.tracker, "clock"), (recorded.recording, "_clock")):
         monkeypatch.setattr(owner, name, lambda: time.perf_counter() + 3600.0 * hours)
@@ -315,8 +311,7 @@ def test_no_iteration_lasts_through_a_wait(
         hours += 1.0
         recorded.llm.reset_prefix_cache()
         engine.engine_core.engine_core.resume_scheduler()
-        while engine.has_unfinished_requests():
-            engine.step()
+        drain(engine)
         recorded.answers(2)
     trace = recorded.trace()
     assert trace.iterations["duration"].max() < 1800.0
@@ -324,7 +319,7 @@ def test_no_iteration_lasts_through_a_wait(
     assert trace.iterations["num_generated"].sum() == trace.outcomes["response_tokens"].sum()
 
 
-def test_what_runs_when_the_engine_closes_is_recorded(recorded: Recorded):
+def test_what_runs_when_the_engine_closes_is_recorded(recorded):
     engine = recorded.adds("a", "b")
     for _ in range(3):
         engine.step()
@@ -334,7 +329,7 @@ def test_what_runs_when_the_engine_closes_is_recorded(recorded: Recorded):
     assert trace.iterations["num_generated"].sum() == trace.outcomes["response_tokens"].sum() >= 8
 
 
-def test_each_turn_of_session_ends_when_it_did(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
+def test_each_turn_of_session_ends_when_it_did(recorded, monkeypatch):
     """As AsyncLLM's streams of inputs reach the scheduler."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
@@ -344,14 +339,13 @@ def test_each_turn_of_session_ends_when_it_did(recorded: Recorded, monkeypatch: 
         monkeypatch.setattr(owner, name, lambda: time.perf_counter() + 3600.0 * hours)
     core = recorded.llm.llm_engine.engine_core.engine_core
 
-    def turn(*, last: bool = False) -> Request:
+    def turn(*, last=False):
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         return Request("session", [1, 9, 5], params, None, resumable=not last)
 
     for _ in range(3):
         recorded.scheduler.add_request(turn())
-        while recorded.scheduler.has_unfinished_requests():
-            core.step()
+        drain(core, recorded.scheduler)
         hours += 1.0
     recorded.scheduler.add_request(turn(last=True))
     core.step()
@@ -361,9 +355,7 @@ def test_each_turn_of_session_ends_when_it_did(recorded: Recorded, monkeypatch: 
     assert trace.iterations["duration"].max() < 1800.0
 
 
-def test_a_drafter_that_a_wake_breaks_is_reported(
-    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_a_drafter_that_a_wake_breaks_is_reported(recorded, monkeypatch, capfd):
     """Its drafts are wrong from then on, and what is said stays right."""
     core = recorded.llm.llm_engine.engine_core.engine_core
     before = texts(recorded.answers(8, temperature=0.0, max_tokens=60))
@@ -381,25 +373,23 @@ def test_a_drafter_that_a_wake_breaks_is_reported(
     assert recorded.recording.control.metrics()["drafter_collapsed", "suffix"] == 1
 
 
-def vanishes(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
+def vanishes(recorded, patch):
     shutil.rmtree(f"{recorded.path}.recording")
     return "No such file"
 
 
-def is_full(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
+def is_full(recorded, patch):
     patch.setattr(os, "fsync", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     return "No space left on device"
 
 
-def has_a_bug(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
+def has_a_bug(recorded, patch):
     patch.setattr(recorded.recording, "left", raising(KeyError("of ours")))
     return "KeyError: 'of ours'"
 
 
 @pytest.mark.parametrize("trouble", [vanishes, is_full, has_a_bug], ids=lambda trouble: trouble.__name__)
-def test_a_recording_in_trouble_ends_and_vllm_continues(
-    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: Callable[..., str]
-):
+def test_a_recording_in_trouble_ends_and_vllm_continues(recorded, monkeypatch, caplog, trouble):
     monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
     monkeypatch.setattr(LiveRecording, "flush_s", 0.01)
     before = texts(recorded.answers(temperature=0.0))
@@ -416,7 +406,7 @@ def test_a_recording_in_trouble_ends_and_vllm_continues(
     assert not recorded.path.exists()
 
 
-def test_a_busy_engine_is_recorded_continuously(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
+def test_a_busy_engine_is_recorded_continuously(recorded, monkeypatch):
     from vllm import SamplingParams
 
     monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
@@ -439,8 +429,7 @@ def test_a_busy_engine_is_recorded_continuously(recorded: Recorded, monkeypatch:
     assert tracker.num_ended <= 6
     assert tracker._iterations == []
     assert len(tracker.first_token_s) <= 2
-    while engine.has_unfinished_requests():
-        engine.step()
+    drain(engine)
     trace = recorded.trace()
     assert len(trace.outcomes) == number
     # Where all happen to end at once, that is a rollout.
@@ -448,7 +437,7 @@ def test_a_busy_engine_is_recorded_continuously(recorded: Recorded, monkeypatch:
         assert sorted(rows["iteration"]) == list(range(len(rows))), "each once"
 
 
-def test_a_second_recording_gets_another_folder(recorded: Recorded, llm: Any):
+def test_a_second_recording_gets_another_folder(recorded, llm):
     first = recorded.scheduler.__dict__.pop("close_recording").__self__
     first._unwrap()
     beside = Recorded(llm, recorded.path)
@@ -459,14 +448,14 @@ def test_a_second_recording_gets_another_folder(recorded: Recorded, llm: Any):
     first._close()
 
 
-def test_foreign_wrappers_survive_a_recording(recorded: Recorded, llm: Any, tmp_path: Path):
+def test_foreign_wrappers_survive_a_recording(recorded, llm, tmp_path):
     """Another plugin's, that was there before ours and that came after it."""
-    called: Counter[str] = Counter()
+    called = Counter()
 
-    def wrap(name: str) -> Callable[..., Any]:
+    def wrap(name):
         stock = getattr(recorded.scheduler, name)
 
-        def theirs(*args: Any, **kwargs: Any) -> Any:
+        def theirs(*args, **kwargs):
             called[name] += 1
             return stock(*args, **kwargs)
 
@@ -487,9 +476,7 @@ def test_foreign_wrappers_survive_a_recording(recorded: Recorded, llm: Any, tmp_
     del recorded.scheduler.update_from_output
 
 
-def test_an_unwritable_place_has_no_trace(
-    recorded: Recorded, llm: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_an_unwritable_place_has_no_trace(recorded, llm, tmp_path, caplog):
     from tltlab.runtime.engine.vllm.watch import record_only
 
     recorded.scheduler.close_recording()

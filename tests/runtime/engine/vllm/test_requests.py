@@ -3,14 +3,10 @@
 One program sends the same requests to stock vLLM, under fixed depths and under a bandit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -73,15 +69,14 @@ POLICIES = ("ngram:4", "beg-mab")
 
 
 @pytest.fixture(scope="module")
-def told(random_model: Path) -> dict[str, dict[str, Any]]:
+def told(random_model):
     """By policy, and for stock vLLM, what `PROGRAM` found."""
     printed, _ = run_program(PROGRAM, random_model, "stock", *POLICIES)
-    found: dict[str, dict[str, Any]] = json.loads(printed.splitlines()[-1])
-    return found
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_each_request_has_the_tokens_of_stock_vllm(policy: str, told: dict[str, dict[str, Any]]):
+def test_each_request_has_the_tokens_of_stock_vllm(policy, told):
     """In one batch with others that have drafts, and with a seed where it has none."""
     for name in ("mixed", "again", "ids", "thinks"):
         assert told[policy][name] == told["stock"][name], name
@@ -90,13 +85,13 @@ def test_each_request_has_the_tokens_of_stock_vllm(policy: str, told: dict[str, 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_bias_and_min_p_apply_to_all_tokens(policy: str, told: dict[str, dict[str, Any]]):
+def test_bias_and_min_p_apply_to_all_tokens(policy, told):
     assert told[policy]["forced"] == [[9] * 30] * 4
     assert told[policy]["argmax"] == told["stock"]["argmax"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_seed_repeats_its_tokens(policy: str, told: dict[str, dict[str, Any]]):
+def test_a_seed_repeats_its_tokens(policy, told):
     """After other requests, next to them and alone; under varying depths they are stock vLLM's."""
     first, *others = told[policy]["seeded"]
     assert all(other == first for other in others)
@@ -117,13 +112,13 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_is_recorded_calibrated_tuned_and_run(random_model: Path, tmp_path: Path):
+def test_a_program_is_recorded_calibrated_tuned_and_run(random_model, tmp_path):
     """The commands of the runtime's README, with a script that names nothing of tltlab."""
     (tmp_path / "own.py").write_text(OWN)
     quick = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
     environ = {name: value for name, value in os.environ.items() if name not in VARIABLES} | quick
 
-    def run(*words: object, **variables: str) -> str:
+    def run(*words, **variables):
         named = {f"TLTLAB_{name.upper()}": value for name, value in variables.items()}
         command = [sys.executable, *map(str, words)]
         done = subprocess.run(

@@ -1,9 +1,5 @@
 """Rows by request and position: against a dictionary, and against its limit."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -19,12 +15,12 @@ CONTEXT = 6 * PAGE
 class Writer:
     """Makes rows that are all different, writes them to the store, and remembers them the slow way."""
 
-    def __init__(self, store: RowStore) -> None:
+    def __init__(self, store):
         self.store = store
         self.rows: dict[str, dict[int, float]] = {}
         self.value = 0.0
 
-    def iteration(self, runs: list[tuple[str, int, int]]) -> None:
+    def iteration(self, runs):
         bounds, positions, values = [0], [], []
         for name, start, count in runs:
             for position in range(start, start + count):
@@ -38,30 +34,30 @@ class Writer:
         names = [name for name, _, _ in runs]
         self.store.put(names, np.array(bounds), np.array([*positions, 0]), hidden, [hidden + 0.25, hidden + 0.5])
 
-    def expected(self, name: str, num_rows: int) -> tuple[int, list[float]]:
+    def expected(self, name, num_rows):
         """The unbroken run that ends at `num_rows`: its first position and its values."""
         rows, first = self.rows[name], num_rows
         while first - 1 in rows:
             first -= 1
         return first, [rows[position] for position in range(first, num_rows)]
 
-    def check(self, name: str, num_rows: int) -> None:
-        found: Any = self.store.close(name, num_rows)
+    def check(self, name, num_rows):
+        found = self.store.close(name, num_rows)
         first, values = self.expected(name, num_rows)
         assert found.first == first
         assert found.hidden.tolist() == [[value] * WIDTH for value in values]
         assert found.aux.tolist() == [[value + 0.25] * WIDTH + [value + 0.5] * WIDTH for value in values]
 
 
-def store(pages: int, *expected: Any) -> RowStore:
+def store(pages, *expected):
     return RowStore(pages * PAGE * WIDTH * 3 * 4, CONTEXT, *expected)
 
 
 @settings(max_examples=20)
 @given(st.data())
-def test_the_last_row_of_each_position_is_returned(data: st.DataObject):
+def test_the_last_row_of_each_position_is_returned(data):
     writer = Writer(store(10_000))
-    ends: dict[str, int] = {}
+    ends = {}
     for number in range(data.draw(st.integers(1, 12))):
         for _ in range(data.draw(st.integers(0, 3))):
             name = f"r{number}.{len(ends)}"
@@ -126,7 +122,7 @@ def test_when_full_those_stay_that_get_long():
 
 
 @pytest.mark.parametrize(("pages", "num_rows", "counts"), [(10, 9, (0, 1)), (0, 8, (1, 0))])
-def test_without_its_last_rows_or_page_nothing_comes(pages: int, num_rows: int, counts: tuple[int, int]):
+def test_without_its_last_rows_or_page_nothing_comes(pages, num_rows, counts):
     writer = Writer(store(pages))
     writer.store.open("a")
     writer.iteration([("a", 0, 8)])

@@ -1,16 +1,10 @@
 """What an engine built for drafts does in iterations without any: as one without speculation. And what comes after."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import torch
 
 from tests.fakes.drafting import Script
-from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.vllm import runners
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -19,21 +13,21 @@ from ..asking import kept_and_refused, raising, request, requests, said_once, sw
 pytestmark = pytest.mark.engine
 
 
-def executor_and_runner(engine: Engine) -> tuple[Any, Any]:
+def executor_and_runner(engine):
     executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
     return executor, executor.driver_worker.worker.model_runner
 
 
 @pytest.fixture
-def called(cramped: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def called(cramped, monkeypatch):
     """How often the engine called what only speculation needs, and how often its sampler alone."""
     executor, runner = executor_and_runner(cramped)
-    counts: Counter[str] = Counter()
+    counts = Counter()
 
-    def count(owner: Any, name: str, label: str) -> None:
+    def count(owner, name, label):
         stock = getattr(owner, name)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args, **kwargs):
             counts[label] += 1
             return stock(*args, **kwargs)
 
@@ -47,13 +41,13 @@ def called(cramped: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_off_means_off(cramped: Engine, called: Counter[str]):
+def test_off_means_off(cramped, called):
     cramped.set_policy(None)
     rows = cramped.generate(requests(4, 30), rl_step=0, temperature=1.0).iterations
     assert called == {"sampler": len(rows)}
 
 
-def test_only_iterations_that_verify_drafts_pay_for_them(cramped: Engine, called: Counter[str]):
+def test_only_iterations_that_verify_drafts_pay_for_them(cramped, called):
     cramped.set_policy(switching(Strategy.chain("ngram", 4)))
     rows = cramped.generate(requests(4, 60), rl_step=0, temperature=0.3).iterations
     verifying = sum(row["num_drafted"] > 0 for row in rows)
@@ -63,13 +57,13 @@ def test_only_iterations_that_verify_drafts_pay_for_them(cramped: Engine, called
     assert called["asking"] == 0
 
 
-def off_then_on(off: int) -> Script:
+def off_then_on(off):
     """No drafts for `off` iterations, then as deep as it goes for 10, again and again."""
     return Script(*([NO_SPECULATION] * off + [Strategy.chain("learned", 4)] * 10) * 99)
 
 
 @pytest.fixture
-def attentive(roomy: Engine, good: dict[str, torch.Tensor]) -> Iterator[Engine]:
+def attentive(roomy, good):
     """The roomy engine with weights that attend to more than the last token, in target and draft model."""
     weights = {name: value * 30 if "v_proj" in name else value for name, value in good.items()}
     for number, given in enumerate((weights, good), start=1):
@@ -79,7 +73,7 @@ def attentive(roomy: Engine, good: dict[str, torch.Tensor]) -> Iterator[Engine]:
             yield roomy
 
 
-def refused(engine: Engine, *, off: int, rl_step: int, prompt_tokens: int = 3, first: int = 0) -> float:
+def refused(engine, *, off, rl_step, prompt_tokens=3, first=0):
     """The share of drafts refused; greedily a drafter that is the target itself has none.
 
     Prompts differ by `first`: blocks of the cache are used again, and would else hold just what is missing.
@@ -92,7 +86,7 @@ def refused(engine: Engine, *, off: int, rl_step: int, prompt_tokens: int = 3, f
     return lost / (kept + lost)
 
 
-def test_draft_model_is_as_good_after_rest(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_draft_model_is_as_good_after_rest(attentive, monkeypatch):
     _, runner = executor_and_runner(attentive)
     passes = []
     forward = runner.drafter.model.forward
@@ -107,7 +101,7 @@ def test_draft_model_is_as_good_after_rest(attentive: Engine, monkeypatch: pytes
     assert refused(attentive, off=30, rl_step=3, first=8) > always + 0.2
 
 
-def test_it_tracks_the_cache_while_skipped(attentive: Engine):
+def test_it_tracks_the_cache_while_skipped(attentive):
     attentive.llm.reset_prefix_cache()
     always = refused(attentive, off=0, rl_step=0, prompt_tokens=150)
     attentive.llm.reset_prefix_cache()
@@ -115,7 +109,7 @@ def test_it_tracks_the_cache_while_skipped(attentive: Engine):
     assert refused(attentive, off=0, rl_step=2, prompt_tokens=150) <= always + 0.01
 
 
-def test_it_catches_up_in_fitting_passes(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_it_catches_up_in_fitting_passes(attentive, monkeypatch):
     _, runner = executor_and_runner(attentive)
     attentive.llm.reset_prefix_cache()
     always = refused(attentive, off=0, rl_step=0)
@@ -124,7 +118,7 @@ def test_it_catches_up_in_fitting_passes(attentive: Engine, monkeypatch: pytest.
 
 
 @pytest.fixture
-def runner(roomy: Engine) -> Iterator[Any]:
+def runner(roomy):
     """The roomy engine's, which is as it was afterwards."""
     _, runner = executor_and_runner(roomy)
     yield runner
@@ -141,9 +135,7 @@ def runner(roomy: Engine) -> Iterator[Any]:
         "_DeviceStopwatch.start", "_DeviceStopwatch.stop", "_DeviceStopwatch.read", "_time_speculator",
     ],
 )  # fmt: skip
-def test_runner_errors_are_reported_once(
-    roomy: Engine, runner: Any, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_runner_errors_are_reported_once(roomy, runner, part, monkeypatch, caplog):
     roomy.set_policy(None)
     plain = roomy.generate(requests(3, 40), rl_step=0, temperature=0.0)
     roomy.set_policy(off_then_on(6))

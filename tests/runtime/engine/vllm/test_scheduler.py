@@ -3,15 +3,12 @@
 The CPU platform turns asynchronous scheduling off, so no engine runs it here.
 """
 
-from __future__ import annotations
-
 import copy
 import shutil
 import time
 from collections import deque
 from contextlib import nullcontext
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,14 +20,12 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.policy import Policy
-from tltlab.policies.selector import Selector
 from tltlab.policies.simple import Fixed
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.runtime.engine.vllm.options import Attachment
-from tltlab.state import NO_CHOICE, StepState
+from tltlab.state import NO_CHOICE
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import read
 
@@ -41,7 +36,7 @@ LEARNED = Strategy.chain("learned", 4)
 HEAD = LearnedSpec(method="draft_model", model="the/target")
 
 
-def scheduled_by(cls: Any, engine: Engine, asynchronous: bool = True, settings: Any = None, changes: Any = None) -> Any:
+def scheduled_by(cls, engine, asynchronous=True, settings=None, changes=None):
     """A scheduler for an engine like this one except `changes`; `settings` are its `additional_config`.
 
     `cls` is one of tltlab by its name, or a class of vLLM's.
@@ -66,11 +61,11 @@ def scheduled_by(cls: Any, engine: Engine, asynchronous: bool = True, settings: 
 class Overlapped:
     """Schedules one iteration ahead, as vLLM's engine core does; the worker keeps `kept` of the drafted tokens."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler):
         self.scheduler, self.flight = scheduler, deque[Any]()
 
     @classmethod
-    def of(cls, engine: Engine, selector: Selector | None = None, budget: DraftBudget | None = None) -> Overlapped:
+    def of(cls, engine, selector=None, budget=None):
         """In its RL step 3; every third choice drafts nothing, unless a selector says otherwise."""
         scheduler = scheduled_by("policy_scheduler", engine)
         assert type(scheduler).__name__ == "AsyncPolicyScheduler"
@@ -80,7 +75,7 @@ class Overlapped:
         scheduler.control.begin(3)
         return cls(scheduler)
 
-    def add(self, tokens: int, *names: str, resumable: bool = False, key: object = None, **more: Any) -> None:
+    def add(self, tokens, *names, resumable=False, key=None, **more):
         """Requests of so many tokens each, with `more` sampling parameters."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
@@ -91,11 +86,11 @@ class Overlapped:
             asked = {"sampling_params": params, "pooling_params": None, "resumable": resumable}
             self.scheduler.add_request(Request(request_id=name, prompt_token_ids=[1, 5, 6], **asked))
 
-    def schedule(self) -> Any:
+    def schedule(self):
         self.flight.append(self.scheduler.schedule())
         return self.flight[-1]
 
-    def finish(self, kept: int = 0) -> None:
+    def finish(self, kept=0):
         from vllm.v1.outputs import ModelRunnerOutput
 
         output = self.flight.popleft()
@@ -107,7 +102,7 @@ class Overlapped:
             output, ModelRunnerOutput(req_ids=ids, req_id_to_index=places, sampled_token_ids=sampled)
         )
 
-    def goes_on(self, *kept: int) -> list[Any]:
+    def goes_on(self, *kept):
         """Two iterations begin, and another where one has ended."""
         outputs = [self.schedule(), self.schedule()]
         for each in kept:
@@ -115,7 +110,7 @@ class Overlapped:
             outputs.append(self.schedule())
         return outputs
 
-    def ends(self, kept: int) -> None:
+    def ends(self, kept):
         """Whatever is under way is done."""
         while self.flight:
             self.finish(kept)
@@ -124,11 +119,11 @@ class Overlapped:
 
 
 class OneEach(DraftBudget):
-    def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+    def allot(self, state, strategy):
         return list(range(state.batch))
 
 
-def test_the_depth_of_the_next_iteration_is_chosen_before_this_ones_tokens_are_known(roomy: Engine):
+def test_the_depth_of_the_next_iteration_is_chosen_before_this_ones_tokens_are_known(roomy):
     worker = Overlapped.of(roomy)
     worker.add(40, "a", "b")
     outputs = worker.goes_on(0, 3, 1, 0, 2)
@@ -146,14 +141,14 @@ def test_the_depth_of_the_next_iteration_is_chosen_before_this_ones_tokens_are_k
     assert all(b["t_start"] >= a["t_start"] + a["duration"] for a, b in pairwise(rows))
 
 
-def test_a_budget_trims_each_requests_placeholders(roomy: Engine):
+def test_a_budget_trims_each_requests_placeholders(roomy):
     worker = Overlapped.of(roomy, Fixed(LEARNED), OneEach())
     worker.add(40, *"abc")
     _, after = worker.goes_on()
     assert [len(after.scheduled_spec_decode_tokens.get(i, ())) for i in "abc"] == [0, 1, 2]
 
 
-def test_placeholders_are_of_requests_that_may_have_drafts(roomy: Engine):
+def test_placeholders_are_of_requests_that_may_have_drafts(roomy):
     worker = Overlapped.of(roomy, Fixed(LEARNED))
     worker.add(40, "a")
     worker.add(40, "b", min_p=0.1)
@@ -168,18 +163,7 @@ def test_placeholders_are_of_requests_that_may_have_drafts(roomy: Engine):
     assert worker.scheduler.control.live == {}
 
 
-def test_every_token_is_counted_once_and_nothing_stays(roomy: Engine):
-    worker = Overlapped.of(roomy)
-    worker.add(11, "a")
-    worker.add(7, "b")
-    requests = dict(worker.scheduler.requests)
-    worker.goes_on()
-    worker.ends(kept=2)
-    assert [len(requests[i].output_token_ids) for i in "ab"] == [11, 7]
-    assert worker.scheduler.control.live == {}
-
-
-def test_an_iteration_of_what_has_ended_is_of_no_rollout(roomy: Engine):
+def test_an_iteration_of_what_has_ended_is_of_no_rollout(roomy):
     from vllm.v1.request import RequestStatus
 
     worker = Overlapped.of(roomy)
@@ -199,7 +183,7 @@ def test_an_iteration_of_what_has_ended_is_of_no_rollout(roomy: Engine):
     assert [key[1] for key in first] == ["c"]
 
 
-def test_a_request_whose_first_token_is_on_its_way_is_not_prefilled_again(roomy: Engine):
+def test_a_request_whose_first_token_is_on_its_way_is_not_prefilled_again(roomy):
     worker = Overlapped.of(roomy)
     for name in "ab":
         worker.add(20, name)
@@ -210,7 +194,7 @@ def test_a_request_whose_first_token_is_on_its_way_is_not_prefilled_again(roomy:
     assert [row["prefill_tokens"] for row in rows] == [3, 3]
 
 
-def test_without_a_policy_vllms_own_drafts_are_recorded(roomy: Engine, tmp_path: Path):
+def test_without_a_policy_vllms_own_drafts_are_recorded(roomy, tmp_path):
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     depths = []
@@ -228,7 +212,7 @@ def test_without_a_policy_vllms_own_drafts_are_recorded(roomy: Engine, tmp_path:
     assert ["draft_model", 8, 16, 4] in drafted.values.tolist()
 
 
-def test_another_policy_is_set_while_requests_run(roomy: Engine):
+def test_another_policy_is_set_while_requests_run(roomy):
     worker = Overlapped.of(roomy)
     worker.add(40, "a")
     outputs = worker.goes_on()
@@ -242,7 +226,7 @@ def test_another_policy_is_set_while_requests_run(roomy: Engine):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_scheduler_that_does_not_fit_the_engine_is_refused(roomy: Engine, asynchronous: bool):
+def test_a_scheduler_that_does_not_fit_the_engine_is_refused(roomy, asynchronous):
     other, fits = sorted(["AsyncPolicyScheduler", "PolicyScheduler"], reverse=asynchronous)
     with refused(ConfigError, naming=("async_scheduling=", not asynchronous, "scheduler_cls=", fits)):
         scheduled_by(other, roomy, asynchronous=asynchronous)
@@ -250,7 +234,7 @@ def test_a_scheduler_that_does_not_fit_the_engine_is_refused(roomy: Engine, asyn
         assert type(scheduled_by(cls, roomy, asynchronous=asynchronous)).__name__ == fits
 
 
-def attached(policy: Policy, depth: int = 4) -> dict[str, Any]:
+def attached(policy, depth=4):
     """The `additional_config` of a policy in an engine that has a draft model too."""
     drafters = {**DEFAULT_DRAFTERS, "learned": HEAD, "hybrid": HybridSpec()}
     return {"tltlab": Attachment(policy=policy, drafters=drafters, max_draft_depth=depth).model_dump(mode="json")}
@@ -260,7 +244,7 @@ BY_MODEL, BY_TEXT = attached(fixed("learned")), attached(fixed("ngram"))
 LEARNS = attached(Policy(selector=Ucb1.Spec(strategies=(NO_SPECULATION, LEARNED))))
 RANKS = {"parallel_config.distributed_executor_backend": "external_launcher", "parallel_config.world_size": 2}
 DRAFTS = "speculative_config"
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], tuple[object, ...]]] = [
+REFUSED = [
     ({"parallel_config.pipeline_parallel_size": 2}, BY_TEXT, ("pipeline_parallel_size=1",)),
     ({"parallel_config.data_parallel_size": 2}, BY_MODEL, ("data_parallel_size=1",)),
     (RANKS, LEARNS, ("distributed_executor_backend='mp'", "none, fixed")),
@@ -279,14 +263,14 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], tuple[object, ...]]] = [
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=[str(facts) for *_, facts in REFUSED])
-def test_what_an_engine_cannot_run_is_refused(roomy: Engine, monkeypatch: pytest.MonkeyPatch, case: Any):
+def test_what_an_engine_cannot_run_is_refused(roomy, monkeypatch, case):
     changes, settings, facts = case
     monkeypatch.setenv("RANK", "1")
     with refused(ConfigError, naming=facts):
         scheduled_by("policy_scheduler", roomy, asynchronous=False, settings=settings, changes=changes)
 
 
-def test_the_v2_runner_takes_no_model_free_drafts(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_the_v2_runner_takes_no_model_free_drafts(roomy, monkeypatch):
     from vllm import envs
 
     # vLLM keeps what its variables were when an roomy started.
@@ -295,7 +279,7 @@ def test_the_v2_runner_takes_no_model_free_drafts(roomy: Engine, monkeypatch: py
         scheduled_by("policy_scheduler", roomy, asynchronous=False, settings=BY_TEXT)
 
 
-def test_without_our_plugin_or_its_mend_nothing_starts(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_without_our_plugin_or_its_mend_nothing_starts(roomy, monkeypatch):
     from tltlab.runtime.engine.vllm import scheduler
     from tltlab.runtime.engine.vllm.sampling import unfixed_sampling
 
@@ -308,7 +292,7 @@ def test_without_our_plugin_or_its_mend_nothing_starts(roomy: Engine, monkeypatc
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_canvases_are_recorded_over_vllms_own_scheduler(roomy: Engine, asynchronous: bool, tmp_path: Path):
+def test_canvases_are_recorded_over_vllms_own_scheduler(roomy, asynchronous, tmp_path):
     from vllm.config import DiffusionConfig
     from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
 
@@ -321,7 +305,7 @@ def test_canvases_are_recorded_over_vllms_own_scheduler(roomy: Engine, asynchron
     scheduler.close_recording()
 
 
-def test_each_input_of_a_streaming_session_is_a_turn(roomy: Engine):
+def test_each_input_of_a_streaming_session_is_a_turn(roomy):
     worker = Overlapped.of(roomy)
     worker.add(2, "a", resumable=True)
     for _ in range(2):
@@ -339,7 +323,7 @@ def test_each_input_of_a_streaming_session_is_a_turn(roomy: Engine):
     assert len(after.output) == 1
 
 
-def test_an_abort_leaves_a_policys_engine_idle(roomy: Engine, tmp_path: Path):
+def test_an_abort_leaves_a_policys_engine_idle(roomy, tmp_path):
     from vllm.v1.request import RequestStatus
 
     settings = {"tltlab": LEARNS["tltlab"] | {"record": str(tmp_path / "trace")}}
@@ -362,7 +346,7 @@ def test_an_abort_leaves_a_policys_engine_idle(roomy: Engine, tmp_path: Path):
 
 
 @pytest.mark.parametrize("policy", [True, False], ids=["with a policy", "record only"])
-def test_what_is_in_flight_when_requests_end_is_nobodys(roomy: Engine, tmp_path: Path, policy: bool):
+def test_what_is_in_flight_when_requests_end_is_nobodys(roomy, tmp_path, policy):
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.request import RequestStatus
 
@@ -399,9 +383,7 @@ def test_what_is_in_flight_when_requests_end_is_nobodys(roomy: Engine, tmp_path:
         "control.drafts", "watch.returned", "watch.applied", "watch.left", "capture.leave",
     ],
 )  # fmt: skip
-def test_what_raises_is_said_once_and_the_engine_goes_on(
-    roomy: Engine, part: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_what_raises_is_said_once_and_the_engine_goes_on(roomy, part, asynchronous, monkeypatch, caplog):
     from vllm.v1.outputs import DraftTokenIds
 
     if part == ("control.drafts" if asynchronous else "control.allot"):
@@ -434,9 +416,7 @@ def test_what_raises_is_said_once_and_the_engine_goes_on(
     assert all(fact in said_once(caplog) for fact in facts)
 
 
-def test_a_policy_goes_on_when_its_recording_vanishes(
-    roomy: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_policy_goes_on_when_its_recording_vanishes(roomy, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
     monkeypatch.setattr(LiveRecording, "flush_s", 0.01)
     recorded = {"tltlab": BY_MODEL["tltlab"] | {"record": str(tmp_path / "trace")}}
@@ -464,7 +444,7 @@ def test_a_policy_goes_on_when_its_recording_vanishes(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nameless_requests_of_a_server_let_drafters_forget_in_time(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_nameless_requests_of_a_server_let_drafters_forget_in_time(roomy, monkeypatch):
     from tltlab.runtime.engine.vllm import watch
 
     monkeypatch.setattr(watch, "NAMELESS_PER_STEP", 3)

@@ -1,24 +1,19 @@
 """One engine over two processes: the policy stays next to the scheduler, weights and capture are where the model is."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
-from tltlab.runtime.audit.models import TinyModels
 from tltlab.runtime.engine import weights
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.generation import GenerationRequest
 
+from ...small_models import loaded
 from ..asking import BLOCK, fixed, groups_of_four, kept_and_refused, texts
-from .test_capture import Files, check, few_words, load
+from .test_capture import Files, check, few_words
 
 pytestmark = pytest.mark.engine
 # Two groups share prefixes of two blocks, of which vLLM takes one with an EAGLE head; responses end one after another.
@@ -27,7 +22,7 @@ REQUESTS = few_words(
 )
 
 
-def greedy(model: LlamaForCausalLM, request: GenerationRequest) -> list[int]:
+def greedy(model, request):
     """What a Hugging Face model says, a whole forward pass for every token."""
     ids = list(request.prompt_token_ids)
     with torch.no_grad():
@@ -36,10 +31,10 @@ def greedy(model: LlamaForCausalLM, request: GenerationRequest) -> list[int]:
     return ids[len(request.prompt_token_ids) :]
 
 
-def test_two_ranks_are_as_one(tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_two_ranks_are_as_one(tiny_models, tmp_path, monkeypatch):
     # Several buckets per update, as for a large model.
     monkeypatch.setattr(weights, "BUCKET_BYTES", 64 << 10)
-    model = load(tiny_models.target)
+    model = loaded(tiny_models.target)
     whole = [greedy(model, request) for request in REQUESTS]
     drafters = {**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="eagle3", model=str(tiny_models.eagle3))}
     args = {"max_model_len": 128, "max_num_seqs": 6, "block_size": BLOCK, "kv_cache_memory_bytes": 32 << 20}

@@ -1,10 +1,7 @@
 """vLLM's V2 model runner under a policy, on Triton's interpreter in its own process."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,8 @@ from tests.runtime.engine.vllm import triton_on_cpu
 import json, sys
 from pathlib import Path
 from tests.runtime.engine.asking import groups_of_four, switching, texts
-from tests.runtime.engine.vllm.test_capture import check, load, rollout_of
+from tests.runtime.engine.vllm.test_capture import check, rollout_of
+from tests.runtime.small_models import loaded
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import ExploreSpec, Policy
 from tltlab.runtime.engine.engine import Engine
@@ -39,7 +37,7 @@ try:
     schedule = engine.llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens_per_batch_size
 finally:
     engine.close()
-check(captured, rollout, requests, load(Path(model)))
+check(captured, rollout, requests, loaded(Path(model)))
 print(json.dumps({"runner": [c.__module__ for c in type(runner).__mro__], "same": texts(plain) == texts(rollout),
                   "takes_drafts": takes_drafts, "graphs": [graphs.runner, graphs.mode], "schedule": schedule,
                   "rows": rollout.iterations}))
@@ -47,7 +45,7 @@ print(json.dumps({"runner": [c.__module__ for c in type(runner).__mro__], "same"
 
 
 @pytest.mark.engine
-def test_the_v2_runner_drafts_what_the_policy_chose(random_model: Path):
+def test_the_v2_runner_drafts_what_the_policy_chose(random_model):
     """It says the same, and is captured."""
     printed, _ = run_program(PROGRAM, random_model)
     found = json.loads(printed.splitlines()[-1])

@@ -1,7 +1,5 @@
 """What the adapter touches in vLLM: read in its sources, asked of the one that is installed, and told by version."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -49,7 +47,7 @@ class Base:
 
 
 @pytest.fixture
-def sources(tmp_path: Path) -> Sources:
+def sources(tmp_path):
     for name, text in MADE_UP.items():
         path = tmp_path / "vllm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +55,7 @@ def sources(tmp_path: Path) -> Sources:
     return Sources(tmp_path)
 
 
-def test_sources_are_read_through_imports_bases_and_methods(sources: Sources):
+def test_sources_are_read_through_imports_bases_and_methods(sources):
     own = "core.scheduler:Scheduler"
     there = [f"{own}.table", f"{own}.waiting", f"{own}(limit, config)", "core:Planner.schedule(now)"]
     missing = ["core:Planner.schedule(now, then)", "core:Scheduler", f"{own}(limit, size)", f"{own}.running"]
@@ -80,7 +78,7 @@ def test_vllms_own_command_finds_its_package():
         assert version("vllm").partition("+")[0] == sources.version()
 
 
-def test_doctor_takes_a_second_name_for_no_second_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_doctor_takes_a_second_name_for_no_second_vllm(tmp_path, monkeypatch):
     (tmp_path / "vllm-9.9+cpu.dist-info").mkdir()
     (tmp_path / "vllm-9.9+cpu.dist-info/METADATA").write_text("Metadata-Version: 2.4\nName: vllm\nVersion: 9.9+cpu\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -117,7 +115,7 @@ def test_what_the_adapter_asks_for_is_in_the_table():
     assert {"policies", "weight versions", "depths in the V2 runner"} <= asked <= CAPABILITIES.keys()
 
 
-def test_the_plugin_leaves_out_what_vllm_lacks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_the_plugin_leaves_out_what_vllm_lacks(monkeypatch, caplog):
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.sample.ops import topk_topp_sampler
 

@@ -1,9 +1,6 @@
 """Triton's interpreter in place of a GPU, so that vLLM's V2 runner starts on a CPU. Very slow; import it first."""
 
-from __future__ import annotations
-
 import os
-from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -21,11 +18,11 @@ class _NoDriver:
         return False
 
 
-def _with_boolean_masks(name: str, index: int) -> None:
+def _with_boolean_masks(name: str, index: int):
     """NumPy refuses the integer masks that the interpreter hands to its masked loads and stores."""
     stock = getattr(InterpreterBuilder, name)
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args, **kwargs):
         mask = kwargs.get("mask", args[index] if len(args) > index else None)
         if mask is not None and mask.data.dtype != np.bool_:
             mask.data = mask.data.astype(np.bool_)

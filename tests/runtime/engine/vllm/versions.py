@@ -22,7 +22,7 @@ from tltlab.runtime.engine.vllm import CAPABILITIES, VERSIONS, RequiredName
 class Sources:
     """vLLM's sources: a wheel, or the folder that `vllm` is in. Nothing of them is run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path):
         self._root: Any = zipfile.Path(path) if path.is_file() else path
         self._modules: dict[str, Mapping[str, ast.AST]] = {}
         self._classes: dict[ast.ClassDef, Mapping[str, ast.AST]] = {}
@@ -63,7 +63,7 @@ class Sources:
     def _member(self, module: str, cls: ast.ClassDef, name: str) -> ast.AST | None:
         """What a class or one of its bases defines by a name, in its body or on `self`."""
         if cls not in self._classes:
-            members: dict[str, ast.AST] = {}
+            members = {}
             for node in ast.walk(cls):
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
                     members[node.attr] = node
@@ -107,7 +107,7 @@ class Sources:
             base = self._file(module)
             path = base / "__init__.py" if self._is_package(module) else base.parent / f"{base.name}.py"
             text = path.read_text(encoding="utf-8") if path.is_file() else ""
-            names: dict[str, ast.AST] = {}
+            names = {}
             for statement in _statements(ast.parse(text).body):
                 names.update(dict.fromkeys(_defined(statement), statement))
             self._modules[module] = names
@@ -153,7 +153,7 @@ def has_each(sources: Sources) -> dict[str, bool]:
 def table(versions: Mapping[str, Any]) -> str:
     """The README's table of what `VERSIONS` holds, the newest version first: what each lacks, beside the later ones."""
     lines = ["| vLLM | torch | lacks, beside what later ones lack |", "|---|---|---|"]
-    lacking: set[str] = set()
+    lacking = set()
     for version in sorted(versions, key=_numbers, reverse=True):
         lacks = [name for name, has in versions[version]["has"].items() if not has]
         assert lacking.issubset(lacks), f"{version} has {lacking.difference(lacks)}, which a later version lacks"
@@ -167,7 +167,7 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
-def main(paths: Sequence[str]) -> None:
+def main(paths: Sequence[str]):
     """Hold wheels, or folders that a vLLM is installed in, against the table; `VERSIONS` and what goes into the README.
 
     What was found of other versions before is kept as long as the capabilities are the same.
