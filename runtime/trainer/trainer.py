@@ -9,37 +9,51 @@ rounding; the same state and samples on the same number of ranks give the same b
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import IOBase
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import ConfigError, RunError, one_line
+from tltlab.files import Hashing, fsync_file, read_text, write_sum
 from tltlab.runtime.drafter.heads.mtp import mtp_weights, save_with_mtp
 from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
-from tltlab.runtime.engine.weights import Engines
+from tltlab.runtime.engine.weights import BucketSlots, Engines, ModelMemory, WeightSource, load_buckets
 from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.run.memory import Peak, ProcessMemory, tensor_bytes
 
 from .attention import ALONE
-from .checkpoint import load_trainer, save_trainer
 from .losses import Mismatch, correction_weights, kl_estimate, mismatch, mismatch_sums, policy_loss
 from .model import PackedTokens, PolicyModel, WholeTensors, checkpoint_activations, load_policy_model
 from .ranks import device_of, make_deterministic, meet, micro_batches, own_micro_batches, sequence_groups
 from .samples import Pair, Sample, TrainingValues, UpdateBatch, minibatches_of, pairs_of, share_out
-from .sender import WeightSender
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
+
+TENSORS, STATE = "tensors", "state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,3 +477,138 @@ class Trainer:
             # cuBLAS keeps a workspace per stream (32 MiB on Hopper), which counts as allocated until cleared.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
+
+
+class WeightSender:
+    """Rank 0 sends, the others help to gather. `model_memory`: the memory that holds the weights."""
+
+    def __init__(self, source: WeightSource, rank: int, model_memory: ModelMemory | None = None) -> None:
+        self.source, self.rank, self.model_memory = source, rank, model_memory
+        self._slots: BucketSlots | None = None
+        self._device: Any = None
+
+    def send(self, engines: Engines) -> dict[int, str]:
+        """Send the source's weights to engines; return the errors of those that failed, by number."""
+        if engines.transport != "host":
+            from tltlab.runtime.engine.vllm.transfer import DeviceSender
+
+            if self._device is None or self._device.transport != engines.transport:
+                self._device = DeviceSender(self.source, self.rank, engines.transport)
+            self._device.send(engines)
+        elif self.rank:
+            for _ in self.source:
+                pass
+        else:
+            self._send(engines)
+        return engines.failed
+
+    def _send(self, engines: Engines) -> None:
+        bucket = self.model_memory.bucket(self.source) if self.model_memory is not None else None
+        if self.model_memory is not None and bucket is not None:
+            engines.start_weight_update(self.model_memory)
+            if not engines.far:
+                engines.wait(engines.load(bucket, self.model_memory.memory.numpy()))
+                engines.finish_weight_update()
+                return
+        if self._slots is None:
+            self._slots = BucketSlots.fit(self.source.metadata())
+        if bucket is None:
+            engines.start_weight_update(self._slots)
+        load_buckets(self.source, self._slots, engines)
+
+
+class SafetensorsWriter(HuggingFaceStorageWriter):
+    """DCP's storage as safetensors, one file for each rank that saves; each with its SHA-256, `NAME.sha256`.
+
+    Any number of ranks reads them through DCP's Hugging Face storage, whose index is the header of each file. (DCP's
+    own storage would pickle an index.) The sums have the format of sha256sum and are computed while a file is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self.fs = _HashingFiles()
+
+
+class _HashingFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IOBase]:
+        with super().create_stream(path, mode) as stream:
+            hashing = Hashing(cast(Any, stream))
+            yield cast(IOBase, hashing)
+        # DCP's own fsync precedes the flush of Python's last write.
+        fsync_file(Path(path))
+        write_sum(Path(path), hashing.hexdigest())
+
+
+def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int, rank: int) -> None:
+    """Write weights, AdamW's moments after `steps` steps and torch's random state into the folder. All ranks call it.
+
+    The folder does not appear atomically: the caller's checkpoint store does that. RunError where it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with warnings.catch_warnings(action="ignore"):
+            save(
+                _tensors(module, optimizer, with_moments=steps > 0),
+                storage_writer=SafetensorsWriter(folder / TENSORS),
+                no_dist=not dist.is_initialized(),
+            )
+        generators = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            generators["cuda"] = torch.cuda.get_rng_state()
+        save_file(generators, folder / f"random-{rank}.safetensors")
+        if rank == 0:
+            (folder / STATE).write_text(json.dumps({"steps": steps}))
+    except (OSError, SafetensorError, CheckpointException) as error:
+        cause = one_line(error)[-200:]
+        raise RunError(f"cannot write the trainer's checkpoint to {folder}, is the disk full? ({cause})") from error
+
+
+def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int) -> int:
+    """Restore the result of `save_trainer`, and return its `steps`. RunError where the folder is incomplete.
+
+    The random state is restored on ranks that existed; the same number of ranks continues bitwise the same.
+    """
+    try:
+        steps = int(json.loads(read_text(folder / STATE))["steps"])
+        optimizer.state.clear()
+        if steps:
+            # AdamW creates its moments at a first step; with zero gradients it changes nothing that is not loaded. The
+            # gradients are the parameters' own: a sharded module has gathered parameters after a forward without
+            # backward.
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            for state in optimizer.state.values():
+                state["step"].fill_(steps)
+        with warnings.catch_warnings(action="ignore"):
+            load(
+                _tensors(module, optimizer, with_moments=steps > 0),
+                storage_reader=HuggingFaceStorageReader(str(folder / TENSORS)),
+                no_dist=not dist.is_initialized(),
+            )
+        random = folder / f"random-{rank}.safetensors"
+        if random.is_file():
+            generators = load_file(random)
+            torch.set_rng_state(generators["cpu"])
+            if "cuda" in generators and torch.cuda.is_available():
+                torch.cuda.set_rng_state(generators["cuda"])
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, CheckpointException) as error:
+        raise RunError(f"{folder}: no whole checkpoint of this model's trainer: {str(error)[:300]}") from error
+    return steps
+
+
+def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, with_moments: bool) -> dict[str, Tensor]:
+    """Return weights and moments by name, tied ones once."""
+    tensors: dict[str, Tensor] = {}
+    ids: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) in ids:
+            continue
+        ids.add(id(tensor))
+        tensors[name] = tensor.detach()
+        if with_moments and isinstance(tensor, nn.Parameter):
+            for moment in ("exp_avg", "exp_avg_sq"):
+                tensors[f"{moment}.{name}"] = optimizer.state[tensor][moment]
+    return tensors

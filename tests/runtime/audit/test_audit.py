@@ -17,7 +17,7 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.audit.cases import COMPOSITIONS, DEPTHS, DRAFTERS, FILTERS, TEMPERATURES, cases, covering
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.audit.models import EOS, TinyModels
-from tltlab.runtime.audit.statistics import ChiSquare, cells_check, combined, pooled, ranks_check
+from tltlab.runtime.audit.samples import ChiSquare, cells_check, combined, pooled, ranks_check
 from tltlab.runtime.cli.audit import audit, vllm_settings
 from tltlab.runtime.models.measure import sample
 

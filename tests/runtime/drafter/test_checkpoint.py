@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from tltlab.runtime.drafter import checkpoint
-from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
+from tltlab.runtime.drafter import worker as checkpoint
 from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.drafter.worker import DrafterCheckpoint
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from ...crash_states import Disk, crashes, put

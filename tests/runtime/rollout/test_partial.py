@@ -19,9 +19,8 @@ from tltlab.errors import ConfigError
 from tltlab.planning.dispatch import may_start
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.rollout.collected import Collected, SynchronousRollouts, Trajectory
-from tltlab.runtime.rollout.in_flight import DeferredCalls, QueuedRequests
 from tltlab.runtime.rollout.partial import first_version
-from tltlab.runtime.rollout.worker import enough
+from tltlab.runtime.rollout.worker import DeferredCalls, QueuedRequests, enough
 
 from .scripted_engines import END, ScriptedEngines, prompts, recipe, resumed, ways
 

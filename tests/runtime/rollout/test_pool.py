@@ -37,8 +37,7 @@ from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.rollout.collected import delayed
-from tltlab.runtime.rollout.history import RunHistory
-from tltlab.runtime.rollout.pool import SendWeights, WorkerPool
+from tltlab.runtime.rollout.pool import RunHistory, SendWeights, WorkerPool
 from tltlab.runtime.rollout.worker import capture_bytes, engine_args, enough
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from tltlab.console import sigterm_handler
-from tltlab.runtime.run import stop
-from tltlab.runtime.run.stop import Stop
+from tltlab.runtime.run import grpo
+from tltlab.runtime.run.grpo import STOP_S, Stop
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,18 +48,18 @@ def test_first_is_wish_second_order():
 
 def test_a_long_rl_step_is_not_waited_for():
     with Stop(lambda: None) as stopping:
-        stopping.due(stop.STOP_S - 1)
+        stopping.due(STOP_S - 1)
         press()
     assert stopping.requested
     with Stop(lambda: None) as stopping:
-        stopping.due(stop.STOP_S + 60)
+        stopping.due(STOP_S + 60)
         with pytest.raises(KeyboardInterrupt):
             press()
     assert not stopping.requested
 
 
 def test_step_that_takes_longer_than_thought_is_ended(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stop, "STOP_S", 0.01)
+    monkeypatch.setattr(grpo, "STOP_S", 0.01)
 
     def wait() -> None:
         press()

@@ -20,8 +20,7 @@ from tltlab.runtime.audit.models import TinyModels
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
-from tltlab.runtime.engine.vllm.capture import _Batch, _PinnedCopies
-from tltlab.runtime.engine.vllm.row_store import RowStore
+from tltlab.runtime.engine.vllm.capture import RowStore, _Batch, _PinnedCopies
 from tltlab.strategy import Strategy
 
 from ..asking import BLOCK, CONTEXT, fixed, groups_of_four, kept_and_refused, request, switching, texts
