@@ -100,13 +100,13 @@ class TrainingPeriod:
         return {name: value for name, value in row.items() if name not in ("began", "unsaved")}
 
 
-class DrafterTraining:
+class HeadTraining:
     """A head and AdamW on it, in float32; on CUDA the passes run in bfloat16.
 
     The head always holds finite weights that result from finite gradients, so it can be served between updates. Members
     of a group that begin with the same state (`share`) end every update with the same state.
 
-    >>> training = DrafterTraining(head, frozen, LossConfig(), OptimConfig(lr=1e-3), "cpu")         # doctest: +SKIP
+    >>> training = HeadTraining(head, frozen, LossConfig(), OptimConfig(lr=1e-3), "cpu")         # doctest: +SKIP
     >>> training.update(buffer.sample(4096, rng)).accept                                            # doctest: +SKIP
     [0.61]
     """

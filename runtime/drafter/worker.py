@@ -42,7 +42,7 @@ from .heads.kinds import load_head
 from .heads.target import FrozenTarget
 from .offline.chains import kept_along
 from .sequences import TrainingSequence
-from .training import DrafterTraining, TrainingPeriod
+from .training import HeadTraining, TrainingPeriod
 
 POLL_S = 0.02
 """Seconds between checks of a trainer without data or orders."""
@@ -141,7 +141,7 @@ class SpotTrainer:
         if data is not None and (path := data_path(data, place.worker)).exists():
             self._restore_data(read_data(path))
         head = load_head(place.head)
-        self.training = DrafterTraining(
+        self.training = HeadTraining(
             head, target, config.loss, config.optim, self.device, temperature=place.temperature
         )
         self.publish(state, rl_step)

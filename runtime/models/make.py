@@ -29,7 +29,7 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.mtp import MtpHead, fresh_mtp, save_with_mtp
 from tltlab.runtime.drafter.heads.target import MIMO, FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.drafter.training import HeadTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from .measure import measure
@@ -251,7 +251,7 @@ def _schedule(step: int, num_steps: int) -> float:
 
 def teach_mtp(model: SmallModel, batches: Batches, size: Size, seed: int, progress: Callable[[str], None]) -> MtpHead:
     """Train an MTP layer on a frozen model's distributions."""
-    training = DrafterTraining(
+    training = HeadTraining(
         fresh_mtp(model.config, seed),
         FrozenTarget.of(model),
         LossConfig(kind="mtp", unroll=2),

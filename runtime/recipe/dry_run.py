@@ -23,9 +23,9 @@ from .memory import (
     STORE,
     WORKER,
     Device,
-    MemoryTable,
-    Part,
-    Sizes,
+    MemoryPart,
+    MemoryPlan,
+    MemorySizes,
     memory_table,
 )
 from .recipe import Recipe
@@ -56,7 +56,7 @@ class Memory:
     where: str
     device: Device
     phase: str
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
     total_bytes: float
 
 
@@ -125,7 +125,7 @@ def plan_of(recipe: Recipe) -> RunPlan:
     ConfigError where its GPUs do not add up, tensor parallelism does not divide the model, or the model's shape or the
     GPU is unknown. A plan that does not fit is no error: see `fits`.
     """
-    sizes = Sizes(recipe)
+    sizes = MemorySizes(recipe)
     shape, bundles, gpu, build = sizes.shape, sizes.bundles, sizes.gpu, sizes.build
     table, actors = memory_table(sizes), _actors(recipe, bundles)
     memory = _memory(table, bundles, actors)
@@ -191,7 +191,7 @@ def _actors(recipe: Recipe, bundles: Bundles) -> tuple[Actor, ...]:
     )
 
 
-def _memory(table: MemoryTable, bundles: Bundles, actors: tuple[Actor, ...]) -> tuple[Memory, ...]:
+def _memory(table: MemoryPlan, bundles: Bundles, actors: tuple[Actor, ...]) -> tuple[Memory, ...]:
     """Return memory by place and phase: a GPU or process of each kind, then the fullest host."""
     if bundles.colocated:
         places = {"a GPU": [WORKER, RANK, SPOT]}
@@ -199,7 +199,7 @@ def _memory(table: MemoryTable, bundles: Bundles, actors: tuple[Actor, ...]) -> 
         places = {"a rollout worker's GPU": [WORKER, SPOT], "a trainer rank's GPU": [RANK]}
     else:
         places = {f"a {process}'s process": [process] for process in (WORKER, RANK, SPOT)}
-    found: list[tuple[str, Device, str, list[Part]]] = [
+    found: list[tuple[str, Device, str, list[MemoryPart]]] = [
         (place, table.device, phase, [part for process in processes for part in table.of(process, table.device, phase)])
         for place, processes in places.items()
         for phase in PHASES

@@ -60,7 +60,7 @@ _TEXT_BYTES = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MemoryPart:
     """A part of a process's memory, and the formula of its size."""
 
     name: str
@@ -69,7 +69,7 @@ class Part:
     process: str
 
 
-class MemoryTable:
+class MemoryPlan:
     """Parts by device and phase: of each process on a host, on each of its GPUs.
 
     `at_once` responses of full length fit into an engine's KV cache.
@@ -78,7 +78,7 @@ class MemoryTable:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.at_once = 0
-        self._rows: list[tuple[Part, Device, tuple[Phase, ...]]] = []
+        self._rows: list[tuple[MemoryPart, Device, tuple[Phase, ...]]] = []
 
     def add(
         self,
@@ -91,15 +91,15 @@ class MemoryTable:
     ) -> None:
         """Add a row, by default on the device where the process computes; none for a part of size 0."""
         if num_bytes > 0:
-            part = Part(name=name, num_bytes=float(num_bytes), formula=formula, process=process)
+            part = MemoryPart(name=name, num_bytes=float(num_bytes), formula=formula, process=process)
             self._rows.append((part, device or self.device, tuple(phases)))
 
-    def of(self, process: str, device: Device, phase: Phase) -> list[Part]:
+    def of(self, process: str, device: Device, phase: Phase) -> list[MemoryPart]:
         """Return the parts of a process on a device in a phase."""
         return [p for p, where, phases in self._rows if p.process == process and where == device and phase in phases]
 
 
-class Sizes:
+class MemorySizes:
     """Sizes that parts depend on: a recipe's counts, its model and GPU, and the build of its engines.
 
     ConfigError where its GPUs do not add up, or the model's shape or the GPU is unknown.
@@ -147,15 +147,15 @@ class Sizes:
         self.history_bytes = sum(most if bound is None else min(bound * 2**20, most) for bound in bounds)
 
 
-def memory_table(sizes: Sizes) -> MemoryTable:
+def memory_table(sizes: MemorySizes) -> MemoryPlan:
     """Return all parts. ConfigError where tensor parallelism does not divide the heads, or no full response fits."""
-    table = MemoryTable("GPU" if sizes.on_gpu else "host")
+    table = MemoryPlan("GPU" if sizes.on_gpu else "host")
     for rows_of in (_engine, _trainer, _drafter, _driver):
         rows_of(sizes, table)
     return table
 
 
-def _engine(sizes: Sizes, table: MemoryTable) -> None:
+def _engine(sizes: MemorySizes, table: MemoryPlan) -> None:
     """Add a rollout worker's parts. With a known GPU vLLM's KV cache is the rest of its share.
 
     Asleep (level 1) an engine keeps its weights on the host, pinned: torch never frees that memory.
@@ -231,7 +231,7 @@ def _engine(sizes: Sizes, table: MemoryTable) -> None:
     _sent(sizes, table, WORKER)
 
 
-def _trainer(sizes: Sizes, table: MemoryTable) -> None:
+def _trainer(sizes: MemorySizes, table: MemoryPlan) -> None:
     """Add a rank's parts: those it keeps between updates, and those of an update and a sync.
 
     Float32 master weights, gradients and Adam's two moments are the 16 bytes per parameter of ZeRO (arXiv 1910.02054,
@@ -281,7 +281,7 @@ def _trainer(sizes: Sizes, table: MemoryTable) -> None:
     _sent(sizes, table, RANK)
 
 
-def _sent(sizes: Sizes, table: MemoryTable, process: str) -> None:
+def _sent(sizes: MemorySizes, table: MemoryPlan, process: str) -> None:
     """Add parts of weight transfers (`engine.weights`): a process's buckets, and a trainer's gathered tensor.
 
     By the host the buckets are shared memory of a machine, mapped permanently; between devices they exist during a
@@ -298,7 +298,7 @@ def _sent(sizes: Sizes, table: MemoryTable, process: str) -> None:
         table.add(process, "weights, in buckets", 2 * max(DEVICE_BUCKET_BYTES, value * largest), "2 buckets", SYNC)
 
 
-def _drafter(sizes: Sizes, table: MemoryTable) -> None:
+def _drafter(sizes: MemorySizes, table: MemoryPlan) -> None:
     """Add the parts of the drafter trainer next to each engine; none without [drafter].
 
     Weights, gradients and moments stay on the device between periods, and so do earlier heads, for annotations, and
@@ -335,7 +335,7 @@ def _drafter(sizes: Sizes, table: MemoryTable) -> None:
     on_host("drafter checkpoint", 12 * head, "12 bytes x the head's parameters, staged")
 
 
-def _driver(sizes: Sizes, table: MemoryTable) -> None:
+def _driver(sizes: MemorySizes, table: MemoryPlan) -> None:
     """Add the parts of the driver, Ray's object store, Ray and a reward process: all on hosts."""
     recipe, head, texts = sizes.recipe, sizes.head_params, sizes.responses * sizes.tokens
     trains, value = recipe.drafter is not None, sizes.trainer_value

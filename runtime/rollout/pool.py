@@ -232,7 +232,7 @@ class WorkerLost(RunError):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Worker:
+class _PoolWorker:
     """State of one worker, and what a restarted one needs.
 
     `memory` is the state of policy and budget learned under `learned_by`, a dict or a reference to one; `since` are
@@ -256,7 +256,7 @@ class WorkerPool:
     """The rollout workers of a run: `handles` are their actors, `pids` their processes, both replaced at a restart.
 
     `feed(n)` is the queue of worker n for drafter training data, `options(n)` the placement of its actor
-    (`Placement.worker_options`); `on_restart(n)` is called after worker n was restarted.
+    (`GpuPlacement.worker_options`); `on_restart(n)` is called after worker n was restarted.
 
     A worker that fails in a call, or before it, is recorded in `events` and restarted in the same place, at most
     `faults.max_restarts` times. A restart restores policy, weights, decisions to replay, the memory of policy and
@@ -289,7 +289,7 @@ class WorkerPool:
         self.events, self.on_restart = events, on_restart
         self.handles: list[Any] = [None] * num_workers
         self.pids = [0] * num_workers
-        self._workers = [_Worker() for _ in range(num_workers)]
+        self._workers = [_PoolWorker() for _ in range(num_workers)]
         self._policy: tuple[Policy, int] | None = None
         self._weights: tuple[SendWeights, int] | None = None
         self._seeds: list[list[int]] = [[] for _ in range(num_workers)]

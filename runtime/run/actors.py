@@ -19,7 +19,7 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 
-from .placement import Placement
+from .placement import GpuPlacement
 from .state import RunEvents
 
 
@@ -53,7 +53,7 @@ class RunActors:
     def _start(self, stack: ExitStack) -> None:
         recipe, drafting = self.recipe, self._drafting
         stack.enter_context(ray_running(recipe.cluster))
-        place = stack.enter_context(Placement(recipe))
+        place = stack.enter_context(GpuPlacement(recipe))
         stack.callback(drafting.close)
         drafting.prepare()
         build = engine_build(recipe, self._policy, drafters_of(recipe, self._policy) | drafting.specs)

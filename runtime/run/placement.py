@@ -18,7 +18,7 @@ READY_S = 30.0
 """Most seconds for Ray to reserve existing GPUs: those of a run that just ended are not free at once."""
 
 
-class Placement:
+class GpuPlacement:
     """The GPUs of a run, reserved while the context lasts; Ray must be running.
 
     A bundle lies on one node, so tensor parallelism never crosses nodes. Separate actors take their bundle's GPUs from
@@ -37,7 +37,7 @@ class Placement:
         self._holders: list[Any] = []
         self._visible: list[list[str]] = []
 
-    def __enter__(self) -> Placement:
+    def __enter__(self) -> GpuPlacement:
         if not self.bundles.all:
             return self
         self._check()

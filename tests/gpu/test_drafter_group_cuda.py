@@ -17,7 +17,7 @@ from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, RendezvousServ
 from tltlab.runtime.drafter.heads.eagle import EagleHead
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.drafter.training import HeadTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 pytestmark = [
@@ -28,14 +28,14 @@ pytestmark = [
 HIDDEN, TIMEOUT_S = 256, 10.0
 
 
-def training(seed: int) -> DrafterTraining:
+def training(seed: int) -> HeadTraining:
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4, vocab_size=512
     )
     weights = torch.randn(512, HIDDEN)
     target = FrozenTarget(embedding=weights, lm_head=weights)
-    return DrafterTraining(EagleHead(config), target, LossConfig(), OptimConfig(), "cuda")
+    return HeadTraining(EagleHead(config), target, LossConfig(), OptimConfig(), "cuda")
 
 
 def sequence() -> TrainingSequence:

@@ -17,7 +17,7 @@ import torch.distributed
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, RendezvousServer, rendezvous_store
-from tltlab.runtime.drafter.training import DrafterTraining, UpdateReport
+from tltlab.runtime.drafter.training import HeadTraining, UpdateReport
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from . import drafting_text as text
@@ -39,8 +39,8 @@ def all_of(world: int, member: Callable[[int], Any]) -> list[Any]:
     return together([lambda rank=rank: member(rank) for rank in range(world)])
 
 
-def made(folder: Path, seed: int = 0, kind: str = "eagle") -> DrafterTraining:
-    return DrafterTraining(
+def made(folder: Path, seed: int = 0, kind: str = "eagle") -> HeadTraining:
+    return HeadTraining(
         text.head(folder, seed), text.frozen(), LossConfig(kind=kind, token_weight=1.0), OptimConfig(lr=3e-3)
     )
 
@@ -120,7 +120,7 @@ def test_a_lost_member_costs_the_others_one_update(point: RendezvousServer, tmp_
     """The others continue, first alone and then in a new group."""
     over, met = threading.Event(), threading.Barrier(3, timeout=PATIENT_S)
 
-    def begins(rank: int) -> tuple[DrafterTraining, DrafterGroup]:
+    def begins(rank: int) -> tuple[HeadTraining, DrafterGroup]:
         """Share and make an update with the others."""
         training, group = made(tmp_path / str(rank)), joined(point.address, "term-1", rank, 3, TIMEOUT_S)
         training.share(group)

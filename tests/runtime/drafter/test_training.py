@@ -19,7 +19,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import GroupLost
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.sequences import TrainingSequence, pack
-from tltlab.runtime.drafter.training import MAX_BAD, PART_ROWS, DrafterTraining, UpdateReport
+from tltlab.runtime.drafter.training import MAX_BAD, PART_ROWS, HeadTraining, UpdateReport
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from . import small_heads
@@ -61,8 +61,8 @@ class Lost:
     broadcast = sum
 
 
-def training(folder: Path, loss: LossConfig = LOSS, **optim: float) -> DrafterTraining:
-    return DrafterTraining(head(folder), frozen(), loss, OptimConfig(**{"lr": 3e-3, **optim}))
+def training(folder: Path, loss: LossConfig = LOSS, **optim: float) -> HeadTraining:
+    return HeadTraining(head(folder), frozen(), loss, OptimConfig(**{"lr": 3e-3, **optim}))
 
 
 class Pair:
@@ -262,7 +262,7 @@ def test_it_learns_from_the_target_as_is(tmp_path: Path):
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_warming_up_leaves_the_training_as_it_was(method: str):
     cold, warm = (
-        DrafterTraining(small_heads.made_head(method), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
+        HeadTraining(small_heads.made_head(method), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
         for _ in range(2)
     )
     warm.warm_up()
@@ -278,7 +278,7 @@ def test_warming_up_leaves_the_training_as_it_was(method: str):
 def test_who_has_to_leave_gives_what_it_has(monkeypatch: pytest.MonkeyPatch):
     """A rollout waits for one pass, not for an update, and nothing that was computed is lost."""
     leaving, whole, alone = (
-        DrafterTraining(small_heads.made_head("eagle"), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
+        HeadTraining(small_heads.made_head("eagle"), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
         for _ in range(3)
     )
     texts = [small_heads.made_sequence(rows, seed=rows) for rows in (20, 25, 30, 10)]
@@ -295,7 +295,7 @@ def test_who_has_to_leave_gives_what_it_has(monkeypatch: pytest.MonkeyPatch):
 
 def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch):
     parts, whole = (
-        DrafterTraining(small_heads.made_head("eagle"), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
+        HeadTraining(small_heads.made_head("eagle"), small_heads.made_target(), LOSS, OptimConfig(lr=0.1))
         for _ in range(2)
     )
     texts = [small_heads.made_sequence(rows, seed=rows) for rows in (20, 25, 30)]
