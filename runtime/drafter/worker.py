@@ -31,7 +31,7 @@ from torch import Tensor
 from tltlab.coordination.messages import Train
 from tltlab.errors import ConfigError, RunError, TltlabError, one_line
 from tltlab.files import fsync_file, new_file, new_folder, sha256_of, write_sum, written_sum
-from tltlab.runtime.coordinator.client import CoordinatorClient
+from tltlab.runtime.coordinator.sockets import CoordinatorClient
 from tltlab.runtime.recipe.drafter import BufferConfig, DrafterConfig
 from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 

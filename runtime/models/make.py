@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError
-from tltlab.runtime.drafter.heads.mtp import MtpHead, fresh_mtp, save_with_mtp
+from tltlab.runtime.drafter.heads.head import MtpHead, fresh_mtp, save_with_mtp
 from tltlab.runtime.drafter.heads.target import MIMO, FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.training import HeadTraining

@@ -14,7 +14,7 @@ from torch import multiprocessing
 from transformers import LlamaConfig
 
 from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, RendezvousServer, rendezvous_store
-from tltlab.runtime.drafter.heads.eagle import EagleHead
+from tltlab.runtime.drafter.heads.head import EagleHead
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.training import HeadTraining

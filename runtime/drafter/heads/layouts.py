@@ -25,8 +25,7 @@ from transformers import LlamaConfig
 
 from tltlab.errors import ConfigError, one_line
 
-from .eagle import AUX_LAYERS, NORMS, Eagle3Head, EagleHead, default_aux_layers
-from .head import DrafterHead
+from .head import AUX_LAYERS, NORMS, DrafterHead, Eagle3Head, EagleHead, default_aux_layers
 from .target import EMBEDDING, LM_HEAD, WEIGHTS_FILE, local_folder, read_config, read_safetensors, read_weights
 
 BIN_FILE = "pytorch_model.bin"

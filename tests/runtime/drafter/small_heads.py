@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from tltlab.runtime.drafter.heads.eagle import Eagle3Head, EagleHead
-from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.head import DrafterHead, Eagle3Head, EagleHead
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
 

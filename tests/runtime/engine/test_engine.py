@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, TableRow, TableSpec
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
-from tltlab.runtime.audit.samples import cells_check
+from tltlab.runtime.audit.run import cells_check
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import Rollout
 from tltlab.runtime.engine.vllm.sampling import unfixed_sampling

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Mist
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.sections import TrainConfig
-from tltlab.runtime.trainer import model as of_tokens
+from tltlab.runtime.trainer import trainer as of_tokens
 from tltlab.runtime.trainer.ranks import make_deterministic
 from tltlab.runtime.trainer.samples import Sample, check
 from tltlab.runtime.trainer.trainer import Trainer, UpdateMetrics

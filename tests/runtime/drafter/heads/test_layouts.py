@@ -16,8 +16,7 @@ from transformers import LlamaConfig
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.drafter.heads.eagle import Eagle3Head
-from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.head import DrafterHead, Eagle3Head
 from tltlab.runtime.drafter.heads.kinds import load_head
 from tltlab.runtime.drafter.heads.layouts import eagle_layout, is_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from tests.refused import refused
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
+from tltlab.runtime.drafter.heads.head import MtpHead, fresh_mtp, mtp_of_model
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
-from tltlab.runtime.drafter.heads.mtp import MtpHead, fresh_mtp, mtp_of_model
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.offline.chains import kept_along
 from tltlab.runtime.drafter.offline.export import ExportConfig, ExportSource, export_drafter
