@@ -516,20 +516,17 @@ class Auditor:
             num_drafted=sum(each.num_drafted for each in rounds_answered),
             num_accepted=sum(each.num_accepted for each in rounds_answered),
         )
-        return self._judged(case, total)
-
-    def _judged(self, case: AuditCase, sampled: Answers) -> dict[str, Any]:
-        ranks, logprob_error = self.ranks(sampled.answers)
+        ranks, logprob_error = self.ranks(total.answers)
         figures, reasons = {"ranks": self._figures(ranks)}, []
         # A token's probability there depends on the time of the weight change: no joint distribution is known.
         if case.composition != "updates while running":
-            figures = {"cells": self._figures(self.cells(sampled.answers)), **figures}
+            figures = {"cells": self._figures(self.cells(total.answers)), **figures}
         for name, subject in (("cells", f"the first {JOINT_TOKENS} tokens"), ("ranks", "the tokens' ranks")):
             if name in figures and not figures[name]["passed"]:
                 reasons.append(f"{subject} are off: p = {figures[name]['p_value']:.1e}")
         if not logprob_error <= LOGPROB_TOLERANCE:
             reasons.append(f"log-probs are off by up to {logprob_error:.1e}")
-        row = sampled_row(case, sampled, reasons)
+        row = sampled_row(case, total, reasons)
         main = figures.get("cells", figures["ranks"])
         row |= {name: value for name, value in main.items() if name != "passed"}
         return row | {"ranks": figures["ranks"], "logprob_error": finite(logprob_error)}

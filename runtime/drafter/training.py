@@ -142,7 +142,13 @@ class HeadTraining:
             }
         self._message = _Message(self._params, loss.num_unrolled, self.device)
         self.set_target(frozen)
-        self._backup = self._backup_tensors()
+        state = self.live_state()
+        # On the device if it keeps as much memory free.
+        on_host = self._cuda and torch.cuda.mem_get_info(self.device)[0] < 2 * tensor_bytes(state.values())
+        self._backup = {
+            name: torch.empty_like(value, device="cpu" if on_host else None, pin_memory=on_host)
+            for name, value in state.items()
+        }
         self._save_backup()
 
     def set_target(self, frozen: FrozenTarget) -> None:
@@ -357,13 +363,6 @@ class HeadTraining:
         for name, value in self.live_state().items():
             self._backup[name].copy_(value)
         self._backup_at = time.monotonic()
-
-    def _backup_tensors(self) -> dict[str, Tensor]:
-        """Return tensors for a backup: on the device if it keeps as much memory free, else on the host."""
-        state = self.live_state()
-        if self._cuda and torch.cuda.mem_get_info(self.device)[0] < 2 * tensor_bytes(state.values()):
-            return {name: torch.empty_like(value, device="cpu", pin_memory=True) for name, value in state.items()}
-        return {name: torch.empty_like(value) for name, value in state.items()}
 
     def _restore_backup(self) -> None:
         bad, skipped = self._bad, self.skipped

@@ -139,7 +139,12 @@ class SpotTrainer:
         if anew:
             shutil.rmtree(place.folder, ignore_errors=True)
         if data is not None and (path := data_path(data, place.worker)).exists():
-            self._restore_data(read_data(path))
+            saved_data = read_data(path)
+            for sequence in saved_data.held:
+                self.buffer.add(sequence)
+            for sequence in saved_data.heldout:
+                self._hold_out(sequence)
+            self.rng.bit_generator.state = dict(saved_data.random_state)
         head = load_head(place.head)
         self.training = HeadTraining(
             head, target, config.loss, config.optim, self.device, temperature=place.temperature
@@ -315,14 +320,6 @@ class SpotTrainer:
         while len(self._heldout) > 1 and _nbytes(self._heldout) > self._most_beside:
             self._heldout.popleft()
 
-    def _restore_data(self, data: TrainerData) -> None:
-        """Restore another process's data, before any arrives."""
-        for sequence in data.held:
-            self.buffer.add(sequence)
-        for sequence in data.heldout:
-            self._hold_out(sequence)
-        self.rng.bit_generator.state = dict(data.random_state)
-
     def _with_prompt(self, sequence: TrainingSequence) -> TrainingSequence:
         """Prepend the states of the cached start of its prompt, computed by another sample, to a sequence."""
         prompt = sequence.key[:2]
@@ -391,7 +388,15 @@ class SpotTrainer:
         if self._enough():
             period.ended = "declined"
             return None
-        return self._next_order(order)
+        # The next order of the same term, after the group has parted; without one the device is freed.
+        deadline = time.perf_counter() + self.config.coordinator.yield_timeout_s
+        while self._client.order == order and not self._closed.wait(MEET_S):
+            if time.perf_counter() > deadline:
+                raise RunError("its training group parted and the coordinator sent no order")
+        next_order = self._client.order
+        if self._closed.is_set() or not isinstance(next_order, Train) or next_order.term != order.term:
+            return None
+        return next_order
 
     def _train(self, order: Train, group: DrafterGroup | None, period: TrainingPeriod) -> None:
         """Update until this member, or another one, has to leave."""
@@ -453,17 +458,6 @@ class SpotTrainer:
             store, rank, len(ranks), timeout_s, host=self.place.host, backend=config.backend
         ) as group:
             yield group
-
-    def _next_order(self, order: Train) -> Train | None:
-        """Return the next order of the same term after a group has parted, or None to free the device."""
-        deadline = time.perf_counter() + self.config.coordinator.yield_timeout_s
-        while self._client.order == order and not self._closed.wait(MEET_S):
-            if time.perf_counter() > deadline:
-                raise RunError("its training group parted and the coordinator sent no order")
-        next_order = self._client.order
-        if self._closed.is_set() or not isinstance(next_order, Train) or next_order.term != order.term:
-            return None
-        return next_order
 
     def _enough(self) -> bool:
         most = self.config.max_updates
@@ -527,7 +521,10 @@ class DataBuffer:
     def add(self, sequence: TrainingSequence) -> None:
         """Add a sequence, copied to the host if it is elsewhere or a view of something larger."""
         with self._lock:
-            most = _rows_within(sequence, self.config.max_bytes)
+            tensors = [t for t in (sequence.token_ids, sequence.hidden, sequence.aux) if t is not None]
+            # One more token than rows: below 0 if not even a token fits.
+            token = sequence.token_ids.element_size()
+            most = (self.config.max_bytes - token) // sum(t[:1].numel() * t.element_size() for t in tensors)
             if most < sequence.num_rows:
                 sequence = sequence.stretch(sequence.num_rows - max(most, 0), max(most, 0))
             if not sequence.teaches or self._too_old(sequence.rl_step):
@@ -573,7 +570,10 @@ class DataBuffer:
                 if sequence.num_rows > room:
                     if room < shortest:
                         continue
-                    sequence = sequence.stretch(_random_start(sequence, room, rng), room)
+                    # At most half prompt where the response is long enough.
+                    last = sequence.num_rows - room
+                    first = min(max(0, sequence.prompt_tokens - room // 2), last)
+                    sequence = sequence.stretch(int(rng.integers(first, last + 1)), room)
                 self._used.add(n)
                 drawn[n] = sequence
                 room -= sequence.num_rows
@@ -589,19 +589,6 @@ class DataBuffer:
         number = heapq.heappop(self._first_out)[2]
         self._nbytes -= self._sequences.pop(number).nbytes
         self._used.discard(number)
-
-
-def _random_start(sequence: TrainingSequence, rows: int, rng: np.random.Generator) -> int:
-    """Return the start of a stretch of `rows`: random, at most half prompt where the response is long enough."""
-    last = sequence.num_rows - rows
-    return int(rng.integers(min(max(0, sequence.prompt_tokens - rows // 2), last), last + 1))
-
-
-def _rows_within(sequence: TrainingSequence, max_bytes: int) -> int:
-    """Return the number of rows that take at most `max_bytes`; below 0 if not even a token fits."""
-    token = sequence.token_ids.element_size()
-    row = token + sum(t[:1].numel() * t.element_size() for t in (sequence.hidden, sequence.aux) if t is not None)
-    return (max_bytes - token) // row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -273,17 +273,16 @@ class Engines:
             return self._ask("bucket", bucket)
         import ray
 
-        reference = ray.put(data)
-        return [
-            (n, worker.weights.remote("bucket", bucket, reference if n in self.far else None))
-            for n, worker in self.workers.items()
-        ]
+        return self._ask("bucket", bucket, ray.put(data))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.wait(self._ask("finish", self.version))
 
-    def _ask(self, call: str, info: Any) -> Calls:
-        return [(n, worker.weights.remote(call, info)) for n, worker in self.workers.items()]
+    def _ask(self, call: str, info: Any, far: Any = None) -> Calls:
+        """Call all workers; `far` goes to those that cannot map this machine's memory."""
+        return [
+            (n, worker.weights.remote(call, info, far if n in self.far else None)) for n, worker in self.workers.items()
+        ]
 
     def wait(self, calls: Calls) -> dict[int, Any]:
         """Return the result of each call that did not fail, by number."""

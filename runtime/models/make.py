@@ -236,17 +236,15 @@ def pretrain(model: SmallModel, batches: Batches, size: Size, progress: Callable
             for param, shares in zip(params, zip(*grads, strict=True), strict=True):
                 param.grad = torch.stack(shares).sum(0) / num_scored
             for optimizer, lr in zip(optimizers, base_lr, strict=True):
-                optimizer.param_groups[0]["lr"] = lr * _schedule(step, size.steps)
+                optimizer.param_groups[0]["lr"] = lr * min(
+                    1.0, (step + 1) / _WARMUP_STEPS, (size.steps - step) / (0.6 * size.steps)
+                )
             list(threads.map(lambda optimizer: optimizer.step(), optimizers))
             losses.append(float(sum(sums)) / num_scored)
             if (step + 1) % max(size.steps // 10, 1) == 0:
                 progress(f"step {step + 1} of {size.steps}: loss {np.mean(losses[-_LOSS_WINDOW_STEPS:]):.3f}")
     model.eval()
     return float(np.mean(losses[-_LOSS_WINDOW_STEPS:]))
-
-
-def _schedule(step: int, num_steps: int) -> float:
-    return min(1.0, (step + 1) / _WARMUP_STEPS, (num_steps - step) / (0.6 * num_steps))
 
 
 def teach_mtp(model: SmallModel, batches: Batches, size: Size, seed: int, progress: Callable[[str], None]) -> MtpHead:

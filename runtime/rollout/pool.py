@@ -74,11 +74,6 @@ LOW = 15 / 16
 """Fill level after entries were dropped: the order of dropping is recomputed only now and then."""
 
 
-def anytime(prompt_ids: Sequence[str]) -> list[int | None]:
-    """Return 0 for each prompt: with unknown order any may be the next."""
-    return [0] * len(prompt_ids)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Visit:
     """The responses to a prompt in one RL step: a reference to a list of (key, prompt, response), int32."""
@@ -395,10 +390,12 @@ class WorkerPool:
             for request in requests
         ]
 
-    def remember(self, shares: Shares, parts: Sequence[Rollout], next_use: NextUse = anytime) -> None:
+    def remember(
+        self, shares: Shares, parts: Sequence[Rollout], next_use: NextUse = lambda ids: [0] * len(ids)
+    ) -> None:
         """Keep responses for drafters of later rollouts, and deliver each budget the lengths of the other workers.
 
-        `next_use` gives the number of prompts before each of these recurs, None for never.
+        `next_use` gives the number of prompts before each of these recurs, None for never; by default any may be next.
         """
         self.history.add(shares, parts, next_use)
         if self.placement not in PLACEMENTS.values():

@@ -123,12 +123,13 @@ class Trainer:
         if config.deterministic:
             make_deterministic()
         mesh: DeviceMesh | None = None
-        self.sequence_ranks = ALONE
-        self._across: dist.ProcessGroup | None = None  # one rank of each data rank; None: all ranks
         if world > 1 or self.dtype == torch.bfloat16:
             meet(self.device, rank, world, rendezvous, timeout_s)
             mesh = init_device_mesh(self.device.type, (world,))
+        # `_across`: one rank of each data rank; None: all ranks.
         self.sequence_ranks, self._across = sequence_groups(rank, world, config.sequence_parallel, timeout_s)
+        self.data_ranks, self.data_rank = world // self.sequence_ranks.size, rank // self.sequence_ranks.size
+        """Number of sets of ranks that each compute their own samples, and this rank's set."""
 
         def load() -> PolicyModel:
             return load_policy_model(
@@ -155,16 +156,6 @@ class Trainer:
         self._samples: list[Sample] = []
         self._rank_of: list[int] = []  # data rank of each of them
         self._old: list[Tensor] = []  # this rank's own log-probs before the policy moves, [0] of others
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of sets of ranks that each compute their own samples."""
-        return self.world // self.sequence_ranks.size
-
-    @property
-    def data_rank(self) -> int:
-        """Number of this rank's set."""
-        return self.rank // self.sequence_ranks.size
 
     def old_logprobs(
         self, samples: Sequence[Sample], rank_of: Sequence[int] | None = None, rl_step: int = 0
@@ -205,33 +196,30 @@ class Trainer:
         the new weights are not finite: engines and checkpoints never get those.
         """
         with self._work.measured():
-            return self._update(rl_step)
-
-    def _update(self, rl_step: int) -> UpdateMetrics:
-        config, batch = self.config, self._batch(rl_step)
-        minibatches = minibatches_of(len(batch.pairs), config, self.seed, rl_step)
-        trained = batch.values.trained
-        minibatches = [rows for rows in minibatches if trained[rows].any()]
-        totals = torch.zeros(4, dtype=torch.float64)
-        norms = lr = 0.0
-        for minibatch in minibatches:
-            weights = batch.token_weights(minibatch, config, self.max_response_tokens)
-            for rows in self._own_batches(minibatch[trained[minibatch]].tolist()):
-                totals += self._backward(batch, weights, rows)
-            lr = config.lr * min(1.0, (self.steps + 1) / max(config.warmup_steps, 1))
-            norms += self._optimizer_step(lr, rl_step)
-        if minibatches:
-            self._refuse_new_weights(rl_step)
-        self._sum(totals)
-        num = max(len(minibatches), 1)
-        means = dict(zip(("loss", "clip_fraction", "kl", "correction_mean"), (totals / num).tolist(), strict=True))
-        return UpdateMetrics(
-            **means,
-            grad_norm=norms / num,
-            lr=lr,
-            trained_responses=float(trained.sum()),
-            drift_kl=self._drift(),
-        )
+            config, batch = self.config, self._batch(rl_step)
+            minibatches = minibatches_of(len(batch.pairs), config, self.seed, rl_step)
+            trained = batch.values.trained
+            minibatches = [rows for rows in minibatches if trained[rows].any()]
+            totals = torch.zeros(4, dtype=torch.float64)
+            norms = lr = 0.0
+            for minibatch in minibatches:
+                weights = batch.token_weights(minibatch, config, self.max_response_tokens)
+                for rows in self._own_batches(minibatch[trained[minibatch]].tolist()):
+                    totals += self._backward(batch, weights, rows)
+                lr = config.lr * min(1.0, (self.steps + 1) / max(config.warmup_steps, 1))
+                norms += self._optimizer_step(lr, rl_step)
+            if minibatches:
+                self._refuse_new_weights(rl_step)
+            self._sum(totals)
+            num = max(len(minibatches), 1)
+            means = dict(zip(("loss", "clip_fraction", "kl", "correction_mean"), (totals / num).tolist(), strict=True))
+            return UpdateMetrics(
+                **means,
+                grad_norm=norms / num,
+                lr=lr,
+                trained_responses=float(trained.sum()),
+                drift_kl=self._drift(),
+            )
 
     def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
         """Return log-probs under the policy of each pair's N response tokens given its prompt, [N] each, float32.

@@ -150,7 +150,8 @@ class RunnerCapture(Capture):
             return execute(scheduler_output, *args, **kwargs)
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            self._take()
+            with self._guarded("capturing hidden states"):
+                self._copies.leave(self._store, _batch_of(runner) if self._store else None)
             try:
                 return sample(*args, **kwargs)
             finally:
@@ -182,27 +183,19 @@ class RunnerCapture(Capture):
             if text is not None:
                 self._lengths.finished(key[1], len(text) - prompt_tokens)
         if rows is not None and text is not None:
-            with self._guarded("the sink of captured hidden states"):
-                self._give_to_sink(key, prompt_tokens, text, rows)
-
-    def _take(self) -> None:
-        with self._guarded("capturing hidden states"):
-            self._copies.leave(self._store, _batch_of(self._runner) if self._store else None)
-
-    def _give_to_sink(self, key: Key, prompt_tokens: int, text: Tokens, rows: Rows) -> None:
-        # Workers call this in inference mode, whose tensors cannot be used for training.
-        with torch.inference_mode(False):
-            sequence = TrainingSequence(
-                key=key,
-                token_ids=torch.from_numpy(text[rows.first :].astype(np.int64)),
-                hidden=rows.hidden,
-                aux=rows.aux,
-                first_position=rows.first,
-                prompt_tokens=max(prompt_tokens - rows.first, 0),
-            )
-            self._sink(sequence)
-        self._sequences += 1
-        self._rows += sequence.num_rows
+            # Workers call this in inference mode, whose tensors cannot be used for training.
+            with self._guarded("the sink of captured hidden states"), torch.inference_mode(False):
+                sequence = TrainingSequence(
+                    key=key,
+                    token_ids=torch.from_numpy(text[rows.first :].astype(np.int64)),
+                    hidden=rows.hidden,
+                    aux=rows.aux,
+                    first_position=rows.first,
+                    prompt_tokens=max(prompt_tokens - rows.first, 0),
+                )
+                self._sink(sequence)
+                self._sequences += 1
+                self._rows += sequence.num_rows
 
     @contextmanager
     def _guarded(self, part: str) -> Iterator[None]:

@@ -24,7 +24,7 @@ from tltlab.runtime.engine.graphs import GraphPlan, parts_of, plan_graphs
 from tltlab.runtime.engine.metrics import Tally
 from tltlab.strategy import NO_SPECULATION
 
-from . import OPTIONS, POLICY, RECORD, VARIABLES, missing
+from . import OPTIONS, POLICY, RECORD, VARIABLES, attached, missing
 
 _HERE = __package__
 
@@ -52,9 +52,8 @@ class Attachment(FrozenModel):
     @classmethod
     def of_engine(cls, config: Any) -> Attachment:
         """Return the settings in the configuration of one engine; empty where nothing is attached."""
-        additional = config.additional_config
         with faults_in("additional_config['tltlab']"):
-            attachment = cls.model_validate((additional.get("tltlab") if isinstance(additional, dict) else None) or {})
+            attachment = cls.model_validate(attached(config))
         parallel = config.parallel_config
         if parallel.distributed_executor_backend != "external_launcher":
             return attachment.of_replica(parallel.data_parallel_index)
@@ -178,11 +177,15 @@ def vllm_options(
             costs=plain_costs,
         )
         return _variables(policy, chosen, record, engine_options)
-    attachment = Attachment(policy=chosen, max_draft_depth=depth, worker=worker, seed=seed, costs=plain_costs)
-    if chosen is not None:
-        attachment = attachment.model_copy(update={"drafters": pool_specs})
-    if record is not None:
-        attachment = attachment.model_copy(update={"record": str(Path(record).absolute())})
+    attachment = Attachment(
+        policy=chosen,
+        drafters=None if chosen is None else pool_specs,
+        max_draft_depth=depth,
+        worker=worker,
+        seed=seed,
+        record=None if record is None else str(Path(record).absolute()),
+        costs=plain_costs,
+    )
     if pool.feeds:
         async_scheduling = False
     options: dict[str, Any] = {"additional_config": {"tltlab": attachment.model_dump(mode="json")}}
@@ -202,18 +205,15 @@ def vllm_options(
             plan = plan_graphs(
                 chosen, max_batch, drafters=pool_specs, runner="V1" if pool.feeds else "V2", any_lengths=True
             )
-    return _options_for(options | engine_settings(speculative_config(pool_specs, depth), plan), for_)
-
-
-def _options_for(options: dict[str, Any], program: Program) -> dict[str, Any]:
-    if program in ("vllm serve", "verl"):
+    options |= engine_settings(speculative_config(pool_specs, depth), plan)
+    if for_ in ("vllm serve", "verl"):
         return {
             f"no-{name.replace('_', '-')}" if value is False else name: (
                 True if value is False else json.dumps(value) if isinstance(value, dict) else value
             )
             for name, value in options.items()
         }
-    return _without_null(options) if program == "prime-rl" else options
+    return _without_null(options) if for_ == "prime-rl" else options
 
 
 def _without_null(value: Any) -> Any:
