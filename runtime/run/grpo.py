@@ -23,9 +23,8 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError, TltlabError, refuse
 from tltlab.files import lock, make_folder, read_json, sealed, write_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
-from tltlab.runtime.drafter.drafting import Drafting
 from tltlab.runtime.drafter.offline.data import load_tokenizer
-from tltlab.runtime.drafter.run import drafter_of
+from tltlab.runtime.drafter.run import Drafting, drafter_of
 from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.ray.actors import actor_env

@@ -129,7 +129,7 @@ def vllm_options(
     or by measurement. ConfigError for policies that vLLM cannot run.
 
     Without a policy the engine is only recorded, its own speculation included: vLLM treats the other arguments as usual
-    (`watch.record_only`), and an error of the recording ends no engine.
+    (`scheduler.record_only`), and an error of the recording ends no engine.
 
     Where a policy uses model-free drafts, also as a learned drafter's fallback, scheduling is synchronous, since these
     drafts need the tokens. Otherwise drafts stay on the device, and vLLM schedules asynchronously where it can (on a

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tltlab.runtime.recipe.dry_run import RunPlan, plan_of
-from tltlab.runtime.recipe.memory import PHASES
+from tltlab.runtime.recipe.dry_run import PHASES, RunPlan, plan_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.grpo import train
 from tltlab.runtime.trainer.samples import Sample

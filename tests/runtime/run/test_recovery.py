@@ -12,7 +12,7 @@ import pytest
 
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.runtime.drafter.drafting import NullDrafting
+from tltlab.runtime.drafter.run import NullDrafting
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.runtime.run.data import RolloutsAhead
 from tltlab.runtime.run.grpo import GrpoRun, Recovery, RunActors
