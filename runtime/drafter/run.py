@@ -31,7 +31,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError, one_line
 from tltlab.files import new_folder
 from tltlab.policies.policy import Policy
-from tltlab.runtime.coordinator.keys import ClientKeys, make_keys
+from tltlab.runtime.coordinator.keys import make_keys
 from tltlab.runtime.coordinator.sockets import CoordinatorServer
 from tltlab.runtime.engine.drafter_pool import DrafterPool, DrafterReport
 from tltlab.runtime.engine.graphs import parts_of
@@ -230,29 +230,13 @@ class DrafterRun(Drafting):
         of_ray = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         addresses = machine_addresses([node for node, _ in machines], driver, of_ray)
         endpoint = coordinator_endpoint(self.config, f"ipc://{self._sockets}/coordinator", addresses, driver)
-        self.training = IdleWorkerTraining(self.config, endpoint, machines, driver, addresses, self._place, self.events)
-        self.training.begin(self._frozen(), self.served, self._data)
+        self.training = IdleWorkerTraining(self, endpoint, machines, driver, addresses)
+        self.training.processes.served = self.served
+        self.training.processes.begin(self._frozen(), self._data)
 
     def _stop_training(self) -> None:
         if self.training is not None:
             self.training.close()
-
-    def _place(
-        self, worker: int, coordinator: str, rendezvous: str, host: str, keys: ClientKeys | None
-    ) -> TrainerPlacement:
-        return TrainerPlacement(
-            worker=worker,
-            coordinator=coordinator,
-            feed=self.feed(worker),
-            folder=self.out / f"worker-{worker}",
-            rendezvous=rendezvous,
-            host=host,
-            head=self.head,
-            seed=self.recipe.seed,
-            max_depth=self.recipe.rollout.max_draft_depth,
-            temperature=self.recipe.rollout.temperature,
-            keys=keys,
-        )
 
     def rejoin(self, worker: int) -> None:
         if self.training is not None:
@@ -496,7 +480,7 @@ class TrainerProcesses:
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="tltlab-trainer-watch")
 
     def begin(self, target: Any, data: Path | None = None) -> None:
-        """Start all trainers, with their data in a checkpoint's folder. Raises the error of one that cannot start.
+        """Start all trainers from `served`, with data in a checkpoint's folder. Raises the error of one that cannot.
 
         Checkpoints of earlier trainers in their folders are removed: they belong to another course of the run.
         """
@@ -675,42 +659,40 @@ def _sentence(error: RayError) -> str:
 class IdleWorkerTraining:
     """One coordinator and a trainer per worker, whose machines and devices are `machines`, until `close`.
 
-    `driver` is the driver's machine, by Ray's name, and `addresses` are all machines'. `place(worker, coordinator,
-    rendezvous, host, keys)` returns a trainer's placement. Coordinator and trainers require growing RL steps: a run
-    that goes back begins with a new object.
+    `driver` is the driver's machine, by Ray's name, and `addresses` are all machines'. Coordinator and trainers require
+    growing RL steps: a run that goes back begins with a new object.
     """
 
     def __init__(
-        self,
-        config: DrafterConfig,
-        endpoint: str,
-        machines: Machines,
-        driver: str,
-        addresses: Mapping[str, str],
-        place: Callable[[int, str, str, str, ClientKeys | None], TrainerPlacement],
-        events: RunEvents,
+        self, run: DrafterRun, endpoint: str, machines: Machines, driver: str, addresses: Mapping[str, str]
     ) -> None:
-        self.config, self.events = config, events
-        self.num_workers = len(machines)
+        self.config, self.events = config, events = run.config, run.events
         # Also on this machine: any process with access to the socket folder could otherwise act as a worker.
-        keys_of_server, keys = make_keys(self.num_workers)
+        keys_of_server, keys = make_keys(len(machines))
         self._meeting = RendezvousServer(*_host_and_port(config.rendezvous or f"{addresses[driver]}:0"))
         self._training_step: int | None = None
         self._began = time.perf_counter()
         self._lost: list[tuple[int, int, float]] = []
         self.server: CoordinatorServer | None = CoordinatorServer(
-            config.coordinator, endpoint, self.num_workers, self._kill, keys_of_server
+            config.coordinator, endpoint, len(machines), self._kill, keys_of_server
         )
         places = [
-            place(worker, self.server.endpoint, self._meeting.address, addresses[node], keys[worker])
+            TrainerPlacement(
+                worker=worker,
+                coordinator=self.server.endpoint,
+                feed=run.feed(worker),
+                folder=run.out / f"worker-{worker}",
+                rendezvous=self._meeting.address,
+                host=addresses[node],
+                head=run.head,
+                seed=run.recipe.seed,
+                max_depth=run.recipe.rollout.max_draft_depth,
+                temperature=run.recipe.rollout.temperature,
+                keys=keys[worker],
+            )
             for worker, (node, _) in enumerate(machines)
         ]
         self.processes = TrainerProcesses(places, machines, config, events, self._note_death)
-
-    def begin(self, target: Any, served: ServedDrafter, data: Path | None) -> None:
-        """Start the trainers, from the drafter in service and with their data in a checkpoint's folder."""
-        self.processes.served = served
-        self.processes.begin(target, data)
 
     def rollout_starts(self, rl_step: int) -> None:
         """Let workers that run out of requests train from now on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,7 @@ from tltlab.runtime.run.memory import tensor_bytes
 from .group import DrafterGroup
 from .heads.head import DrafterHead, check_tensors, host_copies
 from .heads.loss import drafter_loss
-from .heads.target import FrozenTarget
+from .heads.target import FrozenTarget, Tensors
 from .sequences import TrainingSequence, pack
 
 KEEP_S = 20.0
@@ -293,7 +293,7 @@ class HeadTraining:
         """
         return {name: value.detach() for name, value in self._tensors().items()} | {"counters": self._counters()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Tensors) -> None:
         """Continue from a state. ConfigError for one of another head."""
         check_tensors("not a training state of this drafter", self.live_state(), state)
         self._restore(state)
@@ -385,7 +385,7 @@ class HeadTraining:
             self._adam.state[value]["step"].fill_(steps)
 
     @torch.no_grad()
-    def _restore(self, state: Mapping[str, Tensor]) -> None:
+    def _restore(self, state: Tensors) -> None:
         for name, value in self._tensors().items():
             value.copy_(state[name])
         self._set_counters(state["counters"])

@@ -39,7 +39,7 @@ from .feed import FeedReceiver
 from .group import LOOPBACK, DrafterGroup, GroupLost, gather, rendezvous_store, tokens_of_member
 from .heads.head import DrafterHead, check_tensors
 from .heads.kinds import load_head
-from .heads.target import FrozenTarget
+from .heads.target import FrozenTarget, Tensors
 from .offline.chains import kept_along
 from .sequences import TrainingSequence
 from .training import HeadTraining, TrainingPeriod
@@ -670,7 +670,7 @@ class DrafterCheckpoint:
         self._thread = ThreadPoolExecutor(1, "tltlab-checkpoint")
         self._writing: tuple[Path, Future[None]] | None = None
 
-    def save(self, state: Mapping[str, Tensor]) -> float:
+    def save(self, state: Tensors) -> float:
         """Save tensors by name; return the seconds for which the caller was blocked.
 
         Waits for a save still under way.
@@ -702,7 +702,7 @@ class DrafterCheckpoint:
         """The newest complete checkpoint."""
         return next(iter(_numbered(self.folder)), None)
 
-    def load(self, state: Mapping[str, Tensor]) -> Path | None:
+    def load(self, state: Tensors) -> Path | None:
         """Read the newest readable checkpoint into `state`'s tensors, in place; None where there is none.
 
         The error of an unreadable one goes to `failures`, and `state` stays unchanged.
@@ -739,7 +739,7 @@ class DrafterCheckpoint:
         self.failures.append(f"{final}: not saved, the one before it stays: {_in_words(error)}")
 
 
-def _read(folder: Path, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _read(folder: Path, state: Tensors) -> dict[str, Tensor]:
     file = folder / _FILE
     if written_sum(file) != sha256_of(file):
         raise RunError(f"{file.name} is not what was written")

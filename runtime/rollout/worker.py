@@ -35,6 +35,7 @@ from tltlab.runtime.engine.generation import (
     GenerationRequest,
     GenerationResponse,
     Rollout,
+    Until,
 )
 from tltlab.runtime.engine.weights import BucketSlots, visible
 from tltlab.runtime.ray.scratch import register_memory
@@ -221,7 +222,7 @@ class EngineWorker:
         requests: list[GenerationRequest],
         rl_step: int,
         seed: list[int],
-        until: Callable[[Sequence[Key]], bool] | None = None,
+        until: Until | None = None,
     ) -> Rollout:
         config = self.recipe.rollout
         self.engine.reseed(seed)
@@ -304,7 +305,7 @@ def capture_bytes(recipe: Recipe) -> int:
     return capture_room(engines)
 
 
-def enough(requests: Sequence[GenerationRequest], quota: int) -> Callable[[Sequence[Key]], bool]:
+def enough(requests: Sequence[GenerationRequest], quota: int) -> Until:
     """Return a stop test: `quota` prompts, and all `due` requests, are answered by the ended responses.
 
     The test is for one rollout: its argument is a list of keys that grows.
@@ -355,7 +356,7 @@ class FreeRolloutWorker(EngineWorker):
         requests: list[GenerationRequest],
         rl_step: int,
         seed: list[int],
-        until: Callable[[Sequence[Key]], bool] | None = None,
+        until: Until | None = None,
     ) -> Rollout:
         swaps: list[tuple[int, dict[Key, int]]] = []
         live, tracker = self.engine.control.live, self.engine.control.tracker

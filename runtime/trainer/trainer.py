@@ -144,7 +144,11 @@ class Trainer:
         # Dropout would change log-probs from those that drew the tokens.
         self.policy.eval()
         if config.activation_checkpointing:
-            checkpoint_activations(self.policy.model)
+            # Layers keep their inputs alone and recompute the rest for the gradient. transformers does so in training
+            # mode only, in which dropout is active: only layers are put in it, not their submodules.
+            self.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            for layer in _layers(self.policy.model):
+                layer.training = True
         self.whole = WholeTensors(self.policy.model, self.dtype)
         self._sender = WeightSender(self.whole, rank, self.policy.model_memory)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
@@ -807,17 +811,6 @@ def load_policy_model(
                     dist.broadcast(tensor.data, 0)
         fully_shard(module, mesh=mesh, mp_policy=precision)
     return policy
-
-
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Let layers keep their inputs alone and recompute the rest for the gradient.
-
-    transformers does so in training mode only, in which dropout is active: only layers are put in it, not their
-    submodules.
-    """
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in _layers(model):
-        layer.training = True
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -52,7 +52,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from tltlab.errors import ConfigError
 from tltlab.runtime.trainer.attention import causal_attention
 
-from .target import MIMO, WEIGHTS_FILE, FrozenTarget, is_mimo, local_folder, read_config, read_weights
+from .target import MIMO, WEIGHTS_FILE, FrozenTarget, Tensors, is_mimo, local_folder, read_config, read_weights
 
 Norm = Literal["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]
 NORMS: tuple[Norm, ...] = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -185,7 +185,7 @@ class DrafterHead(nn.Module, ABC):
         """Return copies of the weights on the host, by the names that vLLM loads and the checkpoint has."""
         return host_copies(self.state_dict())
 
-    def take_serving_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def take_serving_weights(self, weights: Tensors) -> None:
         """Load the result of `serving_weights` of a head of this shape."""
         self.load_state_dict(weights)
 
@@ -193,7 +193,7 @@ class DrafterHead(nn.Module, ABC):
     def config_dict(self) -> dict[str, Any]:
         """Return the contents of `config.json`, without the dtype."""
 
-    def take_weights(self, name: str | Path, weights: Mapping[str, Tensor]) -> None:
+    def take_weights(self, name: str | Path, weights: Tensors) -> None:
         """Load the weights of checkpoint `name`. ConfigError where one is missing, unknown or of another shape."""
         expected = {key: value for key, value in self.state_dict().items() if key not in ("d2t", "t2d")}
         check_tensors(f"{name}: not an {self.method} head of one layer", expected, weights)
@@ -209,7 +209,7 @@ class DrafterHead(nn.Module, ABC):
         return folder
 
 
-def check_tensors(refusal: str, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+def check_tensors(refusal: str, expected: Tensors, tensors: Tensors) -> None:
     """Raise ConfigError, beginning with `refusal`, where tensors differ in name or shape from those expected."""
     faulty = sorted(expected.keys() ^ tensors.keys()) or [
         n for n in sorted(expected) if expected[n].shape != tensors[n].shape
@@ -218,7 +218,7 @@ def check_tensors(refusal: str, expected: Mapping[str, Tensor], tensors: Mapping
         raise ConfigError(f"{refusal}: {faulty[0]} is missing, unknown or of another shape")
 
 
-def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def host_copies(tensors: Tensors) -> dict[str, Tensor]:
     return {
         name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, value in tensors.items()
@@ -444,17 +444,17 @@ class MtpHead(DrafterHead):
     def serving_weights(self) -> dict[str, Tensor]:
         return {PREFIX + name.removeprefix(_LAYER): value for name, value in super().serving_weights().items()}
 
-    def take_serving_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def take_serving_weights(self, weights: Tensors) -> None:
         self.load_state_dict(self._by_own_names(weights))
 
     def config_dict(self) -> dict[str, Any]:
         return {**self.config.to_dict(), "architectures": [ARCHITECTURE]}
 
-    def take_checkpoint(self, name: str | Path, weights: Mapping[str, Tensor]) -> None:
+    def take_checkpoint(self, name: str | Path, weights: Tensors) -> None:
         """Load the weights of a checkpoint, by its names. ConfigError where one is missing or of another shape."""
         self.take_weights(name, self._by_own_names(weights))
 
-    def _by_own_names(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _by_own_names(self, weights: Tensors) -> dict[str, Tensor]:
         names = {PREFIX + key.removeprefix(_LAYER): key for key in self.state_dict()}
         return {names.get(key, key): value for key, value in weights.items()}
 
@@ -507,7 +507,7 @@ def read_mtp(folder: Path) -> MtpHead | None:
     return head
 
 
-def save_with_mtp(model: Any, folder: str | Path, weights: Mapping[str, Tensor], layer: Mapping[str, Tensor]) -> None:
+def save_with_mtp(model: Any, folder: str | Path, weights: Tensors, layer: Tensors) -> None:
     """Write a transformers model as a MiMo: its `weights`, and those of the MTP `layer` that it lacks."""
     model.save_pretrained(folder, state_dict={**weights, **layer}, max_shard_size="5GB")
     path = Path(folder) / "config.json"

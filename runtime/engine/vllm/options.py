@@ -32,6 +32,10 @@ Program = Literal["vllm", "vllm serve", "verl", "nemo-rl", "skyrl", "prime-rl", 
 """Programs that pass the arguments of `vllm_options` on to vLLM, each in its own form."""
 
 
+Arguments = dict[str, Any]
+"""Settings by name, such as arguments of vLLM."""
+
+
 class Attachment(FrozenModel):
     """An engine's settings in `additional_config["tltlab"]`: the policy, its drafters, and the engine's identity.
 
@@ -47,7 +51,7 @@ class Attachment(FrozenModel):
     seed: int = 0
     record: str | None = None
     numbered: bool = False
-    costs: dict[str, Any] | None = None
+    costs: Arguments | None = None
 
     @classmethod
     def of_engine(cls, config: Any) -> Attachment:
@@ -102,7 +106,7 @@ class EngineOptions(FrozenModel):
     async_scheduling: bool | None = None
     worker: int = Field(default=0, ge=0)
     seed: int = Field(default=0, ge=0)
-    costs: str | dict[str, Any] | None = None
+    costs: str | Arguments | None = None
     strict: bool = False
 
 
@@ -116,9 +120,9 @@ def vllm_options(
     worker: int = 0,
     seed: int = 0,
     record: str | Path | None = None,
-    costs: str | Path | dict[str, Any] | CostModel | None = None,
+    costs: str | Path | Arguments | CostModel | None = None,
     for_: Program = "vllm",
-) -> dict[str, Any]:
+) -> Arguments:
     """Return keyword arguments for `vllm.LLM` or `AsyncEngineArgs` that run `policy`, or only `record` for None.
 
     `policy` is any source that `load_policy` takes; `drafters` add to, or replace, the policy's own. The engine is
@@ -176,7 +180,16 @@ def vllm_options(
             seed=seed,
             costs=plain_costs,
         )
-        return _variables(policy, chosen, record, engine_options)
+        variables: Arguments = {}
+        if isinstance(policy, str | Path):
+            variables[POLICY] = os.path.abspath(policy) if os.path.isfile(policy) else str(policy)
+        elif chosen is not None:
+            variables[POLICY] = chosen.model_dump_json(exclude_none=True)
+        if record is not None:
+            variables[RECORD] = os.path.abspath(record)
+        if fields := engine_options.model_dump(mode="json", exclude_defaults=True):
+            variables[OPTIONS] = json.dumps(fields)
+        return variables
     attachment = Attachment(
         policy=chosen,
         drafters=None if chosen is None else pool_specs,
@@ -188,7 +201,7 @@ def vllm_options(
     )
     if pool.feeds:
         async_scheduling = False
-    options: dict[str, Any] = {"additional_config": {"tltlab": attachment.model_dump(mode="json")}}
+    options: Arguments = {"additional_config": {"tltlab": attachment.model_dump(mode="json")}}
     if chosen is not None:
         options["scheduler_cls"] = scheduler_cls(async_scheduling)
         if record is not None:
@@ -259,9 +272,7 @@ class Variables(FrozenModel):
         with faults_in(OPTIONS):
             return EngineOptions.model_validate(value)
 
-    def engine_options(
-        self, async_scheduling: bool | None, speculative: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def engine_options(self, async_scheduling: bool | None, speculative: Mapping[str, Any] | None = None) -> Arguments:
         """Return `vllm_options` for an engine whose program sets `async_scheduling`, None where it does not.
 
         Where the program speculates by itself with a learned drafter (`speculative` is its speculative_config), that
@@ -317,23 +328,7 @@ def _policy(text: str) -> Policy:
         raise ConfigError(f"{POLICY}: {error}{folder}") from error
 
 
-def _variables(
-    policy: PolicySource | None, chosen: Policy | None, record: str | Path | None, options: EngineOptions
-) -> dict[str, Any]:
-    variables: dict[str, Any] = {}
-    if chosen is not None:
-        if isinstance(policy, str | Path):
-            variables[POLICY] = os.path.abspath(policy) if os.path.isfile(policy) else str(policy)
-        else:
-            variables[POLICY] = chosen.model_dump_json(exclude_none=True)
-    if record is not None:
-        variables[RECORD] = os.path.abspath(record)
-    if fields := options.model_dump(mode="json", exclude_defaults=True):
-        variables[OPTIONS] = json.dumps(fields)
-    return variables
-
-
-def engine_settings(speculative: Mapping[str, Any] | None, graphs: GraphPlan | None) -> dict[str, Any]:
+def engine_settings(speculative: Mapping[str, Any] | None, graphs: GraphPlan | None) -> Arguments:
     """Return vLLM's arguments for drafting and, where they are planned, for CUDA graphs."""
     if graphs is not None:
         return graphs.engine_settings(speculative)
@@ -362,7 +357,7 @@ def scheduler_cls(overlapped: bool | None) -> str:
     return f"{_HERE}.scheduler.{name}"
 
 
-def speculative_config(drafters: Mapping[str, Any], depth: int) -> dict[str, Any] | None:
+def speculative_config(drafters: Mapping[str, Any], depth: int) -> Arguments | None:
     """Return vLLM's speculative_config for the learned drafter among `drafters`, or for model-free ones alone."""
     if not depth:
         return None
