@@ -119,9 +119,9 @@ class SimResult:
         }
 
     @property
-    def _measured(self) -> list[metrics.Rollout]:
+    def _measured(self) -> list[metrics.MeasuredRollout]:
         return [
-            metrics.Rollout(
+            metrics.MeasuredRollout(
                 rl_step=rollout.requests.rl_step,
                 lengths=rollout.requests.trained_tokens,
                 finish_s=rollout.finish_s,

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from tltlab.config import json_or_text
 from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError
+
+from .profile import vllm_setting
 
 
 def audit(
@@ -68,13 +69,8 @@ def audit(
 
 
 def vllm_settings(texts: list[str]) -> dict[str, Any]:
-    """Parse settings given as KEY=VALUE, a value as JSON where it parses as JSON and else as text."""
-    settings: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.isidentifier():
-            raise ConfigError(f"--vllm {text!r} is not KEY=VALUE, such as max_num_seqs=64")
-        settings[key] = json_or_text(value)
+    """Parse settings given as KEY=VALUE; a speculative_config is a JSON object."""
+    settings = dict(map(vllm_setting, texts))
     if not isinstance(settings.get("speculative_config", {}), dict):
         raise ConfigError(f"--vllm speculative_config takes a JSON object, got {settings['speculative_config']!r}")
     return settings

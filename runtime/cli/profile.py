@@ -54,7 +54,7 @@ def profile(
     if out.suffix not in _SUFFIXES or out.is_dir():
         raise ConfigError(f"--out is {out}: give a file that ends in {' or '.join(_SUFFIXES)}")
     learned = None if drafter is None else _learned(drafter)
-    args = dict(_setting(text) for text in vllm or [])
+    args = dict(map(vllm_setting, vllm or []))
     options = {"--batches": batches, "--depths": depths, "--contexts": contexts}
     numbers = {option[2:]: tuple(whole_numbers(option, text)) for option, text in options.items()}
     # As for the workers of a run: an engine with two threads stalls where the machine is busy.
@@ -101,10 +101,10 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     write_file(path, table.to_parquet(index=False) if path.suffix == ".parquet" else table.to_csv(index=False))
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def vllm_setting(text: str) -> tuple[str, Any]:
     """Parse KEY=VALUE, the value as JSON where it is JSON (numbers, lists, true), else the text itself."""
     key, equals, value = text.partition("=")
-    if not equals or not key:
+    if not equals or not key.isidentifier():
         raise ConfigError(f"--vllm is {text!r}: give KEY=VALUE, such as load_format=dummy")
     return key, json_or_text(value)
 

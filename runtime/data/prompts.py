@@ -91,7 +91,19 @@ def _prompts(source: str, config: DataConfig, tokenizer: Any, split: str) -> Ite
         raise ConfigError("the model's tokenizer has no chat template: set data.chat = false, or use a chat model")
     for number, (place, row) in enumerate(_rows(source, config, split)):
         origin = f"{source}: {place}"
-        text, token_ids = _encoded(_column(row, config.prompt_column, origin), config, tokenizer, origin)
+        text, messages = _messages(_column(row, config.prompt_column, origin), config, origin)
+        _check_unicode(json.dumps(messages, ensure_ascii=False, default=str), config.prompt_column, origin)
+        if config.chat:
+            try:
+                encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            except Exception as error:  # a template, or its output in the tokenizer, may raise anything
+                why = f"the model's chat template refuses the prompt: {one_line(error)}"
+                raise ConfigError(f"{origin}: {why}") from error
+        else:
+            encoded = tokenizer(text)
+        token_ids = list(encoded["input_ids"])
+        if not token_ids or not text.strip():
+            raise ConfigError(f"{origin}: the prompt in column {config.prompt_column!r} is empty")
         answer = _answer(_column(row, config.answer_column, origin), config.answer_column, origin)
         prompt_id = str(row["prompt_id"]) if row.get("prompt_id") is not None else str(number)
         _check_unicode(prompt_id, "prompt_id", origin)
@@ -249,23 +261,6 @@ def _answer(value: Any, column: str, origin: str) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, (list, dict)) else str(value)
     _check_unicode(text, column, origin)
     return text
-
-
-def _encoded(prompt: Any, config: DataConfig, tokenizer: Any, origin: str) -> tuple[str, list[int]]:
-    """Return a prompt's text for the reward, and its tokens for the model."""
-    text, messages = _messages(prompt, config, origin)
-    _check_unicode(json.dumps(messages, ensure_ascii=False, default=str), config.prompt_column, origin)
-    if config.chat:
-        try:
-            encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        except Exception as error:  # a template, or its output in the tokenizer, may raise anything
-            raise ConfigError(f"{origin}: the model's chat template refuses the prompt: {one_line(error)}") from error
-    else:
-        encoded = tokenizer(text)
-    token_ids = list(encoded["input_ids"])
-    if not token_ids or not text.strip():
-        raise ConfigError(f"{origin}: the prompt in column {config.prompt_column!r} is empty")
-    return text, token_ids
 
 
 def _messages(prompt: Any, config: DataConfig, origin: str) -> tuple[str, list[Mapping[str, Any]]]:

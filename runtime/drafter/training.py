@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,7 @@ from tltlab.runtime.run.memory import tensor_bytes
 from .group import DrafterGroup
 from .heads.head import DrafterHead, check_tensors, host_copies
 from .heads.loss import drafter_loss
-from .heads.target import FrozenTarget
+from .heads.target import FrozenTarget, Tensors
 from .sequences import TrainingSequence, pack
 
 KEEP_S = 20.0
@@ -100,13 +100,13 @@ class TrainingPeriod:
         return {name: value for name, value in row.items() if name not in ("began", "unsaved")}
 
 
-class DrafterTraining:
+class HeadTraining:
     """A head and AdamW on it, in float32; on CUDA the passes run in bfloat16.
 
     The head always holds finite weights that result from finite gradients, so it can be served between updates. Members
     of a group that begin with the same state (`share`) end every update with the same state.
 
-    >>> training = DrafterTraining(head, frozen, LossConfig(), OptimConfig(lr=1e-3), "cpu")         # doctest: +SKIP
+    >>> training = HeadTraining(head, frozen, LossConfig(), OptimConfig(lr=1e-3), "cpu")         # doctest: +SKIP
     >>> training.update(buffer.sample(4096, rng)).accept                                            # doctest: +SKIP
     [0.61]
     """
@@ -142,7 +142,13 @@ class DrafterTraining:
             }
         self._message = _Message(self._params, loss.num_unrolled, self.device)
         self.set_target(frozen)
-        self._backup = self._backup_tensors()
+        state = self.live_state()
+        # On the device if it keeps as much memory free.
+        on_host = self._cuda and torch.cuda.mem_get_info(self.device)[0] < 2 * tensor_bytes(state.values())
+        self._backup = {
+            name: torch.empty_like(value, device="cpu" if on_host else None, pin_memory=on_host)
+            for name, value in state.items()
+        }
         self._save_backup()
 
     def set_target(self, frozen: FrozenTarget) -> None:
@@ -287,7 +293,7 @@ class DrafterTraining:
         """
         return {name: value.detach() for name, value in self._tensors().items()} | {"counters": self._counters()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Tensors) -> None:
         """Continue from a state. ConfigError for one of another head."""
         check_tensors("not a training state of this drafter", self.live_state(), state)
         self._restore(state)
@@ -358,13 +364,6 @@ class DrafterTraining:
             self._backup[name].copy_(value)
         self._backup_at = time.monotonic()
 
-    def _backup_tensors(self) -> dict[str, Tensor]:
-        """Return tensors for a backup: on the device if it keeps as much memory free, else on the host."""
-        state = self.live_state()
-        if self._cuda and torch.cuda.mem_get_info(self.device)[0] < 2 * tensor_bytes(state.values()):
-            return {name: torch.empty_like(value, device="cpu", pin_memory=True) for name, value in state.items()}
-        return {name: torch.empty_like(value) for name, value in state.items()}
-
     def _restore_backup(self) -> None:
         bad, skipped = self._bad, self.skipped
         self._restore(self._backup)
@@ -386,7 +385,7 @@ class DrafterTraining:
             self._adam.state[value]["step"].fill_(steps)
 
     @torch.no_grad()
-    def _restore(self, state: Mapping[str, Tensor]) -> None:
+    def _restore(self, state: Tensors) -> None:
         for name, value in self._tensors().items():
             value.copy_(state[name])
         self._set_counters(state["counters"])

@@ -7,12 +7,16 @@ the optimizer step under way. A failure here ends the training period, never the
 from __future__ import annotations
 
 import copy
+import heapq
+import json
 import os
+import re
 import shutil
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,24 +24,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tltlab.coordination.messages import Train
-from tltlab.errors import RunError, one_line
-from tltlab.runtime.coordinator.client import CoordinatorClient
-from tltlab.runtime.recipe.drafter import DrafterConfig
+from tltlab.errors import ConfigError, RunError, TltlabError, one_line
+from tltlab.files import fsync_file, new_file, new_folder, sha256_of, write_sum, written_sum
+from tltlab.runtime.coordinator.sockets import CoordinatorClient
+from tltlab.runtime.recipe.drafter import BufferConfig, DrafterConfig
 from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 
-from .buffer import DataBuffer, TrainerData, data_path, read_data, write_data
-from .checkpoint import DrafterCheckpoint
 from .feed import FeedReceiver
 from .group import LOOPBACK, DrafterGroup, GroupLost, gather, rendezvous_store, tokens_of_member
-from .heads.head import DrafterHead
+from .heads.head import DrafterHead, check_tensors
 from .heads.kinds import load_head
-from .heads.target import FrozenTarget
+from .heads.target import FrozenTarget, Tensors
 from .offline.chains import kept_along
 from .sequences import TrainingSequence
-from .training import DrafterTraining, TrainingPeriod
+from .training import HeadTraining, TrainingPeriod
 
 POLL_S = 0.02
 """Seconds between checks of a trainer without data or orders."""
@@ -54,6 +59,16 @@ SETTLE_S = 2.0
 """Most seconds for an engine's sequences to arrive; later ones are not in the checkpoint."""
 
 Row = dict[str, Any]
+
+LONGEST = 0.5
+"""Share of the sequences of earlier RL steps that count as their longest."""
+SHORTEST_STRETCH = 32
+"""Rows below which a sequence is not cut to fill an update: text without context is unlike real drafting."""
+
+TENSORS = ("token_ids", "hidden", "aux")
+
+_NAME = re.compile(r"checkpoint-\d{8}")
+_FILE = "state.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +139,14 @@ class SpotTrainer:
         if anew:
             shutil.rmtree(place.folder, ignore_errors=True)
         if data is not None and (path := data_path(data, place.worker)).exists():
-            self._restore_data(read_data(path))
+            saved_data = read_data(path)
+            for sequence in saved_data.held:
+                self.buffer.add(sequence)
+            for sequence in saved_data.heldout:
+                self._hold_out(sequence)
+            self.rng.bit_generator.state = dict(saved_data.random_state)
         head = load_head(place.head)
-        self.training = DrafterTraining(
+        self.training = HeadTraining(
             head, target, config.loss, config.optim, self.device, temperature=place.temperature
         )
         self.publish(state, rl_step)
@@ -300,14 +320,6 @@ class SpotTrainer:
         while len(self._heldout) > 1 and _nbytes(self._heldout) > self._most_beside:
             self._heldout.popleft()
 
-    def _restore_data(self, data: TrainerData) -> None:
-        """Restore another process's data, before any arrives."""
-        for sequence in data.held:
-            self.buffer.add(sequence)
-        for sequence in data.heldout:
-            self._hold_out(sequence)
-        self.rng.bit_generator.state = dict(data.random_state)
-
     def _with_prompt(self, sequence: TrainingSequence) -> TrainingSequence:
         """Prepend the states of the cached start of its prompt, computed by another sample, to a sequence."""
         prompt = sequence.key[:2]
@@ -376,7 +388,15 @@ class SpotTrainer:
         if self._enough():
             period.ended = "declined"
             return None
-        return self._next_order(order)
+        # The next order of the same term, after the group has parted; without one the device is freed.
+        deadline = time.perf_counter() + self.config.coordinator.yield_timeout_s
+        while self._client.order == order and not self._closed.wait(MEET_S):
+            if time.perf_counter() > deadline:
+                raise RunError("its training group parted and the coordinator sent no order")
+        next_order = self._client.order
+        if self._closed.is_set() or not isinstance(next_order, Train) or next_order.term != order.term:
+            return None
+        return next_order
 
     def _train(self, order: Train, group: DrafterGroup | None, period: TrainingPeriod) -> None:
         """Update until this member, or another one, has to leave."""
@@ -439,17 +459,6 @@ class SpotTrainer:
         ) as group:
             yield group
 
-    def _next_order(self, order: Train) -> Train | None:
-        """Return the next order of the same term after a group has parted, or None to free the device."""
-        deadline = time.perf_counter() + self.config.coordinator.yield_timeout_s
-        while self._client.order == order and not self._closed.wait(MEET_S):
-            if time.perf_counter() > deadline:
-                raise RunError("its training group parted and the coordinator sent no order")
-        next_order = self._client.order
-        if self._closed.is_set() or not isinstance(next_order, Train) or next_order.term != order.term:
-            return None
-        return next_order
-
     def _enough(self) -> bool:
         most = self.config.max_updates
         return most is not None and self.training.updates - self._updates_before >= most
@@ -467,3 +476,282 @@ class OrderWithdrawn(Exception):
 
 def _nbytes(sequences: Iterable[TrainingSequence]) -> int:
     return sum(sequence.nbytes for sequence in sequences)
+
+
+class DataBuffer:
+    """Sequences of the last RL steps, for one-step-off sampling (TLT, arXiv 2511.16665, section 4.2).
+
+    During a rollout only its short responses are there; the long ones come from earlier RL steps. Over `max_bytes` the
+    oldest RL step is dropped first, within a step the shortest sequences, since long ones are rare. One thread may add
+    while another samples. A sequence larger than the whole buffer keeps its end. A sequence is not kept if nothing can
+    be learned from it (no token of the response follows two states) or its RL step is too old.
+    """
+
+    def __init__(self, config: BufferConfig) -> None:
+        self.config = config
+        self._sequences: dict[int, TrainingSequence] = {}
+        self._first_out: list[tuple[int, int, int]] = []
+        self._used: set[int] = set()
+        self._nbytes = 0
+        self._num_added = 0
+        self._rl_step = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, at most `max_bytes`."""
+        return self._nbytes
+
+    def sequences(self) -> list[TrainingSequence]:
+        """Sequences in order of arrival: added to an empty buffer, they restore this one."""
+        with self._lock:
+            return list(self._sequences.values())
+
+    def begin(self, rl_step: int) -> None:
+        """Begin RL step `rl_step`: sequences of earlier ones are carried over, those that are too old dropped."""
+        with self._lock:
+            self._rl_step = rl_step
+            self._used.clear()
+            while self._first_out and self._too_old(self._first_out[0][0]):
+                self._drop_first()
+
+    def add(self, sequence: TrainingSequence) -> None:
+        """Add a sequence, copied to the host if it is elsewhere or a view of something larger."""
+        with self._lock:
+            tensors = [t for t in (sequence.token_ids, sequence.hidden, sequence.aux) if t is not None]
+            # One more token than rows: below 0 if not even a token fits.
+            token = sequence.token_ids.element_size()
+            most = (self.config.max_bytes - token) // sum(t[:1].numel() * t.element_size() for t in tensors)
+            if most < sequence.num_rows:
+                sequence = sequence.stretch(sequence.num_rows - max(most, 0), max(most, 0))
+            if not sequence.teaches or self._too_old(sequence.rl_step):
+                return
+            number = self._num_added
+            self._num_added += 1
+            self._sequences[number] = sequence = sequence.on_host()
+            self._nbytes += sequence.nbytes
+            heapq.heappush(self._first_out, (sequence.rl_step, sequence.num_rows, number))
+            while self._nbytes > self.config.max_bytes:
+                self._drop_first()
+
+    def sample(self, tokens: int, rng: np.random.Generator) -> list[TrainingSequence]:
+        """Return sequences of at most `tokens` rows in all, none twice; fewer rows only where no more are held.
+
+        `carried_share` of the rows come from the longest half of the sequences of earlier RL steps, the rest from this
+        RL step. A shortage on one side is filled from the other, and only a shortage on both from the shorter half.
+        Each side is drawn from without replacement until it is used up, then anew. A sequence that does not fit in the
+        remaining rows is cut to a random stretch, or skipped where they are few.
+        """
+        with self._lock:
+            current = [n for n, s in self._sequences.items() if s.rl_step >= self._rl_step]
+            earlier = [n for n, s in self._sequences.items() if s.rl_step < self._rl_step]
+            earlier.sort(key=lambda n: -self._sequences[n].num_rows)
+            longest = earlier[: int(np.ceil(LONGEST * len(earlier)))]
+            carried = round(tokens * self.config.carried_share)
+            drawn: dict[int, TrainingSequence] = {}
+            lacking = self._draw(longest, carried, drawn, rng)
+            lacking = self._draw(current, tokens - carried + lacking, drawn, rng)
+            lacking = self._draw(longest, lacking, drawn, rng)
+            self._draw(earlier, lacking, drawn, rng)
+            return list(drawn.values())
+
+    def _draw(
+        self, side: Collection[int], room: int, drawn: dict[int, TrainingSequence], rng: np.random.Generator
+    ) -> int:
+        """Add sequences of one side to `drawn`; return the rows left unfilled."""
+        shortest = max(2, min(SHORTEST_STRETCH, room))
+        for _ in range(2):
+            fresh = [n for n in side if n not in self._used]
+            for n in rng.permutation(np.array(fresh, np.int64)).tolist():
+                sequence = self._sequences[n]
+                if sequence.num_rows > room:
+                    if room < shortest:
+                        continue
+                    # At most half prompt where the response is long enough.
+                    last = sequence.num_rows - room
+                    first = min(max(0, sequence.prompt_tokens - room // 2), last)
+                    sequence = sequence.stretch(int(rng.integers(first, last + 1)), room)
+                self._used.add(n)
+                drawn[n] = sequence
+                room -= sequence.num_rows
+            if room < 2 or any(n not in self._used for n in side):
+                break
+            self._used.difference_update(n for n in side if n not in drawn)
+        return room
+
+    def _too_old(self, rl_step: int) -> bool:
+        return rl_step <= self._rl_step - self.config.rl_steps
+
+    def _drop_first(self) -> None:
+        number = heapq.heappop(self._first_out)[2]
+        self._nbytes -= self._sequences.pop(number).nbytes
+        self._used.discard(number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerData:
+    """A trainer's buffer, its held-out sequences, both oldest first, and its generator's state."""
+
+    held: Sequence[TrainingSequence]
+    heldout: Sequence[TrainingSequence]
+    random_state: Mapping[str, Any]
+
+
+def data_path(folder: Path, worker: int) -> Path:
+    """Path in a checkpoint's folder for the data of the trainer beside worker `worker`."""
+    return folder / f"data-{worker}.safetensors"
+
+
+def write_data(path: Path, data: TrainerData) -> None:
+    """Write the data atomically, without copying tensors. RunError where the disk fails."""
+    sequences = [*data.held, *data.heldout]
+    tensors: dict[str, Tensor] = {}
+    for number, sequence in enumerate(sequences):
+        parts = {name: getattr(sequence, name) for name in TENSORS}
+        tensors |= {f"{number}.{name}": value.contiguous() for name, value in parts.items() if value is not None}
+    header = {
+        "num_held": len(data.held),
+        "random_state": data.random_state,
+        "sequences": [[list(s.key), s.first_position, s.prompt_tokens] for s in sequences],
+    }
+    try:
+        with new_file(path) as new:
+            save_file(tensors, new, metadata={"trainer_data": json.dumps(header)})
+    except (OSError, SafetensorError) as error:
+        cause = one_line(error)[:200]
+        raise RunError(f"cannot write training data to {path}, is the disk full? ({cause})") from error
+
+
+def read_data(path: Path) -> TrainerData:
+    """Read the result of `write_data`. ConfigError where the file is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads(file.metadata()["trainer_data"])
+            names = set(file.keys())
+            sequences = [
+                TrainingSequence(
+                    key=(key[0], key[1], key[2], key[3]),
+                    first_position=first_position,
+                    prompt_tokens=prompt_tokens,
+                    # Copies, since each view would hold the file's whole memory.
+                    **{name: file.get_tensor(f"{n}.{name}").clone() for name in TENSORS if f"{n}.{name}" in names},
+                )
+                for n, (key, first_position, prompt_tokens) in enumerate(header["sequences"])
+            ]
+        cut = header["num_held"]
+        return TrainerData(held=sequences[:cut], heldout=sequences[cut:], random_state=header["random_state"])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        cause = one_line(error)[:200]
+        raise ConfigError(f"{path} does not hold training data of a drafter: {cause}") from error
+
+
+class DrafterCheckpoint:
+    """Checkpoints `checkpoint-N` in a folder, the `keep` newest; one is written at a time, while training continues.
+
+    As in TLT (arXiv 2511.16665, Fig. 17) a checkpoint has only trained tensors.
+
+    A save copies the state into buffers on the host, which stay from save to save, and a thread writes them, with a
+    checksum; the folder appears when it is complete. A save that fails stops nothing: its error goes to `failures` and
+    the checkpoints before it stay.
+
+    >>> saved = DrafterCheckpoint("run/drafter")                                                    # doctest: +SKIP
+    >>> saved.save(training.live_state())                                                           # doctest: +SKIP
+    0.0048
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
+        self.folder = Path(folder)
+        self.keep = keep
+        self.failures: list[str] = []
+        self._staged: dict[str, Tensor] = {}
+        self._thread = ThreadPoolExecutor(1, "tltlab-checkpoint")
+        self._writing: tuple[Path, Future[None]] | None = None
+
+    def save(self, state: Tensors) -> float:
+        """Save tensors by name; return the seconds for which the caller was blocked.
+
+        Waits for a save still under way.
+        """
+        began = time.perf_counter()
+        self.finish()
+        newest = self.latest()
+        final = self.folder / f"checkpoint-{0 if newest is None else int(newest.name[-8:]) + 1:08d}"
+        try:
+            for name, value in state.items():
+                if name not in self._staged:
+                    self._staged[name] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+                self._staged[name].copy_(value, non_blocking=value.is_cuda)
+            if any(value.is_cuda for value in state.values()):
+                torch.cuda.synchronize()
+        except RuntimeError as error:
+            self._failed(final, error)
+        else:
+            self._writing = final, self._thread.submit(self._write, final)
+        return time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Wait until the last save is written, or has failed."""
+        writing, self._writing = self._writing, None
+        if writing is not None and (error := writing[1].exception()) is not None:
+            self._failed(writing[0], error)
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return next(iter(_numbered(self.folder)), None)
+
+    def load(self, state: Tensors) -> Path | None:
+        """Read the newest readable checkpoint into `state`'s tensors, in place; None where there is none.
+
+        The error of an unreadable one goes to `failures`, and `state` stays unchanged.
+        """
+        self.finish()
+        for path in _numbered(self.folder):
+            try:
+                tensors = _read(path, state)
+            except (OSError, SafetensorError, TltlabError) as error:
+                self.failures.append(f"{path}: cannot be read: {_in_words(error)}")
+                continue
+            with torch.no_grad():
+                for name, value in state.items():
+                    value.copy_(tensors[name])
+            return path
+        return None
+
+    def close(self) -> None:
+        """Wait for the save under way and release the buffers."""
+        self.finish()
+        self._thread.shutdown()
+        self._staged = {}
+
+    def _write(self, final: Path) -> None:
+        with new_folder(final, durable=True, replace=False) as folder:
+            file = folder / _FILE
+            save_file(self._staged, file)
+            fsync_file(file)
+            write_sum(file, sha256_of(file))
+        for old in _numbered(self.folder)[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _failed(self, final: Path, error: BaseException) -> None:
+        self.failures.append(f"{final}: not saved, the one before it stays: {_in_words(error)}")
+
+
+def _read(folder: Path, state: Tensors) -> dict[str, Tensor]:
+    file = folder / _FILE
+    if written_sum(file) != sha256_of(file):
+        raise RunError(f"{file.name} is not what was written")
+    tensors = load_file(file)
+    check_tensors("not a state of this drafter", state, tensors)
+    return tensors
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Complete checkpoints, newest first."""
+    return sorted((path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)), reverse=True)
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {one_line(error)[:400]}"

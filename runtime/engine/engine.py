@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -30,13 +30,16 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control
 from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport, ResponseTokens
-from .generation import EngineDied, FollowUp, FollowUps, GenerationRequest, PolicyFailed, Rollout
+from .generation import EngineDied, FollowUp, FollowUps, GenerationRequest, PolicyFailed, Rollout, Until
 from .graphs import CapturedGraphs, GraphPlan
 
 CAPTURE_SHARE = 0.25
 """Share of a host's free memory for the hidden states of running requests."""
 UNKNOWN_MEMORY = 4 << 30
 """Free memory assumed of a host that does not report it."""
+
+State = dict[str, Any]
+"""Learned state, as JSON types."""
 
 _PLAIN = Policy(selector=FixedSpec(strategy=NO_SPECULATION))
 
@@ -165,7 +168,7 @@ class Engine:
         top_p: float = 1.0,
         top_k: int = 0,
         min_p: float = 0.0,
-        until: Callable[[Sequence[Key]], bool] | None = None,
+        until: Until | None = None,
         follow_ups: FollowUps | None = None,
     ) -> Rollout:
         """Generate every request to its end; top_k 0 and min_p 0 keep the whole vocabulary.
@@ -311,14 +314,14 @@ class Engine:
         """
         self.control.driver.replay([{name: row[name] for name in REPLAYED} for row in rows])
 
-    def state_dict(self, *, history: bool = True) -> dict[str, Any]:
+    def state_dict(self, *, history: bool = True) -> State:
         """Return the learned state of policy, budget and drafters as JSON types; of a learned drafter its acceptance.
 
         Without `history` the state has no responses and stays small in a long run: call `recall` after loading it.
         """
-        return cast(dict[str, Any], json.loads(json.dumps(self.control.state_dict(history), allow_nan=False)))
+        return cast(State, json.loads(json.dumps(self.control.state_dict(history), allow_nan=False)))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the result of `state_dict` and clear the prefix cache; nothing may be running.
 
         Set the policy and load draft weights first. Two engines behave alike only once both have loaded the state:
@@ -327,14 +330,14 @@ class Engine:
         self.control.load_state_dict(_copied(state))
         self.llm.reset_prefix_cache()
 
-    def snapshot(self) -> tuple[Any, dict[str, Any]]:
+    def snapshot(self) -> tuple[Any, State]:
         """Return the state that a rollout depends on besides requests and weights: random state and learned state.
 
         Nothing may be running.
         """
         return adapter.rng_state(), _copied(self.control.state_dict())
 
-    def restore(self, state: tuple[Any, dict[str, Any]]) -> None:
+    def restore(self, state: tuple[Any, State]) -> None:
         """Restore a `snapshot` and clear the prefix cache."""
         adapter.set_rng_state(state[0])
         self.load_state_dict(state[1])
@@ -414,9 +417,9 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
+def _copied(state: State) -> State:
     """Return a copy of a state, which shares nothing with the live one."""
-    return cast(dict[str, Any], pickle.loads(pickle.dumps(state)))
+    return cast(State, pickle.loads(pickle.dumps(state)))
 
 
 def capture_room(engines: int = 1) -> int:

@@ -109,6 +109,10 @@ class FollowUp:
     tool_s: float
 
 
+Until = Callable[[Sequence[Key]], bool]
+"""Called after each iteration with the keys of ended responses, in that order; True ends a rollout."""
+
+
 class FollowUps(Protocol):
     """Source of further turns of ended responses; an engine calls it between iterations."""
 

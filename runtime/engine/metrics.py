@@ -76,10 +76,8 @@ class Tally:
 
     def _count(self) -> None:
         new, self._uncounted = self._uncounted, []
-        if self._failed:
-            return
         try:
-            self._count_all(new)
+            self._count_all(() if self._failed else new)
         except Exception as error:  # a cost model may be anybody's
             self._failed = True
             logger.error("iterations are not counted any more: %s: %s", type(error).__name__, error)

@@ -29,7 +29,7 @@ from tltlab.runtime.drafter.heads.target import read_config
 from tltlab.strategy import Strategy
 
 from .engine import Engine
-from .generation import GenerationRequest, Rollout
+from .generation import GenerationRequest, Rollout, Until
 from .graphs import GraphPlan, Runner, plan_graphs
 
 TEMPERATURE = 1.0
@@ -286,9 +286,7 @@ class _Profiler:
         rows = [row for row in self._generate(cell, prompts, enough).iterations if _is_of(row, cell)]
         return rows[WARM_UP:][: self.grid.per_visit]
 
-    def _generate(
-        self, cell: Cell, prompts: list[list[int]], until: Callable[[Sequence[Key]], bool] | None = None
-    ) -> Rollout:
+    def _generate(self, cell: Cell, prompts: list[list[int]], until: Until | None = None) -> Rollout:
         self.visits += 1
         step, cap = self.visits, self.grid.response_tokens(cell, self.settings["max_num_batched_tokens"])
         requests = [

@@ -46,6 +46,10 @@ TensorPlace = tuple[str, str, list[int], int]
 """Name, dtype, shape, offset in bytes."""
 
 
+def _place(name: str, tensor: Tensor, offset: int) -> TensorPlace:
+    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset
+
+
 class WeightSource(Protocol):
     """Whole weights by Hugging Face name, one by one, any number of times; as vLLM's `WeightSource`.
 
@@ -87,6 +91,11 @@ class SharedMemory:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self.memory = _map(self._file)
 
+    def store(self, tensor: Tensor, start: int) -> Tensor:
+        """Return a copy of a tensor in this memory, from byte `start` on."""
+        place = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return place.copy_(tensor.detach())
+
     def close(self) -> None:
         """Close the file; the memory ends with its last mapping."""
         if self._file >= 0:
@@ -108,9 +117,7 @@ class ModelMemory(SharedMemory):
         starts = [0, *accumulate(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)]
         super().__init__(starts[-1])
         for tensor, start in zip(tensors, starts, strict=False):
-            place = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor.detach())
-            tensor.data = place
+            tensor.data = self.store(tensor, start)
 
     def bucket(self, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket | None:
         """Return all weights as one bucket, None where one of them lies elsewhere."""
@@ -119,7 +126,7 @@ class ModelMemory(SharedMemory):
             if tensor.untyped_storage().data_ptr() != self.memory.data_ptr() or not tensor.is_contiguous():
                 return None
             offset = tensor.data_ptr() - self.memory.data_ptr()
-            places.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
+            places.append(_place(name, tensor, offset))
         return WeightBucket(
             path=self.path, token=self.token, start=0, nbytes=len(self.memory), tensors=places, number=0, last=True
         )
@@ -154,18 +161,22 @@ class BucketSlots(SharedMemory):
                 yield self._bucket(number, used, tensors, last=False)
                 number, used, tensors = number + 1, 0, []
             start = number % self.num * self.size + used
-            place = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor.detach())
-            tensors.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), used))
+            self.store(tensor, start)
+            tensors.append(_place(name, tensor, used))
             used += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
         yield self._bucket(number, used, tensors, last=True)
 
     def _bucket(self, number: int, used: int, tensors: list[TensorPlace], *, last: bool) -> WeightBucket:
         start = number % self.num * self.size
         return WeightBucket(
-            path=self.path, token=self.token, start=start, nbytes=min(used, self.size), tensors=tensors, number=number,
+            path=self.path,
+            token=self.token,
+            start=start,
+            nbytes=min(used, self.size),
+            tensors=tensors,
+            number=number,
             last=last,
-        )  # fmt: skip
+        )
 
     def bytes_of(self, bucket: WeightBucket) -> npt.NDArray[np.uint8]:
         """Return a view of a bucket's bytes, for a machine that cannot map them."""
@@ -273,17 +284,16 @@ class Engines:
             return self._ask("bucket", bucket)
         import ray
 
-        reference = ray.put(data)
-        return [
-            (n, worker.weights.remote("bucket", bucket, reference if n in self.far else None))
-            for n, worker in self.workers.items()
-        ]
+        return self._ask("bucket", bucket, ray.put(data))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.wait(self._ask("finish", self.version))
 
-    def _ask(self, call: str, info: Any) -> Calls:
-        return [(n, worker.weights.remote(call, info)) for n, worker in self.workers.items()]
+    def _ask(self, call: str, info: Any, far: Any = None) -> Calls:
+        """Call all workers; `far` goes to those that cannot map this machine's memory."""
+        return [
+            (n, worker.weights.remote(call, info, far if n in self.far else None)) for n, worker in self.workers.items()
+        ]
 
     def wait(self, calls: Calls) -> dict[int, Any]:
         """Return the result of each call that did not fail, by number."""

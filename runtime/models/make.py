@@ -26,10 +26,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from tltlab.console import marked_folder
 from tltlab.errors import ConfigError
-from tltlab.runtime.drafter.heads.mtp import MtpHead, fresh_mtp, save_with_mtp
+from tltlab.runtime.drafter.heads.head import MtpHead, fresh_mtp, save_with_mtp
 from tltlab.runtime.drafter.heads.target import MIMO, FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.drafter.training import HeadTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from .measure import measure
@@ -236,7 +236,9 @@ def pretrain(model: SmallModel, batches: Batches, size: Size, progress: Callable
             for param, shares in zip(params, zip(*grads, strict=True), strict=True):
                 param.grad = torch.stack(shares).sum(0) / num_scored
             for optimizer, lr in zip(optimizers, base_lr, strict=True):
-                optimizer.param_groups[0]["lr"] = lr * _schedule(step, size.steps)
+                optimizer.param_groups[0]["lr"] = lr * min(
+                    1.0, (step + 1) / _WARMUP_STEPS, (size.steps - step) / (0.6 * size.steps)
+                )
             list(threads.map(lambda optimizer: optimizer.step(), optimizers))
             losses.append(float(sum(sums)) / num_scored)
             if (step + 1) % max(size.steps // 10, 1) == 0:
@@ -245,13 +247,9 @@ def pretrain(model: SmallModel, batches: Batches, size: Size, progress: Callable
     return float(np.mean(losses[-_LOSS_WINDOW_STEPS:]))
 
 
-def _schedule(step: int, num_steps: int) -> float:
-    return min(1.0, (step + 1) / _WARMUP_STEPS, (num_steps - step) / (0.6 * num_steps))
-
-
 def teach_mtp(model: SmallModel, batches: Batches, size: Size, seed: int, progress: Callable[[str], None]) -> MtpHead:
     """Train an MTP layer on a frozen model's distributions."""
-    training = DrafterTraining(
+    training = HeadTraining(
         fresh_mtp(model.config, seed),
         FrozenTarget.of(model),
         LossConfig(kind="mtp", unroll=2),

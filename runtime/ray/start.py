@@ -7,7 +7,7 @@ import shutil
 import socket
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def ray_running(cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
         register(session)
         servers = {name: node.all_processes[name][0].process.pid for name in ("raylet", "gcs_server")}
         watch = EndedServers(servers)
-        with _one_line_each():
+        with replaced(ray._private.worker, "print_to_stdstream", _print_line):
             try:
                 with watch:
                     yield
@@ -107,17 +107,13 @@ def ray_running(cluster: ClusterConfig = ClusterConfig()) -> Iterator[None]:
             shutil.rmtree(session, ignore_errors=True)
 
 
-def _one_line_each() -> AbstractContextManager[None]:
-    """Within the block, output of Ray's servers goes to standard error, one line each.
+def _print_line(data: dict[str, Any], ignore_prefix: bool) -> None:
+    """Print output of Ray's servers on standard error, one line each.
 
     Standard output is for results, and Ray would print the last lines of its logs there.
     """
-
-    def print_line(data: dict[str, Any], ignore_prefix: bool) -> None:
-        for text in data["lines"]:
-            progress(f"Ray: {text.strip().partition(chr(10))[0][:300]}")
-
-    return replaced(ray._private.worker, "print_to_stdstream", print_line)
+    for text in data["lines"]:
+        progress(f"Ray: {text.strip().partition(chr(10))[0][:300]}")
 
 
 def start_ray(cluster: ClusterConfig = ClusterConfig()) -> bool:
@@ -147,8 +143,12 @@ def start_ray(cluster: ClusterConfig = ClusterConfig()) -> bool:
             raise ConfigError(f"cannot join a Ray cluster at RAY_ADDRESS={address}: {one_line(error)[:200]}") from error
         return False
     _check_host(cluster.host)
+    # Ray 2.60 would replace a loopback address by the machine's, and GCS, raylet and every worker would listen on all
+    # interfaces. Ray's switch for this, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, is only read at import.
+    on_interfaces = ray_constants.ENABLE_RAY_CLUSTER and cluster.host not in LOOPBACK
+    loopback = replaced(ray_constants, "ENABLE_RAY_CLUSTER", on_interfaces)
     # Ray's own handler of SIGTERM ends the actors before they can be closed.
-    with _on_loopback(cluster.host in LOOPBACK), _default_niceness(), sigterm_handler():
+    with loopback, _default_niceness(), sigterm_handler():
         for starts_left in reversed(range(MOST_STARTS)):
             try:
                 ray.init(
@@ -218,15 +218,6 @@ def _end(error: Exception) -> None:
             node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
             break
     ray.shutdown()
-
-
-def _on_loopback(loopback: bool) -> AbstractContextManager[None]:
-    """Within the block, a starting Ray takes the loopback address as its node's, and all its servers bind to it.
-
-    Without this Ray 2.60 replaces a loopback address by the machine's, and then GCS, raylet and every worker listen on
-    all interfaces. Ray's switch for this, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, is only read at import.
-    """
-    return replaced(ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER and not loopback)
 
 
 @contextmanager

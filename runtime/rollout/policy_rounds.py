@@ -31,7 +31,7 @@ from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.engines import engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.user_code import code_of_engines, refuse_code
-from tltlab.runtime.run.placement import Placement
+from tltlab.runtime.run.placement import GpuPlacement
 from tltlab.runtime.run.rows import repeat_row, run_manifest
 from tltlab.runtime.run.state import RunEvents
 from tltlab.strategy import NO_SPECULATION
@@ -142,7 +142,7 @@ def roll_out(
     repeats = []
     with ExitStack() as stack:
         stack.enter_context(ray_running(recipe.cluster))
-        place = stack.enter_context(Placement(recipe))
+        place = stack.enter_context(GpuPlacement(recipe))
         build = engine_build(recipe, exploring, specs)
         pool = WorkerPool(
             recipe, build, lambda worker: None, place.worker_options, events=events, on_restart=lambda worker: None

@@ -14,22 +14,28 @@ Order of one rollout in which worker 1 fails:
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from tltlab.arrays import Tokens
 from tltlab.config import counted
 from tltlab.drafters.base import Key
+from tltlab.drafters.specs import DrafterSpec, SuffixSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.planning.placement import PLACEMENTS, PlacedRequest, Placement, placed
 from tltlab.policies.policy import Policy
+from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.engine.weights import WeightTransport
 from tltlab.runtime.ray.actors import (
@@ -48,10 +54,8 @@ from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
-from .collected import delayed, turns_of
-from .history import NextUse, RunHistory, anytime
-from .in_flight import FreeRolloutWorker
-from .worker import RolloutWorker
+from .collected import delayed, load_ragged, save_ragged, turns_of
+from .worker import FreeRolloutWorker, RolloutWorker
 
 EVALUATION = 1 << 31
 """Takes the place of the RL step in an evaluation's seed: no RL step has this number."""
@@ -61,6 +65,157 @@ Call = Callable[[int, Any], Any]
 Shares = Sequence[Sequence[GenerationRequest]]
 SendWeights = Callable[[Sequence[Any], int, WeightTransport], None]
 """Sends workers the weights of a version (`TrainerGroup.send_weights`)."""
+
+NextUse = Callable[[Sequence[str]], Sequence[int | None]]
+"""For each of these prompt ids, the number of prompts before it occurs again; None for never."""
+
+TEXTS_FILE = "responses.safetensors"
+LOW = 15 / 16
+"""Fill level after entries were dropped: the order of dropping is recomputed only now and then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Visit:
+    """The responses to a prompt in one RL step: a reference to a list of (key, prompt, response), int32."""
+
+    number: int
+    responses: Any
+    num_responses: int
+    num_bytes: int
+
+
+_OF_OWN: dict[str, Any] = {"scopes": ("problem",), "window": None, "history_mib": 256.0}
+"""Settings for drafter classes of a user's own: earlier responses to recurring prompts are kept."""
+
+
+class RunHistory:
+    """The whole responses of a run that its drafters can draft from, an object in Ray's store per prompt and step.
+
+    Workers hold nothing between rollouts: with its requests a worker receives the earlier responses to their prompts. A
+    restarted worker therefore drafts like the old one, and history is saved once, for any number of workers.
+
+    `serve` sets the policy. Drafters with scope "problem" need the responses to the prompts of the rollout, drafters
+    with scope "global" all responses, others none (`of`). For each prompt the newest visits that fill the drafters'
+    window are kept, in all `max_bytes` of tokens, the largest `history_mib` of the drafters in use. Prompts that do not
+    occur again in the run are dropped at once; over the bound the prompts that occur last are dropped. For drafters
+    with scope "global" the oldest visits are dropped.
+    """
+
+    def __init__(self, specs: Mapping[str, DrafterSpec]) -> None:
+        self._drafters = DrafterPool(specs, 0)
+        self._visits: dict[str, list[_Visit]] = {}
+        self._next = 0
+        self.window = 0.0
+        self.max_bytes = 0.0
+        self.everything = False
+
+    def serve(self, policy: Policy) -> None:
+        """Keep from now on the responses that the drafters of `policy` can draft from."""
+        names = self._drafters.model_free(policy.strategies)
+        specs = [spec for spec in (self._drafters.specs[name] for name in names) if getattr(spec, "remembers", False)]
+        memories = [spec.arguments() if isinstance(spec, SuffixSpec) else _OF_OWN for spec in specs]
+        self.everything = any("global" in settings["scopes"] for settings in memories)
+        self.window = max((settings["window"] or math.inf for settings in memories), default=0.0)
+        self.max_bytes = max(((settings["history_mib"] or math.inf) * 2**20 for settings in memories), default=0.0)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(visit.num_bytes for visits in self._visits.values() for visit in visits)
+
+    def of(self, requests: Sequence[GenerationRequest]) -> list[Any]:
+        """Return references to the history for these requests, oldest first: lists of (key, prompt, response)."""
+        if not self.window:
+            return []
+        if self.everything:
+            return [visit.responses for visit in self._in_order()]
+        prompts = dict.fromkeys(request.key[1] for request in requests)
+        return [visit.responses for prompt_id in prompts for visit in self._visits.get(prompt_id, ())]
+
+    def add(self, shares: Sequence[Sequence[GenerationRequest]], parts: Sequence[Rollout], due: NextUse) -> None:
+        """Add the whole responses of an RL step. O(tokens)."""
+        if not self.window:
+            return
+        prompts = {request.key: request.prompt_token_ids for share in shares for request in share}
+        texts: dict[str, list[tuple[Key, Sequence[int], Sequence[int]]]] = {}
+        for part in parts:
+            for response in part.responses:
+                if response.finish_reason != "abort":
+                    key = response.key
+                    texts.setdefault(key[1], []).append((key, prompts[key], response.token_ids))
+        coming = [True] * len(texts) if self.everything else [turn is not None for turn in due(list(texts))]
+        for (prompt_id, responses), comes in zip(texts.items(), coming, strict=True):
+            if comes:
+                self._store(prompt_id, responses)
+                visits = self._visits[prompt_id]
+                while sum(visit.num_responses for visit in visits[1:]) >= self.window:
+                    del visits[0]
+            else:
+                self._visits.pop(prompt_id, None)
+        self._keep_bound(due)
+
+    def state_dict(self, folder: Path) -> list[Any]:
+        """Return the keys of the responses, as JSON types; the texts go to a file in `folder`, which is made."""
+        folder.mkdir()
+        tokens: list[Tokens] = []
+        rows = []
+        for visit in self._in_order():
+            keys, last_prompt = [], None
+            for key, prompt, response in ray.get(visit.responses):
+                new = last_prompt is None or not np.array_equal(prompt, last_prompt)
+                tokens += [prompt, response] if new else [response]
+                keys.append([*key, new])
+                last_prompt = prompt
+            rows.append(keys)
+        save_ragged(folder / TEXTS_FILE, tokens=tokens)
+        return rows
+
+    def load_state_dict(self, rows: Sequence[Any] | None, folder: Path) -> None:
+        """Restore the result of `state_dict`; None, of a checkpoint without it, is an empty history."""
+        self._visits = {}
+        tokens = iter(load_ragged(folder / TEXTS_FILE)["tokens"] if rows else ())
+        prompt: Tokens = np.empty(0, np.int32)
+        for visit in rows or ():
+            responses: list[tuple[Key, Any, Any]] = []
+            for rl_step, prompt_id, sample, turn, new in visit:
+                prompt = next(tokens) if new else prompt
+                responses.append(((rl_step, prompt_id, sample, turn), prompt, next(tokens)))
+            self._store(visit[0][1], responses)
+
+    def _store(self, prompt_id: str, responses: Sequence[tuple[Key, Sequence[int], Sequence[int]]]) -> None:
+        packed: list[tuple[Key, Tokens, Tokens]] = []
+        last: tuple[Sequence[int], Tokens] | None = None
+        num_tokens = 0
+        for key, prompt, response in responses:
+            if last is None or (last[0] is not prompt and list(last[0]) != list(prompt)):
+                # One array for all samples, also after its way through Ray.
+                last = prompt, np.array(prompt, np.int32)
+                num_tokens += len(prompt)
+            packed.append((key, last[1], np.array(response, np.int32)))
+            num_tokens += len(response)
+        new = _Visit(number=self._next, responses=ray.put(packed), num_responses=len(packed), num_bytes=4 * num_tokens)
+        self._next += 1
+        self._visits.setdefault(prompt_id, []).append(new)
+
+    def _keep_bound(self, due: NextUse) -> None:
+        surplus = self.num_bytes - self.max_bytes
+        if surplus <= 0:
+            return
+        surplus += (1 - LOW) * self.max_bytes
+        names = list(self._visits)
+        if self.everything:
+            order = sorted(names, key=lambda name: self._visits[name][-1].number)
+        else:
+            turns = {name: math.inf if turn is None else turn for name, turn in zip(names, due(names), strict=True)}
+            order = sorted(names, key=lambda name: (-turns[name], self._visits[name][-1].number))
+        for name in order:
+            if surplus <= 0:
+                return
+            surplus -= sum(visit.num_bytes for visit in self._visits.pop(name))
+
+    def _in_order(self) -> list[_Visit]:
+        """Return all visits, the oldest first."""
+        visits = [visit for of_prompt in self._visits.values() for visit in of_prompt]
+        return sorted(visits, key=lambda visit: visit.number)
 
 
 class WorkerLost(RunError):
@@ -72,7 +227,7 @@ class WorkerLost(RunError):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Worker:
+class _PoolWorker:
     """State of one worker, and what a restarted one needs.
 
     `memory` is the state of policy and budget learned under `learned_by`, a dict or a reference to one; `since` are
@@ -96,7 +251,7 @@ class WorkerPool:
     """The rollout workers of a run: `handles` are their actors, `pids` their processes, both replaced at a restart.
 
     `feed(n)` is the queue of worker n for drafter training data, `options(n)` the placement of its actor
-    (`Placement.worker_options`); `on_restart(n)` is called after worker n was restarted.
+    (`GpuPlacement.worker_options`); `on_restart(n)` is called after worker n was restarted.
 
     A worker that fails in a call, or before it, is recorded in `events` and restarted in the same place, at most
     `faults.max_restarts` times. A restart restores policy, weights, decisions to replay, the memory of policy and
@@ -129,7 +284,7 @@ class WorkerPool:
         self.events, self.on_restart = events, on_restart
         self.handles: list[Any] = [None] * num_workers
         self.pids = [0] * num_workers
-        self._workers = [_Worker() for _ in range(num_workers)]
+        self._workers = [_PoolWorker() for _ in range(num_workers)]
         self._policy: tuple[Policy, int] | None = None
         self._weights: tuple[SendWeights, int] | None = None
         self._seeds: list[list[int]] = [[] for _ in range(num_workers)]
@@ -235,10 +390,12 @@ class WorkerPool:
             for request in requests
         ]
 
-    def remember(self, shares: Shares, parts: Sequence[Rollout], next_use: NextUse = anytime) -> None:
+    def remember(
+        self, shares: Shares, parts: Sequence[Rollout], next_use: NextUse = lambda ids: [0] * len(ids)
+    ) -> None:
         """Keep responses for drafters of later rollouts, and deliver each budget the lengths of the other workers.
 
-        `next_use` gives the number of prompts before each of these recurs, None for never.
+        `next_use` gives the number of prompts before each of these recurs, None for never; by default any may be next.
         """
         self.history.add(shares, parts, next_use)
         if self.placement not in PLACEMENTS.values():

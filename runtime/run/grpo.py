@@ -4,47 +4,195 @@ from __future__ import annotations
 
 import math
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
-from tltlab.errors import ConfigError, TltlabError, refuse
-from tltlab.files import lock, make_folder, sealed, write_json
+from tltlab.console import sigterm_handler
+from tltlab.drafters.specs import LearnedSpec
+from tltlab.errors import ConfigError, RunError, TltlabError, refuse
+from tltlab.files import lock, make_folder, read_json, sealed, write_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
-from tltlab.runtime.drafter.run import drafter_of
+from tltlab.runtime.drafter.run import Drafting, drafter_of
 from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
+from tltlab.runtime.ray.actors import actor_env
+from tltlab.runtime.ray.liveness import StoppedProcesses
+from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.checks import policy_on_engines
-from tltlab.runtime.recipe.engines import drafters_of
+from tltlab.runtime.recipe.engines import drafters_of, engine_build
+from tltlab.runtime.recipe.gpus import weight_transport
 from tltlab.runtime.recipe.recipe import Recipe, located
 from tltlab.runtime.recipe.rules import exact_replay, uneven_minibatches
 from tltlab.runtime.recipe.user_code import code_of, keep_code
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, ages
+from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.rollout.reward_pool import RewardPool
-from tltlab.runtime.trainer.group import TrainerDied
+from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 from tltlab.runtime.trainer.samples import check
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import Trace, read
 
-from .actors import RunActors
 from .checkpoints import RunCheckpoints, step_of
 from .data import RolledOut, RolloutsAhead, RunData, samples_of
 from .logging import RunLog
 from .memory import ProcessMemory
-from .recovery import Recovery
+from .placement import GpuPlacement
 from .rows import StepReport, repeat_row, run_manifest, step_metrics, step_rows, summary_of
-from .state import RunEvents, RunState
-from .stop import Stop
+from .state import RunEvents, RunState, read_state, write_state
 
 Done = TypeVar("Done")
+
+STOP_S = 60.0
+"""Most seconds that the RL step under way may take after Ctrl-C; then the run ends at once."""
+
+
+class RunActors:
+    """Starts Ray where there is none, the rollout workers, the trainers and the drafter's trainers; a context manager.
+
+    Colocated, engines sleep while trainers have the devices, and with `train.offload` trainers keep their tensors on
+    the host while engines have them. `engines_turn` and `trainers_turn` hand the devices over; they do nothing where
+    both have their own devices.
+    """
+
+    def __init__(self, recipe: Recipe, policy: Policy, drafting: Drafting, events: RunEvents) -> None:
+        self.recipe = recipe
+        self._policy, self._drafting, self._events = policy, drafting, events
+        self._colocated = recipe.cluster.placement == "colocated"
+        self._transport = weight_transport(recipe)
+        self._engines_awake = True
+        self._given_up = False
+        # As in graphs.json.
+        self.graphs: dict[str, Any] = {}
+
+    def __enter__(self) -> RunActors:
+        with ExitStack() as stack:
+            self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _start(self, stack: ExitStack) -> None:
+        recipe, drafting = self.recipe, self._drafting
+        stack.enter_context(ray_running(recipe.cluster))
+        place = stack.enter_context(GpuPlacement(recipe))
+        stack.callback(drafting.close)
+        drafting.prepare()
+        build = engine_build(recipe, self._policy, drafters_of(recipe, self._policy) | drafting.specs)
+        self._learned = any(isinstance(spec, LearnedSpec) for spec in build.drafters.values())
+        self.pool = WorkerPool(
+            recipe, build, drafting.feed, place.worker_options, events=self._events, on_restart=drafting.rejoin
+        )
+        env = actor_env({"OMP_NUM_THREADS": str(recipe.train.threads)}, recipe.cluster.host)
+        self.trainers = TrainerGroup(recipe, place.trainer_options, env)
+        stack.callback(self.trainers.close)
+        stack.callback(self.pool.close)
+        if recipe.cluster.num_nodes == 1:
+            patience_s = recipe.faults.stopped_timeout_s
+            stack.enter_context(StoppedProcesses(self._processes, self._events.note, patience_s))
+        if self._colocated:
+            # An engine measures free memory when it starts, so no other actor may take any then.
+            self._start_engines()
+            self.pool.sleep()
+            self._engines_awake = False
+            self._with_trainers()
+        else:
+            with ThreadPoolExecutor(1) as executor:
+                trainers = executor.submit(self._with_trainers)
+                try:
+                    self._start_engines()
+                except BaseException:
+                    # A run without engines does not wait for trainers.
+                    self._given_up = True
+                    self.trainers.close()
+                    raise
+                trainers.result()
+        self._with_trainers(self._start_drafting)
+
+    def _processes(self) -> dict[str, int]:
+        """Return the process ids of engines and trainer ranks that have started, by name."""
+        kinds = {"rollout worker": self.pool.pids, "trainer rank": self.trainers.pids}
+        return {f"{kind} {n}": pid for kind, pids in kinds.items() for n, pid in enumerate(list(pids))}
+
+    def _start_engines(self) -> None:
+        self.pool.start()
+        build, captured = self.pool.build, self.pool.ask("ask_engine", "captured_graphs")
+        self.graphs = build.as_json(captured)
+        for sentence in build.sentences(captured[0]):
+            self._events.note(sentence)
+
+    def _start_drafting(self) -> None:
+        # Sleeping engines neither answer nor load draft weights.
+        self.engines_turn()
+        self._drafting.start(self.pool.handles, self.trainers.frozen, self.pool.ask)
+
+    def _with_trainers(self, then: Callable[[], None] = lambda: None) -> None:
+        """Start the trainers where none are and do `then`; both again after a failure, `faults.max_restarts` times."""
+        for restarts_left in reversed(range(self.recipe.faults.max_restarts + 1)):
+            try:
+                if not self.trainers.handles:
+                    self.restart_trainers()
+                then()
+                return
+            except TrainerDied as error:
+                if not restarts_left or self._given_up:
+                    raise
+                self._events.note(f"{error}; trainers are restarted")
+
+    def engines_turn(self) -> None:
+        """Hand the devices to the engines."""
+        if self._colocated and not self._engines_awake:
+            self.trainers.offload()
+            self.pool.wake_up()
+            self._engines_awake = True
+
+    def trainers_turn(self, *, weights_follow: bool = False) -> None:
+        """Hand the devices to the trainers. `weights_follow`: `push_weights` comes before the next call of engines.
+
+        Then engines need not keep their own weights. A learned drafter's lie next to them and would not be restored.
+        """
+        if self._colocated and self._engines_awake:
+            self.pool.sleep(2 if weights_follow and not self._learned else 1)
+            # Before calls to trainers, which may fail: engines must not be put to sleep twice.
+            self._engines_awake = False
+            self.trainers.onload()
+
+    def push_weights(self, version: int, before: Callable[[], None] = lambda: None) -> None:
+        """Send the policy's weights to the engines as `version`, after `before`, which may call engines."""
+        in_place = self._colocated and self._transport == "ipc" and self.pool.all_alive
+        if in_place:
+            # Engines and trainers hold the devices: two models fit without caches and optimizer steps.
+            self.trainers_turn()
+            self.pool.wake_up(["weights"])
+        else:
+            self.engines_turn()
+        before()
+        transport = "host" if self._colocated and not in_place else self._transport
+        self.pool.update_weights(self.trainers.send_weights, version, transport)
+        if in_place:
+            self.trainers.offload()
+            self.pool.wake_up(["kv_cache"])
+            self._engines_awake = True
+
+    def restart_trainers(self) -> None:
+        """Restart all trainers, in the state of the run's start."""
+        if self._colocated and self._engines_awake:
+            self.pool.sleep()
+            self._engines_awake = False
+        self.trainers.restart()
 
 
 def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None) -> dict[str, Any]:
@@ -494,3 +642,186 @@ class GrpoRun:
         write_json(self.out / "policies.json", sealed({"seed": self.recipe.seed, "policies": self.state.policies}))
         if self.state.repeats or (self.out / "repeats.json").exists():
             write_json(self.out / "repeats.json", sealed({"repeats": self.state.repeats}))
+
+
+class Stop:
+    """Context manager in which the first Ctrl-C sets `requested` and calls `on_request` in another thread.
+
+    A second Ctrl-C interrupts the main thread as SIGTERM does. So do `STOP_S` seconds, and the first Ctrl-C where the
+    RL step, by `due`, takes longer. Outside of the main thread, and where Ctrl-C is ignored, nothing changes.
+    """
+
+    def __init__(self, on_request: Callable[[], None]) -> None:
+        self.requested = False
+        self._on_request = on_request
+        self._due_s = 0.0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Stop:
+        before: Any = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(before):
+            signal.signal(signal.SIGINT, self._interrupted)
+            self._stack.callback(signal.signal, signal.SIGINT, before)
+            if not callable(signal.getsignal(signal.SIGTERM)):
+                self._stack.enter_context(sigterm_handler(signal.default_int_handler))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def due(self, seconds: float) -> None:
+        """Note that an RL step begins, which is likely to take so many seconds."""
+        self._due_s = time.monotonic() + seconds
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if self.requested or self._due_s - time.monotonic() > STOP_S:
+            # SIGTERM cleanly ends `Waiting`, in which the main thread waits for actors.
+            signal.raise_signal(signal.SIGTERM)
+            return
+        self.requested = True
+        main = threading.get_ident()
+        late = threading.Timer(STOP_S, signal.pthread_kill, (main, signal.SIGINT))
+        late.daemon = True
+        self._stack.callback(late.cancel)
+        late.start()
+        # In a thread: the main thread may be in the middle of its own line.
+        threading.Thread(target=self._on_request, daemon=True).start()
+
+
+class Recovery:
+    """Writes and restores a checkpoint's contents: `RunState`, data, engines, trainers, drafter.
+
+    `policy` is the recipe's, and engines follow the decisions of `replay` until they are used up.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        policy: Policy,
+        checkpoints: RunCheckpoints,
+        data: RunData,
+        drafting: Drafting,
+        events: RunEvents,
+        *,
+        replay: Trace | None = None,
+    ) -> None:
+        self.recipe, self.policy, self.checkpoints = recipe, policy, checkpoints
+        self.data, self.drafting, self.events = data, drafting, events
+        self._replay = replay
+        self._restarts = 0
+        self._origin_drafter = drafting.state_dict(checkpoints.folder)
+
+    def newest(self) -> Path | None:
+        """Return the newest complete checkpoint; incomplete ones are noted."""
+        folder = self.checkpoints.latest()
+        for complaint in self.checkpoints.complaints:
+            self.events.note(complaint)
+        self.checkpoints.complaints.clear()
+        return folder
+
+    def prepare(self, folder: Path | None) -> None:
+        """Load the drafter that the run begins with, before any actor starts."""
+        if folder is not None:
+            state, parts = read_state(folder, self.recipe)
+            self.events.rl_step = state.rl_step
+            self.drafting.load_state_dict(parts["drafter"], folder / "drafter")
+
+    def begin(self, actors: RunActors, state: RunState, folder: Path | None) -> RunState:
+        """Restore the checkpoint in `folder` in the started actors; None for the start, which is `state`."""
+        self.actors = actors
+        actors.engines_turn()
+        self._origin, self._origin_workers = state.copy(), actors.pool.state_dicts()
+        if folder is None:
+            if self._replay is not None:
+                actors.pool.replay(self._replay)
+            return state
+        try:
+            state, _ = self._restore(folder)
+            return state
+        except TrainerDied as error:
+            return self.restart(error)
+
+    def save(self, state: RunState) -> Path:
+        """Save all that the run needs to continue; return the checkpoint's folder.
+
+        Engines then load their saved state: a file changes the order of learned trees, and a continuing run must equal
+        a resumed one.
+        """
+        start = time.perf_counter()
+        # Failed workers are restarted here: a sleeping engine cannot return its learned state.
+        self.actors.engines_turn()
+        workers = self.actors.pool.state_dicts()
+        self.actors.trainers_turn()
+
+        def write(folder: Path) -> None:
+            self.actors.trainers.save_checkpoint(str((folder / "trainer").resolve()))
+            parts = {
+                "recipe_policy": self.policy.model_dump(mode="json"),
+                **self.data.state_dict(folder / "rollouts"),
+                "drafter": self.drafting.state_dict(folder / "drafter"),
+                "history": self.actors.pool.history.state_dict(folder / "history"),
+                "lengths": self.actors.pool.lengths,
+            }
+            write_state(folder, state, parts, workers, self.recipe)
+
+        folder = self.checkpoints.save(state.rl_step, write)
+        self.actors.pool.load_state_dicts(workers)
+        self.events.record(f"{folder.name} saved", seconds=round(time.perf_counter() - start, 3))
+        return folder
+
+    def restart(self, error: TrainerDied) -> RunState:
+        """Restart the trainers and go back to the newest checkpoint or the start, repeatedly if they fail again."""
+        while True:
+            self._restarts += 1
+            if self._restarts > self.recipe.faults.max_restarts:
+                raise RunError(f"{error}; that was more than faults.max_restarts = {self.recipe.faults.max_restarts}")
+            folder = self.newest()
+            self.events.note(f"{error}; trainers are restarted from {'the start' if folder is None else folder.name}")
+            try:
+                self.actors.restart_trainers()
+                state, drafter = self._restore(folder)
+                self.drafting.rewind(state.rl_step, drafter, None if folder is None else folder / "drafter")
+            except TrainerDied as again:
+                error = again
+            else:
+                return state
+
+    def _restore(self, folder: Path | None) -> tuple[RunState, Mapping[str, Any]]:
+        """Restore everything but the drafter; return the state and the drafter's."""
+        pool = self.actors.pool
+        pool.lengths = {}
+        now = self.policy.model_dump(mode="json")
+        if folder is None:
+            state, drafter, then, history = self._origin.copy(), self._origin_drafter, now, None
+            self.data.begin()
+        else:
+            state, parts = read_state(folder, self.recipe)
+            drafter, then, history = parts["drafter"], parts["recipe_policy"], parts.get("history")
+            self.data.load_state_dict(parts, folder / "rollouts")
+            pool.lengths = parts.get("lengths", {})
+            self.actors.trainers_turn()
+            self.actors.trainers.load_checkpoint(str((folder / "trainer").resolve()))
+        self.events.rl_step = state.rl_step
+        # Before the drafters' record is restored: new weights make their canary check anew.
+        self.actors.push_weights(state.policy_version)
+        if then == now:
+            latest = state.policies[-1]
+            pool.set_policy(Policy.model_validate(latest["policy"]), latest["rl_step"])
+            workers = self._origin_workers
+            if folder is not None:
+                workers = [read_json(folder / f"worker-{number}.json") for number in range(len(pool.handles))]
+            pool.load_state_dicts(workers)
+            pool.history.load_state_dict(history, self.checkpoints.folder if folder is None else folder / "history")
+        else:
+            # Workers may have learned more since this run began.
+            pool.set_policy(self.policy, 0)
+            pool.load_state_dicts(self._origin_workers)
+            pool.history.load_state_dict(None, self.checkpoints.folder)
+            pool.set_policy(self.policy, state.rl_step)
+            state.in_force(self.policy)
+            self.events.note("another policy than before: learned state of the earlier one is dropped")
+        if self._replay is not None:
+            pool.replay(self._replay)
+        self.drafting.target_moved()
+        self.events.record(f"continues with RL step {state.rl_step}")
+        return state, drafter

@@ -1,4 +1,4 @@
-"""Memory of a run's processes, by the names of a dry run's parts (`tltlab.runtime.recipe.memory`).
+"""Memory of a run's processes, by the names of a dry run's parts (`tltlab.runtime.recipe.dry_run`).
 
 `RUN/memory.json` has the memory after the first RL step and, at the run's end, after the last.
 """

@@ -18,7 +18,11 @@ READY_S = 30.0
 """Most seconds for Ray to reserve existing GPUs: those of a run that just ended are not free at once."""
 
 
-class Placement:
+ActorOptions = dict[str, Any]
+"""Arguments of Ray's `Actor.options`; "env_vars" belongs into its `runtime_env`."""
+
+
+class GpuPlacement:
     """The GPUs of a run, reserved while the context lasts; Ray must be running.
 
     A bundle lies on one node, so tensor parallelism never crosses nodes. Separate actors take their bundle's GPUs from
@@ -37,7 +41,7 @@ class Placement:
         self._holders: list[Any] = []
         self._visible: list[list[str]] = []
 
-    def __enter__(self) -> Placement:
+    def __enter__(self) -> GpuPlacement:
         if not self.bundles.all:
             return self
         self._check()
@@ -55,13 +59,13 @@ class Placement:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def worker_options(self, number: int) -> dict[str, Any]:
+    def worker_options(self, number: int) -> ActorOptions:
         """Return `Actor.options` for rollout worker `number`; "env_vars" belongs into its runtime_env."""
         if self.bundles.colocated:
             return self._shared(number, self._visible[number])
         return self._alone(number, self.bundles.workers[number])
 
-    def trainer_options(self, rank: int) -> dict[str, Any]:
+    def trainer_options(self, rank: int) -> ActorOptions:
         """Return the same for trainer rank `rank`."""
         if self.bundles.colocated:
             worker, gpu = self.bundles.worker_of_rank(rank)
@@ -76,11 +80,11 @@ class Placement:
             remove_placement_group(self._group)
         self._group, self._holders, self._visible = None, [], []
 
-    def _alone(self, bundle: int, gpus: float) -> dict[str, Any]:
+    def _alone(self, bundle: int, gpus: float) -> ActorOptions:
         anywhere = "SPREAD" if self.num_nodes > 1 else "DEFAULT"
         return _options(gpus, self._in(bundle) if gpus else anywhere, {})
 
-    def _shared(self, bundle: int, visible: list[str]) -> dict[str, Any]:
+    def _shared(self, bundle: int, visible: list[str]) -> ActorOptions:
         # For an actor without GPUs Ray keeps the variable unless this override empties it.
         env = {"CUDA_VISIBLE_DEVICES": ",".join(visible), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         return _options(0, self._in(bundle), env)
@@ -132,5 +136,5 @@ class _Holder:
         return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 
 
-def _options(num_gpus: float, strategy: Any, env_vars: dict[str, str]) -> dict[str, Any]:
+def _options(num_gpus: float, strategy: Any, env_vars: dict[str, str]) -> ActorOptions:
     return {"num_cpus": 0, "num_gpus": num_gpus, "scheduling_strategy": strategy, "env_vars": env_vars}

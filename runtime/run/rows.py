@@ -33,6 +33,8 @@ _OFF_POLICY = {
     "staleness": "staleness/mean", "off_policy_share": "staleness/off_policy_share",
     "dropped_groups": "trained/dropped_groups", "length_bias": "trained/length_bias",
 }  # fmt: skip
+Rows = Sequence[Mapping[str, Any]]
+
 _KINDS = ("prefill", "speculative_decode", "decode")
 
 
@@ -88,7 +90,7 @@ def step_rows(
     t_start: float,
     drafter: Mapping[str, Sequence[Row]],
     stages_s: float | None = None,
-) -> dict[str, Sequence[Mapping[str, Any]]]:
+) -> dict[str, Rows]:
     """Return the step's rows by table, those of tokens and iterations by column.
 
     `parts[w].responses[i]` answers `shares[w][i]` on worker w. `rewards` are by the key of a request, none where it was
@@ -137,7 +139,7 @@ def step_rows(
         drift_kl=report.metrics["drift_kl"],
         **{column: report.metrics.get(name) for column, name in _OFF_POLICY.items()},
     )
-    rows: dict[str, Sequence[Mapping[str, Any]]] = {
+    rows: dict[str, Rows] = {
         "workload": workload,
         "outcomes": outcomes,
         "tokens": _token_rows(requests, [response for _, response in placed], policy_version),
@@ -157,7 +159,7 @@ def rollout_alone(
     *,
     epochs: Mapping[Key, int],
     t_start: float,
-) -> dict[str, Sequence[Mapping[str, Any]]]:
+) -> dict[str, Rows]:
     """Return the rows of an RL step that is only a rollout, as `step_rows`: no reward, and no later stage."""
     report = StepReport(
         rl_step=rl_step, policy=policy, reward_mean=math.nan, metrics={"drift_kl": math.nan},
@@ -272,8 +274,6 @@ def run_manifest(recipe: Recipe, name: str, drafters: Mapping[str, DrafterSpec],
         drafters=own,
     )
 
-
-Rows = Sequence[Mapping[str, Any]]
 
 LENGTH_PERCENTILES = (50, 90, 99)
 _TABLES = ("workload", "outcomes", "iterations", "steps", "spans")

@@ -60,7 +60,7 @@ class SequenceGroup:
         """
         if self.group is None:
             return part
-        return _Joined.apply(part, rows, num, self.group)  # type: ignore[no-any-return, no-untyped-call]
+        return _JoinedRows.apply(part, rows, num, self.group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 ALONE = SequenceGroup()
@@ -82,7 +82,7 @@ class _Exchanged(torch.autograd.Function):
         return _Exchanged.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
 
 
-class _Joined(torch.autograd.Function):
+class _JoinedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, rows: slice, num: int, group: dist.ProcessGroup) -> Tensor:
         ctx.rows = rows

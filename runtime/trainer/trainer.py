@@ -9,37 +9,67 @@ rounding; the same state and samples on the same number of ranks give the same b
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from io import IOBase
+from itertools import accumulate, chain
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
+from torch.nn.attention.varlen import varlen_attn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.heads.mtp import mtp_weights, save_with_mtp
+from tltlab.arrays import Tokens
+from tltlab.errors import ConfigError, RunError, one_line, refuse
+from tltlab.files import Hashing, fsync_file, read_text, write_sum
+from tltlab.runtime.drafter.heads.head import mtp_weights, save_with_mtp
 from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
-from tltlab.runtime.engine.weights import Engines
+from tltlab.runtime.engine.weights import BucketSlots, Engines, ModelMemory, TensorMeta, WeightSource, load_buckets
+from tltlab.runtime.recipe.rules import undivided_heads
 from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.run.memory import Peak, ProcessMemory, tensor_bytes
 
-from .attention import ALONE
-from .checkpoint import load_trainer, save_trainer
+from .attention import ALONE, SequenceGroup, causal_attention
 from .losses import Mismatch, correction_weights, kl_estimate, mismatch, mismatch_sums, policy_loss
-from .model import PackedTokens, PolicyModel, WholeTensors, checkpoint_activations, load_policy_model
 from .ranks import device_of, make_deterministic, meet, micro_batches, own_micro_batches, sequence_groups
 from .samples import Pair, Sample, TrainingValues, UpdateBatch, minibatches_of, pairs_of, share_out
-from .sender import WeightSender
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
+
+TENSORS, STATE = "tensors", "state.json"
+
+PACKED = "tltlab_packed"
+"""Name of the attention that transformers' models are loaded with."""
+
+_OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +123,13 @@ class Trainer:
         if config.deterministic:
             make_deterministic()
         mesh: DeviceMesh | None = None
-        self.sequence_ranks = ALONE
-        self._across: dist.ProcessGroup | None = None  # one rank of each data rank; None: all ranks
         if world > 1 or self.dtype == torch.bfloat16:
             meet(self.device, rank, world, rendezvous, timeout_s)
             mesh = init_device_mesh(self.device.type, (world,))
+        # `_across`: one rank of each data rank; None: all ranks.
         self.sequence_ranks, self._across = sequence_groups(rank, world, config.sequence_parallel, timeout_s)
+        self.data_ranks, self.data_rank = world // self.sequence_ranks.size, rank // self.sequence_ranks.size
+        """Number of sets of ranks that each compute their own samples, and this rank's set."""
 
         def load() -> PolicyModel:
             return load_policy_model(
@@ -113,7 +144,11 @@ class Trainer:
         # Dropout would change log-probs from those that drew the tokens.
         self.policy.eval()
         if config.activation_checkpointing:
-            checkpoint_activations(self.policy.model)
+            # Layers keep their inputs alone and recompute the rest for the gradient. transformers does so in training
+            # mode only, in which dropout is active: only layers are put in it, not their submodules.
+            self.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            for layer in _layers(self.policy.model):
+                layer.training = True
         self.whole = WholeTensors(self.policy.model, self.dtype)
         self._sender = WeightSender(self.whole, rank, self.policy.model_memory)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
@@ -125,16 +160,6 @@ class Trainer:
         self._samples: list[Sample] = []
         self._rank_of: list[int] = []  # data rank of each of them
         self._old: list[Tensor] = []  # this rank's own log-probs before the policy moves, [0] of others
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of sets of ranks that each compute their own samples."""
-        return self.world // self.sequence_ranks.size
-
-    @property
-    def data_rank(self) -> int:
-        """Number of this rank's set."""
-        return self.rank // self.sequence_ranks.size
 
     def old_logprobs(
         self, samples: Sequence[Sample], rank_of: Sequence[int] | None = None, rl_step: int = 0
@@ -175,33 +200,30 @@ class Trainer:
         the new weights are not finite: engines and checkpoints never get those.
         """
         with self._work.measured():
-            return self._update(rl_step)
-
-    def _update(self, rl_step: int) -> UpdateMetrics:
-        config, batch = self.config, self._batch(rl_step)
-        minibatches = minibatches_of(len(batch.pairs), config, self.seed, rl_step)
-        trained = batch.values.trained
-        minibatches = [rows for rows in minibatches if trained[rows].any()]
-        totals = torch.zeros(4, dtype=torch.float64)
-        norms = lr = 0.0
-        for minibatch in minibatches:
-            weights = batch.token_weights(minibatch, config, self.max_response_tokens)
-            for rows in self._own_batches(minibatch[trained[minibatch]].tolist()):
-                totals += self._backward(batch, weights, rows)
-            lr = config.lr * min(1.0, (self.steps + 1) / max(config.warmup_steps, 1))
-            norms += self._optimizer_step(lr, rl_step)
-        if minibatches:
-            self._refuse_new_weights(rl_step)
-        self._sum(totals)
-        num = max(len(minibatches), 1)
-        means = dict(zip(("loss", "clip_fraction", "kl", "correction_mean"), (totals / num).tolist(), strict=True))
-        return UpdateMetrics(
-            **means,
-            grad_norm=norms / num,
-            lr=lr,
-            trained_responses=float(trained.sum()),
-            drift_kl=self._drift(),
-        )
+            config, batch = self.config, self._batch(rl_step)
+            minibatches = minibatches_of(len(batch.pairs), config, self.seed, rl_step)
+            trained = batch.values.trained
+            minibatches = [rows for rows in minibatches if trained[rows].any()]
+            totals = torch.zeros(4, dtype=torch.float64)
+            norms = lr = 0.0
+            for minibatch in minibatches:
+                weights = batch.token_weights(minibatch, config, self.max_response_tokens)
+                for rows in self._own_batches(minibatch[trained[minibatch]].tolist()):
+                    totals += self._backward(batch, weights, rows)
+                lr = config.lr * min(1.0, (self.steps + 1) / max(config.warmup_steps, 1))
+                norms += self._optimizer_step(lr, rl_step)
+            if minibatches:
+                self._refuse_new_weights(rl_step)
+            self._sum(totals)
+            num = max(len(minibatches), 1)
+            means = dict(zip(("loss", "clip_fraction", "kl", "correction_mean"), (totals / num).tolist(), strict=True))
+            return UpdateMetrics(
+                **means,
+                grad_norm=norms / num,
+                lr=lr,
+                trained_responses=float(trained.sum()),
+                drift_kl=self._drift(),
+            )
 
     def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
         """Return log-probs under the policy of each pair's N response tokens given its prompt, [N] each, float32.
@@ -463,3 +485,433 @@ class Trainer:
             # cuBLAS keeps a workspace per stream (32 MiB on Hopper), which counts as allocated until cleared.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
+
+
+class WeightSender:
+    """Rank 0 sends, the others help to gather. `model_memory`: the memory that holds the weights."""
+
+    def __init__(self, source: WeightSource, rank: int, model_memory: ModelMemory | None = None) -> None:
+        self.source, self.rank, self.model_memory = source, rank, model_memory
+        self._slots: BucketSlots | None = None
+        self._device: Any = None
+
+    def send(self, engines: Engines) -> dict[int, str]:
+        """Send the source's weights to engines; return the errors of those that failed, by number."""
+        if engines.transport != "host":
+            from tltlab.runtime.engine.vllm.transfer import DeviceSender
+
+            if self._device is None or self._device.transport != engines.transport:
+                self._device = DeviceSender(self.source, self.rank, engines.transport)
+            self._device.send(engines)
+        elif self.rank:
+            for _ in self.source:
+                pass
+        else:
+            self._send(engines)
+        return engines.failed
+
+    def _send(self, engines: Engines) -> None:
+        bucket = self.model_memory.bucket(self.source) if self.model_memory is not None else None
+        if self.model_memory is not None and bucket is not None:
+            engines.start_weight_update(self.model_memory)
+            if not engines.far:
+                engines.wait(engines.load(bucket, self.model_memory.memory.numpy()))
+                engines.finish_weight_update()
+                return
+        if self._slots is None:
+            self._slots = BucketSlots.fit(self.source.metadata())
+        if bucket is None:
+            engines.start_weight_update(self._slots)
+        load_buckets(self.source, self._slots, engines)
+
+
+class SafetensorsWriter(HuggingFaceStorageWriter):
+    """DCP's storage as safetensors, one file for each rank that saves; each with its SHA-256, `NAME.sha256`.
+
+    Any number of ranks reads them through DCP's Hugging Face storage, whose index is the header of each file. (DCP's
+    own storage would pickle an index.) The sums have the format of sha256sum and are computed while a file is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self.fs = _HashingFiles()
+
+
+class _HashingFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IOBase]:
+        with super().create_stream(path, mode) as stream:
+            hashing = Hashing(cast(Any, stream))
+            yield cast(IOBase, hashing)
+        # DCP's own fsync precedes the flush of Python's last write.
+        fsync_file(Path(path))
+        write_sum(Path(path), hashing.hexdigest())
+
+
+def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int, rank: int) -> None:
+    """Write weights, AdamW's moments after `steps` steps and torch's random state into the folder. All ranks call it.
+
+    The folder does not appear atomically: the caller's checkpoint store does that. RunError where it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with warnings.catch_warnings(action="ignore"):
+            save(
+                _tensors(module, optimizer, with_moments=steps > 0),
+                storage_writer=SafetensorsWriter(folder / TENSORS),
+                no_dist=not dist.is_initialized(),
+            )
+        generators = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            generators["cuda"] = torch.cuda.get_rng_state()
+        save_file(generators, folder / f"random-{rank}.safetensors")
+        if rank == 0:
+            (folder / STATE).write_text(json.dumps({"steps": steps}))
+    except (OSError, SafetensorError, CheckpointException) as error:
+        cause = one_line(error)[-200:]
+        raise RunError(f"cannot write the trainer's checkpoint to {folder}, is the disk full? ({cause})") from error
+
+
+def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int) -> int:
+    """Restore the result of `save_trainer`, and return its `steps`. RunError where the folder is incomplete.
+
+    The random state is restored on ranks that existed; the same number of ranks continues bitwise the same.
+    """
+    try:
+        steps = int(json.loads(read_text(folder / STATE))["steps"])
+        optimizer.state.clear()
+        if steps:
+            # AdamW creates its moments at a first step; with zero gradients it changes nothing that is not loaded. The
+            # gradients are the parameters' own: a sharded module has gathered parameters after a forward without
+            # backward.
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            for state in optimizer.state.values():
+                state["step"].fill_(steps)
+        with warnings.catch_warnings(action="ignore"):
+            load(
+                _tensors(module, optimizer, with_moments=steps > 0),
+                storage_reader=HuggingFaceStorageReader(str(folder / TENSORS)),
+                no_dist=not dist.is_initialized(),
+            )
+        random = folder / f"random-{rank}.safetensors"
+        if random.is_file():
+            generators = load_file(random)
+            torch.set_rng_state(generators["cpu"])
+            if "cuda" in generators and torch.cuda.is_available():
+                torch.cuda.set_rng_state(generators["cuda"])
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, CheckpointException) as error:
+        raise RunError(f"{folder}: no whole checkpoint of this model's trainer: {str(error)[:300]}") from error
+    return steps
+
+
+def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, with_moments: bool) -> dict[str, Tensor]:
+    """Return weights and moments by name, tied ones once."""
+    tensors: dict[str, Tensor] = {}
+    ids: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) in ids:
+            continue
+        ids.add(id(tensor))
+        tensors[name] = tensor.detach()
+        if with_moments and isinstance(tensor, nn.Parameter):
+            for moment in ("exp_avg", "exp_avg_sq"):
+                tensors[f"{moment}.{name}"] = optimizer.state[tensor][moment]
+    return tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTokens:
+    """Sequences back to back, T tokens in all, and the R positions whose next token is one of a response.
+
+    Each of P ranks that share a batch has T / P tokens, token_ids and positions [1, T / P], and r of the R
+    positions. Its rows and next_tokens [r], in the order of sequences, are numbers `own` of `num_rows`. boundaries
+    [sequences + 1], as FlashAttention takes them, are those of all T. Padding tokens that make T a multiple of P are a
+    sequence of their own, without rows. Without sequences there is one such token per rank: an idle rank still takes
+    part in the collectives of a sharded model.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    boundaries: Tensor
+    longest: int
+    rows: Tensor
+    next_tokens: Tensor
+    own: slice
+    num_rows: int
+
+    @classmethod
+    def of(
+        cls,
+        pairs: Sequence[tuple[Sequence[int] | Tokens, Sequence[int] | Tokens]],
+        device: torch.device,
+        ranks: SequenceGroup,
+    ) -> PackedTokens:
+        """Pack (prompt, response) pairs; a prompt has at least one token."""
+        num_tokens = sum(map(len, chain.from_iterable(pairs)))
+        filling = -num_tokens % ranks.size if pairs else ranks.size
+        pairs = [*pairs, ([0] * filling, [])] if filling else pairs
+        lengths = [len(prompt) + len(response) for prompt, response in pairs]
+        starts = [0, *accumulate(lengths)]
+        rows = [
+            torch.arange(start + len(prompt) - 1, start + len(prompt) + len(response) - 1)
+            for start, (prompt, response) in zip(starts, pairs, strict=False)
+        ]
+        flat = torch.from_numpy(np.concatenate([np.asarray(part, np.int64) for pair in pairs for part in pair]))
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        picked = torch.cat(rows)
+        share = len(flat) // ranks.size
+        begin, end = ranks.rank * share, (ranks.rank + 1) * share
+        own = slice(*torch.searchsorted(picked, torch.tensor([begin, end])).tolist())
+        return cls(
+            token_ids=flat[None, begin:end].to(device),
+            positions=positions[None, begin:end].to(device),
+            boundaries=torch.tensor(starts, dtype=torch.int32).to(device),
+            longest=max(lengths),
+            rows=(picked[own] - begin).to(device),
+            # The last row of a sequence may have no next token; only rows before a response token are picked.
+            next_tokens=flat[picked[own] + 1].to(device),
+            own=own,
+            num_rows=len(picked),
+        )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    sliding_window: int | None = None,
+    sequence_ranks: SequenceGroup = ALONE,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence, as transformers' AttentionInterface calls it.
+
+    Queries (1, heads, T / P, D), keys and values (1, KV heads, T / P, D) of this one of P `sequence_ranks`; returns (1,
+    T / P, heads, D). FlashAttention's varlen kernel on CUDA in half precision, else one call per sequence. Dropout is
+    never applied.
+    """
+    assert cu_seq_lens_q is not None
+    assert max_length_q is not None
+    assert sliding_window is None
+    assert options.get("softcap") is None
+    assert options.get("s_aux") is None
+    query, key, value = (sequence_ranks.swap(tensor[0])[None] for tensor in (query, key, value))
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        attended = varlen_attn(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            scale=scaling,
+            window_size=(-1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        assert isinstance(attended, Tensor)  # which it is without `return_aux`
+        return sequence_ranks.swap(attended)[None], None
+    if scaling is not None:
+        query = query * (scaling * query.shape[-1] ** 0.5)
+    lengths = cu_seq_lens_q.diff().tolist()
+    attended = causal_attention(query, key, value, lengths)[0].transpose(0, 1).contiguous()
+    return sequence_ranks.swap(attended)[None], None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+class PolicyModel(nn.Module):
+    """Log-probs of response tokens under a causal model at `temperature`. On a CPU `model_memory` may hold its weights.
+
+    Everything happens in `forward`, the LM head too: FSDP2 gathers a module's parameters around its forward alone.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float, sequence_ranks: SequenceGroup) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.model_memory: ModelMemory | None = None
+        self.sequence_ranks = sequence_ranks
+
+    def forward(self, batch: PackedTokens, *, whole: bool = False) -> Tensor:
+        """Return [R] log-probs of the responses' tokens, or their `whole` rows [R, V]; float32.
+
+        `batch` is this rank's share of a micro-batch; all `sequence_ranks` call it, and each gets all R.
+        """
+        hidden: Tensor = self.model.base_model(
+            input_ids=batch.token_ids,
+            position_ids=batch.positions,
+            use_cache=False,
+            cu_seq_lens_q=batch.boundaries,
+            cu_seq_lens_k=batch.boundaries,
+            max_length_q=batch.longest,
+            max_length_k=batch.longest,
+            sequence_ranks=self.sequence_ranks,
+        ).last_hidden_state[0]
+        # Only positions before a response token need logits: prompts would waste the vocabulary projection.
+        states = hidden[batch.rows]
+        head = self.model.get_output_embeddings().weight
+        if whole:
+            rows = distributions(states, head, self.temperature)
+            return self.sequence_ranks.join(rows, batch.own, batch.num_rows)
+        logprobs = token_logprobs(states, head, batch.next_tokens, self.temperature)
+        # An empty sum keeps all parameters in the graph of a rank without rows.
+        logprobs = logprobs + 0.0 * hidden[:1].float().sum()
+        return self.sequence_ranks.join(logprobs, batch.own, batch.num_rows)
+
+
+def load_policy_model(
+    model: str,
+    temperature: float,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    dtype: torch.dtype,
+    sequence_ranks: SequenceGroup,
+) -> PolicyModel:
+    """Load the model of a folder or an id with float32 weights on `device`; ConfigError if it cannot be trained here.
+
+    With a `mesh` the model is sharded over its ranks, layer by layer, and computes in `dtype` with gradients reduced in
+    float32. Rank 0 reads and sends the weights: the host holds one copy, and no device a whole one.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model)
+        check_trainable(config, model, sequence_ranks.size)
+        if mesh is None or mesh.get_rank() == 0:
+            network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=PACKED)
+        else:
+            with torch.device("meta"):
+                network = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=PACKED)
+            network.to_empty(device="cpu")
+            network.tie_weights()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load a model from {model}: {one_line(error)[:300]}") from error
+    if getattr(network.get_output_embeddings(), "bias", None) is not None:
+        raise ConfigError(f"{model}: its LM head has a bias, which the trainer does not support: choose another model")
+    policy = PolicyModel(network, temperature, sequence_ranks)
+    if mesh is None:
+        policy.to(device)
+        policy.model_memory = ModelMemory(network.state_dict(keep_vars=True).values()) if device.type == "cpu" else None
+        return policy
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in [*_layers(network), policy]:
+        for tensor in chain(module.parameters(), module.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(device)
+                if mesh.size() > 1:
+                    dist.broadcast(tensor.data, 0)
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+    return policy
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def check_trainable(config: PretrainedConfig, model: str, sequence_parallel: int) -> None:
+    """Raise ConfigError for a model with attention or logits that the trainer does not compute."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    refuse(undivided_heads(sequence_parallel, model, heads, kv_heads))
+    rope = getattr(config, "rope_parameters", None) or {}
+    if sequence_parallel > 1 and rope.get("rope_type") in ("dynamic", "longrope"):
+        raise ConfigError(f"{model}: its rotary embedding ({rope['rope_type']}) needs train.sequence_parallel = 1")
+    layers = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if any(kind != "full_attention" for kind in layers) if layers else window is not None:
+        raise ConfigError(f"{model}: only full attention can be trained here, no sliding windows or linear attention")
+    for name in _OTHER_LOGITS:
+        if getattr(config, name, None) not in (None, 1.0):
+            raise ConfigError(f"{model}: the trainer does not support {name}, which changes its logits: choose another")
+
+
+class WholeTensors:
+    """Parameters and persistent buffers of a model by name, gathered one by one; floating ones in `dtype`.
+
+    Tied tensors come once. All ranks of a sharded model iterate in step, and each gets the gathered tensor, on its
+    device. `names` selects some. A `weights.WeightSource`.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, names: Sequence[str] | None = None) -> None:
+        self._module, self._dtype, self._names = module, dtype, names
+
+    def metadata(self) -> list[TensorMeta]:
+        """Describe the tensors to come, without gathering them."""
+        return [TensorMeta(name, self._dtype_of(tensor), tuple(tensor.shape)) for name, tensor in self._tensors()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors():
+            whole = tensor.detach()
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            yield name, whole.to(self._dtype_of(tensor))
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        state = self._module.state_dict(keep_vars=True)
+        first = {id(tensor): name for name, tensor in reversed(state.items())}
+        return [(name, state[name]) for name in self._names or state if first[id(state[name])] == name]
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if tensor.is_floating_point() else tensor.dtype
+
+
+LOGITS_AT_A_TIME = 1 << 26
+"""Logits held at a time, 256 MiB in float32."""
+
+
+def token_logprobs(hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Return log softmax(hidden @ head^T / temperature) at `tokens`: [R] in float32, natural logarithms.
+
+    `hidden` [R, H] and `head` [V, H] of one dtype, `tokens` [R]. The softmax is in float32 for any dtype; the head's
+    gradient is summed over chunks in float32. Gradients reach `hidden` and `head`.
+    """
+    return _TokenLogprobs.apply(hidden, head, tokens, temperature)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def distributions(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+    """Return log softmax(hidden @ head^T / temperature) whole: [R, V] in float32, without gradient."""
+    with torch.no_grad():
+        return torch.log_softmax((hidden @ head.T).float() / temperature, -1)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        normaliser = torch.empty_like(logprobs)
+        for rows in _chunks(len(hidden), len(head)):
+            logits = (hidden[rows] @ head.T).float().div_(temperature)
+            normaliser[rows] = torch.logsumexp(logits, -1)
+            logprobs[rows] = logits.gather(1, tokens[rows, None])[:, 0] - normaliser[rows]
+        ctx.save_for_backward(hidden, head, tokens, normaliser)
+        ctx.temperature = temperature
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, head, tokens, normaliser = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden)
+        of_head = torch.zeros_like(head, dtype=torch.float32)
+        for rows in _chunks(len(hidden), len(head)):
+            logits = (hidden[rows] @ head.T).float().div_(ctx.temperature)
+            # d logp / d logits = (one-hot - softmax) / temperature
+            scale = gradient[rows, None] / ctx.temperature
+            of_logits = logits.sub_(normaliser[rows, None]).exp_().mul_(-scale)
+            of_logits.scatter_add_(1, tokens[rows, None], scale)
+            of_logits = of_logits.to(head.dtype)
+            of_hidden[rows] = of_logits @ head
+            of_head += of_logits.T @ hidden[rows]
+        return of_hidden, of_head.to(head.dtype), None, None
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    size = max(LOGITS_AT_A_TIME // vocabulary, 1)
+    return [slice(start, start + size) for start in range(0, rows, size)]

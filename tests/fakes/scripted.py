@@ -25,12 +25,11 @@ from tltlab.runtime.recipe.engines import drafters_of, engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.rollout.worker import packed
-from tltlab.runtime.run.actors import RunActors
+from tltlab.runtime.run.grpo import RunActors
 from tltlab.runtime.run.memory import Peak
 from tltlab.runtime.trainer.attention import ALONE
 from tltlab.runtime.trainer.group import TrainerGroup
-from tltlab.runtime.trainer.model import PackedTokens
-from tltlab.runtime.trainer.trainer import Trainer
+from tltlab.runtime.trainer.trainer import PackedTokens, Trainer
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 PROMPT_TOKENS = 256

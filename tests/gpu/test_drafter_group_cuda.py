@@ -11,10 +11,10 @@ from torch import multiprocessing
 from transformers import LlamaConfig
 
 from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, RendezvousServer, rendezvous_store
-from tltlab.runtime.drafter.heads.eagle import EagleHead
+from tltlab.runtime.drafter.heads.head import EagleHead
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.drafter.training import HeadTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 pytestmark = [
@@ -32,7 +32,7 @@ def training(seed):
     )
     weights = torch.randn(512, HIDDEN)
     target = FrozenTarget(embedding=weights, lm_head=weights)
-    return DrafterTraining(EagleHead(config), target, LossConfig(), OptimConfig(), "cuda")
+    return HeadTraining(EagleHead(config), target, LossConfig(), OptimConfig(), "cuda")
 
 
 def sequence():

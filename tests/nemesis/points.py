@@ -199,7 +199,7 @@ def install_calls(points: Points) -> None:
 
     ActorHandle._actor_method_call = call
 
-    from tltlab.runtime.coordinator.server import CoordinatorServer
+    from tltlab.runtime.coordinator.sockets import CoordinatorServer
 
     def relayed(real: Callable[..., None], what: str) -> Callable[..., None]:
         def relay(self: CoordinatorServer, *frames: Any) -> None:

@@ -29,9 +29,9 @@ import torch
 
 from tltlab.errors import TltlabError
 from tltlab.files import lock, write_file, write_json
-from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
+from tltlab.runtime.drafter.worker import DrafterCheckpoint
 from tltlab.runtime.run.checkpoints import RunCheckpoints
-from tltlab.runtime.trainer.checkpoint import load_trainer, save_trainer
+from tltlab.runtime.trainer.trainer import load_trainer, save_trainer
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import read

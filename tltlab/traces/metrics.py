@@ -32,7 +32,7 @@ TAIL_SHARE = 1 / 8
 
 
 @frozen
-class Rollout:
+class MeasuredRollout:
     """One RL step for the metrics: L_r, the f_r that are known, t0, D, and the seconds in which each worker lane was
     busy; D and those are None where unknown."""
 
@@ -44,7 +44,7 @@ class Rollout:
     busy_s: dict[str, float] | None
 
 
-Source = Trace | Sequence[Rollout]
+Source = Trace | Sequence[MeasuredRollout]
 """Rollouts, or the trace that has them."""
 
 
@@ -257,12 +257,12 @@ def _squares(outcomes: pd.DataFrame) -> Floats:
     return np.array([len(y), len(groups), len(steps), between, within, squared_sizes], np.float64)
 
 
-def _rollouts(source: Source, busy_kinds: Sequence[str] = ()) -> Sequence[Rollout]:
+def _rollouts(source: Source, busy_kinds: Sequence[str] = ()) -> Sequence[MeasuredRollout]:
     """The rollouts; those of a trace know when workers were busy with spans of these kinds."""
     return list(_read(source, busy_kinds)) if isinstance(source, Trace) else source
 
 
-def _read(trace: Trace, busy_kinds: Sequence[str]) -> Iterator[Rollout]:
+def _read(trace: Trace, busy_kinds: Sequence[str]) -> Iterator[MeasuredRollout]:
     for part in trace.parts():
         nothing, steps = part.outcomes[:0], part.steps
         outcomes = dict(iter(part.outcomes.groupby("rl_step")))
@@ -279,12 +279,12 @@ def _read(trace: Trace, busy_kinds: Sequence[str]) -> Iterator[Rollout]:
             busy_s = None
             if duration is not None and busy_kinds:
                 busy_s = _busy_s(rows, spans.get(rl_step), busy_kinds, start_s, start_s + duration)
-            yield Rollout(
+            yield MeasuredRollout(
                 rl_step=rl_step, lengths=lengths, finish_s=finish_s, start_s=start_s, rollout_s=duration, busy_s=busy_s
             )
 
 
-def _tail(step: Rollout) -> tuple[float, float] | None:
+def _tail(step: MeasuredRollout) -> tuple[float, float] | None:
     if step.rollout_s is None or not len(step.finish_s):
         return None
     end = step.start_s + step.rollout_s

@@ -2,18 +2,49 @@
 
 Input t joins the embedding of token t + 1 with a state at t; output t is the state at t + 1, from which token t + 2
 follows. On the first step states are the target's, on later ones the head's own outputs.
+
+EAGLE and EAGLE-3 heads are one Llama decoder layer each. `layouts` reads other checkpoints.
+
+EAGLE (arXiv 2401.15077), which HASS trains too, as vLLM runs it (`EagleLlamaForCausalLM`, method "eagle"). Input t
+joins the embedding of token t + 1 with the target's hidden state at t (after its final norm). Output t stands for the
+hidden state at t + 1, so the target's LM head on it predicts token t + 2. A checkpoint here is a folder with
+`config.json` (a Llama config of one layer) and `model.safetensors`: `fc.weight` (H, 2 H), `layers.0.`
+`self_attn.{q,k,v,o}_proj.{weight,bias}`, `mlp.{gate,up,down}_proj.weight`, `post_attention_layernorm.weight`. There is
+no input norm; embedding and LM head are the target's.
+
+EAGLE-3 (arXiv 2503.01840) as vLLM runs it (`Eagle3LlamaForCausalLM`, method "eagle3"). `fc` maps the inputs of three of
+the target's layers to the first state; from the second drafted token on the state is the layer's previous output.
+Attention reads the normed embedding of token t + 1 beside the normed state at t, and the layer's output passes a norm
+of its own to the LM head. A checkpoint here is a folder in the format of `speculators` 0.9: `config.json` and
+`model.safetensors` with `fc.weight` (H, A H), `norm.weight`, `layers.0.` `self_attn.{q,k,v}_proj.weight` (.., 2 H),
+`self_attn.o_proj.weight`, their biases with `attention_bias`, `mlp.{gate,up,down}_proj.weight`,
+`{hidden_norm,input_layernorm,post_attention_layernorm}.weight`. A fresh head shares the target's LM head. Another may
+have its own, `lm_head.weight`, of V rows, or of D for a head that drafts D tokens only. Such a head has `d2t` (D), the
+difference between a token's id and its draft id, and `t2d` (V), True for tokens it can draft.
+
+An MTP layer is a model's own: MiMo's, which the run may train as it trains other heads.
+
+Input t joins the target's hidden state at t, before its final norm, with the embedding of token t + 1, both normed; the
+embedding at position 0 counts as 0. A Qwen2 layer and its own norm follow, and the target's LM head on that gives
+token t + 2. From the second drafted token on the state is the norm's previous output. MiMo's MTP (arXiv 2505.07608) as
+vLLM runs it (`MiMoMTP`, method "mtp"): one layer drafts any number of tokens.
+
+In the model's checkpoint and in tltlab's its weights are `model.mtp_layers.0.` `{token,hidden,final}_layernorm.weight`,
+`input_proj.weight` (H, 2 H), and a layer's: `self_attn.{q,k,v}_proj.{weight,bias}`, `self_attn.o_proj.weight`,
+`mlp.{gate,up,down}_proj.weight`, `{input,post_attention}_layernorm.weight`.
 """
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -21,7 +52,16 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from tltlab.errors import ConfigError
 from tltlab.runtime.trainer.attention import causal_attention
 
-from .target import WEIGHTS_FILE, FrozenTarget
+from .target import MIMO, WEIGHTS_FILE, FrozenTarget, Tensors, is_mimo, local_folder, read_config, read_weights
+
+Norm = Literal["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]
+NORMS: tuple[Norm, ...] = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Differences of an EAGLE-3 head from the first ones, by their names in configs and vLLM."""
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+PREFIX = "model.mtp_layers.0."
+ARCHITECTURE = "MiMoMTPModel"
+_LAYER = "layers.0."
 
 
 class Attention(nn.Module):
@@ -145,7 +185,7 @@ class DrafterHead(nn.Module, ABC):
         """Return copies of the weights on the host, by the names that vLLM loads and the checkpoint has."""
         return host_copies(self.state_dict())
 
-    def take_serving_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def take_serving_weights(self, weights: Tensors) -> None:
         """Load the result of `serving_weights` of a head of this shape."""
         self.load_state_dict(weights)
 
@@ -153,7 +193,7 @@ class DrafterHead(nn.Module, ABC):
     def config_dict(self) -> dict[str, Any]:
         """Return the contents of `config.json`, without the dtype."""
 
-    def take_weights(self, name: str | Path, weights: Mapping[str, Tensor]) -> None:
+    def take_weights(self, name: str | Path, weights: Tensors) -> None:
         """Load the weights of checkpoint `name`. ConfigError where one is missing, unknown or of another shape."""
         expected = {key: value for key, value in self.state_dict().items() if key not in ("d2t", "t2d")}
         check_tensors(f"{name}: not an {self.method} head of one layer", expected, weights)
@@ -169,7 +209,7 @@ class DrafterHead(nn.Module, ABC):
         return folder
 
 
-def check_tensors(refusal: str, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+def check_tensors(refusal: str, expected: Tensors, tensors: Tensors) -> None:
     """Raise ConfigError, beginning with `refusal`, where tensors differ in name or shape from those expected."""
     faulty = sorted(expected.keys() ^ tensors.keys()) or [
         n for n in sorted(expected) if expected[n].shape != tensors[n].shape
@@ -178,7 +218,7 @@ def check_tensors(refusal: str, expected: Mapping[str, Tensor], tensors: Mapping
         raise ConfigError(f"{refusal}: {faulty[0]} is missing, unknown or of another shape")
 
 
-def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def host_copies(tensors: Tensors) -> dict[str, Tensor]:
     return {
         name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, value in tensors.items()
@@ -201,3 +241,275 @@ def layer_config(target: PretrainedConfig) -> LlamaConfig:
         },
         head_dim=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
     )  # fmt: skip
+
+
+class EagleHead(DrafterHead):
+    """An EAGLE head; its parameters have the checkpoint's names."""
+
+    method: ClassVar[Literal["eagle", "eagle3"]] = "eagle"
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, Layer(config, config.hidden_size))
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+
+    def first_states(self, hidden: Tensor, aux: Tensor | None) -> Tensor:
+        return hidden
+
+    def inputs(self, embeddings: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        joined = self.fc(torch.cat([embeddings, states], -1))
+        return joined, joined
+
+    def features(self, states: Tensor) -> Tensor:
+        return states
+
+    def config_dict(self) -> dict[str, Any]:
+        return dict(self.config.to_dict())
+
+
+class NormedLayer(Layer):
+    """The decoder layer with the norms of its two inputs, embedding and state."""
+
+    def __init__(self, config: LlamaConfig, *, qk_norm: bool) -> None:
+        super().__init__(config, 2 * config.hidden_size, qk_norm=qk_norm)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Eagle3Head(DrafterHead):
+    """An EAGLE-3 head; its parameters have the checkpoint's names.
+
+    `aux_layers`: the target's layers whose inputs it reads, rising; the number of layers itself means the output of the
+    last one. `draft_vocabulary`: the token ids that it drafts, None for all; it has its own LM head for them, and
+    with `own_lm_head` for all too. `verifier`: the target's name or folder, for serving the checkpoint by its folder
+    alone, as are `verifier_architectures` and the `depth` to draft. `qk_norm`: its layer is a Qwen3's. `norms`: its
+    differences from the first EAGLE-3 heads: the residual may be the normed state, `fc` may read normed states,
+    together or layer by layer, and its next state may be the LM head's input (EAGLE-3.1).
+    """
+
+    method: ClassVar[Literal["eagle", "eagle3"]] = "eagle3"
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        aux_layers: Sequence[int],
+        draft_vocabulary: Tensor | None = None,
+        verifier: str | None = None,
+        *,
+        own_lm_head: bool = False,
+        norms: frozenset[Norm] = frozenset(),
+        qk_norm: bool = False,
+    ) -> None:
+        super().__init__(config, NormedLayer(config, qk_norm=qk_norm))
+        # vLLM hands over the states in rising order, independent of the config's.
+        assert list(aux_layers) == sorted(set(aux_layers))
+        self.aux_layers, self.verifier, self.norms, self.qk_norm = tuple(aux_layers), verifier, norms, qk_norm
+        self.verifier_architectures: tuple[str, ...] = ()
+        self.depth = 5
+        hidden, eps, num_aux = config.hidden_size, config.rms_norm_eps, len(aux_layers)
+        self.fc = nn.Linear(num_aux * hidden, hidden, bias=False)
+        self.norm = LlamaRMSNorm(hidden, eps=eps)
+        if "norm_before_fc" in norms:
+            self.input_norm = LlamaRMSNorm(num_aux * hidden, eps=eps)
+        if "fc_norm" in norms:
+            self.fc_norm = nn.ModuleList([LlamaRMSNorm(hidden, eps=eps) for _ in aux_layers])
+        self.lm_head: nn.Linear | None = None
+        if own_lm_head or draft_vocabulary is not None:
+            drafted = config.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
+            self.lm_head = nn.Linear(hidden, drafted, bias=False)
+        if draft_vocabulary is not None:
+            self.register_buffer("d2t", draft_vocabulary - torch.arange(len(draft_vocabulary)))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size).index_fill(0, draft_vocabulary, 1.0).bool())
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        if not hasattr(self, "d2t"):
+            return None
+        d2t = self.get_buffer("d2t")
+        return d2t + torch.arange(len(d2t), device=d2t.device)
+
+    def first_states(self, hidden: Tensor, aux: Tensor | None) -> Tensor:
+        assert aux is not None, "an EAGLE-3 head reads the target's states at several depths"
+        if "norm_before_fc" in self.norms:
+            aux = self.input_norm(aux)
+        if "fc_norm" in self.norms:
+            parts = aux.chunk(len(self.fc_norm), -1)
+            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        states: Tensor = self.fc(aux)
+        return states
+
+    def inputs(self, embeddings: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.layer
+        assert isinstance(layer, NormedLayer)
+        normed = layer.hidden_norm(states)
+        residual = normed if "norm_before_residual" in self.norms else states
+        return torch.cat([layer.input_layernorm(embeddings), normed], -1), residual
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        states = super().finish(residual, attended)
+        return self.norm(states) if "norm_output" in self.norms else states
+
+    def features(self, states: Tensor) -> Tensor:
+        return states if "norm_output" in self.norms else self.norm(states)
+
+    def output_weight(self, frozen: FrozenTarget) -> Tensor:
+        return frozen.lm_head if self.lm_head is None else self.lm_head.weight
+
+    def config_dict(self) -> dict[str, Any]:
+        vocabulary, hidden = self.config.vocab_size, self.config.hidden_size
+        layer = self.config.to_dict() | {"num_aux_hidden_states": len(self.aux_layers)}
+        if self.qk_norm:
+            layer |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+        return {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "proposal_methods": [
+                    {
+                        "proposal_type": "greedy",
+                        "speculative_tokens": self.depth,
+                        "verifier_accept_k": 1,
+                        "accept_tolerance": 0.0,
+                    }
+                ],
+                "default_proposal_method": "greedy",
+                "verifier": {"name_or_path": self.verifier, "architectures": list(self.verifier_architectures)},
+            },
+            "transformer_layer_config": layer,
+            "vocab_size": vocabulary,
+            "hidden_size": hidden,
+            "draft_vocab_size": vocabulary if self.lm_head is None else self.lm_head.out_features,
+            AUX_LAYERS: list(self.aux_layers),
+            **{norm: norm in self.norms for norm in NORMS},
+            "embed_requires_grad": False,
+            "tie_word_embeddings": False,
+        }
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """Return vLLM's and TLT's default layers, 2, L / 2 and L - 3, for a target of L layers.
+
+    A target too shallow for three distinct ones has its last three inputs and outputs.
+
+    >>> default_aux_layers(32), default_aux_layers(4), default_aux_layers(2)
+    ((2, 16, 29), (2, 3, 4), (0, 1, 2))
+    """
+    usual = (2, num_layers // 2, num_layers - 3)
+    if list(usual) == sorted(set(usual)):
+        return usual
+    return tuple(range(max(num_layers - 2, 0), num_layers + 1))
+
+
+class MtpLayer(Layer):
+    """A Qwen2 layer: its input norm, and biases of queries, keys and values alone."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, config.hidden_size)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+
+
+class MtpHead(DrafterHead):
+    """The layer and the norms around it; `serving_weights` have the checkpoint's names."""
+
+    method: ClassVar[Literal["mtp"]] = "mtp"
+
+    def __init__(self, config: LlamaConfig) -> None:
+        config.attention_bias = True
+        super().__init__(config, MtpLayer(config))
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.token_layernorm = LlamaRMSNorm(hidden, eps=eps)
+        self.hidden_layernorm = LlamaRMSNorm(hidden, eps=eps)
+        self.input_proj = nn.Linear(2 * hidden, hidden, bias=False)
+        self.final_layernorm = LlamaRMSNorm(hidden, eps=eps)
+
+    def first_states(self, hidden: Tensor, aux: Tensor | None) -> Tensor:
+        return hidden
+
+    def inputs(self, embeddings: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.layer
+        assert isinstance(layer, MtpLayer)
+        embeddings = torch.where(positions[..., None] == 0, 0.0, embeddings)
+        joined = self.input_proj(torch.cat([self.hidden_layernorm(states), self.token_layernorm(embeddings)], -1))
+        return layer.input_layernorm(joined), joined
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        states: Tensor = self.final_layernorm(super().finish(residual, attended))
+        return states
+
+    def features(self, states: Tensor) -> Tensor:
+        return states
+
+    def serving_weights(self) -> dict[str, Tensor]:
+        return {PREFIX + name.removeprefix(_LAYER): value for name, value in super().serving_weights().items()}
+
+    def take_serving_weights(self, weights: Tensors) -> None:
+        self.load_state_dict(self._by_own_names(weights))
+
+    def config_dict(self) -> dict[str, Any]:
+        return {**self.config.to_dict(), "architectures": [ARCHITECTURE]}
+
+    def take_checkpoint(self, name: str | Path, weights: Tensors) -> None:
+        """Load the weights of a checkpoint, by its names. ConfigError where one is missing or of another shape."""
+        self.take_weights(name, self._by_own_names(weights))
+
+    def _by_own_names(self, weights: Tensors) -> dict[str, Tensor]:
+        names = {PREFIX + key.removeprefix(_LAYER): key for key in self.state_dict()}
+        return {names.get(key, key): value for key, value in weights.items()}
+
+
+def mtp_of_model(target_folder: str | Path) -> MtpHead:
+    """Read the MTP layer of the model in a folder. ConfigError for one that has none, or another than MiMo's."""
+    target = read_config(target_folder)
+    if not is_mimo(target):
+        raise ConfigError(
+            f"{target_folder} is no MiMo with an MTP layer, the only kind trained here; MTP layers of other models "
+            'draft as they are: rollout.drafters.mtp = {kind = "learned", method = "mtp"}'
+        )
+    head = MtpHead(layer_config(target))
+    head.take_checkpoint(target_folder, mtp_weights(target_folder))
+    return head
+
+
+def mtp_weights(target_folder: str | Path) -> dict[str, Tensor]:
+    """Read the weights of the MTP layer of the model in a folder or of the Hub; empty where it has none."""
+    folder = local_folder(target_folder)
+    return read_weights(folder, MtpHead(layer_config(read_config(folder))).serving_weights())
+
+
+def fresh_mtp(target: PretrainedConfig, seed: int) -> MtpHead:
+    """Return an MTP layer of random weights for a target of this shape; its branches add nothing yet."""
+    head = MtpHead(layer_config(target))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, value in sorted(head.named_parameters()):
+            if value.dim() == 2:
+                value.normal_(0.0, value.shape[1] ** -0.5, generator=generator)
+            if name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
+                value.zero_()
+    return head
+
+
+def read_mtp(folder: Path) -> MtpHead | None:
+    """Read the MTP layer that a run has saved in a folder; None for anything else, ConfigError if damaged."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict) or config.get("architectures") != [ARCHITECTURE]:
+        return None
+    head = MtpHead(LlamaConfig.from_dict(config))
+    try:
+        head.take_checkpoint(folder, load_file(folder / WEIGHTS_FILE))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{folder}: no readable MTP layer: {error}") from error
+    return head
+
+
+def save_with_mtp(model: Any, folder: str | Path, weights: Tensors, layer: Tensors) -> None:
+    """Write a transformers model as a MiMo: its `weights`, and those of the MTP `layer` that it lacks."""
+    model.save_pretrained(folder, state_dict={**weights, **layer}, max_shard_size="5GB")
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": [MIMO], "num_nextn_predict_layers": 1}
+    path.write_text(json.dumps(config, indent=2) + "\n")

@@ -16,10 +16,8 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.sequences import PackedBatch
 from tltlab.runtime.recipe.drafter import Method
 
-from .eagle import Eagle3Head, EagleHead, default_aux_layers
-from .head import DrafterHead, layer_config
+from .head import DrafterHead, Eagle3Head, EagleHead, default_aux_layers, layer_config, mtp_of_model, read_mtp
 from .layouts import read_head
-from .mtp import mtp_of_model, read_mtp
 from .target import FINAL_NORM, FrozenTarget, is_mimo, read_config, read_weights
 
 GAIN = 0.5

@@ -25,9 +25,8 @@ from transformers import LlamaConfig
 
 from tltlab.errors import ConfigError, one_line
 
-from .eagle import AUX_LAYERS, NORMS, Eagle3Head, EagleHead, default_aux_layers
-from .head import DrafterHead
-from .target import EMBEDDING, LM_HEAD, WEIGHTS_FILE, local_folder, read_config, read_safetensors, read_weights
+from .head import AUX_LAYERS, NORMS, DrafterHead, Eagle3Head, EagleHead, default_aux_layers
+from .target import EMBEDDING, LM_HEAD, WEIGHTS_FILE, Tensors, local_folder, read_config, read_safetensors, read_weights
 
 BIN_FILE = "pytorch_model.bin"
 ATTENTION = "layers.0.self_attn."
@@ -113,7 +112,7 @@ def verifier_of(folder: str | Path) -> str | None:
     return None if verifier is None else str(verifier)
 
 
-def eagle_layout(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def eagle_layout(config: Mapping[str, Any], weights: Tensors) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Convert an EAGLE-3 head from speculators' format to EAGLE's and SpecForge's: config and weights, for `save`.
 
     The embedding is the target's. SGLang and EAGLE's own code support the same as vLLM, except for the aux layers and
@@ -232,7 +231,7 @@ def _check_embedding(name: str | Path, embedding: Tensor | None, target: str | P
         raise ConfigError(f"{name} has its own embedding; training needs that of {target}")
 
 
-def _is_targets_lm_head(weights: Mapping[str, Tensor], target: str | Path) -> bool:
+def _is_targets_lm_head(weights: Tensors, target: str | Path) -> bool:
     lm_head = weights.get("lm_head.weight")
     if lm_head is None:
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from tltlab.errors import ConfigError, one_line
 
 MIMO = "MiMoForCausalLM"
 """The architecture whose hidden states vLLM hands over before its final norm, as its MTP layer reads them."""
+
+Tensors = Mapping[str, Tensor]
+"""Tensors by name."""
 
 WEIGHTS_FILE = "model.safetensors"
 EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

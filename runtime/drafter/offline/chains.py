@@ -103,7 +103,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChainAcceptance:
+class MeasuredChains:
     """Acceptance of a head's drafts.
 
     `accept_length`: 1 + mean accepted tokens of a draft. `positions[i]`: the acceptance rate of token i given that all
@@ -117,7 +117,7 @@ class ChainAcceptance:
 
 def acceptance_along(
     head: DrafterHead, frozen: FrozenTarget, sequences: Iterable[TrainingSequence], max_depth: int
-) -> ChainAcceptance:
+) -> MeasuredChains:
     """Return the acceptance of drafts of `max_depth` tokens at every position of the responses in `sequences`.
 
     A draft at the end of the text counts up to there.
@@ -134,7 +134,7 @@ def acceptance_along(
         reached += ((kept[:, None] >= depths) & (room[:, None] > depths)).sum(0)
         kept_at += (kept[:, None] > depths).sum(0)
     positions = [float(k / n) if n else None for k, n in zip(kept_at.tolist(), reached.tolist(), strict=True)]
-    return ChainAcceptance(accept_length=1 + total / drafts if drafts else 1.0, positions=positions, drafts=drafts)
+    return MeasuredChains(accept_length=1 + total / drafts if drafts else 1.0, positions=positions, drafts=drafts)
 
 
 def walk(kept: Sequence[int]) -> list[int]:

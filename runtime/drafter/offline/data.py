@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -80,7 +80,7 @@ def read_texts(data: str | Path, config: TextConfig, tokenizer: Any, rng: np.ran
         ]
     if not texts:
         raise ConfigError(f"{data}: no prompts and no responses in it, nothing to train a drafter on")
-    return [PromptedText(prompt_token_ids=text.prompt_token_ids, token_ids=text.token_ids[:cut]) for text in texts]
+    return [replace(text, token_ids=text.token_ids[:cut]) for text in texts]
 
 
 def _random_sample(items: Iterable[Item], most: int, rng: np.random.Generator) -> list[Item]:
@@ -213,7 +213,7 @@ def usable_texts(texts: Sequence[PromptedText], vocabulary: int, max_positions: 
                 "these texts are another model's"
             )
         room = max_positions - len(text.prompt_token_ids)
-        cut = PromptedText(prompt_token_ids=text.prompt_token_ids, token_ids=text.token_ids[: max(room, 0)])
+        cut = replace(text, token_ids=text.token_ids[: max(room, 0)])
         if cut.token_ids and cut.num_tokens >= 3:
             cut_texts.append(cut)
     if not cut_texts:

@@ -23,7 +23,7 @@ from tltlab.runtime.drafter.heads.kinds import check_fit, fit_inputs, load_head,
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence, pack
-from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.drafter.training import HeadTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from .chains import acceptance_along
@@ -92,7 +92,7 @@ def train_drafter(
         prepared_s = time.perf_counter() - began
 
         began = time.perf_counter()
-        training = DrafterTraining(head, frozen, config.loss, config.optim, target.device)
+        training = HeadTraining(head, frozen, config.loss, config.optim, target.device)
         before = after = _measured(head, frozen, heldout, states, config)
         progress(f"update 0: accept length {_length(before)} on {len(heldout)} held-out responses")
         if config.updates and config.head is None and config.loss.method == "eagle":

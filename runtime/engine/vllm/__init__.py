@@ -72,11 +72,15 @@ def replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[
     return put
 
 
+def attached(config: Any) -> dict[str, Any]:
+    """Return the options attached to vLLM's configuration, empty for none."""
+    additional = getattr(config, "additional_config", None)
+    return (additional.get("tltlab") if isinstance(additional, dict) else None) or {}
+
+
 def has_option(config: Any, name: str) -> bool:
     """Return True if the options attached to vLLM's configuration include this one."""
-    additional = getattr(config, "additional_config", None)
-    attached = (additional.get("tltlab") if isinstance(additional, dict) else None) or {}
-    return attached.get(name) is not None
+    return attached(config).get(name) is not None
 
 
 @contextmanager

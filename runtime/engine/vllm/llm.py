@@ -179,18 +179,19 @@ def start_capture(llm: Any, sink: Sink | bytes | None, max_bytes: int) -> None:
     Running requests hold at most `max_bytes` of states. ConfigError where the sink cannot be sent there, and where the
     engine verifies fewer tokens than were scheduled.
     """
-    speculative = llm.llm_engine.vllm_config.speculative_config
-    if sink is not None and (without := missing("hidden states")):
-        raise ConfigError(without)
-    if sink is not None and getattr(speculative, "enable_adaptive_verification", False):
-        raise ConfigError("hidden states cannot be captured with enable_adaptive_verification: leave it out")
-    if sink is not None and _worker(llm) is None:
-        try:
-            sink = pickle.dumps(sink)
-        except Exception as error:  # objects in the sink may raise anything
-            raise ConfigError(
-                f"the engine's model runs in a process of its own, and the sink, which must go there, cannot: {error}"
-            ) from error
+    if sink is not None:
+        if without := missing("hidden states"):
+            raise ConfigError(without)
+        if getattr(llm.llm_engine.vllm_config.speculative_config, "enable_adaptive_verification", False):
+            raise ConfigError("hidden states cannot be captured with enable_adaptive_verification: leave it out")
+        if _worker(llm) is None:
+            try:
+                sink = pickle.dumps(sink)
+            except Exception as error:  # objects in the sink may raise anything
+                raise ConfigError(
+                    "the engine's model runs in a process of its own, and the sink, which must go there, cannot: "
+                    f"{error}"
+                ) from error
     capture.start_capture(_core(llm), sink, max_bytes)
 
 

@@ -24,12 +24,16 @@ from tltlab.runtime.engine.graphs import GraphPlan, parts_of, plan_graphs
 from tltlab.runtime.engine.metrics import Tally
 from tltlab.strategy import NO_SPECULATION
 
-from . import OPTIONS, POLICY, RECORD, VARIABLES, missing
+from . import OPTIONS, POLICY, RECORD, VARIABLES, attached, missing
 
 _HERE = __package__
 
 Program = Literal["vllm", "vllm serve", "verl", "nemo-rl", "skyrl", "prime-rl", "openrlhf", "trl"]
 """Programs that pass the arguments of `vllm_options` on to vLLM, each in its own form."""
+
+
+Arguments = dict[str, Any]
+"""Settings by name, such as arguments of vLLM."""
 
 
 class Attachment(FrozenModel):
@@ -47,14 +51,13 @@ class Attachment(FrozenModel):
     seed: int = 0
     record: str | None = None
     numbered: bool = False
-    costs: dict[str, Any] | None = None
+    costs: Arguments | None = None
 
     @classmethod
     def of_engine(cls, config: Any) -> Attachment:
         """Return the settings in the configuration of one engine; empty where nothing is attached."""
-        additional = config.additional_config
         with faults_in("additional_config['tltlab']"):
-            attachment = cls.model_validate((additional.get("tltlab") if isinstance(additional, dict) else None) or {})
+            attachment = cls.model_validate(attached(config))
         parallel = config.parallel_config
         if parallel.distributed_executor_backend != "external_launcher":
             return attachment.of_replica(parallel.data_parallel_index)
@@ -103,7 +106,7 @@ class EngineOptions(FrozenModel):
     async_scheduling: bool | None = None
     worker: int = Field(default=0, ge=0)
     seed: int = Field(default=0, ge=0)
-    costs: str | dict[str, Any] | None = None
+    costs: str | Arguments | None = None
     strict: bool = False
 
 
@@ -117,9 +120,9 @@ def vllm_options(
     worker: int = 0,
     seed: int = 0,
     record: str | Path | None = None,
-    costs: str | Path | dict[str, Any] | CostModel | None = None,
+    costs: str | Path | Arguments | CostModel | None = None,
     for_: Program = "vllm",
-) -> dict[str, Any]:
+) -> Arguments:
     """Return keyword arguments for `vllm.LLM` or `AsyncEngineArgs` that run `policy`, or only `record` for None.
 
     `policy` is any source that `load_policy` takes; `drafters` add to, or replace, the policy's own. The engine is
@@ -130,7 +133,7 @@ def vllm_options(
     or by measurement. ConfigError for policies that vLLM cannot run.
 
     Without a policy the engine is only recorded, its own speculation included: vLLM treats the other arguments as usual
-    (`watch.record_only`), and an error of the recording ends no engine.
+    (`scheduler.record_only`), and an error of the recording ends no engine.
 
     Where a policy uses model-free drafts, also as a learned drafter's fallback, scheduling is synchronous, since these
     drafts need the tokens. Otherwise drafts stay on the device, and vLLM schedules asynchronously where it can (on a
@@ -177,15 +180,28 @@ def vllm_options(
             seed=seed,
             costs=plain_costs,
         )
-        return _variables(policy, chosen, record, engine_options)
-    attachment = Attachment(policy=chosen, max_draft_depth=depth, worker=worker, seed=seed, costs=plain_costs)
-    if chosen is not None:
-        attachment = attachment.model_copy(update={"drafters": pool_specs})
-    if record is not None:
-        attachment = attachment.model_copy(update={"record": str(Path(record).absolute())})
+        variables: Arguments = {}
+        if isinstance(policy, str | Path):
+            variables[POLICY] = os.path.abspath(policy) if os.path.isfile(policy) else str(policy)
+        elif chosen is not None:
+            variables[POLICY] = chosen.model_dump_json(exclude_none=True)
+        if record is not None:
+            variables[RECORD] = os.path.abspath(record)
+        if fields := engine_options.model_dump(mode="json", exclude_defaults=True):
+            variables[OPTIONS] = json.dumps(fields)
+        return variables
+    attachment = Attachment(
+        policy=chosen,
+        drafters=None if chosen is None else pool_specs,
+        max_draft_depth=depth,
+        worker=worker,
+        seed=seed,
+        record=None if record is None else str(Path(record).absolute()),
+        costs=plain_costs,
+    )
     if pool.feeds:
         async_scheduling = False
-    options: dict[str, Any] = {"additional_config": {"tltlab": attachment.model_dump(mode="json")}}
+    options: Arguments = {"additional_config": {"tltlab": attachment.model_dump(mode="json")}}
     if chosen is not None:
         options["scheduler_cls"] = scheduler_cls(async_scheduling)
         if record is not None:
@@ -202,18 +218,15 @@ def vllm_options(
             plan = plan_graphs(
                 chosen, max_batch, drafters=pool_specs, runner="V1" if pool.feeds else "V2", any_lengths=True
             )
-    return _options_for(options | engine_settings(speculative_config(pool_specs, depth), plan), for_)
-
-
-def _options_for(options: dict[str, Any], program: Program) -> dict[str, Any]:
-    if program in ("vllm serve", "verl"):
+    options |= engine_settings(speculative_config(pool_specs, depth), plan)
+    if for_ in ("vllm serve", "verl"):
         return {
             f"no-{name.replace('_', '-')}" if value is False else name: (
                 True if value is False else json.dumps(value) if isinstance(value, dict) else value
             )
             for name, value in options.items()
         }
-    return _without_null(options) if program == "prime-rl" else options
+    return _without_null(options) if for_ == "prime-rl" else options
 
 
 def _without_null(value: Any) -> Any:
@@ -259,9 +272,7 @@ class Variables(FrozenModel):
         with faults_in(OPTIONS):
             return EngineOptions.model_validate(value)
 
-    def engine_options(
-        self, async_scheduling: bool | None, speculative: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def engine_options(self, async_scheduling: bool | None, speculative: Mapping[str, Any] | None = None) -> Arguments:
         """Return `vllm_options` for an engine whose program sets `async_scheduling`, None where it does not.
 
         Where the program speculates by itself with a learned drafter (`speculative` is its speculative_config), that
@@ -317,23 +328,7 @@ def _policy(text: str) -> Policy:
         raise ConfigError(f"{POLICY}: {error}{folder}") from error
 
 
-def _variables(
-    policy: PolicySource | None, chosen: Policy | None, record: str | Path | None, options: EngineOptions
-) -> dict[str, Any]:
-    variables: dict[str, Any] = {}
-    if chosen is not None:
-        if isinstance(policy, str | Path):
-            variables[POLICY] = os.path.abspath(policy) if os.path.isfile(policy) else str(policy)
-        else:
-            variables[POLICY] = chosen.model_dump_json(exclude_none=True)
-    if record is not None:
-        variables[RECORD] = os.path.abspath(record)
-    if fields := options.model_dump(mode="json", exclude_defaults=True):
-        variables[OPTIONS] = json.dumps(fields)
-    return variables
-
-
-def engine_settings(speculative: Mapping[str, Any] | None, graphs: GraphPlan | None) -> dict[str, Any]:
+def engine_settings(speculative: Mapping[str, Any] | None, graphs: GraphPlan | None) -> Arguments:
     """Return vLLM's arguments for drafting and, where they are planned, for CUDA graphs."""
     if graphs is not None:
         return graphs.engine_settings(speculative)
@@ -362,7 +357,7 @@ def scheduler_cls(overlapped: bool | None) -> str:
     return f"{_HERE}.scheduler.{name}"
 
 
-def speculative_config(drafters: Mapping[str, Any], depth: int) -> dict[str, Any] | None:
+def speculative_config(drafters: Mapping[str, Any], depth: int) -> Arguments | None:
     """Return vLLM's speculative_config for the learned drafter among `drafters`, or for model-free ones alone."""
     if not depth:
         return None

@@ -276,7 +276,7 @@ def _note_weights_after(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any
 
 def _record_where_asked(scheduler: Any) -> None:
     if "tltlab" in (scheduler.vllm_config.additional_config or {}):
-        from .watch import record_only
+        from .scheduler import record_only
 
         record_only(scheduler)
 

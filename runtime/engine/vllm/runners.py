@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from . import guarded_call, missing, replaced, replacing
+from . import guarded_call, has_option, missing, replaced, replacing
 
 if TYPE_CHECKING:
     from tltlab.runtime.engine.graphs import CapturedGraphs, Kind
@@ -111,14 +111,12 @@ class SkippedDrafting:
 
     def __init__(self, runner: Any) -> None:
         drafter: Any = getattr(runner, "drafter", None)
-        settings = runner.vllm_config.additional_config
-        options = (settings.get("tltlab") or {}) if isinstance(settings, dict) else {}
         can_skip = drafter is not None and not runner.model_config.is_hybrid
         self.always = can_skip and isinstance(drafter, NoProposer)
         self.of_draft_model = (
             can_skip
             and type(drafter).__name__ == "DraftModelProposer"
-            and options.get("policy") is not None
+            and has_option(runner.vllm_config, "policy")
             and not missing("skipped draft models")
             and not (runner.use_async_scheduling or drafter.parallel_drafting)
             and not (runner.supports_mm_inputs or runner.uses_mrope)

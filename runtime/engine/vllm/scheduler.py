@@ -3,33 +3,470 @@
 vLLM receives either as `scheduler_cls`, or `policy_scheduler` for the one that fits the engine, and the policy in
 `additional_config["tltlab"]` (see `options`). `SchedulerOutput.num_spec_tokens_to_schedule` carries the draft depth of
 an iteration to the V1 and V2 model runner.
+
+A `Watch` observes a scheduler: requests that enter and leave, iterations, accepted drafts. Where an engine is only
+recorded, `record_only` wraps the methods of vLLM's own scheduler, of any class: asynchronous, for diffusion, or a
+user's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from copy import copy
+from functools import cache, wraps
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import vllm
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
+from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
+from tltlab.runtime.engine.control import Control
+from tltlab.runtime.engine.environment import hardware
 from tltlab.runtime.engine.generation import LiveRequest, describe_exception
+from tltlab.runtime.engine.recording import BRINGS_WEIGHTS, LiveRecording
+from tltlab.runtime.engine.tracker import Scheduled
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.recording import recording_of
 
 from . import is_registered
 from .capture import NullCapture
 from .options import Attachment, check_engine, drafts_nothing
+from .runners import GRAPH_KINDS
 from .runners import NoProposer as NoProposer
-from .sampling import speculative_sampling_is_sound
-from .watch import Watch
+from .sampling import drafting_of, speculative_sampling_is_sound
 
 logger = init_logger(__name__)
+
+EXTRA = "tltlab"
+"""Name of a request's key in `SamplingParams.extra_args`, and of an engine's settings in `additional_config`."""
+
+NAMELESS_PER_STEP = 1024
+"""Requests without keys per RL step, so that drafters drop old text where no RL step is announced."""
+
+NOT_IN_ALL = ("_handle_stopped_request", "set_pause_state")
+"""Methods of schedulers that not all versions and classes have."""
+
+LOOK_BACK = 1024
+"""Tokens at the end of a text that are searched for its stop string."""
+
+REMEMBERED = 1 << 18
+"""Number of most recent prompts whose samples are counted."""
+
+
+class Watch:
+    """Reports requests and iterations of one scheduler to its `Control`, and to a recording if there is one.
+
+    A request has `entered` after vLLM's `add_request`, its turn `ended` before `_handle_stopped_request`, and it has
+    `left` before `_free_request` and is `freed` after it. An iteration is `scheduled` before `_update_after_schedule`,
+    in which AsyncScheduler changes requests; its output is `returned` before `update_from_output` and `applied` after
+    it. Requests of pooling models are ignored. While the batch stays the same no request is read one by one, except to
+    count its new tokens.
+    """
+
+    def __init__(self, scheduler: Any, control: Control, settings: Attachment) -> None:
+        self.scheduler = scheduler
+        scheduler.control = control
+        self.recording = _recording(scheduler, control, settings)
+        # False for diffusion and pooling, where an iteration does not yield one token per request.
+        self._decodes = bool(getattr(scheduler, "num_sampled_tokens_per_step", 1))
+        self._samples: dict[tuple[int, str], int] = {}
+        self._least_sample = self._num_nameless = 0
+        self._in_flight: deque[Scheduled] = deque()
+        self._batch: list[str] = []
+        # Number of tokens that clients have of requests that they abort.
+        self._got: dict[str, int] = {}
+        self._cannot_detokenize = False
+
+    @property
+    def control(self) -> Control:
+        control: Control = self.scheduler.control  # may be replaced
+        return control
+
+    @property
+    def _open_recording(self) -> LiveRecording | None:
+        return self.recording if self.recording is not None and not self.recording.ended else None
+
+    def entered(self, request: Request) -> LiveRequest | None:
+        """Add a request of the scheduler."""
+        if request.sampling_params is None:
+            return None
+        key, recording = self._key_of(request), self._open_recording
+        if recording is not None:
+            recording.arrives(key[0] if key is not None else None)
+        elif key is not None:
+            self.control.advance(key[0])
+        return self._enter(request, key or self._new_key(request))
+
+    def continued(self, session: Request, before: LiveRequest | None) -> LiveRequest | None:
+        """Add the next turn of a streaming session after turn `before` has `left`, whose output is now prompt."""
+        if before is None:
+            return None
+        rl_step, prompt_id, sample, turn = before.key
+        return self._enter(session, (rl_step, prompt_id, sample, turn + 1))
+
+    def _enter(self, request: Request, key: Key) -> LiveRequest:
+        rl_step, prompt_id, sample, _ = key
+        if not self.control.live:
+            # The last iteration in flight of requests that are gone is not counted (`Control.add`).
+            self._land(self.control.departing)
+        least = self._samples.pop((rl_step, prompt_id), 0)
+        self._samples[rl_step, prompt_id] = max(least, sample + 1)
+        if len(self._samples) > REMEMBERED:
+            self._least_sample = max(self._least_sample, self._samples.pop(next(iter(self._samples))))
+        prompt = list(request.prompt_token_ids or ())
+        drafting = drafting_of(request.sampling_params)
+        live = self.control.add(
+            request.request_id, key, prompt, request._output_token_ids, request.max_tokens, drafting
+        )
+        if (recording := self._open_recording) is not None:
+            recording.arrived(live)
+        return live
+
+    def ended(self, request: Request) -> None:
+        """Note the end of a request's turn, before vLLM has it await the next one, with its own status."""
+        if (live := self.control.live.get(request.request_id)) is not None:
+            live.ended = str(request.get_finished_reason()), self.control.tracker.clock()
+
+    def left(self, request: Request) -> LiveRequest | None:
+        """Remove and return a request that is about to be freed."""
+        name, reason, recording = request.request_id, request.get_finished_reason(), self._open_recording
+        if (live := self.control.live.get(name)) is None:
+            return None
+        got = self._got.pop(name, None)
+        if got is None and recording is not None:
+            reason, end_s = live.ended or (reason, self.control.tracker.clock())
+            if (got := self._stopped_at(request, str(reason) == "stop")) is not None:
+                live.ended = "stop", end_s
+        in_flight = any(name in work.request_ids for work in self._in_flight)
+        self.control.finish(name, got, in_flight=in_flight)
+        if recording is not None:
+            recording.left(live, None if reason is None else str(reason), in_flight=in_flight)
+        return live
+
+    def note_delivered(self, num_tokens: Mapping[str, int]) -> None:
+        """Note how many tokens clients have of requests that they are about to abort."""
+        self._got |= {name: num for name, num in num_tokens.items() if name in self.control.live}
+
+    def _stopped_at(self, request: Request, at_token: bool) -> int | None:
+        """Return `_stopped_at` by the tokenizer of vLLM's engine core; None without one, or once it has failed."""
+        tokenizer = getattr(getattr(self.scheduler, "structured_output_manager", None), "tokenizer", None)
+        if tokenizer is None or self._cannot_detokenize:
+            return None
+        try:
+            return _stopped_at(request, tokenizer, at_token)
+        except Exception as error:  # the tokenizer may be anybody's
+            self._cannot_detokenize = True
+            logger.warning("stop strings are recorded as aborts: %s: %s", type(error).__name__, error)
+            return None
+
+    def _land(self, names: Iterable[str]) -> None:
+        """Record the ends of requests in `departing`, whose last iteration has landed."""
+        for name in list(names):
+            live = self.control.departing[name]
+            self.control.landed(name)
+            if (recording := self._open_recording) is not None:
+                recording.landed(live.key)
+
+    def scheduled(self, output: SchedulerOutput) -> Scheduled:
+        """Return the batch of an iteration."""
+        ids = list(output.num_scheduled_tokens)
+        # The same list object for the same batch, by which `Control` recognises it.
+        self._batch = ids = self._batch if ids == self._batch else ids
+        scheduler, drafts = self.scheduler, output.scheduled_spec_decode_tokens
+        undrafted = output.total_num_scheduled_tokens - sum(map(len, drafts.values()))
+        # Tokens in the KV cache before the iteration; the context adds the scheduled ones.
+        computed = sum(output.scheduled_cached_reqs.num_computed_tokens)
+        computed += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
+        # All scheduled tokens but one per request that has output already.
+        prefill = undrafted - self._decodes * len(ids)
+        for i in self.control.awaiting_first_token:
+            prefill += i in output.num_scheduled_tokens and _has_no_output(scheduler.requests[i])
+        work = Scheduled(
+            request_ids=ids,
+            drafts=drafts if self._decodes else {},  # a diffusion model's are canvases
+            waiting=len(scheduler.waiting),
+            context_tokens=computed + undrafted,
+            prefill_tokens=prefill,
+        )
+        self._in_flight.append(work)
+        return work
+
+    def watched(self, work: Scheduled, depth: int) -> None:
+        """Record an iteration without a policy, whose drafts vLLM makes by its own method, `depth` tokens deep."""
+        speculative = self.scheduler.vllm_config.speculative_config
+        self.control.watched(work, _chain(str(speculative.method), depth) if speculative else NO_SPECULATION)
+
+    def returned(self, output: SchedulerOutput, model_output: Any) -> Scheduled | None:
+        """Process the model's output for the oldest iteration in flight; return its batch, None where nothing ran."""
+        if not output.num_scheduled_tokens:
+            return None
+        work = self._in_flight.popleft()
+        if (graph := getattr(model_output, "cudagraph_stats", None)) is not None:
+            work.graph = GRAPH_KINDS[graph.runtime_mode], graph.num_padded_tokens
+        with self.control.inside:
+            counts = _counts(work.request_ids, model_output)
+        self.control.sampled(work, counts)
+        if departing := self.control.departing:
+            self._land(departing.keys() - set().union(*(work.request_ids for work in self._in_flight)))
+        return work
+
+    def applied(self) -> None:
+        """Note that the scheduler has applied an output to its requests."""
+        if not self.freed() and (recording := self._open_recording) is not None:
+            recording.iterated()
+
+    def freed(self) -> bool:
+        """Note that a request was freed, by its end, an abort or an error; True if the engine is idle."""
+        # Streaming sessions that await their next input do not run.
+        if len(self.control.live) > getattr(self.scheduler, "num_waiting_for_streaming_input", 0):
+            return False
+        self.control.idle()
+        if (recording := self._open_recording) is not None:
+            recording.idle()
+        return True
+
+    def drafted(self, draft_token_ids: Any) -> None:
+        """Record the time of vLLM's own drafting."""
+        tracker = self.control.tracker
+        tracker.drafted(tracker.clock(), getattr(draft_token_ids, "draft_s", None) or 0.0)
+
+    def new_weights(self, method: str | None = None) -> None:
+        """Note that the engine may have new weights (`LiveRecording.new_weights`), after a wait for them."""
+        self.control.end_iteration()
+        if method is None:
+            self.control.alarm.note_event("a reset of the prefix cache")
+        elif "wake" in method or BRINGS_WEIGHTS.search(method):
+            self.control.alarm.note_event("a wake of the engine" if "wake" in method else f"new weights ({method})")
+        if (recording := self._open_recording) is not None:
+            recording.new_weights(method)
+
+    def _key_of(self, request: Request) -> Key | None:
+        """Return the request's key, None unless it is valid; requests with the same key get distinct samples."""
+        params, recording = request.sampling_params, self._open_recording
+        extra = (params.extra_args or {}).get(EXTRA) if params is not None else None
+        if extra is None:
+            return None
+        try:
+            rl_step, prompt_id, sample, turn = extra
+            key = int(rl_step), str(prompt_id), int(sample), int(turn)
+            if recording is not None and not recording.can_have(key):
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
+            # An exception would end the engine and all its requests.
+            logger.warning("a request's %s must be [rl_step, prompt_id, sample, turn], ignored: %r", EXTRA, extra)
+            return None
+        if key not in self.control.keys and (recording is None or recording.is_new(key)):
+            return key
+        # The `n` responses to a prompt are requests with the same key.
+        return key[0], key[1], self._samples.get(key[:2], self._least_sample), key[3]
+
+    def _new_key(self, request: Request) -> Key:
+        """Return a key for a request without one: its prompt's digest and a running number."""
+        tokens = ",".join(map(str, request.prompt_token_ids or ()))
+        prompt_id = hashlib.blake2b(tokens.encode(), digest_size=8).hexdigest()
+        self._num_nameless += 1
+        if self._num_nameless > NAMELESS_PER_STEP and self._open_recording is None:
+            self.control.advance(self.control.tracker.rl_step + 1)
+            self._num_nameless = 1
+        rl_step = self.control.tracker.rl_step
+        return rl_step, prompt_id, self._samples.get((rl_step, prompt_id), self._least_sample), 0
+
+
+def _recording(scheduler: Any, control: Control, settings: Attachment) -> LiveRecording | None:
+    """Return the recording that the settings request; log an error and return None where it cannot begin."""
+    if settings.record is None:
+        return None
+    labels = {"model": scheduler.vllm_config.model_config.model, "engine": f"vllm {vllm.__version__}"}
+    # An existing recording, of a killed or of another engine, is left alone.
+    numbered = settings.numbered or recording_of(Path(settings.record)).exists()
+    try:
+        begin = LiveRecording.numbered if numbered else LiveRecording
+        recording = begin(settings.record, control, hardware=hardware(), **labels)
+        if recording.path != Path(settings.record):
+            logger.warning("%s is taken, so this engine records to %s", settings.record, recording.path)
+        return recording
+    except Exception as error:  # the engine is the user's
+        logger.error("%s: %s; the engine continues, and nothing is recorded", type(error).__name__, error)
+        return None
+
+
+def record_only(scheduler: Any) -> None:
+    """Record a scheduler if its engine's settings request a recording and no policy.
+
+    Methods of this one object are wrapped; vLLM's class, arguments and results stay unchanged. When the recording
+    ends, also by an error in it, the methods are vLLM's own again.
+    """
+    if hasattr(scheduler, "close_recording"):
+        return
+    try:
+        settings = Attachment.of_engine(scheduler.vllm_config)
+        if settings.record is None or settings.policy is not None:
+            return
+        if scheduler.vllm_config.model_config.runner_type == "pooling":
+            logger.warning("the engine pools and generates nothing: nothing is recorded")
+            return
+        several = scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1
+        control = settings.control(overlapped=several or bool(scheduler.scheduler_config.async_scheduling))
+        watch = Watch(scheduler, control, settings)
+        if watch.recording is not None:
+            _RecordOnly(watch, watch.recording).begin()
+    except Exception as error:  # the engine is the user's
+        logger.error("%s: %s; the engine continues, and nothing is recorded", type(error).__name__, error)
+
+
+class _RecordOnly:
+    """Wrapped methods of a scheduler that is only recorded, until the recording ends or `close_recording`."""
+
+    def __init__(self, watch: Watch, recording: LiveRecording) -> None:
+        self._watch, self._recording, self._scheduler = watch, recording, watch.scheduler
+        self._goes_on = False
+        self._turn: LiveRequest | None = None
+        # By method: the object's own attribute before, None for its class's method, and the wrapper.
+        self._wrapped: dict[str, tuple[Any, Any]] = {}
+
+    def begin(self) -> None:
+        """Wrap the methods; where that fails end the recording and restore all."""
+        watch = self._watch
+        around: dict[str, tuple[Callable[..., object], Callable[..., object] | None]] = {
+            "add_request": (self._before_add, self._after_add),
+            "_update_request_as_session": (self._before_turn, lambda session, *_: watch.continued(session, self._turn)),
+            "schedule": (lambda *_: watch.control.iteration_starts(), None),
+            "_update_after_schedule": (self._note_iteration, None),
+            "update_from_output": (watch.returned, lambda *_: watch.applied()),
+            "update_draft_token_ids": (watch.drafted, None),
+            "_handle_stopped_request": (watch.ended, None),
+            "_free_request": (lambda request, *_: watch.left(request), lambda *_: watch.freed()),
+            "set_pause_state": (lambda *_: watch.control.end_iteration(), None),
+            "reset_prefix_cache": (lambda *_: watch.new_weights(), None),
+        }
+        try:
+            for name, hooks in around.items():
+                if name not in NOT_IN_ALL or hasattr(self._scheduler, name):
+                    self._wrap(name, *hooks)
+        except Exception as error:
+            self._recording.give_up(error)
+            self._unwrap()
+        self._scheduler.close_recording = self._close
+        self._scheduler.new_weights = lambda method: self._guarded(watch.new_weights, (method,))
+        self._scheduler.note_delivered = lambda num_tokens: self._guarded(watch.note_delivered, (num_tokens,))
+
+    def _close(self) -> None:
+        self._unwrap()
+        self._recording.close()
+        self._scheduler.__dict__.pop("close_recording", None)
+
+    def _before_add(self, request: Request) -> None:
+        self._goes_on = request.request_id in self._scheduler.requests
+
+    def _after_add(self, request: Request) -> None:
+        if not self._goes_on:
+            self._watch.entered(request)
+
+    def _before_turn(self, session: Request, *_: Any) -> None:
+        self._turn = self._watch.left(session)
+
+    def _note_iteration(self, output: SchedulerOutput) -> None:
+        if output.num_scheduled_tokens:
+            with self._watch.control.inside:
+                work = self._watch.scheduled(output)
+            # Versions before 0.32 always draft to the depth given at the start.
+            depth = getattr(output, "num_spec_tokens_to_schedule", self._scheduler.num_spec_tokens)
+            self._watch.watched(work, depth)
+
+    def _wrap(self, name: str, before: Callable[..., object], after: Callable[..., object] | None) -> None:
+        previous, stock = vars(self._scheduler).get(name), getattr(self._scheduler, name)
+
+        @wraps(stock)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            self._guarded(before, args)
+            result = stock(*args, **kwargs)
+            if after is not None:
+                self._guarded(after, args)
+            return result
+
+        self._wrapped[name] = previous, method
+        setattr(self._scheduler, name, method)
+
+    def _guarded(self, part: Callable[..., object], args: tuple[Any, ...]) -> None:
+        """Call `part`; after the first exception end the recording and unwrap."""
+        if self._recording.ended:
+            self._unwrap()
+            return
+        try:
+            part(*args)
+        except Exception as error:  # any: the engine serves users' requests
+            self._recording.give_up(error)
+            self._unwrap()
+
+    def _unwrap(self) -> None:
+        """Remove the wrappers; one that other code has wrapped since stays, and only forwards."""
+        attributes = vars(self._scheduler)
+        for name, (previous, method) in self._wrapped.items():
+            if attributes.get(name) is method:
+                if previous is None:
+                    del attributes[name]
+                else:
+                    attributes[name] = previous
+        self._wrapped.clear()
+        attributes.pop("new_weights", None)
+        attributes.pop("note_delivered", None)
+
+
+def _stopped_at(request: Request, tokenizer: Any, at_token: bool) -> int | None:
+    """Number of tokens that the client got of a request with stop strings; None where it met none of them.
+
+    Clients look for stop strings and abort the request in the engine core, which may have computed more, or ended it
+    meanwhile, `at_token`: at an EOS or stop token. vLLM's own detokenizer decides; it takes about 1 us a token.
+    """
+    params, output = request.sampling_params, request._output_token_ids
+    if params is None or not params.stop or not output:
+        return None
+    cut = max(len(output) - LOOK_BACK, 0)
+    params = copy(params)
+    params.min_tokens = max(params.min_tokens - cut, 0)
+    prompt = request.prompt_token_ids
+    text = SimpleNamespace(
+        request_id=request.request_id,
+        prompt_token_ids=[*(prompt or ()), *output[:cut]] if cut else prompt,
+        prompt_embeds=None if cut else getattr(request, "prompt_embeds", None),
+        sampling_params=params,
+    )
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, cast(EngineCoreRequest, text))
+    stopped = detokenizer.update(list(output[cut:]), at_token)
+    return cut + detokenizer.num_output_tokens() if stopped else None
+
+
+_chain = cache(Strategy.chain)
+
+
+def _counts(request_ids: Sequence[str], output: Any) -> list[int]:
+    """Return the number of new tokens of each request, in the order of `request_ids`, usually the runner's too."""
+    sampled = output.sampled_token_ids
+    if not sampled:
+        return [0] * len(request_ids)
+    if output.req_ids == request_ids:
+        return list(map(len, sampled))
+    index = output.req_id_to_index
+    return [len(sampled[index[i]]) for i in request_ids]
+
+
+def _has_no_output(request: Request) -> bool:
+    """True if no token has been sampled or is in flight: all its scheduled tokens are prefill."""
+    return bool(request.num_output_tokens + request.num_output_placeholders == 0)
 
 
 def policy_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> PolicyScheduler:

@@ -50,7 +50,7 @@ BLOCK_S = 2.0
 def _recording(stock: PlainStock, path: Path) -> Iterator[None]:
     """Record the engine within the block, as by `vllm_options(None, record=path)`; then complete the trace."""
     from tltlab.runtime.engine.vllm.llm import scheduler_of
-    from tltlab.runtime.engine.vllm.watch import record_only
+    from tltlab.runtime.engine.vllm.scheduler import record_only
 
     scheduler = scheduler_of(stock.llm)
     with replaced(scheduler.vllm_config, "additional_config", vllm_options(None, record=path)["additional_config"]):

@@ -34,8 +34,7 @@ from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.tracker import Stopwatch
 from tltlab.runtime.engine.vllm.capture import RunnerCapture
 from tltlab.runtime.engine.vllm.options import vllm_options
-from tltlab.runtime.engine.vllm.scheduler import PolicyScheduler
-from tltlab.runtime.engine.vllm.watch import record_only
+from tltlab.runtime.engine.vllm.scheduler import PolicyScheduler, record_only
 
 _WARM_UP = 12
 _FEWEST = 10

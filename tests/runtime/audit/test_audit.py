@@ -12,10 +12,22 @@ from typer.testing import CliRunner
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.audit.cases import COMPOSITIONS, DEPTHS, DRAFTERS, FILTERS, TEMPERATURES, cases, covering
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.audit.models import EOS
-from tltlab.runtime.audit.statistics import ChiSquare, cells_check, combined, pooled, ranks_check
+from tltlab.runtime.audit.run import (
+    COMPOSITIONS,
+    DEPTHS,
+    DRAFTERS,
+    FILTERS,
+    TEMPERATURES,
+    ChiSquare,
+    cases,
+    cells_check,
+    combined,
+    covering,
+    pooled,
+    ranks_check,
+)
 from tltlab.runtime.cli.audit import audit, vllm_settings
 from tltlab.runtime.models.measure import sample
 

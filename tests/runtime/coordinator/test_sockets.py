@@ -13,10 +13,9 @@ from tltlab.coordination.agent import Hold
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.messages import Kill, RolloutEnded, StopTraining, Train, WorkerReport
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.coordinator import thread as coordinator_thread
-from tltlab.runtime.coordinator.client import CoordinatorClient
+from tltlab.runtime.coordinator import sockets as coordinator_thread
 from tltlab.runtime.coordinator.keys import ClientKeys, check_endpoint, make_keys
-from tltlab.runtime.coordinator.server import CoordinatorServer
+from tltlab.runtime.coordinator.sockets import CoordinatorClient, CoordinatorServer
 from tltlab.runtime.coordinator.wire import MAX_BYTES, encode
 
 from ..small_models import until

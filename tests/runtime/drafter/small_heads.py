@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig
 
-from tltlab.runtime.drafter.heads.eagle import Eagle3Head, EagleHead
+from tltlab.runtime.drafter.heads.head import Eagle3Head, EagleHead
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.buffer import SHORTEST_STRETCH, DataBuffer, TrainerData, read_data, write_data
 from tltlab.runtime.drafter.sequences import TrainingSequence, pack
+from tltlab.runtime.drafter.worker import SHORTEST_STRETCH, DataBuffer, TrainerData, read_data, write_data
 from tltlab.runtime.recipe.drafter import BufferConfig
 
 from .drafting_text import largest_file

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from tltlab.runtime.drafter import checkpoint
-from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
-from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.drafter import worker as checkpoint
+from tltlab.runtime.drafter.training import HeadTraining
+from tltlab.runtime.drafter.worker import DrafterCheckpoint
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from ...crash_states import Disk, crashes, put
@@ -41,14 +41,14 @@ def loaded(folder, size=1000):
 
 def test_training_continues_bit_by_bit(tmp_path):
     optim = OptimConfig(lr=3e-3, warmup=4)
-    training = DrafterTraining(head(tmp_path / "a"), frozen(), LossConfig(), optim)
+    training = HeadTraining(head(tmp_path / "a"), frozen(), LossConfig(), optim)
     saved = DrafterCheckpoint(tmp_path / "saved")
     training.update([sequence(0)])
     saved.save(training.live_state())
     # What comes after the save must not reach what is written.
     training.update([sequence(1)])
     training.update([sequence(2)])
-    after = DrafterTraining(head(tmp_path / "b", seed=4), frozen(), LossConfig(), optim)
+    after = HeadTraining(head(tmp_path / "b", seed=4), frozen(), LossConfig(), optim)
     found = after.state_dict()
     assert saved.load(found) == saved.latest() == tmp_path / "saved/checkpoint-00000000"
     after.load_state_dict(found)

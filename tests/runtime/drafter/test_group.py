@@ -12,7 +12,7 @@ import torch.distributed
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, RendezvousServer, rendezvous_store
-from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.drafter.training import HeadTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from ..small_models import until
@@ -36,7 +36,7 @@ def all_of(world, member):
 
 
 def made(folder, seed=0, kind="eagle"):
-    return DrafterTraining(
+    return HeadTraining(
         text.head(folder, seed), text.frozen(), LossConfig(kind=kind, token_weight=1.0), OptimConfig(lr=3e-3)
     )
 

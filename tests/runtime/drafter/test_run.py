@@ -21,14 +21,18 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_file
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.runtime.drafter import processes as trainer_processes
-from tltlab.runtime.drafter.buffer import read_data
-from tltlab.runtime.drafter.drafting import NullDrafting
+from tltlab.runtime.drafter import run as trainer_processes
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
-from tltlab.runtime.drafter.processes import _host_and_port, coordinator_endpoint, machine_addresses
-from tltlab.runtime.drafter.run import DrafterRun, drafter_of
-from tltlab.runtime.drafter.worker import SpotTrainer
+from tltlab.runtime.drafter.run import (
+    DrafterRun,
+    NullDrafting,
+    _host_and_port,
+    coordinator_endpoint,
+    drafter_of,
+    machine_addresses,
+)
+from tltlab.runtime.drafter.worker import SpotTrainer, read_data
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe

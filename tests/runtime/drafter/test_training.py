@@ -14,7 +14,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import GroupLost
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.sequences import pack
-from tltlab.runtime.drafter.training import MAX_BAD, PART_ROWS, DrafterTraining
+from tltlab.runtime.drafter.training import MAX_BAD, PART_ROWS, HeadTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from . import small_heads
@@ -57,7 +57,7 @@ class Lost:
 
 
 def training(folder, loss=LOSS, **optim):
-    return DrafterTraining(head(folder), frozen(), loss, OptimConfig(**{"lr": 3e-3, **optim}))
+    return HeadTraining(head(folder), frozen(), loss, OptimConfig(**{"lr": 3e-3, **optim}))
 
 
 class Pair:
@@ -245,7 +245,7 @@ def test_it_learns_from_the_target_as_is(tmp_path):
 def alike(num, method="eagle"):
     """Trainings that are the same."""
     target, optim = small_heads.made_target(), OptimConfig(lr=0.1)
-    return [DrafterTraining(small_heads.made_head(method), target, LOSS, optim) for _ in range(num)]
+    return [HeadTraining(small_heads.made_head(method), target, LOSS, optim) for _ in range(num)]
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])

@@ -10,7 +10,7 @@ import torch
 
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.messages import Train
-from tltlab.runtime.coordinator.server import CoordinatorServer
+from tltlab.runtime.coordinator.sockets import CoordinatorServer
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.group import RendezvousServer
 from tltlab.runtime.drafter.worker import HELD_OUT, SpotTrainer, TrainerPlacement

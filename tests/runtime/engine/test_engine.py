@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableRow, TableSpec
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
-from tltlab.runtime.audit.statistics import cells_check
+from tltlab.runtime.audit.run import cells_check
 from tltlab.runtime.engine.vllm.sampling import unfixed_sampling
 from tltlab.runtime.ray.scratch import scratch_folder
 from tltlab.state import StepState

@@ -11,7 +11,7 @@ from tltlab.calibration.costs import fit_points
 from tltlab.calibration.iterations import read_step_times
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.runtime.cli.profile import _learned, _setting, profile, write_table
+from tltlab.runtime.cli.profile import _learned, vllm_setting, profile, write_table
 from tltlab.runtime.engine.profile import (
     Cell,
     ProfileGrid,
@@ -67,14 +67,14 @@ def test_the_held_out_error_of_tables_is_small():
 
 
 def test_options_are_vllms_own_and_drafter_has_method():
-    assert _setting("load_format=dummy") == ("load_format", "dummy")
-    assert _setting("max_num_seqs=8") == ("max_num_seqs", 8)
+    assert vllm_setting("load_format=dummy") == ("load_format", "dummy")
+    assert vllm_setting("max_num_seqs=8") == ("max_num_seqs", 8)
     name, spec = _learned("learned=eagle:heads/eagle")
     assert (name, spec.method, spec.model) == ("learned", "eagle", "heads/eagle")
     for read, text, facts in (
         (_learned, "learned", ("--drafter", "NAME=METHOD:PATH")),
         (_learned, "learned=medusa:x", ("--drafter", "learned=medusa:x", "eagle")),
-        (_setting, "load_format", ("--vllm", "load_format", "KEY=VALUE")),
+        (vllm_setting, "load_format", ("--vllm", "load_format", "KEY=VALUE")),
     ):
         with refused(ConfigError, naming=facts):
             read(text)

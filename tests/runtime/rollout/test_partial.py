@@ -14,9 +14,8 @@ from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.planning.dispatch import may_start
 from tltlab.runtime.rollout.collected import SynchronousRollouts
-from tltlab.runtime.rollout.in_flight import DeferredCalls, QueuedRequests
 from tltlab.runtime.rollout.partial import first_version
-from tltlab.runtime.rollout.worker import enough
+from tltlab.runtime.rollout.worker import DeferredCalls, QueuedRequests, enough
 
 from .scripted_engines import END, ScriptedEngines, prompts, recipe, resumed, ways
 

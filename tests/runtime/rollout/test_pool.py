@@ -31,8 +31,7 @@ from tltlab.runtime.ray.actors import Waiting, death_cause
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.engines import EngineBuild
 from tltlab.runtime.recipe.recipe import load_recipe
-from tltlab.runtime.rollout.history import RunHistory
-from tltlab.runtime.rollout.pool import WorkerPool
+from tltlab.runtime.rollout.pool import RunHistory, WorkerPool
 from tltlab.runtime.rollout.worker import capture_bytes, engine_args
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied

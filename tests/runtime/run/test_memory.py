@@ -9,8 +9,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from tltlab.runtime.recipe.dry_run import plan_of
-from tltlab.runtime.recipe.memory import PHASES
+from tltlab.runtime.recipe.dry_run import PHASES, plan_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.grpo import train
 from tltlab.runtime.trainer.samples import Sample

@@ -13,7 +13,7 @@ from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.ray.start import MOST_STARTS, start_ray
 from tltlab.runtime.recipe.sections import ClusterConfig
-from tltlab.runtime.run.placement import Placement
+from tltlab.runtime.run.placement import GpuPlacement
 
 from ..small_models import small_recipe
 
@@ -69,7 +69,7 @@ def test_a_ray_started_here_listens_on_loopback_alone(monkeypatch):
     assert start_ray()
     try:
         workers = os.cpu_count() or 1
-        with Placement(recipe(workers=workers, ranks=1, nodes=1, gpus=0)) as placement:
+        with GpuPlacement(recipe(workers=workers, ranks=1, nodes=1, gpus=0)) as placement:
             assert len(started(options_of(placement, workers, 1))) == workers + 1
             alive = Here.remote()
             ray.get(alive.seen.remote())
@@ -79,7 +79,7 @@ def test_a_ray_started_here_listens_on_loopback_alone(monkeypatch):
         assert "RAY_worker_niceness" not in os.environ, "that is for Ray's processes, not for this one"
         assert not start_ray()
         with refused(ConfigError, naming=("4", "1", "2")):
-            Placement(recipe(workers=4, ranks=2, nodes=1)).__enter__()
+            GpuPlacement(recipe(workers=4, ranks=2, nodes=1)).__enter__()
     finally:
         ray.shutdown()
 
@@ -131,7 +131,7 @@ def ray_cluster():
 
 
 def test_separate_actors_have_gpus_of_their_own(ray_cluster):
-    with Placement(recipe(tp=6, workers=2, ranks=1)) as placement:
+    with GpuPlacement(recipe(tp=6, workers=2, ranks=1)) as placement:
         seen = started(options_of(placement, 2, 1))
     assert [len(gpus) for _, gpus in seen] == [6, 6, 1]
     taken = [(node, gpu) for node, gpus in seen for gpu in gpus]
@@ -140,7 +140,7 @@ def test_separate_actors_have_gpus_of_their_own(ray_cluster):
 
 
 def test_colocated_ranks_share_the_gpus_of_the_workers(ray_cluster):
-    with Placement(recipe(tp=8, workers=2, ranks=16, placement="colocated")) as placement:
+    with GpuPlacement(recipe(tp=8, workers=2, ranks=16, placement="colocated")) as placement:
         workers = [placement.worker_options(n) for n in range(2)]
         ranks = [placement.trainer_options(r) for r in range(16)]
         seen = started([*workers, ranks[15]])
@@ -154,7 +154,7 @@ def test_colocated_ranks_share_the_gpus_of_the_workers(ray_cluster):
 
 
 def test_shares_of_a_gpu_are_one_each(ray_cluster):
-    with Placement(recipe(workers=1, ranks=1, worker_gpus=0.3, rank_gpus=0.4)) as placement:
+    with GpuPlacement(recipe(workers=1, ranks=1, worker_gpus=0.3, rank_gpus=0.4)) as placement:
         seen = started(options_of(placement, 1, 1))
     assert len({(node, *gpus) for node, gpus in seen}) == 1
     assert [len(gpus) for _, gpus in seen] == [1, 1]
@@ -162,12 +162,12 @@ def test_shares_of_a_gpu_are_one_each(ray_cluster):
 
 def test_held_gpus_are_not_waited_for_long(ray_cluster):
     asked = recipe(tp=4, workers=4, ranks=16, placement="colocated")
-    with Placement(asked):
+    with GpuPlacement(asked):
         begun = time.monotonic()
         with refused(ConfigError, naming=("4", "2")):
-            Placement(asked, ready_s=2.0).__enter__()
+            GpuPlacement(asked, ready_s=2.0).__enter__()
         assert time.monotonic() - begun < 200
-    with Placement(asked):
+    with GpuPlacement(asked):
         pass
 
 
@@ -175,7 +175,7 @@ def test_more_than_the_cluster_is_refused(ray_cluster):
     begun = time.monotonic()
     for asked in (recipe(workers=17, ranks=1, gpus=16), recipe(tp=16, workers=1, ranks=1, gpus=32)):
         with refused(ConfigError, naming=("8",)):
-            Placement(asked).__enter__()
+            GpuPlacement(asked).__enter__()
     with refused(ConfigError, naming=("num_nodes", "3", "2")):
-        Placement(recipe(workers=1, ranks=1, nodes=3)).__enter__()
+        GpuPlacement(recipe(workers=1, ranks=1, nodes=3)).__enter__()
     assert time.monotonic() - begun < 200

@@ -8,12 +8,10 @@ import pytest
 
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
-from tltlab.runtime.drafter.drafting import NullDrafting
-from tltlab.runtime.run.actors import RunActors
+from tltlab.runtime.drafter.run import NullDrafting
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.runtime.run.data import RolloutsAhead
-from tltlab.runtime.run.grpo import GrpoRun
-from tltlab.runtime.run.recovery import Recovery
+from tltlab.runtime.run.grpo import GrpoRun, Recovery, RunActors
 from tltlab.runtime.run.state import RunEvents, RunState
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.strategy import NO_SPECULATION, Strategy

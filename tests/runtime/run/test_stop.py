@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from tltlab.console import sigterm_handler
-from tltlab.runtime.run import stop
-from tltlab.runtime.run.stop import Stop
+from tltlab.runtime.run import grpo
+from tltlab.runtime.run.grpo import Stop
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,18 +45,18 @@ def test_first_is_wish_second_order():
 
 def test_a_long_rl_step_is_not_waited_for():
     with Stop(lambda: None) as stopping:
-        stopping.due(stop.STOP_S - 1)
+        stopping.due(grpo.STOP_S - 1)
         press()
     assert stopping.requested
     with Stop(lambda: None) as stopping:
-        stopping.due(stop.STOP_S + 60)
+        stopping.due(grpo.STOP_S + 60)
         with pytest.raises(KeyboardInterrupt):
             press()
     assert not stopping.requested
 
 
 def test_step_that_takes_longer_than_thought_is_ended(monkeypatch):
-    monkeypatch.setattr(stop, "STOP_S", 0.01)
+    monkeypatch.setattr(grpo, "STOP_S", 0.01)
 
     def wait():
         press()

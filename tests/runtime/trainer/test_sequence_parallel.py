@@ -13,9 +13,8 @@ from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.recipe.sections import TrainConfig
 from tltlab.runtime.trainer.attention import ALONE, SequenceGroup
-from tltlab.runtime.trainer.model import PackedTokens, check_trainable
 from tltlab.runtime.trainer.ranks import sequence_groups
-from tltlab.runtime.trainer.trainer import Trainer
+from tltlab.runtime.trainer.trainer import PackedTokens, Trainer, check_trainable
 
 from .test_trainer import near, samples, tied_model, updated
 

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, Qwen2Config
 from tests.refused import refused
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.sections import TrainConfig
-from tltlab.runtime.trainer import model as of_tokens
+from tltlab.runtime.trainer import trainer as of_tokens
 from tltlab.runtime.trainer.ranks import make_deterministic
 from tltlab.runtime.trainer.samples import Sample, check
 from tltlab.runtime.trainer.trainer import Trainer

@@ -319,7 +319,7 @@ def test_what_makes_no_sense_is_refused(text: str, fact: str, tltlab, tiny):
 
 def test_a_learned_drafter_needs_the_runtime(tltlab, tiny, monkeypatch):
     monkeypatch.delitem(sys.modules, "tltlab.runtime.drafter.offline.annotate", raising=False)
-    monkeypatch.delitem(sys.modules, "tltlab.runtime.drafter.heads.eagle", raising=False)
+    monkeypatch.delitem(sys.modules, "tltlab.runtime.drafter.heads.head", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     code, _, err = tltlab("annotate", tiny, "--drafter", "eagle:some/folder")
     assert code == 2

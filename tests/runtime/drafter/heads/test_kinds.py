@@ -24,7 +24,7 @@ from tests.refused import refused
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
-from tltlab.runtime.drafter.heads.eagle import Eagle3Head, default_aux_layers
+from tltlab.runtime.drafter.heads.head import Eagle3Head, default_aux_layers
 from tltlab.runtime.drafter.heads.kinds import fit_inputs, load_head, new_head
 from tltlab.runtime.drafter.heads.layouts import is_head
 from tltlab.runtime.drafter.heads.loss import drafter_loss

@@ -11,11 +11,11 @@ from transformers import LlamaConfig
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.drafter.heads.eagle import Eagle3Head
+from tltlab.runtime.drafter.heads.head import Eagle3Head
 from tltlab.runtime.drafter.heads.kinds import load_head
 from tltlab.runtime.drafter.heads.layouts import eagle_layout, is_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.drafter.training import HeadTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from ..small_heads import HIDDEN, VOCABULARY, made_sequence
@@ -162,7 +162,7 @@ def test_all_of_somebody_elses_head_is_trained(target, tmp_path):
     specforge(tmp_path / "head", target, bias=True)
     head = load_head(tmp_path / "head", target=target)
     loss = LossConfig(kind="eagle3", unroll=2)
-    training = DrafterTraining(head, FrozenTarget.from_folder(target), loss, OptimConfig())
+    training = HeadTraining(head, FrozenTarget.from_folder(target), loss, OptimConfig())
     before = {name: value.clone() for name, value in head.state_dict().items()}
     report = training.update([made_sequence(20, seed=n) for n in range(4)])
     assert report.tokens

@@ -7,12 +7,12 @@ from transformers import AutoModelForCausalLM
 from tests.refused import refused
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
+from tltlab.runtime.drafter.heads.head import MtpHead, fresh_mtp, mtp_of_model
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
-from tltlab.runtime.drafter.heads.mtp import MtpHead, fresh_mtp, mtp_of_model
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.offline.chains import kept_along
 from tltlab.runtime.drafter.offline.export import ExportConfig, ExportSource, export_drafter
-from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.drafter.training import HeadTraining
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
@@ -118,7 +118,7 @@ def test_vllm_drafts_with_it_what_is_foretold(tmp_path):
         engine.update_draft_weights(head.serving_weights().items())
         untaught = kept(engine)
         assert copy_in > untaught + 20
-        training = DrafterTraining(head, frozen, LossConfig(kind="mtp"), OptimConfig(lr=3e-3, warmup=1))
+        training = HeadTraining(head, frozen, LossConfig(kind="mtp"), OptimConfig(lr=3e-3, warmup=1))
         for _ in range(40):
             training.update(found)
         engine.update_draft_weights(training.head.serving_weights().items(), training.predict(found))

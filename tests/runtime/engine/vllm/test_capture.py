@@ -10,8 +10,7 @@ import torch
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.vllm.capture import _Batch, _PinnedCopies
-from tltlab.runtime.engine.vllm.row_store import RowStore
+from tltlab.runtime.engine.vllm.capture import RowStore, _Batch, _PinnedCopies
 from tltlab.strategy import Strategy
 
 from ...small_models import loaded

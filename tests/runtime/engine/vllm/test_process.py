@@ -49,7 +49,7 @@ from tests.runtime.engine.asking import changed, requests, settings
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.vllm import uncompiled
-from tltlab.runtime.engine.vllm.watch import record_only
+from tltlab.runtime.engine.vllm.scheduler import record_only
 
 before, found = settings(), {}
 engine = Engine(model, max_draft_depth=2,

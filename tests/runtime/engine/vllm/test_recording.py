@@ -66,7 +66,7 @@ class Recorded:
     """The engine's own scheduler, recorded to another place."""
 
     def __init__(self, llm, path):
-        from tltlab.runtime.engine.vllm.watch import record_only
+        from tltlab.runtime.engine.vllm.scheduler import record_only
 
         self.llm, self.path = llm, path
         self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -477,7 +477,7 @@ def test_foreign_wrappers_survive_a_recording(recorded, llm, tmp_path):
 
 
 def test_an_unwritable_place_has_no_trace(recorded, llm, tmp_path, caplog):
-    from tltlab.runtime.engine.vllm.watch import record_only
+    from tltlab.runtime.engine.vllm.scheduler import record_only
 
     recorded.scheduler.close_recording()
     (tmp_path / "file").write_text("")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.runtime.engine.vllm.row_store import PAGE, RowStore
+from tltlab.runtime.engine.vllm.capture import PAGE, RowStore
 
 WIDTH = 3
 CONTEXT = 6 * PAGE

@@ -445,9 +445,9 @@ def test_a_policy_goes_on_when_its_recording_vanishes(roomy, tmp_path, monkeypat
 
 
 def test_nameless_requests_of_a_server_let_drafters_forget_in_time(roomy, monkeypatch):
-    from tltlab.runtime.engine.vllm import watch
+    from tltlab.runtime.engine.vllm import scheduler
 
-    monkeypatch.setattr(watch, "NAMELESS_PER_STEP", 3)
+    monkeypatch.setattr(scheduler, "NAMELESS_PER_STEP", 3)
     worker = Overlapped.of(roomy)
     worker.scheduler.control.end()
     worker.add(2, *map(str, range(7)), key="none")
