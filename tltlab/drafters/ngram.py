@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from tltlab.errors import ConfigError
 
-from .base import Draft, Drafter, Key
+from .base import Draft, IndexedDrafter, Key
 from .suffix import LOW
 
 Gram = tuple[int, ...]
@@ -20,7 +20,7 @@ BYTES_PER_GRAM, BYTES_PER_COUNTS = 110, 240
 BYTES_PER_WAITING = 8
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(IndexedDrafter):
     """Drafts what most often followed the longest known n-gram that ends at the request's last token.
 
     The simplest form of TLT-Base's drafter (arXiv 2511.16665, section 5: a retrieval store per prompt, filled by all
@@ -89,9 +89,6 @@ class NgramDrafter(Drafter):
         store.num_waiting += num_tokens
         self._free_bytes -= num_tokens * self._bytes_per_token
 
-    def propose(self, key: Key, depth: int) -> Draft:
-        return self.propose_all([(key, depth)])[0]
-
     def propose_all(self, queries: Sequence[tuple[Key, int]]) -> list[Draft]:
         drafts = []
         for key, depth in queries:
@@ -103,17 +100,8 @@ class NgramDrafter(Drafter):
             drafts.append(Draft([], 0.0) if request.num_waiting else store.propose(request.tail or (), depth))
         return drafts
 
-    def catch_up(self, most: int | None = None) -> bool:
-        room = math.inf if most is None else most
-        self._has_backlog = False
-        for request in self._running.values():
-            if request.store.waiting:
-                if room > 0:
-                    room -= request.store.catch_up(room)
-                if request.store.waiting:
-                    self._has_backlog = True
-                    break
-        return not self._has_backlog
+    def _in_use(self) -> Iterable[_Store]:
+        return (request.store for request in self._running.values())
 
     def close(self, key: Key) -> None:
         del self._running[key]

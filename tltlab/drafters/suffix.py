@@ -16,7 +16,7 @@ import numpy as np
 from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError
 
-from .base import Draft, Drafter, Key
+from .base import Draft, IndexedDrafter, Key
 
 TEXT_BYTES = 1024
 """Bytes of a text apart from its tokens: names, places in dictionaries."""
@@ -302,7 +302,7 @@ def load_index() -> Any:
         raise ConfigError("the suffix drafter needs: pip install 'tltlab[suffix]'") from error
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(IndexedDrafter):
     """Drafts along the most frequent continuation of what the request's last tokens match in its trees.
 
     The trees are those of SuffixDecoding (arXiv 2411.04975; package arctic-inference). For every match of `min_match`
@@ -382,7 +382,7 @@ class SuffixDrafter(Drafter):
         # Those with an index, the one that was opened longest ago first.
         self._built: dict[_Name, TextTree] = {}
         # Those in which something runs.
-        self._in_use: dict[_Name, TextTree] = {}
+        self._used: dict[_Name, TextTree] = {}
         self._running: dict[Key, _SuffixRequest] = {}
         self._has_backlog = False
         # An upper bound of the finished text in trees: an exact count takes time that grows with the trees.
@@ -419,7 +419,7 @@ class SuffixDrafter(Drafter):
             if self.live or name[0] == "request"
         ]
         self._running[key] = _SuffixRequest(names, trees, growing, text, start=len(text), width=WIDTHS[0])
-        self._in_use.update(zip(names, trees, strict=True))
+        self._used.update(zip(names, trees, strict=True))
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
         request = self._running[key]
@@ -427,9 +427,6 @@ class SuffixDrafter(Drafter):
         request.text.fromlist(new)
         for tree, number in request.growing:
             tree.waiting.append((number, new))
-
-    def propose(self, key: Key, depth: int) -> Draft:
-        return self.propose_all([(key, depth)])[0]
 
     def propose_all(self, queries: Sequence[tuple[Key, int]]) -> list[Draft]:
         drafts = []
@@ -454,18 +451,8 @@ class SuffixDrafter(Drafter):
             drafts.append(Draft([], 0.0) if best is None else Draft(best.token_ids, most))
         return drafts
 
-    def catch_up(self, most: int | None = None) -> bool:
-        room = math.inf if most is None else most
-        # A look-up puts in what is still there to wait, unless it was left there.
-        self._has_backlog = False
-        for tree in self._in_use.values():
-            if tree.waiting:
-                if room > 0:
-                    room -= tree.catch_up(room)
-                if tree.waiting:
-                    self._has_backlog = True
-                    break
-        return not self._has_backlog
+    def _in_use(self) -> Iterable[TextTree]:
+        return self._used.values()
 
     def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:
         if num_accepted:
@@ -496,7 +483,7 @@ class SuffixDrafter(Drafter):
                 tree.extend(key, response)
             tree.running.discard(key)
             if not tree.running:
-                del self._in_use[name]
+                del self._used[name]
             if name[0] == "request":
                 self._drop(name)
         self._finish(key, request.text[1 : request.start].tobytes(), response)
