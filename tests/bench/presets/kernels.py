@@ -60,8 +60,10 @@ class Kernels:
         shapes = {}
         cells = ["batch_size", "step"]
         axes, _ = _grid(attention.drop_duplicates(cells), cells)
-        for shape, rows in attention.groupby(["num_heads", "num_key_value_heads"]):
-            shapes[shape] = _grid(rows, cells, axes)[1]
+        by = ["num_heads", "num_key_value_heads"]
+        for _, rows in attention.groupby(by):
+            heads, kv_heads = map(int, rows[by].iloc[0])
+            shapes[heads, kv_heads] = _grid(rows, cells, axes)[1]
         return cls(
             gpu=device, tokens=tokens, n=n, k=k, gemm=times, batches=axes[0], past=axes[1], attention=shapes,
             reduce={
