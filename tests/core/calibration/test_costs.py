@@ -20,7 +20,7 @@ from tltlab.calibration.costs import fit_points, fit_trace
 from tltlab.calibration.cross_validation import held_out_errors
 from tltlab.calibration.iterations import checked, measured_rows, read_step_times, recorded_rows
 from tltlab.calibration.roofline import RooflineEstimator
-from tltlab.calibration.table import MeasuredTableEstimator
+from tltlab.calibration.table import MeasuredTableEstimator, RecordedTableEstimator
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs, load_stages
@@ -139,6 +139,13 @@ def test_chains_leave_drafting_per_request_inside_verification():
     assert found.draft_level_per_request_s == 0.0
     assert any("draft_level_per_request_s" in note for note in found.notes)
     same_times(found, truth, rel=1e-5, at=MEASURED)
+
+
+def test_a_table_states_where_unrecorded_drafting_is(run: Trace):
+    for blind, columns in ((False, []), (True, ["draft_duration", "next_draft_depth"])):
+        rows = recorded_rows(run.iterations.assign(**dict.fromkeys(columns, np.nan)))
+        notes = RecordedTableEstimator().fit(rows).costs_.notes
+        assert any("forward, levels" in note for note in notes) == blind
 
 
 def test_noise_that_falls_is_smoothed_in_a_table():

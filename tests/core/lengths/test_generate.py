@@ -94,6 +94,13 @@ def test_a_wrong_field_is_named(change, fact):
         HEAVY.with_changes(**change)
 
 
+def test_a_file_that_is_no_model_is_refused(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text('{"kind": "linear"}')
+    with refused(ConfigError, naming=("costs.json",)):
+        LengthModel.load(path)
+
+
 # Drawing
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from types import MappingProxyType
 
+import pyarrow as pa
 import pytest
 
 from tests.core.traces.damage import flipped
@@ -17,6 +18,7 @@ from tltlab.errors import ConfigError, InputError, RunError, TraceError
 from tltlab.traces import recorder as recorder_module
 from tltlab.traces import recovery as recovery_module
 from tltlab.traces.recorder import Recorder
+from tltlab.traces.recording import chunks_of, new_recording, write_chunk
 from tltlab.traces.recovery import repair
 from tltlab.traces.schema import TABLES
 from tltlab.traces.trace import read
@@ -272,6 +274,16 @@ def test_no_single_bit_of_a_recording_flips_unseen(tmp_path):
                 told = f"chunk {file.name[:6]} could not be read" in trace.manifest.notes
                 same = trace.manifest == whole.manifest and trace.outcomes.equals(whole.outcomes)
                 assert told if file.suffix == ".arrow" else same
+
+
+def test_a_chunk_written_again_replaces_the_first(tmp_path):
+    folder = tmp_path / "t.recording"
+    new_recording(folder, MANIFEST)
+    for step in (0, 1):
+        made = [row | {"turn": 0} for row in rows(step)["workload"]]
+        write_chunk(folder, 0, {"workload": pa.Table.from_pylist(made, TABLES["workload"])})
+    (chunk,) = chunks_of(folder)
+    assert set(chunk.tables()["workload"]["rl_step"].to_pylist()) == {1}
 
 
 def test_repair_leaves_a_finished_trace_as_it_is(tmp_path):
