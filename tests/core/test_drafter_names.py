@@ -98,11 +98,6 @@ def test_a_renamed_drafter_costs_and_captures_the_same(name, spec, standard):
     assert chosen[0] == chosen[1]
 
 
-def test_drafting_costs_time_where_a_network_drafts():
-    seconds = [ROOFLINE.iteration(Strategy.chain(name, 8)).draft_s(4) for name in ("ngram", "suffix", "learned")]
-    assert seconds[0] == seconds[1] == 0.0 < seconds[2]
-
-
 def renamed(trace: Trace, old: str, name: str, **manifest: object) -> Trace:
     """The trace with a drafter of another name."""
     tables = {}

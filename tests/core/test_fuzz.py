@@ -1,7 +1,6 @@
 """Whatever stands in a file, what reads it gives a result or a sentence: bytes of a small corpus, changed by chance.
 
-`TLTLAB_FUZZ=100000` tries that many changed files, others in each run; `fuzz.py` is led by what inputs reach. What fell
-once is kept in `FELL`.
+`TLTLAB_FUZZ=100000` tries that many changed files, others in each run. What fell once is kept in `FELL`.
 """
 
 from __future__ import annotations

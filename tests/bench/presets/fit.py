@@ -126,12 +126,12 @@ class PublishedRows(RooflineRows):
     @classmethod
     def of_table(cls, table: pd.DataFrame) -> Self:
         hardware = ["gpu", "model", "tp", "weights", "kv", "draft_vocab"]
-        named = table.reindex(columns=[*table.columns, *(name for name in hardware if name not in table)])[hardware]
+        named = table.reindex(columns=hardware)
         keys: list[Any] = [
             (g, m, int(t), w, kv or "bf16", v and int(v))
             for g, m, t, w, kv, v in named.astype(object).where(named.notna(), None).itertuples(index=False, name=None)
         ]
-        ideals = {(g, m, t, w, kv, v): Ideal.of(gpu(g), model(m), t, w, kv, v) for g, m, t, w, kv, v in set(keys)}
+        ideals = {key: Ideal.of(gpu(key[0]), model(key[1]), *key[2:]) for key in set(keys)}
         each = [ideals[key] for key in keys]
 
         def column(name: str, missing: float) -> Floats:

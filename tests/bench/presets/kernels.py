@@ -59,14 +59,14 @@ class Kernels:
         reduce = reduce[reduce["kernel_source"] == _GRAPH].sort_values("message_size")
         (tokens, n, k), times = _grid(gemm, ["m", "n", "k"])
         shapes = {}
-        (batches, past), _ = _grid(attention.drop_duplicates(["batch_size", "step"]), ["batch_size", "step"])
-        cells = pd.MultiIndex.from_product([batches.astype(int), past.astype(int)])
-        for _, rows in attention.groupby(["num_heads", "num_key_value_heads"]):
-            latency_ms = rows.set_index(["batch_size", "step"])["latency_ms"].reindex(cells).to_numpy(np.float64)
-            shape = int(rows["num_heads"].iloc[0]), int(rows["num_key_value_heads"].iloc[0])
-            shapes[shape] = latency_ms.reshape(len(batches), len(past)) * 1e-3
+        cells = ["batch_size", "step"]
+        axes, _ = _grid(attention.drop_duplicates(cells), cells)
+        by = ["num_heads", "num_key_value_heads"]
+        for _, rows in attention.groupby(by):
+            heads, kv_heads = map(int, rows[by].iloc[0])
+            shapes[heads, kv_heads] = _grid(rows, cells, axes)[1]
         return cls(
-            gpu=device, tokens=tokens, n=n, k=k, gemm=times, batches=batches, past=past, attention=shapes,
+            gpu=device, tokens=tokens, n=n, k=k, gemm=times, batches=axes[0], past=axes[1], attention=shapes,
             reduce={
                 int(num): (rows["message_size"].to_numpy(np.float64), rows["latency_ms"].to_numpy(np.float64) * 1e-3)
                 for num, rows in ((num, reduce[reduce["num_gpus"] == num]) for num in reduce["num_gpus"].unique())
@@ -156,18 +156,17 @@ def _rows(data: Path, name: str, device: Gpu, columns: Sequence[str], texts: Seq
     return rows
 
 
-def _grid(rows: pd.DataFrame, columns: list[str]) -> tuple[list[Floats], Floats]:
-    axes = [np.sort(rows[c].unique()) for c in columns]
+def _grid(rows: pd.DataFrame, columns: list[str], axes: list[Floats] | None = None) -> tuple[list[Floats], Floats]:
+    """The axes of a table, its own unless given, and its seconds on them; NaN where there is no row."""
+    axes = axes or [np.sort(rows[c].unique()).astype(np.float64) for c in columns]
     seconds = rows.set_index(columns)["latency_ms"].reindex(pd.MultiIndex.from_product(axes)).to_numpy(np.float64)
-    return [a.astype(np.float64) for a in axes], seconds.reshape([len(a) for a in axes]) * 1e-3
+    return axes, seconds.reshape([len(a) for a in axes]) * 1e-3
 
 
 def _filled(excess: Floats) -> Floats:
     """Missing cells take the value before them along the last axis: the same utilisation."""
-    filled = excess.copy()
-    for i in range(1, filled.shape[-1]):
-        filled[..., i] = np.where(np.isnan(filled[..., i]), filled[..., i - 1], filled[..., i])
-    return filled
+    filled = pd.DataFrame(excess.reshape(-1, excess.shape[-1])).ffill(axis=1)
+    return filled.to_numpy(np.float64).reshape(excess.shape)
 
 
 def _between(axis: Floats, x: npt.ArrayLike) -> tuple[npt.NDArray[np.intp], Floats]:

@@ -9,11 +9,9 @@ import numpy as np
 import pandas as pd
 
 from bench.harness import Table
-from tltlab.importers.length_table import tables_of_lengths
 from tltlab.lengths.fit import outlook
 from tltlab.sim.simulate import simulate
-from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import Trace
+from traces_of_lengths import of_samples
 
 from .measurements import measured_table
 
@@ -48,7 +46,11 @@ def rows(data: Path) -> list[dict[str, object]]:
 
 
 def _predictions(rows: pd.DataFrame, name: str) -> Iterator[dict[str, object]]:
-    trace, rng = _trace(rows, CAPS[name]), np.random.default_rng(1)
+    trace = of_samples(
+        rows["response_tokens"], CAPS[name], prompt_id=rows["prompt_id"], sample=rows["sample"], rl_step=rows["step"],
+        prompt_tokens=rows["prompt_tokens"],
+    )  # fmt: skip
+    rng = np.random.default_rng(1)
     steps = trace.rl_steps
     timed = {
         step.requests.rl_step: (step.requests.trained_tokens.astype(float), step.finish_s, float(step.makespan_s))
@@ -69,9 +71,3 @@ def _predictions(rows: pd.DataFrame, name: str) -> Iterator[dict[str, object]]:
                         "workload": name, "what": what, "seen": how, "num_seen": num, "below": below, "above": above,
                         "inside": not below and not above, "off": found.median / value - 1,
                     }  # fmt: skip
-
-
-def _trace(rows: pd.DataFrame, cap: int) -> Trace:
-    key = rows[["prompt_id", "sample"]].assign(rl_step=rows["step"]).reset_index(drop=True)
-    tokens, prompts = rows["response_tokens"].to_numpy(), rows["prompt_tokens"].to_numpy()
-    return Trace.from_tables(Manifest(kind="imported"), tables_of_lengths(key, tokens, prompts, cap, tokens >= cap))

@@ -19,7 +19,7 @@ import pandas as pd
 import pyarrow as pa
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
-from tltlab.arrays import Flags
+from tltlab.arrays import Flags, Floats
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, kv_capacity_tokens, model
 
@@ -29,8 +29,15 @@ COLUMNS = (
 )  # fmt: skip
 
 
+ERRORS = ("source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note")
+"""Columns of a table of relative errors, of which `error_row` makes a row."""
 REPEATED = "vLLM study"
 """The source that ran every cell several times."""
+
+
+def error_row(source: str, what: str, used: bool, error: Floats | pd.Series[float], note: str) -> tuple[object, ...]:
+    size = np.abs(np.asarray(error, np.float64))
+    return source, what, len(size), used, float(size.mean()), float(size.max()), note
 
 
 def from_tpot(table: pd.DataFrame, source: str) -> pd.DataFrame:

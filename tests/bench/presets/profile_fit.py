@@ -8,7 +8,8 @@ no terms but those of kernels, and hold the hardware's share down from 0.5B to 7
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,35 +90,15 @@ Param = tuple[str, str, str]
 """Term, level ("" for the shared value) and the level's value."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RowTerms:
-    """The roofline's `Constants` and that of prompts, an array of each with one value for every measurement."""
-
-    memory_efficiency: Floats
-    compute_efficiency: Floats
-    kv_efficiency: Floats
-    link_efficiency: Floats
-    prefill_efficiency: Floats
-    expert_efficiency: Floats
-    expert_spread: Floats
-    knee: Floats
-    step_s: Floats
-    layer_s: Floats
-    allreduce_s: Floats
-    per_request_s: Floats
-    sd_base_s: Floats
-    draft_level_s: Floats
-    draft_level_per_request_s: Floats
-    tree_s: Floats
-    verify_token_s: Floats
-    prompt_layer_s: Floats
+class RowTerms(SimpleNamespace):
+    """The roofline's `Constants` and `prompt_layer_s`, an array of each with one value for every measurement."""
 
     def need(self, term: str) -> Floats:
         return np.asarray(getattr(self, term), np.float64)
 
     def where(self, chosen: Flags) -> Any:
         """Those of some of the measurements, for the roofline's functions, to which numbers and arrays are one."""
-        return RowTerms(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
+        return RowTerms(**{name: values[chosen] for name, values in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,12 +124,7 @@ class Design:
     index: Mapping[str, list[npt.NDArray[np.intp]]]
     sets: npt.NDArray[np.str_]
     weight: Floats
-    kernel: Flags
-    attention: Flags
-    quantised: Flags
-    int4: Flags
-    kv8: Flags
-    qk_norm: Flags
+    masks: Mapping[str, Flags]
 
     @classmethod
     def of(cls, table: pd.DataFrame) -> Design:
@@ -174,7 +150,6 @@ class Design:
                 places[mask] = at + len(params)
                 index[term].append(places)
                 params += [(term, level, str(value)) for value in values]
-        kernel = table["family"].to_numpy(str) == "kernels"
         sets = set_names(table)
         size = pd.Series(sets).map(pd.Series(sets).value_counts()).to_numpy(np.float64)
         kinds = table["kind"].to_numpy(str)
@@ -185,13 +160,8 @@ class Design:
             sets=sets,
             weight=np.sqrt(np.minimum(size, ENOUGH) / size)
             / np.where((kinds == "speedup") & (table["source"] == REPEATED), _TYPICAL_ERROR_REPEATED, _TYPICAL_ERROR)
-            * np.where(kernel, _KERNELS, 1.0),
-            kernel=kernel,
-            attention=kinds == "attention",
-            quantised=masks["quantised_layer_s"],
-            int4=masks["int4_memory"],
-            kv8=masks["quantised_kv"],
-            qk_norm=masks["qk_norm_layer_s"],
+            * np.where(masks["step_s"], 1.0, _KERNELS),
+            masks=masks,
         )
 
     @property
@@ -224,43 +194,41 @@ class Design:
 
     def predict(self, value: Mapping[str, Floats]) -> Floats:
         """Predictions for every row from values of the terms."""
-        rows, quantised = self.rows, self.quantised
+        rows, masks = self.rows, self.masks
+        int4, quantised, kv8 = (masks[name] for name in ("int4_memory", "quantised_layer_s", "quantised_kv"))
         experts = np.asarray(rows.ideal.expert_layers, np.float64) / np.asarray(rows.ideal.layers, np.float64)
         of_memory, of_compute = (
-            np.where(self.int4, value[f"int4_{rate}"], np.where(quantised, value[f"quantised_{rate}"], 1.0))
+            np.where(int4, value[f"int4_{rate}"], np.where(quantised, value[f"quantised_{rate}"], 1.0))
             for rate in ("memory", "compute")
         )
-        layer = (
-            value["layer_s"]
-            + value["qk_norm_layer_s"] * self.qk_norm
-            + value["quantised_layer_s"] * quantised
-            + value["quantised_kv_layer_s"] * self.kv8
-            + value["expert_layer_s"] * experts
-        )
+        layer = value["layer_s"]
+        for name in ("qk_norm_layer_s", "quantised_layer_s", "quantised_kv_layer_s"):
+            layer = layer + value[name] * masks[name]
+        layer = layer + value["expert_layer_s"] * experts
         terms = RowTerms(
             memory_efficiency=capped(value["memory"] * of_memory, MOST_EFFICIENT),
             compute_efficiency=capped(value["compute"] * of_compute, MOST_EFFICIENT),
-            kv_efficiency=capped(value["kv"] * np.where(self.kv8, value["quantised_kv"], 1.0), MOST_EFFICIENT),
+            kv_efficiency=capped(value["kv"] * np.where(kv8, value["quantised_kv"], 1.0), MOST_EFFICIENT),
             link_efficiency=capped(value["link"], MOST_EFFICIENT),
             prefill_efficiency=value["prefill"],
             expert_efficiency=capped(value["expert_efficiency"], MOST_OF_EXPERTS),
             expert_spread=capped(value["expert_spread"], 1.0),
             knee=np.clip(value["knee"], 1.0, 20.0),
-            step_s=np.where(self.kernel, 0.0, value["step_s"]),
+            step_s=value["step_s"] * masks["step_s"],
             layer_s=layer * value["launch"],
             allreduce_s=value["allreduce_s"],
-            per_request_s=np.where(self.kernel, 0.0, value["per_request_s"]),
+            per_request_s=value["per_request_s"] * masks["step_s"],
             prompt_layer_s=value["prompt_layer_s"],
             **{name: value[name] for name in DRAFTING}
-            | {"sd_base_s": value["sd_base_s"] + value["sd_quantised_kv_s"] * self.kv8},
+            | {"sd_base_s": value["sd_base_s"] + value["sd_quantised_kv_s"] * kv8},
         )
         context = value["context_tokens"][rows.context_unknown]
         unknown = float(np.clip(context[0], *UNKNOWN_CONTEXT)) if len(context) else 0.0
         seconds = rows.predict_with(terms.where, unknown)
-        if self.attention.any():
+        if (attention := masks["attention_layer_s"]).any():
             fixed = value["attention_layer_s"] * rows.ideal.layers
             reading = rows.batch * rows.context * rows.ideal.context_s / terms.kv_efficiency
-            seconds = np.where(self.attention, fixed + reading, seconds)
+            seconds = np.where(attention, fixed + reading, seconds)
         return np.asarray(seconds, np.float64)
 
 

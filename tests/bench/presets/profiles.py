@@ -14,7 +14,9 @@ from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
+from pydantic import BaseModel
 
+from bench.presets.measurements import ERRORS, error_row
 from bench.presets.profile_data import EAGLE3_VOCAB, KERNEL_GPUS, VLLM, measurements
 from bench.presets.profile_fit import DRAFTING, ENOUGH, PRIORS, Param, fit, predict, set_names
 from tltlab.arrays import Floats
@@ -36,10 +38,7 @@ PART, SET = "third", "set"
 APART = ("model", "gpu", "engine", "weights")
 FOLDS = {"model": "model", "gpu": "gpu", "engine": "family", "weights": "weights", PART: PART, SET: "cell"}
 """Parts left out, and their columns; kernel tables are no engine and stay, and so do weights in bf16."""
-COLUMNS = (
-    "source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note", "pooled", "left_out",
-    "bias", "median_abs_error", "inside", "sign",
-)  # fmt: skip
+COLUMNS = (*ERRORS, "pooled", "left_out", "bias", "median_abs_error", "inside", "sign")
 KINDS: dict[Literal["dense", "experts"], bool] = {"dense": False, "experts": True}
 NO_DIFFERENCE = 0.03
 """Measured speed-ups that are nearer to 1 have no sign: repeats of one cell differ by as much."""
@@ -198,10 +197,10 @@ def shipped(fitting: ProfileFit) -> Profiles:
     gpus = sorted(table["gpu"].unique())
     return Profiles(
         knee=_round(fitting.term("knee")),
-        quantised=_quantised(fitting, "quantised"),
-        int4=_quantised(fitting, "int4"),
-        typical=_efficiencies(fitting, ""),
-        gpus={name: _efficiencies(fitting, name) for name in gpus},
+        quantised=Quantised(**_terms(fitting, Quantised, "quantised_")),
+        int4=Quantised(**_terms(fitting, Quantised, "int4_")),
+        typical=Efficiencies(**_terms(fitting, Efficiencies)),
+        gpus={name: Efficiencies(**_terms(fitting, Efficiencies, gpu=name)) for name in gpus},
         engines={name: _engine(fitting, name, of) for name, of in ENGINES.items()},
         errors=_class_errors(table) if _column(PART) in table else {},
         provenance=(
@@ -308,8 +307,8 @@ def _row(source: str, what: str, part: pd.DataFrame, fold: str, *, pooled: bool)
     sign = float(_right(part, fold).mean())
     note = f"bias {bias:+.1%}, median {size.median():.1%}"
     how = f"{fold} left out" if fold else "fitted"
-    errors = float(size.mean()), float(size.max()), note, pooled, fold, bias, float(size.median()), inside, sign
-    return source, f"{what}: {how}: {note}", len(error), not fold, *errors
+    figures = pooled, fold, bias, float(size.median()), inside, sign
+    return *error_row(source, f"{what}: {how}: {note}", not fold, error, note), *figures
 
 
 def _column(fold: str) -> str:
@@ -320,12 +319,8 @@ def _errors(table: pd.DataFrame, values: dict[Param, float]) -> Floats:
     return np.asarray(predict(table, values) / table["measured"].to_numpy(np.float64) - 1, np.float64)
 
 
-def _efficiencies(fitting: ProfileFit, gpu: str) -> Efficiencies:
-    return Efficiencies(**{name: _round(fitting.term(name, gpu=gpu)) for name in Efficiencies.model_fields})
-
-
-def _quantised(fitting: ProfileFit, kind: str) -> Quantised:
-    return Quantised(**{rate: _round(fitting.term(f"{kind}_{rate}")) for rate in Quantised.model_fields})
+def _terms(fitting: ProfileFit, of: type[BaseModel], kind: str = "", gpu: str = "") -> dict[str, float]:
+    return {name: _round(fitting.term(kind + name, gpu=gpu)) for name in of.model_fields}
 
 
 def _engine(fitting: ProfileFit, name: str, of: Shipped) -> EngineProfile:

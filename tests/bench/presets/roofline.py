@@ -16,6 +16,8 @@ import pandas as pd
 from bench.presets.fit import Fitted, fit, predict
 from bench.presets.kernels import Kernels
 from bench.presets.measurements import (
+    ERRORS,
+    error_row,
     fits_kv_cache,
     from_speedups,
     from_tpot,
@@ -37,7 +39,6 @@ MEMORY_FRACTION = 0.9
 SWITCH_S = 1.4
 SWITCH_NOTE = "switch_s lies between 0.95 and 1.8 s, measured apart"
 _DECODE = ("tp_size", "concurrency", "isl", "osl", "silicon_tpot_ms", "silicon_ttft_ms")
-COLUMNS = ("source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note")
 GPUS = ("H100", "H200", "A100")
 _TLT = "TLT, Qwen2.5-32B, TP 4, H100"
 _VLLM = "vLLM 0.12, Qwen3-32B bf16, H100, time per output token"
@@ -74,13 +75,13 @@ def fitted_at(data: Path, context_tokens: float) -> Fitted:
 
 
 def rows(data: Path) -> pd.DataFrame:
-    """The table "predicted against measured": relative errors, one row per set of measurements (`COLUMNS`).
+    """The table "predicted against measured": relative errors, one row per set of measurements (`ERRORS`).
 
     Everything is fitted anew from the folder `data`; ConfigError where that has no measurements.
     """
     fitting = fitted(data)
     return pd.DataFrame(
-        [*_fit_rows(fitting, data), *_fold_rows(fitting), *_unseen_rows(fitting, data)], columns=list(COLUMNS)
+        [*_fit_rows(fitting, data), *_fold_rows(fitting), *_unseen_rows(fitting, data)], columns=list(ERRORS)
     )
 
 
@@ -180,11 +181,11 @@ def _fit_rows(fitting: Fitted, data: Path) -> list[tuple[object, ...]]:
         f"{_mean(unfitted):.1%} with those of the row above"
     )
     return [
-        _row(_TLT, "Fig. 13: depth x tokens to verify, speed-up", True, error["fig13"], _CONSTANTS),
-        _row(_TLT, "Table 4: batch x tokens to verify, speed-up", True, whole, f"{_CONSTANTS}; {batches}"),
-        _row(_TLT, "Table 4 above batch 1, speed-up", True, error["table4"], context),
-        _row(_TLT, f"Table 4 above batch 1, context held at {SHORT_CONTEXT:,}", True, short["table4"], note),
-        _row(_VLLM, "within the KV capacity", True, error[_VLLM], _CONSTANTS),
+        error_row(_TLT, "Fig. 13: depth x tokens to verify, speed-up", True, error["fig13"], _CONSTANTS),
+        error_row(_TLT, "Table 4: batch x tokens to verify, speed-up", True, whole, f"{_CONSTANTS}; {batches}"),
+        error_row(_TLT, "Table 4 above batch 1, speed-up", True, error["table4"], context),
+        error_row(_TLT, f"Table 4 above batch 1, context held at {SHORT_CONTEXT:,}", True, short["table4"], note),
+        error_row(_VLLM, "within the KV capacity", True, error[_VLLM], _CONSTANTS),
     ]
 
 
@@ -216,9 +217,9 @@ def _unseen_rows(fitting: Fitted, data: Path) -> list[tuple[object, ...]]:
     sglang_wave = from_waves(sglang[sglang_fits], "sglang")
     trtllm_loop = from_tpot(trtllm[trtllm_fits], "trtllm")
     unseen = [
-        _row(_VLLM, "beyond the KV capacity", False, _error(c, from_tpot(vllm[~fits], _VLLM)), beyond),
-        _row("SGLang 0.5, Qwen3-32B bf16, H100", "time per output token", False, _error(c, sglang_wave), waves),
-        _row(
+        error_row(_VLLM, "beyond the KV capacity", False, _error(c, from_tpot(vllm[~fits], _VLLM)), beyond),
+        error_row("SGLang 0.5, Qwen3-32B bf16, H100", "time per output token", False, _error(c, sglang_wave), waves),
+        error_row(
             "TensorRT-LLM 1.0, Llama-3.1-8B bf16, H100", "time per output token", False, _error(c, trtllm_loop), unclear
         ),
     ]
@@ -231,8 +232,8 @@ def _other_gpu_rows(data: Path) -> list[tuple[object, ...]]:
     implied = f"with the accept length that H100's speed-up implies at depth 8 and 48 tokens ({accepted:.1f})"
     each = "time per token " + ", ".join(f"{name} {e:+.1%}" for name, e in zip(("H100", "A100"), errors, strict=True))
     return [
-        _row(source, "tokens/s without speculation, H100 and A100", False, errors, each),
-        _row(source, "speed-up on A100", False, np.array([speedup]), implied),
+        error_row(source, "tokens/s without speculation, H100 and A100", False, errors, each),
+        error_row(source, "speed-up on A100", False, np.array([speedup]), implied),
     ]
 
 
@@ -258,11 +259,6 @@ def _table_2(data: Path) -> tuple[Floats, float, float]:
     accepted = float(speedups["H100"]) / costs["H100"]
     speedup_error = accepted * costs["A100"] / float(speedups["A100"]) - 1
     return np.array(errors), speedup_error, accepted
-
-
-def _row(source: str, what: str, used: bool, error: Floats | pd.Series[float], note: str) -> tuple[object, ...]:
-    size = np.abs(np.asarray(error, np.float64))
-    return source, what, len(size), used, float(size.mean()), float(size.max()), note
 
 
 def _mean(error: Floats) -> float:
@@ -327,15 +323,12 @@ def transfer(constants: Constants, measured_on: Shares, to: Shares) -> Constants
 
     Times of the engine's own, of launches and of drafting overhead stay in seconds: the host is taken to be as fast.
     """
-    return constants.model_copy(
-        update={
-            "memory_efficiency": min(constants.memory_efficiency * to.memory / measured_on.memory, MOST_EFFICIENT),
-            "compute_efficiency": min(constants.compute_efficiency * to.compute / measured_on.compute, MOST_EFFICIENT),
-            "kv_efficiency": min(constants.kv_efficiency * to.kv / measured_on.kv, MOST_EFFICIENT),
-            "link_efficiency": min(constants.link_efficiency * to.link / measured_on.link, 1.0),
-            "allreduce_s": constants.allreduce_s * to.allreduce_s / measured_on.allreduce_s,
-        }
-    )
+    most = {"memory": MOST_EFFICIENT, "compute": MOST_EFFICIENT, "kv": MOST_EFFICIENT, "link": 1.0}
+    update = {"allreduce_s": constants.allreduce_s * to.allreduce_s / measured_on.allreduce_s}
+    for name, limit in most.items():
+        term = f"{name}_efficiency"
+        update[term] = min(getattr(constants, term) * getattr(to, name) / getattr(measured_on, name), limit)
+    return constants.model_copy(update=update)
 
 
 def preset(

@@ -10,15 +10,12 @@ import pandas as pd
 
 from tltlab.costs.load import load_costs
 from tltlab.costs.roofline import RooflineCosts
-from tltlab.importers.length_table import tables_of_lengths
 from tltlab.sim.simulate import simulate
 from tltlab.strategy import NO_SPECULATION
-from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import Trace
+from traces_of_lengths import of_samples
 
-from .measurements import measured_table
+from .measurements import ERRORS, error_row, measured_table
 
-_COLUMNS = ["source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note"]
 _BATCHED_TOKENS = 2048
 
 
@@ -27,7 +24,7 @@ def rows(data: Path) -> pd.DataFrame:
 
     Neither is unseen: the load test's seconds without prompts and the GPU times are in the fit of the profiles.
     """
-    return pd.DataFrame([*_load_test(data), *_gpu_time(data)], columns=_COLUMNS)
+    return pd.DataFrame([*_load_test(data), *_gpu_time(data)], columns=list(ERRORS))
 
 
 def _gpu_time(data: Path) -> Iterator[tuple[object, ...]]:
@@ -43,10 +40,9 @@ def _gpu_time(data: Path) -> Iterator[tuple[object, ...]]:
         predicted = [iteration.seconds(int(b), b * s) for b, s in took[["batch", "seq"]].to_numpy(np.float64)]
         error = np.asarray(predicted) / (took["median_ms"].to_numpy(np.float64) * 1e-3) - 1
         note = f"bias {np.median(error):+.1%}"
-        size = np.abs(error)
-        yield (
-            "EfficientRollout, Qwen2.5-7B, A100, GPU time", f"plain iteration of vllm's profile, {what}: {note}",
-            len(error), True, float(size.mean()), float(size.max()), note,
+        yield error_row(
+            "EfficientRollout, Qwen2.5-7B, A100, GPU time", f"plain iteration of vllm's profile, {what}: {note}", True,
+            error, note,
         )  # fmt: skip
 
 
@@ -59,18 +55,12 @@ def _load_test(data: Path) -> Iterator[tuple[object, ...]]:
     requests = measured_table(data / "requests_rtx4090_llama_8b.csv", columns).sort_values("queued_ts")
     measured_s = float(requests["last_token_ts"].max() - requests["queued_ts"].min())
     costs = load_costs("vllm:RTX4090:Llama-3.1-8B").model_copy(update={"max_num_batched_tokens": _BATCHED_TOKENS})
+    lengths, prompts = requests["output_toks"], requests["input_toks"]
+    ids = [f"p{at}" for at in range(len(requests))]
+    trace = of_samples(lengths, int(lengths.max()), prompt_id=ids, sample=0, prompt_tokens=prompts)
     for kept in (False, True):
-        summary = simulate(_trace(requests), costs=costs, prefix_caching=kept).summary
+        summary = simulate(trace, costs=costs, workers=1, prefix_caching=kept).summary
         error = abs(summary["makespan_s"] / measured_s - 1)
         what = "makespan of 300 requests, " + ("prefix caching" if kept else "preempted ones prefilled again")
         note = f"{summary['makespan_s']:.1f} s for {measured_s:.1f} s, {summary['prefilled_tokens']} tokens prefilled"
-        yield "vLLM 0.19, Llama-3.1-8B, RTX4090", f"{what}: {note}", 1, True, error, error, note
-
-
-def _trace(requests: pd.DataFrame) -> Trace:
-    """One RL step of these requests, in order, to their own prompts."""
-    num = len(requests)
-    key = pd.DataFrame({"rl_step": 0, "prompt_id": [f"p{at}" for at in range(num)], "sample": 0, "turn": 0})
-    lengths, prompts = (requests[name].to_numpy(np.int64) for name in ("output_toks", "input_toks"))
-    tables = tables_of_lengths(key, lengths, prompts, int(lengths.max()), np.zeros(num, bool))
-    return Trace.from_tables(Manifest(kind="imported", num_workers=1, max_response_tokens=int(lengths.max())), tables)
+        yield error_row("vLLM 0.19, Llama-3.1-8B, RTX4090", f"{what}: {note}", True, np.array([error]), note)

@@ -42,19 +42,6 @@ def test_commands_are_measured_against_floor_and_base():
     assert "time ~ n^" in commands.text(found)
 
 
-def test_slow_cases_end_and_failed_ones_give_reasons(monkeypatch: pytest.MonkeyPatch):
-    (floor, base) = bench("--only", "trace describe", "--sizes", "tiny", "--timeout", "0.01")["rows"]
-    for row in (floor, base):
-        assert row["more_than_s"] == 0.01
-        assert all(row[figure] is None for figure in FIGURES)
-    monkeypatch.setitem(commands.COMMANDS, "doctor", "doctor NEW")
-    found = bench("--only", "doctor", "--sizes", "tiny")
-    (left,) = found["left_out"]
-    assert left["command"] == "doctor"
-    assert "exit code 2: tltlab: " in left["reason"]
-    assert "doctor" not in {row["command"] for row in found["rows"]}
-
-
 @pytest.mark.parametrize(
     ("sizes", "only", "naming"),
     [(["tiny"], ["simluate"], ("--only", "simluate", "simulate")), (["tyni"], [], ("--sizes", "tyni", "tiny"))],

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from bench import adaptive as runs
 from bench import app as bench
-from bench.adaptive import FAST, PARTS, BenchSizes, bench_learned
+from bench.adaptive import PARTS, BenchSizes
 from bench.drafters import bench_drafters
-from bench.harness import changed, shown
+from bench.harness import changed
 from tests.refused import refused
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.offline.data import load_target
 from tltlab.runtime.drafter.offline.runs import (
     AcceptedDrafts,
@@ -28,12 +28,8 @@ from tltlab.runtime.drafter.offline.runs import (
 from tltlab.runtime.models.runs import prompts_of, recipe_of, sample_texts
 from tltlab.runtime.recipe.sections import DataConfig
 from tltlab.stats import mean_of_few
-from tltlab.traces.trace import Trace
 
 from .made_traces import trace_of
-
-
-def quiet(_: str) -> None: ...
 
 
 def iteration(rl_step: int, accepted: list[int], *, drafted: int | None = None, worker: int = 0, **more) -> dict:
@@ -103,84 +99,6 @@ def test_ratios_use_rl_steps_of_both_runs():
     assert last_third([7]) == [7]
 
 
-def spot(rl_step: int, worker: int, t_start: float, duration: float, **more) -> dict:
-    return {
-        "rl_step": rl_step, "worker": worker, "term": 1, "t_start": t_start, "duration": duration, "members": 1,
-        "train_s": duration / 2, "updates": 3, "ended": "stopped", **more,
-    }  # fmt: skip
-
-
-def timed(rl_step: int, worker: int, end: float) -> dict:
-    return iteration(rl_step, [0], worker=worker, t_start=0.0, duration=end)
-
-
-def coordinated() -> Trace:
-    """Worker 0 runs to 10 s and worker 1 to 4 s, of 10.5 s; its trainer starts at 5 s and is done at 10.4 s."""
-    return trace_of(
-        steps=[{"rl_step": n, "rollout_s": 10.5, "drift_kl": 0.01} for n in range(3)],
-        iterations=numbered([timed(n, worker, end) for n in range(3) for worker, end in ((0, 10.0), (1, 4.0))]),
-        spot_training=[spot(n, 1, 5.0, 5.4, yield_s=0.3) for n in range(3)],
-    )
-
-
-def test_coordination_is_paired_and_idle_time_ends():
-    found = runs.figures(coordinated(), {0: 1.0, 1: 10.0, 2: 10.5})
-    assert [row["rl_step"] for row in found["rows"]] == [1, 2], "the first one warms up"
-    assert found["rows"][0] == pytest.approx(
-        {"rl_step": 1, "rollout_s": 10.5, "held_rollout_s": 10.0, "idle_s": 6.0, "held_s": 5.0, "wait_s": 0.5,
-         "train_s": 2.7 * 5.0 / 5.4, "updates": 3}
-    )  # fmt: skip
-    assert found["slow_down"]["estimate"] == pytest.approx(math.sqrt(10.5 / 10.0 * 10.5 / 10.5) - 1)
-    assert found["met"] is None
-    assert found["idle_share"] == pytest.approx(6 / 20)
-    assert found["idle_held"] == pytest.approx(5 / 6)
-    assert found["yield_s"] == {"median": 0.3, "max": 0.3, "count": 2}
-    assert found["wait_share"] == pytest.approx(0.5 / 10.5)
-    said = shown(found | {"workers": 4, "goal": 0.05}, runs.COORDINATION)
-    assert "of idle time 83% held by trainers" in said
-    json.dumps(found, allow_nan=False)
-
-
-def test_a_run_without_training_has_no_slowdown():
-    trace = coordinated()
-    assert trace.spot_training is not None
-    with refused(RunError):
-        runs.figures(trace.replace(spot_training=trace.spot_training.assign(updates=0)), {})
-    with refused(ConfigError, naming=("4",)):
-        runs.bench_coordination(Path("m"), Path("h"), Path("o"), BenchSizes(workers=3), seed=0, progress=quiet)
-
-
-def run_of(lengths: dict[str, list[int]]) -> dict:
-    """A run of ten drafts a step that keep so many tokens."""
-    live = {
-        name: [{"rl_step": n, "drafts": 10, "kept": [k, 0], "accept_length": 1 + k / 10} for n, k in enumerate(kept)]
-        for name, kept in lengths.items()
-    }
-    return {"seed": 0, "live": live, "paired": {"initial": live["frozen"], "in_service": live["adaptive"]}}
-
-
-def test_the_last_third_decides():
-    run = run_of({"frozen": [9, 9, 9, 8, 4, 4], "adaptive": [9, 9, 9, 9, 8, 10]})
-    found = runs.summary([run, run], np.random.default_rng(0))
-    assert found["ratio"]["estimate"] == pytest.approx((1.8 + 2.0) / (1.4 + 1.4))
-    assert found["paired_ratio"]["estimate"] == found["ratio"]["estimate"]
-    assert found["accept_length_at_start"] == {"frozen": 1.9, "adaptive": 1.9}
-    assert found["by_position"]["adaptive"] == [pytest.approx(0.9), 0.0]
-    settings = {"steps": 6, "workers": 4, "draft_depth": 2, "goal": 1.15}
-    assert "last third: frozen 1.40, adaptive 1.90" in shown(settings | found, runs.ADAPTIVE)
-    json.dumps(found, allow_nan=False)
-
-
-def test_two_traces_become_steps_and_need_drafts():
-    trace = trace_of(iterations=numbered([iteration(0, [4, 0])]), acceptance=[annotation(0, 0, [0, 2, 0, 0, 0, 0])])
-    found = runs.compared(trace, trace)
-    assert found["live"]["frozen"] == [{"rl_step": 0, "drafts": 2, "kept": (1, 1, 1, 1), "accept_length": 3.0}]
-    assert [len(steps) for steps in found["paired"].values()] == [1, 1]
-    none = trace_of(iterations=numbered([iteration(0, [4], drafter="suffix")]))
-    with refused(RunError):
-        runs.compared(trace, none)
-
-
 def test_a_slow_first_case_does_not_widen_intervals():
     noise = [0.01, -0.01, 0.02, -0.02]
     found = runs.mean_over_orders(([0.03 + 0.2 + n for n in noise], [0.03 - 0.2 + n for n in noise]))
@@ -213,20 +131,7 @@ def test_the_command_knows_every_part_and_key(monkeypatch):
         CliRunner().invoke(bench.app, [*plain, "--parts", "model-free,speed"], catch_exceptions=False)
 
 
-def test_parts_write_results_and_replace_no_runs(random_model: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(runs, "warmed_up", lambda *_: tmp_path / "head")
-    monkeypatch.setitem(PARTS, "adaptive", (lambda *_, **__: {"steps": 1}, runs.ADAPTIVE))
-    found = bench_learned(["adaptive"], FAST, model=random_model, out=tmp_path / "out", progress=quiet)
-    assert set(found) == {"hardware", "versions", "seconds", "adaptive"}
-    assert json.loads((tmp_path / "out" / "drafter.json").read_text()) == found
-    assert "1 GRPO steps" in runs.text(found)
-    (tmp_path / "out" / "adaptive").mkdir()
-    with refused(ConfigError, naming=("benchmark",)):
-        bench_learned(["adaptive"], FAST, model=random_model, out=tmp_path / "out", progress=quiet)
-
-
 def test_given_sizes_change_the_recipes(random_model: Path, tmp_path: Path):
-    assert changed(FAST, steps=None) == FAST
     sizes = changed(BenchSizes(), steps=3, workers=5)
     assert (sizes.steps, sizes.workers, sizes.model) == (3, 5, "small")
     with refused(ConfigError, naming=("report.json",)):

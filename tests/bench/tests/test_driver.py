@@ -66,10 +66,3 @@ def test_the_command_prints_seconds_and_bytes_by_part(capsys: pytest.CaptureFixt
     assert {"rollouts", "rewards", "trace rows", "figures"} <= set(case["seconds"])
     assert case["driver_s"] == pytest.approx(sum(case["seconds"].values()))
     assert "seconds of the driver" in text(found)
-
-
-def test_groups_must_be_whole(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as end:
-        main(["bench", "driver", "--workers", "3", "--responses", "5"])
-    assert end.value.code == 2
-    assert "whole groups of --group-size 16" in capsys.readouterr().err

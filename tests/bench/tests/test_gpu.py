@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench import gpu
 from tests.refused import refused
@@ -53,33 +52,6 @@ def test_rows_are_in_file_before_next_engine_starts(tmp_path: Path, monkeypatch:
     assert re.search(r"stock, synchronous, one process .* Out of memory", gpu.text(found))
 
 
-def test_update_is_timed_with_deterministic_algorithms_and_without(random_model: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu, "_alone", lambda part, arguments, environment: gpu._update(**arguments) | {"seconds": 1.0})
-    found = measured("update", random_model)
-    assert not torch.are_deterministic_algorithms_enabled()
-    (row,) = found["rows"]
-    assert len(row["plain_s"]) == len(row["deterministic_s"]) == found["rounds"]
-    assert "times as long" in gpu.text(found)
-
-
-def test_plain_steps_of_adaptive_and_plain_engines_compare():
-    def engine(plan: str, runner: str, graphs: str, median_s: float) -> dict[str, Any]:
-        cells = [{"batch": 8, "depth": depth, "median_s": median_s, "ran_in": {"full": 9}} for depth in (0, 4)]
-        return {"plan": plan, "runner": runner, "graphs": graphs, "cells": cells, "memory": {}}
-
-    rows = [
-        engine("bucketed", "V1", "stock", 0.006),
-        engine("bucketed", "V1", "planned", 0.0042),
-        engine("no speculation", "V2", "planned", 0.004),
-        {"plan": "bucketed", "runner": "V2", "graphs": "planned", "failed": "out of memory"},
-    ]
-    assert gpu.plain_steps(rows) == {
-        8: {"bucketed, V1 stock": pytest.approx(1.5), "bucketed, V1 planned": pytest.approx(1.05)}
-    }
-    told = gpu.text({"part": "graphs", "model": "m", "hardware": "h", "rows": rows})
-    assert re.search(r"bucketed, V1 stock +8 +0 +6\.00 .* 1\.50", told)
-
-
 def test_a_failed_engine_reports_from_its_process():
     row = gpu._alone("seam", {"mode": "stock"}, {})
     assert "missing 5 required positional arguments" in row["failed"]
@@ -97,10 +69,3 @@ def test_engines_measure_the_seam_of_stock_and_policy(random_model: Path, monkey
         rows = measured("seam", random_model)["rows"]
     assert [row["mode"] for row in rows] == list(gpu.SEAM_MODES)
     assert all(rate > 0 for row in rows for rate in row["tokens_per_s"][2])
-
-
-def test_what_one_gpu_did_is_shown():
-    quick = json.loads((gpu.TRACE.parent / "h200-rehearsal" / "quick.json").read_text())
-    shown = gpu.show(quick)
-    assert re.search(r"Qwen2.5-7B +tltlab +synchronous +planned +rollout, adaptive +6.02 s, 6.36 s", shown)
-    assert re.search(r"Qwen2.5-7B +stock +asynchronous .*4.85 at 1, 4.98 at 8, 5.31 at 64, 12.02 at 256", shown)

@@ -13,7 +13,7 @@ from bench.app import app
 from bench.vllm import own_tests
 from bench.vllm.own_tests import ExpectedDifference, Outcome, differences, outcomes_of, run_vllm_tests, text
 from tests.refused import refused
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import ConfigError
 
 
 def run(*args: str) -> tuple[int, dict]:
@@ -56,15 +56,6 @@ def test_vllms_own_tests_are_compared_by_name(tmp_path: Path):
     assert differences({"stock": stock, "ours": stock}, known) == []
 
 
-def test_explanation_is_of_one_outcome_and_one_side():
-    stock, ours = {"t::a": Outcome("passed")}, {"t::a": Outcome("error")}
-    known = [
-        ExpectedDifference(tests="a", sides=("policy",), outcome="error", why=""),
-        ExpectedDifference(tests="a", sides=("ours",), outcome="failed", why="x"),
-    ]
-    assert [d.why for d in differences({"stock": stock, "ours": ours}, known)] == [""]
-
-
 @pytest.mark.parametrize(
     ("there", "sentence"),
     [
@@ -99,20 +90,6 @@ def test_failures_on_every_side_are_no_difference(tmp_path: Path, monkeypatch: p
     assert (code, report["passed"], report["differences"]) == (0, True, [])
     assert [counts["failed"] for counts in report["counts"].values()] == [1, 1]
     assert "none of these tests passes here with vLLM as it is" in text(report)
-
-
-def test_tests_that_cannot_be_collected_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = sdist(tmp_path / "sdist", "import no_such_module_anywhere\n")
-    # Importing vLLM takes seconds: the side's process has as little of it as it needs.
-    for name, source_text in (
-        ("__init__", ""),
-        ("transformers_utils/repo_utils", "def with_retry(a=2, b=2, c=()): ..."),
-    ):
-        (tmp_path / "vllm" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "vllm" / f"{name}.py").write_text(source_text)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"])))
-    with refused(RunError, naming=("no_such_module_anywhere",)):
-        run_vllm_tests(source, tests=["tests/v1"], progress=print)
 
 
 SDIST = os.environ.get("TLTLAB_VLLM_TESTS", "")

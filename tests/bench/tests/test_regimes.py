@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from typer.testing import CliRunner
 
 from bench import contest
-from bench.app import app
 from bench.contest import ADAPTIVE, ORACLE, SOURCES, by_part, judged, verdict
 from bench.regimes import PARTS, PolicyRegime, best_fixed, lasting, regimes
 from tests.refused import refused
@@ -65,14 +62,8 @@ def test_every_policy_is_held_against_best_fixed_strategy(found: dict[str, Polic
 def test_the_verdict_goes_by_the_worst_regime(ratios: tuple[float, float], words: str):
     row = {"over_oracle": 1.01}
     rows = [row | {"regime": f"r{i}", "policy": ADAPTIVE, "ratio": ratio} for i, ratio in enumerate(ratios)]
-    text = verdict(pd.DataFrame(rows + [row | {"policy": "goodput", "ratio": row["ratio"] - 0.05} for row in rows]))
-    assert words in text
-    assert "(r1)" in text
-    assert "goodput" in text
-    for each in np.random.default_rng(0).uniform(0.9, 1.1, (50, 3)):  # however sums are rounded
-        rows = [{"regime": str(r), "policy": ADAPTIVE, "ratio": r, "over_oracle": 1.0} for r in each]
-        assert "goodput" not in verdict(pd.DataFrame(rows))
-        assert "no other" in verdict(pd.DataFrame(rows))
+    text = verdict(pd.DataFrame([*rows, row | {"regime": "r0", "policy": "goodput", "ratio": 0.85}]))
+    assert all(fact in text for fact in (words, "(r1)", "goodput"))
 
 
 def test_the_parts_of_a_rollout_add_up(found: dict[str, PolicyRegime]):
@@ -85,23 +76,6 @@ def test_the_parts_of_a_rollout_add_up(found: dict[str, PolicyRegime]):
     oracle = sum(tiny.seconds_by_part(None, 0).values())
     for name, part in rows.groupby("policy"):
         assert part["lost"].sum() == pytest.approx(decoding[name] / oracle - 1.0)
-
-
-def test_a_run_has_every_policy_in_each_regime(found, of_tiny, monkeypatch):
-    monkeypatch.setattr(contest, "regimes", lambda *asked: tuple(found.values()))
-    monkeypatch.setattr(
-        contest, "judged", lambda regime, seeds: [r | {"regime": regime.name} for r in of_tiny.values()]
-    )
-    ran = CliRunner().invoke(app, ["regimes", "--only", "tiny, gcd-small", "--json"])
-    assert ran.exit_code == 0
-    result = json.loads(ran.stdout)
-    assert {(row["regime"], row["policy"]) for row in result["rows"]} == {
-        (regime, policy) for regime in ("tiny", "gcd-small") for policy in SOURCES
-    }
-    means = [row["mean"] for row in result["policies"]]
-    assert means == sorted(means)
-    assert {row["policy"] for row in result["policies"]} == set(SOURCES)
-    assert "over 2 regimes" in result["verdict"]
 
 
 def test_a_regime_that_is_none_is_named(found, monkeypatch):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,6 @@ from bench.runtime.figures import ModeRollout, PlainSteps, summarise
 from bench.runtime.run import bench_runtime, measured, modes, text
 from tests.refused import refused
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationResponse, Rollout
 
 
@@ -75,20 +72,6 @@ def test_tail_begins_when_fewer_than_eighth_run():
     assert (found.num_pairs, found.num_accepted) == (17, 18)
 
 
-def test_longer_responses_do_not_lower_speed_ups():
-    slow = row("off", "off", seconds=2.0, tail_seconds=1.0)
-    longer = ModeRollout(**{name: getattr(slow, name) for name in slow.__slots__} | {
-        "mode": "bandit", "kind": "adaptive", "plain_s": 2.0, "tail_plain_s": 1.5,
-    })  # fmt: skip
-    static = row("suffix 4", "static", seconds=4.0, tail_seconds=2.0)
-    found = summarise([slow, static, longer])
-    ratios = {(s["mode"], s["part"], s["measure"]): s["ratio"] for s in found["speedups"]}
-    assert ratios["bandit", "rollout", "duration"] == 1.0
-    assert ratios["bandit", "rollout", "per_plain_second"] == 2.0
-    assert ratios["bandit", "tail", "per_plain_second"] == 3.0
-    assert ratios["suffix 4", "rollout", "per_token"] == 0.5
-
-
 def judged(adaptive_s: float, adaptive_tail_s: float, static_s: float) -> dict[tuple[str, int], bool]:
     rows = []
     for epoch in (1, 2):
@@ -119,24 +102,6 @@ def test_goals_need_the_ratio_and_certainty():
     assert not judged(adaptive_s=1.4, adaptive_tail_s=0.5, static_s=1.0)[best, 1]
 
 
-def test_undefined_ratios_are_unknown_and_meet_no_goal():
-    rows = [row("off", "off", 2.0, 1.0), row("suffix 4", "static", 1.0, 0.5)]
-    all_cut = row("bandit", "adaptive", 1.0, 0.0)
-    found = summarise([*rows, all_cut])
-    tail = [s for s in found["speedups"] if (s["mode"], s["part"]) == ("bandit", "tail")]
-    assert all(s["ratio"] is None for s in tail)
-    assert not next(g for g in found["goals"] if "tail" in g["goal"])["met"]
-    assert " - [-, -] times plain decoding in the tail" in text(found)
-
-
-def test_the_learned_drafter_has_its_own_engine_mode():
-    plain, learned = modes(), modes(learned=True)
-    assert learned[:-1] == plain
-    drafters = {mode.name: {s.drafter for s in mode.policy.strategies if s.speculates} for mode in learned}
-    assert drafters["beg-mab"] == {"suffix", "ngram"}
-    assert [mode.name for mode in learned if mode.learned] == [n for n, of in drafters.items() if "learned" in of]
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [({"rounds": 0}, ("1",)), ({"prompts": 33}, ("32",)), ({"draft": Path("nowhere")}, ("config",))],
@@ -146,27 +111,13 @@ def test_wrong_settings_are_named_before_an_engine_starts(random_model: Path, wr
         bench_runtime(random_model, progress=lambda said: None, **wrong)
 
 
-def test_a_folder_without_prompts_is_refused(tmp_path: Path):
-    with refused(ConfigError, naming=("make-model",)):
-        bench_runtime(tmp_path, progress=lambda said: None)
-
-
 @pytest.mark.engine
 def test_every_mode_runs_in_every_epoch_and_round(random_model: Path, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-    known: list[int] = []
     monkeypatch.setattr(run, "BLOCK_S", 0.02)
     monkeypatch.setattr(run, "OFF_TOKENS", 16)
-    remember = Engine.remember
-
-    def counted(self: Engine, texts: Sequence[Any]) -> None:
-        known.append(len(texts))
-        remember(self, texts)
-
-    monkeypatch.setattr(Engine, "remember", counted)
     found = bench_runtime(
         random_model, prompts=3, group_size=4, rounds=1, epochs=2, max_response_tokens=48, off_batches=(1, 4),
-        progress=said.append,
+        progress=lambda said: None,
     )  # fmt: skip
     names = [mode.name for mode in modes()]
     assert [(m["mode"], m["epoch"]) for m in found["modes"]] == [(name, epoch) for epoch in (1, 2) for name in names]
@@ -177,18 +128,6 @@ def test_every_mode_runs_in_every_epoch_and_round(random_model: Path, monkeypatc
         assert (m["drafting_share"] > 0) >= (m["mode"] == "suffix 8")
     assert all(row["num_pairs"] == 0 for row in found["rows"] if row["kind"] in ("stock", "off"))
     assert [(row["batch"], row["drafters"]) for row in found["off"]] == [(1, "model-free"), (4, "model-free")]
-    assert all(
-        row["stock_s"] > row["stock_step_s"] > 0 and row["off_s"] > row["off_step_s"] > 0 for row in found["off"]
-    )
-    assert [g["goal"] for g in found["goals"] if g["mode"] == "off, model-free"] == [
-        "times stock at batch 1", "times stock at batch 4",
-    ]  # fmt: skip
-    assert [row["batch"] for row in found["record_only"]] == [1, 4]
-    assert all(row["recorded_tokens_per_s"] > 0 < row["stock_tokens_per_s"] for row in found["record_only"])
-    assert len([g for g in found["goals"] if g["mode"] == "record only"]) == 2
     assert all(row["num_pairs"] > 0 for row in found["rows"] if row["mode"] == "suffix 8")
-    drafting = len(names) - 1
-    assert known == ([0] * drafting + [12] * drafting) * 2, "texts that drafters know: those of a rollout from then on"
-    assert len(said) == 9
     assert text(found).count("epoch") > 4
     json.dumps(found, allow_nan=False)

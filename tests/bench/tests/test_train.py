@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tomllib
@@ -25,14 +24,12 @@ from bench.train.run import (
     VLLM,
     SideRun,
     bench_train,
-    last_line,
     learned,
     ours_of_trace,
     ratio_of_medians,
     run_trl,
     steady,
     summarise,
-    trl_folder,
 )
 from bench.train.texts import GrpoJob, recipe_text, script_text, written_lines
 from tests.refused import refused
@@ -56,13 +53,6 @@ def block(side: str, seconds: list[float], **more) -> SideRun:
     n = len(seconds)
     stages = {"rollout_s": [0.5 * s for s in seconds], "rest_s": [0.5 * s for s in seconds]} if side == OURS else {}
     return SideRun(side=side, seed=0, seconds=seconds, rewards=[0.25] * n, lengths=[60.0] * n, stages=stages, **more)
-
-
-def of_result(blocks: list[SideRun], lines: dict[str, int]) -> dict:
-    setting = {"prompts_per_step": 24, "group_size": 8, "max_response_tokens": 768, "steps": 5}
-    return {"setting": setting, "hardware": "2 CPU cores", "start_heldout_reward": 0.2} | summarise(
-        blocks, lines, heldout=512
-    )
 
 
 def arguments(script: str) -> dict[str, object]:
@@ -136,45 +126,6 @@ def test_a_ratios_interval_covers_both_sides_variation():
     assert ratio_of_medians([60.0], [3.0]).method == "none"
 
 
-def test_a_goal_is_unknown_without_trl():
-    failed = SideRun(side=VLLM, seed=0, as_is="no weights", error="AttributeError: none")
-    blocks = [block(OURS, [9.0, 3.0, 4.0]), block(DEFAULTS, [90.0, 40.0, 41.0]), failed]
-    found = of_result(blocks, LINES)
-    assert {goal["against"]: goal["met"] for goal in found["goals"]} == {DEFAULTS: False, VLLM: None}
-    said = shown(found, TEXT)
-    assert "MISSED  against trl: 11.57" in said
-    assert "AttributeError: none" in said
-    json.dumps(found, allow_nan=False)
-
-
-def test_a_mode_that_ran_differently_is_marked():
-    ran = block(VLLM, [50.0, 9.0, 9.0], as_is="AttributeError: no weight_loader", heldout_reward=0.5)
-    found = of_result([block(OURS, [9.0, 3.0, 4.0]), ran], {OURS: 21, VLLM: 32})
-    assert found["goals"][0]["met"]
-    said = shown(found, TEXT)
-    assert "AttributeError: no weight_loader" in said
-
-
-def test_learning_is_compared_on_common_seeds():
-    rewards = {OURS: [0.30, 0.40, 0.35, 0.90], DEFAULTS: [0.34, 0.38, 0.36], VLLM: [0.60, 0.70, 0.65]}
-    blocks = [
-        replace(block(side, [3.0, 3.0]), seed=seed, heldout_reward=reward)
-        for side, of_side in rewards.items()
-        for seed, reward in enumerate(of_side)
-    ]
-    found = of_result(blocks, LINES)
-    plain, vllm = found["learned"]
-    assert (plain["against"], plain["seeds"], plain["equal"]) == (DEFAULTS, 3, True)
-    assert plain["difference"]["estimate"] == pytest.approx(-0.01)
-    assert (vllm["difference"]["estimate"], vllm["equal"]) == (pytest.approx(-0.30), False)
-    assert vllm["difference"]["low"] < -0.30 < vllm["difference"]["high"] < 0
-    assert found["sides"][1]["heldout_reward"]["estimate"] == pytest.approx(0.36)
-    said = shown(found, TEXT)
-    assert re.search(r"trl +-0\.010 \[.*equal within noise", said)
-    assert "different" in said
-    json.dumps(found, allow_nan=False)
-
-
 def test_equal_rewards_of_few_prompts_keep_intervals_wide():
     blocks = [replace(block(side, [3.0]), seed=seed, heldout_reward=0.5) for side in LINES for seed in range(2)]
     wide, narrow = (learned(blocks, DEFAULTS, heldout) for heldout in (32, 3200))
@@ -203,11 +154,6 @@ def test_a_tltlab_step_lasts_until_the_next(tmp_path: Path):
     assert found.stages["sync_s"] == [0.0, 0.0, 0.0]
     assert found.lengths == [4.0, 4.0, 4.0]
     assert found.rewards == [0.5, 0.5, 0.5]
-
-
-def test_a_failure_is_the_last_nonempty_line():
-    assert last_line("[rank0]: Traceback\n[rank0]: AttributeError: 'x'\n\n") == "AttributeError: 'x'"
-    assert last_line(" \n") == "it said nothing"
 
 
 def test_folders_without_trl_and_files_are_refused(tmp_path: Path):
@@ -247,15 +193,6 @@ def test_a_failed_trl_run_ends_with_its_output(random_model: Path, tmp_path: Pat
     with refused(RunError, naming=("trl",)):
         run_trl(setting, tmp_path / "run", tmp_path, vllm=False, progress=quiet)
     assert "Traceback" in (tmp_path / "run" / "log.txt").read_text()
-
-
-def test_without_a_network_the_pip_command_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-    # Fails at once, as pip does in seconds.
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with refused(ConfigError, naming=("--trl", "FOLDER")):
-        trl_folder(None, tmp_path / "made", said.append)
-    assert said[0].startswith(f"/bin/false -m pip install --target {tmp_path / 'made'}")
 
 
 @pytest.mark.engine

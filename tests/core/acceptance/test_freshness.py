@@ -71,16 +71,6 @@ def test_any_model_can_be_wrapped(base):
         assert stale.tokens_per_iteration(tree) < new.tokens_per_iteration(tree)
 
 
-def test_batch_bands_keep_their_identity():
-    band = {"learned": {1: {"accepted": (0.2, 0.8), "drafted": 1.0}}}
-    bands = [{"max_batch": end, "drafters": band} for end in (4, None)]
-    base = load_acceptance({"kind": "by-batch", "bands": bands})
-    model = FreshAcceptance(base=base, freshness=HALF).at_freshness(DrafterState())
-    assert model.at(1) is model.at(4)
-    assert model.at(1) is not model.at(5)
-    assert model.at(1).tokens_per_iteration(Strategy.chain("learned", 1)) == pytest.approx(1.4)
-
-
 def test_the_assumption_gives_the_published_step():
     # arXiv 2511.16665, table 6: 4.59 with the drafter that RL began with, 6.53 with the adaptive one.
     tree = Strategy("learned", 8, 4, 48)
@@ -108,13 +98,6 @@ def recorded(ages: list[int], updates: list[int | None], tokens: int = 4000) -> 
         accepted = np.minimum(rng.geometric(1 - chance, tokens) - 1, 6)
         rows.append((0, "p", sample, 0, "learned", age, count, 6, accepted))
     return counterfactuals(rows)
-
-
-def test_a_fit_finds_what_made_the_data():
-    found, notes = fit_freshness(recorded([0, 1, 3, 6, 12], [0, 1, 3, 8, 30], tokens=20_000), "learned")
-    for age, updates in ((0, 0), (2, 4), (12, 30), (0, 100)):
-        assert found.level(age, updates) == pytest.approx(HALF.level(age, updates), abs=0.02)
-    assert notes == ()
 
 
 def test_what_did_not_vary_has_no_effect():
@@ -207,14 +190,6 @@ def test_one_state_stands_for_several_of_its_level(states: list[tuple[int, int, 
     found = measured_state(fresh, age, updates, weight)
     mean = float((fresh.levels(age.to_numpy(), updates.to_numpy()) * weight).sum() / weight.sum())
     assert fresh.level(found.age, found.updates) == pytest.approx(mean, abs=1e-4)
-
-
-def test_the_state_of_the_drafters_settles_any_model():
-    states = {"learned": DrafterState(age=3, updates=2)}
-    plain = GeometricAcceptance(alpha=0.5)
-    assert plain.in_state(states) is plain
-    model = wrapped().in_state(states)
-    assert model.curve(CHAIN)[0] == pytest.approx(0.8 * HALF.level(3, 2))
 
 
 def test_shipped_trees_come_with_assumed_freshness_too():

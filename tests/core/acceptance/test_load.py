@@ -319,13 +319,3 @@ def test_real_copies_are_met_within_a_percent(shared_data):
         for measured, asked in ((8, 4), (8, 1), (4, 2), (2, 8), (4, 8)):
             tokens = [1 + p @ np.arange(asked + 1) for p in (copied_runs(true[measured].tolist(), asked), true[asked])]
             assert tokens[0] == pytest.approx(tokens[1], rel=0.006)
-
-
-def test_copies_at_other_depths_are_not_measured():
-    cell = FittedDepth(accepted=(0.6, 0.0, 0.0, 0.0, 0.4), drafted=4.0)
-    model = MeasuredAcceptance.at_any_batch({name: {4: cell} for name in ("ngram", "learned")})
-    assert model.distribution(Strategy.chain("learned", 1)).tolist() == [0.6, 0.4]
-    assert model.outside(Strategy.chain("learned", 1)) == []
-    assert model.distribution(chain(1)).round(2).tolist() == [0.37, 0.63]
-    assert model.tokens_per_iteration(chain(8)) > model.tokens_per_iteration(chain(4))
-    assert [model.outside(chain(depth)) for depth in (1, 8, 4)] == [["draft_depth"], ["draft_depth"], []]

@@ -53,10 +53,6 @@ def test_a_chain_is_the_tree_with_one_branch(model: TreeAcceptance, depth: int):
     assert model.curve(Strategy("eagle", 13, 1, depth + 1)) == pytest.approx(whole[:depth])
 
 
-def test_all_nodes_but_the_pending_one_are_drafted():
-    assert SHIPPED.num_drafted(tree(8, 4, 48)) == 47
-
-
 def test_the_shipped_curve_states_where_it_was_measured():
     assert SHIPPED.outside(tree(8, 8, 48)) == []
     assert SHIPPED.outside(Strategy.chain("eagle", 3)) == ["draft_depth", "top_k", "tokens_to_verify"]

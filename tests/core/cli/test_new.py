@@ -53,11 +53,6 @@ def test_a_new_part_meets_its_contract_and_serves(
     monkeypatch.delitem(sys.modules, "quarter_step")
 
 
-@pytest.mark.parametrize("kind", [*PARTS, "reward", "recipe"])
-def test_a_new_file_is_short(said, tmp_path: Path, kind: str):
-    said("new", kind, "short")
-    for path in (*tmp_path.glob("*.py"), *tmp_path.glob("short/*.toml"), *tmp_path.glob("short/*.py")):
-        assert len(path.read_text().splitlines()) <= 20
 
 
 def test_a_new_recipe_and_reward_pass_their_checks(said, tmp_path: Path):
@@ -81,12 +76,9 @@ def test_settings_lists_every_field_with_its_default(said):
                 assert told[section, name]["default"] == repr(field.default)
     assert told["train", "lr"]["type"] == "float > 0"
     assert told["recipe", "model"]["default"] == "required"
-    assert "`policy`" not in told["rollout", "num_workers"]["about"]
-    assert told["rollout", "num_workers"]["about"].startswith("`num_workers` engines share")
     for row in rows:
         assert f"`{row['name']}`" in row["about"], row
         assert row["about"].endswith((".", '"')), row
-    assert told["rollout", "max_response_tokens"]["about"] == "Responses end at `max_response_tokens`."
     code, out, _ = said("settings", "eval")
     assert code == 0
     assert out.splitlines()[0] == "[eval]"

@@ -103,43 +103,6 @@ def test_a_faulty_csv_is_refused_with_its_line(tmp_path, text, says):
         import_dump(csv(tmp_path, text), max_response_tokens=8)
 
 
-def test_generated_traces_are_same_for_same_seed():
-    one, same, other = (log_normal(prompts=3, rl_steps=2, cap=900, seed=seed) for seed in (1, 1, 2))
-    assert one.outcomes.equals(same.outcomes)
-    assert not one.outcomes.equals(other.outcomes)
-    cut = one.outcomes["finish_reason"] == "length"
-    assert (one.outcomes["response_tokens"][cut] == 900).all()
-    assert cut.any()
-    documented = log_normal(prompts=2, group_size=2, rl_steps=1, seed=0)
-    assert documented.outcomes["response_tokens"].tolist() == [2421, 171, 22, 1627]
-
-
-def test_import_then_validate(command, tmp_path):
-    path = csv(tmp_path, "tokens\n5\n9\n")
-    code, out, _ = command("trace", "import", path, "--out", tmp_path / "t", "--workers", 2, "--json")
-    assert code == 0
-    assert json.loads(out) == {
-        "num_rl_steps": 1, "num_responses": 2, "num_tokens": 14, "tables": ["workload", "outcomes"],
-        "path": str(tmp_path / "t"),
-    }  # fmt: skip
-    code, out, _ = command("trace", "validate", tmp_path / "t")
-    assert (code, out.startswith("valid: 2 responses, 14 tokens, 1 RL steps")) == (0, True)
-
-
-def test_generate_then_describe(command, tmp_path):
-    out = tmp_path / "t"
-    args = ["--prompts", 8, "--group-size", 4, "--rl-steps", 2, "--prompt-share", 0.9, "--seed", 3]
-    assert command("trace", "generate", "--out", out, *args)[0] == 0
-    code, text, _ = command("trace", "describe", out)
-    assert code == 0
-    assert "prompt share 0.9" in text
-    described = json.loads(command("trace", "describe", out, "--json")[1])
-    assert described["tables"] == {"workload": 64, "outcomes": 64}
-    assert [row["num_responses"] for row in described["rl_steps"]] == [32, 32]
-    assert described["rl_steps"][0]["rollout_s"] is None
-    assert described["prompt_share"] > 0.7
-
-
 def test_describe_shows_times_where_they_are_known(command, timed):
     row = json.loads(command("trace", "describe", timed, "--json")[1])["rl_steps"][0]
     assert row["rollout_s"] == row["max_tokens"] / 100

@@ -22,12 +22,6 @@ def stop(seq=8, term=3):
     return StopTraining(worker=1, seq=seq, term=term)
 
 
-def test_reports_are_numbered_upwards_from_the_process_number():
-    agent = WorkerAgent(worker=1, first_seq=1000)
-    reports = agent.requests(0, True, 0.0) + agent.requests(0, False, 1.0) + agent.tick(9.0)
-    assert [(r.seq, r.incarnation, r.busy) for r in reports] == [(1000 + n, 1000, n == 0) for n in range(3)]
-
-
 def test_reports_are_sent_at_changes_and_repeated():
     agent = idle_agent(heartbeat_s=2.0)
     assert agent.requests(0, False, 1.5) == ()

@@ -70,15 +70,6 @@ def said(commands):
     return ", ".join(" ".join([kind, *(str(c.worker) for c in those if kind != "released")]) for kind, those in groups)
 
 
-def test_training_opens_with_enough_idle_workers():
-    coordinator = Coordinator(min_idle_workers=2)
-    assert coordinator.idle(3) == []
-    commands = coordinator.idle(1)
-    assert [(c.worker, c.leader, c.members, c.term) for c in commands] == [(1, 1, (1, 3), 1), (3, 1, (1, 3), 1)]
-    assert coordinator.phase(0) is Phase.BUSY
-    assert coordinator.phase(3) is Phase.TRAINING
-
-
 def test_ranks_leader_and_term_survive_member_changes():
     coordinator = Coordinator()
     coordinator.idle(2)
@@ -111,6 +102,7 @@ ENDED = [idle(0), idle(0, term=1), idle(0)]
 PAIR, SILENT = {"min_idle_workers": 2}, {"workers": 2, "gone_after_s": 4.0}
 
 STORIES = {
+    "two idle workers open training": (PAIR, [(idle(3), ""), (idle(1), "train 1 3")]),
     "the group learns of a new member": ({}, [(idle(2), "train 2"), (idle(0), "train 2 0")]),
     "late joining can be switched off": ({"late_join": False}, [idle(2), (idle(0), "")]),
     "a largest size": ({"max_members": 2, "min_idle_workers": 3}, [(idle(0, 1, 2), "train 0 1")]),

@@ -105,11 +105,6 @@ def test_the_checkpoint_that_blocks_less_leaves_more_updates():
     assert updates[2] > 2 * updates[0]
 
 
-def test_scaling_efficiency_is_the_worth_of_each_further_member():
-    assert changed(scaling_efficiency=0.5).update_s(3) == pytest.approx(1.0)
-    assert changed(scaling_efficiency=0.0).update_s(8) == SIMPLE.update_s(1)
-
-
 def test_the_time_without_data_and_that_of_checkpoints_is_no_training():
     progress = SIMPLE.advance(Progress(), 30.0, 1, has_data=False)
     progress = SIMPLE.advance(progress, 3 * 2.05, 1)

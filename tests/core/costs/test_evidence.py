@@ -36,12 +36,6 @@ def test_errors_grow_with_what_was_not_measured():
     assert evidence("model", speculation=False).speedup_error() is None
 
 
-def test_what_is_open_of_parameters_widens_every_error():
-    one = evidence("model", parameter={"all": 0.24, "all, speculating": 0.12})
-    assert one.error() == added(0.1, 0.24)
-    assert one.speedup_error() == added(0.05, 0.12)
-
-
 def test_interpolated_lies_between_measured_together_and_never_measured():
     fitted = {"all": (0.01, 0.03), "all, speculating": (0.02, 0.04)}
     together, apart, never = (evidence(*gaps, fitted=fitted) for gaps in ((), ("together",), ("engine",)))

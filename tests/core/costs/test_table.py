@@ -25,13 +25,6 @@ from tltlab.traces.trace import Trace, read
 TRACES = Path(__file__).resolve().parents[3] / "traces"
 
 
-def test_an_iteration_is_read_from_the_knots():
-    for table in (TABLE, SHAPED):
-        plain = load_costs(table).iteration(NO_SPECULATION)
-        assert plain.without_context_s(8) == pytest.approx(5e-3 + 2e-3 + 1e-4 + 8e-5)
-        assert plain.context_slope_s(8) == pytest.approx(1e-8)
-
-
 def test_speculation_verifies_more_tokens_and_adds_drafting():
     cost = COSTS.iteration(Strategy("learned", 3, 2, 4))
     assert cost.draft_s(8) == pytest.approx(3 * (3e-4 + 8e-6))
@@ -190,11 +183,3 @@ def test_a_table_states_what_lies_beyond_its_knots():
         (shipped, 600, 2048, 1e7, ["batch", "context_tokens"]),
     ):
         assert costs.calibrated.outside(batch=batch, verified_tokens=tokens, context_tokens=context) == beyond
-
-
-def test_presets_of_one_server_switch_alike():
-    for name, context in (("h100-qwen2.5-32b-tp4-table", "2048"), ("h100-qwen2.5-32b-tp4", "16384")):
-        costs = load_costs(name)
-        assert costs.switch_s == 1.4
-        assert any(context in note for note in costs.notes)
-        assert any("switch_s" in note for note in costs.notes)

@@ -331,12 +331,6 @@ def test_fitting_costs_predict_plain_decoding() -> None:
         look("slower-than-plain", RunEvidence.of(trace, costs.model_copy(update={"base_s": 0.4})))
 
 
-def test_a_long_sentence_is_quoted_in_part() -> None:
-    _, [facts] = look("deaths", happened(*["the run stopped: " + "x" * 400] * 3))
-    assert (len(facts["quote"]), facts["quote"][-3:]) == (240, "...")
-    assert "2" in facts["more"]
-
-
 def test_a_failed_check_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = diagnose(trace_of(SMALL))
     broken = [replace(row, test=lambda run: 1 / 0) if row.name == "slow-worker" else row for row in CHECKS]

@@ -32,19 +32,6 @@ def test_without_history_nothing_is_expected():
     assert learned(*THREE[:8]).expect(["a"], np.array([5.0])) is not None
 
 
-def test_a_new_prompt_counts_as_any_response():
-    classes = learned(*[("a", 10), ("b", 100), ("b", 300), ("c", 1000)] * 4, quantiles=(0.25,))
-    assert expect(classes, "new", 0) == (1, pytest.approx((100 + 300 + 1000) / 3))
-
-
-def test_a_request_that_outgrows_its_class_moves_on():
-    mixed = [("a", n) for n in (10, 10, 10, 10, 10, 10, 400, 900)]
-    classes = learned(*THREE, *mixed, quantiles=(0.6, 0.8))
-    assert expect(classes, "a", 0) == (0, 10.0)
-    assert expect(classes, "a", 10) == (1, pytest.approx((400 + 900) / 2 - 10))
-    assert expect(classes, "a", 500) == (1, 400.0)
-
-
 def test_only_the_last_responses_count():
     classes = learned(*[("a", 10)] * 50, *[("a", 500)] * 20, window=16)
     assert expect(classes, "a", 0) == (2, 500.0)

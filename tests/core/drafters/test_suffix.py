@@ -38,9 +38,6 @@ UNLIKELY = [1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3, 9, 1, 2]
     ("tokens", "settings", "depth", "draft", "expected"),
     [
         pytest.param([1, 2, 3, 1, 2], {}, 2, [3, 1], 1.0, id="a repetition, whose running end counts"),
-        pytest.param([1, 2, 3, 1, 2], {}, 8, [3, 1, 2], 1.5, id="up to the end"),
-        pytest.param([1, 9, 5, 7, 9], {"min_match": 2}, 1, [], 0.0, id="a match of fewer than min_match"),
-        pytest.param([1, 9, 5, 7, 9], {"min_match": 1}, 1, [5], 0.5, id="a match of min_match"),
         pytest.param(OFTEN, {}, 1, [8], 3 / 5, id="the highest expectation wins"),
         pytest.param(OFTEN, {"min_match": 3}, 1, [4], 1 / 2, id="among the lengths that may match"),
         pytest.param(UNLIKELY, {"min_token_prob": 0.3}, 2, [3], 3 / 4, id="a draft ends where its path is unlikely"),
@@ -96,35 +93,6 @@ def test_trees_and_texts_that_nothing_needs_are_freed():
     assert drafter.memory_bytes == 0
     assert 0 < group.memory_bytes < held / 20
     assert len(group.state_dict()["responses"]) == 1
-
-
-class CountedIndex:
-    """An index of the library that says how much text was put into it."""
-
-    def __init__(self, calls, index):
-        self.calls, self.index = calls, index
-
-    def extend(self, number, tokens):
-        self.calls.append(len(tokens))
-        self.index.extend(number, tokens)
-
-    def __getattr__(self, name):
-        return getattr(self.index, name)
-
-
-def test_unsearched_text_is_not_indexed():
-    drafter, calls = SuffixDrafter(window=2), []
-    new_index = drafter._new_index
-    drafter._new_index = lambda depth: CountedIndex(calls, new_index(depth))
-    for sample in range(9):
-        drafter.remember((0, "p", sample, 0), [1, 2, 3], [*range(40), sample])
-        told(drafter, (0, "q", sample, 0), [5, 6, 7], prompt=[4])
-    assert calls == []
-    assert drafter.memory_bytes > 0
-    told(drafter, LATER, [38, 39], prompt=[1, 2, 3])
-    assert drafter.propose(LATER, 4).tokens in ([7], [8])
-    # The prompt, and of each response that the window still holds the prompt's end and the text; nothing of "q".
-    assert calls == [3, 3, 41, 3, 41, 3, 2]
 
 
 def test_text_is_indexed_in_the_order_it_came():

@@ -402,12 +402,6 @@ def test_without_a_longest_lengths_are_exponential():
     assert np.median(found) == pytest.approx(500 * np.log(2), rel=0.01)
 
 
-@pytest.mark.parametrize("options", [{"mean": 5.0, "least": 6}, {"mean": 10.0}, {"mean": 1.0}])
-def test_figures_that_contradict_each_other_are_refused(options):
-    with refused(ValueError, naming=("mean",)):
-        max_entropy_lengths(4, most=9, **options)
-
-
 def test_the_command_takes_a_log(command, verl_log, tmp_path):
     importing = partial(command, "trace", "import", verl_log, "--out", tmp_path / "t")
     code, out, err = importing("--workers", 2, "--json")

@@ -289,17 +289,6 @@ def test_a_number_that_is_none_is_named(tmp_path, cells, facts):
         import_dump(tmp_path / "a.csv")
 
 
-def test_failed_requests_of_a_csv_are_aborted(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("length,error\n7,\n0,\n,timed out\n3,boom\n")
-    trace = import_dump(path)
-    check(trace, response_tokens=[7, 0, 0, 3], finish_reason=["stop", "abort", "abort", "abort"])
-    assert "3 requests failed" in trace.manifest.notes
-    path.write_text("length\n0\n0\n")
-    with refused(TraceError, naming=("a.csv",)):
-        import_dump(path)
-
-
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "get", "arguments": '{"a": 1}'}}]}
 TOOL = {"role": "tool", "content": "not counted at all"}
 BLOCKS = [{"type": "text", "text": "two words"}, {"type": "image_url", "image_url": {"url": "x"}}]

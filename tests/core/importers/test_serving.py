@@ -180,8 +180,3 @@ def test_columns_of_unknown_meaning_are_refused(tmp_path, text, facts):
     (tmp_path / "a.csv").write_text(text)
     with refused(TraceError, naming=facts):
         import_dump(tmp_path / "a.csv")
-
-
-def test_a_summary_with_its_settings_is_no_request(tmp_path):
-    with refused(TraceError, naming=("--save-detailed",)):
-        of(tmp_path, [{"output_len": 128, "input_len": 64, "completed": 9, "total_output_tokens": 1100}])

@@ -17,7 +17,7 @@ from tltlab.costs.load import load_costs
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.claims import CLAIMS, difference
-from tltlab.planning.composition import LadderStep, System, length_aware, strategies
+from tltlab.planning.composition import LadderStep, System, length_aware
 from tltlab.planning.dispatch import stage_left
 from tltlab.planning.system_binding import bind, bind_assuming
 from tltlab.planning.systems import SYSTEMS, find_systems
@@ -274,13 +274,6 @@ def test_a_new_system_is_one_more_row():
     assert find_systems(["verl", mine]) == (SYSTEMS["verl"], mine)
     found = bind(mine, COSTS, GeometricAcceptance(alpha=0.6))
     assert found.policy.selector == FixedSpec(strategy=Strategy.chain("suffix", 3))
-
-
-def test_a_rung_drafts_trees_where_it_can():
-    ladder_step = LadderStep(min_batch=1, trees=((8, 4, 48),), chains=(4,))
-    assert strategies(ladder_step, "learned", trees=True) == (Strategy("learned", 8, 4, 48),)
-    assert strategies(ladder_step, "ngram", trees=False) == (Strategy.chain("ngram", 4),)
-    assert strategies(LadderStep(min_batch=33), "learned", trees=True) == (NO_SPECULATION,)
 
 
 @pytest.mark.parametrize("names", ["", "verl,verl", "verl,nobody"])

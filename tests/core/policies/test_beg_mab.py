@@ -55,15 +55,6 @@ def test_an_arm_that_worsens_is_left():
     assert after == [D8] * 21 + [D2] * 79
 
 
-def test_arm_that_improves_is_found_by_exploration_only():
-    """Its median turns after half a window of exploratory picks: about 10 * |V| / epsilon = 100 iterations."""
-    mab = bandit([(1, [D8, D2])], epsilon=0.2, window=20)
-    play(mab, {D8: 200.0, D2: 100.0}, 400)
-    after = play(mab, {D8: 200.0, D2: 300.0}, 400)
-    assert after[:50].count(D8) > 40
-    assert after[200:].count(D2) > 0.8 * 200
-
-
 PLAIN = NO_SPECULATION
 RELATIVE = [(1, [D8, PLAIN]), (9, [D2, D1, PLAIN])]
 POOLED = [(arm, batch, rate) for batch in (1, 9, 16) for arm, rate in ((D8, 100.0), (D2, 200.0))]
@@ -91,20 +82,6 @@ def test_a_bucket_with_one_arm_needs_no_randomness():
     before = mab.state_dict()["rng"]
     assert mab.choose(at(1)) == Choice(D8, propensity=1.0, bucket=0)
     assert mab.state_dict()["rng"] == before
-
-
-@given(st.integers(2, 5), st.floats(0.01, 1.0), st.integers(0, 3))
-def test_the_propensities_of_all_arms_sum_to_one(num_arms, epsilon, warm_up):
-    arms = [Strategy.chain("ngram", depth) for depth in range(num_arms)]
-    mab = bandit([(1, arms)], epsilon=epsilon)
-    play(mab, {arm: 100.0 + arm.draft_depth for arm in arms}, warm_up)
-    chance = {}
-    for _ in range(20_000):
-        choice = mab.choose(at(4))
-        chance[choice.strategy] = choice.propensity
-        if len(chance) == num_arms:
-            break
-    assert sum(chance.values()) == pytest.approx(1.0)
 
 
 def test_propensity_is_how_often_arm_is_chosen():
@@ -153,11 +130,6 @@ def test_falling_batches_mislead_the_paper_reward_only():
 
     assert favourite("paper") == NO_SPECULATION
     assert favourite("relative") == D2
-
-
-def test_a_learned_plain_rate_needs_a_choice():
-    bandit([(1, [D8, NO_SPECULATION]), (9, [D2])], reward="relative")
-    bandit([(1, [D8, D4])], reward="relative", plain_rate={1: 100.0})
 
 
 TREES = [Strategy("learned", 8, 4, v) for v in (8, 48, 16, 32)]

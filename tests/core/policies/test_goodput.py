@@ -54,11 +54,6 @@ def test_it_chooses_what_brute_force_finds_best(chance: float, batch: int, conte
     assert rate(pick(policy, batch, context_tokens=context)) == pytest.approx(best)
 
 
-def test_it_drafts_deeper_for_smaller_batches():
-    policy = goodput(prior=0.7)
-    assert [pick(policy, batch).draft_depth for batch in (1, 16, 64, 512)] == [4, 2, 1, 0]
-
-
 @pytest.mark.parametrize(
     ("prior", "drafted", "chance", "asked", "tokens"),
     [

@@ -1,4 +1,4 @@
-"""Chromium without a screen over its DevTools pipe: load pages, run scripts in them, print and picture them."""
+"""Chromium without a screen over its DevTools pipe: load pages, run scripts in them and print them."""
 
 from __future__ import annotations
 
@@ -97,13 +97,6 @@ def load(chromium: Browser, job: dict[str, Any], dark: bool) -> list[Any]:
     if job.get("pdf"):
         paper = chromium.ask("Page.printToPDF", session, paperWidth=8.27, paperHeight=11.69, printBackground=True)
         Path(job["pdf"]).write_bytes(base64.b64decode(paper["data"]))
-    if job.get("png"):
-        chromium.ask("Runtime.evaluate", session, expression="new Promise(done => setTimeout(done, 500))",
-                     awaitPromise=True)  # fmt: skip
-        height = chromium.ask("Page.getLayoutMetrics", session)["cssContentSize"]["height"]
-        clip = {"x": 0, "y": 0, "width": job["width"], "height": height, "scale": 1}
-        picture = chromium.ask("Page.captureScreenshot", session, captureBeyondViewport=True, clip=clip)
-        Path(job["png"]).write_bytes(base64.b64decode(picture["data"]))
     written = [
         event["params"]
         for event in chromium.events
@@ -115,6 +108,6 @@ def load(chromium: Browser, job: dict[str, Any], dark: bool) -> list[Any]:
 
 
 def in_browser(loads: Sequence[dict[str, Any]], dark: bool = False) -> list[list[Any]]:
-    """Load pages, each {"url", "width", "scripts", optionally "pdf" and "png" to write}; the answers of each."""
+    """Load pages, each {"url", "width", "scripts", optionally "pdf" to write}; the answers of each."""
     with browser() as chromium:
         return [load(chromium, job, dark) for job in loads]

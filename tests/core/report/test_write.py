@@ -439,10 +439,3 @@ def test_a_chart_knows_what_it_says_where(tmp_path):
     (point,) = figure.places()
     assert point["texts"] == ["m: 1\np: 1.5"]
     assert len(point["x"]) == len(point["y"]) == 1
-
-
-def test_twelve_groups_of_points_look_apart():
-    names = [f"policy {i}" for i in range(12)]
-    figure = scatter_identity(range(12), range(12), xlabel="m", ylabel="p", title="t", labels=names)
-    looks = {(line.get_color(), line.get_marker()) for line in figure.axes[0].lines if line.get_marker() != "None"}
-    assert len(looks) == 12

@@ -105,14 +105,6 @@ def test_drift_is_no_prompt_share():
     assert metrics.prompt_share(rollout([1.0] * 8, tokens=tokens, prompts=groups, rl_step=steps)) == 0.0
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
-def test_generated_traces_have_the_prompt_share_asked_for(share):
-    trace = log_normal(prompts=400, group_size=8, rl_steps=2, median=500, sigma=0.8, prompt_share=share, cap=10**6)
-    assert metrics.prompt_share(trace) == pytest.approx(share, abs=0.04)
-    logs = np.log(trace.outcomes["response_tokens"])
-    assert (np.exp(logs.median()), logs.std()) == pytest.approx((500, 0.8), rel=0.1)
-
-
 def test_summary_has_null_for_unknown():
     known = metrics.summary(rollout([5.0, 10.0], workers=[0, 1], tokens=[30, 70]))
     assert known == {

@@ -2,9 +2,7 @@
 
 import json
 
-import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -54,26 +52,6 @@ def test_small_rl_steps_share_a_row_group(tmp_path, monkeypatch):
         file = pq.ParquetFile(written(tmp_path / "t", 5) / "outcomes.parquet")
         groups = [file.read_row_group(i, ["rl_step"])["rl_step"].to_pylist() for i in range(file.num_row_groups)]
         assert [sorted(set(group)) for group in groups] == expected
-
-
-def test_what_repeats_is_stored_once(tmp_path):
-    name = "a prompt id of sixty-four characters, which every sample repeats"
-    i = np.arange(10_000)
-    key = pd.DataFrame({"rl_step": 0, "prompt_id": name, "sample": i})
-    workload = key.assign(epoch=0, prompt_tokens=5, max_response_tokens=100, policy_version=0)
-    outcomes = key.assign(response_tokens=1, finish_reason="stop")
-    write_steps(tmp_path / "t", [(workload, outcomes)])
-    column = pq.ParquetFile(tmp_path / "t" / "outcomes.parquet").metadata.row_group(0).column(1)
-    assert column.path_in_schema == "prompt_id"
-    assert column.total_uncompressed_size < 1000
-
-
-def test_dictionary_arrays_are_texts(tmp_path):
-    workload, outcomes = (pa.Table.from_pandas(frame, preserve_index=False) for frame in rl_step(0))
-    at = outcomes.column_names.index("prompt_id")
-    encoded = outcomes.set_column(at, "prompt_id", outcomes["prompt_id"].dictionary_encode())
-    write_steps(tmp_path / "t", [(workload, encoded)])
-    assert read(tmp_path / "t").outcomes["prompt_id"].tolist() == rl_step(0)[1]["prompt_id"].tolist()
 
 
 def test_an_append_holds_many_rl_steps_and_tables(tmp_path):
@@ -163,18 +141,6 @@ def test_any_order_of_row_groups_is_read(rows, group_rows, chunk_bytes, tmp_path
         assert asked["sample"].tolist() == expected["sample"].tolist()[::-1]
     assert counts["num_responses"] == len(rows)
     assert counts["num_tokens"] == outcomes["response_tokens"].sum()
-
-
-def test_neighbouring_rl_steps_are_read_together(tmp_path, monkeypatch):
-    path = written(tmp_path / "t", 6)
-    monkeypatch.setattr(trace_module, "CHUNK_BYTES", 1500)
-    trace = read(path)
-    assert [part.rl_steps for part in trace.parts()] == [[0, 1], [2, 3, 4], [5]]
-    reads = []
-    original = storage.FileTable.part
-    monkeypatch.setattr(storage.FileTable, "part", lambda s, steps: reads.append(s.name) or original(s, steps))
-    assert sum(len(one.outcomes) for one in trace.iter_rl_steps()) == 24
-    assert reads == ["outcomes"] * 3
 
 
 def test_rl_step_of_stream_is_trace(tmp_path, tiny_chunks):

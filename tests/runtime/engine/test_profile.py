@@ -11,7 +11,7 @@ from tltlab.calibration.costs import fit_points
 from tltlab.calibration.iterations import read_step_times
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.runtime.cli.profile import _learned, vllm_setting, profile, write_table
+from tltlab.runtime.cli.profile import _learned, profile, vllm_setting, write_table
 from tltlab.runtime.engine.profile import (
     Cell,
     ProfileGrid,

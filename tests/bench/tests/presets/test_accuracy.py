@@ -2,25 +2,7 @@
 
 from pathlib import Path
 
-from bench.harness import shown
 from bench.presets import server
-from bench.presets.accuracy import COLUMNS, TEXT, rows, summary
-
-
-def test_every_row_is_shown_whole(shared_data: Path):
-    found = rows(shared_data, left_out=False)
-    assert list(found.columns) == COLUMNS
-    assert (found["mean_abs_error"] <= found["max_abs_error"]).all()
-    assert (found["note"].str.len() > 0).all()
-    assert set(found[found["model"] == "roofline"]["used_for_fit"]) == {True, False}
-    words = shown({"rows": found.to_dict("records")}, TEXT)
-    for row in found.itertuples():
-        assert row.source in words
-        assert row.what in words
-    engines = found[found["pooled"].eq(True)]
-    assert set(engines.index) < set(summary(found).index)
-    assert len(summary(found)) < 40
-    assert engines["n_points"].sum() == found[found["pooled"].eq(False)]["n_points"].sum()
 
 
 def test_prefixes_in_cache_bring_crowded_server_nearer(shared_data: Path):

@@ -132,11 +132,3 @@ def test_the_tail_of_few_sets_is_smaller():
     assert residuals(one=hundred).most() == pytest.approx(0.95)
     many = {f"set{at}": [value] for at, value in enumerate(hundred)}
     assert residuals(**many).most() == pytest.approx(0.91)
-
-
-def test_single_set_has_wider_of_both_kinds():
-    own, other = residuals(one=[0.1] * 10), residuals(two=[0.5] * 10, three=[0.5] * 10)
-    both = Residuals(rows=pd.concat([own.rows.assign(experts=True), other.rows], ignore_index=True))
-    assert both.bound(experts=True, drafting=False)[1] == pytest.approx(np.expm1(0.5), rel=1e-3)
-    assert both.bound(experts=False, drafting=False)[1] == pytest.approx(np.expm1(0.5), rel=1e-3)
-    assert both.held().tolist() == [1.0] * 30

@@ -6,27 +6,13 @@ import pytest
 
 from bench.presets.fit import fit, predict
 from bench.presets.measurements import COLUMNS, from_speedups, from_tpot, from_waves
+from tests.core.costs.models import CONSTANTS as TRUE
+from tests.core.costs.models import ROOFLINE as COSTS
 from tests.refused import refused
-from tltlab.costs.roofline import Constants, RooflineCosts
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-TRUE = Constants(
-    memory_efficiency=0.8, compute_efficiency=0.7, kv_efficiency=0.75, link_efficiency=0.6, knee=2.5, step_s=1.5e-3,
-    layer_s=2e-5, allreduce_s=6e-6, per_request_s=4e-5, sd_base_s=3e-3, sd_idle_s=1e-4, draft_level_s=3e-4,
-    draft_level_per_request_s=2e-5,
-)  # fmt: skip
-COSTS = RooflineCosts(gpu="H100", model="Qwen2.5-32B", tp=4, constants=TRUE)
 TREE = Strategy("learned", 8, 4, 48)
-
-
-def measured_iterations(table: pd.DataFrame, source: str, tp: int, levels: object) -> pd.DataFrame:
-    """Iterations of Qwen2.5-32B on H100 in `COLUMNS`; a trace has contexts and drafted tokens of the whole batch."""
-    return table.assign(
-        kind="iteration", source=source, gpu="H100", model="Qwen2.5-32B", tp=tp, top_k=1, draft_levels=levels,
-        tokens_to_verify=1 + table["num_drafted"] / table["batch"],
-        context_tokens=table["context_tokens"] / table["batch"], measured=table["duration"],
-    ).reindex(columns=COLUMNS)  # fmt: skip
 
 
 def iterations(rng: np.random.Generator, tps: tuple[int, ...] = (2, 4), num: int = 300) -> pd.DataFrame:
@@ -42,10 +28,13 @@ def iterations(rng: np.random.Generator, tps: tuple[int, ...] = (2, 4), num: int
             cost = costs.iteration(Strategy.chain("learned", d))
             took.append(cost.seconds(b, s) + (cost.beside_s(b, p, costs.prefill_s(p)) if p else 0.0))
         slow = np.where(rng.random(num) < 0.02, 3.0, 1.0)
-        columns = {"batch": batch, "draft_depth": depth, "num_drafted": depth * batch, "context_tokens": context}
-        columns |= {"prefill_tokens": prefill, "duration": took * slow * np.exp(rng.normal(0, 0.03, num))}
-        table = measured_iterations(pd.DataFrame(columns), f"tp {tp}", tp, depth)
-        tables.append(table.assign(clean=took, tp_fold=tp))
+        columns = {"batch": batch, "draft_depth": depth, "context_tokens": context / batch}
+        columns |= {"prefill_tokens": prefill, "measured": took * slow * np.exp(rng.normal(0, 0.03, num))}
+        table = pd.DataFrame(columns).assign(
+            kind="iteration", source=f"tp {tp}", gpu="H100", model="Qwen2.5-32B", tp=tp, top_k=1, draft_levels=depth,
+            tokens_to_verify=1 + depth,
+        )  # fmt: skip
+        tables.append(table.reindex(columns=COLUMNS).assign(clean=took, tp_fold=tp))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -69,22 +58,6 @@ def test_a_fit_of_plain_decoding_leaves_speculation_unknown():
     assert found.constants.sd_base_s is None
     with refused(ConfigError, naming=("sd_base_s",)):
         COSTS.model_copy(update={"constants": found.constants}).iteration(TREE)
-
-
-def test_model_free_drafts_report_nothing_about_levels():
-    costs = COSTS.model_copy(update={"tp": 1})
-    depth, batch = (a.ravel() for a in np.meshgrid([0, 2, 4, 8], [1, 8, 32, 64]))
-    took = [
-        costs.iteration(Strategy.chain("suffix", int(d))).seconds(int(b), 500.0 * b)
-        for d, b in zip(depth, batch, strict=True)
-    ]
-    columns = {"batch": batch, "draft_depth": depth, "num_drafted": depth * batch, "context_tokens": 500 * batch}
-    table = pd.DataFrame(columns | {"prefill_tokens": 0, "drafter": "suffix", "duration": took})
-    rows = measured_iterations(table, "trace", 1, 0)
-    assert predict(TRUE, rows) == pytest.approx(took)
-    found = fit(rows)
-    assert found.constants.sd_base_s == pytest.approx(TRUE.sd_base_s, rel=0.1)
-    assert found.constants.draft_level_s is None
 
 
 def test_constant_that_data_do_not_show_is_named():
@@ -151,9 +124,8 @@ def test_measurements_that_make_no_sense_are_refused():
     with refused(ConfigError, naming=("0",)):
         from_tpot(table.assign(tpot_s=0.0), "server")
     rows = from_tpot(table.assign(tpot_s=0.01), "server")
-    with refused(ConfigError):
-        fit(rows.iloc[:0])
-    with refused(ConfigError):
-        fit(rows.assign(fold="all"), ["fold"])
+    for wrong in (rows.iloc[:0], rows.assign(fold="all")):
+        with refused(ConfigError):
+            fit(wrong, ["fold"])
     with refused(ConfigError, naming=("GPU",)):
         fit(rows.assign(gpu="H900"))

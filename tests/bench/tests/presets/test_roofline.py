@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.presets.roofline import fitted, presets, rows, shares
+from bench.presets.roofline import fitted, presets, rows
 from tltlab.costs.load import load_costs
 
 
@@ -55,9 +55,3 @@ def test_presets_that_ship_are_those_of_fit(shared_data: Path):
         assert shipped.kv_capacity_tokens == made.kv_capacity_tokens
         for term, value in made.constants.model_dump().items():
             assert getattr(shipped.constants, term) == pytest.approx(value, rel=0.02)
-
-
-def test_kernels_reach_shares_of_what_data_sheet_states(shared_data: Path):
-    for name in ("H100", "H200", "A100"):
-        found = shares(shared_data, name)
-        assert all(0.5 < share < 1 for share in (found.memory, found.compute, found.kv, found.link))

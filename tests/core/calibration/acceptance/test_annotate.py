@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.calibration.annotate import AcceptedLengths, DraftedBy, ReplayedDrafter, annotate, merged
-from tltlab.cli.annotate import parse_drafter
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import TEXT
@@ -184,23 +183,6 @@ def test_a_replay_is_what_fresh_drafters_propose(texts, depth, random):
             assert row[at] == count
 
 
-@given(texts, st.integers(1, 4))
-def test_a_shallower_annotation_is_the_deep_one_cut(texts, depth):
-    responses = [response(n, text, range(len(text))) for n, text in enumerate(texts)]
-    for deep, shallow in zip(kept(NgramDrafter, responses, 8), kept(NgramDrafter, responses, depth), strict=True):
-        assert shallow == np.minimum(deep, depth).tolist()
-        assert all(n <= len(deep) - at for at, n in enumerate(deep))
-
-
-def test_rows_are_those_of_the_trace_format():
-    trace = trace_of([[5, 6, 5, 6, 5, 6], [7, 8]])
-    ((step, rows),) = annotate(trace, {DraftedBy("ngram"): ReplayedDrafter(NgramDrafter)}, 4)
-    annotated = step.replace(acceptance=rows).acceptance
-    assert annotated["accept_if_drafted"].map(list).tolist() == [[0, 0, 0, 0, 2, 1], [0, 0]]
-    assert annotated[["drafter_age", "max_depth"]].drop_duplicates().values.tolist() == [[0, 4]]
-    assert annotated["drafter_updates"].isna().all()
-
-
 def test_rows_of_same_drafter_and_age_are_replaced():
     def rows(age: int, depth: int):
         drafters = {DraftedBy("learned", age): ReplayedDrafter(NgramDrafter)}
@@ -284,13 +266,6 @@ def test_a_failed_annotation_leaves_the_trace_alone(tltlab, tiny, monkeypatch):
     monkeypatch.setattr(AcceptedLengths, "add", fail)
     assert tltlab("annotate", tiny, "--drafter", "suffix=ngram:min_match=3")[0] == 2
     assert {p.name: p.read_bytes() for p in tiny.iterdir()} == before
-
-
-def test_drafter_is_named_by_kind_settings_and_age():
-    assert parse_drafter("ngram")[0] == DraftedBy("ngram", 0)
-    assert parse_drafter("mine=ngram:min_match=3,max_match=4@2")[0] == DraftedBy("mine", 2)
-    assert parse_drafter("das=suffix:scopes=problem")[0] == DraftedBy("das", 0)
-    assert parse_drafter("suffix:scopes=request+problem,window=16,live=false")[0] == DraftedBy("suffix", 0)
 
 
 @pytest.mark.parametrize(
