@@ -157,10 +157,15 @@ class Study:
 
         With a `journal` a finished cell is written to it, and one that is there is not simulated again. A cell that
         raises keeps the rows of the others: `attrs["failed"]` has its message by label. Raises the first error where
-        every cell fails, and ConfigError, before anything is simulated, for a drafter that has no acceptance.
+        every cell fails, and ConfigError, before anything is simulated, for a drafter that has no acceptance and for one
+        model that would serve drafters of different kinds, in a cell or in cells of one scenario.
         """
+        policies: dict[int, list[Policy]] = {}
         for cell in self.cells:
             _check(cell)
+            policies.setdefault(id(cell.scenario), []).append(cell.policy)
+        for scenario in {id(cell.scenario): cell.scenario for cell in self.cells}.values():
+            scenario.check_acceptance(policies[id(scenario)])
         found: dict[int, list[Row]] = {} if journal is None else journal.of(self.cells)
         failed: dict[str, TltlabError] = {}
         # The longest begin first: the last to end then ends about when the others do.
