@@ -20,9 +20,9 @@ from tltlab.costs.load import load_costs
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, TableRow, TableSpec
-from tltlab.sim.study.sweep import sweep
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.scenario import Scenario
+from tltlab.sim.study.study import Cell, Study
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
@@ -156,9 +156,11 @@ TEXT: Text = (
 def bench_sweep(configurations: int, jobs: int) -> dict[str, Any]:
     """`configurations` batch-size tables on ten RL steps of 4,096 responses each."""
     scenario = Scenario.of(lengths(512, rl_steps=10), costs=COSTS, acceptance="geometric:0.7", workers=8)
-    policies = random_tables(configurations)
+    cells = [
+        Cell(name=name, policy=policy, scenario=scenario) for name, policy in random_tables(configurations).items()
+    ]
     began = time.perf_counter()
-    table = sweep(scenario, policies, jobs=jobs)
+    table = Study(cells=cells, details=False, jobs=jobs).table()
     wall_s = time.perf_counter() - began
     means = table.groupby("policy")["makespan_s"].mean()
     return {

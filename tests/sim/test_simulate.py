@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tltlab.sim.study.sweep import compare
+from tltlab.sim.tuning.config import TuneConfig
 
 from tests.fakes.curves import CurveAcceptance
 from tests.refused import refused
@@ -24,11 +26,9 @@ from tltlab.policies.selector import Selector
 from tltlab.policies.specs import FixedSpec
 from tltlab.sim import Scenario, SimResult, SimulationConfig, simulate
 from tltlab.sim.cli.simulate import simulate as command
-from tltlab.sim.study.sweep import compare
-from tltlab.sim.study.what_if import what_if
 from tltlab.sim.engine import record
 from tltlab.sim.engine.requests import Requests
-from tltlab.sim.tuning.config import TuneConfig
+from tltlab.sim.study.what_if import what_if
 from tltlab.sim.tuning.tune import tune
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -17,6 +17,7 @@ from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.evidence import Evidence
 from tltlab.costs.profiles import profiles
 from tltlab.policies.policy import load_policy
+from tltlab.sim.scenario import Scenario
 from tltlab.sim.study import band as bands_of
 from tltlab.sim.study import what_if as questions
 from tltlab.sim.study.band import (
@@ -32,7 +33,6 @@ from tltlab.sim.study.band import (
     with_overhead,
 )
 from tltlab.sim.study.what_if import what_if
-from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 RNG = np.random.default_rng(0)

@@ -9,11 +9,11 @@ import pytest
 from tltlab.calibration.acceptance.logged import LoggedDrafting
 from tltlab.doctor.signatures import diagnose
 from tltlab.importers.sources import read
+from tltlab.sim.config import SimulationConfig
 from tltlab.sim.study import what_if as questions
 from tltlab.sim.study.logged import LoggedRun
 from tltlab.sim.study.sample import Scenarios
 from tltlab.sim.study.what_if import what_if
-from tltlab.sim.config import SimulationConfig
 from tltlab.strategy import Strategy
 
 from ..workloads import typed

@@ -18,12 +18,12 @@ from tltlab import ConfigError, compare, read, sweep, what_if
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.policies.policy import load_policy
+from tltlab.sim.config import SimulationConfig
+from tltlab.sim.scenario import Scenario
 from tltlab.sim.study import jobs
 from tltlab.sim.study import what_if as questions
 from tltlab.sim.study.sample import Scenarios
 from tltlab.sim.study.systems import compare_systems
-from tltlab.sim.config import SimulationConfig
-from tltlab.sim.scenario import Scenario
 from tltlab.traces.trace import Trace
 
 from ..workloads import TINY, typed

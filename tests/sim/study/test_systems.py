@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from tltlab.sim.study.system_run import on_gpus, simulate_system
 
 import tltlab
 from bench.simulator import COSTS
@@ -25,9 +26,8 @@ from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import bind
 from tltlab.planning.systems import SYSTEMS
 from tltlab.sim import Separate, run_steps, simulate
-from tltlab.sim.study.system_run import on_gpus, simulate_system
-from tltlab.sim.study.systems import compare_systems
 from tltlab.sim.placement import place
+from tltlab.sim.study.systems import compare_systems
 from tltlab.sim.workload import changed, requests_by_step
 from tltlab.traces.trace import Trace
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from tltlab.sim.study.sweep import drafters_text, granted_text
 
 import tltlab
 from tests.refused import refused
@@ -14,11 +15,10 @@ from tltlab.acceptance.freshness import FreshAcceptance, Freshness
 from tltlab.acceptance.load import DEFAULTS
 from tltlab.costs.deployment import Deployment
 from tltlab.errors import ConfigError
-from tltlab.sim.study import what_if as questions
-from tltlab.sim.study.sweep import drafters_text, granted_text
-from tltlab.sim.study.what_if import what_if
 from tltlab.sim.rl_steps import run_steps
 from tltlab.sim.simulate import simulate
+from tltlab.sim.study import what_if as questions
+from tltlab.sim.study.what_if import what_if
 from tltlab.sim.topology import Colocated
 
 from ...traces_of_lengths import of_lengths
