@@ -16,8 +16,8 @@ from tltlab.costs.scaled import ScaledCosts
 from tltlab.doctor.signatures import diagnose
 from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
-from tltlab.sim.simulate import simulate
 from tltlab.sim.study import jobs as side
+from tltlab.sim.simulate import simulate
 from tltlab.sim.verification.training_log import fit_log, is_log, verify_log
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
