@@ -160,10 +160,15 @@ class Study:
 
         With a `journal` a finished cell is written to it, and one that is there is not simulated again. A cell that
         raises keeps the rows of the others: `attrs["failed"]` has its message by label. Raises the first error where
-        every cell fails, and ConfigError, before anything is simulated, for a drafter that has no acceptance.
+        every cell fails, and ConfigError, before anything is simulated, for a drafter that has no acceptance and for
+        one model that would serve drafters of different kinds, in a cell or in cells of one scenario.
         """
+        policies: dict[int, list[Policy]] = {}
         for cell in self.cells:
             _check(cell)
+            policies.setdefault(id(cell.scenario), []).append(cell.policy)
+        for scenario in {id(cell.scenario): cell.scenario for cell in self.cells}.values():
+            scenario.check_acceptance(policies[id(scenario)])
         found: dict[int, list[Row]] = {} if journal is None else journal.of(self.cells)
         failed: dict[str, TltlabError] = {}
         # The longest begin first: the last to end then ends about when the others do.
@@ -267,10 +272,13 @@ class Journal:
     def _rows(self) -> dict[str, list[Row]]:
         """Rows by key; a last line that was cut off is ignored."""
         if not self.path.exists():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._append(self.question)
             return {}
-        head, *lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
+        try:
+            text = self.path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise InputError(f"cannot read {self.path}: {error.strerror}") from error
+        head, *lines = text.splitlines(keepends=True) or [""]
         if head.rstrip("\n") != self.question:
             raise ConfigError(
                 f"{self.path} is of another comparison (trace, settings or policies): delete it, or name another --out"
@@ -296,6 +304,7 @@ class Journal:
 
     def _append(self, line: str) -> None:
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
         except OSError as error:

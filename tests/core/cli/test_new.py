@@ -53,8 +53,6 @@ def test_a_new_part_meets_its_contract_and_serves(
     monkeypatch.delitem(sys.modules, "quarter_step")
 
 
-
-
 def test_a_new_recipe_and_reward_pass_their_checks(said, tmp_path: Path):
     code, out, err = said("new", "recipe", "mine", "--model", "Qwen/Qwen2.5-7B", "--json")
     assert (code, json.loads(out)["files"]) == (0, ["mine/recipe.toml", "mine/reward.py", "mine/prompts.jsonl"]), err

@@ -24,7 +24,7 @@ from tltlab.sim.engine.batch import FluidBatch
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.worker import RolloutSimulator
-from tltlab.sim.study.systems import compare_systems
+from tltlab.sim.study.compare import compare
 from tltlab.sim.workload import changed, requests_by_step
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import Manifest
@@ -193,14 +193,14 @@ def test_commands_take_a_drawn_trace_of_turns(tmp_path: Path, capsys):
     run("trace", "generate", *shape, "--turns", "3", "--workers", "2", "--out", out)
     assert json.loads(run("simulate", out, "--max-tools", "2", "--json"))["multi_turn"]["num_responses"] == 16
     compared = run("compare", out, "--policies", "none,table", "--acceptance", "geometric:0.7", "--json")
-    assert {row["policy"] for row in json.loads(compared)["policies"]} == {"none", "table"}
+    assert {row["policy"] for row in json.loads(compared)["rows"]} == {"none", "table"}
     compared = run("compare", out, "--systems", "verl,tlt-base,areal", "--acceptance", "all=geometric:0.7", "--json")
     assert {row["system"] for row in json.loads(compared)["systems"]} == {"verl", "tlt-base", "areal"}
     assert json.loads(compared)["left_out"] == {}
 
 
 def test_every_system_runs_on_responses_of_several_turns(drawn: Trace):
-    table = compare_systems(drawn, costs=SECOND, acceptance="all=geometric:0.6", decision_block=16, ranges=False)
+    table = compare(drawn, systems="all", costs=SECOND, acceptance="all=geometric:0.6", decision_block=16)
     table = table.set_index("system")
     assert set(table.index) == set(SYSTEMS)
     # A mean over RL steps of tokens per second: that of the trace's own tokens where these are what is trained on.
