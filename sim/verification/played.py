@@ -102,11 +102,11 @@ class Session(Recording):
         rows = []
         for rl_step, force in self.forces.items():
             part = self.trace.select([rl_step])
-            iterations = part.iterations
-            assert iterations is not None
             seconds, accept_length = metrics.rollout_s(part)[rl_step] or math.nan, metrics.mean_accept_length(part)
             bubble, worker_s = metrics.bubble_fraction(part), metrics.num_workers(part) * seconds
-            drafts = int((iterations["batch"] * (iterations["num_drafted"] > 0)).sum())
+            drafts = 0
+            if (iterations := part.iterations) is not None:
+                drafts = int((iterations["batch"] * (iterations["num_drafted"] > 0)).sum())
             drafters = sorted({s.drafter for s in force.policy.strategies if s.speculates})
             known = self.known.get(force.name)
             row = {
@@ -115,7 +115,7 @@ class Session(Recording):
                 "tokens": float(part.outcomes["response_tokens"].sum()), "old_tokens": 0.0, "wasted_tokens": 0.0,
                 "drafts": drafts, "kept_tokens": drafts * (accept_length or 0.0), "accept_length": accept_length,
                 "idle_s": None if bubble is None else bubble * worker_s, "worker_s": worker_s,
-                "bubble_fraction": bubble, "iterations": len(iterations), "outside": {}, "length_bias": 1.0,
+                "bubble_fraction": bubble, "iterations": part.num_rows("iterations"), "outside": {}, "length_bias": 1.0,
                 "drafters": drafters, "acceptance": granted(known, None if known else FITTED, drafters),
             }  # fmt: skip
             rows.append(row)
