@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 
 from tltlab.acceptance.load import DEFAULT
 from tltlab.console import table
@@ -24,7 +25,8 @@ from tltlab.sim.config import SimulationConfig, decision_interval
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.study.study import Cell
 from tltlab.sim.study.systems import on_gpus
-from tltlab.sim.topology import Colocated, Separate
+from tltlab.sim.topology import Colocated, Separate, Topology
+from tltlab.sim.verification.errors import table_text
 from tltlab.traces.trace import Trace
 
 RL_STEPS = 2
@@ -80,9 +82,15 @@ class Forecast:
         rows += [("RL step", f"not simulated: {self.unknown}")] if self.unknown else []
         lines = ["before it starts", table([], rows, left=2, indent=2)]
         if self.times:
-            header = ["lengths", "rollout s", "RL step s", "90 % range", f"hours of {self.num_steps} RL steps"]
-            cells = [_cells(time, self.num_steps) for time in self.times]
-            lines += ["simulated, the range is that of costs", table(header, cells, indent=2)]
+            times = pd.DataFrame([asdict(time) for time in self.times]).astype({"low_s": float, "high_s": float})
+            hours = times[["step_s", "low_s", "high_s"]] * self.num_steps / 3600
+            columns = (
+                "lengths: {lengths}; rollout s: {rollout_s:.0f}; RL step s: {step_s:.0f}; "
+                "90 % range: {low_s:.0f} to {high_s:.0f} s; "
+                f"hours of {self.num_steps} RL steps: {{step_h:.1f}}; 90 %: {{low_h:.1f}} to {{high_h:.1f}}"
+            )
+            rows = times.join(hours.set_axis(["step_h", "low_h", "high_h"], axis=1))
+            lines += ["simulated, the range is that of costs", table_text(rows, columns, left=1)]
         return "\n".join([*lines, f"next: {self.command}"])
 
 
@@ -143,7 +151,8 @@ def _timed(recipe: Recipe, name: str, trace: Trace) -> StepTime:
     )  # fmt: skip
     config, machine = config.on_trace(trace)
     assert machine is not None
-    topology, stages = Colocated(gpus_per_worker=tp), machine.stages
+    topology: Topology = Colocated(gpus_per_worker=tp)
+    stages = machine.stages
     if recipe.cluster.placement == "separate":
         ranks = recipe.train.ranks
         topology, stages = Separate(gpus_per_worker=tp, train_gpus=ranks), on_gpus(stages, ranks)
@@ -185,12 +194,3 @@ def _found(name: str, kind: Literal["model", "dataset"]) -> str:
 def _needed(num_bytes: float, here: float, of: str) -> str:
     short = ", TOO LITTLE for a run here" if num_bytes > here else ""
     return f"{num_bytes / 1e9:.3g} GB {of}; this machine has {here / 1e9:.3g} GB{short}"
-
-
-def _cells(time: StepTime, num_steps: int) -> list[str]:
-    h = num_steps / 3600
-    seconds, hours = "not known", f"{h * time.step_s:.1f}"
-    if time.low_s is not None and time.high_s is not None:
-        seconds = f"{time.low_s:.0f} to {time.high_s:.0f} s"
-        hours += f" ({h * time.low_s:.1f} to {h * time.high_s:.1f})"
-    return [time.lengths, f"{time.rollout_s:.0f}", f"{time.step_s:.0f}", seconds, hours]

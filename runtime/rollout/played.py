@@ -26,7 +26,7 @@ import numpy as np
 
 from tltlab.config import FrozenModel
 from tltlab.drafters.base import Drafter
-from tltlab.drafters.specs import DrafterSpec, LearnedSpec
+from tltlab.drafters.specs import Drafters, DrafterSpec, LearnedSpec
 from tltlab.files import json_lines, read_json, write_file
 from tltlab.own import code_allowed
 from tltlab.policies.policy import Policy
@@ -46,9 +46,9 @@ class RehearsalPlan(FrozenModel):
     """The plan of all engines. `lengths` are tokens by worker and response, `about` describes their source.
 
     `rates[i]` of a policy is the acceptance probability of its drafts up to token i, counted from 0, () where it never
-    drafts; `granted` is the source of the rates, by drafter. `learned` drafters are heads, `forced` ones draft at no
-    cost. `modules` hold classes that policies name. Plain steps are timed at `plain_batches`. `config` is the model's
-    config.json, `kv_token_bytes` the KV cache of a token in bf16.
+    drafts; `granted` is the source of the rates, by each drafter that is used. `modules` hold classes that policies
+    name. Plain steps are timed at `plain_batches`. `config` is the model's config.json, `kv_token_bytes` the KV cache
+    of a token in bf16.
     """
 
     model: str
@@ -62,8 +62,6 @@ class RehearsalPlan(FrozenModel):
     modules: tuple[str, ...]
     rates: dict[str, tuple[float, ...]]
     granted: dict[str, str]
-    learned: tuple[str, ...]
-    forced: tuple[str, ...]
     plain_batches: tuple[int, ...] = ()
     rounds: int
     gpus: int
@@ -78,6 +76,12 @@ class RehearsalPlan(FrozenModel):
     def specs(self) -> dict[str, DrafterSpec]:
         """The drafters that the policies define."""
         return {name: spec for policy in self.policies.values() for name, spec in policy.drafters.items()}
+
+    @property
+    def learned(self) -> list[str]:
+        """The drafters that are heads."""
+        drafters = Drafters(self.specs)
+        return [name for name in self.granted if drafters[name].has_network]
 
     def of_engine(self, stock: bool) -> list[str]:
         """Return the policies that stock vLLM, or tltlab's engine, plays."""
@@ -225,7 +229,7 @@ def _engine(plan: RehearsalPlan, out: Path, worker: int, stock: bool) -> Any:
         arguments["kv_cache_memory_bytes"] = plan.kv_bytes(worker)
     if stock:
         return PlainStock(model, seed=plan.seed, vllm_args=arguments)
-    drafters: dict[str, DrafterSpec | Drafter] = {name: ForcedDrafter() for name in plan.forced}
+    drafters: dict[str, DrafterSpec | Drafter] = {name: ForcedDrafter() for name in plan.granted}
     for name in plan.learned:
         head = out / f"head-{worker}"
         new_head(model, "eagle", plan.seed).to(torch.bfloat16).save(head)
@@ -239,7 +243,12 @@ def _engine(plan: RehearsalPlan, out: Path, worker: int, stock: bool) -> Any:
     if plan.gpus:
         everything = Policy(selector=ExploreSpec(strategies=tuple(strategies)))
         graphs = plan_graphs(
-            everything, most, drafters=plan.specs, runner="V1" if plan.forced else "V2", any_lengths=True, plain=True
+            everything,
+            most,
+            drafters=plan.specs,
+            runner="V1" if len(drafters) > len(plan.learned) else "V2",
+            any_lengths=True,
+            plain=True,
         )
     return Engine(
         model, worker=worker, drafters=drafters, max_draft_depth=depth, seed=plan.seed, graphs=graphs,

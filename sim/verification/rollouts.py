@@ -136,7 +136,7 @@ def verify(
     known = Trace.from_tables(trace.manifest, {name: trace.arrow(name) for name in _TABLES})
     prediction = _Prediction(
         trace=with_engine_tool_times(known), drafters=DrafterStates(trace=known), window=window, samples=samples,
-        seed=seed,
+        forecasts=FORECASTS, seed=seed,
     )  # fmt: skip
     # Backwards: the last RL steps take longest, as they have a past to be forecast from.
     tasks = [partial(prediction.row, forces[step], step, measured[step]) for step in reversed(chosen)]
@@ -234,6 +234,7 @@ class _Prediction(Recording):
 
     drafters: DrafterStates
     window: int
+    forecasts: int
 
     def row(self, force: ActivePolicy, step: int, measured_s: float) -> dict[str, Any]:
         """The RL step's row of `Verification.rows`."""
@@ -325,7 +326,7 @@ class _Prediction(Recording):
         drawn = drawn_lengths(scenario.steps[0], self.trace.select(fit_on), rng, self.prefix)
         # As if the policy was set at this step: a forecast does not replay what it learned before.
         afresh = replace(force, since=step)
-        cells = replace(self, samples=FORECASTS).cells(afresh, scenario)
+        cells = replace(self, samples=self.forecasts).cells(afresh, scenario)
         makespans_s = [
             last_s(replace(cell, scenario=replace(cell.scenario, steps=(requests,))))
             for cell, requests in zip(cells, drawn, strict=False)

@@ -74,7 +74,7 @@ def verify(
 
     Example: tltlab verify demo --policies none,table,beg-mab,ngram:4@8,demo/policy.json
     """
-    wrong = {"--decisions": decisions or None, "--rl-steps": rl_steps, "--window": window}
+    wrong: dict[str, object] = {"--decisions": decisions or None, "--rl-steps": rl_steps, "--window": window}
     if policies is None:
         wrong = {"--repeats": repeats, "--out": out}
     for name, value in wrong.items():

@@ -64,9 +64,6 @@ def plan_of(
     lengths, prompt_tokens, about = shares(trace, rl_step=rl_step, workers=workers, responses=responses, cap=cap)
     used = sorted({s.drafter for policy in ours.values() for s in policy.strategies if s.speculates})
     drafters = Drafters({name: spec for policy in ours.values() for name, spec in policy.drafters.items()})
-    learned = tuple(name for name in used if drafters[name].has_network)
-    if len(learned) > 1:
-        raise ConfigError(f"{' and '.join(learned)} are learned drafters: an engine has at most one")
     granted = acceptance_by_drafter(acceptance, used, drafters)
     rates = {name: rates_of(name, policy, granted) for name, policy in ours.items()}
     modules = sorted({part.module for policy in ours.values() for part in policy.own_parts})
@@ -74,11 +71,12 @@ def plan_of(
         model=shape.name, config=config, kv_token_bytes=shape.kv_bytes_per_token, lengths=lengths,
         prompt_tokens=prompt_tokens, group_size=trace.manifest.group_size or 8, about=about, policies=stock | ours,
         modules=tuple(modules), rates={STOCK: ()} | rates,
-        granted={name: granted.text(name) for name in used}, learned=learned,
-        forced=tuple(name for name in used if name not in learned),
+        granted={name: granted.text(name) for name in used},
         plain_batches=tuple(sorted(plain_batches)), rounds=rounds, seed=seed,
         gpus=found if gpus is None else gpus,
     )  # fmt: skip
+    if len(plan.learned) > 1:
+        raise ConfigError(f"{' and '.join(plan.learned)} are learned drafters: an engine has at most one")
     _check_memory(plan, shape)
     return plan
 

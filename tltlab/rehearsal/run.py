@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from itertools import product
 from pathlib import Path
 
 from tltlab.console import progress
@@ -47,15 +48,11 @@ def rehearse(
                 names = ", ".join(plan.of_engine(stock))
                 report(f"starting {'stock vLLM' if stock else f'an engine for {names}'}")
                 _run(plan, out, workers[first : first + at_once], stock, deadline)
-    left = [
-        v
-        for worker in range(len(plan.lengths))
-        for stock in (True, False)
-        for v in pending_rollouts(plan, out, worker, stock)
-    ]
+    left = Counter[str]()
+    for engine in product(range(len(plan.lengths)), (True, False)):
+        left.update(visit.policy for visit in pending_rollouts(plan, out, *engine))
     if left:
-        counts = Counter(visit.policy for visit in left)
-        report(f"left out for lack of time, rollouts of {', '.join(f'{name} ({n})' for name, n in counts.items())}")
+        report(f"left out for lack of time, rollouts of {', '.join(f'{name} ({n})' for name, n in left.items())}")
 
 
 def _run(plan: RehearsalPlan, out: Path, workers: Sequence[int], stock: bool, deadline: float | None) -> None:

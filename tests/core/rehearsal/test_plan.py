@@ -54,7 +54,7 @@ def test_lengths_are_the_traces_own_by_default(trace: Trace):
 def test_rates_are_chances_up_to_each_token(trace: Trace):
     plan = planned(trace, policies="stock,none,ngram:3", acceptance="ngram=geometric:0.5")
     assert plan.rates == {STOCK: (), "none": (), "ngram:3": pytest.approx((0.5, 0.25, 0.125))}
-    assert (plan.learned, plan.forced) == ((), ("ngram",))
+    assert (plan.learned, list(plan.granted)) == ([], ["ngram"])
 
 
 def test_rates_may_be_given_token_by_token(trace: Trace):
@@ -74,7 +74,7 @@ def test_drafters_that_are_not_named_keep_their_acceptance(trace: Trace):
 
 def test_a_drafter_with_a_network_is_a_head(trace: Trace):
     plan = planned(trace, policies="learned:2,ngram:4", acceptance="learned=geometric:0.8,ngram=geometric:0.4")
-    assert (plan.learned, plan.forced) == (("learned",), ("ngram",))
+    assert (plan.learned, list(plan.granted)) == (["learned"], ["learned", "ngram"])
     assert plan.rates["learned:2"] == pytest.approx((0.8, 0.64))
 
 

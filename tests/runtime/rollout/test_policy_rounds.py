@@ -124,7 +124,7 @@ def test_the_command_states_how_each_policy_was_predicted(session):
     assert {"median_error", "worst_error", "repeat_spread", "num_pairs", "kendall_tau"} <= set(found)
     assert found["goal"]["kendall_tau"] == 0.9
     assert not found["met"]
-    assert any("8 are needed" in sentence for sentence in found["missed"])
+    assert any("num_pairs" in clause for clause in found["missed"])
     assert {"tltlab", "torch", "ray"} <= set(found["versions"])
 
 
@@ -154,14 +154,14 @@ def test_what_rollouts_come_to_is_arithmetic():
     assert found.rows["error_at_speed"].tolist() == pytest.approx([-0.01] * 3)
     assert (found.num_pairs, found.kendall_tau, found.goal) == (3, 1.0, 0.08)
     assert len(found.missed) == 2
-    assert "10.0% over 8.0%" in found.text()
+    assert "0.1, goal 0.08" in found.text()
 
 
 def test_one_round_has_no_intervals_and_reports_it():
     found = rollouts_of({"a": [1.0], "b": [2.0]})
     assert found.kendall_tau is None
     assert found.json()["policies"][0]["low"] is None
-    assert "only 0 pairs" in found.text()
+    assert "0 pairs" in found.text()
 
 
 def test_policies_have_short_names(tmp_path: Path):
