@@ -61,9 +61,7 @@ def named(row):
 
 times, texts = {}, {}
 for model in ("Qwen3-32B", "Qwen3-30B-A3B"):
-    cells = tltlab.compare(
-        trace, config=config, systems=list(FAMILIES), model=model, max_response_tokens=[1024, 8192]
-    )
+    cells = tltlab.compare(trace, config=config, systems=list(FAMILIES), model=model, max_response_tokens=[1024, 8192])
     fastest = cells.loc[cells.groupby(["max_response_tokens", "gpus"], sort=False)["step_speed_up"].idxmax()]
     fastest = fastest.assign(text=[named(row) for row in fastest.itertuples()])
     times[model], texts[model] = (

@@ -116,7 +116,7 @@ class Without:
 
 
 @cache
-def options_of(kind: type) -> Mapping[str, Option]:
+def options_of(kind: Any) -> Mapping[str, Option]:
     """Return the options of a dataclass by field, with the fields' types and defaults."""
     hints, found = get_type_hints(kind, include_extras=True), {}
     for each in fields(kind):
@@ -144,7 +144,7 @@ def _completed(option: Option, hint: Any, default: Any) -> Option:
 
 def check(settings: Any) -> None:
     """Parse and check the fields of a frozen dataclass that have options; for `__post_init__`. Raises ConfigError."""
-    for name, option in options_of(type(settings)).items():
+    for name, option in options_of(settings.__class__).items():
         value = getattr(settings, name)
         if value is not None and (checked := option.checked(name, value)) is not value:
             object.__setattr__(settings, name, checked)
@@ -229,7 +229,7 @@ def _parameter(name: str, option: Option) -> Parameter:
     # A flag has no --no-FLAG unless neither of them is the default.
     names = option.names or ((f"{word}/--no-{word[2:]}",) if option.cli is bool and default is None else (word,))
     info = typer.Option(*names, help=option.help, min=option.min, hidden=option.hidden, metavar=option.metavar)
-    hint = Annotated[option.cli if default is not None else option.cli | None, info]
+    hint: Any = Annotated[option.cli if default is not None else option.cli | None, info]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 

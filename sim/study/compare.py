@@ -28,7 +28,7 @@ from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
 from .logged import LoggedRun, machine_of
-from .reduce import Comparison, compared, intervals_of
+from .reduce import Comparison, compared, comparison, intervals_of
 from .sample import Scenarios, samples, small
 from .study import Cell, Journal, Study
 from .systems import bind_all, system_cell
@@ -73,18 +73,18 @@ class StudyConfig(SimulationConfig):
         ),
     ] = None
     placement: Annotated[Any, _axis(f"One of {', '.join(PLACEMENTS)}, or module:Class")] = None
-    max_response_tokens: Annotated[  # type: ignore[assignment]
+    max_response_tokens: Annotated[
         int | Sequence[int] | None, _axis("Cap that cuts longer responses", names=("--cap", "--max-response-tokens"))
-    ] = None
+    ] = None  # type: ignore[assignment]
     group_size: Annotated[int | Sequence[int] | None, _axis("First samples of each prompt to keep")] = None
     rl_steps: Annotated[
         Sequence[int] | str | None,
         Option("a:b, RL steps a to b - 1; or one; or all. [default: of more than 24 a sample]"),
     ] = None
-    decision_block: Annotated[  # type: ignore[assignment]
+    decision_block: Annotated[
         int | None,
         Option("Iterations between decisions. [default: 1; systems on long or many responses: cap / 256]", min=1),
-    ] = None
+    ] = None  # type: ignore[assignment]
     stages: Annotated[
         StageCosts | Source | None,
         Option("Stage costs, a file or preset, for whole RL steps too. [default: of --gpus]"),
@@ -210,13 +210,8 @@ def compare(
         pending = again
         if not pending:
             break
-    frame = pd.DataFrame([row for at in range(len(points)) for row in rows_of[at]])
-    if not axes:
-        order = "step_s" if "step_s" in frame else "makespan_s"
-        frame = frame.sort_values(order, kind="stable", ignore_index=True)
-    result = Comparison(frame)
-    result.attrs |= attrs | {"axes": {name: list(values) for name, values in axes.items()}, "baseline": baseline}
-    return result
+    rows = [row for at in range(len(points)) for row in rows_of[at]]
+    return comparison(rows, {name: list(values) for name, values in axes.items()}, attrs | {"baseline": baseline})
 
 
 @dataclass(frozen=True, kw_only=True)

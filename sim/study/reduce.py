@@ -80,6 +80,17 @@ class Comparison(pd.DataFrame):
         return heat_maps(tables, xlabel=x, ylabel=y, title=f"{what} over {self.attrs['baseline']} (simulated{mean})")
 
 
+def comparison(rows: Sequence[Mapping[str, Any]], axes: Mapping[str, Any], attrs: Mapping[str, Any]) -> Comparison:
+    """Return the rows as a frame, the fastest first unless there are axes."""
+    frame = pd.DataFrame(rows)
+    if not axes:
+        order = "step_s" if "step_s" in frame else "makespan_s"
+        frame = frame.sort_values(order, kind="stable", ignore_index=True)
+    result = Comparison(frame)
+    result.attrs |= {"axes": axes} | attrs
+    return result
+
+
 def compared(cells: Sequence[Cell], table: pd.DataFrame, nominal: Scenario, baseline: str) -> list[dict[str, Any]]:
     """Return a row for each name among the cells of one point, which are repeats of it under other seeds.
 
@@ -88,10 +99,10 @@ def compared(cells: Sequence[Cell], table: pd.DataFrame, nominal: Scenario, base
     """
     kind = "policy" if "policy" in table else "system"
     first = {cell.name: cell for cell in reversed(cells)}
-    means = table.drop(columns=["outside", "drafters", "acceptance"]).groupby([kind, "rl_step"], sort=False)
-    means = means.mean(numeric_only=True)
+    counted = table.drop(columns=["outside", "drafters", "acceptance"])
+    means = counted.groupby([kind, "rl_step"], sort=False).mean(numeric_only=True)
     names = [name for name in dict.fromkeys(cell.name for cell in cells) if name in means.index.get_level_values(0)]
-    of_name = {name: means.loc[name].sort_index() for name in names}
+    of_name = {name: means.loc[[name]].droplevel(0).sort_index() for name in names}
     base, bounds = of_name.get(baseline), _Bounds(nominal)
     return [_row(first[name], of_name[name], base, bounds, nominal, kind) for name in names]
 
@@ -100,7 +111,7 @@ def _row(
     cell: Cell, steps: pd.DataFrame, base: pd.DataFrame | None, bounds: _Bounds, nominal: Scenario, kind: str
 ) -> dict[str, Any]:
     seed, bound = nominal.seed, cell.system
-    column = {name: steps[name].to_numpy(np.float64) for name in steps}
+    column = _columns(steps)
     per_s = _per_second(column)
     bounds_s = bounds.of(cell)
     shares = {
@@ -117,15 +128,15 @@ def _row(
     row |= {"drafters": granted["drafters"], "acceptance": granted["acceptance"]}
     row |= dict(cell.axes) | ({"granted": granted["acceptance"]} if "acceptance" in cell.axes else {})
     row |= {name: interval.estimate for name, interval in means.items()}
-    other = None if base is None else {name: base[name].to_numpy(np.float64) for name in base}
-    row |= _ratios("", column["makespan_s"], other and other["makespan_s"], seed)
-    row |= _ratios("tokens_per_s_", per_s, other and _per_second(other), seed, of_rates=True)
+    other = None if base is None else _columns(base)
+    row |= _ratios("", column["makespan_s"], None if other is None else other["makespan_s"], seed)
+    row |= _ratios("tokens_per_s_", per_s, None if other is None else _per_second(other), seed, of_rates=True)
     row |= {name: None if interval is None else interval.estimate for name, interval in shares.items()}
     row["mean_accept_length"] = math.fsum(column["kept_tokens"]) / drafts if drafts else None
     if np.isfinite(column["step_s"]).all():
         means["step_s"] = mean_of_few(column["step_s"])
         row["step_s"] = means["step_s"].estimate
-        row |= _ratios("step_", column["step_s"], other and other["step_s"], seed)
+        row |= _ratios("step_", column["step_s"], None if other is None else other["step_s"], seed)
         row["rollout_share"] = float(column["makespan_s"].sum() / column["step_s"].sum())
     row["intervals"] = {name: None if i is None else (i.low, i.high) for name, i in (means | shares).items()}
     return row if bound is None else row | _about(bound, row, column, nominal)
@@ -170,6 +181,10 @@ class _Bounds:
             # Scenarios keep the models alive whose ids are used.
             self._known[key] = scenario, np.array(scenario.bounds_s(strategies, drafters))
         return self._known[key][1]
+
+
+def _columns(steps: pd.DataFrame) -> dict[str, Floats]:
+    return {str(name): steps[name].to_numpy(np.float64) for name in steps}
 
 
 def _per_second(column: Mapping[str, Floats]) -> Floats:

@@ -318,4 +318,4 @@ def _key(cell: Cell) -> str:
 
 def by_rl_step(table: pd.DataFrame, value: str) -> dict[int, np.ndarray[Any, np.dtype[np.float64]]]:
     """Return the values of each cell in the order of its RL steps."""
-    return {int(cell): rows[value].to_numpy(np.float64) for cell, rows in table.groupby("cell", sort=False)}
+    return {int(str(cell)): rows[value].to_numpy(np.float64) for cell, rows in table.groupby("cell", sort=False)}

@@ -90,7 +90,7 @@ def cell_named(
     Raises ConfigError for an unknown name, and with the reason for a system that cannot be simulated here.
     """
     (system,) = find_systems([name])
-    rl_steps = scenarios.config.rl_steps or scenarios.trace.rl_steps
+    rl_steps = scenarios.config.steps_of(scenarios.trace) or scenarios.trace.rl_steps
     scenario = scenarios.of(rl_steps)
     known = replayable(scenario.acceptance, scenario.steps)
     try:

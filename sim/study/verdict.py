@@ -12,7 +12,6 @@ from tltlab.acceptance.load import DEFAULT, EARLIER, WITH_EPOCHS
 from tltlab.importers.step_metrics import SEVERAL_TURNS
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
-from tltlab.sim.config import SimulationConfig
 from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.sim.simulate import simulated
 from tltlab.sim.tuning.drafter_training import DrafterTraining
@@ -21,10 +20,13 @@ from tltlab.traces.trace import Manifest, Trace
 
 from .band import Band, Times
 from .logged import Running, ShareOf
+from .reduce import Comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from .what_if import WhatIfConfig
 
 LEAST, MOST = 0.5, 0.85
 """Acceptance values that are also tried where none was measured."""
@@ -114,14 +116,14 @@ class WhatIf:
     crowded_share: float
     running: Running | None
     training: DrafterTraining | None
-    systems: pd.DataFrame
+    systems: Comparison
     recorded: bool
     decision_block: int
     num_rl_steps: int
     is_sampled: bool
     wall_s: float
     example: Scenario = field(repr=False)
-    config: SimulationConfig = field(repr=False)
+    config: WhatIfConfig = field(repr=False)
     notes: tuple[str, ...] = field(default=())
 
     @property

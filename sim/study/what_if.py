@@ -41,7 +41,7 @@ from tltlab.traces.trace import Trace
 
 from .band import InputErrors, Times, bands
 from .logged import LoggedRun, Running, machine_of
-from .reduce import Comparison, compared, intervals_of
+from .reduce import Comparison, compared, comparison, intervals_of
 from .sample import Scenarios, small
 from .study import Cell, Study
 from .systems import bind_all, replayable, system_cell
@@ -185,7 +185,7 @@ class _Found:
     by_accept: Mapping[float, Times]
     with_epochs: float | None
     running: Running | None
-    systems: pd.DataFrame
+    systems: Comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,16 +337,11 @@ class _Question:
             )
         cells = [system_cell(binding, scenarios, rl_steps, stages) for binding in bound]
         rows = Study(cells=cells, jobs=self.jobs).table()
-        order = "makespan_s" if stages is None else "step_s"
-        frame = pd.DataFrame(compared(cells, rows, nominal, "verl")).sort_values(
-            order, kind="stable", ignore_index=True
-        )
-        result = Comparison(frame)
-        result.attrs |= {
-            "baseline": "verl", "axes": {}, "num_rl_steps": len(nominal.steps), "num_workers": nominal.workers,
+        attrs = {
+            "baseline": "verl", "num_rl_steps": len(nominal.steps), "num_workers": nominal.workers,
             "num_rl_steps_of": len(self.scenarios.run), "num_gpus": nominal.workers * nominal.costs.tensor_parallel,
         }  # fmt: skip
-        return result
+        return comparison(compared(cells, rows, nominal, "verl"), {}, attrs)
 
     def is_enough(self, found: _Found) -> bool:
         """True if RL steps more would not make the speed-ups much surer, as their costs are off."""

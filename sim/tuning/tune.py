@@ -128,9 +128,9 @@ class TuneConfig(SimulationConfig):
         int | None,
         Option("Seeds that a sampled score is the mean of. [default: 3; of a sample of RL steps 1]", min=1),
     ] = None
-    decision_block: Annotated[  # type: ignore[assignment]
+    decision_block: Annotated[
         int | None, Option("Iterations per decision. [default: 1; of long or many responses: cap / 256]", min=1)
-    ] = None
+    ] = None  # type: ignore[assignment]
     robust: Annotated[
         bool, Option("Worst case over the traces and the cost error instead of the mean.", names=("--robust",))
     ] = False
@@ -302,7 +302,7 @@ def tune(
         config = replace(config, graphs=replace(config.graphs, drafters=tune_on[0].scenario.registry))
     strategies, notes = _strategies(tune_on + judge_on, config)
     spaces: dict[str, Space] = {}
-    if config.search:
+    if isinstance(config.search, Mapping) and config.search:
         values = {key: values_of(key, v) if isinstance(v, str) else tuple(v) for key, v in config.search.items()}
         spaces = {name: Parameters(base=policy, values=values) for name, policy in own.items()}
     for case in tune_on:
