@@ -89,8 +89,8 @@ class Forecast:
                 "90 % range: {low_s:.0f} to {high_s:.0f} s; "
                 f"hours of {self.num_steps} RL steps: {{step_h:.1f}}; 90 %: {{low_h:.1f}} to {{high_h:.1f}}"
             )
-            rows = times.join(hours.set_axis(["step_h", "low_h", "high_h"], axis=1))
-            lines += ["simulated, the range is that of costs", table_text(rows, columns, left=1)]
+            times = times.join(hours.set_axis(["step_h", "low_h", "high_h"], axis=1))
+            lines += ["simulated, the range is that of costs", table_text(times, columns, left=1)]
         return "\n".join([*lines, f"next: {self.command}"])
 
 
