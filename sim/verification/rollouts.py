@@ -181,7 +181,7 @@ def nearest(rl_steps: Sequence[int], step: int, window: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording:
+class RecordedRun:
     """A recorded run, its fits, and simulations of its RL steps under their own lengths, `samples` of each."""
 
     trace: Trace
@@ -229,7 +229,7 @@ class Recording:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Prediction(Recording):
+class _Prediction(RecordedRun):
     """How the RL steps of a run are predicted from one another."""
 
     drafters: DrafterStates
