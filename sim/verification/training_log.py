@@ -107,7 +107,8 @@ class StepColumns:
         accepted = accepted.astype(np.float64).fillna(1.0).clip(lower=1.0)
         rows = pd.DataFrame({"rl_step": timed.index, "measured_s": timed[column].to_numpy(np.float64)})
         rows["outside_s"] = 1.0
-        num_workers, shape, terms = workers or trace.manifest.num_workers, None, LINEAR_TERMS
+        num_workers, terms = workers or trace.manifest.num_workers, LINEAR_TERMS
+        shape: CostModel | None = None
         if costs is None:
             lengths = trace.outcomes.groupby("rl_step")["response_tokens"].agg(["max", "sum"]).loc[timed.index]
             rows["base_s"] = lengths["max"].to_numpy(np.float64) / accepted.to_numpy()
