@@ -127,10 +127,8 @@ def verify(
     if len(recorded) < 3:
         raise ConfigError(f"{run}: {len(recorded)} RL steps are too few: two to fit on and one to predict are needed")
     chosen = recorded if rl_steps is None else list(rl_steps)
-    if missing := [step for step in chosen if step not in recorded]:
-        raise ConfigError(f"{run}: no RL step {missing[0]}; there are {recorded[0]}..{recorded[-1]}")
-    if not chosen:
-        raise ConfigError(f"{run}: no RL step was asked for")
+    if not chosen or not set(chosen) <= set(recorded):
+        raise ConfigError(f"{run}: RL steps {chosen} were asked for; there are {recorded[0]}..{recorded[-1]}")
     measured = _measured(trace)
     forces = _without_budget(policies_in_force(trace, allow_code))
     known = Trace.from_tables(trace.manifest, {name: trace.arrow(name) for name in _TABLES})
