@@ -87,7 +87,7 @@ def comparison(rows: Sequence[Mapping[str, Any]], axes: Mapping[str, Any], attrs
         order = "step_s" if "step_s" in frame else "makespan_s"
         frame = frame.sort_values(order, kind="stable", ignore_index=True)
     result = Comparison(frame)
-    result.attrs |= {"axes": axes} | attrs
+    result.attrs |= {"axes": axes, **attrs}
     return result
 
 

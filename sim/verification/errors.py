@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -83,5 +85,11 @@ def table_text(rows: pd.DataFrame, columns: str, left: int = 2) -> str:
     1     +25.0%
     """
     header, templates = zip(*(column.strip().split(": ", 1) for column in columns.split(";")), strict=True)
-    texts = [[template.format_map(row) for template in templates] for row in rows.to_dict("records")]
-    return table(header, [["" if "nan" in text else text for text in row] for row in texts], left=left)
+    known = rows.astype(object).where(rows.notna(), math.nan)
+    cells = [[_cell(template, row) for template in templates] for row in known.to_dict("records")]
+    return table(header, cells, left=left)
+
+
+def _cell(template: str, row: Mapping[Any, Any]) -> str:
+    text = template.format_map(row)
+    return "" if ":" in template and "nan" in text else text

@@ -36,7 +36,7 @@ from tltlab.traces import metrics
 from tltlab.traces.trace import read
 
 from .errors import Errors
-from .rollouts import Recording
+from .rollouts import RecordedRun
 from .run_files import ActivePolicy, policies_in_force, repeats
 
 DEFAULT = ("none", "ngram:1", "ngram:2", "ngram:8", "ngram:4@1", "ngram:4@4", "ngram:4@16", "table", "beg-mab")
@@ -76,7 +76,7 @@ def listed_policies(text: str, fewest: int = 2) -> dict[str, Policy]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session(Recording):
+class Session(RecordedRun):
     """A recorded session, with the policy of each RL step.
 
     `known` has the acceptance of a policy's drafts where nothing is to be fitted. Policies that are `unlike` the others

@@ -127,10 +127,8 @@ def verify(
     if len(recorded) < 3:
         raise ConfigError(f"{run}: {len(recorded)} RL steps are too few: two to fit on and one to predict are needed")
     chosen = recorded if rl_steps is None else list(rl_steps)
-    if missing := [step for step in chosen if step not in recorded]:
-        raise ConfigError(f"{run}: no RL step {missing[0]}; there are {recorded[0]}..{recorded[-1]}")
-    if not chosen:
-        raise ConfigError(f"{run}: no RL step was asked for")
+    if not chosen or not set(chosen) <= set(recorded):
+        raise ConfigError(f"{run}: RL steps {chosen} were asked for; there are {recorded[0]}..{recorded[-1]}")
     measured = _measured(trace)
     forces = _without_budget(policies_in_force(trace, allow_code))
     known = Trace.from_tables(trace.manifest, {name: trace.arrow(name) for name in _TABLES})
@@ -181,7 +179,7 @@ def nearest(rl_steps: Sequence[int], step: int, window: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording:
+class RecordedRun:
     """A recorded run, its fits, and simulations of its RL steps under their own lengths, `samples` of each."""
 
     trace: Trace
@@ -229,7 +227,7 @@ class Recording:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Prediction(Recording):
+class _Prediction(RecordedRun):
     """How the RL steps of a run are predicted from one another."""
 
     drafters: DrafterStates

@@ -47,8 +47,9 @@ from tltlab.traces.trace import Trace
 
 from .errors import Errors
 
-LINEAR_TERMS = (("base_s",), ("base_s", "per_request_s"), ("base_s", "per_request_s", "outside_s"))
-LEVEL_TERMS = (("level",), ("level", "outside_s"))
+Terms = Sequence[Sequence[str]]
+LINEAR_TERMS: Terms = (("base_s",), ("base_s", "per_request_s"), ("base_s", "per_request_s", "outside_s"))
+LEVEL_TERMS: Terms = (("level",), ("level", "outside_s"))
 BESIDE_TERMS = (("base_s",), ("base_s", "per_token_s"))
 """Terms of the time outside a rollout: a constant and, where it lowers the left-out error, a time per token."""
 PREDICTED = (
@@ -75,7 +76,7 @@ class StepColumns:
     """Data for the fit of rollout times: a row per RL step with rl_step, measured_s and a column per term."""
 
     rows: pd.DataFrame
-    terms: tuple[tuple[str, ...], ...]
+    terms: Terms
     workers: int
     accept_length: pd.Series[float]
     shape: CostModel | None = None
@@ -106,23 +107,24 @@ class StepColumns:
         accepted = accepted.astype(np.float64).fillna(1.0).clip(lower=1.0)
         rows = pd.DataFrame({"rl_step": timed.index, "measured_s": timed[column].to_numpy(np.float64)})
         rows["outside_s"] = 1.0
-        num_workers = workers or trace.manifest.num_workers
+        num_workers, terms = workers or trace.manifest.num_workers, LINEAR_TERMS
+        shape: CostModel | None = None
         if costs is None:
             lengths = trace.outcomes.groupby("rl_step")["response_tokens"].agg(["max", "sum"]).loc[timed.index]
             rows["base_s"] = lengths["max"].to_numpy(np.float64) / accepted.to_numpy()
             rows["per_request_s"] = lengths["sum"].to_numpy(np.float64) / accepted.to_numpy() / (num_workers or 1)
-            return cls(rows=rows, terms=LINEAR_TERMS, workers=num_workers or 1, accept_length=accepted, unit=unit)
-        if num_workers is None:
-            raise ConfigError("the log does not have the number of its engines: give --workers")
-        shape = load_costs(costs)
-        if isinstance(shape, ScaledCosts):
-            raise ConfigError(f"{costs} were fitted to a log themselves: name what they were made of")
-        parts = ((trace.select([step]), shape, num_workers, accepted.loc[step]) for step in timed.index)
-        rows["level"] = list(side_by_side([partial(_simulated_s, *part) for part in parts], jobs=jobs))
-        return cls(rows=rows, terms=LEVEL_TERMS, workers=num_workers, accept_length=accepted, shape=shape, unit=unit)
+        else:
+            if num_workers is None:
+                raise ConfigError("the log does not have the number of its engines: give --workers")
+            shape, terms = load_costs(costs), LEVEL_TERMS
+            if isinstance(shape, ScaledCosts):
+                raise ConfigError(f"{costs} were fitted to a log themselves: name what they were made of")
+            parts = ((trace.select([step]), shape, num_workers, accepted.loc[step]) for step in timed.index)
+            rows["level"] = list(side_by_side([partial(_simulated_s, *part) for part in parts], jobs=jobs))
+        return cls(rows=rows, terms=terms, workers=num_workers or 1, accept_length=accepted, shape=shape, unit=unit)
 
 
-def fit_terms(choices: Sequence[Sequence[str]], rows: pd.DataFrame) -> tuple[StageEstimator, Floats]:
+def fit_terms(choices: Terms, rows: pd.DataFrame) -> tuple[StageEstimator, Floats]:
     """Return a fit with as many terms as these RL steps bear and need, and its relative errors of each left out."""
     best = StageEstimator(choices[0])
     error = _left_out(best, rows)
@@ -304,9 +306,7 @@ def verify_log(
     return LogVerification(rows=rows, whole=whole, share=share, unit=columns.unit)
 
 
-def _from_earlier(
-    rows: pd.DataFrame, choices: Sequence[Sequence[str]], window: int, jobs: int | None = 1
-) -> pd.DataFrame:
+def _from_earlier(rows: pd.DataFrame, choices: Terms, window: int, jobs: int | None = 1) -> pd.DataFrame:
     """Return the rows of `LogVerification`: each of these RL steps from fits to the `window` before it."""
     places = range(FEWEST, len(rows))
     histories = [rows.iloc[max(0, at - window) : at] for at in places]
