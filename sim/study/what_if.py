@@ -102,9 +102,9 @@ def what_if(
 
     `lengths` are whatever `read_lengths` takes: a file of any of its formats, a trace, a DataFrame, an array.
     `settings` are fields of `WhatIfConfig` and of `Reading` (such as the `column` of the lengths) that replace those of
-    `config` and `reading`; `form` is the file's format. For a training log with stages, rollouts and stages take the log's
-    seconds, and one that drafts is compared with its own run first (`WhatIf.running`). Acceptance that is not given is
-    the recorded one, else `tltlab.acceptance.load.DEFAULTS`.
+    `config` and `reading`; `form` is the file's format. For a training log with stages, rollouts and stages take the
+    log's seconds, and one that drafts is compared with its own run first (`WhatIf.running`). Acceptance that is not
+    given is the recorded one, else `tltlab.acceptance.load.DEFAULTS`.
 
     The best table of draft depths by batch size is found for every drafter that the acceptance names: the tables that
     `tune` searches too. The answers are the fastest of drafters that need no training and the fastest of trained ones,
