@@ -127,7 +127,7 @@ ASKED: dict[str, Callable[[int | None], Any]] = {
 
 
 def test_long_tasks_are_shared_from_the_first_on():
-    shared = (list(jobs.side_by_side([os.getpid] * 3, jobs=2, expected_s=[seconds] * 3)) for seconds in (9.0, 0.1))
+    shared = (list(jobs.side_by_side([os.getpid] * 3, jobs=2, expected_s=[seconds] * 3)) for seconds in (9.0, 0.01))
     assert [os.getpid() in pids for pids in shared] == [False, True]
 
 
