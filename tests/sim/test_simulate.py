@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tltlab.sim.study.sweep import compare
-from tltlab.sim.tuning.config import TuneConfig
 
 from tests.fakes.curves import CurveAcceptance
 from tests.refused import refused
@@ -28,8 +26,9 @@ from tltlab.sim import Scenario, SimResult, SimulationConfig, simulate
 from tltlab.sim.cli.simulate import simulate as command
 from tltlab.sim.engine import record
 from tltlab.sim.engine.requests import Requests
+from tltlab.sim.study.compare import compare
 from tltlab.sim.study.what_if import what_if
-from tltlab.sim.tuning.tune import tune
+from tltlab.sim.tuning.tune import TuneConfig, tune
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces import metrics
