@@ -240,6 +240,8 @@ class _Point:
         if stages is None:
             logged = LoggedRun.of(scenarios)
             scenarios, stages = logged.scenarios, logged.stages
+        if stages is None and asked.gpus_per_worker is not None:
+            raise ConfigError("--gpus-per-worker places the stages of RL steps: give --stages or --gpus")
         return cls(axes=axes, scenarios=scenarios, stages=stages)
 
 

@@ -17,7 +17,7 @@ from tltlab.arrays import Floats
 from tltlab.planning.claims import CLAIMS, difference
 from tltlab.planning.execution import missing_part
 from tltlab.planning.system_binding import BoundSystem
-from tltlab.sim.scenario import Scenario, budgets_of
+from tltlab.sim.scenario import Scenario
 from tltlab.stats import LEVEL, Interval, mean_of_few, paired_ratio
 
 from .study import Cell
@@ -171,10 +171,10 @@ class _Bounds:
         self._known: dict[Any, tuple[Scenario, Floats]] = {}
 
     def of(self, cell: Cell) -> Floats | None:
-        """Return the bounds; None under a per-request budget, and for a system that rolls out other work."""
-        if budgets_of(cell.policy, 1) or (cell.system is not None and not cell.system.system.same_work):
+        """Return the bounds; None where `Cell.bounding` has none."""
+        if (found := cell.bounding(self.nominal)) is None:
             return None
-        scenario, strategies = self.nominal.bounding(cell.policy, cell.scenario.acceptance)
+        scenario, strategies = found
         key = frozenset(strategies), id(scenario.acceptance)
         if key not in self._known:
             drafters = scenario.registry_of({cell.name: cell.policy})

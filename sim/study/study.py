@@ -41,9 +41,10 @@ from tltlab.files import parse_json
 from tltlab.planning.system_binding import BoundSystem
 from tltlab.policies.policy import Policy
 from tltlab.sim.rl_steps import RunResult, run_steps
-from tltlab.sim.scenario import Scenario, is_memoryless
+from tltlab.sim.scenario import Scenario, budgets_of, is_memoryless
 from tltlab.sim.simulate import SimResult, simulated
 from tltlab.sim.topology import Colocated, Topology
+from tltlab.strategy import Strategy
 from tltlab.traces.trace import Manifest
 
 from .jobs import side_by_side
@@ -68,6 +69,7 @@ class Cell:
     With `stages` it is whole RL steps of `num_updates` optimizer steps on `topology` (default: colocated GPUs). With a
     `delay` choices hold at once, and their outcomes come so many choices later; `entropy` seeds each worker's selector
     (default: by the scenario's seed). Both are for makespans alone. `system` is set for a system from the literature.
+    Regret is to the bound of the `nominal` scenario, by default its own: the acceptance and workers as they were given.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Cell:
     manifest: Manifest | None = None
     delay: int | None = None
     entropy: Sequence[Sequence[int]] | None = None
+    nominal: Scenario | None = None
 
     @property
     def label(self) -> str:
@@ -101,11 +104,29 @@ class Cell:
         """Return the rollouts, and where stages are known the whole RL steps."""
         manifest = self.manifest or Manifest(kind="simulated", num_workers=self.scenario.workers)
         result = simulated(self.scenario, self.policy, self.name, manifest, record_iterations)
+        if self.nominal is not None:
+            result = replace(result, bounds_s=self._bounds_s)
         if self.stages is None:
             return result, None
         topology = self.topology or Colocated(gpus_per_worker=self.scenario.costs.tensor_parallel)
         changes = {} if self.system is None else {n: getattr(self.system.system, n) for n in ("fused", "streamed")}
         return result, run_steps(result, self.stages, topology=topology, num_updates=self.num_updates, **changes)
+
+    def bounding(self, nominal: Scenario) -> tuple[Scenario, list[Strategy]] | None:
+        """Return `Scenario.bounding` of a nominal scenario.
+
+        None under a per-request budget, and for a system that rolls out other work.
+        """
+        if budgets_of(self.policy, 1) or (self.system is not None and not self.system.system.same_work):
+            return None
+        return nominal.bounding(self.policy, self.scenario.acceptance)
+
+    def _bounds_s(self) -> list[float] | None:
+        assert self.nominal is not None
+        if (found := self.bounding(self.nominal)) is None:
+            return None
+        scenario, strategies = found
+        return scenario.bounds_s(strategies, scenario.registry_of({self.name: self.policy}))
 
     def makespans(self) -> list[Row]:
         """Return rows with the makespan alone; the macro-steps of a rollout are not kept."""

@@ -104,7 +104,8 @@ def cell_named(
         raise ConfigError(f"system {name}: {error}{advice if missing else ''}") from error
     if scenario.spot is not None:
         bound = replace(bound, spot=scenario.spot)
-    return system_cell(bound, scenarios, rl_steps, stages, gpus_per_worker, acceptance_name=scenario.acceptance_name)
+    cell = system_cell(bound, scenarios, rl_steps, stages, gpus_per_worker, acceptance_name=scenario.acceptance_name)
+    return replace(cell, nominal=scenario)
 
 
 def replayable(acceptance: Acceptance | None, steps: Sequence[Requests]) -> Acceptance | None:

@@ -117,8 +117,9 @@ def what_if(
     check_keywords(settings, [field.name for field in (*fields(config), *fields(Reading))], what_if)
     reading = replace(reading, **{name: settings.pop(name) for name in of_reading})
     source = read_lengths(lengths, reading, form)
-    trace, asked = source.trace, replace(config, **settings)
-    config, drafter, recorded = _with_acceptance(with_default_machine(asked, trace), trace)
+    trace = source.trace
+    asked = with_default_machine(replace(config, **settings), trace)
+    config, drafter, recorded = _with_acceptance(asked, trace)
     logged = LoggedRun.of(Scenarios(trace, config))
     scenarios = logged.scenarios
     compared_with = list(find_systems(config.systems or _DEFAULT_SYSTEMS))

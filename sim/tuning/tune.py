@@ -570,7 +570,7 @@ def _split(trace: Trace, config: TuneConfig) -> tuple[list[int], list[int], bool
     """RL steps to tune on, others to judge on, and whether to judge on a sample of these."""
     name = trace.manifest.name or "the trace"
     asked, judged = config.steps_of(trace), config.judge_steps
-    judged = parse_rl_steps(judged, trace.rl_steps) if isinstance(judged, str) else judged
+    judged = parse_rl_steps(judged, trace.rl_steps, "--judge") if isinstance(judged, str) else judged
     steps = list(trace.rl_steps) if asked is None else [step for step in trace.rl_steps if step in asked]
     if len(steps) < 2:
         raise ConfigError(

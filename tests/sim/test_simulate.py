@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tltlab.sim.study.sweep import compare
-from tltlab.sim.tuning.config import TuneConfig
 
 from tests.fakes.curves import CurveAcceptance
 from tests.refused import refused
@@ -28,8 +26,9 @@ from tltlab.sim import Scenario, SimResult, SimulationConfig, simulate
 from tltlab.sim.cli.simulate import simulate as command
 from tltlab.sim.engine import record
 from tltlab.sim.engine.requests import Requests
+from tltlab.sim.study.compare import compare
 from tltlab.sim.study.what_if import what_if
-from tltlab.sim.tuning.tune import tune
+from tltlab.sim.tuning.tune import TuneConfig, tune
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces import metrics
@@ -316,8 +315,6 @@ def test_a_single_response_meets_its_bound():
     for options in ({}, {"policy": fixed(), "acceptance": "geometric:0.7"}):
         result = simulate(lengths(500), costs=COSTS, **options)
         assert result.summary["regret"] == pytest.approx(0, abs=0.01)
-    replayed = simulate(with_acceptance(lengths(500)), fixed(), costs=COSTS)
-    assert replayed.summary["regret"] == pytest.approx(0, abs=1e-9)
 
 
 def test_the_command_prints_the_summary(tmp_path: Path, capsys):
@@ -344,7 +341,6 @@ def test_the_command_prints_the_summary(tmp_path: Path, capsys):
         ({"sd_threshold": -1}, ("requests",)),
         ({"policy": "no-such-policy"}, ("no-such-policy",)),
         ({"policy": "beg-mab-suffix"}, ("--acceptance", "default", "suffix=geometric:ALPHA", *WAYS_ON)),
-        ({"policy": "beg-mab-suffix", "acceptance": "ngram=geometric:0.4"}, ("'suffix'", "ngram")),
         ({"policy": "beg-mab-learned", "acceptance": "0.7"}, ("learned", "suffix", "all=0.7")),
         ({"gpus": "8xH100", "costs": "cpu-small"}, ("--gpus 8xH100", "--costs")),
         ({"model": "Qwen2.5-7B", "workers": 2}, ("--model Qwen2.5-7B", "--workers")),

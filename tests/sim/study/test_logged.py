@@ -60,10 +60,10 @@ def test_doctor_and_what_if_state_share_of_log(log: Callable[..., Path]):
     said = next(f for f in diagnose(path).findings if f.code == "rollout-not-bottleneck").evidence
     assert "10%" in said
     assert "10 %" in found.verdict
-    gained = found.chosen.rollout.estimate
+    gained = found.best.rollout.estimate
     assert gained > 1.2
-    assert found.chosen.rl_step is not None
-    assert found.chosen.rl_step.estimate == pytest.approx(1 / (0.9 + 0.1 / gained), rel=1e-3)
+    assert found.best.rl_step is not None
+    assert found.best.rl_step.estimate == pytest.approx(1 / (0.9 + 0.1 / gained), rel=1e-3)
     assert found.plain_s == pytest.approx(ROLLOUT_S * MEAN_SCALE)
 
 
@@ -82,7 +82,7 @@ def test_a_drafting_log_is_its_own_baseline(log: Callable[..., Path]):
     running = found.running
     assert running is not None
     # The best table is better than the log's constant depth, and by less than it is than plain decoding.
-    assert 1.0 <= running.band.estimate < found.chosen.rollout.estimate
+    assert 1.0 <= running.band.estimate < found.best.rollout.estimate
     assert running.rl_step is not None
     assert running.rl_step.estimate == pytest.approx(1 / (0.9 + 0.1 / running.rollout.estimate), rel=1e-3)
     keys = found.json()["running"]
@@ -121,7 +121,7 @@ def test_compare_has_the_logs_acceptance_and_stages(log: Callable[..., Path], ca
     asked = ("--gpus", "8xH100", "--systems", "verl,vllm-dynamic")
     found, systems = (json.loads(typed(capsys, name, path, *asked, "--json")[1]) for name in ("what-if", "compare"))
     rows = {row["system"]: row for row in found["systems"]}
-    for row in systems["systems"]:
+    for row in systems["rows"]:
         assert row["step_s"] == pytest.approx(rows[row["system"]]["step_s"])
         assert row["makespan_s"] == pytest.approx(rows[row["system"]]["makespan_s"])
     assert "2.50" in systems["acceptance"]
@@ -173,7 +173,7 @@ def test_compare_takes_machine_and_acceptance_from_logs(log: Callable[..., Path]
     path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
     path.write_text(CONFIGURATION.replace("num_spec_tokens=5", "num_spec_tokens=3") + path.read_text())
     found = json.loads(typed(capsys, "compare", path, "--policies", "none,learned:3", "--json")[1])
-    rows = {row["policy"]: row for row in found["policies"]}
+    rows = {row["policy"]: row for row in found["rows"]}
     assert found["logged_rollout_share"] == pytest.approx(0.1)
     assert "H200" in found["costs"]
     assert "2.50" in rows["learned:3"]["acceptance"]["learned"]

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from tests.refused import refused
-from tltlab import ConfigError, compare, read, sweep, what_if
+from tltlab import ConfigError, compare, read, what_if
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance
 from tltlab.policies.policy import load_policy
@@ -23,7 +23,6 @@ from tltlab.sim.scenario import Scenario
 from tltlab.sim.study import jobs
 from tltlab.sim.study import what_if as questions
 from tltlab.sim.study.sample import Scenarios
-from tltlab.sim.study.systems import compare_systems
 from tltlab.traces.trace import Trace
 
 from ..workloads import TINY, typed
@@ -75,12 +74,6 @@ def test_a_sample_grows_until_costs_err_more(uneven: Trace, growing: Trace):
         compare(uneven, PLAIN_OR_NOT, **ON, rl_steps=[99])
 
 
-def test_a_given_scenario_is_simulated_as_it_is(growing: Trace):
-    scenario = Scenario.of(growing, **ON, rl_steps=range(30))
-    rows = compare(scenario, PLAIN_OR_NOT)
-    assert (rows.attrs["num_rl_steps"], rows.attrs["num_rl_steps_of"]) == (30, 30)
-
-
 @pytest.mark.parametrize("online_updates", [0, 2])
 def test_drafter_is_as_old_as_in_run(growing: Trace, online_updates: int):
     aging = FreshAcceptance(base=GeometricAcceptance(alpha=0.8))
@@ -106,8 +99,7 @@ COMMANDS: list[tuple[str, ...]] = [
     ("what-if", "TRACE", "--systems", "verl"),
     ("compare", "TRACE", "--gpus", "2xH100", "--policies", "none,learned:4@4"),
     ("compare", "TRACE", "--gpus", "2xH100", "--systems", "verl,tlt-base"),
-    ("sweep", "TRACE", "--gpus", "2xH100,4xH100", "--policies", "learned:4@4"),
-    ("sweep", "TRACE", "--gpus", "2xH100", "--systems", "tlt-base"),
+    ("compare", "TRACE", "--gpus", "2xH100,4xH100", "--policies", "learned:4@4"),
 ]
 
 
@@ -121,22 +113,21 @@ def test_commands_report_the_number_of_rl_steps(command: tuple[str, ...], tmp_pa
         code, out, _ = typed(capsys, *words, *option, "--json")
         assert code == 0
         told = json.loads(out)
-        counts.append((told.get("num_rl_steps") or told["points"][0]["num_rl_steps"], told["num_rl_steps_of"]))
+        counts.append((told["num_rl_steps"], told["num_rl_steps_of"]))
     assert counts == [(8, 30), (4, 30), (30, 30)]
     assert "8 of 30 RL steps, spread" in " ".join(typed(capsys, *words)[1].split())
 
 
 ASKED: dict[str, Callable[[int | None], Any]] = {
     "compare": lambda jobs: compare(TINY, "none,beg-mab,adaptive", **ON, jobs=jobs),
-    "systems": lambda jobs: compare_systems(TINY, "verl,tlt,das", **ON, jobs=jobs, repeats=2),
-    "sweep": lambda jobs: sweep(TINY, {"workers": (1, 2, 3)}, "beg-mab", SimulationConfig(acceptance=ON["acceptance"]),
-                                jobs=jobs).frame,
+    "systems": lambda jobs: compare(TINY, systems="verl,tlt,das", **ON, jobs=jobs, repeats=2),
+    "grid": lambda jobs: compare(TINY, "beg-mab", **ON | {"workers": [1, 2, 3]}, mode="sampled", jobs=jobs),
     "what-if": lambda jobs: what_if(TINY, systems="verl,tlt", jobs=jobs).json() | {"wall_s": 0.0},
 }  # fmt: skip
 
 
 def test_long_tasks_are_shared_from_the_first_on():
-    shared = (list(jobs.side_by_side([os.getpid] * 3, jobs=2, expected_s=[seconds] * 3)) for seconds in (9.0, 0.1))
+    shared = (list(jobs.side_by_side([os.getpid] * 3, jobs=2, expected_s=[seconds] * 3)) for seconds in (9.0, 0.01))
     assert [os.getpid() in pids for pids in shared] == [False, True]
 
 

@@ -4,12 +4,13 @@ import html
 import json
 import pickle
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from tltlab.sim.study.system_run import on_gpus, simulate_system
 
 import tltlab
 from bench.simulator import COSTS
@@ -23,11 +24,13 @@ from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.planning.composition import EarlierEpoch, LadderStep, Regrouped, System, Truncated, one_strategy
 from tltlab.planning.execution import missing_part
-from tltlab.planning.system_binding import bind
+from tltlab.planning.system_binding import BoundSystem, bind
 from tltlab.planning.systems import SYSTEMS
-from tltlab.sim import Separate, run_steps, simulate
+from tltlab.sim import Separate, SimResult, SimulationConfig, run_steps, simulate
 from tltlab.sim.placement import place
-from tltlab.sim.study.systems import compare_systems
+from tltlab.sim.study.compare import compare
+from tltlab.sim.study.sample import Scenarios
+from tltlab.sim.study.systems import on_gpus, system_cell
 from tltlab.sim.workload import changed, requests_by_step
 from tltlab.traces.trace import Trace
 
@@ -40,8 +43,8 @@ STAGES = StageCosts(
 GPU = {"costs": "h100-qwen2.5-32b-tp4", "decision_block": 16}
 ALIKE = {"costs": COSTS, "acceptance": "all=geometric:0.7", "decision_block": 8}
 KEYS = {
-    "system", "makespan_s", "ratio", "ratio_low", "ratio_high", "interval", "regret", "lossless", "assumptions",
-    "source", "stand_ins",
+    "system", "makespan_s", "ratio", "ratio_low", "ratio_high", "speed_up", "intervals", "regret", "lossless",
+    "assumptions", "source", "stand_ins", "step_s", "step_ratio_low", "rollout_share",
 }  # fmt: skip
 
 
@@ -50,15 +53,19 @@ def trace() -> Trace:
     return log_normal(prompts=4, group_size=8, rl_steps=2, median=120, cap=600, workers=4)
 
 
+def of_system(trace: Trace, bound: BoundSystem, rl_steps: Sequence[int], **settings: Any) -> SimResult:
+    scenarios = Scenarios(trace, SimulationConfig(**settings))
+    return system_cell(bound, scenarios, rl_steps).simulate(record_iterations=True)[0]
+
+
 @pytest.fixture(scope="module")
 def found(trace: Trace) -> pd.DataFrame:
-    return compare_systems(trace, stages=STAGES, **ALIKE).set_index("system")
+    return compare(trace, systems="all", stages=STAGES, **ALIKE).set_index("system")
 
 
 def test_each_row_is_the_simulation_of_its_policy(trace: Trace, found: pd.DataFrame):
     assert set(found.index) == set(SYSTEMS)
     assert not any(found["defaults"])
-    assert not found.attrs["ranges"]
     # What goes to another process is pickled.
     model = load_acceptance("all=geometric:0.7")
     sent = {n: pickle.loads(pickle.dumps(bind(s, COSTS, model))) for n, s in SYSTEMS.items()}
@@ -80,7 +87,7 @@ def test_ratios_are_to_verl_and_have_intervals(trace: Trace, found: pd.DataFrame
     expected = found["makespan_s"] / found.loc["verl", "makespan_s"]
     assert found["ratio"].to_numpy() == pytest.approx(expected.to_numpy())
     assert ((found["ratio_low"] <= found["ratio"]) & (found["ratio"] <= found["ratio_high"])).all()
-    other = compare_systems(trace, "das,tlt-base", costs=COSTS, acceptance="geometric:0.7")
+    other = compare(trace, systems="das,tlt-base", costs=COSTS, acceptance="geometric:0.7")
     assert other.attrs["baseline"] == "das"
 
 
@@ -132,27 +139,22 @@ def test_stages_depend_on_fusion_and_gpus(trace: Trace, found: pd.DataFrame):
     assert expected.num_gpus == 4
     assert split["step_s"] > plain["step_s"]
     with refused(ConfigError, naming=(8, 4, 1)):
-        compare_systems(trace, "open-r1", costs=COSTS, stages=STAGES.model_copy(update={"num_gpus": 8}), workers=4)
+        compare(trace, systems="open-r1", costs=COSTS, stages=STAGES.model_copy(update={"num_gpus": 8}), workers=4)
 
 
-@pytest.mark.parametrize("mode", ["fluid", "sampled"])
 @pytest.mark.parametrize("acceptance", ["all=geometric:0.7", "learned=geometric:0.7,all=seer-siblings"])
-def test_no_system_beats_the_clairvoyant_bound(trace: Trace, mode: str, acceptance: str):
-    some = ALIKE | {"acceptance": acceptance, "mode": mode, "rl_steps": [0], "ranges": False}
-    table = compare_systems(trace, **some).set_index("system")
+def test_no_system_beats_the_clairvoyant_bound(trace: Trace, acceptance: str):
+    table = compare(trace, systems="all", **ALIKE | {"acceptance": acceptance, "rl_steps": [0]}).set_index("system")
     without = {name for name, system in SYSTEMS.items() if system.budget is not None or not system.same_work}
     assert set(table.index[table["regret"].isna()]) == without
     table = table.drop(list(without))
     assert (table["regret"].astype(float) >= 0).all()
-    # One bound for all: regrets differ as makespans do.
-    bounds = table["makespan_s"] / (1 + table["regret"].astype(float))
-    assert np.ptp(bounds) < 1e-9
 
 
 def test_repeats_are_averaged_seed_by_seed(trace: Trace):
     some = ALIKE | {"mode": "sampled"}
-    both = compare_systems(trace, "verl,das", repeats=2, seed=5, **some).set_index("system")
-    each = [compare_systems(trace, "verl,das", seed=s, **some).set_index("system")["makespan_s"] for s in (5, 6)]
+    both = compare(trace, systems="verl,das", repeats=2, seed=5, **some).set_index("system")
+    each = [compare(trace, systems="verl,das", seed=s, **some).set_index("system")["makespan_s"] for s in (5, 6)]
     assert both["makespan_s"].to_numpy() == pytest.approx(((each[0] + each[1]) / 2)[both.index].to_numpy())
     assert each[0]["das"] != each[1]["das"]
 
@@ -164,8 +166,8 @@ def test_idle_workers_train_tlt_s_drafter_alone():
     for name in ("tlt", "vllm-dynamic"):
         bound = bind(SYSTEMS[name], costs, trees)
         steps = [
-            simulate_system(long, bound, costs=costs, workers=4, rl_steps=range(k), decision_block=16)
-            .result.summary["mean_accept_length"] for k in (1, 3)
+            of_system(long, bound, range(k), costs=costs, decision_block=16).summary["mean_accept_length"]
+            for k in (1, 3)
         ]  # fmt: skip
         accepted[name] = steps
     assert accepted["tlt"][1] > 1.05 * accepted["tlt"][0]
@@ -185,9 +187,7 @@ def test_hedge_follows_the_better_drafter_whichever_it_is(trace: Trace, mode: st
 
     for better, chances in (("learned", (0.8, 0.1)), ("suffix", (0.1, 0.8))):
         bound = bind(SYSTEMS["hedgespec"], COSTS, model(*chances))
-        result = simulate_system(
-            trace, bound, costs=COSTS, workers=4, mode=mode, record_iterations=True, rl_steps=[0, 1]
-        ).result
+        result = of_system(trace, bound, [0, 1], costs=COSTS, mode=mode)
         drafters = result.trace.decisions["drafter"]
         assert (drafters == better).mean() > 0.85
         assert (drafters == better)[:40].mean() < 1.0 or len(set(drafters)) == 2
@@ -204,50 +204,30 @@ def test_idle_training_gains_by_freshness():
     )  # fmt: skip
     costs = load_costs("h100-qwen2.5-7b")
     bound = bind(mine, costs, model)
-    spans = [r.makespan_s for r in simulate_system(long, bound, costs=costs, workers=4).result.rollouts]
+    spans = [r.makespan_s for r in of_system(long, bound, range(3), costs=costs).rollouts]
     useless, perfect = (
         [r.makespan_s for r in simulate(long, bound.policy, costs=costs, acceptance=f"constant:{a}").rollouts]
         for a in (1, 5)
     )
     assert spans == pytest.approx([useless[0], *perfect[1:]], rel=1e-6)
-    table = compare_systems(long, [SYSTEMS["verl"], mine], costs=costs, acceptance=model).set_index("system")
+    table = compare(long, systems=[SYSTEMS["verl"], mine], costs=costs, acceptance=model).set_index("system")
     assert table.loc["mine", "makespan_s"] == pytest.approx(np.mean(spans))
 
 
 def test_a_missing_acceptance_takes_a_marked_default(trace: Trace):
     some = {"acceptance": "tlt-qwen2.5-32b", **GPU}
-    table = compare_systems(trace, "verl,tlt,tlt-base,das", **some)
-    rows = table.set_index("system")
+    rows = compare(trace, systems="verl,tlt,tlt-base,das", **some).set_index("system")
     marked = [bool(rows.loc[name, "defaults"]) for name in ("verl", "tlt", "tlt-base", "das")]
     assert marked == [False, False, True, True]
     assert "seer-siblings" in rows.loc["das", "defaults"][0]
-    given = compare_systems(trace, "das", **some | {"acceptance": "learned=tlt-qwen2.5-32b,all=seer-siblings"})
+    given = compare(trace, systems="das", **some | {"acceptance": "learned=tlt-qwen2.5-32b,all=seer-siblings"})
     assert rows.loc["das", "makespan_s"] == given.loc[0, "makespan_s"]
-    text = [end for end in table.attrs["ranges"] if end["number"] == "chance of a model-free drafter's token"]
-    assert [end["factor"] for end in text] == [0.7, 1.2]
-    assert all(set(end["changed"]) == {"tlt-base", "das"} for end in text)
-    low, high = (end["seconds"] for end in text)
-    assert low["tlt-base"] > high["tlt-base"]
-    assert low["verl"] == high["verl"] == pytest.approx(rows.loc["verl", "makespan_s"])
-    assert (rows["ratio_least"] <= rows["ratio_most"]).all()
-    assert rows.loc["verl", ["ratio_least", "ratio_most"]].tolist() == [1.0, 1.0]
-    assert all(sorted(end["order"]) == sorted(rows.index) for end in table.attrs["ranges"])
-
-
-def test_costs_of_speculation_are_varied_without_assumptions_too(trace: Trace):
-    table = compare_systems(trace, "verl,vllm-dynamic", costs=COSTS, acceptance="geometric:0.7", ranges=True)
-    ends = table.attrs["ranges"]
-    assert [(end["number"], end["factor"], end["changed"]) for end in ends] == [
-        ("what speculation adds to an iteration", factor, ["vllm-dynamic"]) for factor in (0.7, 1.3)
-    ]
-    cheap, dear = (end["seconds"]["vllm-dynamic"] for end in ends)
-    assert cheap < dear
 
 
 def test_replayed_acceptance_serves_where_every_response_has_it(trace: Trace):
     replayed = with_positions(trace, [[2] * n for n in trace.outcomes["response_tokens"]], "suffix")
-    some = {"costs": COSTS, "rl_steps": [0], "ranges": False, "decision_block": 8}
-    whole = compare_systems(replayed, **some)
+    some = {"costs": COSTS, "rl_steps": [0], "decision_block": 8}
+    whole = compare(replayed, systems="all", **some)
     assert set(whole["system"]) == set(SYSTEMS)
     das = whole.set_index("system").loc["das"]
     assert "acceptance.parquet" in das["defaults"][0]
@@ -255,7 +235,7 @@ def test_replayed_acceptance_serves_where_every_response_has_it(trace: Trace):
     assert whole.set_index("system").loc["vllm-dynamic", "mean_accept_length"] == pytest.approx(3.0, rel=0.02)
     assert (whole["regret"].dropna() >= 0).all()
     table = replayed.acceptance
-    part = compare_systems(trace.replace(acceptance=table.iloc[1:]), "vllm-dynamic,tlt,das", **some)
+    part = compare(trace.replace(acceptance=table.iloc[1:]), systems="vllm-dynamic,tlt,das", **some)
     assert part.set_index("system").loc["vllm-dynamic", "mean_accept_length"] == pytest.approx(3.0, rel=0.02)
     assert all("acceptance.parquet" in part.set_index("system").loc[name, "defaults"][0] for name in ("tlt", "das"))
 
@@ -296,24 +276,24 @@ def test_placement_by_expected_length_beats_the_static_split(placement: str):
 
 
 def test_one_worker_cannot_be_split(trace: Trace):
-    rows = compare_systems(trace, "verl,open-r1", costs=COSTS, workers=1).set_index("system")
+    rows = compare(trace, systems="verl,open-r1", costs=COSTS, workers=1).set_index("system")
     assert rows.loc["open-r1", "defaults"]
     assert rows.loc["open-r1", "makespan_s"] == rows.loc["verl", "makespan_s"]
 
 
 def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys):
     out = tmp_path / "systems.json"
-    options = ("--systems", "all", "--stages", "cpu-small", "--rl-steps", "0:2", "--no-ranges")
+    options = ("--systems", "all", "--stages", "cpu-small", "--rl-steps", "0:2")
     code, shown, _ = typed(capsys, "compare", TINY, *options, "--out", out, "--json")
     result = json.loads(shown)
     assert code == 0
     assert json.loads(out.read_text()) == result
-    assert (result["baseline"], result["left_out"], result["figures"]) == ("verl", {}, "simulated")
-    rows = {row["system"]: row for row in result["systems"]}
+    assert (result["baseline"], result["failed"], result["figures"]) == ("verl", {}, "simulated")
+    rows = {row["system"]: row for row in result["rows"]}
     assert set(rows) == set(SYSTEMS)
     for row in rows.values():
-        assert set(row) >= KEYS | {"step_s", "step_ratio", "step_interval"}
-        assert row["interval"] == [row["ratio_low"], row["ratio_high"]]
+        assert set(row) >= KEYS
+        assert row["speed_up_low"] == pytest.approx(1 / row["ratio_high"])
         assert row["lossless"] is SYSTEMS[row["system"]].lossless
         assert row["on_policy"] is SYSTEMS[row["system"]].on_policy
         assert row["runs_here"] == (missing_part(SYSTEMS[row["system"]]) or True)
@@ -321,7 +301,7 @@ def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys):
     assert rows["tlt"]["regret"] > 0
     assert "ngram" in rows["das"]["stand_ins"][0]
     _, shown, _ = typed(capsys, "compare", TINY, "--systems", "verl,tlt-base", "--rl-steps", "0:1", "--json")
-    assert [row["interval"] for row in json.loads(shown)["systems"]] == [None, None], "of one RL step there is none"
+    assert [row["ratio_low"] for row in json.loads(shown)["rows"]] == [None, None], "of one RL step there is none"
 
 
 @pytest.mark.parametrize(
@@ -331,9 +311,6 @@ def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys):
         ["compare", "--systems", "all", "--policies", "none"],
         ["compare", "--systems", "all", "--placement", "round_robin"],
         ["compare", "--systems", "all", "--gpus-per-worker", "2"],
-        ["compare", "--stages", "cpu-small"],
-        ["compare", "--claims"],
-        ["compare", "--search", "--systems", "verl"],
         ["compare", "--policies", "none,table,none"],
         ["compare", "--systems", "all", "--stages", "h100x64-qwen2.5-32b"],
         ["compare", "--systems", "all", "--acceptance", "ngram=nothing.json"],
@@ -360,6 +337,13 @@ def test_one_system_is_simulated_as_a_policy_is(tmp_path: Path, capsys):
     # A law of lengths predicts another RL step where workers decode on their own, which a system may change.
     apart = {"wall_s", "another_rl_step", "speedup"}
     assert {key: verl[key] for key in plain.keys() - apart} == {key: plain[key] for key in plain.keys() - apart}
+    on = ("--acceptance", "learned=0.7,ngram=0.4,suffix=0.5", "--stages", "cpu-small", "--json")
+    names = ("verl", "tlt-base", "vllm-dynamic", "april", "das", "open-r1")
+    rows = json.loads(typed(capsys, "compare", TINY, "--systems", ",".join(names), *on)[1])["rows"]
+    for row in rows:
+        alone = json.loads(typed(capsys, "simulate", TINY, "--system", row["system"], *on)[1])
+        for name in ("makespan_s", "step_s", "regret", "bubble_fraction", "rollout_share"):
+            assert alone[name] == (row[name] and pytest.approx(row[name], rel=1e-12)), (row["system"], name)
     argv = ["--system", "open-r1", "--stages", "cpu-small", "--out", tmp_path / "sim", "--json"]
     split = json.loads(typed(capsys, "simulate", TINY, *argv)[1])
     assert (split["topology"], split["num_gpus"]) == ("separate", 2)

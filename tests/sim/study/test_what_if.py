@@ -1,25 +1,27 @@
 """`what_if`: files of lengths of different origin, the same answer; its words say what its figures say."""
 
 import json
+import shlex
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from tltlab.sim.study.sweep import drafters_text, granted_text
 
 import tltlab
 from tests.refused import refused
 from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.freshness import FreshAcceptance, Freshness
-from tltlab.acceptance.load import DEFAULTS
 from tltlab.costs.deployment import Deployment
 from tltlab.errors import ConfigError
-from tltlab.sim.rl_steps import run_steps
+from tltlab.policies.policy import load_policy
 from tltlab.sim.simulate import simulate
 from tltlab.sim.study import what_if as questions
+from tltlab.sim.study.reduce import drafters_text, granted_text
 from tltlab.sim.study.what_if import what_if
-from tltlab.sim.topology import Colocated
+from tltlab.traces.metrics import rollout_s
 
 from ...traces_of_lengths import of_lengths
 from ..workloads import typed
@@ -29,6 +31,7 @@ LENGTHS = np.minimum(RNG.lognormal(5.5, 1, (3, 32)).astype(int) + 1, 2000)
 ROWS = [(step, f"g{i // 4}", 90 + i, int(n)) for step, row in enumerate(LENGTHS) for i, n in enumerate(row)]
 FRAME = pd.DataFrame(ROWS, columns=["step", "group", "prompt_len", "response_length"])
 FAST = {"systems": "verl,vllm-dynamic"}
+MACHINE = ("--gpus", "2xH100", "--model", "Qwen2.5-7B")
 
 
 @pytest.fixture(autouse=True)
@@ -64,105 +67,85 @@ def test_lengths_of_several_turns_bound_the_answer(tmp_path: Path, turns: float,
     assert any("20 s in the log, 40%" in note for note in found["notes"])
 
 
-def test_the_answer_is_what_simulating_its_policy_gives(tmp_path: Path):
-    found = what_if(FRAME, accept=0.6, **FAST)
-    machine = Deployment.of("8xH100", "Qwen2.5-7B", tokens=5000)
-    config = {"costs": machine.costs.name, "acceptance": "learned=geometric:0.6", "workers": 8}
-    before = simulate(FRAME, "none", **config)
-    after = simulate(FRAME, found.chosen.policy, **config)
-    assert found.chosen.rollout.estimate == pytest.approx(before.makespan_s / after.makespan_s, rel=1e-9)
-    whole = [
-        run_steps(r, machine.stages, topology=Colocated(gpus_per_worker=1)).steps.step_s.sum() for r in (before, after)
-    ]
-    assert found.chosen.rl_step.estimate == pytest.approx(whole[0] / whole[1], rel=1e-9)
-    assert 1.0 < found.chosen.rl_step.estimate < found.chosen.rollout.estimate
-    by_accept = [s.rollout.estimate for s in found.speed_ups]
-    assert by_accept == sorted(by_accept)
-    assert found.band.estimate == found.chosen.rollout.estimate
-    assert found.rl_step_band.estimate == pytest.approx(found.chosen.rl_step.estimate, rel=1e-12)
-    speed_up, share = found.chosen.rollout.estimate, found.rollout_share
-    figures = (
-        f"{speed_up:.2f}x",
-        f"{100 * share:.0f} %",
-        f"{1 / (1 - share):.1f}x",
-        found.band.range_text,
-        found.rl_step_band.range_text,
-    )
-    assert all(figure in found.verdict for figure in figures)
+def test_the_verdict_has_the_figures_of_both_answers():
+    found = what_if(FRAME, acceptance="learned=0.6", **FAST)
+    text, learned = found.answers
+    assert (text.trained, learned.trained, learned.drafter) == (False, True, "learned")
+    assert found.best is text
+    assert 1.0 < text.rl_step.estimate < text.rollout.estimate
+    own = [(at, times.rollout_s.sum()) for at, times in found.by_accept.items()]
+    assert own == sorted(own, key=lambda pair: -pair[1])
+    share = found.rollout_share
+    for figure in (f"{text.band}"[:-1], text.rl_step_band.range_text, f"{learned.band}", f"{100 * share:.0f} %",
+                   f"{1 / (1 - share):.1f}x", "60 % of its tokens"):  # fmt: skip
+        assert figure in found.verdict
+    assert ("Placement by expected lengths" in found.verdict) == (text.placement_gain >= 1.005)
+    json_of = found.json()
+    assert list(json_of["answers"]) == ["without_training", "with_training"]
+    for answer, row in zip(found.answers, json_of["answers"].values(), strict=True):
+        assert (row["drafters"], row["rollout"]) == ([answer.drafter], answer.band.ends_json())
+    assert json_of["answers"]["without_training"]["rollout"] == json_of["speedup"]["rollout"]
+    assert json_of["assumed"][0]["what"] == f"acceptance of {text.drafter}"
 
 
-ASKED = [
-    ("--gpus", "8xH100", "--model", "Qwen2.5-7B"),
-    ("--gpus", "4xH100", "--acceptance", "learned=geometric:0.8,ngram=0.3"),
-    ("--model", "Qwen2.5-7B", "--acceptance", "all=geometric:0.7"),
-    ("--costs", "h100-qwen2.5-7b", "--workers", "4", "--acceptance", "learned=0.8/0.6/0.5/0.4,all=seer-siblings"),
-]
+def test_earlier_epochs_are_an_assumption_with_its_effect():
+    once, again = (what_if(frame, **FAST) for frame in (FRAME.assign(group=range(len(FRAME))), FRAME))
+    assert (once.with_epochs is None, again.with_epochs is None) == (False, True)
+    assert f"{once.with_epochs:.2f}x" in once.verdict
+    suffix = what_if(FRAME.assign(group=range(len(FRAME))), acceptance="suffix=0.57", drafter="suffix", **FAST)
+    assert once.with_epochs == pytest.approx(suffix.best.rollout.estimate, rel=1e-12)
+    assert suffix.with_epochs is None, "what a user gives is taken as given"
+    (row,) = [row for row in once.assumed if "epochs" in row["what"]]
+    assert f"{once.with_epochs:.2f}x" in row["effect"]
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: " ".join(asked[:2]))
-def test_the_same_question_has_the_same_answer(lengths: Path, tmp_path: Path, capsys, asked: tuple[str, ...]):
-    """Systems as `compare` has them, the verdict as `simulate` has its policy: to the last digit."""
+@pytest.mark.parametrize(
+    "asked",
+    [
+        (*MACHINE, "--acceptance", "learned=geometric:0.8,ngram=0.3"),
+        ("--costs", "h100-qwen2.5-7b", "--workers", "4", "--acceptance", "learned=0.8/0.6/0.5/0.4,all=seer-siblings"),
+    ],
+    ids=["GPUs", "costs"],
+)
+def test_systems_are_the_rows_of_compare(lengths: Path, capsys, asked: tuple[str, ...]):
     names = "verl,tlt,tlt-base,vllm-dynamic"
-    found, systems = (
-        json.loads(typed(capsys, command, lengths, *asked, "--systems", names, *more, "--json")[1])
-        for command, more in (("what-if", ()), ("compare", ("--no-ranges",)))
+    found, compared = (
+        json.loads(typed(capsys, command, lengths, *asked, "--systems", names, "--json")[1])
+        for command in ("what-if", "compare")
     )
-    rows = {row["system"]: row for row in systems["systems"]}
-    same = ("makespan_s", "ratio", "interval", "drafters", "acceptance", "mean_accept_length")
-    for row in found["systems"]:
-        if row["system"] in rows:
-            keys = [*same, *(key for key in ("step_s", "step_ratio", "step_interval") if key in row)]
-            assert {key: row[key] for key in keys} == {key: rows[row["system"]][key] for key in keys}
-    assert (systems["acceptance"], systems["costs"]) == (found["notes"][-1].partition(": ")[2], found["costs"])
-    (tmp_path / "policy.json").write_text(json.dumps(found["policy"]))
-    plain, drafting = (
-        json.loads(typed(capsys, "simulate", lengths, *asked, "--policy", policy, "--json")[1])
-        for policy in ("none", tmp_path / "policy.json")
-    )
-    for name, key in (("rollout", "makespan_s"), ("rl_step", "step_s")):
-        if found["speedup"][name] is not None:
-            assert found["speedup"][name]["mean"] == pytest.approx(plain[key] / drafting[key], rel=1e-12)
-    assert set(found["acceptance"]) == set(found["drafters"]) == {"learned"}
+    rows = {row["system"]: row for row in found["systems"]}
+    assert set(rows) > {row["system"] for row in compared["rows"]} == {*names.split(",")}
+    for row in compared["rows"]:
+        assert rows[row["system"]] == row
+    assert (compared["acceptance"], compared["costs"]) == (found["notes"][-1].partition(": ")[2], found["costs"])
+    assert set(found["acceptance"]) == set(found["drafters"])
 
 
-def test_every_command_means_the_same_machine_and_acceptance(lengths: Path, tmp_path: Path, capsys):
+def test_every_command_means_the_same_machine_and_acceptance(lengths: Path, capsys):
     """Without --acceptance it is the default of each drafter, in every row's words; n-grams are no learned drafter."""
-    machine = ("--gpus", "2xH100", "--model", "Qwen2.5-7B")
     policies = "none,learned:4,ngram:4"
 
     def asked(command: str, *options: object) -> dict:
-        code, out, err = typed(capsys, command, lengths, *machine, *options, "--json")
+        code, out, err = typed(capsys, command, lengths, *MACHINE, *options, "--json")
         assert code == 0, err
         return json.loads(out)
 
-    alone = {name: asked("simulate", "--policy", name) for name in policies.split(",")}
-    compared = {row["policy"]: row for row in asked("compare", "--policies", policies)["policies"]}
-    swept = {row["policy"]: row for row in asked("sweep", "--policies", policies)["points"]}
-    for name, result in alone.items():
-        both = [compared[name]["makespan_s"], swept[name]["makespan_s"]]
-        assert both == pytest.approx([result["makespan_s"]] * 2, rel=1e-12)
-        assert swept[name]["step_s"] if "step_s" in swept[name] else result["step_s"] > result["makespan_s"]
-    for rows, granted in ((compared, "acceptance"), (swept, "granted")):
-        assert [rows[name]["drafters"] for name in alone] == [[], ["learned"], ["ngram"]]
-        assert rows["ngram:4"][granted] == {"ngram": "geometric:0.42 (default)"}
-    options = ("--trials", "0", "--repeats", "1", "--depths", "4", "--out", tmp_path / "policy.json")
-    tuned = asked("tune", *options)
-    assert all(
-        row["acceptance"] == {n: f"{DEFAULTS[n]} (default)" for n in row["drafters"]} for row in tuned["candidates"]
-    )
-    assert any("learned" in row["drafters"] for row in tuned["candidates"])
-    assert tuned["provenance"]["costs"] == ["sglang-0.4:1xH100:Qwen2.5-7B"]
-    expected = alone["learned:4"]["makespan_s"]
-    assert asked("simulate", "--policy", "learned:4", "--acceptance", "default")["makespan_s"] == expected
+    compared = {row["policy"]: row for row in asked("compare", "--policies", policies)["rows"]}
+    for name, row in compared.items():
+        alone = asked("simulate", "--policy", name)
+        for key in ("makespan_s", "step_s", "regret"):
+            assert alone[key] == pytest.approx(row[key], rel=1e-12)
+    assert [compared[name]["drafters"] for name in policies.split(",")] == [[], ["learned"], ["ngram"]]
+    assert compared["ngram:4"]["acceptance"] == {"ngram": "geometric:0.42 (default)"}
     on = {"gpus": "2xH100", "model": "Qwen2.5-7B"}
-    for acceptance in (None, "learned=0.7", {"learned": GeometricAcceptance(alpha=0.7)}):
-        assert simulate(FRAME, "learned:4", acceptance=acceptance, **on).makespan_s == expected
-        found = tltlab.compare(FRAME, ["none", "learned:4"], acceptance=acceptance, **on)
-        assert found.set_index("policy").loc["learned:4", "makespan_s"] == expected
+    expected = compared["learned:4"]["makespan_s"]
+    for acceptance in (None, "default", "learned=0.7", {"learned": GeometricAcceptance(alpha=0.7)}):
+        found = simulate(FRAME, "learned:4", acceptance=acceptance, **on).makespan_s
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_row_names_its_drafters_within_100_columns(capsys):
-    for options in (("--no-ranges",), ("--ranges", "--rl-steps", "0:1"), ("--no-ranges", "--stages", "cpu-small")):
+    for options in ((), ("--rl-steps", "0:1"), ("--stages", "cpu-small")):
         code, out, _ = typed(capsys, "compare", "traces/tiny", "--systems", "all", "--acceptance", "default", *options)
         table = out.split("\nacceptance: ")[0].splitlines()
         assert (code, len(table) > 20, max(map(len, table)) <= 100) == (0, True, True)
@@ -179,48 +162,50 @@ def test_a_row_names_its_drafters_within_100_columns(capsys):
 
 
 def test_accept_is_short_for_one_drafter(lengths: Path):
-    short = what_if(lengths, accept=0.6, systems="tlt,tlt-base")
-    long = what_if(lengths, acceptance="learned=geometric:0.6,ngram=0.42,suffix=0.57", systems="tlt,tlt-base")
-    assert short.chosen.rollout == long.chosen.rollout
-    assert short.systems["makespan_s"].tolist() == long.systems["makespan_s"].tolist()
-    assert [s.rollout for s in short.speed_ups] == [s.rollout for s in long.speed_ups]
+    short, long = (
+        what_if(lengths, systems="tlt,tlt-base", drafter="learned", **how)
+        for how in ({"accept": 0.6}, {"acceptance": "learned=geometric:0.6"})
+    )
+    assert short.json() | {"wall_s": 0} == long.json() | {"wall_s": 0}
+    assert what_if(lengths, accept=0.6, **FAST).best.rollout == short.best.rollout
     row = short.systems.set_index("system").loc["tlt-base"]
     assert (row["drafters"], row["acceptance"]) == (["ngram"], {"ngram": "geometric:0.42 (default)"})
-    text = what_if(lengths, accept=0.6, drafter="ngram", **FAST)
-    assert (text.drafters, text.acceptance) == (("ngram",), {"ngram": "geometric:0.6"})
-    assert {row.strategy.drafter for row in text.drafting} <= {"ngram", "none"}
-    assert text.chosen.rollout.estimate > short.chosen.rollout.estimate, "n-grams cost no draft level"
+    text = what_if(lengths, accept=0.6, drafter="ngram", **FAST).best
+    assert (text.drafter, text.acceptance) == ("ngram", {"ngram": "geometric:0.6"})
+    assert {row.strategy.drafter for row in text.rows} <= {"ngram", "none"}
+    assert text.rollout.estimate > short.best.rollout.estimate, "n-grams cost no draft level"
 
 
 def test_a_drafter_of_short_responses_gains_less(lengths: Path):
-    short, full = (what_if(lengths, acceptance=f"learned=0.7@{trained}", **FAST) for trained in ("100", "window"))
-    assert [s.accept for s in short.speed_ups] == [s.accept for s in full.speed_ups]
-    assert len(short.speed_ups) == 3
-    for less, more in zip(short.speed_ups, full.speed_ups, strict=True):
-        assert less.rollout.estimate < more.rollout.estimate
-    assert short.acceptance == {"learned": "0.7@100"}
+    short, full = (
+        what_if(lengths, acceptance=f"learned=0.7@{trained}", drafter="learned", **FAST)
+        for trained in ("100", "window")
+    )
+    assert list(short.by_accept) == list(full.by_accept) == [0.5, 0.7, 0.85]
+    for at, times in short.by_accept.items():
+        assert times.rollout_s.sum() > full.by_accept[at].rollout_s.sum()
+    assert short.best.acceptance == {"learned": "0.7@100"}
 
 
-@pytest.mark.parametrize("num_steps", [2, 3, 12])
-def test_the_verdict_is_a_row_of_its_table(num_steps: int):
-    lengths = np.tile(LENGTHS, (4, 1))[:num_steps]
-    found = what_if(lengths, systems="vllm-dynamic")
+@pytest.mark.parametrize("num_steps", [2, 12])
+def test_answers_are_rows_of_their_table(num_steps: int):
+    found = what_if(np.tile(LENGTHS, (4, 1))[:num_steps], systems="vllm-dynamic")
     assert found.systems.attrs["baseline"] == "verl"
-    row = found.systems.set_index("system").loc["verdict-table"]
-    for name, said in (("ratio", found.chosen.rollout), ("step_ratio", found.chosen.rl_step)):
-        assert 1 / row[name] == pytest.approx(said.estimate, rel=1e-9)
-        assert 1 / row[f"{name}_high"] == pytest.approx(said.low, rel=1e-9)
-        assert 1 / row[f"{name}_low"] == pytest.approx(said.high, rel=1e-9)
+    rows = found.systems.set_index("system")
+    for answer in found.answers:
+        row = rows.loc[f"table-{answer.drafter}"]
+        for name, said in (("speed_up", answer.rollout), ("step_speed_up", answer.rl_step)):
+            ends = [row[f"{name}{end}"] for end in ("", "_low", "_high")]
+            assert ends == pytest.approx([said.estimate, said.low, said.high], rel=1e-9)
 
 
 def test_what_nobody_can_draft_for_is_not_promised():
-    assert not any(row.strategy.speculates for row in what_if([300] * 40, accept=0.02, **FAST).drafting)
+    assert not what_if([300] * 40, accept=0.02, **FAST).best.drafts
 
 
 def test_a_recorded_trace_has_costs_and_acceptance():
     found = what_if("traces/tiny", **FAST)
-    assert found.chosen.accept is None
-    assert found.chosen.rl_step is None
+    assert (found.best.accept, found.best.rl_step, found.recorded) == (None, None, True)
     assert found.workers == tltlab.read("traces/tiny").manifest.num_workers
 
 
@@ -231,9 +216,9 @@ def test_training_drafter_is_reported_where_trace_knows(tmp_path: Path):
     found = what_if(trace, accept=0.8, gpus="8xH100", **FAST)
     stale = what_if(FRAME, accept=0.4, **FAST)
     assert (found.training.drafter, found.training.level) == ("learned", pytest.approx(0.5))
-    times = found.chosen.rollout.estimate / stale.chosen.rollout.estimate
+    times = found.best.rollout.estimate / stale.best.rollout.estimate
     assert found.training.speed_up.estimate == pytest.approx(times, rel=1e-6)
-    assert found.training.saved_s == pytest.approx(found.plain_s * (1 - 1 / times) / stale.chosen.rollout.estimate)
+    assert found.training.saved_s == pytest.approx(found.plain_s * (1 - 1 / times) / stale.best.rollout.estimate)
     assert found.training.delay_s is None
     assert stale.training is None
     assert stale.json()["drafter_training"] is None
@@ -262,8 +247,7 @@ def test_worker_has_fewest_gpus_that_hold_model(gpus: str, model: str, tp: int, 
 
 
 def test_unknown_costs_of_experts_are_reported():
-    machine = Deployment.of("8xH100", "Qwen3-30B-A3B")
-    (said,) = machine.assumed
+    (said,) = Deployment.of("8xH100", "Qwen3-30B-A3B").assumed
     assert "--stages" in said
     assert said in what_if(of_lengths([100, 900]), gpus="8xH100", model="Qwen3-30B-A3B").notes
 
@@ -279,32 +263,60 @@ def test_a_model_of_ones_own_is_its_configuration(tmp_path: Path):
     assert mine.stages.train == known.stages.train
 
 
-def test_command_answers_in_json_and_as_page(lengths: Path, tmp_path: Path, capsys):
-    asked = ("what-if", lengths, "--systems", "verl,vllm-dynamic")
-    code, _, err = typed(capsys, *asked, "--out", tmp_path / "answer.html")
+def test_the_command_answers_in_json_and_as_page(lengths: Path, tmp_path: Path, capsys):
+    asked = ("what-if", lengths, *MACHINE, "--systems", "verl")
+    code, printed, err = typed(capsys, *asked, "--out", tmp_path / "answer.html")
     assert code == 0, err
+    lines = [line for line in printed.splitlines() if line]
+    assert lines.count(lines[0]) == 2, "the verdict is first and last"
+    assert "--policy-out" in lines[-1]
     page = (tmp_path / "answer.html").read_text()
     result = json.loads(typed(capsys, *asked, "--json")[1])
     assert result["verdict"] in page
-    assert ">geometric:0.7 (default)</td>" in page
-    assert result["acceptance"] == {"learned": "geometric:0.7 (default)"}
-    assert f"<dt>RL step</dt><dd>{result['speedup']['rl_step']['mean']:.2f}x</dd>" in page
-    assert f"drafted tokens accepted, each: 0.5\\nrollout: {result['by_accept'][0]['rollout']['mean']:.4g}\\n" in page
-    for name, times in result["speedup"].items():
-        band = result["band"][name]
-        assert (times["low"], times["high"]) == (band["low"], band["high"])
-        assert [part["name"] for part in band["parts"]] == ["costs", "acceptance", "lengths"]
-        assert sum(part["share"] for part in band["parts"]) == pytest.approx(1)
-        assert all(
-            band["low"] <= part["low"] <= times["mean"] <= part["high"] <= band["high"] for part in band["parts"]
-        )
-        assert f"{times['low']:.2f}x to {times['high']:.2f}x" in page
+    assert all(title in page for title in ("Response lengths", "Timelines", "without speculation"))
+    speed_up, band = result["speedup"], result["band"]
+    assert (speed_up["rollout"]["low"], speed_up["rollout"]["high"]) == (band["low"], band["high"])
+    assert (set(band["parts"]), band["level"]) == ({"costs", "acceptance", "lengths"}, 0.9)
+    assert sum(part["share"] for part in band["parts"].values()) == pytest.approx(1)
+    for part in band["parts"].values():
+        assert band["low"] <= part["low"] <= speed_up["rollout"]["mean"] <= part["high"] <= band["high"]
+    assert f"{speed_up['rl_step']['low']:.2f}x to {speed_up['rl_step']['high']:.2f}x" in page
     assert (result["num_rl_steps"], result["num_responses"]) == (3, 96)
     assert result["columns"]["ignored"] == ["note"]
-    assert result["distance"] == "never measured", "plain decoding was, speculation was not"
-    assert {row["system"] for row in result["systems"]} == {"verdict-table", "vllm-dynamic", "verl"}
-    assert typed(capsys, "what-if", lengths, "--systems", "verl", "--out", tmp_path / "p.svg")[0] == 0
+    tables = {f"table-{answer['drafters'][0]}" for answer in result["answers"].values()}
+    assert {row["system"] for row in result["systems"]} == {"verl", *tables}
+    assert typed(capsys, *asked, "--out", tmp_path / "p.svg")[0] == 0
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [MACHINE, ("--costs", "h100-qwen2.5-7b", "--workers", "2", "--accept", "0.8"), ("--rl-steps", "0", "--seed", "3")],
+)
+def test_the_command_printed_simulates_the_policy_found(lengths: Path, capsys, options: tuple[str, ...]):
+    out = lengths.parent / "policy file.json"
+    asked = ("what-if", lengths, *options, "--systems", "verl", "--policy-out", out)
+    code, printed, _ = typed(capsys, *asked, "--json")
+    found = json.loads(printed)
+    assert (code, found["policy_out"]) == (0, str(out))
+    told = load_policy(out).provenance
+    assert told["command"] == found["command"]
+    assert told["simulated"]
+    assert (told["versions"]["tltlab"], told["machine"]) == (version("tltlab"), found["setting"])
+    line = next(line for line in typed(capsys, *asked)[1].splitlines() if "tltlab simulate" in line)
+    _, *command = shlex.split(line.partition(": ")[2])
+    replayed = json.loads(typed(capsys, *command, "--json")[1])
+    row = next(row for row in found["systems"] if row["system"] == f"table-{found['drafters'][0]}")
+    assert replayed["makespan_s"] == pytest.approx(row["makespan_s"])
+    for name, ratio in found["speedup"].items():
+        assert replayed["speedup"][name] == (ratio and pytest.approx(ratio["mean"]))
+
+
+def test_the_timelines_are_of_the_median_step():
+    found = what_if([[100, 400], [100, 3000], [100, 900]], costs="h100-qwen2.5-7b", workers=1, systems="verl")
+    plain, drafting = found.timelines()
+    assert list(plain.rl_steps) == list(drafting.rl_steps) == [2]
+    assert rollout_s(drafting)[2] < rollout_s(plain)[2]
 
 
 @pytest.mark.parametrize(
@@ -320,6 +332,7 @@ def test_command_answers_in_json_and_as_page(lengths: Path, tmp_path: Path, caps
         (["--model", "Qwen2.5-7B", "--workers", "2"], "--workers"),
         (["--acceptance", "geometric:0.7"], "all=geometric:0.7"),
         (["--out", "x.doc"], ".html, .png, .svg or .json"),
+        (["--policy-out", "."], "."),
         (["--column", "words"], "'words'"),
         (["--step-column", "words"], "'words'"),
         (["--group-column", "words"], "'words'"),
@@ -353,7 +366,7 @@ def test_reading_of_file_is_asked_as_import_asks(tmp_path: Path, capsys):
 
 
 def test_a_result_in_a_notebook():
-    found = what_if(LENGTHS, **FAST)
+    found: Any = what_if(LENGTHS, **FAST)
     assert "<table" in found._repr_html_()
     assert found.to_frame()["speed_up"].tolist() == (1 / found.systems["ratio"]).tolist()
     assert len(found.plot().axes) == 3

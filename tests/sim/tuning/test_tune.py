@@ -16,7 +16,7 @@ import pytest
 from bench.simulator import COSTS
 from tests.core.conftest import shared_data  # noqa: F401
 from tests.refused import refused
-from tltlab.acceptance.base import GeometricAcceptance, Scaled
+from tltlab.acceptance.base import GeometricAcceptance
 from tltlab.acceptance.load import load_acceptance
 from tltlab.costs.evidence import Evidence
 from tltlab.costs.load import load_costs
@@ -43,7 +43,8 @@ SHORT = log_normal(prompts=2, group_size=4, rl_steps=2, median=40, cap=120, work
 REPLAYED = with_positions(SHORT, [[2] * n for n in SHORT.outcomes["response_tokens"]], "ngram")
 NOISE = IterationNoise(ratios=(0.7, 0.9, 1.0, 1.4))
 CPU = load_costs("traces/subset-sum-small/costs.json").model_copy(update={"noise": NOISE})
-SMALL: dict[str, Any] = {"costs": CPU, "acceptance": "geometric:0.7", "trials": 2, "repeats": 2, "depths": (1, 4)}
+SMALL: dict[str, Any] = {"costs": CPU, "acceptance": "geometric:0.7", "trials": 2, "repeats": 2, "depths": (1, 4),
+                         "drafters": ("ngram",)}  # fmt: skip
 WITHOUT_LUCK = SMALL | {"trials": 0, "repeats": 1}
 TRACES = Path("traces").resolve()
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=2**20)
@@ -66,11 +67,6 @@ def test_it_judges_on_held_out_steps(tuned: TuneResult):
     assert {"none", "tuned beg-mab", "adaptive"} <= set(rows)
     assert rows["adaptive"].kind == "shipped"
     assert [row.makespan_s for row in tuned.candidates] == sorted(row.makespan_s for row in tuned.candidates)
-    alone = [
-        simulate(TRACE, "none", costs=CPU, acceptance="geometric:0.7", mode="sampled", seed=20_000 + k, rl_steps=[1, 3])
-        for k in range(2)
-    ]
-    assert rows["none"].makespan_s == pytest.approx(np.mean([result.makespan_s for result in alone]))
 
 
 def test_table_is_as_good_as_best_of_all():
@@ -177,8 +173,9 @@ def test_a_gain_within_cost_error_is_not_recommended():
     assert row.ratio_high < 1.0, "of draws alone it is clear"
     band = found.json()["band"][found.best_fixed]
     assert band["low"] < 1.0 < band["mean"] < band["high"]
-    assert max(band["parts"], key=lambda part: part["share"])["name"] == "costs"
-    assert sum(part["share"] for part in band["parts"]) == pytest.approx(1.0)
+    shares = {name: part["share"] for name, part in band["parts"].items()}
+    assert max(shares, key=lambda name: shares[name]) == "costs"
+    assert sum(shares.values()) == pytest.approx(1.0)
     assert not found.worth_it
 
 
@@ -260,7 +257,7 @@ def test_one_held_out_step_gives_no_interval():
 
 
 def test_processes_do_not_change_the_result(tuned: TuneResult, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tltlab.sim.tuning.cases.ALONE_S", -1.0)
+    monkeypatch.setattr("tltlab.sim.study.jobs.ALONE_S", 0.0)
     again = tune(TRACE, **SMALL, jobs=2)
     assert again.json() | {"wall_s": 0} == tuned.json() | {"wall_s": 0}
     assert again.trials == tuned.trials
@@ -391,18 +388,17 @@ def test_robust_tuning_minimises_the_worst_case():
     assert found.searched["none"] == pytest.approx(1.0)
 
 
-def test_perturbed_costs_have_the_stated_error():
-    strategy, factors = Strategy.chain("ngram", 4), []
-    for off in (each.scenario for each in case(acceptance="geometric:0.6", rl_steps=[0]).perturbed(0.2, ("ngram",))):
-        speculative, plain = (
-            off.costs.iteration(s).seconds(3, 900) / CPU.iteration(s).seconds(3, 900)
-            for s in (strategy, NO_SPECULATION)
-        )
-        kept = Scaled(GeometricAcceptance(alpha=0.6), ("ngram",), 1.2).tokens_per_iteration(strategy)
-        more = off.acceptance.in_state({}).tokens_per_iteration(strategy) == pytest.approx(kept)
-        factors.append((round(plain, 9), round(speculative, 9), more))
+def test_perturbed_cases_have_the_stated_error():
+    """Of what speculation costs, or of tokens per draft, either way; plain decoding takes what it takes."""
+    strategy, factors = Strategy.chain("ngram", 5), []
+    exact = case(acceptance="geometric:0.6", rl_steps=[0])
+    kept = exact.scenario.acceptance.tokens_per_iteration(strategy)
+    for off in (each.scenario for each in exact.perturbed(0.2, ("ngram",))):
+        seconds = [off.costs.iteration(s).seconds(3, 900) / CPU.iteration(s).seconds(3, 900)
+                   for s in (NO_SPECULATION, strategy)]  # fmt: skip
+        factors.append([*seconds, off.acceptance.in_state({}).tokens_per_iteration(strategy) / kept])
         assert off.costs.noise == CPU.noise
-    assert factors == [(1.2, 0.8, False), (1.2, 0.8, True), (0.8, 1.2, False), (0.8, 1.2, True)]
+    assert np.array(factors) == pytest.approx(np.array([[1, 1 / 1.2, 1], [1, 1.2, 1], [1, 1, 1 / 1.2], [1, 1, 1.2]]))
 
 
 def test_several_traces_count_together():
@@ -583,8 +579,19 @@ def test_the_command_resumes_and_writes_policy_and_picture(tmp_path: Path, capsy
     code, shown, _ = typed(capsys, *args, "--resume", "--plot", plot, "--json")
     told = json.loads(shown)
     assert code == 0
-    assert {"policy", "name", "worth_it", "buckets", "tuned_on", "judged_on", "trials", "wall_s"} <= set(told)
-    assert {"makespan_s", "ratio", "ratio_low", "ratio_high", "regret", "regret_to_bound"} <= set(told["candidates"][0])
+    assert {
+        "policy",
+        "name",
+        "worth_it",
+        "buckets",
+        "placement_gain",
+        "bound_s",
+        "tuned_on",
+        "judged_on",
+        "trials",
+        "wall_s",
+    } <= set(told)
+    assert {"makespan_s", "ratio", "ratio_low", "ratio_high", "regret", "acceptance"} <= set(told["candidates"][0])
     assert plot.read_bytes().startswith(b"\x89PNG")
     policy = load_policy(out)
     assert (policy.provenance["trials"], policy.provenance["verdict"]) == (2, told["verdict"])
