@@ -31,6 +31,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/volume.py
 
 setup:
 	@.ci/setup
