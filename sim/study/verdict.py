@@ -140,7 +140,7 @@ class WhatIf:
             head = f"{self.running.head}. Over plain decoding, s{head[1:]}"
         turns = next((note.removeprefix(SEVERAL_TURNS) for note in self.notes if note.startswith(SEVERAL_TURNS)), "")
         parts = [f"An upper bound: {turns}. {head}." if turns else f"{head}."]
-        if best.band.loses and best.drafts:
+        if round(best.band.low, 2) < 1.0 and best.drafts:
             parts.append("A slowdown is within that range.")
         if self.with_epochs is not None:
             parts.append(f"With earlier epochs of the same prompts to draft from {self.with_epochs:.2f}x.")
