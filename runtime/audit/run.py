@@ -259,7 +259,7 @@ class AuditRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class SampledAnswer:
     """Tokens that the engine sampled; the first `num_before` by the old weights where they changed meanwhile."""
 
     request: AuditRequest
@@ -272,7 +272,7 @@ class Answer:
 class Answers:
     """A round's answers, and the numbers of verified and accepted draft tokens."""
 
-    answers: list[Answer]
+    answers: list[SampledAnswer]
     num_drafted: int
     num_accepted: int
 
@@ -343,7 +343,7 @@ class AuditedEngine:
         )
         return Answers(
             answers=[
-                Answer(
+                SampledAnswer(
                     request=a, tokens=tuple(r.token_ids), logprobs=tuple(r.logprobs), num_before=num_before.get(r.key)
                 )
                 for a, r in zip(requests, rollout.responses, strict=True)
@@ -543,7 +543,7 @@ class Auditor:
             "passed": check.p_value >= self.level,
         }
 
-    def cells(self, answers: Sequence[Answer]) -> ChiSquare:
+    def cells(self, answers: Sequence[SampledAnswer]) -> ChiSquare:
         """Test the joint distribution of the responses' first tokens."""
         checks = []
         for request, stratum in strata(answers).items():
@@ -555,7 +555,7 @@ class Auditor:
             checks.append(cells_check(counts, joint))
         return combined(checks)
 
-    def ranks(self, answers: Sequence[Answer]) -> tuple[ChiSquare, float]:
+    def ranks(self, answers: Sequence[SampledAnswer]) -> tuple[ChiSquare, float]:
         """Test the frequencies of the tokens' ranks by likelihood; also return the worst error of a log-prob."""
         parts = [self._conditionals(request, stratum) for request, stratum in strata(answers).items()]
         p, tokens, logprobs, positions, sure = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -567,7 +567,7 @@ class Auditor:
         check = ranks_check(ranks[sure], np.take_along_axis(p, order, 1)[sure], positions[sure])
         return check, float(error)
 
-    def _conditionals(self, request: AuditRequest, answers: Sequence[Answer]) -> tuple[Array, ...]:
+    def _conditionals(self, request: AuditRequest, answers: Sequence[SampledAnswer]) -> tuple[Array, ...]:
         """Return per token of the answers: distribution [N, V], id, log-prob, position, True for a certain cut."""
         prompt, model = PROMPTS[request.prompt], self._model(request)
         tokens = []
@@ -596,9 +596,9 @@ class Auditor:
         return sampled_row(case, answers, reasons) | {"statistic": float(wrong), "sample_size": len(requests)}
 
 
-def strata(answers: Sequence[Answer]) -> dict[AuditRequest, list[Answer]]:
+def strata(answers: Sequence[SampledAnswer]) -> dict[AuditRequest, list[SampledAnswer]]:
     """Group answers to the same prompt with the same sampling by the same weights, of any length."""
-    groups: dict[AuditRequest, list[Answer]] = {}
+    groups: dict[AuditRequest, list[SampledAnswer]] = {}
     for answer in answers:
         groups.setdefault(replace(answer.request, max_tokens=RESPONSE_TOKENS), []).append(answer)
     return groups

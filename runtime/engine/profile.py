@@ -50,7 +50,7 @@ class ForcedDrafter(TextDrafter):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class Load:
     """Requests in the batch, tokens drafted for each, tokens in each prompt; `prefill` times the prompts alone."""
 
     batch: int
@@ -79,17 +79,17 @@ class ProfileGrid:
                 raise ConfigError(f"{name} are {list(values)}: give whole numbers from {least} up, each once")
 
     @property
-    def cells(self) -> list[Cell]:
-        decoding = [Cell(batch=b, depth=d, context=c) for b, d, c in product(self.batches, self.depths, self.contexts)]
+    def cells(self) -> list[Load]:
+        decoding = [Load(batch=b, depth=d, context=c) for b, d, c in product(self.batches, self.depths, self.contexts)]
         # Prefills of two batches, so that a fit with either left out still has data.
         few = sorted(self.batches)[:2]
-        return decoding + [Cell(batch=b, depth=0, context=c, prefill=True) for b, c in product(few, self.contexts)]
+        return decoding + [Load(batch=b, depth=0, context=c, prefill=True) for b, c in product(few, self.contexts)]
 
     @property
     def per_visit(self) -> int:
         return -(-self.iterations // VISITS)
 
-    def response_tokens(self, cell: Cell, token_budget: int) -> int:
+    def response_tokens(self, cell: Load, token_budget: int) -> int:
         """Cap of a cell's responses: none ends before the last timed iteration, even if every draft is accepted.
 
         `token_budget` is the tokens of an iteration; requests prefilled early decode during the other prefills.
@@ -222,7 +222,7 @@ class _Profiler:
         if not any(not cell.prefill for cell in cells):
             raise ConfigError(f"no cell of the grid fits this engine; the first: {next(iter(reasons.values()))}")
         self.engine.warm_up(TEMPERATURE)
-        timed: dict[Cell, list[list[Mapping[str, Any]]]] = {cell: [] for cell in cells}
+        timed: dict[Load, list[list[Mapping[str, Any]]]] = {cell: [] for cell in cells}
         for visit in range(VISITS):
             for number, at in enumerate(self.rng.permutation(len(cells))):
                 timed[cells[at]].append(self._visit(cells[at]))
@@ -251,7 +251,7 @@ class _Profiler:
             held_out_error=held_out_error(table, self.rng),
         )
 
-    def _misfit(self, cell: Cell) -> str | None:
+    def _misfit(self, cell: Load) -> str | None:
         """Why the engine cannot measure a cell; None where it can."""
         length = cell.context + self.grid.response_tokens(cell, self.settings["max_num_batched_tokens"])
         blocks = -(-(length + self.engine.max_draft_depth) // self.settings["block_size"])
@@ -267,7 +267,7 @@ class _Profiler:
                 return f"{place}: {needed} {unit}, {name} is {self.settings[name]}"
         return None
 
-    def _visit(self, cell: Cell) -> list[Mapping[str, Any]]:
+    def _visit(self, cell: Load) -> list[Mapping[str, Any]]:
         """Return the rows of one visit's iterations that match the cell exactly."""
         self.engine.set_policy(Fixed(Strategy.chain(self.drafter, cell.depth)))
         if cell.prefill:
@@ -286,7 +286,7 @@ class _Profiler:
         rows = [row for row in self._generate(cell, prompts, enough).iterations if _is_of(row, cell)]
         return rows[WARM_UP:][: self.grid.per_visit]
 
-    def _generate(self, cell: Cell, prompts: list[list[int]], until: Until | None = None) -> Rollout:
+    def _generate(self, cell: Load, prompts: list[list[int]], until: Until | None = None) -> Rollout:
         self.visits += 1
         step, cap = self.visits, self.grid.response_tokens(cell, self.settings["max_num_batched_tokens"])
         requests = [
@@ -295,7 +295,7 @@ class _Profiler:
         ]
         return self.engine.generate(requests, rl_step=step, temperature=TEMPERATURE, until=until)
 
-    def _row(self, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _row(self, cell: Load, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         seconds = np.array([row["duration"] for row in rows])
         return {
             "batch": cell.batch,
@@ -312,7 +312,7 @@ class _Profiler:
         }
 
 
-def _is_of(row: Mapping[str, Any], cell: Cell) -> bool:
+def _is_of(row: Mapping[str, Any], cell: Load) -> bool:
     return (
         row["batch"] == cell.batch
         and not row["prefill_tokens"]

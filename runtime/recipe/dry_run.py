@@ -393,7 +393,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class DataSetting:
     """A setting that decides if training data follow the policy that is trained."""
 
     name: str
@@ -422,7 +422,7 @@ class RunPlan:
     actors: tuple[Actor, ...]
     memory: tuple[Memory, ...]
     fits: bool | None
-    options: tuple[Option, ...]
+    options: tuple[DataSetting, ...]
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -583,7 +583,7 @@ def _fits(bundles: Bundles, memory: tuple[Memory, ...], gpu: Gpu) -> bool:
     )
 
 
-def _options(recipe: Recipe) -> tuple[Option, ...]:
+def _options(recipe: Recipe) -> tuple[DataSetting, ...]:
     rollout, train = recipe.rollout, recipe.train
     options = [(rollout.chosen_by, True, "verification keeps the distribution")]
     if rollout.partial is not None:
@@ -601,7 +601,7 @@ def _options(recipe: Recipe) -> tuple[Option, ...]:
     if train.minibatches > 1:
         why = "after the first of them the policy has moved: the clipped ratio accounts for it"
         options.append((f"train.minibatches = {train.minibatches}", False, why))
-    return tuple(Option(name=name, on_policy=on_policy, why=why) for name, on_policy, why in options)
+    return tuple(DataSetting(name=name, on_policy=on_policy, why=why) for name, on_policy, why in options)
 
 
 def _actor_rows(actors: tuple[Actor, ...]) -> Iterator[tuple[str, str, str, str]]:

@@ -98,7 +98,7 @@ def stop_token_ids(config: EnvironmentConfig, code: Sequence[str], tokenizer: An
     return tuple(token_ids)
 
 
-Answer = tuple[str | None, str]
+Reply = tuple[str | None, str]
 """The environment's observation, None for the end; and an error, empty on success."""
 
 
@@ -115,20 +115,20 @@ class EnvironmentPool(UserProcesses):
         self._local = None if config.processes else load_environment(config.path, code)
         self._failures: Counter[str] = Counter()
 
-    def ask(self, messages: list[Message]) -> Future[Answer]:
+    def ask(self, messages: list[Message]) -> Future[Reply]:
         """Return a future of the answer. RunError where processes cannot start."""
         if self._local is not None:
-            future: Future[Answer] = Future()
+            future: Future[Reply] = Future()
             future.set_result(_observation(self._local, messages))
             return future
         while True:
             try:
-                task: Future[Answer] = self.ready().schedule(_step, (messages,), timeout=self._config.timeout_s)
+                task: Future[Reply] = self.ready().schedule(_step, (messages,), timeout=self._config.timeout_s)
             except RuntimeError:
                 continue  # the pool broke after the check
             return task
 
-    def answer(self, task: Future[Answer]) -> str | None:
+    def answer(self, task: Future[Reply]) -> str | None:
         """Return the observation of a finished call; None, and counted, where it failed."""
         try:
             answer, failure = self.result(task, self._config.timeout_s)
@@ -155,7 +155,7 @@ _MOST_LETTERS = 256
 class _Call:
     request: GenerationRequest
     token_ids: list[int]
-    task: Future[Answer]
+    task: Future[Reply]
     asked_s: float
 
 
@@ -225,7 +225,7 @@ def _observation(
     environment: Environment,
     messages: list[Message],
     caught: tuple[type[BaseException], ...] = (Exception, SystemExit),
-) -> Answer:
+) -> Reply:
     try:
         observation = environment.step(messages)
     except caught as error:  # a user's environment may raise anything
@@ -237,7 +237,7 @@ def _observation(
     return whole_text(observation), ""
 
 
-def _step(messages: list[Message]) -> Answer:
+def _step(messages: list[Message]) -> Reply:
     """Run in a separate process."""
     # Panics of Rust are no `Exception`, and no keyboard interrupts reach this process.
     return _observation(process_object("an environment's process"), messages, (BaseException,))

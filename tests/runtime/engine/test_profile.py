@@ -13,7 +13,7 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.runtime.cli.profile import _learned, profile, vllm_setting, write_table
 from tltlab.runtime.engine.profile import (
-    Cell,
+    Load,
     ProfileGrid,
     graphs_for,
     held_out_error,
@@ -28,7 +28,7 @@ GRID = ProfileGrid(batches=(1, 2, 4), depths=(0, 2, 5), contexts=(16, 96), itera
 
 
 def test_no_response_ends_before_the_last_timed_iteration():
-    cell = Cell(batch=4, depth=5, context=96)
+    cell = Load(batch=4, depth=5, context=96)
     whole, pieces = GRID.response_tokens(cell, 4096), GRID.response_tokens(cell, 96)
     assert whole >= (5 + 1) * (3 + GRID.per_visit)
     # In pieces beside 4 * 6 tokens of decoding 384 tokens take 6 iterations, in which the first request decodes.
