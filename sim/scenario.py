@@ -136,11 +136,20 @@ class Scenario(SimulationConfig):
         return {"drafters": drafters, "acceptance": granted(self.acceptance, self.acceptance_name, drafters)}
 
     def check_acceptance(self, policies: Iterable[Policy]) -> None:
-        """ConfigError where one model would serve drafters of different kinds in these policies (`all=` allows it)."""
-        if self.acceptance is None or self.acceptance.drafters:
+        """Raise ConfigError for acceptance that does not fit these policies.
+
+        That is of a drafter that neither the trace nor a policy has, and one model for drafters of different kinds
+        (`all=` allows it).
+        """
+        if self.acceptance is None:
             return
         policies = list(policies)
         own = {name: spec for policy in policies for name, spec in policy.drafters.items()}
+        if self.acceptance.drafters:
+            known = self.registry.beside(own)
+            for name in self.acceptance.drafters if isinstance(self.acceptance, PerDrafter) else ():
+                assert known[name]
+            return
         self.check_drafters({s.drafter for policy in policies for s in policy.strategies if s.speculates}, own)
 
     def check_drafters(self, names: Collection[str], own: Mapping[str, DrafterSpec] = {}) -> None:

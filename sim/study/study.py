@@ -224,7 +224,6 @@ class Study:
 def _check(cell: Cell) -> None:
     """ConfigError with the name of the policy and of the drafter where the acceptance does not have one."""
     try:
-        cell.scenario.check_acceptance([cell.policy])
         model = cell.scenario.acceptance
         if model is not None:
             settled = model.in_state({})

@@ -26,6 +26,7 @@ from .study import Cell
 
 def bind_all(systems: Sequence[System], scenario: Scenario) -> list[BoundSystem]:
     """Return the systems fitted to what is known here, with a default for what is not."""
+    scenario.check_acceptance(())
     acceptance = replayable(scenario.acceptance, scenario.steps)
     fitted = scenario.acceptance.pooled(scenario.registry) if isinstance(scenario.acceptance, TraceAcceptance) else None
     bound = []
@@ -92,6 +93,7 @@ def cell_named(
     (system,) = find_systems([name])
     rl_steps = scenarios.config.steps_of(scenarios.trace) or scenarios.trace.rl_steps
     scenario = scenarios.of(rl_steps)
+    scenario.check_acceptance(())
     known = replayable(scenario.acceptance, scenario.steps)
     try:
         bound = bind(system, scenario.costs, known, drafters=scenario.registry)
