@@ -195,7 +195,7 @@ def test_commands_take_a_drawn_trace_of_turns(tmp_path: Path, capsys):
     compared = run("compare", out, "--policies", "none,table", "--acceptance", "geometric:0.7", "--json")
     assert {row["policy"] for row in json.loads(compared)["rows"]} == {"none", "table"}
     compared = run("compare", out, "--systems", "verl,tlt-base,areal", "--acceptance", "all=geometric:0.7", "--json")
-    assert {row["system"] for row in json.loads(compared)["systems"]} == {"verl", "tlt-base", "areal"}
+    assert {row["system"] for row in json.loads(compared)["rows"]} == {"verl", "tlt-base", "areal"}
     assert json.loads(compared)["left_out"] == {}
 
 
