@@ -189,6 +189,7 @@ def compare(
         kept = Journal(path=journal, question=json.dumps([*about, asked, policies_json], sort_keys=True), done=done)
     rows_of: dict[int, list[dict[str, Any]]] = {}
     attrs: dict[str, Any] = {}
+    failed: dict[str, str] = {}
     pending = list(range(len(points)))
     named = config.steps_of(source)
     for rl_steps in samples(source.rl_steps) if named is None else [list(named)]:
@@ -206,12 +207,15 @@ def compare(
                 again.append(at)
             for row in rows_of[at] if axes else ():
                 row["num_rl_steps"] = len(rl_steps)
-        attrs["failed"] = table.attrs["failed"]
+        # What failed at a point with fewer RL steps stands again in its larger sample.
+        tried = {cell.label for cell in study.cells}
+        failed = {label: why for label, why in failed.items() if label not in tried} | table.attrs["failed"]
         pending = again
         if not pending:
             break
     rows = [row for at in range(len(points)) for row in rows_of[at]]
-    return comparison(rows, {name: list(values) for name, values in axes.items()}, attrs | {"baseline": baseline})
+    about = attrs | {"baseline": baseline, "failed": failed}
+    return comparison(rows, {name: list(values) for name, values in axes.items()}, about)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ from tltlab.traces.trace import Trace
 from .cases import TuningCase
 from .search import Prices
 
-DEPTHS = (1, 2, 3, 4, 6, 8)
 _MAX_ROWS = 4
 
 
@@ -72,7 +71,7 @@ def drafter_training(trace: Trace, scenario: Scenario) -> DrafterTraining | None
     seconds = []
     for state in (best, worst):
         settled = replace(scenario, acceptance=model.at_freshness(state))
-        strategies = covered_chains(settled, [model.drafter])
+        strategies, _ = settled.covered_chains([model.drafter])
         if not strategies:
             return None
         policy = best_table(settled, strategies)
@@ -113,14 +112,3 @@ def best_table(scenario: Scenario, strategies: Sequence[Strategy]) -> Policy:
     """The exact table of at most four rows by batch size, for the scenario's costs and acceptance."""
     prices = Prices.of([TuningCase(name="best table", trace=0, scenario=scenario)], strategies)
     return Policy(selector=prices.table(_MAX_ROWS))
-
-
-def covered_chains(scenario: Scenario, drafters: Sequence[str]) -> list[Strategy]:
-    """Chains of `DEPTHS` by these drafters that the scenario's acceptance covers."""
-    assert scenario.acceptance is not None
-    model, covered = scenario.acceptance.in_state({}), []
-    for strategy in (Strategy.chain(name, depth) for name in drafters for depth in DEPTHS):
-        with suppress(ConfigError):
-            model.check(strategy)
-            covered.append(strategy)
-    return covered

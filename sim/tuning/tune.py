@@ -81,8 +81,7 @@ def _searched(search: Sequence[str]) -> dict[str, str]:
 class TuneConfig(SimulationConfig):
     """A user's settings of a tuning, beside those of its simulations; modes are the tuning's own.
 
-    Placement is the recorded one by default where the trace knows its workers, else contiguous. `judge_steps` are held
-    out, by default every other RL step of each trace. A trace of more than 24 RL steps is tuned on 4 and judged on 8
+    `judge_steps` are held out, by default every other RL step of each trace. A trace of more than 24 RL steps is tuned on 4 and judged on 8
     others, or on more until the champion's interval lies on one side of 1 or is small compared with the costs' error.
     `rl_steps` replaces this sample. A policy decides once in `decision_block` iterations, by default 1, of many
     or long responses cap / 256. Candidates: no speculation, chains of `depths` by each of
@@ -478,14 +477,8 @@ def _adaptive(cases: Sequence[TuningCase], strategies: Sequence[Strategy], confi
 def _case(
     trace: Trace, at: int, rl_steps: Sequence[int], config: TuneConfig, brought: Mapping[str, DrafterSpec]
 ) -> TuningCase:
-    """The config with the recorded placement, if none is set and the trace has one for these workers.
-
-    `brought` are drafters that further candidates bring along.
-    """
-    same = config.workers in (None, trace.manifest.num_workers)
-    has_workers = "worker" in trace.outcomes and bool(trace.outcomes["worker"].notna().all())
-    placement = config.placement or ("recorded" if same and has_workers else "contiguous")
-    scenario = Scenario.of(trace, config, rl_steps=rl_steps, placement=placement)
+    """Return the RL steps of a trace under the settings; `brought` are drafters that further candidates bring along."""
+    scenario = Scenario.of(trace, config, rl_steps=rl_steps)
     scenario = replace(scenario, registry=scenario.registry.beside(brought))
     return TuningCase(name=str(trace.manifest.name or f"trace {at}"), trace=at, scenario=scenario)
 

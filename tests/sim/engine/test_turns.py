@@ -195,8 +195,8 @@ def test_commands_take_a_drawn_trace_of_turns(tmp_path: Path, capsys):
     compared = run("compare", out, "--policies", "none,table", "--acceptance", "geometric:0.7", "--json")
     assert {row["policy"] for row in json.loads(compared)["rows"]} == {"none", "table"}
     compared = run("compare", out, "--systems", "verl,tlt-base,areal", "--acceptance", "all=geometric:0.7", "--json")
-    assert {row["system"] for row in json.loads(compared)["systems"]} == {"verl", "tlt-base", "areal"}
-    assert json.loads(compared)["left_out"] == {}
+    assert {row["system"] for row in json.loads(compared)["rows"]} == {"verl", "tlt-base", "areal"}
+    assert json.loads(compared)["failed"] == {}
 
 
 def test_every_system_runs_on_responses_of_several_turns(drawn: Trace):

@@ -162,8 +162,10 @@ def test_acceptance_of_one_drafter_keeps_the_others_defaults():
         answered.append([(answer.drafter, answer.policy, answer.rollout) for answer in found.answers])
         result = tune(FRAME, acceptance=acceptance, depths=(2, 4), **QUICK, **GPUS)
         tuned.append((result.searched, [(row.name, row.makespan_s, row.regret) for row in result.candidates]))
-        text = rows.set_index("policy").loc["ngram:2", "acceptance"]["ngram"]
-        assert ("default" in text) == (acceptance is not whole)
+        row = rows_of(rows)["ngram:2"]
+        assert ("default" in row["acceptance"]["ngram"]) == (acceptance is not whole)
+        alone = simulate(FRAME, "ngram:2", acceptance=acceptance, **GPUS)
+        assert row["makespan_s"] == pytest.approx(alone.makespan_s, **SAME)
     for same in (compared, answered, tuned):
         assert same == [same[0]] * len(given)
 

@@ -19,6 +19,7 @@ from tltlab.planning.systems import find_systems
 from tltlab.policies.policy import Policy
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.scenario import Scenario
+from tltlab.sim.study import compare as comparisons
 from tltlab.sim.study import study as studies
 from tltlab.sim.study.sample import Scenarios
 from tltlab.sim.study.study import COLUMNS, SIMULATED, Cell, Journal, Study
@@ -137,6 +138,17 @@ def test_the_command_fails_with_a_failed_cell(late: str, tmp_path: Path, capsys)
     assert result == json.loads((tmp_path / "found.json").read_text())
     assert ([row["policy"] for row in result["rows"]], list(result["failed"])) == (["none"], [late])
     assert (tmp_path / "found.json.cells").exists(), "the finished cells are kept"
+    code, shown, _ = typed(capsys, *asked[:-2], f"{late},none", "--allow-code", late.partition(":")[0])
+    assert (code, f"failed: {late}: " in shown, "nan" in shown) == (1, True, False)
+
+
+def test_failures_at_points_that_need_no_more_steps_are_kept(late: str, monkeypatch: pytest.MonkeyPatch):
+    """The first point has enough RL steps at once, the second one takes more."""
+    monkeypatch.setattr(comparisons, "small", lambda ratios, error, enough=iter([True, False, True]): next(enough))
+    run = np.vstack([LENGTHS] * 15)
+    found = compare(run, {"none": "none", "own": late}, costs="cpu-small", workers=[1, 2])
+    assert found["num_rl_steps"].tolist() == [8, 24]
+    assert list(found.attrs["failed"]) == ["own, workers 1", "own, workers 2"]
 
 
 def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path, capsys):

@@ -308,10 +308,7 @@ def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys):
     "argv",
     [
         ["compare", "--systems", "verl,nobody"],
-        ["compare", "--systems", "all", "--policies", "none"],
-        ["compare", "--systems", "all", "--placement", "round_robin"],
         ["compare", "--systems", "all", "--gpus-per-worker", "2"],
-        ["compare", "--policies", "none,table,none"],
         ["compare", "--systems", "all", "--stages", "h100x64-qwen2.5-32b"],
         ["compare", "--systems", "all", "--acceptance", "ngram=nothing.json"],
         ["compare", "--systems", "tlt,das", "--acceptance", "geometric:0.7"],
