@@ -214,8 +214,8 @@ def compare(
         if not pending:
             break
     rows = [row for at in range(len(points)) for row in rows_of[at]]
-    about = attrs | {"baseline": baseline, "failed": failed}
-    return comparison(rows, {name: list(values) for name, values in axes.items()}, about)
+    attrs |= {"baseline": baseline, "failed": failed}
+    return comparison(rows, {name: list(values) for name, values in axes.items()}, attrs)
 
 
 @dataclass(frozen=True, kw_only=True)

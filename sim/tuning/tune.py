@@ -81,16 +81,16 @@ def _searched(search: Sequence[str]) -> dict[str, str]:
 class TuneConfig(SimulationConfig):
     """A user's settings of a tuning, beside those of its simulations; modes are the tuning's own.
 
-    `judge_steps` are held out, by default every other RL step of each trace. A trace of more than 24 RL steps is tuned on 4 and judged on 8
-    others, or on more until the champion's interval lies on one side of 1 or is small compared with the costs' error.
-    `rl_steps` replaces this sample. A policy decides once in `decision_block` iterations, by default 1, of many
-    or long responses cap / 256. Candidates: no speculation, chains of `depths` by each of
-    `drafters` (default: those that the acceptance knows) always or below a threshold, exact tables of up to
-    `max_buckets` rows, and BEG-MAB. `trials` trials of Optuna search BEG-MAB's settings; 0 leaves it out. Sampled times
-    are means of up to `repeats` seeds, by default 3, of a sample of RL steps 1, as more RL steps narrow its intervals
-    as well. `policies` are further candidates, as `load_policy` takes them. With `search`, values or `low..high` by
-    setting, their settings are what the trials search, in place of the bandit's, and the best of them is the result,
-    whether it is worth it or not.
+    `judge_steps` are held out, by default every other RL step of each trace. A trace of more than 24 RL steps is
+    tuned on 4 and judged on 8 others, or on more until the champion's interval lies on one side of 1 or is small
+    compared with the costs' error. `rl_steps` replaces this sample. A policy decides once in `decision_block`
+    iterations, by default 1, of many or long responses cap / 256. Candidates: no speculation, chains of `depths` by
+    each of `drafters` (default: those that the acceptance knows) always or below a threshold, exact tables of up to
+    `max_buckets` rows, and BEG-MAB. `trials` trials of Optuna search BEG-MAB's settings; 0 leaves it out. Sampled
+    times are means of up to `repeats` seeds, by default 3, of a sample of RL steps 1, as more RL steps narrow its
+    intervals as well. `policies` are further candidates, as `load_policy` takes them. With `search`, values or
+    `low..high` by setting, their settings are what the trials search, in place of the bandit's, and the best of
+    them is the result, whether it is worth it or not.
 
     `robust` minimises the largest ratio to plain decoding over the traces and, with `cost_error` e, over costs and
     chances of drafted tokens that are off by a share of e either way. `graphs` limits policies to those whose CUDA
