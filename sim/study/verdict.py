@@ -12,6 +12,7 @@ from tltlab.acceptance.load import DEFAULT, EARLIER, WITH_EPOCHS
 from tltlab.importers.step_metrics import SEVERAL_TURNS
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.policies.specs import TableSpec
+from tltlab.sim.config import SimulationConfig
 from tltlab.sim.scenario import Scenario, policy_name
 from tltlab.sim.simulate import simulated
 from tltlab.sim.tuning.drafter_training import DrafterTraining
@@ -25,8 +26,6 @@ from .reduce import Comparison
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from .what_if import WhatIfConfig
 
 LEAST, MOST = 0.5, 0.85
 """Acceptance values that are also tried where none was measured."""
@@ -123,7 +122,7 @@ class WhatIf:
     is_sampled: bool
     wall_s: float
     example: Scenario = field(repr=False)
-    config: WhatIfConfig = field(repr=False)
+    config: SimulationConfig = field(repr=False)
     notes: tuple[str, ...] = field(default=())
 
     @property

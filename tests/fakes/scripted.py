@@ -250,6 +250,7 @@ class ScriptedTrainer(Trainer):
         self.config = recipe.train
         self.max_response_tokens = recipe.rollout.max_response_tokens
         self.seed, self.rank, self.world, self.sequence_ranks = recipe.seed, 0, recipe.train.ranks, ALONE
+        self.data_ranks, self.data_rank = self.world, 0
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.policy: Any = ScriptedPolicy()
         self.reference = None

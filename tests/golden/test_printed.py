@@ -27,7 +27,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("compare", TINY, "--policies", "none,fixed,adaptive", *GEOMETRIC),
         ("compare", TINY, "--systems", "verl,das,seer,open-r1"),
         ("compare", TINY, "--systems", "verl,das", *H100, "--acceptance", "tlt-qwen2.5-32b"),
-        ("compare", TINY, "--systems", "verl,das", "--rl-steps", "0:2", "--no-ranges", "--claims"),
+        ("compare", TINY, "--systems", "verl,das", "--rl-steps", "0:2"),
+        ("compare", TINY, "--policies", "none,fixed", "--workers", "1,2", "--acceptance", "0.5;0.7"),
     ),
     "costs": (
         ("costs",),
@@ -47,7 +48,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("simulate", TINY, "--system", "tlt", *H100, *BY_DRAFTER),
         ("simulate", "{lengths}", "--workers", "2", *H100, *GEOMETRIC, "--strategy", "4,1,5", "--sd-threshold", "8"),
     ),
-    "sweep": (("sweep", TINY, "--policies", "none,fixed", "--workers", "1,2", "--acceptance", "0.5,0.7"),),
+    "sweep": (("sweep", TINY),),
     "timeline": (("timeline", TINY, "--out", "{tmp}/timeline.json"),),
     "trace": (
         ("trace", "describe", TINY),

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refused import refused
-from tltlab.costs.stages import STAGES, InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts, served_s
+from tltlab.costs.stages import (
+    STAGES,
+    InferenceCosts,
+    RewardCosts,
+    StageCosts,
+    StepWorkload,
+    SyncCosts,
+    TrainCosts,
+    served_s,
+)
 from tltlab.errors import ConfigError
 from tltlab.sim import SimResult, simulate
 from tltlab.sim.rl_steps import RunResult, run_steps, summary
@@ -37,7 +46,13 @@ def fake_rollout(worker_end_s: list[float], rl_step: int) -> SimpleNamespace:
         finish_s=np.array(worker_end_s),
         makespan_s=max(worker_end_s, default=0.0),
         spot=None,
-        requests=SimpleNamespace(rl_step=rl_step, policy_version=rl_step, response_tokens=tokens, rows=rows),
+        requests=SimpleNamespace(
+            rl_step=rl_step,
+            policy_version=rl_step,
+            response_tokens=tokens,
+            rows=rows,
+            work=lambda updates: StepWorkload.of_rows(rows, num_updates=updates),
+        ),
     )
 
 

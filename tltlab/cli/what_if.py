@@ -103,19 +103,19 @@ def what_if(
         lines.append(f"{policy_out} is the table of {best.drafter}, which {training}")
         lines.append(f"next: TLTLAB_POLICY={shlex.quote(str(policy_out.absolute()))} python train.py")
         if reading == Reading() and form is None and answer.share_of != "log" and not lengths.is_fifo():
-            lines.append(f"  or: {_simulation(answer, lengths, policy_out)}")
+            lines.append(f"  or: {_simulation(answer, config.accept, lengths, policy_out)}")
     elif best.drafts:
         lines.append("next: --policy-out policy.json, then TLTLAB_POLICY=policy.json python train.py")
     emit(result, as_json=as_json, text="\n".join(lines))
 
 
-def _simulation(answer: WhatIf, lengths: Path, policy: Path) -> str:
+def _simulation(answer: WhatIf, accept: float | None, lengths: Path, policy: Path) -> str:
     """Return the command that simulates the policy that was found as it was found."""
     asked = answer.config
     names = ("gpus", "model", "engine", "tp", "costs", "workers", "acceptance", "placement", "rl_steps")
     named = {name.replace("_", "-"): getattr(asked, name) for name in names}
-    if asked.accept is not None:
-        named["acceptance"] = f"{answer.best.drafter}=geometric:{asked.accept:g}"
+    if accept is not None:
+        named["acceptance"] = f"{answer.best.drafter}=geometric:{accept:g}"
     named["seed"] = asked.seed or None
     options = [word for name, value in named.items() if value is not None for word in (f"--{name}", str(value))]
     return shlex.join(["tltlab", "simulate", str(lengths), "--policy", str(policy), *options])

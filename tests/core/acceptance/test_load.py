@@ -172,10 +172,14 @@ def test_a_model_belongs_to_its_drafter():
 
 def test_drafter_without_model_is_refused_by_name():
     model = load_acceptance("learned=geometric:0.7,ngram=geometric:0.4")
-    assert (model.drafters, model.knows("learned"), model.knows("suffix")) == (("learned", "ngram"), True, False)
+    assert (model.drafters, model.knows("learned"), model.knows("block")) == (
+        ("learned", "ngram", "suffix"),
+        True,
+        False,
+    )
     for ask in (model.outside, model.in_state({}).check, model.in_state({}).tokens_per_iteration):
-        with refused(ConfigError, naming=("'suffix'", "learned", "ngram")):
-            ask(Strategy.chain("suffix", 2))
+        with refused(ConfigError, naming=("'block'", "learned", "ngram")):
+            ask(Strategy.chain("block", 2))
     with refused(ConfigError, naming=("3", "ngram:3")):
         load_acceptance("0.8/0.6").tokens_per_iteration(chain(3))
 

@@ -130,7 +130,7 @@ def test_the_command_writes_files_that_the_simulator_reads(tmp_path: Path, capsy
     command(tmp_path / "trace", spot_out=spot, freshness_out=fresh)
     text = capsys.readouterr().out
     assert [fact for fact in ("samples_per_s", "age_steps") if fact not in text] == []
-    files = {"acceptance": str(fresh), "spot_training": str(spot)}
+    files = {"acceptance": str(fresh), "spot": str(spot)}
     simulate(tmp_path / "trace", strategy="3,1,4", costs="cpu-small", as_json=True, **files)
     summary = json.loads(capsys.readouterr().out)
     assert summary["spot_training"]["updates"] > 0

@@ -62,7 +62,7 @@ def test_a_wrong_command_line_is_refused(command: Command, tmp_path: Path, monke
 
 ON_A_SOURCE = [
     "calibrate SOURCE --out costs.json", "compare SOURCE", "doctor SOURCE", "rehearse SOURCE --model m",
-    "report SOURCE --out page.html", "simulate SOURCE", "sweep SOURCE", "timeline SOURCE",
+    "report SOURCE --out page.html", "simulate SOURCE", "timeline SOURCE",
     "timeline TRACES/tiny --compare SOURCE", "trace annotate SOURCE --drafter ngram", "trace describe SOURCE",
     "trace generate --like SOURCE --out new", "trace import SOURCE --out new", "trace repair SOURCE",
     "trace validate SOURCE", "train qwen2.5-0.5b-gsm8k --dry-run --lengths SOURCE", "tune SOURCE --out policy.json",

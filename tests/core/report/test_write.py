@@ -265,8 +265,8 @@ def test_a_comparison_is_recognised_by_its_keys(tmp_path):
     row = {"makespan_s": 2.0, "ratio": 0.8, "ratio_low": 0.7, "ratio_high": 0.9, "regret": None}
     base = {"makespan_s": 2.5, "ratio": 1.0, "ratio_low": None, "ratio_high": None, "regret": 0.2}
     told = {
-        "Policies compared": {"policies": [row | {"policy": "table"}, base | {"policy": "none"}], "baseline": "none"},
-        "Systems compared": {"systems": [row | {"system": "tlt", "lossless": True, "assumptions": ["b"], "source": "x"},
+        "Policies compared": {"rows": [row | {"policy": "table"}, base | {"policy": "none"}], "baseline": "none"},
+        "Systems compared": {"rows": [row | {"system": "tlt", "lossless": True, "assumptions": ["b"], "source": "x"},
                                          base | {"system": "verl", "lossless": True}], "baseline": "verl",
                              "left_out": {"das": "why not"}},
         "A tuned policy": {"candidates": [row | {"name": "tuned"}, base | {"name": "fixed"}], "verdict": "worth it",
@@ -297,7 +297,7 @@ def test_whole_rl_steps_decide_which_system_is_fastest(tmp_path):
     rollouts_only = base | {"makespan_s": 1.0, "ratio": 0.5} | step | {"step_s": 4.0, "step_ratio": 4 / 3}
     better = base | step | {"step_s": 2.7, "step_ratio": 0.9, "step_ratio_low": 0.8, "step_ratio_high": 0.95}
     rows = [base | step | {"system": "verl"}, rollouts_only | {"system": "split"}, better | {"system": "tlt"}]
-    write_json(tmp_path / "c.json", {"systems": rows, "baseline": "verl"})
+    write_json(tmp_path / "c.json", {"rows": rows, "baseline": "verl"})
     verdict = report(tmp_path / "c.json").verdict
     assert all(fact in verdict for fact in ("tlt", "RL step", "1.11x", "verl", "1.05 to 1.25", "draws only"))
 

@@ -76,7 +76,7 @@ def test_the_verdict_has_the_figures_of_both_answers():
     assert own == sorted(own, key=lambda pair: -pair[1])
     share = found.rollout_share
     for figure in (f"{text.band}"[:-1], text.rl_step_band.range_text, f"{learned.band}", f"{100 * share:.0f} %",
-                   f"{1 / (1 - share):.1f}x", "60 % of its tokens"):  # fmt: skip
+                   f"{1 / (1 - share):.1f}x", "60 % of drafted tokens"):  # fmt: skip
         assert figure in found.verdict
     assert ("Placement by expected lengths" in found.verdict) == (text.placement_gain >= 1.005)
     json_of = found.json()
