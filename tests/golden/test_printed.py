@@ -58,7 +58,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("trace", "annotate", TINY, "--drafter", "ngram", "--out", "{tmp}/annotated"),
     ),
     "train": (("train", "qwen2.5-7b-tlt", "--dry-run"),),
-    "tune": (("tune", TINY, "--out", "{tmp}/policy.json", *GEOMETRIC, "--trials", "2"),),
+    "tune": (("tune", TINY, "--out", "{tmp}/policy.json", "--drafters", "ngram", *GEOMETRIC, "--trials", "2"),),
     "verify": (("verify", "traces/gcd-small", "--rl-steps", "4:6", "--samples", "1"),),
     "what-if": (
         ("what-if", "{lengths}", "--gpus", "8xH100", "--model", "Qwen2.5-7B"),
