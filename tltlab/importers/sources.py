@@ -23,7 +23,7 @@ from tltlab.traces.trace import read as read_folder
 
 from .fields import ENVELOPES, NAMES, is_list, is_missing, kind_of, matches, number, parsed, plain
 from .length_table import group_size_of, tables_of_responses
-from .metrics_log import is_metrics_log, metrics_files, records_of, refuse_wandb, settings_of, unknown_log
+from .metrics_log import is_metrics_log, metrics_files, records_of, refuse_wandb, unknown_log
 from .responses import Reader
 from .rows import (
     BY_OPTION,
@@ -118,10 +118,9 @@ def _imported(source: Path | pd.DataFrame, reading: Reading, form: Format | None
         assert path is not None
         steps, notes = steps_of(_metrics(path))
         tables, assumed = tables_of_steps(steps, str(path), reading, notes)
-        said = settings_of(path)
-        if said:
-            notes.append(f"the log's configuration: {', '.join(f'{name} {value}' for name, value in said.items())}")
-        trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers, said=said)
+        if reading.drafted and tables["steps"]["accept_length"].isna().all():
+            raise ConfigError(f"{path} has no accept length of {reading.drafted}: leave out drafted")
+        trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers, drafting=reading.drafted)
         return Imported.whole(trace)
     reader = Reader(replace(reading, needs=_NEEDS.get(form, ()) if is_given or form in ("verl", "trl") else ()))
     frames = []
@@ -163,8 +162,9 @@ def _check(reading: Reading, form: Format, workers: int | None) -> None:
             raise ConfigError(f"{name} does not go with a log of metrics, which has no responses")
     if reading.reward_columns and form != "trl":
         raise ConfigError(f"reward columns do not go with format {form}, only with trl")
-    if reading.responses and form != "metrics":
-        raise ConfigError(f"a number of responses does not go with format {form}, only with metrics")
+    for name, value in (("a number of responses", reading.responses), ("drafted", reading.drafted)):
+        if value and form != "metrics":
+            raise ConfigError(f"{name} does not go with format {form}, only with metrics")
     counts = {
         "workers": workers, "group size": reading.group_size, "maximum": reading.max_response_tokens,
         "responses": reading.responses,
@@ -176,14 +176,14 @@ def _check(reading: Reading, form: Format, workers: int | None) -> None:
 
 def _trace(
     name: str, form: Format, tables: Mapping[str, pd.DataFrame], notes: Sequence[str], workers: int | None,
-    group_size: int | None = None, said: Mapping[str, Any] = {},
+    group_size: int | None = None, drafting: str | None = None,
 ) -> Trace:  # fmt: skip
     cap = int(tables["workload"]["max_response_tokens"].max())
     size = group_size_of(tables["workload"])
     manifest = Manifest(
         kind="imported", name=name.split(".")[0], source=f"{_CALLED[form]} {name}" if form in _CALLED else name,
         max_response_tokens=cap, group_size=size if form != "csv" or size != 1 else group_size,
-        notes="; ".join(notes) or None, **{**said, "num_workers": workers or said.get("num_workers")},
+        notes="; ".join(notes) or None, num_workers=workers, drafting=drafting,
     )  # fmt: skip
     return Trace.from_tables(manifest, tables)
 
