@@ -55,8 +55,9 @@ _DICT_ITEM = re.compile(
 )
 _BAR = re.compile(r"[│┃|]")
 _EQUALS = re.compile(r"([\w./@-]+)=(\S+?)(?:[,;|]*)(?=\s|$)")
-_IN_A_RECORD = re.compile(r"""['"]\s*:|\}|- [\w/@.-]+:|^\s*[^\s│┃|].*[│┃|]|^\s*[\w/@.-]+:\s*[-+\d.]""")
-"""A line after one that ends within a record, if it is the rest."""
+_REST = re.compile(r"""['"]\s*:|\}|- [\w/@.-]+:|^\s*[\w/@.-]+:\s*[-+\d.]""")
+_REST_OF_ROW = re.compile(r"\s*[^\s│┃|].*[│┃|]")
+"""A line after one that ends within a record, if it has the rest."""
 _NEXT_ITEM = re.compile(r"\s*[-+\d.eE]*\s*- [\w/@.-]+:")
 _ONE_WORD = re.compile(r"\s*[^\s\[\]()]*[\d/_:=%][^\s\[\]()]*\s*")
 _TRIMMED = 2
@@ -220,7 +221,7 @@ class _Entry:
 
     def records(self, ends: Collection[tuple[str, int] | None], call_times: dict[str, float]) -> Iterator[Record]:
         """Return the record, without a last number that may be cut: it is not as in one of `ends`, of whole lines."""
-        is_doubtful = not self.is_whole and self.end is not None and self.end not in ends
+        is_doubtful = not self.is_whole and self.end is not None and not (self.line.is_ended and self.end in ends)
         fields = {self.form.key(name): v for name, v in self.fields.items() if not (is_doubtful and name == self.last)}
         is_cut = self.is_cut or (is_doubtful and plain_key(self.form.key(self.last or "")) is not None)
         place = f"line {self.line.number}"
@@ -233,6 +234,11 @@ class _Entry:
 def _from_lines(path: Path) -> Iterator[Record]:
     """Records of a console's lines. Raises TraceError for a wrapped log, and for a scrape of vLLM's /metrics."""
     entries = [*_entries(path)]
+    if not entries and any(_SCRAPE.match(line.text) for line in _lines(path)):
+        raise TraceError(
+            f"{path}: a scrape of vLLM's /metrics is not read: give the lengths of responses, the server's console "
+            "log, or a trace recorded with TLTLAB_RECORD"
+        )
     ends = {entry.end for entry in entries if entry.is_whole}
     call_times: dict[str, float] = {}
     for entry in entries:
@@ -244,21 +250,17 @@ def _entries(path: Path) -> Iterator[_Entry]:
     width = max(lengths, default=0)
     block, in_block = None, dict[str, Any]()
     for line, after in pairwise(chain(_lines(path), [_Line(0, "")])):
-        if _SCRAPE.match(line.text):
-            raise TraceError(
-                f"{path}: a scrape of vLLM's /metrics is not read: give the lengths of responses, the server's console "
-                "log, or a trace recorded with TLTLAB_RECORD"
-            )
         is_full = lengths[width] > 1 and len(line.text) == width
         for form, rl_step, text, is_last in _records_in(line.text):
             if form.items == "open":
                 block, in_block = rl_step, {}
                 continue
             fields, last, is_cut = _items(form, text)
-            names = (*map(form.key, fields), *_NAME.findall(text + after.text))
+            both = text + after.text
+            names = (*map(form.key, _items(form, both)[0]), *_NAME.findall(both))
             is_record = any(map(plain_key, names)) or (form.items == " - " and names)
             is_wide = len(line.text) >= width - _TRIMMED
-            if is_last and is_record and _goes_on(form, _RAY.sub("", after.text), is_cut, is_wide):
+            if is_last and is_record and _goes_on(form, after, is_cut, is_wide):
                 raise TraceError(
                     f"{path}, line {line.number}: the record goes on in the next line, so the log is wrapped or has a "
                     "metric a line: print it again with COLUMNS=10000, or have the framework write JSON Lines or "
@@ -321,16 +323,19 @@ def _dict(text: str) -> tuple[dict[str, Any], None, bool]:
     )
 
 
-def _goes_on(form: Form, after: str, is_cut: bool, is_full: bool) -> bool:
-    """Return True if the next line has the rest of a record; items of others follow a line of full width alone."""
-    if is_cut:
-        return _IN_A_RECORD.search(after) is not None
-    if form.items == " - " and _NEXT_ITEM.match(after):
+def _goes_on(form: Form, after: _Line, is_cut: bool, is_wide: bool) -> bool:
+    """Return True if the next line has the rest of a record; items of others follow lines of full width alone."""
+    text = _RAY.sub("", after.text)
+    if form.items == "table":
+        return is_cut and _REST_OF_ROW.match(text) is not None
+    if form.items == " - " and _NEXT_ITEM.match(text):
         return True
-    if not is_full or form.items in ("dict", "table") or any(_records_in(after)):
+    if any(_records_in(text)):
         return False
-    values = _items(form, after)[0].values()
-    return sum(number(value) is not None for value in values) > 1 or _ONE_WORD.fullmatch(after) is not None
+    if is_cut or form.items == "dict" or not (is_wide and after.is_ended):
+        return is_cut and _REST.search(text) is not None
+    values = _items(form, text)[0].values()
+    return sum(number(value) is not None for value in values) > 1 or _ONE_WORD.fullmatch(text) is not None
 
 
 def _from_json(whole: Any) -> Iterator[Record]:

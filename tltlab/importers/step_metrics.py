@@ -272,9 +272,9 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
             num_lost += bool(record.values)
             continue
         if rl_step is None:
-            if record.is_cut or not of_step or not of_step.isdisjoint(record.values):
+            if not (of_step and record.values) or not of_step.isdisjoint(record.values):
                 num_unnumbered, of_step = num_unnumbered + 1, set()
-            of_step |= set() if record.is_cut else record.values.keys()
+            of_step |= record.values.keys()
             rl_step = num_unnumbered
         if not record.values:
             continue
