@@ -1,9 +1,9 @@
 """Metrics of RL steps as frameworks print and store them: lines of consoles, JSON, CSV and TSV, TensorBoard's events.
 
 A line of a console is a record, as `frameworks.toml` describes it; lines of other programs in between, Ray's prefixes,
-colours and progress bars do not matter. A JSON file holds a step in each line, a list of them, `{metric: {step:
-value}}` (NeMo-RL) or a `log_history` (Trainer). A record that goes on in the next line is refused, and a number counts
-where its end is there: a separator, a bracket, a unit or the end of a line that nothing cut.
+colours and progress bars do not matter. A JSON file holds a step in each line, a list of them or a `log_history`
+(Trainer). A record that goes on in the next line is refused, and a number counts where its end is there: a separator, a
+bracket, a unit or the end of a line that nothing cut.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import csv
 import io
 import math
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json
-from tltlab.records import frozen
 
 from .rows import TABLES, ending, rows_of
 from .step_metrics import FORMS, HINTS, KNOWN, Form, Record, plain_key
@@ -49,7 +48,7 @@ _NAME = re.compile(r"(?<![\w/])[A-Za-z][\w/.@-]*[/_][\w/.@-]+(?![\w/])")
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\]8;[^\x07\x1b]*(?:\x07|\x1b\\)")
 _RAY = re.compile(r"\(\w+ pid=\d+(?:, ip=[\d.]+)?\) ?")
 _RAY_REPEATS = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
-_SCRAPE = re.compile(r"(# (HELP|TYPE) )?vllm:\w+[{ ]")
+_SCRAPE = re.compile(rb"# (HELP|TYPE) |vllm:\w")
 _DICT_ITEM = re.compile(
     r"""(['"])(.+?)\1\s*:\s*('[^']*'|"[^"]*"|\[[^\[\]]*\]|[^,{}'"\[\]()]+(?:\([^()]*\))?)\s*(?=[,}])"""
 )
@@ -58,7 +57,7 @@ _EQUALS = re.compile(r"([\w./@-]+)=(\S+?)(?:[,;|]*)(?=\s|$)")
 _REST = re.compile(r"""['"]\s*:|\}|- [\w/@.-]+:|^\s*[\w/@.-]+:\s*[-+\d.]""")
 _REST_OF_ROW = re.compile(r"\s*[^\s│┃|].*[│┃|]")
 """A line after one that ends within a record, if it has the rest."""
-_NEXT_ITEM = re.compile(r"\s*[-+\d.eE]*\s*- [\w/@.-]+:")
+_NEXT_ITEM = re.compile(r"\s*[-+\d.eE]*\s*- [\w/@.-]+:|\s*[-+\d.eE]+ [\w/@.-]+=")
 _ONE_WORD = re.compile(r"\s*[^\s\[\]()]*[\d/_:=%][^\s\[\]()]*\s*")
 _TRIMMED = 2
 """Blanks at most that a terminal takes from the end of a wrapped line: those of a separator."""
@@ -132,6 +131,11 @@ def records_of(path: Path) -> Iterator[Record]:
             if b"\0" in start:
                 refuse_wandb(path)
                 raise TraceError(f"{path}: not text")
+            if _SCRAPE.match(start):
+                raise TraceError(
+                    f"{path}: a scrape of vLLM's /metrics is not read: give the lengths of responses, the server's "
+                    "console log, or a trace recorded with TLTLAB_RECORD"
+                )
             if start[:1] in b"{[":
                 with suppress(ValueError):
                     whole = parse_json(file.read(MOST_JSON_BYTES))
@@ -197,74 +201,27 @@ def _lines(path: Path) -> Iterator[_Line]:
                     yield _Line(at, text, is_ended=text is not rest)
 
 
-@frozen
-class _Entry:
-    """A record of a line; `last` is the field that ends with the line (None: each field has its own end).
-
-    `is_whole`: nothing can have cut the line there. `is_cut`: the record has no end.
-    """
-
-    line: _Line
-    form: Form
-    rl_step: int | None
-    text: str
-    fields: Mapping[str, Any]
-    last: str | None
-    is_whole: bool
-    is_cut: bool
-
-    @property
-    def end(self) -> tuple[str, int] | None:
-        """The last field and the number of its decimals; None where a bracket or a unit ends the record."""
-        value = "" if self.last is None else str(self.fields[self.last])
-        return (self.last or "", len(value.partition(".")[2])) if value[-1:].isdigit() or value[-1:] in "-+.," else None
-
-    def records(self, ends: Collection[tuple[str, int] | None], call_times: dict[str, float]) -> Iterator[Record]:
-        """Return the record, without a last number that may be cut: it is not as in one of `ends`, of whole lines."""
-        is_doubtful = not self.is_whole and self.end is not None and not (self.line.is_ended and self.end in ends)
-        fields = {self.form.key(name): v for name, v in self.fields.items() if not (is_doubtful and name == self.last)}
-        is_cut = self.is_cut or (is_doubtful and plain_key(self.form.key(self.last or "")) is not None)
-        place = f"line {self.line.number}"
-        found = [*_from_fields(place, fields, call_times, self.rl_step)]
-        if is_cut and not found and any(map(plain_key, _NAME.findall(self.text))):
-            found = [Record(rl_step=self.rl_step, place=place, values={})]
-        return (replace(record, is_cut=is_cut) for record in found)
-
-
 def _from_lines(path: Path) -> Iterator[Record]:
-    """Records of a console's lines. Raises TraceError for a wrapped log, and for a scrape of vLLM's /metrics."""
-    entries = [*_entries(path)]
-    if not entries and any(_SCRAPE.match(line.text) for line in _lines(path)):
-        raise TraceError(
-            f"{path}: a scrape of vLLM's /metrics is not read: give the lengths of responses, the server's console "
-            "log, or a trace recorded with TLTLAB_RECORD"
-        )
-    ends = {entry.end for entry in entries if entry.is_whole}
-    call_times: dict[str, float] = {}
-    for entry in entries:
-        yield from entry.records(ends, call_times)
-
-
-def _entries(path: Path) -> Iterator[_Entry]:
-    lengths = Counter(len(line.text) for line in _lines(path))
-    width = max(lengths, default=0)
+    """Records of a console's lines. Raises TraceError for one that goes on in the next line."""
+    width, lengths = 0, defaultdict[re.Pattern[str], Counter[int]](Counter)
+    for line in _lines(path):
+        width = max(width, len(line.text))
+        for form, *_ in _records_in(line.text):
+            lengths[form.begins][len(line.text)] += 1
     block, in_block = None, dict[str, Any]()
+    call_times: dict[str, float] = {}
     for line, after in pairwise(chain(_lines(path), [_Line(0, "")])):
-        is_full = lengths[width] > 1 and len(line.text) == width
+        place = f"line {line.number}"
         for form, rl_step, text, is_last in _records_in(line.text):
             if form.items == "open":
                 block, in_block = rl_step, {}
                 continue
             fields, last, is_cut = _items(form, text)
-            both = text + after.text
-            names = (*map(form.key, _items(form, both)[0]), *_NAME.findall(both))
-            is_record = any(map(plain_key, names)) or (form.items == " - " and names)
             is_wide = len(line.text) >= width - _TRIMMED
-            if is_last and is_record and _goes_on(form, after, is_cut, is_wide):
+            if is_last and _goes_on(form, after, is_cut, is_wide) and _has_metrics(form, text + after.text):
                 raise TraceError(
-                    f"{path}, line {line.number}: the record goes on in the next line, so the log is wrapped or has a "
-                    "metric a line: print it again with COLUMNS=10000, or have the framework write JSON Lines or "
-                    "TensorBoard"
+                    f"{path}, {place}: the record goes on in the next line, so the log is wrapped or has a metric a "
+                    "line: print it again with COLUMNS=10000, or have the framework write JSON Lines or TensorBoard"
                 )
             if form.in_block:
                 if any(in_block.get(name, value) != value for name, value in fields.items()):
@@ -272,11 +229,30 @@ def _entries(path: Path) -> Iterator[_Entry]:
                 if block is None:
                     continue
                 rl_step, in_block = block, in_block | fields
-            is_whole = is_last and line.is_ended and not is_full
-            yield _Entry(
-                line=line, form=form, rl_step=rl_step, text=text, fields=fields, last=last, is_whole=is_whole,
-                is_cut=is_cut,
-            )  # fmt: skip
+            # Where all end in one column, the log may be cut there.
+            are_alike = len(lengths[form.begins]) == 1 < lengths[form.begins].total()
+            is_doubtful = (are_alike and form.items != "\n") or not (is_last and line.is_ended)
+            if last is not None and is_doubtful and not _has_end(fields, last):
+                del fields[last]
+                is_cut = is_cut or plain_key(form.key(last)) is not None
+            known = {form.key(name): value for name, value in fields.items()}
+            found = [*_from_fields(place, known, call_times, rl_step)]
+            if is_cut and not found and any(map(plain_key, _NAME.findall(text))):
+                found = [Record(rl_step=rl_step, place=place, values={})]
+            yield from (replace(record, is_cut=is_cut) for record in found)
+
+
+def _has_metrics(form: Form, text: str) -> bool:
+    names = [*map(form.key, _items(form, text)[0]), *_NAME.findall(text)]
+    return any(map(plain_key, names)) or (form.items == " - " and bool(names))
+
+
+def _has_end(fields: Mapping[str, Any], last: str) -> bool:
+    """Return True if the last number has a unit, or as many decimals as all others have."""
+    decimals = [len(value.partition(".")[2]) for value in map(str, fields.values()) if "." in value]
+    whole = str(fields[last])
+    has_unit = not whole[-1:].isdigit() and whole[-1:] not in "-+.,"
+    return has_unit or ("." in whole and len(decimals) > 2 and len(set(decimals)) == 1)
 
 
 def _records_in(text: str) -> Iterator[tuple[Form, int | None, str, bool]]:
@@ -328,7 +304,7 @@ def _goes_on(form: Form, after: _Line, is_cut: bool, is_wide: bool) -> bool:
     text = _RAY.sub("", after.text)
     if form.items == "table":
         return is_cut and _REST_OF_ROW.match(text) is not None
-    if form.items == " - " and _NEXT_ITEM.match(text):
+    if form.items in (" - ", "equals") and _NEXT_ITEM.match(text):
         return True
     if any(_records_in(text)):
         return False
@@ -339,25 +315,13 @@ def _goes_on(form: Form, after: _Line, is_cut: bool, is_wide: bool) -> bool:
 
 
 def _from_json(whole: Any) -> Iterator[Record]:
-    """A whole file of JSON: a history, records, or `{metric: {step: value}}`."""
-    if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
-        whole = whole["log_history"]
+    """A whole file of JSON: a list of records, one, or those of a Trainer's state."""
+    if isinstance(whole, dict):
+        whole = whole.get("log_history", [whole])
     call_times: dict[str, float] = {}
-    if isinstance(whole, list):
-        for at, fields in enumerate(whole):
-            if isinstance(fields, dict):
-                yield from _from_fields(f"item {at}", fields, call_times)
-    elif isinstance(whole, dict) and any(isinstance(v, dict) and v and all(map(_is_step, v)) for v in whole.values()):
-        for key, values in whole.items():
-            if isinstance(values, dict) and all(map(_is_step, values)):
-                for step, value in values.items():
-                    yield from _record(int(step), key, {key: value})
-    elif isinstance(whole, dict):
-        yield from _from_fields("the file", whole, call_times)
-
-
-def _is_step(name: Any) -> bool:
-    return isinstance(name, str) and name.isdecimal()
+    for at, fields in enumerate(whole if isinstance(whole, list) else ()):
+        if isinstance(fields, dict):
+            yield from _from_fields(f"item {at}", fields, call_times)
 
 
 def _from_fields(

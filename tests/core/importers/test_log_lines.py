@@ -35,13 +35,13 @@ LINES = {
     ),
     "NeMo-RL, asynchronous": (
         "========================= Step {n}/1000 =========================",
-        "  • Mean Generation Length: {b}",
+        "  • Mean Generation Length: {b:.4f}",
         "  • Total step time: 61.25s",
         "  • exposed_generation: 40.5s (65.5%)",
     ),
     "NeMo-RL": (
         "========================= Step {n}/1000 =========================",
-        "  • Mean Generation Length: {b}",
+        "  • Mean Generation Length: {b:.4f}",
         "  • Total step time: 61.25s",
         "  • generation: 40.5s (65.5%)",
         "  • policy_training: 12.00s (19.6%)",
