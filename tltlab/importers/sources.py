@@ -162,9 +162,9 @@ def _check(reading: Reading, form: Format, workers: int | None) -> None:
             raise ConfigError(f"{name} does not go with a log of metrics, which has no responses")
     if reading.reward_columns and form != "trl":
         raise ConfigError(f"reward columns do not go with format {form}, only with trl")
-    for name, value in (("a number of responses", reading.responses), ("drafted", reading.drafted)):
-        if value and form != "metrics":
-            raise ConfigError(f"{name} does not go with format {form}, only with metrics")
+    if (reading.responses or reading.drafted) and form != "metrics":
+        named = "a number of responses" if reading.responses else "drafted"
+        raise ConfigError(f"{named} does not go with format {form}, only with metrics")
     counts = {
         "workers": workers, "group size": reading.group_size, "maximum": reading.max_response_tokens,
         "responses": reading.responses,
