@@ -42,7 +42,7 @@ from .rows import (
     table_of,
     unwrapped,
 )
-from .step_metrics import FIRST_OF, Record, has_mean_lengths, plain_key, steps_of, tables_of_steps
+from .step_metrics import FIRST_OF, OF_STEPS, Record, plain_key, steps_of, tables_of_steps
 from .token_counts import CharsPerToken, NoTokenCounter
 
 Format = Literal["verl", "trl", "vllm", "csv", "metrics"]
@@ -406,8 +406,6 @@ def _statistic(name: str) -> str | None:
     """The metric of RL steps that a column's name means, such as "response_length/mean" for `avg_output_len`."""
     if (key := plain_key(name)) is not None:
         return key
-    if plain(name) in ("numresponses", "nresponses", "numsamples", "nsamples", "numrollouts", "numtrajectories"):
-        return "num_responses"
     *before, last = [plain(part) for part in re.split(r"[/.]", name)]
     for word, statistic in _STATISTICS.items():
         base = before[-1] if last == word and before else last.replace(word, "", 1) if word in last else None
@@ -429,7 +427,7 @@ def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading
         return True
     if any(kind_of(name) & _OF_ONE for name in names):
         return False
-    if has_mean_lengths(names) or any(name not in sizes for name in means):
+    if any(name not in sizes or "/" in name for name in means) or (means and any(map(OF_STEPS.search, names))):
         return True
     for name in sizes:
         values = [number(record.get(name)) for record in fields if not is_missing(record.get(name))]

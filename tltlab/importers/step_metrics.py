@@ -115,7 +115,7 @@ _ANY = {name: re.compile(pattern) for name, pattern in _TABLE["any"].items() if 
 _NO_SECONDS = _ANY.pop("no_seconds")
 _TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
 _DRAFTER_TRAINING = _ANY["drafter_training"]
-_OF_STEPS = re.compile(r"policy_loss|(^|/)loss$|grad_norm|(^|[/_])(lr|learning_rate)$|^timing|step_time")
+OF_STEPS = re.compile(r"policy_loss|(^|/)loss$|grad_norm|(^|[/_])(lr|learning_rate)$|^timing|step_time")
 """Names in records of RL steps, but not of responses, in addition to lengths."""
 _TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
 _CHART = re.compile(r"^.* - (?=\S+$)")
@@ -237,16 +237,6 @@ def framework_of(keys: Iterable[str]) -> Framework | None:
     keys = set(keys)
     marked = [framework for framework in FRAMEWORKS if any(map(framework.marks.search, keys))]
     return max(marked, key=lambda framework: len(framework.keys & keys), default=None)
-
-
-def has_mean_lengths(names: Iterable[str]) -> bool:
-    """Return True if fields are those of an RL step, with the mean length of its responses.
-
-    Names that a single response's length may have, such as `response_length`, count beside a loss and the like alone.
-    """
-    names = list(map(str, names))
-    means = [name for name in names if plain_key(name) in FIRST_OF["mean"]]
-    return any("/" in name or "mean" in name for name in means) or bool(means and any(map(_OF_STEPS.search, names)))
 
 
 def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
