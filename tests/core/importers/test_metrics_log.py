@@ -270,14 +270,8 @@ TRL = {
 }  # fmt: skip
 TRL_QUOTED = {"loss": "0.1", "completions/mean_length": "400.5", "completions/max_length": "512", "step_time": "30"}
 TRAINER = [completions(step, 100.0 + step, **{"completions/max_length": 300.0}) for step in (5, 10)]
-SKYRL = {
-    "generate/avg_num_tokens": 321.5, "generate/min_num_tokens": 4, "generate/max_num_tokens": 1024,
-    "timing/generate": 152.0, "timing/step": 246.8, "timing/fwd_logprobs_values_reward": 20.0,
-    "timing/policy_train": 60.0, "timing/sync_weights": 5.0, "trainer/global_step": 7,
-}  # fmt: skip
 TRL_LINES = ["  3%|3   | 2/60 [00:26<04:07]", *map(str, (TRL, TRL | {"completions/mean_length": 350}, TRL_QUOTED))]
 TRL_STEPS = {"longest": [574, 574, 512], "cut": [2, 2, 0], "step_s": [35.5, 35.5, 30]}
-SKYRL_STEP = {"rollout_s": [152.0], "inference_s": [20.0], "train_s": [60.0], "sync_s": [5.0], "step_s": [246.8]}
 STATE = {"best_metric": None, "log_history": [*TRAINER, {"eval_loss": 1.0, "step": 10}]}
 # A count of all tokens so far is no length of a response.
 SO_FAR = [completions(step, 100.0, num_tokens=1e5 * step, step_time=9.0) for step in (1, 2)]
@@ -294,7 +288,6 @@ SO_FAR = [completions(step, 100.0, num_tokens=1e5 * step, step_time=9.0) for ste
             [json.dumps({"step": s["step"], "data": s}) for s in TRAINER],
             {"rl_step": [5, 10], "tokens": [840, 880]},
         ),
-        ("skyrl.jsonl", [json.dumps(SKYRL)] * 2, SKYRL_STEP | {"rl_step": [7], "tokens": [2572]}),
     ],
 )
 def test_metrics_are_read_as_each_framework_logs_them(tmp_path, name, lines, expected):
