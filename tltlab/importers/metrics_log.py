@@ -156,7 +156,7 @@ def _from_table(path: Path) -> Iterator[Record]:
         if place == cut:
             yield Record(rl_step=None, place=place, values={}, is_cut=True)
         else:
-            yield from _from_fields(place, fields, call_times)
+            yield from from_fields(place, fields, call_times)
 
 
 def _cut_row(path: Path) -> str | None:
@@ -236,7 +236,7 @@ def _from_lines(path: Path) -> Iterator[Record]:
                 del fields[last]
                 is_cut = is_cut or plain_key(form.key(last)) is not None
             known = {form.key(name): value for name, value in fields.items()}
-            found = [*_from_fields(place, known, call_times, rl_step)]
+            found = [*from_fields(place, known, call_times, rl_step)]
             if is_cut and not found and any(map(plain_key, _NAME.findall(text))):
                 found = [Record(rl_step=rl_step, place=place, values={})]
             yield from (replace(record, is_cut=is_cut) for record in found)
@@ -321,10 +321,10 @@ def _from_json(whole: Any) -> Iterator[Record]:
     call_times: dict[str, float] = {}
     for at, fields in enumerate(whole if isinstance(whole, list) else ()):
         if isinstance(fields, dict):
-            yield from _from_fields(f"item {at}", fields, call_times)
+            yield from from_fields(f"item {at}", fields, call_times)
 
 
-def _from_fields(
+def from_fields(
     place: str, fields: Mapping[str, Any], call_times: dict[str, float], rl_step: int | None = None
 ) -> Iterator[Record]:
     """A JSON record; groups of metrics in it, such as the `data` of verl's file logger, are taken apart.

@@ -23,7 +23,7 @@ from tltlab.traces.trace import read as read_folder
 
 from .fields import ENVELOPES, NAMES, is_list, is_missing, kind_of, matches, number, parsed, plain
 from .length_table import group_size_of, tables_of_responses
-from .metrics_log import is_metrics_log, metrics_files, records_of, refuse_wandb, unknown_log
+from .metrics_log import from_fields, is_metrics_log, metrics_files, records_of, refuse_wandb, unknown_log
 from .responses import Reader
 from .rows import (
     BY_OPTION,
@@ -457,14 +457,10 @@ def _metrics(path: Path) -> Iterator[Record]:
     if not own or any(plain_key(name) in FIRST_OF["mean"] for name in names):
         yield from records_of(path)
         return
+    called = {name: metric for name in names if (metric := _statistic(name))} | {own[0]: "response_length/mean"}
+    called |= dict.fromkeys(matches(names, "rl_step")[:1], "rl_step")
     for place, record in rows_of(path):
-        fields = flat(record)
-        metrics = {name: _statistic(name) for name in fields} | {own[0]: "response_length/mean"}
-        numbers = ((metric, number(fields.get(name))) for name, metric in metrics.items() if metric)
-        values = {metric: value for metric, value in numbers if np.isfinite(value)}
-        step = next((number(fields[name]) for name in matches(fields, "rl_step")), np.nan)
-        if values:
-            yield Record(rl_step=int(step) if np.isfinite(step) else None, place=place, values=values)
+        yield from from_fields(place, {called.get(name, name): value for name, value in flat(record).items()}, {})
 
 
 def read(source: TraceSource) -> Trace:
