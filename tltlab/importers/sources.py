@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -118,10 +119,8 @@ def _imported(source: Path | pd.DataFrame, reading: Reading, form: Format | None
         assert path is not None
         steps, notes = steps_of(_metrics(path))
         tables, assumed = tables_of_steps(steps, str(path), reading, notes)
-        if reading.drafted and tables["steps"]["accept_length"].isna().all():
-            raise ConfigError(f"{path} has no accept length of {reading.drafted}: leave out drafted")
-        trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers, drafting=reading.drafted)
-        return Imported.whole(trace)
+        trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers)
+        return Imported.whole(_with_drafting(trace, reading))
     reader = Reader(replace(reading, needs=_NEEDS.get(form, ()) if is_given or form in ("verl", "trl") else ()))
     frames = []
     try:
@@ -176,16 +175,28 @@ def _check(reading: Reading, form: Format, workers: int | None) -> None:
 
 def _trace(
     name: str, form: Format, tables: Mapping[str, pd.DataFrame], notes: Sequence[str], workers: int | None,
-    group_size: int | None = None, drafting: str | None = None,
+    group_size: int | None = None,
 ) -> Trace:  # fmt: skip
     cap = int(tables["workload"]["max_response_tokens"].max())
     size = group_size_of(tables["workload"])
     manifest = Manifest(
         kind="imported", name=name.split(".")[0], source=f"{_CALLED[form]} {name}" if form in _CALLED else name,
         max_response_tokens=cap, group_size=size if form != "csv" or size != 1 else group_size,
-        notes="; ".join(notes) or None, num_workers=workers, drafting=drafting,
+        notes="; ".join(notes) or None, num_workers=workers,
     )  # fmt: skip
     return Trace.from_tables(manifest, tables)
+
+
+def _with_drafting(trace: Trace, reading: Reading) -> Trace:
+    """Return the trace with the strategy that `reading` names. Raises ConfigError for one without accept lengths."""
+    if reading.drafted is None:
+        return trace
+    steps = trace.steps if trace.manifest.kind == "imported" else None
+    if steps is None or steps.get("accept_length", pd.Series(dtype=float)).isna().all():
+        raise ConfigError(f"{trace.path or trace.manifest.source} has no log's accept lengths: leave out drafted")
+    other = copy(trace)
+    other.manifest = trace.manifest.model_copy(update={"drafting": reading.drafted})
+    return other
 
 
 def _records(source: Path | pd.DataFrame, form: Format, reader: Reader) -> Iterator[Records]:
@@ -501,14 +512,14 @@ def read_lengths(source: TraceSource, reading: Reading = _AS_IT_IS, form: Format
     counts = isinstance(reading.tokens, NoTokenCounter)
     counted = replace(reading, tokens=CharsPerToken(CHARS_PER_TOKEN)) if counts else reading
     if isinstance(source, Trace):
-        return Imported.whole(source)
+        return Imported.whole(_with_drafting(source, reading))
     if not isinstance(source, str | Path):
         return _of_values(source, counted)
     with readable(locate(source)) as path:
         if path.is_file() or (not _holds_a_trace(path) and dump_files(path)):
             form = form or guess(path, reading)
             return imported(path, reading if form == "metrics" else counted, form=form)
-    return Imported.whole(read(source))
+    return Imported.whole(_with_drafting(read(source), reading))
 
 
 def _of_values(source: Any, reading: Reading) -> Imported:

@@ -159,7 +159,7 @@ def test_a_draft_depth_is_named_not_guessed(
     for wrong in ("none", "learned:1"):
         with refused(ConfigError, naming=(wrong,)):
             what_if(path, drafted=wrong, **FAST)
-    found = what_if(path, drafted="learned:7", gpus="16xH200", **FAST)
+    found = what_if(read(path), drafted="learned:7", gpus="16xH200", **FAST)
     assert found.running is not None
     assert (str(found.running.drafting.strategy), found.running.drafting.depth_from) == ("learned:7", "drafted")
     assert "H200" in found.setting
