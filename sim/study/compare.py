@@ -27,7 +27,7 @@ from tltlab.sim.topology import Colocated
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
-from .logged import LoggedRun, machine_of
+from .logged import LoggedRun
 from .reduce import Comparison, compared, comparison, intervals_of
 from .sample import Scenarios, samples, small
 from .study import Cell, Journal, Study
@@ -240,21 +240,13 @@ class _Point:
             if not config.is_on_machine:
                 config = replace(config, costs=config.find_costs(trace)[0])
             trace = _first_samples(trace, size)
-        scenarios = Scenarios(trace, with_machine(config, trace))
+        scenarios = Scenarios(trace, config)
         if stages is None:
             logged = LoggedRun.of(scenarios)
             scenarios, stages = logged.scenarios, logged.stages
         if stages is None and asked.gpus_per_worker is not None:
             raise ConfigError("--gpus-per-worker places the stages of RL steps: give --stages or --gpus")
         return cls(axes=axes, scenarios=scenarios, stages=stages)
-
-
-def with_machine(config: SimulationConfig, trace: Trace) -> SimulationConfig:
-    """Return the settings, on the machine that a log names where they name none."""
-    if config.is_on_machine or config.costs is not None or config.workers is not None:
-        return config
-    found = machine_of(trace)
-    return replace(config, **found) if "gpus" in found else config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,8 @@
-"""A training log in place of presets: its rollouts' seconds, its stages, its acceptance, and the run that it is of."""
+"""A training log in place of presets: its rollouts' seconds, its stages and its acceptance."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,11 +12,8 @@ import pandas as pd
 from tltlab.arrays import Floats
 from tltlab.calibration.logged import LoggedDrafting
 from tltlab.calibration.stages import mean_stages, measured_stages, rollout_rows, rollout_share
-from tltlab.costs.deployment import GPUS
 from tltlab.costs.scaled import ScaledCosts
 from tltlab.costs.stages import StageCosts
-from tltlab.errors import ConfigError
-from tltlab.hardware import gpu, model
 from tltlab.policies.policy import Policy
 from tltlab.policies.specs import FixedSpec
 from tltlab.stats import Interval, interval_ends, paired_speed_up
@@ -45,23 +40,6 @@ def logged_share(trace: Trace) -> float | None:
     table = logged_stages(trace)
     share = None if table is None else rollout_share(table)
     return None if share is None else share.estimate
-
-
-def machine_of(trace: Trace) -> dict[str, Any]:
-    """The `gpus`, `model` and `tp` of a log's configuration, without names that are not known here."""
-    manifest, found = trace.manifest, dict[str, Any]()
-    if manifest.kind != "imported":
-        return found
-    with suppress(ConfigError):
-        found["model"] = model(manifest.model or "").name
-    match = re.fullmatch(r"(\d+)(?:x(.+)| GPUs)", manifest.hardware or "")
-    if match is None:
-        return found
-    count, name = int(match[1]), GPUS.partition("x")[2]
-    with suppress(ConfigError):
-        name = gpu(match[2] or name).name
-    workers = manifest.num_workers
-    return found | {"gpus": f"{count}x{name}", "tp": count // workers if workers and count % workers == 0 else None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from tltlab.stats import paired_speed_up
 from tltlab.traces.trace import Trace
 
 from .band import InputErrors, Times, bands
-from .logged import LoggedRun, Running, machine_of
+from .logged import LoggedRun, Running
 from .reduce import Comparison, compared, comparison, intervals_of
 from .sample import Scenarios, small
 from .study import Cell, Study
@@ -154,12 +154,12 @@ def what_if(
 
 
 def with_default_machine(config: WhatIfConfig, trace: Trace) -> WhatIfConfig:
-    """Return the settings; where they name no machine that of the trace's costs, else of its log, else `GPUS`."""
+    """Return the settings; where they name no machine that of the trace's costs, else `GPUS`."""
     counted = config.workers is not None or trace.manifest.num_workers is not None
     has_costs = counted and beside_trace(trace, "costs.json") is not None
     if config.is_on_machine or config.costs is not None or has_costs:
         return config
-    return replace(config, **({"gpus": GPUS} | machine_of(trace)))
+    return replace(config, gpus=GPUS)
 
 
 def _with_acceptance(config: WhatIfConfig, trace: Trace) -> tuple[WhatIfConfig, str | None, bool]:

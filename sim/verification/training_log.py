@@ -25,6 +25,7 @@ import pandas as pd
 
 from tltlab.arrays import Floats
 from tltlab.calibration.cross_validation import error_quantiles, held_out_predictions
+from tltlab.calibration.logged import LoggedDrafting
 from tltlab.calibration.stages import (
     Constant,
     StageEstimator,
@@ -119,7 +120,9 @@ class StepColumns:
             shape, terms = load_costs(costs), LEVEL_TERMS
             if isinstance(shape, ScaledCosts):
                 raise ConfigError(f"{costs} were fitted to a log themselves: name what they were made of")
-            parts = ((trace.select([step]), shape, num_workers, accepted.loc[step]) for step in timed.index)
+            drafting = LoggedDrafting.of(trace)
+            strategy = NO_SPECULATION if drafting is None else drafting.strategy
+            parts = ((trace.select([step]), shape, num_workers, strategy, accepted.loc[step]) for step in timed.index)
             rows["level"] = list(side_by_side([partial(_simulated_s, *part) for part in parts], jobs=jobs))
         return cls(rows=rows, terms=terms, workers=num_workers or 1, accept_length=accepted, shape=shape, unit=unit)
 
@@ -294,6 +297,7 @@ def verify_log(
     Intervals are conformal: of the errors of the fit on its own RL steps, each left out, and of the last predictions.
     `jobs` processes (None: one per core) share the fits.
     """
+    LoggedDrafting.of(trace)  # Refuses accept lengths without a draft depth.
     columns = StepColumns.of(trace, costs, workers, jobs)
     rows = _from_earlier(columns.rows, columns.terms, window, jobs)
     if rows.empty:
@@ -356,10 +360,9 @@ def _mean_error(rows: pd.DataFrame) -> dict[str, float] | None:
     return {"mean_error": float(error.mean()), "worst_error": float(error.max()), "num_steps": len(rows)}
 
 
-def _simulated_s(step: Trace, costs: CostModel, workers: int, accept_length: float) -> float:
-    strategy, acceptance = NO_SPECULATION, None
-    if accept_length > 1.0:
-        strategy, acceptance = Strategy.chain("learned", math.ceil(accept_length)), f"constant:{accept_length}"
+def _simulated_s(step: Trace, costs: CostModel, workers: int, strategy: Strategy, accept_length: float) -> float:
+    strategy = strategy if accept_length > 1.0 else NO_SPECULATION
+    acceptance = f"constant:{accept_length}" if strategy.speculates else None
     scenario = Scenario.of(step, costs=costs, acceptance=acceptance, workers=workers)
     policy = Policy(selector=FixedSpec(strategy=strategy))
     return scenario.rollouts(policy)[-1].makespan_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Self
 
 import numpy as np
@@ -10,13 +9,14 @@ import pandas as pd
 
 from tltlab.acceptance.base import GeometricAcceptance, chain_alpha
 from tltlab.acceptance.per_drafter import PerDrafter
+from tltlab.errors import ConfigError
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
 COLLAPSED = 1.05
 """Accept length up to which no draft is kept, up to rounding."""
-_DRAFTER, _DEPTH, _MOST_DEPTH, _MOST_ALPHA = "learned", 3, 16, 0.999
+_DRAFTER, _MOST_DEPTH, _MOST_ALPHA = "learned", 16, 0.999
 
 
 @frozen
@@ -34,8 +34,8 @@ class LoggedDrafting:
     def of(cls, trace: Trace) -> Self | None:
         """The drafting of a trace of a log; None where the log does not have the tokens that a draft yields.
 
-        The depth is that of the manifest, else tokens kept per draft over the share of drafted tokens that is kept,
-        else 3 or as deep as the accept length needs.
+        The depth is that of the manifest, else tokens kept per draft over the share of drafted tokens that is kept.
+        Raises ConfigError where the log has neither.
         """
         steps = trace.steps if trace.manifest.kind == "imported" else None
         if steps is None or "accept_length" not in steps:
@@ -45,18 +45,19 @@ class LoggedDrafting:
         # A log may write one token per draft where nothing was drafted.
         if not ((length > COLLAPSED) | (length.notna() & rate.notna())).any():
             return None
-        if trace.manifest.drafting is not None:
-            known = Strategy.parse(trace.manifest.drafting)
-            if known.speculates:
-                return cls(strategy=known, accept_length=length, depth_from="the log's configuration")
+        known, place = Strategy.parse(trace.manifest.drafting or "none"), trace.path or trace.manifest.source
+        if known.speculates:
+            if length.max() > known.reach + 1.0:
+                raise ConfigError(f"{place}: {known} keeps at most {known.reach + 1} tokens, the log {length.max():g}")
+            return cls(strategy=known, accept_length=length, depth_from="drafted")
         depths = ((length - 1.0) / rate)[(rate > 0) & (length > COLLAPSED)]
-        if len(depths):
-            depth, source = round(float(depths.median())), "tokens per draft and the share that is kept"
-        else:
-            depth, source = max(_DEPTH, math.ceil(length.max() - 1.0)), "an assumption"
-        return cls(
-            strategy=Strategy.chain(_DRAFTER, min(max(depth, 1), _MOST_DEPTH)), accept_length=length, depth_from=source
-        )
+        if depths.empty:
+            raise ConfigError(
+                f"{place}: accept lengths without a draft depth: name what drafted with --drafted learned:7 "
+                "(`tltlab what-if` and `tltlab trace import` take it)"
+            )
+        strategy = Strategy.chain(_DRAFTER, min(max(round(float(depths.median())), 1), _MOST_DEPTH))
+        return cls(strategy=strategy, accept_length=length, depth_from="tokens per draft and the share that is kept")
 
     @property
     def kept(self) -> pd.Series[float]:

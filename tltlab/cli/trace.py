@@ -125,9 +125,8 @@ def import_trace(
 
     verl: the folder of trainer.rollout_data_dir. TRL: the output folder of a GRPOTrainer with log_completions. Others:
     JSON Lines, JSON, CSV or Parquet with a response, or a list of them, in each record. metrics: the console log of
-    verl, TRL, NeMo-RL, SkyRL, slime, miles, OpenRLHF, ROLL, AReaL or prime-rl, their metrics in JSON, in TensorBoard,
-    in MLflow's folder or in a history exported from W&B (CSV, JSON Lines), or scrapes of vLLM's /metrics. What was
-    read and assumed is printed and written to the manifest.
+    verl, TRL, NeMo-RL, SkyRL, slime, miles, OpenRLHF, ROLL, AReaL or prime-rl, a record a line, or their metrics in
+    JSON Lines, CSV, TSV or TensorBoard. What was read and assumed is printed and written to the manifest.
 
     Example: tltlab trace import rollout_data --out my-trace --tokenizer Qwen2.5-7B --cap 16384
 

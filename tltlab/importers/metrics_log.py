@@ -1,9 +1,9 @@
-"""Metrics of RL steps as frameworks print and store them: logs, JSON, CSV, TensorBoard, MLflow, vLLM's counters.
+"""Metrics of RL steps as frameworks print and store them: lines of consoles, JSON, CSV and TSV, TensorBoard's events.
 
-Lines of consoles are read by `log_lines` with the keys of `frameworks.toml`. Other readable sources: JSON Lines with a
-step each, a JSON object of `{metric: {step: value}}` (NeMo-RL) or with a `log_history` (Trainer), event files of
-TensorBoard, MLflow's folders of metrics, and histories exported from W&B, MLflow or TensorBoard (CSV, JSON Lines).
-Lines of other programs in between, Ray's prefixes, colours and progress bars do not matter.
+A line of a console is a record, as `frameworks.toml` describes it; lines of other programs in between, Ray's prefixes,
+colours and progress bars do not matter. A JSON file holds a step in each line, a list of them or a `log_history`
+(Trainer). A record that goes on in the next line is refused, and a number counts where its end is there: a separator, a
+bracket, a unit or the end of a line that nothing cut.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
-from itertools import islice
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json, read_text
-from tltlab.strategy import Strategy
+from tltlab.files import MOST_JSON_BYTES, open_unpacked, parse_json
 
-from .log_lines import Line, LoggedFields, Wrapping, entries_of, lines_of, settings_in, settled
-from .rows import ending, rows_of
-from .step_metrics import FIRST_OF, FORMS, HINTS, KNOWN, LONG_FIELDS, LONG_NAMES, SETUP, Record, plain_key
+from .rows import TABLES, ending, rows_of
+from .step_metrics import FORMS, HINTS, KNOWN, Form, Record, plain_key
 
 EVENT_FILES = "events.out.tfevents*"
 """Files of metrics that TensorBoard leaves in its own folders."""
@@ -47,20 +45,27 @@ _ITEM = re.compile(r"([A-Za-z][\w/.@-]*)\s*[=:|│]\s*([-+]?\d[\d,.]*)")
 _OF_TRAINING = re.compile(r"loss|reward|step|iter|entropy|(^|[/_.])kl($|[/_.])|len")
 _JSON_QUOTES = re.compile(r"[\"']")
 _NAME = re.compile(r"(?<![\w/])[A-Za-z][\w/.@-]*[/_][\w/.@-]+(?![\w/])")
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\]8;[^\x07\x1b]*(?:\x07|\x1b\\)")
+_RAY = re.compile(r"\(\w+ pid=\d+(?:, ip=[\d.]+)?\) ?")
+_RAY_REPEATS = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+_SCRAPE = re.compile(rb"# (HELP|TYPE) |vllm:\w")
+_DICT_ITEM = re.compile(
+    r"""(['"])(.+?)\1\s*:\s*('[^']*'|"[^"]*"|\[[^\[\]]*\]|[^,{}'"\[\]()]+(?:\([^()]*\))?)\s*(?=[,}])"""
+)
+_BAR = re.compile(r"[│┃|]")
+_EQUALS = re.compile(r"([\w./@-]+)=(\S+?)(?:[,;|]*)(?=\s|$)")
+_REST = re.compile(r"""['"]\s*:|\}|- [\w/@.-]+:|^\s*[\w/@.-]+:\s*[-+\d.]""")
+_REST_OF_ROW = re.compile(r"\s*[^\s│┃|].*[│┃|]")
+"""A line after one that ends within a record, if it has the rest."""
+_NEXT_ITEM = re.compile(r"\s*[-+\d.eE]*\s*- [\w/@.-]+:|\s*[-+\d.eE]+ [\w/@.-]+=")
+_ONE_WORD = re.compile(r"\s*[^\s\[\]()]*[\d/_:=%][^\s\[\]()]*\s*")
+_TRIMMED = 2
+"""Blanks at most that a terminal takes from the end of a wrapped line: those of a separator."""
 _MOST_LINE_BYTES = 1 << 20
-_CONSOLES = ("", ".log", ".out", ".err", ".txt")
-"""Endings of names under which output of consoles is kept."""
-_CONFIG_LINES = 20_000
-"""Lines at a log's start in which its configuration is looked for."""
-_COUNTS = {"gpus": "0", "gpus_per_node": "0", "nodes": "1", "tp": "0", "engines": "0", "depth": "0"}
-"""Numbers of a configuration, with their defaults."""
-_MOST_HELD_BYTES = 1 << 26
-"""Most bytes of a log held in memory; larger ones are read anew each time."""
-_SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([-+0-9.eEinfINFnaN]+)(?: \d+)?$")
 
 
 def metrics_files(folder: Path) -> list[Path]:
-    """Return TensorBoard's or MLflow's files in a folder, or up to three below it, of one run; resumed, it has several.
+    """Return TensorBoard's files in a folder, or up to three below it, of one run; resumed, it has several.
 
     Those nearest count. Raises TraceError where they are of several runs, and for W&B's own files where there are none.
     """
@@ -71,10 +76,6 @@ def metrics_files(folder: Path) -> list[Path]:
             raise TraceError(f"{folder} holds the logs of several runs: name one, such as {files[0].parent}")
         if files:
             return files
-    if runs := {path for below in levels for path in folder.glob(f"{below}metrics") if path.is_dir()}:
-        if len(runs) > 1:
-            raise TraceError(f"{folder} holds the metrics of several runs: name one, such as {min(runs).parent}")
-        return sorted(path for path in min(runs).rglob("*") if path.is_file())
     for path in (path for below in levels for path in folder.glob(below + "run-*.wandb")):
         refuse_wandb(path)
     return []
@@ -90,16 +91,8 @@ def refuse_wandb(path: Path) -> None:
 
 
 def is_metrics_log(path: Path) -> bool:
-    """Return True if a path holds metrics of RL steps; reads up to the first of them, where lines are whole."""
-    if path.is_dir():
-        return bool(metrics_files(path))
-    try:
-        entries = entries_of(_lines(path), FORMS, HINTS) if ending(path) in _CONSOLES else ()
-        if any(_is_known(entry, name) for entry in entries for name in entry.fields):
-            return True
-        return any(record.values for record in records_of(path))
-    except (OSError, TraceError):
-        return False
+    """Return True if a path holds metrics of RL steps; reads up to the first of them. Raises TraceError."""
+    return bool(metrics_files(path)) if path.is_dir() else any(record.values for record in records_of(path))
 
 
 def unknown_log(path: Path) -> str | None:
@@ -128,11 +121,8 @@ def records_of(path: Path) -> Iterator[Record]:
         if all(log.match(EVENT_FILES) for log in files):
             yield from _tensorboard(files)
             return
-        if path.is_dir():
-            yield from _mlflow(files)
-            return
-        if ".csv" in path.suffixes:
-            yield from _csv(path)
+        if ending(path) in TABLES:
+            yield from _from_table(path)
             return
         whole = None
         with open_unpacked(path) as file:
@@ -141,43 +131,23 @@ def records_of(path: Path) -> Iterator[Record]:
             if b"\0" in start:
                 refuse_wandb(path)
                 raise TraceError(f"{path}: not text")
+            if _SCRAPE.match(start):
+                raise TraceError(
+                    f"{path}: a scrape of vLLM's /metrics is not read: give the lengths of responses, the server's "
+                    "console log, or a trace recorded with TLTLAB_RECORD"
+                )
             if start[:1] in b"{[":
                 with suppress(ValueError):
                     whole = parse_json(file.read(MOST_JSON_BYTES))
-            if whole is not None:
-                yield from _from_json(whole)
-                return
-            file.seek(0)
-            lines = (line.decode("utf-8", "replace") for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
-            yield from _from_scrapes(lines)
-        yield from _from_lines(path)
+        yield from _from_lines(path) if whole is None else _from_json(whole)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def settings_of(path: Path) -> dict[str, Any]:
-    """Fields of a manifest from the configuration that is printed at the start of a console's log."""
-    if not path.is_file() or ending(path) not in _CONSOLES:
-        return {}
-    said = settings_in(islice(_lines(path), _CONFIG_LINES), SETUP)
-    counts = {name: int(said.get(name, other) or 0) for name, other in _COUNTS.items()}
-    gpus = counts["gpus"] or counts["gpus_per_node"] * counts["nodes"] or counts["engines"] * counts["tp"]
-    found: dict[str, Any] = {"model": said.get("model")}
-    if gpus:
-        found["hardware"] = f"{gpus}x{said['gpu']}" if said.get("gpu") else f"{gpus} GPUs"
-    tp = counts["tp"]
-    found["num_workers"] = counts["engines"] or (gpus // tp if tp and gpus % tp == 0 else 0) or None
-    found["engine"] = f"vllm {said['engine']}" if said.get("engine") else "sglang" if "sglang" in said else None
-    if counts["depth"] and (method := said.get("method")):
-        drafter = next((name for name in ("ngram", "suffix") if method.lower().startswith(name)), "learned")
-        found["drafting"] = str(Strategy.chain(drafter, counts["depth"]))
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _csv(path: Path) -> Iterator[Record]:
-    """A history as W&B, MLflow or TensorBoard export it: a row for each RL step, or for each metric of one."""
+def _from_table(path: Path) -> Iterator[Record]:
+    """A history as W&B exports it: a row for each RL step."""
     call_times: dict[str, float] = {}
-    cut = _cut_row(path) if ending(path) == ".csv" else None
+    cut = _cut_row(path)
     for at, (place, fields) in enumerate(rows_of(path)):
         if at == 0:
             keys = [plain_key(name) for name in fields if " - " in name]
@@ -185,37 +155,19 @@ def _csv(path: Path) -> Iterator[Record]:
                 raise TraceError(f"{path}: several columns for {twice[0]}, of several runs: leave the columns of one")
         if place == cut:
             yield Record(rl_step=None, place=place, values={}, is_cut=True)
-        elif fields.keys() >= LONG_FIELDS and (name := next((n for n in LONG_NAMES if fields.get(n)), None)):
-            step = number(str(fields["step"]))
-            yield from _record(None if step is None else int(step), place, {str(fields[name]): fields["value"]})
         else:
-            yield from _from_fields(place, fields, call_times)
+            yield from from_fields(place, fields, call_times)
 
 
 def _cut_row(path: Path) -> str | None:
     """The place of the last row, where it has not as many cells as the header. Raises TraceError for others."""
-    cut: tuple[int, int] | None = None
-    num_cells = 0
     with io.TextIOWrapper(open_unpacked(path), encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.reader(file)
-        for cells in filter(None, reader):
-            num_cells = num_cells or len(cells)
-            if cut is not None:
-                line, num = cut
-                raise TraceError(f"{path}, line {line}: {num} cells, the header has {num_cells}: cut off or wrapped?")
-            if len(cells) != num_cells:
-                cut = reader.line_num, len(cells)
-    return None if cut is None else f"line {cut[0]}"
-
-
-def _mlflow(files: Iterable[Path]) -> Iterator[Record]:
-    """MLflow's files of metrics, one each, with lines of time, value and step."""
-    for path in files:
-        name = "/".join(path.parts[len(path.parts) - path.parts[::-1].index("metrics") :])
-        for line in read_text(path, errors="replace").splitlines():
-            parts = line.split()
-            if len(parts) > 2 and parts[2].isdigit():
-                yield from _record(int(parts[2]), name, {name: parts[1]})
+        reader = csv.reader(file, delimiter="," if ending(path) == ".csv" else "\t")
+        rows = [(f"line {reader.line_num}", len(cells)) for cells in reader if cells]
+    cut = [place for place, num in rows if num != rows[0][1]]
+    if cut and cut != [rows[-1][0]]:
+        raise TraceError(f"{path}, {cut[0]}: not as many cells as the header's {rows[0][1]}: cut off or wrapped?")
+    return cut[0] if cut else None
 
 
 def number(text: str) -> float | None:
@@ -231,110 +183,148 @@ def number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _from_lines(path: Path) -> Iterator[Record]:
-    """Records of a console's lines, as they stand or joined where they were wrapped: where more can be read.
+class _Line(NamedTuple):
+    """A line that is not blank, without colours; `is_ended` where a new line follows."""
 
-    On what the two disagree is unknown.
-    """
-    held = list(_lines(path)) if path.stat().st_size < _MOST_HELD_BYTES else None
-    lines = partial(_lines, path) if held is None else held.copy
-    wrapping = Wrapping.of(lines)
-    found = plain = _from_entries(wrapping.marked(lines()))
-    for blanks in range(3):
-        joined = _from_entries(wrapping.joined(lines(), _entry, blanks))
-        if not wrapping.num_joined:
-            break
-        if _num_values(joined) > _num_values(found):
-            found = joined
-        elif _num_values(joined) == _num_values(plain) and found is plain:
-            found = _agreed(plain, joined)
-    if _num_values(found) > _num_values(plain):
-        note = f"the lines are wrapped at {wrapping.width} columns: {wrapping.num_joined} were joined to those before"
-        found = [replace(found[0], note=note), *found[1:]]
-    yield from found
+    number: int
+    text: str
+    is_ended: bool = True
 
 
-def _lines(path: Path) -> Iterator[Line]:
+def _lines(path: Path) -> Iterator[_Line]:
+    """A progress bar ends in a carriage return, so several texts share a line."""
     with open_unpacked(path) as file:
-        yield from lines_of(iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
+        for at, line in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), 1):
+            *whole, rest = _COLOURS.sub("", line.decode("utf-8", "replace")).replace("\r", "\n").split("\n")
+            for text in (*whole, rest):
+                if text.strip():
+                    yield _Line(at, text, is_ended=text is not rest)
 
 
-def _is_known(entry: LoggedFields, name: str) -> bool:
-    return plain_key(entry.form.key(name)) is not None
-
-
-def _entry(text: str) -> LoggedFields | None:
-    return next(entries_of([Line(0, text)], FORMS, HINTS), None)
-
-
-def _num_values(records: Sequence[Record]) -> tuple[int, int]:
-    """Number of values in records, and number of records with an RL step less that of cut records."""
-    num_whole = sum((record.rl_step is not None) - record.is_cut for record in records)
-    return sum(len(record.values) for record in records), num_whole
-
-
-def _agreed(one: Sequence[Record], other: Sequence[Record]) -> list[Record]:
-    """Records without what differs in two readings of a log."""
-    if len(one) != len(other):
-        return [*one]
-    found = []
-    for record, twin in zip(one, other, strict=True):
-        values = {key: value for key, value in record.values.items() if twin.values.get(key) == value}
-        found.append(replace(record, values=values, is_cut=record.is_cut or len(values) < len(record.values)))
-    return found
-
-
-def _from_entries(lines: Iterable[Line]) -> list[Record]:
+def _from_lines(path: Path) -> Iterator[Record]:
+    """Records of a console's lines. Raises TraceError for one that goes on in the next line."""
+    width, lengths = 0, defaultdict[re.Pattern[str], Counter[int]](Counter)
+    for line in _lines(path):
+        width = max(width, len(line.text))
+        for form, *_ in _records_in(line.text):
+            lengths[form.begins][len(line.text)] += 1
+    block, in_block = None, dict[str, Any]()
     call_times: dict[str, float] = {}
-    records = []
-    for entry in settled(list(entries_of(lines, FORMS, HINTS)), _is_known, FIRST_OF["step_s"].__contains__):
-        fields = {entry.form.key(str(name)): value for name, value in entry.fields.items()}
-        place = f"line {entry.line.number}"
-        found = [
-            replace(record, is_cut=entry.is_cut) for record in _from_fields(place, fields, call_times, entry.rl_step)
-        ]
-        if entry.is_cut and not found and any(_is_known(entry, name) for name in _NAME.findall(entry.line.text)):
-            found = [Record(rl_step=entry.rl_step, place=place, values={}, is_cut=True)]
-        records += found
-    return records
+    for line, after in pairwise(chain(_lines(path), [_Line(0, "")])):
+        place = f"line {line.number}"
+        for form, rl_step, text, is_last in _records_in(line.text):
+            if form.items == "open":
+                block, in_block = rl_step, {}
+                continue
+            fields, last, is_cut = _items(form, text)
+            is_wide = len(line.text) >= width - _TRIMMED
+            if is_last and _goes_on(form, after, is_cut, is_wide) and _has_metrics(form, text + after.text):
+                raise TraceError(
+                    f"{path}, {place}: the record goes on in the next line, so the log is wrapped or has a metric a "
+                    "line: print it again with COLUMNS=10000, or have the framework write JSON Lines or TensorBoard"
+                )
+            if form.in_block:
+                if any(in_block.get(name, value) != value for name, value in fields.items()):
+                    block = None  # The line that begins the next block is lost.
+                if block is None:
+                    continue
+                rl_step, in_block = block, in_block | fields
+            # Where all end in one column, the log may be cut there.
+            are_alike = len(lengths[form.begins]) == 1 < lengths[form.begins].total()
+            is_doubtful = (are_alike and form.items != "\n") or not (is_last and line.is_ended)
+            if last is not None and is_doubtful and not _has_end(fields, last):
+                del fields[last]
+                is_cut = is_cut or plain_key(form.key(last)) is not None
+            known = {form.key(name): value for name, value in fields.items()}
+            found = [*from_fields(place, known, call_times, rl_step)]
+            if is_cut and not found and any(map(plain_key, _NAME.findall(text))):
+                found = [Record(rl_step=rl_step, place=place, values={})]
+            yield from (replace(record, is_cut=is_cut) for record in found)
 
 
-def _from_scrapes(lines: Iterable[str]) -> Iterator[Record]:
-    scrape: dict[tuple[str, str], float] = {}
-    before: dict[tuple[str, str], float] = {}
-    num_scrapes = 0
-    for line_number, line in enumerate(lines, 1):
-        sample = _SAMPLE.match(line.strip()) if line.startswith("vllm:") else None
-        if sample is not None and (value := number(sample[3])) is not None:
-            series = sample[1], sample[2] or ""
-            if series in scrape:
-                num_scrapes += 1
-                yield from _from_counters(num_scrapes, f"line {line_number}", before, scrape)
-                before, scrape = scrape, {}
-            scrape[series] = value
-    if scrape:
-        yield from _from_counters(num_scrapes + 1, "the last scrape", before, scrape)
+def _has_metrics(form: Form, text: str) -> bool:
+    names = [*map(form.key, _items(form, text)[0]), *_NAME.findall(text)]
+    return any(map(plain_key, names)) or (form.items == " - " and bool(names))
+
+
+def _has_end(fields: Mapping[str, Any], last: str) -> bool:
+    """Return True if the last number has a unit, or as many decimals as all others have."""
+    decimals = [len(value.partition(".")[2]) for value in map(str, fields.values()) if "." in value]
+    whole = str(fields[last])
+    has_unit = not whole[-1:].isdigit() and whole[-1:] not in "-+.,"
+    return has_unit or ("." in whole and len(decimals) > 2 and len(set(decimals)) == 1)
+
+
+def _records_in(text: str) -> Iterator[tuple[Form, int | None, str, bool]]:
+    """Records of a line: form, RL step, text of the items, and True for the last; two processes may write into one."""
+    if not any(hint in text for hint in HINTS):
+        return
+    form = next((form for form in FORMS if form.begins.search(text)), None)
+    if form is None:
+        return
+    found = list(form.begins.finditer(text))
+    if form.items not in (" - ", " | ", "open"):
+        found = [next((match for match in found if any(match.groups())), found[0])]
+    ends = [*(match.start() for match in found[1:]), len(text)]
+    for match, end in zip(found, ends, strict=True):
+        rl_step = next((int(digits) for digits in match.groups() if digits), None)
+        yield form, rl_step, _RAY_REPEATS.sub("", text[match.end() : end]), end == len(text)
+
+
+def _items(form: Form, text: str) -> tuple[dict[str, Any], str | None, bool]:
+    """Fields of a record, the one that ends with the text (None: each has its own end), and True if the text is cut."""
+    if form.items == "dict":
+        return _dict(text)
+    if form.items == "table":
+        cells = [cell.strip() for cell in _BAR.split(text)]
+        return dict(zip(cells[1:-1:2], cells[2:-1:2], strict=False)), None, bool(cells[-1])
+    if form.items == "equals":
+        fields = dict(_EQUALS.findall(text))
+        return fields, next(reversed(fields), None), False
+    items = [item.partition(":") for item in text.split(form.items)]
+    fields = {name.strip(): value.strip() for name, colon, value in items if colon}
+    return fields, next(reversed(fields), None), form.items == " - " and not items[-1][1]
+
+
+def _dict(text: str) -> tuple[dict[str, Any], None, bool]:
+    """A dictionary as JSON or Python prints it; each item has its own end."""
+    with suppress(ValueError):
+        fields = parse_json(text[: text.rfind("}") + 1])
+        return fields if isinstance(fields, dict) else {}, None, False
+    whole, is_closed, _ = text.partition("}")
+    return (
+        {name: value.strip().strip("'\"") for _, name, value in _DICT_ITEM.findall(whole + is_closed)},
+        None,
+        not is_closed,
+    )
+
+
+def _goes_on(form: Form, after: _Line, is_cut: bool, is_wide: bool) -> bool:
+    """Return True if the next line has the rest of a record; items of others follow lines of full width alone."""
+    text = _RAY.sub("", after.text)
+    if form.items == "table":
+        return is_cut and _REST_OF_ROW.match(text) is not None
+    if form.items in (" - ", "equals") and _NEXT_ITEM.match(text):
+        return True
+    if any(_records_in(text)):
+        return False
+    if is_cut or form.items == "dict" or not (is_wide and after.is_ended):
+        return is_cut and _REST.search(text) is not None
+    values = _items(form, text)[0].values()
+    return sum(number(value) is not None for value in values) > 1 or _ONE_WORD.fullmatch(text) is not None
 
 
 def _from_json(whole: Any) -> Iterator[Record]:
-    """A whole file of JSON: a history, records, or `{metric: {step: value}}`."""
-    if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
-        whole = whole["log_history"]
+    """A whole file of JSON: a list of records, one, or those of a Trainer's state."""
+    if isinstance(whole, dict):
+        whole = whole.get("log_history", [whole])
     call_times: dict[str, float] = {}
-    if isinstance(whole, list):
-        for at, fields in enumerate(whole):
-            if isinstance(fields, dict):
-                yield from _from_fields(f"item {at}", fields, call_times)
-    elif isinstance(whole, dict) and any(isinstance(v, dict) and v and all(map(_is_step, v)) for v in whole.values()):
-        for key, values in whole.items():
-            if isinstance(values, dict) and all(map(_is_step, values)):
-                for step, value in values.items():
-                    yield from _record(int(step), key, {key: value})
-    elif isinstance(whole, dict):
-        yield from _from_fields("the file", whole, call_times)
+    for at, fields in enumerate(whole if isinstance(whole, list) else ()):
+        if isinstance(fields, dict):
+            yield from from_fields(f"item {at}", fields, call_times)
 
 
-def _from_fields(
+def from_fields(
     place: str, fields: Mapping[str, Any], call_times: dict[str, float], rl_step: int | None = None
 ) -> Iterator[Record]:
     """A JSON record; groups of metrics in it, such as the `data` of verl's file logger, are taken apart.
@@ -367,38 +357,6 @@ def _record(rl_step: int | None, place: str, fields: Mapping[str, Any]) -> Itera
         yield Record(rl_step=rl_step, place=place, values=values)
 
 
-def _from_counters(
-    rl_step: int, place: str, before: Mapping[tuple[str, str], float], scrape: Mapping[tuple[str, str], float]
-) -> Iterator[Record]:
-    """Yield the sums of vLLM's counters between two scrapes of `/metrics`, over engines; each scrape ends an RL step.
-
-    The longest response is the upper bound of its bucket. A counter that fell belongs to a restarted engine.
-    """
-    counts = {s: value - earlier if value >= (earlier := before.get(s, 0.0)) else value for s, value in scrape.items()}
-
-    def total(name: str, label: str = "") -> float:
-        return sum(value for (series, labels), value in counts.items() if series == f"vllm:{name}" and label in labels)
-
-    if not (requests := total("request_generation_tokens_count")):
-        return
-    mean = total("request_generation_tokens_sum") / requests
-    values = {"vllm/num_requests": requests, "vllm/mean_generation_tokens": mean}
-    if prompts := total("request_prompt_tokens_count"):
-        values["vllm/mean_prompt_tokens"] = total("request_prompt_tokens_sum") / prompts
-    if successes := total("request_success_total"):
-        values["vllm/cut_share"] = total("request_success_total", 'finished_reason="length"') / successes
-    if drafts := total("spec_decode_num_drafts_total"):
-        values["vllm/num_drafts"] = drafts
-        values["vllm/num_accepted_tokens"] = total("spec_decode_num_accepted_tokens_total")
-    below: dict[float, float] = {}
-    for (series, labels), value in counts.items():
-        if series == "vllm:request_generation_tokens_bucket" and (bound := re.search(r'le="([^"]+)"', labels)):
-            below[float(bound[1])] = below.get(float(bound[1]), 0.0) + value
-    if holding_all := [bound for bound, count in below.items() if count >= requests and math.isfinite(bound)]:
-        values["vllm/max_generation_tokens"] = min(holding_all)
-    yield Record(rl_step=rl_step, place=place, values=values)
-
-
 def _tensorboard(files: list[Path]) -> Iterator[Record]:
     try:
         loader = import_module("tensorboard.backend.event_processing.event_file_loader")
@@ -416,7 +374,3 @@ def _tensorboard(files: list[Path]) -> Iterator[Record]:
                     scalar = float(array.reshape(())) if array.size == 1 and array.dtype.kind in "fiu" else None
                 if scalar is not None:
                     yield from _record(int(event.step), path.name, {value.tag: scalar})
-
-
-def _is_step(name: Any) -> bool:
-    return isinstance(name, str) and name.isdecimal()

@@ -21,10 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tltlab.config import shown
-from tltlab.errors import TraceError
+from tltlab.errors import ConfigError, TraceError
 from tltlab.files import MOST_JSON_BYTES, PACKED, open_input, open_unpacked, parse_json
 from tltlab.options import Option, check
 from tltlab.records import frozen
+from tltlab.strategy import Strategy
 from tltlab.traces.storage import MOST_ROWS, check_parquet
 from tltlab.traces.trace import check_source
 
@@ -271,6 +272,14 @@ def step_of(path: Path, is_dump: bool) -> int | None:
     return int(match[1]) if match and is_step else None
 
 
+def _drafted(text: str) -> str:
+    """Return a strategy as it is written. Raises ConfigError for one that does not draft."""
+    strategy = Strategy.parse(text)
+    if not strategy.speculates:
+        raise ConfigError(f"drafted is {text}: name what drafts and how deep, such as learned:7")
+    return str(strategy)
+
+
 @frozen
 class Reading:
     """Facts about a file that its user knows; None is for the file to show.
@@ -278,7 +287,8 @@ class Reading:
     `column` has the lengths, `step_column` the RL steps, `group_column` what is the same for all samples of a prompt:
     each a field's name, with points where it is within objects. `lists` is the meaning of numbers in a list,
     `time_unit` the unit of times. `max_response_tokens` is the run's cap, unknown the longest response. `responses` is
-    their number in each RL step of a log, for metrics alone; `reward_columns` are for trl alone. `tokens` counts texts,
+    their number in each RL step of a log and `drafted` the strategy of its run, for metrics alone; `reward_columns` are
+    for trl alone. `tokens` counts texts,
     by default with the `tokenizer` or by `chars_per_token`. `needs` are columns of a trace that no record may lack.
 
     Raises ConfigError for a value that is none of a field, and for both a tokenizer and `chars_per_token`.
@@ -306,6 +316,10 @@ class Reading:
     ] = None
     responses: Annotated[
         int | None, Option("metrics: responses of an RL step, where the log has no number.", min=1)
+    ] = None
+    drafted: Annotated[
+        str | None,
+        Option("metrics: what the log's run drafted with, where it has an accept length: learned:7.", parse=_drafted),
     ] = None
     max_response_tokens: Annotated[
         int | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,7 @@ from tltlab.traces.trace import read as read_folder
 
 from .fields import ENVELOPES, NAMES, is_list, is_missing, kind_of, matches, number, parsed, plain
 from .length_table import group_size_of, tables_of_responses
-from .metrics_log import is_metrics_log, metrics_files, records_of, refuse_wandb, settings_of, unknown_log
+from .metrics_log import from_fields, is_metrics_log, metrics_files, records_of, refuse_wandb, unknown_log
 from .responses import Reader
 from .rows import (
     BY_OPTION,
@@ -42,7 +43,7 @@ from .rows import (
     table_of,
     unwrapped,
 )
-from .step_metrics import FIRST_OF, Record, has_mean_lengths, plain_key, steps_of, tables_of_steps
+from .step_metrics import FIRST_OF, OF_STEPS, Record, plain_key, steps_of, tables_of_steps
 from .token_counts import CharsPerToken, NoTokenCounter
 
 Format = Literal["verl", "trl", "vllm", "csv", "metrics"]
@@ -118,11 +119,8 @@ def _imported(source: Path | pd.DataFrame, reading: Reading, form: Format | None
         assert path is not None
         steps, notes = steps_of(_metrics(path))
         tables, assumed = tables_of_steps(steps, str(path), reading, notes)
-        said = settings_of(path)
-        if said:
-            notes.append(f"the log's configuration: {', '.join(f'{name} {value}' for name, value in said.items())}")
-        trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers, said=said)
-        return Imported.whole(trace)
+        trace = _trace(path.resolve().name, form, tables, [*notes, *assumed], workers)
+        return Imported.whole(_with_drafting(trace, reading))
     reader = Reader(replace(reading, needs=_NEEDS.get(form, ()) if is_given or form in ("verl", "trl") else ()))
     frames = []
     try:
@@ -163,8 +161,9 @@ def _check(reading: Reading, form: Format, workers: int | None) -> None:
             raise ConfigError(f"{name} does not go with a log of metrics, which has no responses")
     if reading.reward_columns and form != "trl":
         raise ConfigError(f"reward columns do not go with format {form}, only with trl")
-    if reading.responses and form != "metrics":
-        raise ConfigError(f"a number of responses does not go with format {form}, only with metrics")
+    if (reading.responses or reading.drafted) and form != "metrics":
+        named = "a number of responses" if reading.responses else "drafted"
+        raise ConfigError(f"{named} does not go with format {form}, only with metrics")
     counts = {
         "workers": workers, "group size": reading.group_size, "maximum": reading.max_response_tokens,
         "responses": reading.responses,
@@ -176,16 +175,28 @@ def _check(reading: Reading, form: Format, workers: int | None) -> None:
 
 def _trace(
     name: str, form: Format, tables: Mapping[str, pd.DataFrame], notes: Sequence[str], workers: int | None,
-    group_size: int | None = None, said: Mapping[str, Any] = {},
+    group_size: int | None = None,
 ) -> Trace:  # fmt: skip
     cap = int(tables["workload"]["max_response_tokens"].max())
     size = group_size_of(tables["workload"])
     manifest = Manifest(
         kind="imported", name=name.split(".")[0], source=f"{_CALLED[form]} {name}" if form in _CALLED else name,
         max_response_tokens=cap, group_size=size if form != "csv" or size != 1 else group_size,
-        notes="; ".join(notes) or None, **{**said, "num_workers": workers or said.get("num_workers")},
+        notes="; ".join(notes) or None, num_workers=workers,
     )  # fmt: skip
     return Trace.from_tables(manifest, tables)
+
+
+def _with_drafting(trace: Trace, reading: Reading) -> Trace:
+    """Return the trace with the strategy that `reading` names. Raises ConfigError for one without accept lengths."""
+    if reading.drafted is None:
+        return trace
+    steps = trace.steps if trace.manifest.kind == "imported" else None
+    if steps is None or steps.get("accept_length", pd.Series(dtype=float)).isna().all():
+        raise ConfigError(f"{trace.path or trace.manifest.source} has no log's accept lengths: leave out drafted")
+    other = copy(trace)
+    other.manifest = trace.manifest.model_copy(update={"drafting": reading.drafted})
+    return other
 
 
 def _records(source: Path | pd.DataFrame, form: Format, reader: Reader) -> Iterator[Records]:
@@ -406,8 +417,6 @@ def _statistic(name: str) -> str | None:
     """The metric of RL steps that a column's name means, such as "response_length/mean" for `avg_output_len`."""
     if (key := plain_key(name)) is not None:
         return key
-    if plain(name) in ("numresponses", "nresponses", "numsamples", "nsamples", "numrollouts", "numtrajectories"):
-        return "num_responses"
     *before, last = [plain(part) for part in re.split(r"[/.]", name)]
     for word, statistic in _STATISTICS.items():
         base = before[-1] if last == word and before else last.replace(word, "", 1) if word in last else None
@@ -429,7 +438,7 @@ def _has_means(path: Path, fields: Sequence[Mapping[str, Any]], reading: Reading
         return True
     if any(kind_of(name) & _OF_ONE for name in names):
         return False
-    if has_mean_lengths(names) or any(name not in sizes for name in means):
+    if any(name not in sizes or "/" in name for name in means) or (means and any(map(OF_STEPS.search, names))):
         return True
     for name in sizes:
         values = [number(record.get(name)) for record in fields if not is_missing(record.get(name))]
@@ -459,14 +468,10 @@ def _metrics(path: Path) -> Iterator[Record]:
     if not own or any(plain_key(name) in FIRST_OF["mean"] for name in names):
         yield from records_of(path)
         return
+    called = {name: metric for name in names if (metric := _statistic(name))} | {own[0]: "response_length/mean"}
+    called |= dict.fromkeys(matches(names, "rl_step")[:1], "rl_step")
     for place, record in rows_of(path):
-        fields = flat(record)
-        metrics = {name: _statistic(name) for name in fields} | {own[0]: "response_length/mean"}
-        numbers = ((metric, number(fields.get(name))) for name, metric in metrics.items() if metric)
-        values = {metric: value for metric, value in numbers if np.isfinite(value)}
-        step = next((number(fields[name]) for name in matches(fields, "rl_step")), np.nan)
-        if values:
-            yield Record(rl_step=int(step) if np.isfinite(step) else None, place=place, values=values)
+        yield from from_fields(place, {called.get(name, name): value for name, value in flat(record).items()}, {})
 
 
 def read(source: TraceSource) -> Trace:
@@ -507,14 +512,14 @@ def read_lengths(source: TraceSource, reading: Reading = _AS_IT_IS, form: Format
     counts = isinstance(reading.tokens, NoTokenCounter)
     counted = replace(reading, tokens=CharsPerToken(CHARS_PER_TOKEN)) if counts else reading
     if isinstance(source, Trace):
-        return Imported.whole(source)
+        return Imported.whole(_with_drafting(source, reading))
     if not isinstance(source, str | Path):
         return _of_values(source, counted)
     with readable(locate(source)) as path:
         if path.is_file() or (not _holds_a_trace(path) and dump_files(path)):
             form = form or guess(path, reading)
             return imported(path, reading if form == "metrics" else counted, form=form)
-    return Imported.whole(read(source))
+    return Imported.whole(_with_drafting(read(source), reading))
 
 
 def _of_values(source: Any, reading: Reading) -> Imported:

@@ -18,11 +18,32 @@ from tltlab.errors import TraceError
 from tltlab.records import frozen
 
 from .length_table import max_entropy_lengths, tables_of_lengths
-from .log_lines import Form, few
 from .rows import Reading
 
 STAGES = ("inference_s", "reward_s", "advantage_s", "train_s", "sync_s")
 """Fields that are sums of their keys: the stages behind the rollout."""
+
+
+@frozen
+class Form:
+    """How a line of metrics begins and what is between its items (`frameworks.toml`).
+
+    `block` stands before names in a block that are not in `names`, which has keys for what consoles print.
+    """
+
+    begins: re.Pattern[str]
+    items: str
+    block: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def in_block(self) -> bool:
+        """True for a line whose RL step is that of the block."""
+        return self.items in ("\n", "table")
+
+    def key(self, name: str) -> str:
+        """Return the key that a name stands for."""
+        return self.names.get(name) or (f"{self.block}{name}" if self.in_block else name)
 
 
 @frozen
@@ -48,7 +69,7 @@ class Framework:
             name=row["name"],
             marks=re.compile("|".join(row["marks"])),
             fields={n: tuple(keys) for n, keys in row.items() if isinstance(keys, list) and n not in _NO_FIELDS},
-            forms=tuple(Form(re.compile(form["begins"]), form["items"], block, names) for form in row.get("lines", ())),
+            forms=tuple(_form(form, block=block, names=names) for form in row.get("lines", ())),
             timers=re.compile(row.get("timers", "(?!)")),
             within=frozenset(row.get("within", ())),
             holds=row.get("holds", {}),
@@ -62,19 +83,21 @@ class Framework:
         return frozenset(key for keys in self.fields.values() for names in keys for key in names.split("|"))
 
 
+def _form(form: Mapping[str, str], **more: Any) -> Form:
+    return Form(begins=re.compile(form["begins"]), items=form["items"], **more)
+
+
 _NO_FIELDS = ("marks", "lines", "within")
 _TABLE = tomllib.loads(files(__package__).joinpath("frameworks.toml").read_text(encoding="utf-8"))
 _ROWS = {row["name"]: row for row in _TABLE["framework"]}
 FRAMEWORKS = tuple(Framework.of(row, _ROWS) for row in _TABLE["framework"])
 FORMS = (
     *(form for framework in FRAMEWORKS for form in framework.forms),
-    *(Form(re.compile(form["begins"]), form["items"]) for form in _TABLE["any"]["lines"]),
+    *map(_form, _TABLE["any"]["lines"]),
 )
 """How lines of metrics begin and are written: those of frameworks, then any."""
 HINTS = tuple(_TABLE["any"]["hints"])
 """A line without any of these is none of metrics."""
-SETUP = {name: tuple(map(re.compile, patterns)) for name, patterns in _TABLE["setup"].items()}
-"""How runs print their configuration, by setting."""
 KNOWN = ", ".join(dict.fromkeys(framework.name.split(",")[0] for framework in FRAMEWORKS))
 """The frameworks' names, as messages list them."""
 
@@ -92,12 +115,9 @@ _ANY = {name: re.compile(pattern) for name, pattern in _TABLE["any"].items() if 
 _NO_SECONDS = _ANY.pop("no_seconds")
 _TIMERS = re.compile("|".join(sorted({framework.timers.pattern for framework in FRAMEWORKS})))
 _DRAFTER_TRAINING = _ANY["drafter_training"]
-_OF_STEPS = re.compile(r"policy_loss|(^|/)loss$|grad_norm|(^|[/_])(lr|learning_rate)$|^timing|step_time")
+OF_STEPS = re.compile(r"policy_loss|(^|/)loss$|grad_norm|(^|[/_])(lr|learning_rate)$|^timing|step_time")
 """Names in records of RL steps, but not of responses, in addition to lengths."""
 _TRL_CALL = re.compile(r"^profiling/Time taken: \w+\.")
-LONG_FIELDS = frozenset(("step", "value"))
-LONG_NAMES = ("key", "tag", "metric", "metric_name")
-"""Fields of a table with a metric in each row: MLflow's history, TensorBoard's as a DataFrame."""
 _CHART = re.compile(r"^.* - (?=\S+$)")
 """The run's name, which charts exported from W&B put before a key."""
 
@@ -124,14 +144,13 @@ def plain_key(key: str) -> str | None:
 class Record:
     """Some metrics of an RL step by `plain_key`, and their place in the log; `rl_step` is None if not given.
 
-    `is_cut`: some of the metrics were cut off. `note`: a remark on the log for the manifest.
+    `is_cut`: some of the metrics were cut off.
     """
 
     rl_step: int | None
     place: str
     values: Mapping[str, float]
     is_cut: bool = False
-    note: str = ""
 
 
 @dataclass(kw_only=True)
@@ -220,49 +239,35 @@ def framework_of(keys: Iterable[str]) -> Framework | None:
     return max(marked, key=lambda framework: len(framework.keys & keys), default=None)
 
 
-def has_mean_lengths(names: Iterable[str]) -> bool:
-    """Return True if fields are those of an RL step, with the mean length of its responses.
-
-    A table with a metric in each row, its name, step and value, counts too. Names that a single response's length may
-    have, such as `response_length`, count beside a loss and the like alone.
-    """
-    names = list(map(str, names))
-    if set(names) >= LONG_FIELDS and any(name in names for name in LONG_NAMES):
-        return True
-    means = [name for name in names if plain_key(name) in FIRST_OF["mean"]]
-    return any("/" in name or "mean" in name for name in means) or bool(means and any(map(_OF_STEPS.search, names)))
-
-
 def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
     """Return the RL steps of a log in order, and notes.
 
     Records of an RL step with different metrics are merged. A record with another value for a known metric of its RL
-    step means that the run was resumed: the last record counts. Records without a number are counted from 1.
+    step means that the run was resumed: the last record counts. Where records have no number, each that repeats a
+    metric begins an RL step; these are counted from 1.
     """
     steps: dict[int, StepMetrics] = {}
     repeats: set[int] = set()
-    notes: list[str] = []
-    cut: list[str] = []
-    num_unnumbered = 0
     records = list(records)
     # The engine's own reports, between those of a framework, are of no RL step.
     of_steps = [record for record in records if not record.values or record.values.keys() - _OF_ENGINES]
     records = of_steps if any(record.values for record in of_steps) else records
-    num_numbered = sum(record.rl_step is not None for record in records)
-    are_numbered = 2 * num_numbered >= len(records) > 0
-    num_lost = 0
+    are_numbered = 2 * sum(record.rl_step is not None for record in records) >= len(records) > 0
+    num_unnumbered = num_lost = 0
+    of_step = set[str]()
     for record in records:
-        notes += [record.note] if record.note else []
-        cut += [record.place] if record.is_cut else []
-        if record.rl_step is None and (are_numbered or not (record.values or record.is_cut)):
+        rl_step = record.rl_step
+        if rl_step is None and are_numbered:
             # The number that others have is lost.
             num_lost += bool(record.values)
             continue
-        if record.rl_step is None:
-            num_unnumbered += 1
+        if rl_step is None:
+            if not (of_step and record.values) or not of_step.isdisjoint(record.values):
+                num_unnumbered, of_step = num_unnumbered + 1, set()
+            of_step |= record.values.keys()
+            rl_step = num_unnumbered
         if not record.values:
             continue
-        rl_step = num_unnumbered if record.rl_step is None else record.rl_step
         known = steps[rl_step].values if rl_step in steps else {}
         again = {key: value for key, value in record.values.items() if key in known}
         if 2 * len(again) > len(record.values) and any(known[key] != value for key, value in again.items()):
@@ -272,7 +277,8 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
     framework = framework_of(key for step in steps.values() for key in step.values)
     for step in steps.values():
         step.framework = framework or step.framework
-    if cut:
+    notes: list[str] = []
+    if cut := [record.place for record in records if record.is_cut]:
         notes.append(f"{len(cut)} records are cut off ({few(cut)}): what is cut counts as unknown")
     if num_lost:
         notes.append(f"{num_lost} records lack the RL step, which the others have, and are left out")
@@ -284,6 +290,16 @@ def steps_of(records: Iterable[Record]) -> tuple[list[StepMetrics], list[str]]:
             f"({few(sorted(repeats))})"
         )
     return [steps[rl_step] for rl_step in sorted(steps)], notes
+
+
+def few(numbers: Iterable[Any]) -> str:
+    """The first five of some numbers.
+
+    >>> few(range(7))
+    '0, 1, 2, 3, 4, ...'
+    """
+    values = list(numbers)
+    return ", ".join(map(str, values[:5])) + (", ..." if len(values) > 5 else "")
 
 
 SEVERAL_TURNS = "several turns: "

@@ -160,10 +160,15 @@ def test_a_log_without_lengths_is_looked_at(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "at"),
     [
-        ([1, 1, 1, 9, 9, 9], 3), ([1, 1, 9, 9, 9, 9, 9], 2), ([9, 9, 9, 1, 1, 1], None), ([1, 1, 1, 1, 1, 9], None),
-        ([1, 9, 1, 9, 1, 9, 1], None), ([1, 1, 9, 9], None), ([1, 1, 1, np.nan, 9, 9], None),
+        ("111999", 3),
+        ("1199999", 2),
+        ("999111", None),
+        ("111119", None),
+        ("1919191", None),
+        ("1199", None),
+        ("111?99", None),
     ],
     ids=["rise", "early", "fall", "one", "to and fro", "few", "unknown"],
-)  # fmt: skip
-def test_a_change_is_a_rise_that_stays(values: list[float], at: int | None) -> None:
-    assert change(np.asarray(values, np.float64)) == at
+)
+def test_a_change_is_a_rise_that_stays(values: str, at: int | None) -> None:
+    assert change(np.array([float(value.replace("?", "nan")) for value in values])) == at

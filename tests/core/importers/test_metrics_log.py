@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.refused import refused
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers.length_table import max_entropy_lengths
-from tltlab.importers.metrics_log import number, settings_of
+from tltlab.importers.metrics_log import number
 from tltlab.importers.sources import guess, import_dump, read, read_lengths
 from tltlab.traces.metrics import mean_accept_length, rollout_s
 
@@ -219,22 +219,6 @@ def test_calls_timed_apart_belong_to_the_next_step(tmp_path, name):
     check(import_dump(exported(tmp_path / name, rows), responses=4), rl_step=[1, 2, 3], rollout_s=[4.0, 8.0, 12.0])
 
 
-def a_metric_a_row(path):
-    """As MLflow's and TensorBoard's histories are once they are tables."""
-    rows = [{"key": key, "value": value, "step": step} for step, of in VERL.items() for key, value in of.items()]
-    pd.DataFrame(rows).to_csv(path, index=False)
-    return path
-
-
-def mlruns(folder):
-    """MLflow's files: a folder of metrics, one file each, with lines of time, value and step."""
-    for key in VERL[1]:
-        file = folder / "0" / "a1b2" / "metrics" / key
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(f"1700000000 {of[key]} {step}\n" for step, of in VERL.items()))
-    return folder
-
-
 def chart(path, *runs):
     """A chart exported from W&B: the run's name before a key, extremes behind it."""
     columns = {"Step": list(VERL)}
@@ -244,23 +228,11 @@ def chart(path, *runs):
     return path
 
 
-def test_exports_of_trackers_are_read(tmp_path):
+def test_charts_exported_from_wandb_are_read(tmp_path):
     gen = [of["timing_s/gen"] for of in VERL.values()]
-    for path in (
-        a_metric_a_row(tmp_path / "h.csv"),
-        mlruns(tmp_path / "mlruns"),
-        chart(tmp_path / "c.csv", "my-run_1"),
-    ):
-        check(import_dump(path), rl_step=list(VERL), rollout_s=gen)
-
-
-def test_several_runs_are_refused(tmp_path):
+    check(import_dump(chart(tmp_path / "c.csv", "my-run_1")), rl_step=list(VERL), rollout_s=gen)
     with refused(TraceError, naming=("response_length/mean", "runs")):
         import_dump(chart(tmp_path / "c.csv", "run-a", "run-b"), form="metrics")
-    folder = mlruns(tmp_path / "mlruns")
-    (folder / "0" / "c3d4" / "metrics").mkdir(parents=True)
-    with refused(TraceError, naming=("several runs",)):
-        import_dump(folder)
 
 
 def test_torn_row_of_table_is_left_out(tmp_path):
@@ -287,20 +259,6 @@ def test_wandbs_own_format_is_refused(tmp_path):
             attempt()
 
 
-def scrape(requests, tokens, drafts, accepted):
-    bounds = {"200.0": requests // 2, "500.0": requests, "+Inf": requests}
-    ended = {"length": requests // 4, "stop": requests - requests // 4}
-    return [
-        "# HELP vllm:generation_tokens_total x",
-        f'vllm:request_generation_tokens_sum{{engine="0",model_name="m"}} {tokens}',
-        f'vllm:request_generation_tokens_count{{engine="0",model_name="m"}} {requests}',
-        *(f'vllm:request_generation_tokens_bucket{{engine="0",le="{le}"}} {num}' for le, num in bounds.items()),
-        *(f'vllm:request_success_total{{engine="0",finished_reason="{why}"}} {num}' for why, num in ended.items()),
-        f'vllm:spec_decode_num_drafts_total{{engine="0"}} {drafts}',
-        f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}',
-    ]
-
-
 def completions(step, mean, **more):
     return {"step": step, "completions/mean_length": mean, **more}
 
@@ -312,32 +270,11 @@ TRL = {
 }  # fmt: skip
 TRL_QUOTED = {"loss": "0.1", "completions/mean_length": "400.5", "completions/max_length": "512", "step_time": "30"}
 TRAINER = [completions(step, 100.0 + step, **{"completions/max_length": 300.0}) for step in (5, 10)]
-SKYRL = {
-    "generate/avg_num_tokens": 321.5, "generate/min_num_tokens": 4, "generate/max_num_tokens": 1024,
-    "timing/generate": 152.0, "timing/step": 246.8, "timing/fwd_logprobs_values_reward": 20.0,
-    "timing/policy_train": 60.0, "timing/sync_weights": 5.0, "trainer/global_step": 7,
-}  # fmt: skip
-NEMO_RL = {
-    "train/mean_gen_tokens_per_sample": 325.5, "train/global_valid_seqs": 16.0, "timing/train/total_step_time": 61.2,
-    "timing/train/generation": 40.1, "timing/train/policy_training": 12.0, "validation/accuracy": 0.2,
-}  # fmt: skip
-NEMO_RL_CONSOLE = [
-    "========================= Step 3/1000 =========================",
-    "▶ Generating responses for batch of size 8...",
-    "📊 Training Results:",
-    "  • Mean Generation Length: 325.5000",
-    "  • Total step time: 61.20s",
-    "  • generation: 40.10s (65.5%)",
-    "  • policy_training: 12.00s (19.6%)",
-]
 TRL_LINES = ["  3%|3   | 2/60 [00:26<04:07]", *map(str, (TRL, TRL | {"completions/mean_length": 350}, TRL_QUOTED))]
 TRL_STEPS = {"longest": [574, 574, 512], "cut": [2, 2, 0], "step_s": [35.5, 35.5, 30]}
-SKYRL_STEP = {"rollout_s": [152.0], "inference_s": [20.0], "train_s": [60.0], "sync_s": [5.0], "step_s": [246.8]}
-NEMO_RL_STEP = {"rl_step": [3], "rollout_s": [40.1], "train_s": [12.0], "step_s": [61.2]}
 STATE = {"best_metric": None, "log_history": [*TRAINER, {"eval_loss": 1.0, "step": 10}]}
 # A count of all tokens so far is no length of a response.
 SO_FAR = [completions(step, 100.0, num_tokens=1e5 * step, step_time=9.0) for step in (1, 2)]
-VLLM_STEPS = {"size": [8, 16], "tokens": [1600, 3200], "cut": [2, 4], "accept_length": [3.0, 2.5]}
 
 
 @pytest.mark.parametrize(
@@ -351,10 +288,6 @@ VLLM_STEPS = {"size": [8, 16], "tokens": [1600, 3200], "cut": [2, 4], "accept_le
             [json.dumps({"step": s["step"], "data": s}) for s in TRAINER],
             {"rl_step": [5, 10], "tokens": [840, 880]},
         ),
-        ("skyrl.jsonl", [json.dumps(SKYRL)] * 2, SKYRL_STEP | {"rl_step": [7], "tokens": [2572]}),
-        ("nemo-rl.log", NEMO_RL_CONSOLE, NEMO_RL_STEP | {"tokens": [2604]}),
-        ("nemo-rl.json", [json.dumps({k: {"3": v} for k, v in NEMO_RL.items()})], NEMO_RL_STEP | {"tokens": [5208]}),
-        ("vllm.prom", [*scrape(8, 1600, 100, 200), *scrape(24, 4800, 300, 500)], VLLM_STEPS),
     ],
 )
 def test_metrics_are_read_as_each_framework_logs_them(tmp_path, name, lines, expected):
@@ -412,45 +345,23 @@ def test_the_command_takes_a_log(command, verl_log, tmp_path):
     assert importing("--responses", 8, "--format", "csv")[0] == 2
 
 
-CONFIGURATIONS = {
-    "sglang": (
-        "[2026-03-25 12:50:41] server_args=ServerArgs(model_path='Qwen/Qwen3-8B', tokenizer_path='Qwen/Qwen3-8B', "
-        "tp_size=2, speculative_algorithm='EAGLE3', speculative_num_steps=3, speculative_num_draft_tokens=4)",
-        {"model": "Qwen/Qwen3-8B", "engine": "sglang", "drafting": "learned:3"},
-    ),
-    "sglang without drafts": (
-        "server_args=ServerArgs(model_path='Qwen/Qwen3-8B', speculative_algorithm=None, speculative_num_steps=None)",
-        {"model": "Qwen/Qwen3-8B", "engine": "sglang"},
-    ),
-    "slime": (
-        "  hf_checkpoint ................................... /root/Qwen3-4B\n"
-        "  rollout_num_gpus ................................ 8\n"
-        "  rollout_num_gpus_per_engine ..................... 2\n"
-        "  sglang_speculative_algorithm .................... None\n"
-        "  tensor_model_parallel_size ...................... 4\n",
-        {"model": "/root/Qwen3-4B", "hardware": "8 GPUs", "num_workers": 4},
-    ),
-    "openrlhf": (
-        "Namespace(actor_num_gpus_per_node=8, pretrain='OpenRLHF/Llama-3-8b-sft', vllm_num_engines=4, "
-        "vllm_tensor_parallel_size=2)\n(pid=7) NVIDIA A100-SXM4-80GB",
-        {"model": "OpenRLHF/Llama-3-8b-sft", "hardware": "8xA100", "num_workers": 4},
-    ),
-    "nemo-rl": (
-        "{'cluster': {'gpus_per_node': 8, 'num_nodes': 2},\n 'policy': {'generation': {'vllm_cfg': "
-        "{'tensor_parallel_size': 4}},\n  'megatron_cfg': {'tensor_model_parallel_size': 4},\n"
-        "  'model_name': 'Qwen/Qwen2.5-32B'}}\n",
-        {"model": "Qwen/Qwen2.5-32B", "hardware": "16 GPUs", "num_workers": 4},
-    ),
-    "nemo-rl, trainer with another tp": (
-        "{'cluster': {'gpus_per_node': 8, 'num_nodes': 2},\n 'policy': {'generation': {'vllm_cfg': "
-        "{'tensor_parallel_size': 2}},\n  'megatron_cfg': {'tensor_model_parallel_size': 4},\n"
-        "  'model_name': 'Qwen/Qwen2.5-32B'}}\n",
-        {"model": "Qwen/Qwen2.5-32B", "hardware": "16 GPUs"},
-    ),
-}
+def test_a_scrape_of_metrics_is_refused(tmp_path):
+    lines = ["# HELP vllm:generation_tokens_total x", 'vllm:request_generation_tokens_sum{engine="0"} 1600']
+    for name in ("vllm.prom", "server.log"):
+        with refused(TraceError, naming=(name, "/metrics", "TLTLAB_RECORD")):
+            import_dump(write(tmp_path / name, *lines))
 
 
-@pytest.mark.parametrize(("text", "expected"), CONFIGURATIONS.values(), ids=CONFIGURATIONS)
-def test_printed_configurations_give_the_set_up(tmp_path, text, expected):
-    (tmp_path / "run.log").write_text(text)
-    assert settings_of(tmp_path / "run.log") == expected
+def test_a_logs_strategy_comes_from_its_option(command, verl_log, tmp_path):
+    importing = partial(command, "trace", "import", verl_log, "--out", tmp_path / "t", "--drafted")
+    assert importing("learned:7")[0] == 0
+    manifest = read(tmp_path / "t").manifest
+    assert (manifest.drafting, manifest.model, manifest.hardware, manifest.num_workers) == ("learned:7", *[None] * 3)
+    for wrong in ("none", "learned", "learned:-1"):
+        code, _, err = importing(wrong)
+        assert (code, err.count("\n")) == (2, 1)
+        assert wrong in err
+    (tmp_path / "lengths.csv").write_text("5\n9\n")
+    for path in (tmp_path / "lengths.csv", write(tmp_path / "x.log", verl_line(1))):
+        with refused(ConfigError, naming=("drafted",)):
+            import_dump(path, drafted="learned:7")

@@ -197,6 +197,7 @@ def test_recorded_tokens_are_surer_the_more_there_are():
     assert recorded_tokens(trace, "learned") is None
     lengths = [2.0, 2.2, 2.4, 2.2]
     steps = pd.DataFrame({"rl_step": range(4), "t_start": 0.0, "policy_version": 0, "accept_length": lengths})
+    steps["draft_rate"] = 0.4
     log = tltlab.read(LENGTHS[:4]).replace(steps=steps)
     of_steps = recorded_tokens(log, "learned")
     assert of_steps is not None

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.refused import refused
 from tltlab.calibration.logged import LoggedDrafting
 from tltlab.doctor.signatures import diagnose
+from tltlab.errors import ConfigError
 from tltlab.importers.sources import read
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.study import what_if as questions
@@ -147,42 +149,27 @@ def test_verify_predicts_whole_steps_and_states_same_share(
     assert "10%" in typed(capsys, "verify", path)[1]
 
 
-CONFIGURATION = """+ python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct \\
- trainer.n_gpus_per_node=8 trainer.nnodes=2 actor_rollout_ref.rollout.tensor_model_parallel_size=4
-(WorkerDict pid=3) | 0  NVIDIA H200   On | 00000000:1B:00.0 Off |
-(vLLM pid=9) INFO Initializing a V1 LLM engine (v0.11.0) with config: model='Qwen/Qwen2.5-7B-Instruct', \
-speculative_config=SpeculativeConfig(method='eagle3', model='/heads/a', num_spec_tokens=5), tensor_parallel_size=4
-"""
-
-
-def test_a_logs_configuration_has_machine_and_drafts(log: Callable[..., Path]):
+def test_a_draft_depth_is_named_not_guessed(
+    log: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     path = log(mean_acceptance_length=lambda step: 2.5)
-    path.write_text(CONFIGURATION + path.read_text())
-    manifest = read(path).manifest
-    assert (manifest.model, manifest.hardware, manifest.num_workers) == ("Qwen/Qwen2.5-7B-Instruct", "16xH200", 4)
-    assert (manifest.engine, manifest.drafting) == ("vllm 0.11.0", "learned:5")
-    found = what_if(path, **FAST)
-    assert (found.workers, found.setting) == (4, "Qwen2.5-7B on 16 x H200")
+    for name in ("what-if", "compare", "verify"):
+        code, _, err = typed(capsys, name, path)
+        assert (code, "--drafted" in err) == (2, True), name
+    for wrong in ("none", "learned:1"):
+        with refused(ConfigError, naming=(wrong,)):
+            what_if(path, drafted=wrong, **FAST)
+    found = what_if(read(path), drafted="learned:7", gpus="16xH200", **FAST)
     assert found.running is not None
-    assert str(found.running.drafting.strategy) == "learned:5"
-    assert "configuration" in found.running.drafting.depth_from
-    assert what_if(path, gpus="2xH100", **FAST).workers == 2
-
-
-def test_compare_takes_machine_and_acceptance_from_logs(log: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
-    path = log(mean_acceptance_length=lambda step: 2.5, draft_acceptance_rate=lambda step: 0.5)
-    path.write_text(CONFIGURATION.replace("num_spec_tokens=5", "num_spec_tokens=3") + path.read_text())
-    found = json.loads(typed(capsys, "compare", path, "--policies", "none,learned:3", "--json")[1])
-    rows = {row["policy"]: row for row in found["rows"]}
-    assert found["logged_rollout_share"] == pytest.approx(0.1)
-    assert "H200" in found["costs"]
-    assert "2.50" in rows["learned:3"]["acceptance"]["learned"]
-    assert rows["learned:3"]["ratio"] < 1.0
-
-
-def test_a_configuration_that_contradicts_itself_reports_nothing(log: Callable[..., Path]):
-    path = log()
-    other = CONFIGURATION.replace("nnodes=2", "nnodes=4").replace("'eagle3'", "'ngram'")
-    path.write_text(CONFIGURATION + other + path.read_text())
-    manifest = read(path).manifest
-    assert (manifest.hardware, manifest.num_workers, manifest.drafting) == (None, None, None)
+    assert (str(found.running.drafting.strategy), found.running.drafting.depth_from) == ("learned:7", "drafted")
+    assert "H200" in found.setting
+    assert typed(capsys, "trace", "import", path, "--out", tmp_path / "t", "--drafted", "ngram:3")[0] == 0
+    drafting = LoggedDrafting.of(read(tmp_path / "t"))
+    assert drafting is not None
+    assert str(drafting.strategy) == "ngram:3"
+    compared = ("--policies", "none,ngram:3", "--gpus", "16xH200", "--json")
+    result = json.loads(typed(capsys, "compare", tmp_path / "t", *compared)[1])
+    rows = {row["policy"]: row for row in result["rows"]}
+    assert result["logged_rollout_share"] == pytest.approx(0.1)
+    assert "2.50" in rows["ngram:3"]["acceptance"]["ngram"]
+    assert rows["ngram:3"]["ratio"] < 1.0
