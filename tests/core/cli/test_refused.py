@@ -31,7 +31,7 @@ COSTS = "costs h100-qwen2.5-7b"
         (f"{COSTS} --strategy 8,8,48", ["together"]),
         (f"{COSTS} --accept-length 2", ["together"]),
         (f"{COSTS} --strategy 2,2,4 --accept-length 3.5", ["3"]),
-        ("doctor --quick --costs nothing.json", ["--costs"]),
+        ("doctor", ["tltlab doctor runs/first"]),
         ("doctor TRACES/tiny --costs none.json", ["none.json"]),
         ("doctor TRACES --json", [str(TRACES)]),
         ("doctor nowhere --json", ["nowhere"]),
