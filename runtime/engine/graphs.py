@@ -370,12 +370,12 @@ def plan_graphs(
     return replace(plan, notes=tuple(_notes(policy, plan)))
 
 
-def fitting_plan(plan: Callable[[float, bool], GraphPlan], pool: GraphPool, cap_bytes: float) -> GraphPlan:
+def fitting_plan(plan: Callable[..., GraphPlan], pool: GraphPool, cap_bytes: float) -> GraphPlan:
     """Return the plan that leaves least without a full graph and fits `cap_bytes`, over spacings and `fill`.
 
     Among equals it has the finest batch sizes. ConfigError where none fits.
     """
-    plans = [plan(spacing, fill) for fill in (True, False) for spacing in _SPACINGS]
+    plans = [plan(spacing=spacing, fill=fill) for fill in (True, False) for spacing in _SPACINGS]
     fitting = [each for each in plans if memory_bytes(pool, each) <= cap_bytes]
     if not fitting:
         least = plans[-1]

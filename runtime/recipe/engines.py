@@ -190,9 +190,10 @@ def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterS
         largest, max(requests_per_engine(recipe), evaluated, len({s.draft_depth for s in policy.strategies}) + 1)
     )
     make = partial(
-        _plan,
+        plan_graphs,
         policy.model_copy(update={"drafters": {**policy.drafters, **needed}}),
         batch,
+        plain=True,
         deepest=depth,
         runner="V2" if len(learned) == len(needed) else "V1",
         # A draft model of many layers loses more by drafting without graphs than the target wins.
@@ -202,14 +203,10 @@ def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterS
     try:
         shape = shape_of(recipe.model)
     except ConfigError:
-        return EngineBuild(drafters=needed, max_draft_depth=depth, graphs=make(_COARSE))
+        return EngineBuild(drafters=needed, max_draft_depth=depth, graphs=make(spacing=_COARSE))
     pool = vllm_pool(shape.layers, shape.hidden, shape.vocab, tensor_parallel=rollout.tensor_parallel_size)
     try:
         plan = fitting_plan(make, pool, rollout.graph_gib * GIB)
     except ConfigError as error:
         raise ConfigError(f"rollout.graphs = planned: {error}; rollout.graph_gib is their limit") from error
     return EngineBuild(drafters=needed, max_draft_depth=depth, graphs=plan, graph_bytes=memory_bytes(pool, plan))
-
-
-def _plan(policy: Policy, batch: int, spacing: float, fill: bool = False, **settings: Any) -> GraphPlan:
-    return plan_graphs(policy, batch, spacing=spacing, fill=fill, plain=True, **settings)

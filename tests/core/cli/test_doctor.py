@@ -20,6 +20,7 @@ from ..conftest import Command
 
 TRACES = Path(__file__).resolve().parents[3] / "traces"
 
+
 @pytest.fixture
 def doctor(command: Command) -> Command:
     return partial(command, "doctor")

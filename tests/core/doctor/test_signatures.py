@@ -319,13 +319,6 @@ def test_fitting_costs_predict_plain_decoding() -> None:
         look("slower-than-plain", RunEvidence.of(trace, costs.model_copy(update={"base_s": 0.4})))
 
 
-def test_a_long_sentence_is_quoted_in_part() -> None:
-    [finding] = look("deaths", happened(*["the run stopped: " + "x" * 400] * 3))
-    quote, more = finding.evidence.split('"')[1:]
-    assert (len(quote), quote[-3:]) == (240, "...")
-    assert "2" in more
-
-
 def test_a_failed_check_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = diagnose(trace_of(SMALL))
     broken = [check._replace(test=lambda run: 1 / 0) if check.name == "slow-worker" else check for check in CHECKS]

@@ -13,7 +13,7 @@ from tltlab.policies.policy import Activation, Policy, load_policy
 from tltlab.policies.specs import BegMabSpec, Bucket, ExploreSpec, FixedSpec, NoneSpec, TableRow, TableSpec
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .graph_readings import GIB, MEASURED_GB, READINGS, RL_CONTEXT, SHIPPED, TOP_KS, fit_pool, plan_naive, validation
+from .graph_readings import GIB, MEASURED_GB, READINGS, RL_CONTEXT, SHIPPED, TOP_KS, plan_naive, validation
 
 SIZES = sglang_sizes(32)
 DEEP, WIDE, SHORT = Strategy("learned", 8, 4, 48), Strategy("learned", 8, 8, 48), Strategy("learned", 4, 4, 8)
@@ -26,14 +26,11 @@ ROWS = st.lists(
 @pytest.mark.parametrize(
     ("plan", "graphs"),
     [
-        (plan_naive([DEEP], 32, SIZES), [(b, 48) for b in SIZES]),
-        (plan_naive([DEEP], 7, (1, 4, 16)), [(1, 48), (4, 48), (7, 48)]),
-        (plan_naive([DEEP, WIDE], 4, (1, 2, 4)), [(1, 48), (2, 48), (4, 48)] * 2),
         (plan_bucketed([(1, DEEP), (4, SHORT)], 8, (1, 2, 4, 8)), [(4, 8), (8, 8), (1, 48), (2, 48), (3, 48)]),
         (plan_bucketed([(1, DEEP), (1, WIDE)], 4, (1, 2, 4)), [(1, 48), (2, 48), (4, 48)]),
         (plan_bucketed([(4, DEEP)], 4, (1, 2, 4)), [(1, 48), (2, 48), (4, 48)]),
     ],
-    ids=["every size", "the largest too", "nothing shared", "a bucket's end", "equal widths", "below the first row"],
+    ids=["a bucket's end", "equal widths", "below the first row"],
 )
 def test_the_targets_graphs_are(plan: CapturePlan, graphs: list[tuple[int, int]]):
     assert plan.target_graphs == graphs
@@ -81,13 +78,6 @@ def test_memory_is_additive_over_runners(rows: list[tuple[int, Strategy]]):
     assert sum(map(POOL.memory_bytes, parts)) == pytest.approx(POOL.memory_bytes(plan))
 
 
-def test_a_fit_meets_the_pool():
-    plan = plan_naive([DEEP], 32, SIZES)
-    needed = POOL.memory_bytes(plan)
-    assert fit_pool(POOL, plan, 9e9).memory_bytes(plan) == pytest.approx(9e9)
-    assert fit_pool(POOL, plan, needed).bytes_per_layer == pytest.approx(POOL.bytes_per_layer)
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -129,8 +119,10 @@ TABLE = tuple(TableRow(min_batch=b, strategy=s) for b, s in ((2, DEEP), (3, SHOR
 ARMS = (Bucket(min_batch=1, strategies=(DEEP, WIDE)), Bucket(min_batch=3, strategies=(SHORT, NO_SPECULATION)))
 OF_ARMS = [(DEEP, 1), (DEEP, 2), (SHORT, 4), (WIDE, 1), (WIDE, 2)]
 PLAIN, OF_TABLE = [(1, 1), (2, 1), (4, 1), (8, 1)], [(1, 48), (2, 48), (4, 8), (8, 1)]
+BOTH = sorted([*PLAIN, (1, 48), (2, 48), (4, 48)])
 GROUPED = BegMabSpec(strategies=(DEEP, WIDE, SHORT), thresholds=(1, 3))
 NEVER, FOUR = Activation(max_requests=0), Activation(max_requests=4)
+WAITING = Activation(max_requests=4, count="remaining")
 
 
 @pytest.mark.parametrize(
@@ -140,6 +132,7 @@ NEVER, FOUR = Activation(max_requests=0), Activation(max_requests=4)
         (FixedSpec(strategy=Strategy.chain("ngram", 4)), None, 2, [(1, 5), (2, 5)], []),
         (FixedSpec(strategy=DEEP), None, 2, [(1, 48), (2, 48)], [(DEEP, 1), (DEEP, 2)]),
         (FixedSpec(strategy=DEEP), NEVER, 8, PLAIN, []),
+        (FixedSpec(strategy=DEEP), WAITING, 8, BOTH, [(DEEP, 1), (DEEP, 2), (DEEP, 4)]),
         (FixedSpec(strategy=DEEP), FOUR, 8, [(1, 48), (2, 48), (4, 48), (8, 1)], [(DEEP, 1), (DEEP, 2), (DEEP, 4)]),
         (TableSpec(rows=TABLE), None, 8, OF_TABLE, [(DEEP, 1), (DEEP, 2), (SHORT, 4)]),
         (BegMabSpec(buckets=ARMS), None, 4, [(1, 48), (2, 48), (4, 1), (4, 8)], OF_ARMS),
@@ -151,12 +144,6 @@ def test_a_policy_is_captured_where_it_may_choose(selector, activation, max_batc
     plan = plan_for(Policy(selector=selector, activation=activation), max_batch, (1, 2, 4, 8))
     assert sorted(plan.target_graphs) == target
     assert sorted(plan.drafter_graphs, key=str) == sorted(drafter, key=str)
-
-
-def test_below_activation_of_remaining_requests_both_are_captured():
-    waiting = Activation(max_requests=4, count="remaining")
-    both = plan_for(Policy(selector=FixedSpec(strategy=DEEP), activation=waiting), 16, (1, 2, 4, 8, 16))
-    assert sorted(both.target_graphs) == [(1, 1), (1, 48), (2, 1), (2, 48), (4, 1), (4, 48), (8, 1), (16, 1)]
 
 
 @pytest.mark.parametrize("name", ["none", "fixed", "table", "epsilon-greedy", "ucb1", "beg-mab", "explore"])

@@ -1,31 +1,23 @@
 """A policy as vLLM's settings: depths by batch, graphs as vLLM itself would capture and use them, and their memory."""
 
-from __future__ import annotations
-
 import json
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.refused import refused
 from tltlab.cli.app import main
-from tltlab.drafters.specs import SYSTEM_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec, NgramSpec
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import GraphPool
 from tltlab.policies.policy import SHIPPED, Activation, Policy, load_policy
 from tltlab.policies.specs import ExploreSpec, FixedSpec, TableRow, TableSpec
 from tltlab.runtime.engine.graphs import (
-    GIB,
-    GraphPlan,
     fitting_plan,
     memory_bytes,
     plan_graphs,
-    vllm_batches,
 )
-from tltlab.runtime.engine.vllm.runners import captured_graphs, keep_captured_bytes
+from tltlab.runtime.engine.vllm.runners import captured_graphs
 from tltlab.strategy import Strategy
 
 from .asking import fixed
@@ -35,7 +27,7 @@ POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_to
 EAGLE = {"learned": LearnedSpec(method="eagle", model="heads/eagle")}
 
 
-def table(*rows: tuple[int, int], drafter: str = "learned", **also: Any) -> Policy:
+def table(*rows, drafter="learned", **also):
     """Chains of one drafter: (min_batch, K) each."""
     strategies = [TableRow(min_batch=n, strategy=Strategy.chain(drafter, k)) for n, k in rows]
     return Policy(selector=TableSpec(rows=tuple(strategies)), drafters=EAGLE, **also)
@@ -46,7 +38,7 @@ POLICIES = ["none", "fixed", "table", "beg-mab", "explore", table((1, 7), (5, 3)
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fill", [False, True])
-def test_graphs_are_those_of_vllms_v2_runner(policy: str | Policy, fill: bool):
+def test_graphs_are_those_of_vllms_v2_runner(policy, fill):
     from vllm.config.compilation import CUDAGraphMode
 
     plan = plan_graphs(load_policy(policy), 40, fill=fill)
@@ -62,7 +54,7 @@ def test_graphs_are_those_of_vllms_v2_runner(policy: str | Policy, fill: bool):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("any_lengths", [False, True])
 @pytest.mark.parametrize("max_tokens", [100, 8192])
-def test_graphs_are_those_of_vllms_v1_dispatcher(policy: str | Policy, any_lengths: bool, max_tokens: int):
+def test_graphs_are_those_of_vllms_v1_dispatcher(policy, any_lengths, max_tokens):
     sizes = {"deepest": 9, "max_tokens": max_tokens}
     plan = plan_graphs(load_policy(policy), 40, runner="V1", any_lengths=any_lengths, plain=True, **sizes)
     runner = SimpleNamespace(model_runner=SimpleNamespace(cudagraph_dispatcher=v1_dispatcher(plan)))
@@ -87,7 +79,7 @@ def test_any_lengths_give_the_v1_runner_full_graphs():
 
 
 @pytest.mark.parametrize(("deepest", "kind"), [(4, "full"), (8, "piecewise")])
-def test_engine_deeper_than_its_policy_has_piecewise_graphs(deepest: int, kind: str):
+def test_engine_deeper_than_its_policy_has_piecewise_graphs(deepest, kind):
     plan = plan_graphs(fixed("suffix"), 16, runner="V1", deepest=deepest)
     assert set(dispatched_kinds(plan).values()) == {kind}
 
@@ -104,7 +96,7 @@ def test_the_v1_runner_gets_no_depth_table():
 
 
 def test_the_fitting_plan_with_most_graphs_wins():
-    def plan(spacing: float, fill: bool = False) -> GraphPlan:
+    def plan(spacing, fill=False):
         return plan_graphs(table((1, 8), (5, 2), (17, 0)), 64, spacing=spacing, fill=fill)
 
     finest, coarsest = memory_bytes(POOL, plan(1.0, True)), memory_bytes(POOL, plan(2.0))
@@ -121,7 +113,7 @@ SUFFIX = fixed("suffix", 8)
 HEAD = LearnedSpec(method="draft_model", model="MODEL")
 
 
-def of(policy: Policy, **drafters: DrafterSpec) -> Policy:
+def of(policy, **drafters):
     """The policy with these drafters."""
     return policy.model_copy(update={"drafters": drafters})
 
@@ -132,7 +124,7 @@ MIXED = TableSpec(
         TableRow(min_batch=4, strategy=Strategy.chain("learned", 4)),
     )
 )
-STOCK: dict[str, Policy] = {
+STOCK = {
     **SHIPPED,
     "suffix": SUFFIX,
     "suffix-decoding": of(SUFFIX, suffix=SYSTEM_DRAFTERS["suffix-decoding"]),
@@ -161,9 +153,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", list(STOCK))
-def test_stock_vllm_takes_what_is_written(
-    name: str, random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_stock_vllm_takes_what_is_written(name, random_model, tmp_path, capsys):
     """Through vLLM's own argument parser and all checks of an engine's configuration; the rest is refused."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -199,7 +189,7 @@ def test_stock_vllm_takes_what_is_written(
 
 
 @pytest.mark.parametrize("name", ["fixed", "table", "beg-mab"])
-def test_vllm_takes_a_schedule_with_every_depth(name: str):
+def test_vllm_takes_a_schedule_with_every_depth(name):
     from vllm.config import CompilationConfig, SpeculativeConfig
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
@@ -216,23 +206,6 @@ def test_vllm_takes_a_schedule_with_every_depth(name: str):
             assert set(enumerate(lookup[1:], start=1)) == set(plan.may_run)
 
 
-def test_a_table_is_vllms_schedule():
-    plan = plan_graphs(table((1, 8), (5, 2), activation=Activation(max_requests=16, hold_iterations=0)), 64)
-    assert plan.schedule == ((1, 4, 8), (5, 16, 2), (17, 64, 0))
-    drafts = {"method": "eagle", "model": "heads/eagle", "num_speculative_tokens": 8}
-    schedule = {"num_speculative_tokens_per_batch_size": [list(row) for row in plan.schedule]}
-    assert plan.settings()["speculative_config"] == drafts | schedule
-
-
-def test_equal_capture_sizes_are_shared():
-    plan = plan_graphs(table((1, 7), (5, 3), drafter="ngram"), 8)
-    assert plan.asked == ((1, 7), (2, 7), (4, 7), (8, 3))
-    assert plan.capture_sizes == (8, 16, 32)
-    assert plan.settings()["compilation_config"]["max_cudagraph_capture_size"] == 32
-    # Each is captured for each depth, whatever its bucket.
-    assert plan.full_graphs() == ((8, 3), (8, 7), (16, 3), (16, 7), (32, 3), (32, 7))
-
-
 def test_level_by_level_drafting_has_single_token_graphs():
     plan = plan_graphs(table((1, 7), (5, 3)), 8)
     assert plan.capture_sizes == (1, 2, 4, 8, 16, 32)
@@ -243,19 +216,13 @@ def test_level_by_level_drafting_has_single_token_graphs():
 @pytest.mark.parametrize(
     ("name", "spec", "standard"), [("own", NgramSpec(), "ngram"), ("head", EAGLE["learned"], "learned")]
 )
-def test_a_renamed_drafter_has_the_same_graphs(name: str, spec: Any, standard: str):
-    given = plan_graphs(table((1, 7), (5, 3), drafter=name), 8, drafters={name: spec or EAGLE[standard]})
+def test_a_renamed_drafter_has_the_same_graphs(name, spec, standard):
+    given = plan_graphs(table((1, 7), (5, 3), drafter=name), 8, drafters={name: spec})
     known = plan_graphs(table((1, 7), (5, 3), drafter=standard), 8)
     assert (given.settings(), given.full_graphs()) == (known.settings(), known.full_graphs())
     assert (given.uneven, memory_bytes(POOL, given)) == (known.uneven, memory_bytes(POOL, known))
     with refused(ConfigError, naming=(f"'{name}'",)):
         plan_graphs(table((1, 7), (5, 3), drafter=name), 8)
-
-
-def test_a_depth_that_never_varies_needs_no_schedule():
-    drafts = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4}
-    assert plan_graphs(fixed("ngram", 4), 8).settings()["speculative_config"] == drafts
-    assert "speculative_config" not in plan_graphs(load_policy("none"), 8).settings()
 
 
 def test_a_policy_that_learns_has_every_depth_scheduled():
@@ -276,7 +243,7 @@ def test_a_policy_that_learns_has_every_depth_scheduled():
         ("none", "searches the request alone", False),
     ],
 )
-def test_what_vllm_does_otherwise_is_noted(policy: str | Policy, noted: str, is_noted: bool):
+def test_what_vllm_does_otherwise_is_noted(policy, noted, is_noted):
     plan = plan_graphs(load_policy(policy), 8)
     assert any(noted in note for note in plan.notes) == is_noted
     assert plan.networks == (("learned",) if isinstance(policy, Policy) else ())
@@ -286,35 +253,3 @@ def test_trees_are_refused():
     policy = Policy(selector=FixedSpec(strategy=Strategy("learned", 8, 8, 48)))
     with refused(ConfigError, naming=("learned:8x8/48",)):
         plan_graphs(policy, 8)
-
-
-def test_memory_beyond_cap_is_refused_with_numbers():
-    plan = plan_graphs(table((1, 8), (5, 2), (17, 0)), 32)
-    needed = memory_bytes(POOL, plan)
-    with refused(ConfigError, naming=(f"{needed / GIB:.2f}", "0.50")):
-        fitting_plan(lambda spacing, fill: plan, POOL, 0.5 * GIB)
-
-
-def test_memory_grows_with_graphs_and_with_drafters_network():
-    policy = table((1, 8), (5, 2), (17, 0))
-    plan = plan_graphs(policy, 32)
-    assert memory_bytes(POOL, plan_graphs(policy, 64)) > memory_bytes(POOL, plan)
-    assert memory_bytes(POOL, replace(plan, networks=())) < memory_bytes(POOL, plan)
-    assert memory_bytes(POOL.model_copy(update={"page_tables": 0}), plan) == memory_bytes(POOL, plan)
-
-
-def test_measured_memory_is_what_capture_returned():
-    class Runner:
-        def capture_model(self, *, profile_only: bool = False) -> int:
-            return 3 * GIB
-
-    worker = SimpleNamespace(model_runner=Runner())
-    keep_captured_bytes(Runner)
-    runner = worker.model_runner
-    assert runner.capture_model(profile_only=False) == runner.tltlab_captured_bytes == 3 * GIB
-
-
-def test_vllms_batch_sizes_end_with_the_largest():
-    assert vllm_batches(1) == (1,)
-    assert vllm_batches(20) == (1, 2, 4, 8, 16, 20)
-    assert vllm_batches(272)[-2:] == (256, 272)

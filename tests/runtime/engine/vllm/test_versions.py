@@ -1,7 +1,5 @@
 """What the adapter touches in vLLM: read in its sources, and asked of the one that is installed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -47,7 +45,7 @@ class Base:
 
 
 @pytest.fixture
-def sources(tmp_path: Path) -> Sources:
+def sources(tmp_path):
     for name, text in MADE_UP.items():
         path = tmp_path / "vllm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +53,7 @@ def sources(tmp_path: Path) -> Sources:
     return Sources(tmp_path)
 
 
-def test_sources_are_read_through_imports_bases_and_methods(sources: Sources):
+def test_sources_are_read_through_imports_bases_and_methods(sources):
     own = "core.scheduler:Scheduler"
     there = [f"{own}.table", f"{own}.waiting", f"{own}(limit, config)", "core:Planner.schedule(now)"]
     missing = ["core:Planner.schedule(now, then)", "core:Scheduler", f"{own}(limit, size)", f"{own}.running"]
@@ -99,7 +97,7 @@ def test_what_the_adapter_asks_for_is_in_the_table():
     assert {"policies", "weight versions", "depths in the V2 runner"} <= asked <= CAPABILITIES.keys()
 
 
-def test_the_plugin_leaves_out_what_vllm_lacks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_the_plugin_leaves_out_what_vllm_lacks(monkeypatch, caplog):
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.sample.ops import topk_topp_sampler
 
