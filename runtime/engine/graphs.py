@@ -32,7 +32,7 @@ from tltlab.drafters.specs import (
     SuffixSpec,
 )
 from tltlab.errors import ConfigError
-from tltlab.planning.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_for
+from tltlab.planning.graph_pool import GraphPool, plan_for
 from tltlab.policies.policy import Policy
 from tltlab.strategy import Strategy
 
@@ -262,25 +262,6 @@ class GraphPlan:
                 f"falls back to full graphs for K = {self.deepest} alone"
             )
 
-    def captured(self) -> CapturePlan:
-        """Return the graphs as `GraphPool` counts them; piecewise ones belong to a runner of one token."""
-        full = self.full_graphs()
-        depths = sorted({*self.depths, self.deepest})
-        batches = {k: tuple(size // (k + 1) for size, depth in full if depth == k) for k in depths}
-        target = [TargetRunner(tokens_to_verify=k + 1, batches=sizes) for k, sizes in batches.items() if sizes]
-        by_tokens = TargetRunner(tokens_to_verify=1, batches=self.capture_sizes)
-        drafter = [Strategy.chain(name, k) for name in self.networks for k in self.depths if k]
-        if self.runner == "V1":
-            # One graph per size for all levels and depths; none together with full graphs of any lengths.
-            drafter = [] if self.any_lengths else [Strategy.chain(name, 1) for name in self.networks]
-        # Every capture size that is a batch is one of a drafter's levels.
-        levels = tuple(n for n in self.capture_sizes if n <= self.max_num_seqs)
-        return CapturePlan(
-            target=(*target, by_tokens),
-            drafter=tuple(DrafterRunner(strategy=strategy, batches=levels) for strategy in drafter),
-            max_batch=self.max_num_seqs,
-        )
-
     def engine_settings(self, speculative: Mapping[str, Any] | None) -> dict[str, Any]:
         """Arguments of `vllm.LLM` for tltlab's engine that drafts by `speculative`, itself one of them.
 
@@ -406,9 +387,19 @@ def memory_bytes(pool: GraphPool, plan: GraphPlan) -> float:
     vLLM computes the target's logits outside its graphs, and all graphs share its page tables: neither counts. Its
     graphs share one memory pool where the model gives each runner its own, so this is an overestimate.
     """
-    graphs, shared = plan.captured(), pool.model_copy(update={"page_tables": 0})
-    without_logits = shared.model_copy(update={"vocab_size": 1})
-    return sum(map(without_logits.target_bytes, graphs.target)) + sum(map(shared.drafter_bytes, graphs.drafter))
+    drafting = pool.model_copy(update={"page_tables": 0})
+    verifying = drafting.model_copy(update={"vocab_size": 1})
+    full = plan.full_graphs()
+    by_depth = {k: tuple(size // (k + 1) for size, depth in full if depth == k) for k in {*plan.depths, plan.deepest}}
+    target = [verifying.target_bytes(k + 1, batches) for k, batches in sorted(by_depth.items()) if batches]
+    # Piecewise graphs, and those of any lengths, go by tokens.
+    target.append(verifying.target_bytes(1, plan.capture_sizes))
+    # Every capture size that is a batch is one of a drafter's levels. On V1 one graph per size is for all depths and
+    # levels; there are none together with full graphs of any lengths.
+    levels = tuple(n for n in plan.capture_sizes if n <= plan.max_num_seqs)
+    depths = [k for k in plan.depths if k] if plan.runner == "V2" else [] if plan.any_lengths else [1]
+    chains = [Strategy.chain(name, k) for name in plan.networks for k in depths]
+    return sum(target) + sum(drafting.drafter_bytes(chain, levels) for chain in chains)
 
 
 def _graphs(
