@@ -95,10 +95,10 @@ class GraphPlan:
     """Settings of vLLM for one policy. `may_run` and `asked` are ascending.
 
     `may_run` is all that the policy may choose, `asked` the graphs to capture. `drafters` are the policy's, `networks`
-    those of them that run on the device, `drafts` their part of vLLM's speculative_config. `notes` list what these
-    settings leave to the policy's own scheduler, and what gets no full graph. The engine is built for drafts of up to
-    `deepest` tokens, `uneven` where drafts of one iteration may differ in length. With `any_lengths`, on the V1 runner
-    alone, one full graph serves requests of any lengths. `max_tokens` is the most an iteration may schedule.
+    those of them that run on the device, `drafts` their part of vLLM's speculative_config. The engine is built for
+    drafts of up to `deepest` tokens, `uneven` where drafts of one iteration may differ in length. With `any_lengths`,
+    on the V1 runner alone, one full graph serves requests of any lengths. `max_tokens` is the most an iteration may
+    schedule.
     """
 
     max_num_seqs: int
@@ -107,7 +107,6 @@ class GraphPlan:
     drafters: tuple[str, ...]
     networks: tuple[str, ...]
     drafts: dict[str, Any]
-    notes: tuple[str, ...]
     deepest: int
     runner: Runner = "V2"
     uneven: bool = False
@@ -329,7 +328,6 @@ def plan_graphs(
         drafts=_method(specs[used[0]], max(s.draft_depth for s in strategies))
         if len(used) == 1 and used[0] in specs
         else {},
-        notes=(),
         deepest=max((s.draft_depth for s in strategies), default=0) if deepest is None else deepest,
         runner=runner,
         uneven=bool(policy.budget) or not all(registry[name].made_by == "workers" for name in used),
@@ -348,7 +346,7 @@ def plan_graphs(
             # Beyond what an iteration may schedule.
             break
         plan = replace(plan, asked=tuple(sorted({*plan.asked, *ends})))
-    return replace(plan, notes=tuple(_notes(policy, plan)))
+    return plan
 
 
 def fitting_plan(plan: Callable[..., GraphPlan], pool: GraphPool, cap_bytes: float) -> GraphPlan:
@@ -438,19 +436,10 @@ def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
     }
 
 
-def _notes(policy: Policy, plan: GraphPlan) -> Iterator[str]:
-    if plan.chosen_at_run_time:
-        yield (
-            "the policy chooses K at run time, which needs its own scheduler (tltlab.runtime): the schedule is there "
-            "for vLLM to capture graphs of every K"
-        )
-    elif policy.activation and policy.activation.hold_iterations and len(plan.depths) > 1:
+def notes(policy: Policy, plan: GraphPlan) -> Iterator[str]:
+    """Describe what stock vLLM, which runs the plan's `settings`, does otherwise, and what gets no full graph."""
+    if policy.activation and policy.activation.hold_iterations and len(plan.depths) > 1:
         yield "vLLM's schedule goes by the running batch alone: the activation's hold needs the policy's own scheduler"
-    if plan.drafters and not plan.drafts:
-        yield (
-            f"no method is named: vLLM has one drafter per engine, and the policy's is {', '.join(plan.drafters)}, "
-            "which it does not describe as one of vLLM's"
-        )
     if policy.budget is not None and policy.budget.kind != "uniform":
         yield "vLLM drafts K tokens for each request: the policy's budget needs tltlab.runtime"
     specs = [policy.drafters.get(name) for name in plan.networks]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -69,7 +70,7 @@ TRAIN_OR_REPLACE = (
 )
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One finding: `title` is its meaning, `evidence` the observation, `advice` what to do.
 
@@ -77,15 +78,17 @@ class Finding:
     batches, None where it is the whole run. `code` is the check's name unless the check has several findings.
     """
 
-    code: str = ""
     severity: Literal["problem", "hint"]
     title: str
     evidence: str
     advice: str = ""
     where: str | None = None
+    code: str = ""
 
 
+problem, hint = partial(Finding, "problem"), partial(Finding, "hint")
 Findings = Iterator[Finding]
+Test = Callable[[RunEvidence], Findings]
 
 
 class Check(NamedTuple):
@@ -93,30 +96,20 @@ class Check(NamedTuple):
 
     name: str
     good: str
-    test: Callable[[RunEvidence], Findings]
+    test: Test
 
 
 CHECKS: list[Check] = []
 
 
-def check(name: str, good: str) -> Callable[[Callable[[RunEvidence], Findings]], Callable[[RunEvidence], Findings]]:
+def check(name: str, good: str) -> Callable[[Test], Test]:
     """Register a generator of findings as the next check."""
 
-    def register(test: Callable[[RunEvidence], Findings]) -> Callable[[RunEvidence], Findings]:
+    def register(test: Test) -> Test:
         CHECKS.append(Check(name, good, test))
         return test
 
     return register
-
-
-def problem(title: str, evidence: str, advice: str, where: str | None = None, code: str = "") -> Finding:
-    """The finding of something that is broken or costs more than it gains."""
-    return Finding(code=code, severity="problem", title=title, evidence=evidence, advice=advice, where=where)
-
-
-def hint(title: str, evidence: str, advice: str, where: str | None = None, code: str = "") -> Finding:
-    """The finding of something worth a look."""
-    return replace(problem(title, evidence, advice, where, code), severity="hint")
 
 
 @frozen

@@ -5,43 +5,40 @@ import os
 import pty
 import sys
 import threading
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.recipe.sections import LogConfig
-from tltlab.runtime.run import logging as run_log
 from tltlab.runtime.run.logging import PACE_STEPS, RunLog, step_text
 from tltlab.runtime.run.rows import StepReport
 from tltlab.runtime.run.state import RunEvents
 
 
-def module(name: str, **members: Any) -> ModuleType:
+def module(name, **members):
     made = ModuleType(name)
     made.__spec__ = ModuleSpec(name, None)
     vars(made).update(members)
     return made
 
 
-def wandb_like(called: Callable[..., None]) -> ModuleType:
+def wandb_like(called):
     """A stand-in for W&B that tells `called` what it was asked to do."""
 
-    def log(metrics: dict[str, float], step: int, commit: bool) -> None:
+    def log(metrics, step, commit):
         assert commit
         if metrics.get("fail"):
             raise ConnectionError("no answer from https://me:hunter2@example.org/api")
         called("log", metrics, step)
 
-    def init(project: str, name: str, dir: str, id: str | None, resume: str, config: Any, settings: Any) -> Any:
+    def init(project, name, dir, id, resume, config, settings):
         assert os.path.isdir(dir)
         if project == "locked":
             raise RuntimeError("no login")
@@ -56,17 +53,17 @@ def wandb_like(called: Callable[..., None]) -> ModuleType:
     return module("wandb", init=init, Settings=lambda console, quiet: None)
 
 
-def mlflow_like(called: Callable[..., None]) -> ModuleType:
+def mlflow_like(called):
     """The same for MLflow."""
-    logged: list[int] = []
+    logged = []
 
-    def log_metrics(metrics: dict[str, float], step: int, run_id: str) -> None:
+    def log_metrics(metrics, step, run_id):
         if metrics.get("fail"):
             raise ConnectionError("no answer")
         called("log_metrics", metrics, step)
         logged.append(step)
 
-    def create_run(experiment_id: str, run_name: str) -> Any:
+    def create_run(experiment_id, run_name):
         called("create_run", experiment_id, run_name)
         return SimpleNamespace(info=SimpleNamespace(run_id="m-1"))
 
@@ -91,14 +88,14 @@ MEASURES = {
 }  # fmt: skip
 
 
-def report(rl_step: int = 0, reward: float = 0.5) -> StepReport:
+def report(rl_step=0, reward=0.5):
     return StepReport(
         rl_step=rl_step, policy="none", reward_mean=reward, num_tokens=100, rollout_s=2.0, reward_s=0.1,
         inference_s=0.2, train_s=0.3, sync_s=0.1, recorder_s=0.01, metrics={}, notes=["worker 1 was started again"],
     )  # fmt: skip
 
 
-def scalars(out: Path, name: str) -> dict[int, float]:
+def scalars(out, name):
     """What TensorBoard reads back: value by RL step."""
     events = EventAccumulator(str(out / "tensorboard"))
     events.Reload()
@@ -106,16 +103,16 @@ def scalars(out: Path, name: str) -> dict[int, float]:
 
 
 @pytest.fixture
-def services(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+def services(monkeypatch):
     """Stand-ins for W&B and MLflow; what they are asked to do, in order."""
-    calls: list[list[Any]] = []
+    calls = []
     for stand_in in (wandb_like, mlflow_like):
         made = stand_in(lambda *call: calls.append(deepcopy(list(call))))
         monkeypatch.setitem(sys.modules, made.__name__, made)
     return calls
 
 
-def test_a_repeated_step_replaces_its_first_figures(tmp_path: Path):
+def test_a_repeated_step_replaces_its_first_figures(tmp_path):
     with RunLog(LogConfig(), tmp_path, 4) as log:
         for rl_step in range(3):
             log.step(report(rl_step), figures(float(rl_step)))
@@ -133,7 +130,7 @@ def test_a_repeated_step_replaces_its_first_figures(tmp_path: Path):
 
 
 @pytest.mark.parametrize("forced", ["", "1"])
-def test_without_a_terminal_a_step_is_plain_lines(tmp_path: Path, forced: str, monkeypatch, capfd):
+def test_without_a_terminal_a_step_is_plain_lines(tmp_path, forced, monkeypatch, capfd):
     monkeypatch.setenv("FORCE_COLOR", forced)  # as CI services do
     monkeypatch.setenv("TERM", "xterm-256color")
     with RunLog(LogConfig(), tmp_path, 1) as log:
@@ -146,7 +143,7 @@ def test_without_a_terminal_a_step_is_plain_lines(tmp_path: Path, forced: str, m
     assert str(tmp_path) in start
 
 
-def test_a_note_is_reported_once(tmp_path: Path, capfd):
+def test_a_note_is_reported_once(tmp_path, capfd):
     with RunLog(LogConfig(tensorboard=False), tmp_path, 2) as log:
         events = RunEvents(tmp_path / "events.jsonl")
         events.watch = log.note
@@ -166,7 +163,7 @@ def test_a_step_states_its_times_and_measures():
     assert len(step_text(report(), {}, "0:00:00").splitlines()) == 4  # nothing is made up
 
 
-def test_the_time_left_follows_the_newest_steps(tmp_path: Path, capfd):
+def test_the_time_left_follows_the_newest_steps(tmp_path, capfd):
     with RunLog(LogConfig(tensorboard=False), tmp_path, 40) as log:
         for rl_step in range(1 + PACE_STEPS):
             log.step(replace(report(rl_step), step_s=1000.0 if rl_step == 0 else 90.0), {})
@@ -176,11 +173,11 @@ def test_the_time_left_follows_the_newest_steps(tmp_path: Path, capfd):
     assert list(tmp_path.iterdir()) == [], "without loggers nothing is written"
 
 
-def test_on_a_terminal_lines_pass_above_the_bar(tmp_path: Path, monkeypatch, capsys):
+def test_on_a_terminal_lines_pass_above_the_bar(tmp_path, monkeypatch, capsys):
     terminal, its_end = pty.openpty()
-    seen: list[bytes] = []
+    seen = []
 
-    def watch() -> None:
+    def watch():
         with contextlib.suppress(OSError):  # which says that the other end was closed
             while chunk := os.read(terminal, 4096):
                 seen.append(chunk)
@@ -208,11 +205,11 @@ def test_on_a_terminal_lines_pass_above_the_bar(tmp_path: Path, monkeypatch, cap
     assert "left 0:00:03" in end  # nothing is cut off at 80 columns
 
 
-def figures(reward: float) -> dict[str, float]:
+def figures(reward):
     return {"time/step_s": 2.0, "reward/mean": reward}
 
 
-SENT: dict[str, list[list[Any]]] = {
+SENT = {
     "wandb": [
         ["init", "tails", "run", None, {"recipe": {"lr": 0.1, "drafters": {}}, "argv": ["x"]}],
         ["log", {"reward/heldout": 0.4, "rl_step": 0}, 0],
@@ -240,7 +237,7 @@ SENT: dict[str, list[list[Any]]] = {
 
 
 @pytest.mark.parametrize("service", SENT)
-def test_a_service_gets_every_step_once(tmp_path: Path, services: list[list[Any]], service: str):
+def test_a_service_gets_every_step_once(tmp_path, services, service):
     """The second process continues, in the same run, from RL step 1, which the first did twice, and is interrupted."""
     config = LogConfig(tensorboard=False, **{service: "tails"})
     settings = {"recipe": {"lr": 0.1, "drafters": {}}, "argv": ["x"]}
@@ -257,7 +254,7 @@ def test_a_service_gets_every_step_once(tmp_path: Path, services: list[list[Any]
     assert services == SENT[service]
 
 
-def test_the_real_mlflow_keeps_every_step_once(tmp_path: Path, monkeypatch):
+def test_the_real_mlflow_keeps_every_step_once(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
     monkeypatch.chdir(tmp_path)
@@ -278,14 +275,14 @@ def test_the_real_mlflow_keeps_every_step_once(tmp_path: Path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_logger_that_is_not_installed_is_named(tmp_path: Path, name: str, monkeypatch):
+def test_a_logger_that_is_not_installed_is_named(tmp_path, name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with refused(ConfigError, naming=("install", name)):
         RunLog(LogConfig(**{name: "tails"}), tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_logger_that_does_not_start_is_refused(tmp_path: Path, services):
+def test_a_logger_that_does_not_start_is_refused(tmp_path, services):
     with refused(ConfigError, naming=("W&B", "RuntimeError", "log.wandb")):
         RunLog(LogConfig(wandb="locked"), tmp_path / "run", 1)
     (tmp_path / "run" / "file").write_text("in the way")
@@ -296,7 +293,7 @@ def test_a_logger_that_does_not_start_is_refused(tmp_path: Path, services):
 @pytest.mark.parametrize(
     ("service", "name", "calls"), [("wandb", "W&B", ["init"]), ("mlflow", "MLflow", ["create_run", "log_params"])]
 )
-def test_a_service_that_fails_is_left_out(tmp_path: Path, services, capfd, service: str, name: str, calls: list[str]):
+def test_a_service_that_fails_is_left_out(tmp_path, services, capfd, service, name, calls):
     with RunLog(LogConfig(**{service: "tails"}), tmp_path / "run", 3) as log:
         for rl_step in (0, 1):
             log.step(report(rl_step), {"fail": 1.0})
@@ -307,12 +304,13 @@ def test_a_service_that_fails_is_left_out(tmp_path: Path, services, capfd, servi
     assert [call[0] for call in services] == calls
 
 
-def test_a_full_disk_costs_the_event_file_only(tmp_path: Path, capfd, monkeypatch):
+def test_a_full_disk_costs_the_event_file_only(tmp_path, capfd, monkeypatch):
     with RunLog(LogConfig(), tmp_path, 3) as log:
         log.step(report(0), {"reward/mean": 0.5})
         full = open("/dev/full", "wb")  # noqa: SIM115
-        monkeypatch.setattr(log._loggers["TensorBoard"], "_records", run_log.RecordWriter(full))
-        monkeypatch.setattr(log._loggers["TensorBoard"], "_file", full)
+        writer = log._loggers["TensorBoard"]._writer._async_writer
+        for place, name in ((writer, "_writer"), (writer._worker, "_record_writer")):
+            monkeypatch.setattr(place, name, RecordWriter(full))
         log.step(report(1), {"reward/mean": 0.6})
         log.step(report(2), {"reward/mean": 0.7})
     err = capfd.readouterr().err
@@ -322,7 +320,7 @@ def test_a_full_disk_costs_the_event_file_only(tmp_path: Path, capfd, monkeypatc
     full.raw.close()
 
 
-def test_a_lost_terminal_stops_no_run(tmp_path: Path, monkeypatch):
+def test_a_lost_terminal_stops_no_run(tmp_path, monkeypatch):
     with RunLog(LogConfig(), tmp_path, 1) as log, open("/dev/full", "w") as gone:
         monkeypatch.setattr(sys, "stderr", gone)
         log.step(report(), {"reward/mean": 0.5})
