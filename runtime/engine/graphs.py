@@ -162,42 +162,35 @@ class GraphPlan:
         return tuple(sorted(size for size in sizes if size <= self.max_tokens))
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of `vllm.LLM`."""
-        settings: dict[str, Any] = {"max_num_seqs": self.max_num_seqs}
-        if self.depths[-1]:
-            speculative = {**self.drafts, "num_speculative_tokens": self.deepest}
-            if self.schedule:
-                speculative["num_speculative_tokens_per_batch_size"] = [list(row) for row in self.schedule]
-            settings["speculative_config"] = speculative
-        sizes = list(self.capture_sizes)
-        settings["compilation_config"] = {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": sizes[-1]}
+        """Arguments of stock `vllm.LLM`."""
+        drafts = {**self.drafts, "num_speculative_tokens": self.deepest} if self.depths[-1] else None
+        settings = {"max_num_seqs": self.max_num_seqs, **self.engine_settings(drafts)}
+        settings["compilation_config"]["max_cudagraph_capture_size"] = self.capture_sizes[-1]
         return settings
 
     def refused(self) -> str | None:
         """Why vLLM refuses or fails with `settings` without this package's scheduler; None where it runs them."""
-        instead = "tltlab.runtime runs it in vLLM: vllm_options(policy), tltlab train"
+        depths, reason = ", ".join(map(str, self.depths)), None
         if not self.depths[-1]:
             return None
         if len(self.drafters) > 1:
-            names = " and ".join(self.drafters)
-            return f"vLLM has one drafter per engine, and the policy drafts with {names}; {instead}"
-        if not self.drafts:
-            return (
+            reason = f"vLLM has one drafter per engine, and the policy drafts with {' and '.join(self.drafters)}"
+        elif not self.drafts:
+            reason = (
                 f"the policy does not describe its drafter {self.drafters[0]} in vLLM's terms, or it is not "
-                f'trained yet: describe it under "drafters", with kind "learned", method and model; {instead}'
+                'trained yet: describe it under "drafters", with kind "learned", method and model'
             )
-        if self.method == VLLM_SUFFIX and self.schedule:
-            return (
-                f"vLLM's suffix decoding has one K for all batches and fails with another, and the policy has "
-                f"{', '.join(map(str, self.depths))}; {instead}"
+        elif self.method == VLLM_SUFFIX and self.schedule:
+            reason = (
+                f"vLLM's suffix decoding has one K for all batches and fails with another, and the policy has {depths}"
             )
-        if self.chosen_at_run_time:
+        elif self.chosen_at_run_time:
             # vLLM would accept the schedule, and draft deepest at batch 1, hardly at all beyond a few requests.
-            return (
-                f"the policy chooses among K = {', '.join(map(str, self.depths))} while it runs, and vLLM goes by the "
-                f"batch size alone, as a table does; {instead}"
+            reason = (
+                f"the policy chooses among K = {depths} while it runs, and vLLM goes by the batch size alone, as a "
+                "table does"
             )
-        return None
+        return reason and f"{reason}; tltlab.runtime runs it in vLLM: vllm_options(policy), tltlab train"
 
     def full_graphs(self) -> tuple[tuple[int, int | None], ...]:
         """(tokens, K) of each full graph that vLLM captures for decoding under these settings, ascending.
