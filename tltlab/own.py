@@ -270,10 +270,10 @@ def _lacks(module: str, name: str) -> str | None:
         return None
     with suppress(Exception):  # importing the module raises the better error
         spec = find_spec(module)
-        loader = None if spec is None else spec.loader
-        source = loader.get_source(module) if isinstance(loader, InspectLoader) else None
-        if source is not None and not re.search(rf"\b({name}|__getattr__)\b|import \*", source):
-            return str(spec.origin)
+        if spec is not None and isinstance(spec.loader, InspectLoader):
+            source = spec.loader.get_source(module)
+            if source is not None and not re.search(rf"\b({name}|__getattr__)\b|import \*", source):
+                return str(spec.origin)
     return None
 
 

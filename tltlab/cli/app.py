@@ -204,9 +204,9 @@ def _run(args: list[str]) -> int:
         code = _group().main(args, prog_name="tltlab", complete_var=_COMPLETE, standalone_mode=False)
     except TyperException as error:
         called = "tltlab" if args[0].startswith("-") else f"tltlab {args[0]}"
-        gone = _GONE_OPTIONS.get((args[0], getattr(error, "option_name", "")))
-        if gone is not None:
-            _fail(f"{called}: the option {error.option_name} was removed: {gone}", 2)
+        option = getattr(error, "option_name", "")
+        if gone := _GONE_OPTIONS.get((args[0], option)):
+            _fail(f"{called}: the option {option} was removed: {gone}", 2)
         _fail(f"{_as_setting(args, error) or error.format_message()} (see '{called} --help')", 2)
     except ConfigError:
         if _COMPLETE in os.environ:  # an unknown command or a missing extra: nothing to offer

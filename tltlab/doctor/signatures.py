@@ -240,6 +240,23 @@ SIGNATURES = (
 """From the particular to the general: a line counts for the first that fits it."""
 
 
+@check("deaths", "nothing died or was given up")
+def deaths(run: RunEvidence) -> Findings:
+    """Each known cause of death of the run, or of one of its engines, and what became of its drafter."""
+    need(run.events or run.logs, "the run has neither events.jsonl nor *.log files")
+    lines: dict[Signature, list[_Line]] = {signature: [] for signature in SIGNATURES}
+    for line in _lines(run):
+        if signature := next((signature for signature in SIGNATURES if _fits(line, signature)), None):
+            lines[signature].append(line)
+    for signature, (first, *others) in ((signature, found) for signature, found in lines.items() if found):
+        quote = one_line(first.text)
+        quote = quote if len(quote) <= QUOTE_LETTERS else quote[: QUOTE_LETTERS - 3] + "..."
+        more = f" (and {len(others)} more like it)" if others else ""
+        steps = [line.rl_step for line in (first, *others) if line.rl_step is not None]
+        evidence, where = f'{first.source} says "{quote}"{more}.', rl_steps(steps) if steps else None
+        yield problem(signature.title, evidence, signature.advice, where, signature.code)
+
+
 class _Line(NamedTuple):
     text: str
     source: str
@@ -247,29 +264,9 @@ class _Line(NamedTuple):
     rl_step: int | None = None
 
 
-@check("deaths", "nothing died or was given up")
-def deaths(run: RunEvidence) -> Findings:
-    """Each known cause of death of the run, or of one of its engines, and what became of its drafter."""
-    need(run.events or run.logs, "the run has neither events.jsonl nor *.log files")
-    by_signature: dict[Signature, list[_Line]] = {signature: [] for signature in SIGNATURES}
-    for line in _lines(run):
-        if signature := next((signature for signature in SIGNATURES if _fits(line, signature)), None):
-            by_signature[signature].append(line)
-    for signature, lines in by_signature.items():
-        if not lines:
-            continue
-        quote = one_line(lines[0].text)
-        quote = quote if len(quote) <= QUOTE_LETTERS else quote[: QUOTE_LETTERS - 3] + "..."
-        more = f" (and {len(lines) - 1} more like it)" if lines[1:] else ""
-        steps = [line.rl_step for line in lines if line.rl_step is not None]
-        evidence, where = f'{lines[0].source} says "{quote}"{more}.', rl_steps(steps) if steps else None
-        yield problem(signature.title, evidence, signature.advice, where, signature.code)
-
-
 def _fits(line: _Line, signature: Signature) -> bool:
-    if not re.search(signature.pattern, line.text, re.IGNORECASE):
-        return False
-    return bool(re.search(signature.beside, line.before + line.text, re.IGNORECASE))
+    pairs = ((signature.pattern, line.text), (signature.beside, line.before + line.text))
+    return all(re.search(pattern, text, re.IGNORECASE) for pattern, text in pairs)
 
 
 def _lines(run: RunEvidence) -> Iterator[_Line]:
