@@ -218,10 +218,11 @@ class RunEvidence:
         names = {} if steps is None else dict(zip(steps["rl_step"], steps["policy"], strict=True))
         policies: dict[int, tuple[str, str | None]] = {}
         for rl_step in self.known.rl_steps:
-            in_force = [entry for entry in self.policies if entry[0] <= rl_step]
-            named = names.get(rl_step)
-            name = named if named and isinstance(named, str) else in_force[-1][1] if in_force else "unknown"
-            policies[rl_step] = (name, in_force[-1][2] if in_force else _kind_of(name))
+            in_force = [entry[1:] for entry in self.policies if entry[0] <= rl_step]
+            name, kind = in_force[-1] if in_force else ("unknown", None)
+            if isinstance(named := names.get(rl_step), str) and named:
+                name = named
+            policies[rl_step] = (name, kind or _kind_of(name))
         return policies
 
     @cached_property
