@@ -259,10 +259,7 @@ class GraphPlan:
 
         The largest size is left to vLLM, which drops sizes that one iteration may not schedule.
         """
-        compilation: dict[str, Any] = {"cudagraph_capture_sizes": list(self.capture_sizes)}
-        if self.any_lengths:
-            compilation["cudagraph_mode"] = "FULL"
-        settings: dict[str, Any] = {"compilation_config": compilation}
+        settings: dict[str, Any] = {}
         if speculative is not None:
             settings["speculative_config"] = speculative = dict(speculative)
             if self.any_lengths and self.networks:
@@ -271,6 +268,9 @@ class GraphPlan:
             if self.runner == "V2" and self.schedule:
                 # The policy chooses K; the schedule lists the depths to capture graphs for.
                 speculative["num_speculative_tokens_per_batch_size"] = [list(row) for row in self.schedule]
+        settings["compilation_config"] = {"cudagraph_capture_sizes": list(self.capture_sizes)}
+        if self.any_lengths:
+            settings["compilation_config"]["cudagraph_mode"] = "FULL"
         return settings
 
 
