@@ -24,8 +24,6 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
-from importlib.abc import InspectLoader
-from importlib.machinery import PathFinder
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -485,15 +483,3 @@ def found_in(folders: Iterable[str | Path]) -> Iterator[None]:
     finally:
         for folder in added:
             sys.path.remove(folder)
-
-
-def find_source(module: str) -> tuple[str, str]:
-    """The source of a module and its file; both are empty where there is none. Nothing is imported."""
-    name, path, loader, file = "", None, None, ""
-    for part in module.split("."):
-        name = f"{name}.{part}".lstrip(".")
-        spec = PathFinder.find_spec(name, path)
-        if spec is None:
-            return "", ""
-        path, loader, file = spec.submodule_search_locations, spec.loader, str(spec.origin)
-    return (loader.get_source(module) or "" if isinstance(loader, InspectLoader) else ""), file

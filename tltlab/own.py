@@ -5,7 +5,6 @@ A typed name may import any module; a name that stands in a file only those that
 
 from __future__ import annotations
 
-import ast
 import copyreg
 import difflib
 import importlib
@@ -16,9 +15,11 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
+from importlib.abc import InspectLoader
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -26,7 +27,7 @@ from pydantic import Field
 
 from .config import FiniteModel, faults_in, json_or_text, shown
 from .errors import ConfigError, did_you_mean
-from .files import find_source, found_in
+from .files import found_in
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
@@ -264,26 +265,16 @@ def load_name(path: str, part: str) -> Any:
 
 
 def _lacks(module: str, name: str) -> str | None:
-    """The file of a module that binds no such name at its top level; None where it may. Nothing is imported."""
+    """The file of a module whose source has no such word; None where it may have the name. It is not imported."""
     if module in sys.modules:
         return None
-    try:
-        source, file = find_source(module)
-        tree = ast.parse(source or "*")
-    except (ImportError, SyntaxError, ValueError, RecursionError):
-        return None  # importing it raises the better error
-    words = {word for node in ast.walk(tree) for word in _bound(node)}
-    return None if {name, "*", "__getattr__"} & words else file
-
-
-def _bound(node: ast.AST) -> Iterator[str]:
-    """Names that a piece of source may bind."""
-    if isinstance(node, ast.ClassDef | ast.FunctionDef):
-        yield node.name
-    elif isinstance(node, ast.Name):
-        yield node.id
-    elif isinstance(node, ast.alias):
-        yield node.asname or node.name
+    with suppress(Exception):  # importing the module raises the better error
+        spec = find_spec(module)
+        if spec is not None and isinstance(spec.loader, InspectLoader):
+            source = spec.loader.get_source(module)
+            if source is not None and not re.search(rf"\b({name}|__getattr__)\b|import \*", source):
+                return str(spec.origin)
+    return None
 
 
 def build_own(cls: type[Any], args: Mapping[str, Any], name: str, rng: object = None) -> Any:

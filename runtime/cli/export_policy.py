@@ -33,7 +33,7 @@ def export_policy(
     Example: tltlab export-policy policy.json --max-batch 64 --out vllm.json
     """
     from tltlab.policies.policy import load_policy
-    from tltlab.runtime.engine.graphs import VLLM_SUFFIX, plan_graphs
+    from tltlab.runtime.engine.graphs import VLLM_SUFFIX, notes, plan_graphs
 
     chosen = load_policy(policy)
     plan = plan_graphs(chosen, max_batch, fill=fill)
@@ -49,7 +49,7 @@ def export_policy(
         "num_full_graphs": len(plan.full_graphs()),
         "num_piecewise_graphs": len(plan.capture_sizes),
         "without_full_graph": [list(pair) for pair in plan.without_full_graph()],
-        "notes": list(plan.notes),
+        "notes": list(notes(chosen, plan)),
         "out": None if out is None else str(out),
     }
     emit(report, as_json=as_json, text=_text(plan, report))

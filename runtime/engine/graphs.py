@@ -32,7 +32,7 @@ from tltlab.drafters.specs import (
     SuffixSpec,
 )
 from tltlab.errors import ConfigError
-from tltlab.planning.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_for
+from tltlab.planning.graph_pool import GraphPool, plan_for
 from tltlab.policies.policy import Policy
 from tltlab.strategy import Strategy
 
@@ -95,10 +95,10 @@ class GraphPlan:
     """Settings of vLLM for one policy. `may_run` and `asked` are ascending.
 
     `may_run` is all that the policy may choose, `asked` the graphs to capture. `drafters` are the policy's, `networks`
-    those of them that run on the device, `drafts` their part of vLLM's speculative_config. `notes` list what these
-    settings leave to the policy's own scheduler, and what gets no full graph. The engine is built for drafts of up to
-    `deepest` tokens, `uneven` where drafts of one iteration may differ in length. With `any_lengths`, on the V1 runner
-    alone, one full graph serves requests of any lengths. `max_tokens` is the most an iteration may schedule.
+    those of them that run on the device, `drafts` their part of vLLM's speculative_config. The engine is built for
+    drafts of up to `deepest` tokens, `uneven` where drafts of one iteration may differ in length. With `any_lengths`,
+    on the V1 runner alone, one full graph serves requests of any lengths. `max_tokens` is the most an iteration may
+    schedule.
     """
 
     max_num_seqs: int
@@ -107,7 +107,6 @@ class GraphPlan:
     drafters: tuple[str, ...]
     networks: tuple[str, ...]
     drafts: dict[str, Any]
-    notes: tuple[str, ...]
     deepest: int
     runner: Runner = "V2"
     uneven: bool = False
@@ -163,42 +162,35 @@ class GraphPlan:
         return tuple(sorted(size for size in sizes if size <= self.max_tokens))
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of `vllm.LLM`."""
-        settings: dict[str, Any] = {"max_num_seqs": self.max_num_seqs}
-        if self.depths[-1]:
-            speculative = {**self.drafts, "num_speculative_tokens": self.deepest}
-            if self.schedule:
-                speculative["num_speculative_tokens_per_batch_size"] = [list(row) for row in self.schedule]
-            settings["speculative_config"] = speculative
-        sizes = list(self.capture_sizes)
-        settings["compilation_config"] = {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": sizes[-1]}
+        """Arguments of stock `vllm.LLM`."""
+        drafts = {**self.drafts, "num_speculative_tokens": self.deepest} if self.depths[-1] else None
+        settings = {"max_num_seqs": self.max_num_seqs, **self.engine_settings(drafts)}
+        settings["compilation_config"]["max_cudagraph_capture_size"] = self.capture_sizes[-1]
         return settings
 
     def refused(self) -> str | None:
         """Why vLLM refuses or fails with `settings` without this package's scheduler; None where it runs them."""
-        instead = "tltlab.runtime runs it in vLLM: vllm_options(policy), tltlab train"
+        depths, reason = ", ".join(map(str, self.depths)), None
         if not self.depths[-1]:
             return None
         if len(self.drafters) > 1:
-            names = " and ".join(self.drafters)
-            return f"vLLM has one drafter per engine, and the policy drafts with {names}; {instead}"
-        if not self.drafts:
-            return (
+            reason = f"vLLM has one drafter per engine, and the policy drafts with {' and '.join(self.drafters)}"
+        elif not self.drafts:
+            reason = (
                 f"the policy does not describe its drafter {self.drafters[0]} in vLLM's terms, or it is not "
-                f'trained yet: describe it under "drafters", with kind "learned", method and model; {instead}'
+                'trained yet: describe it under "drafters", with kind "learned", method and model'
             )
-        if self.method == VLLM_SUFFIX and self.schedule:
-            return (
-                f"vLLM's suffix decoding has one K for all batches and fails with another, and the policy has "
-                f"{', '.join(map(str, self.depths))}; {instead}"
+        elif self.method == VLLM_SUFFIX and self.schedule:
+            reason = (
+                f"vLLM's suffix decoding has one K for all batches and fails with another, and the policy has {depths}"
             )
-        if self.chosen_at_run_time:
+        elif self.chosen_at_run_time:
             # vLLM would accept the schedule, and draft deepest at batch 1, hardly at all beyond a few requests.
-            return (
-                f"the policy chooses among K = {', '.join(map(str, self.depths))} while it runs, and vLLM goes by the "
-                f"batch size alone, as a table does; {instead}"
+            reason = (
+                f"the policy chooses among K = {depths} while it runs, and vLLM goes by the batch size alone, as a "
+                "table does"
             )
-        return None
+        return reason and f"{reason}; tltlab.runtime runs it in vLLM: vllm_options(policy), tltlab train"
 
     def full_graphs(self) -> tuple[tuple[int, int | None], ...]:
         """(tokens, K) of each full graph that vLLM captures for decoding under these settings, ascending.
@@ -262,34 +254,12 @@ class GraphPlan:
                 f"falls back to full graphs for K = {self.deepest} alone"
             )
 
-    def captured(self) -> CapturePlan:
-        """Return the graphs as `GraphPool` counts them; piecewise ones belong to a runner of one token."""
-        full = self.full_graphs()
-        depths = sorted({*self.depths, self.deepest})
-        batches = {k: tuple(size // (k + 1) for size, depth in full if depth == k) for k in depths}
-        target = [TargetRunner(tokens_to_verify=k + 1, batches=sizes) for k, sizes in batches.items() if sizes]
-        by_tokens = TargetRunner(tokens_to_verify=1, batches=self.capture_sizes)
-        drafter = [Strategy.chain(name, k) for name in self.networks for k in self.depths if k]
-        if self.runner == "V1":
-            # One graph per size for all levels and depths; none together with full graphs of any lengths.
-            drafter = [] if self.any_lengths else [Strategy.chain(name, 1) for name in self.networks]
-        # Every capture size that is a batch is one of a drafter's levels.
-        levels = tuple(n for n in self.capture_sizes if n <= self.max_num_seqs)
-        return CapturePlan(
-            target=(*target, by_tokens),
-            drafter=tuple(DrafterRunner(strategy=strategy, batches=levels) for strategy in drafter),
-            max_batch=self.max_num_seqs,
-        )
-
     def engine_settings(self, speculative: Mapping[str, Any] | None) -> dict[str, Any]:
         """Arguments of `vllm.LLM` for tltlab's engine that drafts by `speculative`, itself one of them.
 
         The largest size is left to vLLM, which drops sizes that one iteration may not schedule.
         """
-        compilation: dict[str, Any] = {"cudagraph_capture_sizes": list(self.capture_sizes)}
-        if self.any_lengths:
-            compilation["cudagraph_mode"] = "FULL"
-        settings: dict[str, Any] = {"compilation_config": compilation}
+        settings: dict[str, Any] = {}
         if speculative is not None:
             settings["speculative_config"] = speculative = dict(speculative)
             if self.any_lengths and self.networks:
@@ -298,6 +268,9 @@ class GraphPlan:
             if self.runner == "V2" and self.schedule:
                 # The policy chooses K; the schedule lists the depths to capture graphs for.
                 speculative["num_speculative_tokens_per_batch_size"] = [list(row) for row in self.schedule]
+        settings["compilation_config"] = {"cudagraph_capture_sizes": list(self.capture_sizes)}
+        if self.any_lengths:
+            settings["compilation_config"]["cudagraph_mode"] = "FULL"
         return settings
 
 
@@ -348,7 +321,6 @@ def plan_graphs(
         drafts=_method(specs[used[0]], max(s.draft_depth for s in strategies))
         if len(used) == 1 and used[0] in specs
         else {},
-        notes=(),
         deepest=max((s.draft_depth for s in strategies), default=0) if deepest is None else deepest,
         runner=runner,
         uneven=bool(policy.budget) or not all(registry[name].made_by == "workers" for name in used),
@@ -367,7 +339,7 @@ def plan_graphs(
             # Beyond what an iteration may schedule.
             break
         plan = replace(plan, asked=tuple(sorted({*plan.asked, *ends})))
-    return replace(plan, notes=tuple(_notes(policy, plan)))
+    return plan
 
 
 def fitting_plan(plan: Callable[..., GraphPlan], pool: GraphPool, cap_bytes: float) -> GraphPlan:
@@ -406,9 +378,19 @@ def memory_bytes(pool: GraphPool, plan: GraphPlan) -> float:
     vLLM computes the target's logits outside its graphs, and all graphs share its page tables: neither counts. Its
     graphs share one memory pool where the model gives each runner its own, so this is an overestimate.
     """
-    graphs, shared = plan.captured(), pool.model_copy(update={"page_tables": 0})
-    without_logits = shared.model_copy(update={"vocab_size": 1})
-    return sum(map(without_logits.target_bytes, graphs.target)) + sum(map(shared.drafter_bytes, graphs.drafter))
+    drafting = pool.model_copy(update={"page_tables": 0})
+    verifying = drafting.model_copy(update={"vocab_size": 1})
+    full = plan.full_graphs()
+    by_depth = {k: tuple(size // (k + 1) for size, depth in full if depth == k) for k in {*plan.depths, plan.deepest}}
+    target = [verifying.target_bytes(k + 1, batches) for k, batches in sorted(by_depth.items()) if batches]
+    # Piecewise graphs, and those of any lengths, go by tokens.
+    target.append(verifying.target_bytes(1, plan.capture_sizes))
+    # Every capture size that is a batch is one of a drafter's levels. On V1 one graph per size is for all depths and
+    # levels; there are none together with full graphs of any lengths.
+    levels = tuple(n for n in plan.capture_sizes if n <= plan.max_num_seqs)
+    depths = [k for k in plan.depths if k] if plan.runner == "V2" else [] if plan.any_lengths else [1]
+    chains = [Strategy.chain(name, k) for name in plan.networks for k in depths]
+    return sum(target) + sum(drafting.drafter_bytes(chain, levels) for chain in chains)
 
 
 def _graphs(
@@ -447,19 +429,10 @@ def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
     }
 
 
-def _notes(policy: Policy, plan: GraphPlan) -> Iterator[str]:
-    if plan.chosen_at_run_time:
-        yield (
-            "the policy chooses K at run time, which needs its own scheduler (tltlab.runtime): the schedule is there "
-            "for vLLM to capture graphs of every K"
-        )
-    elif policy.activation and policy.activation.hold_iterations and len(plan.depths) > 1:
+def notes(policy: Policy, plan: GraphPlan) -> Iterator[str]:
+    """Describe what stock vLLM, which runs the plan's `settings`, does otherwise, and what gets no full graph."""
+    if policy.activation and policy.activation.hold_iterations and len(plan.depths) > 1:
         yield "vLLM's schedule goes by the running batch alone: the activation's hold needs the policy's own scheduler"
-    if plan.drafters and not plan.drafts:
-        yield (
-            f"no method is named: vLLM has one drafter per engine, and the policy's is {', '.join(plan.drafters)}, "
-            "which it does not describe as one of vLLM's"
-        )
     if policy.budget is not None and policy.budget.kind != "uniform":
         yield "vLLM drafts K tokens for each request: the policy's budget needs tltlab.runtime"
     specs = [policy.drafters.get(name) for name in plan.networks]

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
-import os
 import re
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,14 +20,14 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from tltlab.config import leaves
 from tltlab.errors import ConfigError, one_line
@@ -148,21 +146,13 @@ def _short(error: Exception) -> str:
 
 
 class TensorBoard:
-    """Event files, one per process.
-
-    TensorBoard's own writer has a thread, and waits forever after a full disk; this one writes in place.
-    """
+    """Event files, one per process."""
 
     def __init__(self, project: bool, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
-        folder = out / "tensorboard"
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file: BinaryIO = open(folder / name, "xb")  # noqa: SIM115
-        self._records = RecordWriter(self._file)
-        self._write(Event(file_version="brain.Event:2"))
+        self._writer = EventFileWriter(str(out / "tensorboard"))
         self._last = resume_from - 1
         self._hide(resume_from)
-        self._file.flush()
+        self._writer.flush()
 
     def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
         if EVERY_STEP in metrics:
@@ -170,19 +160,16 @@ class TensorBoard:
                 self._hide(rl_step)
             self._last = rl_step
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._write(Event(step=rl_step, summary=Summary(value=values)))
-        self._file.flush()
+        self._writer.add_event(Event(wall_time=time.time(), step=rl_step, summary=Summary(value=values)))
+        self._writer.flush()
 
     def close(self, *, failed: bool) -> None:
-        self._file.close()
+        self._writer.close()
 
     def _hide(self, rl_step: int) -> None:
         """Make TensorBoard hide earlier values, also of earlier processes, from this step on."""
-        self._write(Event(step=rl_step, session_log=SessionLog(status=SessionLog.START)))
-
-    def _write(self, event: Event) -> None:
-        event.wall_time = time.time()
-        self._records.write(event.SerializeToString())
+        began = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=rl_step, session_log=began))
 
 
 class Wandb:

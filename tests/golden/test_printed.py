@@ -77,7 +77,6 @@ OF_THIS_MACHINE = (
     (r"; \d+ s\n", "; SECONDS s\n"),
     (r"(?m)^simulation \d+\n", ""),
     (r"this machine has [\d.e+]+ GB(, TOO LITTLE for a run here)?", "this machine has SIZE GB"),
-    (r"(?s)\nenvironment\n.*", "\nENVIRONMENT\n"),
 )
 
 

@@ -1,11 +1,10 @@
 """The `tltlab` command: finds its commands by entry point, so a missing extra costs only the commands that need it.
 
-A command is loaded when it is called; the overview reads the first line of its help from its source.
+A command is loaded when it is called; the overview has the first lines of their helps without loading them.
 """
 
 from __future__ import annotations
 
-import ast
 import gc
 import os
 import sys
@@ -17,12 +16,43 @@ from typing import Any, NoReturn
 
 from tltlab.console import progress, running, sigterm_as_interrupt
 from tltlab.errors import ConfigError, TltlabError, did_you_mean, one_line
-from tltlab.files import find_source
 
 GROUP = "tltlab.commands"
 _INTERRUPTED = 130
 _COMPLETE = "_TLTLAB_COMPLETE"
 """Set by the shell that completes a command line, as Typer names it."""
+_PURPOSES = {
+    "audit": "Sample a real engine and compare the samples with the exact distribution of its model, case by case.",
+    "bench": "Benchmarks, as ratios within one run; for a clone of the repository.",
+    "calibrate": "Fit costs, acceptance and drafter training to a trace, costs to a table; print residuals and "
+    "held-out errors.",
+    "compare": "Compare policies, or systems from the literature, on the same responses; lists of values make a grid.",
+    "costs": "Print ms and tokens per second of an iteration by a cost model for each batch, plain and with "
+    "speculation.",
+    "demo": "The whole loop on this machine's CPU: train, record, calibrate, predict, pick a policy, run it, compare.",
+    "doctor": "Find what is wrong with a run, and name the setting to change.",
+    "export-drafter": "Write a drafter as a checkpoint that stock vLLM serves, after a check of its acceptance in "
+    "stock vLLM.",
+    "export-policy": "Draft depths by batch size and CUDA graphs for them, as settings for vLLM 0.32.",
+    "make-model": "Train a small reasoning model from scratch, with prompts, a checkable answer and a long tail.",
+    "new": "Write a recipe or a part of your own that runs as it stands, to be changed.",
+    "profile": "Time a real engine over batch x draft depth x context, for `tltlab calibrate TABLE`.",
+    "rehearse": "Play a recorded rollout on a real engine, with a model's shape and no weights, under each policy.",
+    "report": "Write one self-contained HTML page on a run or a comparison: pictures, tables, and how to repeat it.",
+    "settings": "List every setting of a recipe, or of one section, with its default, its type and what it does.",
+    "simulate": "Replay a trace's responses under a policy, a cost model and a placement.",
+    "timeline": "Draw what every worker did over time, and how many requests were running.",
+    "trace": "Describe, validate, repair, import, generate and annotate traces.",
+    "train": "Train with GRPO on Ray and vLLM; every rollout is recorded in OUT/trace.",
+    "train-drafter": "Warm up a drafter for a model, offline, on responses of that model; report held-out acceptance.",
+    "tune": "Find a policy for a trace in simulation, judge it on RL steps held out, and report whether it was "
+    "worth it.",
+    "ui": "Show the runs of a folder in a browser: a list, each one's page, two side by side; a live run is followed.",
+    "verify": "Predict every RL step of a run from the other ones, and compare with what was measured.",
+    "what-if": "Estimate the speed-up of speculation for responses of these lengths, on which GPUs, and what limits "
+    "it.",
+}
+"""First line of each command's help; a command of another package has none here."""
 _GONE = {
     "advise": "`tltlab what-if` estimates the benefit of training the drafter",
     "completion": "`tltlab --install-completion` sets the shell up, `tltlab --show-completion` prints the script",
@@ -82,7 +112,7 @@ def _group() -> Any:
 
     class Lazy(TyperCommand):
         def get_short_help_str(self, limit: int = 45) -> str:
-            return _first_line(_commands()[str(self.name)])
+            return _PURPOSES.get(str(self.name), "")
 
         def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
             command = click_command(str(self.name))
@@ -206,19 +236,8 @@ def _as_setting(args: Sequence[str], error: Any) -> str:
 
 def _overview() -> str:
     lines = ["usage: tltlab COMMAND ...   (tltlab COMMAND --help for one of them)", ""]
-    lines += [f"  {name:18s}{_first_line(entry)}" for name, entry in sorted(_commands().items())]
+    lines += [f"  {name:18s}{_PURPOSES.get(name, '')}".rstrip() for name in command_names()]
     return "\n".join(lines)
-
-
-def _first_line(command: EntryPoint) -> str:
-    """Purpose of a command: the first line of its function's docstring, or of its Typer's `help`."""
-    for node in ast.parse(find_source(command.module)[0]).body:
-        if isinstance(node, ast.FunctionDef) and node.name == command.attr:
-            return (ast.get_docstring(node) or "").partition("\n")[0]
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == command.attr:
-            texts = [word.value for word in getattr(node.value, "keywords", ()) if word.arg == "help"]
-            return str(ast.literal_eval(texts[0])).strip().partition("\n")[0] if texts else ""
-    return ""
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -29,8 +29,6 @@ from tltlab.traces.metrics import rollout_s
 from tltlab.traces.recording import recording_of
 from tltlab.traces.trace import Trace
 
-from .check import NotChecked
-
 ENOUGH_STEPS = 3  # below it an interval over RL steps says nothing
 ENOUGH_PLAIN = 50  # plain iterations for a fit of four terms: single ones vary by some 10 %
 COSTS_MAY_MISS = 0.15  # share by which costs from elsewhere may miss this run's time
@@ -54,6 +52,16 @@ STAGE_LABELS = {
     "other": "time that no timer names",
 }  # fmt: skip
 BATCH_SLACK = 1.25  # the plain time is linear, so it is believed a little beyond the batches of its fit
+
+
+class NotChecked(Exception):
+    """Evidence that a check needs is missing; the message names the evidence and how to get it."""
+
+
+def need(known: object, why: str) -> None:
+    """Raise NotChecked where `known` is false or empty."""
+    if not known:
+        raise NotChecked(why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,11 +178,12 @@ class RunEvidence:
         return rows
 
     @property
-    def happened(self) -> tuple[Mapping[str, Any], ...]:
-        """The events, at least one."""
-        if not self.events:
-            raise NotChecked("the run has no events.jsonl")
-        return self.events
+    def training(self) -> pd.DataFrame:
+        """Training periods of the drafter on idle workers."""
+        rows = self.known.spot_training
+        if rows is None or rows.empty:
+            raise NotChecked("no drafter was trained on idle workers in this trace")
+        return rows
 
     @cached_property
     def iterations(self) -> pd.DataFrame:
@@ -209,10 +218,11 @@ class RunEvidence:
         names = {} if steps is None else dict(zip(steps["rl_step"], steps["policy"], strict=True))
         policies: dict[int, tuple[str, str | None]] = {}
         for rl_step in self.known.rl_steps:
-            in_force = [entry for entry in self.policies if entry[0] <= rl_step]
-            named = names.get(rl_step)
-            name = named if named and isinstance(named, str) else in_force[-1][1] if in_force else "unknown"
-            policies[rl_step] = (name, in_force[-1][2] if in_force else _kind_of(name))
+            in_force = [entry[1:] for entry in self.policies if entry[0] <= rl_step]
+            name, kind = in_force[-1] if in_force else ("unknown", None)
+            if isinstance(named := names.get(rl_step), str) and named:
+                name = named
+            policies[rl_step] = (name, kind or _kind_of(name))
         return policies
 
     @cached_property

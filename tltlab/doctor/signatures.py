@@ -1,14 +1,18 @@
-"""The known failure signatures of a run: one table of checks, each with its evidence, test, sentence and remedy."""
+"""The known failure signatures of a run: a check finds each in the evidence, and says what to change.
+
+A check is a generator of findings, registered in the order in which findings are shown: what broke, what speculation
+does, what is around it.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -16,12 +20,21 @@ import pandas as pd
 from tltlab.arrays import Floats
 from tltlab.calibration.logged import COLLAPSED
 from tltlab.calibration.stages import rollout_rows
-from tltlab.errors import one_line
+from tltlab.errors import ConfigError, one_line
+from tltlab.records import frozen
 from tltlab.stats import Interval, mean_of_few, student_margin
 from tltlab.traces.trace import Trace
 
-from .check import Check, Diagnosis, Facts, NotChecked, look, rl_steps
-from .evidence import ENOUGH_STEPS, NO_LOG, RunEvidence, accepted_pairs, ratio, stage_label
+from .evidence import (
+    ENOUGH_STEPS,
+    NO_LOG,
+    NotChecked,
+    RunEvidence,
+    accepted_pairs,
+    need,
+    ratio,
+    stage_label,
+)
 
 UNSURE = 1.05  # fitted plain times miss held-out rollouts by up to 5 %, which an interval over RL steps does not see
 LOSING_SHARE = 0.02  # share of decoding time in losing batches below which a change is not worth the trouble
@@ -31,11 +44,6 @@ PREFILL_AGAIN = 1.05  # prefilled over prompt tokens: prefix caching keeps it be
 SLOW_WORKER = 1.1  # time over the other workers' at like batches: single rollouts vary by some 5 %
 GRAPHLESS_SHARE = 0.05  # share of the time without graphs that is worth the memory of more of them
 DRAFTED = 1.05  # tokens per draft from which an RL step of a training log counts as one that gains by drafts
-
-GRAPHS = (
-    "{piecewise:.0%} of decoding time ran in piecewise graphs and {eager:.0%} in none, most of it ({share:.0%}) at "
-    "{most}; batches of {least_batch} to {most_batch}."
-)
 ACCEPT_FLOOR = 1.2  # TLT's Fig 13 has its cheapest step at 1.71 plain ones; verification alone takes some 20 % more
 SMALL_BATCH = 4  # batches up to here verify almost for free: a drafter that loses there loses everywhere
 FALL = 0.1  # relative fall of acceptance over a run that counts
@@ -55,9 +63,6 @@ KEPT = 1.2  # accept length of a drafter that did work: TLT's Fig 13 has its che
 LOST = 0.5  # share of the tokens gained per draft that a fall must take
 SLOWER = 1.3  # seconds per token over those before: single rollouts vary by some 10 %
 
-TIMES = "; rollouts take {took_s:.3g} s after {before_s:.3g} s, {times:.2f} times as long per token"
-_check = Check[RunEvidence]
-
 TRAIN_OR_REPLACE = (
     "A learned drafter: train it before the run (tltlab train-drafter, drafter.checkpoint) or more within it "
     "(drafter.schedule.kind = always, drafter.max_updates); drafter.fallback serves until then. A model-free one: "
@@ -65,322 +70,110 @@ TRAIN_OR_REPLACE = (
 )
 
 
-def slower_than_plain(run: RunEvidence) -> Facts | None:
-    """Decoding under a policy that speculates takes longer than plain decoding of as many tokens would."""
-    rows = run.decoding[run.decoding["rl_step"].isin(run.speculating["rl_step"])]
-    names = rows["rl_step"].map({rl_step: policy[0] for rl_step, policy in run.policy_of_step.items()})
-    slowdowns = {str(name): run.against_plain(of_policy) for name, of_policy in rows.groupby(names)}
-    judged = [(slowdown.low, name, slowdown) for name, slowdown in slowdowns.items() if slowdown is not None]
-    if not judged:
-        raise NotChecked(f"no policy speculated in {ENOUGH_STEPS} RL steps at batches of which plain times are known")
-    low, name, slowdown = max(judged, key=lambda policy: policy[0])
-    if low <= UNSURE:
-        return None
-    _, source = run.plain
-    where = rl_steps(rows.loc[names == name, "rl_step"])
-    return {"policy": name, "slowdown": slowdown, "source": source, "where": where}
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding: `title` is its meaning, `evidence` the observation, `advice` what to do.
 
-
-def large_batches(run: RunEvidence) -> Facts | None:
-    """Speculation continues at batches where it loses, though it gains at smaller ones."""
-    rows = run.speculating
-    of_band = rows.groupby(2 ** np.log2(rows["batch"].clip(lower=1)).astype(int))
-    intervals = {int(least): run.against_plain(in_band) for least, in_band in of_band}
-    bands = {least: slowdown for least, slowdown in intervals.items() if slowdown is not None}
-    if not bands:
-        raise NotChecked(f"no batch size was both decoded plainly and speculated at in {ENOUGH_STEPS} RL steps")
-    gaining = [least for least, slowdown in bands.items() if slowdown.high < 1]
-    if not gaining:
-        raise NotChecked("speculation certainly gains at no batch size, so no batch is too large for it")
-    losing = [least for least, slowdown in bands.items() if slowdown.low > UNSURE and least > min(gaining)]
-    share = rows.loc[rows["batch"] >= min(losing, default=np.inf), "duration"].sum() / run.decoding["duration"].sum()
-    if not losing or share < LOSING_SHARE:
-        return None
-    bounds = {least: f"{least}-{2 * least - 1}" if least > 1 else "1" for least in bands}
-    return {
-        "by_batch": ", ".join(f"batch {bounds[least]} {slowdown:.2f}" for least, slowdown in bands.items()),
-        "share": share, "most": min(losing) - 1, "source": run.plain[1], "where": f"batches from {min(losing)}",
-    }  # fmt: skip
-
-
-def drafts_lose_time(run: RunEvidence) -> Facts | None:
-    """Rollouts that speculate take longer for their lengths than those that do not: speculation is net negative."""
-    rows = timed_steps(run)
-    # One token per draft is what drafts yield of which none is kept: neither.
-    drafted, plain = rows[rows["accept_length"] >= DRAFTED], rows[rows["accept_length"].isna()]
-    if min(len(drafted), len(plain)) < ENOUGH_STEPS:
-        raise NotChecked(f"RL steps with and without speculation, {ENOUGH_STEPS} of each, are needed")
-    terms = ["longest", "tokens"] if len(plain) >= 4 else ["tokens"]
-    # Fit the seconds of plain rollouts to their lengths, with relative errors.
-    x, y = plain[terms].to_numpy(np.float64), plain["rollout_s"].to_numpy(np.float64)
-    coefficients = np.linalg.lstsq(x / y[:, None], np.ones(len(y)), rcond=None)[0]
-    expected = drafted[terms].to_numpy(np.float64) @ coefficients
-    if (expected <= 0).any():
-        raise NotChecked("plain rollouts do not determine the time per length")
-    off = float(np.sqrt(np.mean((x @ coefficients / y - 1) ** 2)))
-    cost = mean_of_few((drafted["rollout_s"] / expected).to_numpy(), least_error=off / np.sqrt(len(plain)))
-    facts = {"drafted": len(drafted), "accept_length": drafted["accept_length"].mean(), "cost": cost}
-    return facts | {"where": rl_steps(drafted["rl_step"])} if cost.low > 1.0 else None
-
-
-def timed_steps(run: RunEvidence) -> pd.DataFrame:
-    """RL steps with a rollout time and an accept length: these, longest response and tokens."""
-    steps = run.steps
-    if "accept_length" not in steps:
-        raise NotChecked("the RL steps have no tokens per draft (a training log may)")
-    timed = steps[steps["rollout_s"] > 0].assign(accept_length=steps["accept_length"].astype(np.float64))
-    lengths = run.known.outcomes.groupby("rl_step")["response_tokens"].agg(longest="max", tokens="sum")
-    rows = timed.merge(lengths, left_on="rl_step", right_index=True).reset_index(drop=True)
-    if rows.empty:
-        raise NotChecked("no RL step has a rollout time")
-    return rows
-
-
-def not_bottleneck(run: RunEvidence) -> Facts | None:
-    """The rollout, or waiting for it, is less than half of an RL step: speeding it up cannot help much."""
-    rows, part = rollout_rows(run.stages)
-    if len(rows) < ENOUGH_STEPS:
-        raise NotChecked(f"the times of the stages (steps) are known of fewer than {ENOUGH_STEPS} RL steps")
-    others = rows.drop(columns=[part, "step"]).fillna(0.0)
-    if not others.to_numpy().any():
-        raise NotChecked("only the rollout's time is known, not that of the stages behind it (simulate: --stages)")
-    share = ratio(rows[part], rows["step"])
-    if share.high >= HALF:
-        return None
-    parts = others.sum().sort_values(ascending=False) / rows["step"].sum()
-    breakdown = ", ".join(
-        f"{stage_label(str(name))} {of_step:.0%}" for name, of_step in parts.items() if of_step >= 0.01
-    )
-    largest = str(parts.index[0])
-    lead = "The rollout" if part == "rollout" else "Waiting for rollouts"
-    facts = {"largest": stage_label(largest), "remedy": run.remedy(largest), "breakdown": breakdown, "lead": lead}
-    return facts | {"share": share, "gain": share.estimate / 2}
-
-
-def rollout_share(run: RunEvidence) -> Facts | None:
-    """The rollout is most of an RL step: how much faster the step can get at best."""
-    timed = (run.steps if run.log is None else run.log).reindex(columns=["rl_step", "step_s"]).dropna()
-    rows, part = rollout_rows(run.stages)
-    rows = rows[rows.index.isin(timed["rl_step"])]
-    if len(rows) < ENOUGH_STEPS:
-        few = f"fewer than {ENOUGH_STEPS} RL steps time rollout and whole RL step (a training log does)"
-        raise NotChecked(run.complaint or few)
-    share = ratio(rows[part], rows["step"])
-    if share.low < HALF:
-        return None
-    gains = {"twice": 1 / (1 - share.estimate / 2), "at_best": 1 / max(1 - share.estimate, 1e-3)}
-    return gains | {"share": share, "rollout_s": rows[part].median(), "step_s": rows["step"].median()}
-
-
-def preemption(run: RunEvidence) -> Facts | None:
-    """Requests were thrown out of the KV cache and prefilled again."""
-    if run.iterations["num_waiting"].isna().all():
-        raise NotChecked("the trace has no number of waiting requests (iterations.num_waiting)")
-    again = run.iterations["prefill_tokens"].sum() / max(int(run.known.workload["prompt_tokens"].sum()), 1)
-    return {"again": again} if again > PREFILL_AGAIN else None
-
-
-def waiting_queue(run: RunEvidence) -> Facts | None:
-    """Requests wait for a place."""
-    table = run.iterations
-    waiting = table.loc[table["num_waiting"].fillna(0) > 0, "duration"].sum() / table["duration"].sum()
-    facts = {"waiting": waiting, "most": table["num_waiting"].max(), "batch": table["batch"].max()}
-    return facts if waiting >= WAITING_SHARE else None
-
-
-def slow_worker(run: RunEvidence) -> Facts | None:
-    """One worker takes longer than the others for like iterations."""
-    table = run.iterations
-    table = table[(table["prefill_tokens"] == 0) & (table["batch"] > 0)]
-    if table["worker"].nunique() < 2:
-        raise NotChecked("iterations of at least two workers are needed")
-    table = table.assign(size=np.log2(table["batch"]).astype(int))
-    # Against the other workers' mean in the same RL step, at like depth and batch.
-    cell = ["rl_step", "draft_depth", "size"]
-    all_workers, own = table.groupby(cell)["duration"], table.groupby([*cell, "worker"])["duration"]
-    num_others = all_workers.transform("size") - own.transform("size")
-    usual = (all_workers.transform("sum") - own.transform("sum")) / num_others.where(num_others > 0)
-    rows = table.assign(usual=usual)[usual.notna()]
-    if rows["rl_step"].nunique() < ENOUGH_STEPS:
-        raise NotChecked(f"workers ran at like batch and depth in fewer than {ENOUGH_STEPS} RL steps")
-    for worker, of_worker in rows.groupby("worker"):
-        sums = of_worker.groupby("rl_step")[["duration", "usual"]].sum()
-        if len(sums) < ENOUGH_STEPS:
-            continue
-        factor = ratio(sums["duration"], sums["usual"])
-        if factor.low > SLOW_WORKER:
-            return {"worker": worker, "factor": factor, "where": f"worker {worker}"}
-    return None
-
-
-def no_graph(run: RunEvidence, kinds: tuple[str, ...]) -> Facts | None:
-    """On a GPU, decoding runs in `kinds` of CUDA graph: piecewise ones, or none ("eager")."""
-    hardware = run.known.manifest.hardware
-    if hardware is None or "CPU" in hardware:
-        raise NotChecked("the hardware is not known" if hardware is None else "CUDA graphs exist on GPUs only")
-    table = run.decoding[run.decoding["graph"].notna()]
-    if table.empty:
-        raise NotChecked("the trace has no CUDA graphs of iterations (graph in iterations.parquet)")
-    shares = {kind: table.loc[table["graph"] == kind, "duration"].sum() for kind in ("piecewise", "eager")}
-    shares = {kind: seconds / table["duration"].sum() for kind, seconds in shares.items()}
-    if sum(shares[kind] for kind in kinds) < GRAPHLESS_SHARE:
-        return None
-    lacking = table[table["graph"] != "full"]
-    by_depth = lacking.groupby("draft_depth")["duration"].sum()
-    most = f"draft depth {by_depth.idxmax()}" if by_depth.idxmax() else "plain decoding"
-    facts = {"most": most, "share": by_depth.max() / by_depth.sum()}
-    return facts | shares | {"least_batch": lacking["batch"].min(), "most_batch": lacking["batch"].max()}
-
-
-def acceptance_low(run: RunEvidence) -> Facts | None:
-    """Even in small batches a drafter's drafts are kept too rarely to pay for themselves."""
-    judged = {str(drafter): (rows, _tokens_per_draft(rows)) for drafter, rows in run.speculating.groupby("drafter")}
-    if not any(accepted for _, accepted in judged.values()):
-        raise NotChecked(f"no drafter made {ENOUGH_DRAFTS} drafts in {ENOUGH_STEPS} RL steps")
-    for drafter, (rows, accepted) in judged.items():
-        if accepted is None:
-            continue
-        lost: Interval | None = None
-        with suppress(NotChecked):
-            lost = run.against_plain(rows[rows["batch"] <= SMALL_BATCH])
-        if lost.low <= UNSURE if lost else accepted.high >= ACCEPT_FLOOR:
-            continue
-        times = (
-            f"; up to batch {SMALL_BATCH} its tokens take {lost:.2f} times what plain decoding would" if lost else ""
-        )
-        return {"drafter": drafter, "accepted": accepted, "times": times, "where": rl_steps(rows["rl_step"])}
-    return None
-
-
-def acceptance_falling(run: RunEvidence) -> Facts | None:
-    """Acceptance goes down over the run, batches and drafts being the same."""
-    levels = {str(drafter): _acceptance_by_step(rows) for drafter, rows in run.speculating.groupby("drafter")}
-    levels = {drafter: level for drafter, level in levels.items() if len(level) >= ENOUGH_FOR_TREND}
-    if not levels:
-        raise NotChecked(f"a trend needs {ENOUGH_FOR_TREND} RL steps with {ENOUGH_DRAFTS} drafts each")
-    for drafter, level in levels.items():
-        slope = _slope(level.to_numpy(), level.index.to_numpy(np.float64))
-        total = slope.estimate * float(np.ptp(level.index))
-        if slope.high < 0 and total <= -FALL:
-            return {"drafter": drafter, "slope": slope, "total": total, "where": rl_steps(level.index)}
-    return None
-
-
-def switching_time(run: RunEvidence) -> Facts | None:
-    """Switching speculation on takes a good part of the time."""
-    spans = run.known.spans
-    if spans is None or spans.empty:
-        return None
-    on_worker = spans[spans["lane"].str.startswith("worker ")]
-    working = on_worker[~on_worker["kind"].isin(["idle", "spot_train"])]["duration"].sum()
-    switching = on_worker[on_worker["kind"] == "switch"]["duration"].sum()
-    return {"seconds": switching, "share": switching / working} if switching > SWITCH_SHARE * working else None
-
-
-def switches_often(run: RunEvidence) -> Facts | None:
-    """Speculation switches on and off repeatedly."""
-    table = run.decoding
-    on = table["draft_depth"].to_numpy() > 0
-    begins = table[["rl_step", "worker"]].diff().fillna(1).to_numpy().any(axis=1)
-    flips = (on != np.roll(on, 1)) & ~begins
-    rate = 100 * flips.sum() / len(table)
-    facts = {"flips": flips.sum(), "iterations": len(table), "rate": rate}
-    return facts | {"where": rl_steps(table.loc[flips, "rl_step"])} if rate > FLIPS_PER_100 else None
-
-
-def idle_fragmented(run: RunEvidence) -> Facts | None:
-    """Idle workers train, but their idle time comes in pieces too short for an update."""
-    rows = run.known.spot_training
-    if rows is None or rows.empty:
-        raise NotChecked("no drafter was trained on idle workers in this trace")
-    if len(rows) < 2 * ENOUGH_STEPS:
-        raise NotChecked(f"{len(rows)} training periods are too few")
-    seconds, trained = rows[["duration", "setup_s", "train_s"]].sum(), rows[rows["updates"] > 0]
-    if not seconds["duration"] > 0:
-        raise NotChecked(f"the {len(rows)} training periods took no time")
-    shares, empty = seconds / seconds["duration"], 1 - len(trained) / len(rows)
-    if shares["train_s"] >= TRAINING_SHARE and empty <= TRAINING_SHARE:
-        return None
-    update = "none was completed"
-    if len(trained):
-        update = f"one takes {trained['train_s'].sum() / trained['updates'].sum():.2g} s"
-    facts = {"periods": len(rows), "median_s": rows["duration"].median(), "empty": empty, "update": update}
-    return facts | {"setup": shares["setup_s"], "train": shares["train_s"], "where": rl_steps(rows["rl_step"])}
-
-
-def rollout_waits(run: RunEvidence) -> Facts | None:
-    """Rollouts end when the drafter's trainers let go, and not with their last response."""
-    rows = run.known.spot_training
-    if rows is None or rows.empty:
-        raise NotChecked("no drafter was trained on idle workers in this trace")
-    last_s = run.known.outcomes.groupby("rl_step")["t_finish"].max()
-    freed_s = rows.assign(end=rows["t_start"] + rows["duration"]).groupby("rl_step")["end"].max()
-    took_s = run.steps.set_index("rl_step")["rollout_s"].astype(np.float64)
-    late = (pd.concat([freed_s, took_s], axis=1).min(axis=1) - last_s).dropna().clip(lower=0.0)
-    share = late.sum() / took_s.reindex(late.index).sum()
-    facts = {"seconds": late.max(), "share": share, "where": rl_steps(late.index[late > 0])}
-    return facts if share > WAITING else None
-
-
-def never_published(run: RunEvidence) -> Facts | None:
-    """The recipe trains a drafter, yet engines never got new weights of it."""
-    if run.setting("drafter") is None:
-        raise NotChecked("the run trains no drafter")
-    if run.setting("drafter.schedule.kind") == "never":
-        raise NotChecked("drafter.schedule.kind is never: no new weights were meant")
-    if len(run.steps) < ENOUGH_STEPS:
-        raise NotChecked(f"the run has fewer than {ENOUGH_STEPS} RL steps")
-    rows = run.known.spot_training
-    facts = {"steps": len(run.steps), "updates": 0 if rows is None else int(rows["updates"].sum())}
-    return None if (run.steps["drafter_version"].fillna(0) > 0).any() else facts
-
-
-def long_starved(run: RunEvidence) -> Facts | None:
-    """Groups dropped for their age leave training with shorter responses than were generated."""
-    rows = run.steps[run.steps["length_bias"].notna()]
-    if rows.empty:
-        raise NotChecked("RL steps are apart, or the trace has no record of dropped responses (steps.length_bias)")
-    bias, dropped = rows["length_bias"].iloc[-1], rows["dropped_groups"].iloc[-1]
-    groups = "" if pd.isna(dropped) else f" {dropped:.0f} groups were dropped for their age."
-    return {"bias": bias, "groups": groups} if bias < STARVED else None
-
-
-def _tokens_per_draft(rows: pd.DataFrame) -> Interval | None:
-    """Tokens per draft with an interval over RL steps, None where there are too few drafts."""
-    by_step = _drafts(rows).groupby("rl_step")[["pairs", "num_accepted"]].sum()
-    if by_step["pairs"].sum() < ENOUGH_DRAFTS or len(by_step) < ENOUGH_STEPS:
-        return None
-    return ratio(by_step["pairs"] + by_step["num_accepted"], by_step["pairs"])
-
-
-def _acceptance_by_step(rows: pd.DataFrame) -> pd.Series:
-    """Share of drafted tokens kept in each RL step over that of like drafts in all, minus 1; steps with enough drafts.
-
-    Drafts are alike that go to the same depth at about the same batch, so that another mix of them is no change.
+    "problem": something is broken or costs more than it gains; "hint": worth a look. `where` names RL steps, workers or
+    batches, None where it is the whole run. `code` is the check's name unless the check has several findings.
     """
-    drafts = _drafts(rows)
-    cell = drafts.groupby(["draft_depth", np.log2(drafts["batch"].clip(lower=1)).astype(int)])
-    share = cell["num_accepted"].transform("sum") / cell["num_drafted"].transform("sum")
-    drafts["expected"] = drafts["num_drafted"] * share
-    by_step = drafts.groupby("rl_step")[["pairs", "num_accepted", "expected"]].sum()
-    by_step = by_step[(by_step["pairs"] >= ENOUGH_DRAFTS) & (by_step["expected"] > 0)]
-    return by_step["num_accepted"] / by_step["expected"] - 1.0
+
+    severity: Literal["problem", "hint"]
+    title: str
+    evidence: str
+    advice: str = ""
+    where: str | None = None
+    code: str = ""
 
 
-def _drafts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Iterations that verified drafts, with the `pairs` of request and iteration in each."""
-    drafts = rows[rows["num_drafted"] > 0].astype({"num_drafted": np.float64, "num_accepted": np.float64})
-    return drafts.assign(pairs=accepted_pairs(drafts))
+problem, hint = partial(Finding, "problem"), partial(Finding, "hint")
+Findings = Iterator[Finding]
+Test = Callable[[RunEvidence], Findings]
 
 
-def _slope(y: Floats, x: Floats) -> Interval:
-    """Least-squares slope of y over x, with Student's interval."""
-    design = np.column_stack([x, np.ones(len(x))])
-    coefficients, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
-    freedom = max(len(x) - int(rank), 1)
-    variance = np.sum((y - design @ coefficients) ** 2) / freedom * np.linalg.pinv(design.T @ design)[0, 0]
-    slope, margin = float(coefficients[0]), student_margin(float(np.sqrt(variance)), freedom)
-    return Interval(estimate=slope, low=slope - margin, high=slope + margin, level=0.95, method="t")
+class Check(NamedTuple):
+    """One question to a run; `good` is shown where the test finds nothing. The test raises NotChecked."""
+
+    name: str
+    good: str
+    test: Test
+
+
+CHECKS: list[Check] = []
+
+
+def check(name: str, good: str) -> Callable[[Test], Test]:
+    """Register a generator of findings as the next check."""
+
+    def register(test: Test) -> Test:
+        CHECKS.append(Check(name, good, test))
+        return test
+
+    return register
+
+
+@frozen
+class Diagnosis:
+    """Findings of checks, problems first; `good`: checks without a finding; `not_checked`: (name, why) of the others.
+
+    `simulated`: the run is a simulation, so its figures are predictions.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    good: tuple[Check, ...] = ()
+    not_checked: tuple[tuple[str, str], ...] = ()
+    simulated: bool = False
+
+    @property
+    def headline(self) -> str:
+        """The first problem in a sentence; empty where there is none."""
+        first = next((finding for finding in self.findings if finding.severity == "problem"), None)
+        if first is None:
+            return ""
+        where = f" ({first.where})" if first.where else ""
+        return f"PROBLEM: {first.title}{where}. {first.evidence}"
+
+
+def diagnose(run: str | Path | Trace) -> Diagnosis:
+    """Look for every signature in a RUN folder, a trace folder or a Trace. Raises TraceError for what is no run."""
+    return examine(RunEvidence.of(run))
+
+
+def examine(evidence: RunEvidence) -> Diagnosis:
+    """Look for every signature in what is known of a run; a check that fails does not stop the others."""
+    findings: list[Finding] = []
+    good, not_checked = [], []
+    for check in CHECKS:
+        try:
+            found = list(check.test(evidence))
+        except NotChecked as why:
+            not_checked.append((check.name, str(why)))
+        except ConfigError as error:
+            # A run may be too odd for one question, such as times of zero; the others still have answers.
+            not_checked.append((check.name, f"its figures allow no answer ({error})"))
+        except Exception as error:  # a defect of one check is no reason to withhold what the others found
+            not_checked.append((check.name, f"a defect of the check: {type(error).__name__}: {one_line(error)}"))
+        else:
+            findings += [replace(finding, code=finding.code or check.name) for finding in found]
+            good += [] if found else [check]
+    findings.sort(key=lambda finding: finding.severity != "problem")
+    simulated = evidence.trace is not None and evidence.trace.manifest.kind == "simulated"
+    return Diagnosis(findings=tuple(findings), good=tuple(good), not_checked=tuple(not_checked), simulated=simulated)
+
+
+def rl_steps(values: Iterable[int], unit: str = "RL step") -> str:
+    """RL steps in words, runs of them joined.
+
+    >>> rl_steps([5, 0, 1, 2, 2])
+    'RL steps 0-2, 5'
+    """
+    runs: list[list[int]] = []
+    for value in sorted(set(map(int, values))):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return f"{unit}s " + ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 class Signature(NamedTuple):
@@ -447,6 +240,23 @@ SIGNATURES = (
 """From the particular to the general: a line counts for the first that fits it."""
 
 
+@check("deaths", "nothing died or was given up")
+def deaths(run: RunEvidence) -> Findings:
+    """Each known cause of death of the run, or of one of its engines, and what became of its drafter."""
+    need(run.events or run.logs, "the run has neither events.jsonl nor *.log files")
+    lines: dict[Signature, list[_Line]] = {signature: [] for signature in SIGNATURES}
+    for line in _lines(run):
+        if signature := next((signature for signature in SIGNATURES if _fits(line, signature)), None):
+            lines[signature].append(line)
+    for signature, (first, *others) in ((signature, found) for signature, found in lines.items() if found):
+        quote = one_line(first.text)
+        quote = quote if len(quote) <= QUOTE_LETTERS else quote[: QUOTE_LETTERS - 3] + "..."
+        more = f" (and {len(others)} more like it)" if others else ""
+        steps = [line.rl_step for line in (first, *others) if line.rl_step is not None]
+        evidence, where = f'{first.source} says "{quote}"{more}.', rl_steps(steps) if steps else None
+        yield problem(signature.title, evidence, signature.advice, where, signature.code)
+
+
 class _Line(NamedTuple):
     text: str
     source: str
@@ -454,29 +264,9 @@ class _Line(NamedTuple):
     rl_step: int | None = None
 
 
-def deaths(run: RunEvidence) -> list[Facts]:
-    """Each known cause of death of the run, or of one of its engines, and what became of its drafter."""
-    if not run.events and not run.logs:
-        raise NotChecked("the run has neither events.jsonl nor *.log files")
-    by_signature: dict[Signature, list[_Line]] = {signature: [] for signature in SIGNATURES}
-    for line in _lines(run):
-        if signature := next((signature for signature in SIGNATURES if _fits(line, signature)), None):
-            by_signature[signature].append(line)
-    found = []
-    for signature, (first, *others) in ((signature, lines) for signature, lines in by_signature.items() if lines):
-        quote = one_line(first.text)
-        quote = quote if len(quote) <= QUOTE_LETTERS else quote[: QUOTE_LETTERS - 3] + "..."
-        more = f" (and {len(others)} more like it)" if others else ""
-        steps = [line.rl_step for line in (first, *others) if line.rl_step is not None]
-        facts: Facts = {"source": first.source, "quote": quote, "more": more}
-        found.append(facts | signature._asdict() | {"where": rl_steps(steps) if steps else None})
-    return found
-
-
 def _fits(line: _Line, signature: Signature) -> bool:
-    if not re.search(signature.pattern, line.text, re.IGNORECASE):
-        return False
-    return bool(re.search(signature.beside, line.before + line.text, re.IGNORECASE))
+    pairs = ((signature.pattern, line.text), (signature.beside, line.before + line.text))
+    return all(re.search(pattern, text, re.IGNORECASE) for pattern, text in pairs)
 
 
 def _lines(run: RunEvidence) -> Iterator[_Line]:
@@ -489,113 +279,239 @@ def _lines(run: RunEvidence) -> Iterator[_Line]:
             yield _Line(line, name, before="\n".join(lines[max(0, number - LINES_BEFORE) : number]))
 
 
-def canary(run: RunEvidence, kind: str) -> Facts | None:
-    """The canary's verdict on the learned drafter was `kind`: "collapsed", or "untrained"."""
-    verdicts = [(event, event["verdict"]) for event in run.happened if isinstance(event.get("verdict"), dict)]
-    if not verdicts:
-        raise NotChecked("no canary spoke: the run has no learned drafter, or it drafted too little to judge")
-    if not (bad := [event for event, verdict in verdicts if verdict.get("kind") == kind]):
-        return None
-    facts = {"bad": len(bad), "verdicts": len(verdicts), "first": bad[0]["event"]}
-    return facts | {"where": rl_steps(event["rl_step"] for event in bad)}
-
-
-def stage_grows(run: RunEvidence) -> Facts | None:
-    """A stage takes far more of the RL step late in the run than early."""
-    stages = run.stages
-    if len(stages) < 2 * LEAST_SIDE + 1:
-        raise NotChecked(f"a change needs {2 * LEAST_SIDE + 1} RL steps whose stages are timed")
-    found: list[Facts] = []
-    for name in stages.columns.difference(["step", "rollout"]):
-        timed = stages[stages[name].notna() & (stages["step"] > 0)]
-        at = change(timed[name].to_numpy(np.float64))
-        if at is None:
-            continue
-        before, behind = timed.iloc[:at], timed.iloc[at:]
-        # A stage that is not in every RL step is a smaller share of all of them.
-        whole_before, whole_behind = (
-            stages.loc[(stages.index >= rows.index[0]) & (stages.index <= rows.index[-1]), "step"].sum()
-            for rows in (before, behind)
+@check("interrupted", "the recording is whole")
+def interrupted(run: RunEvidence) -> Findings:
+    """The recording was interrupted, or the trace was made of an interrupted recording."""
+    title, notes = "The recording was interrupted", "" if run.trace is None else run.trace.manifest.notes or ""
+    if run.unfinished is not None:
+        yield problem(
+            title,
+            f"{run.unfinished.name} is still there: the run was stopped, or continues.",
+            "Commands read it unchanged. If no run writes there any more, tltlab trace repair makes a trace of it.",
         )
-        was, share = before[name].sum() / whole_before, behind[name].sum() / whole_behind
-        if share - was < GROWN_SHARE:
+    elif "repaired: " in notes:
+        yield hint(
+            title,
+            f'The trace says "{notes[notes.find("repaired: ") :]}".',
+            "The rest of the trace is sound; leave RL steps out that lack requests.",
+        )
+
+
+@check("slower-than-plain", "rollouts are not slower than plain decoding")
+def slower_than_plain(run: RunEvidence) -> Findings:
+    """Decoding under a policy that speculates takes longer than plain decoding of as many tokens would."""
+    rows = run.decoding[run.decoding["rl_step"].isin(run.speculating["rl_step"])]
+    names = rows["rl_step"].map({rl_step: policy[0] for rl_step, policy in run.policy_of_step.items()})
+    slowdowns = {str(name): run.against_plain(of_policy) for name, of_policy in rows.groupby(names)}
+    judged = [(slowdown.low, name, slowdown) for name, slowdown in slowdowns.items() if slowdown is not None]
+    need(judged, f"no policy speculated in {ENOUGH_STEPS} RL steps at batches of which plain times are known")
+    low, name, slowdown = max(judged, key=lambda policy: policy[0])
+    if low > UNSURE:
+        yield problem(
+            f"Policy {name} makes rollouts slower than no speculation",
+            f"Decoding takes {slowdown:.2f} times as long as plain decoding of the same tokens at these batches "
+            f"({run.plain[1]}).",
+            "Speculate at small batches only (activation.max_requests), draft less deep, or not at all: see "
+            "tltlab tune.",
+            rl_steps(rows.loc[names == name, "rl_step"]),
+        )
+
+
+@check("drafts-lose-time", "RL steps that draft are no slower per token")
+def drafts_lose_time(run: RunEvidence) -> Findings:
+    """Rollouts that speculate take longer for their lengths than those that do not: speculation is net negative."""
+    steps = run.steps
+    need("accept_length" in steps, "the RL steps have no tokens per draft (a training log may)")
+    timed = steps[steps["rollout_s"] > 0].assign(accept_length=steps["accept_length"].astype(np.float64))
+    lengths = run.known.outcomes.groupby("rl_step")["response_tokens"].agg(longest="max", tokens="sum")
+    rows = timed.merge(lengths, left_on="rl_step", right_index=True).reset_index(drop=True)
+    need(len(rows), "no RL step has a rollout time")
+    # One token per draft is what drafts yield of which none is kept: neither.
+    drafted, plain = rows[rows["accept_length"] >= DRAFTED], rows[rows["accept_length"].isna()]
+    enough = min(len(drafted), len(plain)) >= ENOUGH_STEPS
+    need(enough, f"RL steps with and without speculation, {ENOUGH_STEPS} of each, are needed")
+    terms = ["longest", "tokens"] if len(plain) >= 4 else ["tokens"]
+    # Fit the seconds of plain rollouts to their lengths, with relative errors.
+    x, y = plain[terms].to_numpy(np.float64), plain["rollout_s"].to_numpy(np.float64)
+    coefficients = np.linalg.lstsq(x / y[:, None], np.ones(len(y)), rcond=None)[0]
+    expected = drafted[terms].to_numpy(np.float64) @ coefficients
+    need((expected > 0).all(), "plain rollouts do not determine the time per length")
+    off = float(np.sqrt(np.mean((x @ coefficients / y - 1) ** 2)))
+    cost = mean_of_few((drafted["rollout_s"] / expected).to_numpy(), least_error=off / np.sqrt(len(plain)))
+    if cost.low > 1.0:
+        yield problem(
+            "Speculation is net negative",
+            f"{len(drafted)} rollouts with {drafted['accept_length'].mean():.2f} tokens per draft take {cost:.2f} "
+            "times what plain ones would.",
+            "Draft below a batch only (tltlab tune finds it), draft less deep, or switch it off.",
+            rl_steps(drafted["rl_step"]),
+        )
+
+
+@check("acceptance-low", "drafts are kept often enough")
+def acceptance_low(run: RunEvidence) -> Findings:
+    """Even in small batches a drafter's drafts are kept too rarely to pay for themselves."""
+    judged = {str(drafter): (rows, _tokens_per_draft(rows)) for drafter, rows in run.speculating.groupby("drafter")}
+    enough = any(accepted for _, accepted in judged.values())
+    need(enough, f"no drafter made {ENOUGH_DRAFTS} drafts in {ENOUGH_STEPS} RL steps")
+    for drafter, (rows, accepted) in judged.items():
+        if accepted is None:
             continue
-        busy = whole_behind - (behind["wait"].sum() if "wait" in behind and name != "wait" else 0.0)
-        own = behind[name].sum() / busy
-        waiting = "" if round(own, 2) == round(share, 2) else f", {own:.0%} of it without waiting for rollouts"
-        found.append({
-            "title": stage_label(name)[:1].upper() + stage_label(name)[1:], "first": int(behind.index[0]), "was": was,
-            "share": share, "own": own, "waiting": waiting, "took_s": behind[name].median(),
-            "took_before_s": before[name].median(), "step_s": behind["step"].median(), "remedy": run.remedy(name),
-            "severity": "problem" if share >= LARGE_SHARE else "hint", "where": rl_steps(behind.index),
-        })  # fmt: skip
-    return max(found, key=lambda facts: float(facts["share"] - facts["was"]), default=None)
+        lost: Interval | None = None
+        with suppress(NotChecked):
+            lost = run.against_plain(rows[rows["batch"] <= SMALL_BATCH])
+        if lost.low <= UNSURE if lost else accepted.high >= ACCEPT_FLOOR:
+            continue
+        times = (
+            f"; up to batch {SMALL_BATCH} its tokens take {lost:.2f} times what plain decoding would" if lost else ""
+        )
+        yield problem(
+            f"The drafts of {drafter} are kept too rarely to pay",
+            f"{drafter} yields {accepted:.2f} tokens per draft, the bonus token included{times}.",
+            TRAIN_OR_REPLACE,
+            rl_steps(rows["rl_step"]),
+        )
+        return
 
 
-def drafts_collapse(run: RunEvidence) -> Facts | None:
+@check("acceptance-falling", "acceptance holds over the run")
+def acceptance_falling(run: RunEvidence) -> Findings:
+    """Acceptance goes down over the run, batches and drafts being the same."""
+    levels = {str(drafter): _acceptance_by_step(rows) for drafter, rows in run.speculating.groupby("drafter")}
+    levels = {drafter: level for drafter, level in levels.items() if len(level) >= ENOUGH_FOR_TREND}
+    need(levels, f"a trend needs {ENOUGH_FOR_TREND} RL steps with {ENOUGH_DRAFTS} drafts each")
+    for drafter, level in levels.items():
+        slope = _slope(level.to_numpy(), level.index.to_numpy(np.float64))
+        total = slope.estimate * float(np.ptp(level.index))
+        if slope.high < 0 and total <= -FALL:
+            yield problem(
+                f"The acceptance of {drafter} falls during the run",
+                f"At like batches and depths acceptance changes by {slope:+.1%} per RL step, {total:+.0%} in all.",
+                TRAIN_OR_REPLACE,
+                rl_steps(level.index),
+            )
+            return
+
+
+def _tokens_per_draft(rows: pd.DataFrame) -> Interval | None:
+    """Tokens per draft with an interval over RL steps, None where there are too few drafts."""
+    by_step = _drafts(rows).groupby("rl_step")[["pairs", "num_accepted"]].sum()
+    if by_step["pairs"].sum() < ENOUGH_DRAFTS or len(by_step) < ENOUGH_STEPS:
+        return None
+    return ratio(by_step["pairs"] + by_step["num_accepted"], by_step["pairs"])
+
+
+def _acceptance_by_step(rows: pd.DataFrame) -> pd.Series:
+    """Share of drafted tokens kept in each RL step over that of like drafts in all, minus 1; steps with enough drafts.
+
+    Drafts are alike that go to the same depth at about the same batch, so that another mix of them is no change.
+    """
+    drafts = _drafts(rows)
+    cell = drafts.groupby(["draft_depth", np.log2(drafts["batch"].clip(lower=1)).astype(int)])
+    share = cell["num_accepted"].transform("sum") / cell["num_drafted"].transform("sum")
+    drafts["expected"] = drafts["num_drafted"] * share
+    by_step = drafts.groupby("rl_step")[["pairs", "num_accepted", "expected"]].sum()
+    by_step = by_step[(by_step["pairs"] >= ENOUGH_DRAFTS) & (by_step["expected"] > 0)]
+    return by_step["num_accepted"] / by_step["expected"] - 1.0
+
+
+def _drafts(rows: pd.DataFrame) -> pd.DataFrame:
+    """Iterations that verified drafts, with the `pairs` of request and iteration in each."""
+    drafts = rows[rows["num_drafted"] > 0].astype({"num_drafted": np.float64, "num_accepted": np.float64})
+    return drafts.assign(pairs=accepted_pairs(drafts))
+
+
+def _slope(y: Floats, x: Floats) -> Interval:
+    """Least-squares slope of y over x, with Student's interval."""
+    design = np.column_stack([x, np.ones(len(x))])
+    coefficients, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
+    freedom = max(len(x) - int(rank), 1)
+    variance = np.sum((y - design @ coefficients) ** 2) / freedom * np.linalg.pinv(design.T @ design)[0, 0]
+    slope, margin = float(coefficients[0]), student_margin(float(np.sqrt(variance)), freedom)
+    return Interval(estimate=slope, low=slope - margin, high=slope + margin, level=0.95, method="t")
+
+
+@check("drafts-collapse", "drafts are kept as often as before")
+def drafts_collapse(run: RunEvidence) -> Findings:
     """Accept length falls, to one token or far down, while drafts continue."""
     rows = _drafted(run)
     length = rows["accept_length"].to_numpy(np.float64)
     none_kept = length <= COLLAPSED
-    if none_kept.all():
-        at = 0
-    elif none_kept.any():
-        at = int(none_kept.argmax())
-    else:
+    at = int(none_kept.argmax())
+    if not none_kept.any():
         split = change(-length)
         if split is None or np.median(length[split:]) - 1 > LOST * (np.median(length[:split]) - 1):
-            return None
+            return
         at = split
     bad = rows[none_kept] if none_kept.any() else rows.iloc[at:]
     before = rows.iloc[:at] if at else rows[~none_kept]
     on = bool(bad["has_drafts"].all())
     if (len(before) and before["accept_length"].median() < KEPT) or len(bad) < (1 if on else LEAST_SIDE):
-        return None
+        return
     slower = _slower(run, before["rl_step"], bad["rl_step"])
     # A log may write one token per draft where nothing was drafted.
-    sure = on or (len(before) > 0 and slower is not None and slower["times"] >= KEPT)
-    if not sure and not len(before):
-        raise NotChecked("accept length is 1 in all RL steps, and the log has no number of drafts")
-    first, kept = int(bad["rl_step"].iloc[0]), "kept no more" if none_kept.any() else "kept far less"
-    if run.log is not None and run.log["accept_length"].isna().all():
+    sure = on or (len(before) > 0 and slower is not None and slower.times >= KEPT)
+    need(sure or len(before), "accept length is 1 in all RL steps, and the log has no number of drafts")
+    subject, name, form = "Accept length", "accept_length", ".2f"
+    if run.log is not None and run.log[name].isna().all():
         subject, name, form = "The share of drafted tokens that is kept", "draft_rate", ".0%"
-    else:
-        subject, name, form = "Accept length", "accept_length", ".2f"
-    was, now = (format(rows[name].median(), form) for rows in (before, bad))
-    return {
-        "title": f"Drafts are {kept} from {run.unit} {first} on" if at else "Drafts are not kept",
-        "fall": f"{subject} falls from {was} to {now}" if len(before) else f"{subject} is {now}",
-        "going_on": "while drafts continue" if on else "or nothing was drafted, which the log does not show",
-        "rate": _rates(before, bad) if name == "accept_length" else "",
-        "times": "" if slower is None else TIMES.format(**slower),
-        "severity": "problem" if sure else "hint", "where": rl_steps(bad["rl_step"], run.unit),
-    }  # fmt: skip
+    was, now = (format(part[name].median(), form) for part in (before, bad))
+    fall = f"{subject} falls from {was} to {now}" if len(before) else f"{subject} is {now}"
+    kept = "kept no more" if none_kept.any() else "kept far less"
+    times = f"; rollouts take {slower}" if slower is not None else ""
+    yield (problem if sure else hint)(
+        f"Drafts are {kept} from {run.unit} {bad['rl_step'].iloc[0]} on" if at else "Drafts are not kept",
+        f"{fall} {'while drafts continue' if on else 'or nothing was drafted, which the log does not show'}"
+        f"{_rates(before, bad) if name == 'accept_length' else ''}{times}.",
+        "Outputs stay right, only time is lost. Load the drafter's weights anew after sleep, wake-up and weight sync "
+        "(level-2 sleep throws them away), or switch drafting off until they are.",
+        rl_steps(bad["rl_step"], run.unit),
+    )
 
 
-def rollout_slower(run: RunEvidence) -> Facts | None:
-    """Rollouts take longer for the same lengths late in the run than early, and it is not for the drafts."""
-    rows = run.per_token
-    at = change(rows["per_token"].to_numpy(np.float64))
-    if at is None:
+def _drafted(run: RunEvidence) -> pd.DataFrame:
+    """RL steps of a log that have the number of tokens per draft."""
+    if run.log is None:
+        raise NotChecked(NO_LOG)
+    log = run.log
+    if log["accept_length"].isna().all():
+        # A lower bound: the accepted share counts tokens, and a draft has one or more.
+        log = log.assign(accept_length=1.0 + log["draft_rate"])
+    rows = log[log["accept_length"].notna()].reset_index(drop=True)
+    need(len(rows), "the log has no tokens per draft")
+    need(len(rows) >= 2 * LEAST_SIDE, f"a change needs {2 * LEAST_SIDE} RL steps with drafts")
+    return rows
+
+
+def _rates(before: pd.DataFrame, bad: pd.DataFrame) -> str:
+    was, now = (rows["draft_rate"].median() for rows in (before, bad))
+    if pd.isna(now):
+        return ""
+    return f", {now:.0%} of the drafted tokens are kept{'' if pd.isna(was) else f' after {was:.0%}'}"
+
+
+class _Slower(NamedTuple):
+    """Seconds of rollouts late and early in a run, and the ratio of their seconds per token."""
+
+    took_s: float
+    before_s: float
+    times: float
+
+    def __str__(self) -> str:
+        return f"{self.took_s:.3g} s after {self.before_s:.3g} s, {self.times:.2f} times as long per token"
+
+
+def _slower(run: RunEvidence, before: pd.Series, behind: pd.Series) -> _Slower | None:
+    """Compare rollouts of some RL steps; None where their times are not known."""
+    try:
+        rows = run.per_token.set_index("rl_step")
+    except NotChecked:
         return None
-    before, behind = rows.iloc[:at], rows.iloc[at:]
-    facts = _slower(run, before["rl_step"], behind["rl_step"])
-    longest = behind["per_longest"].median() / before["per_longest"].median()
-    if facts is None or min(facts["times"], longest) < SLOWER:
+    was, now = rows[rows.index.isin(before)], rows[rows.index.isin(behind)]
+    if was.empty or now.empty:
         return None
-    collapse = None
-    with suppress(NotChecked):
-        collapse = drafts_collapse(run)
-    if collapse is not None:
-        raise NotChecked("drafts that are not kept explain what rollouts take")
-    return facts | {"first": int(behind["rl_step"].iloc[0]), "where": rl_steps(behind["rl_step"])}
-
-
-def several_turns(run: RunEvidence) -> Facts | None:
-    """Responses have several turns, or wait for tools: lengths and rollout times are not those of generation."""
-    if run.turns is None:
-        raise NotChecked(NO_LOG if run.log is None else "the log has no number of turns per response")
-    return {"note": run.turns[:1].upper() + run.turns[1:]} if run.turns else None
+    times = now["per_token"].median() / was["per_token"].median()
+    return _Slower(now["rollout_s"].median(), was["rollout_s"].median(), times)
 
 
 def change(values: Floats) -> int | None:
@@ -613,215 +529,372 @@ def change(values: Floats) -> int | None:
     return best if least > np.quantile(values[:best], 0.9, method="higher") else None
 
 
-def _drafted(run: RunEvidence) -> pd.DataFrame:
-    """RL steps of a log that have the number of tokens per draft."""
-    if run.log is None:
-        raise NotChecked(NO_LOG)
-    log = run.log
-    if log["accept_length"].isna().all():
-        # A lower bound: the accepted share counts tokens, and a draft has one or more.
-        log = log.assign(accept_length=1.0 + log["draft_rate"])
-    rows = log[log["accept_length"].notna()].reset_index(drop=True)
-    if rows.empty:
-        raise NotChecked("the log has no tokens per draft")
-    if len(rows) < 2 * LEAST_SIDE:
-        raise NotChecked(f"a change needs {2 * LEAST_SIDE} RL steps with drafts")
-    return rows
-
-
-def _rates(before: pd.DataFrame, bad: pd.DataFrame) -> str:
-    rates = [rows["draft_rate"].median() for rows in (before, bad)]
-    if pd.isna(rates[1]):
-        return ""
-    was = "" if pd.isna(rates[0]) else f" after {rates[0]:.0%}"
-    return f", {rates[1]:.0%} of the drafted tokens are kept{was}"
-
-
-def _slower(run: RunEvidence, before: pd.Series, behind: pd.Series) -> Facts | None:
-    """Seconds of rollouts, and per token over those before; None where they are not known."""
-    try:
-        rows = run.per_token.set_index("rl_step")
-    except NotChecked:
-        return None
-    was, now = rows[rows.index.isin(before)], rows[rows.index.isin(behind)]
-    if was.empty or now.empty:
-        return None
-    return {
-        "took_s": now["rollout_s"].median(), "before_s": was["rollout_s"].median(),
-        "times": now["per_token"].median() / was["per_token"].median(),
-    }  # fmt: skip
-
-
-def unfinished(run: RunEvidence) -> Facts | None:
-    """The recording was interrupted, so the trace lacks what came later."""
-    return {"folder": run.unfinished.name} if run.unfinished is not None else None
-
-
-def repaired(run: RunEvidence) -> Facts | None:
-    """The trace was made of an interrupted recording."""
-    notes = "" if run.trace is None else run.trace.manifest.notes or ""
-    return {"note": notes[notes.find("repaired: ") :]} if "repaired: " in notes else None
-
-
-CHECKS: tuple[Check[RunEvidence], ...] = (
-    _check("deaths", deaths, good="nothing died or was given up").problem(
-        "{title}", '{source} says "{quote}"{more}.', "{advice}", code="{code}"
-    ),
-    _check("interrupted", unfinished, good="the recording is whole").problem(
-        "The recording was interrupted",
-        "{folder} is still there: the run was stopped, or continues.",
-        "Commands read it unchanged. If no run writes there any more, tltlab trace repair makes a trace of it.",
-    ),
-    _check("interrupted", repaired).hint(
-        "The recording was interrupted",
-        'The trace says "{note}".',
-        "The rest of the trace is sound; leave RL steps out that lack requests.",
-    ),
-    _check("slower-than-plain", slower_than_plain, good="rollouts are not slower than plain decoding").problem(
-        "Policy {policy} makes rollouts slower than no speculation",
-        "Decoding takes {slowdown:.2f} times as long as plain decoding of the same tokens at these batches ({source}).",
-        "Speculate at small batches only (activation.max_requests), draft less deep, or not at all: see tltlab tune.",
-    ),
-    _check("drafts-lose-time", drafts_lose_time, good="RL steps that draft are no slower per token").problem(
-        "Speculation is net negative",
-        "{drafted} rollouts with {accept_length:.2f} tokens per draft take {cost:.2f} times what plain ones would.",
-        "Draft below a batch only (tltlab tune finds it), draft less deep, or switch it off.",
-    ),
-    _check("acceptance-low", acceptance_low, good="drafts are kept often enough").problem(
-        "The drafts of {drafter} are kept too rarely to pay",
-        "{drafter} yields {accepted:.2f} tokens per draft, the bonus token included{times}.",
-        TRAIN_OR_REPLACE,
-    ),
-    _check("acceptance-falling", acceptance_falling, good="acceptance holds over the run").problem(
-        "The acceptance of {drafter} falls during the run",
-        "At like batches and depths acceptance changes by {slope:+.1%} per RL step, {total:+.0%} in all.",
-        TRAIN_OR_REPLACE,
-    ),
-    _check("drafts-collapse", drafts_collapse, good="drafts are kept as often as before").problem(
-        "{title}",
-        "{fall} {going_on}{rate}{times}.",
-        "Outputs stay right, only time is lost. Load the drafter's weights anew after sleep, wake-up and weight sync "
-        "(level-2 sleep throws them away), or switch drafting off until they are.",
-    ),
-    _check("large-batches", large_batches, good="no speculation at too large batches").problem(
+@check("large-batches", "no speculation at too large batches")
+def large_batches(run: RunEvidence) -> Findings:
+    """Speculation continues at batches where it loses, though it gains at smaller ones."""
+    rows = run.speculating
+    of_band = rows.groupby(2 ** np.log2(rows["batch"].clip(lower=1)).astype(int))
+    intervals = {int(least): run.against_plain(in_band) for least, in_band in of_band}
+    bands = {least: slowdown for least, slowdown in intervals.items() if slowdown is not None}
+    need(bands, f"no batch size was both decoded plainly and speculated at in {ENOUGH_STEPS} RL steps")
+    gaining = [least for least, slowdown in bands.items() if slowdown.high < 1]
+    need(gaining, "speculation certainly gains at no batch size, so no batch is too large for it")
+    losing = [least for least, slowdown in bands.items() if slowdown.low > UNSURE and least > min(gaining)]
+    share = rows.loc[rows["batch"] >= min(losing, default=np.inf), "duration"].sum() / run.decoding["duration"].sum()
+    if not losing or share < LOSING_SHARE:
+        return
+    names = {least: f"{least}-{2 * least - 1}" if least > 1 else "1" for least in bands}
+    by_batch = ", ".join(f"batch {names[least]} {slowdown:.2f}" for least, slowdown in bands.items())
+    most = min(losing) - 1
+    yield problem(
         "Speculation stays on at batches too large for it",
-        "Time against plain decoding of the same tokens ({source}): {by_batch}; {share:.0%} of the decoding time goes "
-        "into drafts at larger batches than {most}.",
-        "Set activation.max_requests to {most}, or give those batches a bucket with no speculation in it.",
-    ),
-    _check("switches-often", switching_time, good="few switches").problem(
-        "Switching speculation on takes a good part of the rollout",
-        "{seconds:.3g} s, {share:.0%} of the workers' busy time, went into switches.",
-        "Switch once, late: a smaller activation.max_requests, a longer activation.hold_iterations.",
-    ),
-    _check("switches-often", switches_often, needs=("speculating",)).hint(
-        "Speculation switches on and off repeatedly",
-        "{flips} switches in {iterations} iterations, {rate:.0f} per 100.",
-        "Use a longer activation.hold_iterations, a smaller epsilon, or no speculation as an arm only where it wins.",
-    ),
-    _check("canary", partial(canary, kind="collapsed"), good="the drafter's canary is content").problem(
-        "The learned drafter collapsed",
-        "{bad} of {verdicts} verdicts; the first: {first}.",
-        "Check that its weights reach the engines whole and share the target's embedding and LM head; until then "
-        "drafter.fallback serves. drafter.canary.collapse sets the bound.",
-        code="canary-collapsed",
-    ),
-    _check("canary", partial(canary, kind="untrained")).hint(
-        "The learned drafter had not learned enough to serve",
-        "{bad} of {verdicts} verdicts; the first: {first}.",
-        "Warm it up before the run: tltlab train-drafter, then drafter.checkpoint. The fallback served.",
-        code="drafter-untrained",
-    ),
-    _check("drafter-never-published", never_published, good="new drafter weights went into service").problem(
-        "The trained drafter never went into service",
-        "In {steps} RL steps the engines stayed on the drafter they began with; training made {updates} updates.",
-        "No updates: are workers ever idle before the rollout ends (tltlab timeline), and for longer than an update "
-        "takes (drafter.tokens_per_update)? Else events.jsonl has the reason why its weights were refused.",
-    ),
-    _check("idle-fragmented", idle_fragmented, good="idle time is long enough to train in").problem(
+        f"Time against plain decoding of the same tokens ({run.plain[1]}): {by_batch}; {share:.0%} of the decoding "
+        f"time goes into drafts at larger batches than {most}.",
+        f"Set activation.max_requests to {most}, or give those batches a bucket with no speculation in it.",
+        f"batches from {most + 1}",
+    )
+
+
+@check("switches-often", "few switches")
+def switches_often(run: RunEvidence) -> Findings:
+    """Switching speculation on takes a good part of the time, or is repeated."""
+    spans = run.known.spans
+    if spans is not None and len(spans):
+        on_worker = spans[spans["lane"].str.startswith("worker ")]
+        working = on_worker[~on_worker["kind"].isin(["idle", "spot_train"])]["duration"].sum()
+        switching = on_worker[on_worker["kind"] == "switch"]["duration"].sum()
+        if switching > SWITCH_SHARE * working:
+            yield problem(
+                "Switching speculation on takes a good part of the rollout",
+                f"{switching:.3g} s, {switching / working:.0%} of the workers' busy time, went into switches.",
+                "Switch once, late: a smaller activation.max_requests, a longer activation.hold_iterations.",
+            )
+            return
+    need(len(run.speculating), "nothing was speculated")
+    table = run.decoding
+    on = table["draft_depth"].to_numpy() > 0
+    begins = table[["rl_step", "worker"]].diff().fillna(1).to_numpy().any(axis=1)
+    flips = (on != np.roll(on, 1)) & ~begins
+    rate = 100 * flips.sum() / len(table)
+    if rate > FLIPS_PER_100:
+        yield hint(
+            "Speculation switches on and off repeatedly",
+            f"{flips.sum()} switches in {len(table)} iterations, {rate:.0f} per 100.",
+            "Use a longer activation.hold_iterations, a smaller epsilon, or no speculation as an arm only where it "
+            "wins.",
+            rl_steps(table.loc[flips, "rl_step"]),
+        )
+
+
+@check("canary", "the drafter's canary is content")
+def canary(run: RunEvidence) -> Findings:
+    """The canary's verdict on the learned drafter was that it collapsed, or had not learned enough."""
+    need(run.events, "the run has no events.jsonl")
+    verdicts = [(event, event["verdict"].get("kind")) for event in run.events if isinstance(event.get("verdict"), dict)]
+    need(verdicts, "no canary spoke: the run has no learned drafter, or it drafted too little to judge")
+    kinds = {
+        "collapsed": problem(
+            "The learned drafter collapsed",
+            "",
+            "Check that its weights reach the engines whole and share the target's embedding and LM head; until then "
+            "drafter.fallback serves. drafter.canary.collapse sets the bound.",
+            code="canary-collapsed",
+        ),
+        "untrained": hint(
+            "The learned drafter had not learned enough to serve",
+            "",
+            "Warm it up before the run: tltlab train-drafter, then drafter.checkpoint. The fallback served.",
+            code="drafter-untrained",
+        ),
+    }
+    for kind, finding in kinds.items():
+        if bad := [event for event, verdict in verdicts if verdict == kind]:
+            evidence = f"{len(bad)} of {len(verdicts)} verdicts; the first: {bad[0]['event']}."
+            yield replace(finding, evidence=evidence, where=rl_steps(event["rl_step"] for event in bad))
+            return
+
+
+@check("drafter-never-published", "new drafter weights went into service")
+def never_published(run: RunEvidence) -> Findings:
+    """The recipe trains a drafter, yet engines never got new weights of it."""
+    need(run.setting("drafter") is not None, "the run trains no drafter")
+    asked = run.setting("drafter.schedule.kind") != "never"
+    need(asked, "drafter.schedule.kind is never: no new weights were meant")
+    steps, rows = run.steps, run.known.spot_training
+    need(len(steps) >= ENOUGH_STEPS, f"the run has fewer than {ENOUGH_STEPS} RL steps")
+    if not (steps["drafter_version"].fillna(0) > 0).any():
+        yield problem(
+            "The trained drafter never went into service",
+            f"In {len(steps)} RL steps the engines stayed on the drafter they began with; training made "
+            f"{0 if rows is None else int(rows['updates'].sum())} updates.",
+            "No updates: are workers ever idle before the rollout ends (tltlab timeline), and for longer than an "
+            "update takes (drafter.tokens_per_update)? Else events.jsonl has the reason why its weights were refused.",
+        )
+
+
+@check("idle-fragmented", "idle time is long enough to train in")
+def idle_fragmented(run: RunEvidence) -> Findings:
+    """Idle workers train, but their idle time comes in pieces too short for an update."""
+    rows = run.training
+    need(len(rows) >= 2 * ENOUGH_STEPS, f"{len(rows)} training periods are too few")
+    seconds, trained = rows[["duration", "setup_s", "train_s"]].sum(), rows[rows["updates"] > 0]
+    need(seconds["duration"] > 0, f"the {len(rows)} training periods took no time")
+    shares, empty = seconds / seconds["duration"], 1 - len(trained) / len(rows)
+    if shares["train_s"] >= TRAINING_SHARE and empty <= TRAINING_SHARE:
+        return
+    update = "none was completed"
+    if len(trained):
+        update = f"one takes {trained['train_s'].sum() / trained['updates'].sum():.2g} s"
+    yield problem(
         "Idle time comes in pieces too short to train in",
-        "{periods} periods of {median_s:.2g} s (median): {setup:.0%} of the time set trainers up, {train:.0%} trained; "
-        "{empty:.0%} of the periods made no update ({update}).",
+        f"{len(rows)} periods of {rows['duration'].median():.2g} s (median): {shares['setup_s']:.0%} of the time set "
+        f"trainers up, {shares['train_s']:.0%} trained; {empty:.0%} of the periods made no update ({update}).",
         "Make updates smaller (drafter.tokens_per_update), train in fewer rollouts (drafter.schedule.kind = every) or "
         "larger groups (drafter.coordinator.min_idle_workers, late_join = false).",
-    ),
-    _check("waits-for-training", rollout_waits, good="no rollout waits for drafter training").problem(
-        "Rollouts wait for the drafter's trainers",
-        "After their last response they waited up to {seconds:.2g} s, {share:.0%} of their time, for an update to end.",
-        "Make updates smaller (drafter.tokens_per_update) or give trainers more threads (drafter.threads); "
-        "drafter.coordinator.yield_timeout_s bounds the wait.",
-    ),
-    _check("rollout-slower", rollout_slower, good="rollouts of like lengths take as long as before").problem(
-        "Rollouts are slower from RL step {first} on",
-        "They take {took_s:.3g} s after {before_s:.3g} s, {times:.2f} times as long per token.",
+        rl_steps(rows["rl_step"]),
+    )
+
+
+@check("waits-for-training", "no rollout waits for drafter training")
+def waits_for_training(run: RunEvidence) -> Findings:
+    """Rollouts end when the drafter's trainers let go, and not with their last response."""
+    rows = run.training
+    last_s = run.known.outcomes.groupby("rl_step")["t_finish"].max()
+    freed_s = rows.assign(end=rows["t_start"] + rows["duration"]).groupby("rl_step")["end"].max()
+    took_s = run.steps.set_index("rl_step")["rollout_s"].astype(np.float64)
+    late = (pd.concat([freed_s, took_s], axis=1).min(axis=1) - last_s).dropna().clip(lower=0.0)
+    share = late.sum() / took_s.reindex(late.index).sum()
+    if share > WAITING:
+        yield problem(
+            "Rollouts wait for the drafter's trainers",
+            f"After their last response they waited up to {late.max():.2g} s, {share:.0%} of their time, for an update "
+            "to end.",
+            "Make updates smaller (drafter.tokens_per_update) or give trainers more threads (drafter.threads); "
+            "drafter.coordinator.yield_timeout_s bounds the wait.",
+            rl_steps(late.index[late > 0]),
+        )
+
+
+@check("rollout-slower", "rollouts of like lengths take as long as before")
+def rollout_slower(run: RunEvidence) -> Findings:
+    """Rollouts take longer for the same lengths late in the run than early, and it is not for the drafts."""
+    rows = run.per_token
+    at = change(rows["per_token"].to_numpy(np.float64))
+    if at is None:
+        return
+    before, behind = rows.iloc[:at], rows.iloc[at:]
+    slower = _slower(run, before["rl_step"], behind["rl_step"])
+    longest = behind["per_longest"].median() / before["per_longest"].median()
+    if slower is None or min(slower.times, longest) < SLOWER:
+        return
+    collapsed: list[Finding] = []
+    with suppress(NotChecked):
+        collapsed += drafts_collapse(run)
+    need(not collapsed, "drafts that are not kept explain what rollouts take")
+    yield problem(
+        f"Rollouts are slower from RL step {behind['rl_step'].iloc[0]} on",
+        f"They take {slower}.",
         "Look at what changed there: devices, other jobs, engine settings, speculation.",
-    ),
-    _check("stage-grows", stage_grows, good="no stage grows over the run").problem(
-        "{title} takes {own:.0%} of the RL step's work from RL step {first} on",
-        "It takes {took_s:.4g} of {step_s:.4g} s, {share:.0%} of the RL step{waiting}; before {took_before_s:.3g} s, "
-        "{was:.0%}.",
-        "Look at {remedy}, and at what changed at RL step {first}.",
-    ),
-    _check("several-turns", several_turns, good="responses are of one turn").hint(
-        "Responses are of several turns, or wait for tools",
-        "{note}.",
-        "Read lengths and rollout times as more than generation: speculation speeds up generation alone. Record the "
-        "engine (TLTLAB_RECORD) to see that.",
-    ),
-    _check("rollout-not-bottleneck", not_bottleneck, good="the rollout is the bottleneck").hint(
-        "The rollout is not the bottleneck, {largest} is",
-        "{lead} is {share:.0%} of an RL step, {breakdown}: one twice as fast would save {gain:.0%} of it.",
-        "Look at {remedy}.",
-    ),
-    _check("rollout-share", rollout_share, good="the rollout is less than half of the RL step").hint(
-        "The rollout is {share.estimate:.0%} of the RL step",
-        "The rollout takes {rollout_s:.1f} of {step_s:.1f} s, {share:.0%}: RL steps are {twice:.2f}x as fast with one "
-        "twice as fast, {at_best:.1f}x at best.",
-        "tltlab calibrate LOG --out costs.json, then tltlab compare LOG --costs costs.json, shows what gains most.",
-    ),
-    _check("waiting-queue", preemption, good="no queue and no preemption").problem(
-        "Engines prefill requests again",
-        "{again:.2f} tokens were prefilled for each prompt token: running requests lost their KV cache.",
-        "Give the cache more room (vllm.kv_cache_memory_bytes) or run fewer at a time (vllm.max_num_seqs).",
-        code="kv-preemption",
-    ),
-    _check("waiting-queue", waiting_queue).hint(
-        "Requests wait while others run",
-        "For {waiting:.0%} of the time up to {most:.0f} requests waited, with batches of up to {batch}.",
-        "Raise vllm.max_num_seqs or vllm.kv_cache_memory_bytes: a long response that starts late is a tail.",
-    ),
-    _check("slow-worker", slow_worker, good="workers are equally fast").problem(
-        "Worker {worker} is slower than the others",
-        "Its iterations take {factor:.2f} times those of the other workers at like batch and depth.",
-        "Look at its device and what else runs there: another process, fewer cores, a throttled GPU.",
-    ),
-    _check("no-graph", partial(no_graph, kinds=("eager",)), good="decoding runs in full CUDA graphs").problem(
-        "Engines decode without full CUDA graphs",
-        GRAPHS,
-        "Leave rollout.vllm.enforce_eager and compilation_config out and rollout.graphs at planned; raise "
-        "rollout.vllm.max_num_batched_tokens for batches larger than those captured.",
-    ),
-    _check("no-graph", partial(no_graph, kinds=("piecewise", "eager"))).hint(
-        "Engines decode without full CUDA graphs",
-        GRAPHS,
-        "rollout.graphs = planned captures graphs for drafts of any lengths where attention takes them (Hopper); "
-        "elsewhere drop model-free drafters and fallbacks, so that vLLM takes its V2 runner, or draft at one depth.",
-    ),
-    _check("long-starved", long_starved, good="training sees the lengths that are generated").problem(
-        "Training is starved of long responses",
-        "Responses trained on have {bias:.0%} of the mean length of those generated.{groups}",
-        'Wait for the oldest groups (rollout.stale = "hold"), or allow older ones (staleness, partial.max_age).',
-    ),
-)
-"""In the order in which findings are shown: what broke, what speculation does, what is around it."""
+        rl_steps(behind["rl_step"]),
+    )
 
 
-def diagnose(run: str | Path | Trace) -> Diagnosis[RunEvidence]:
-    """Look for every signature in a RUN folder, a trace folder or a Trace. Raises TraceError for what is no run."""
-    return examine(RunEvidence.of(run))
+@check("stage-grows", "no stage grows over the run")
+def stage_grows(run: RunEvidence) -> Findings:
+    """A stage takes far more of the RL step late in the run than early."""
+    stages = run.stages
+    enough = len(stages) >= 2 * LEAST_SIDE + 1
+    need(enough, f"a change needs {2 * LEAST_SIDE + 1} RL steps whose stages are timed")
+    found: list[tuple[float, Finding]] = []
+    for name in stages.columns.difference(["step", "rollout"]):
+        timed = stages[stages[name].notna() & (stages["step"] > 0)]
+        at = change(timed[name].to_numpy(np.float64))
+        if at is None:
+            continue
+        before, behind = timed.iloc[:at], timed.iloc[at:]
+        # A stage that is not in every RL step is a smaller share of all of them.
+        whole_before, whole_behind = (
+            stages.loc[(stages.index >= rows.index[0]) & (stages.index <= rows.index[-1]), "step"].sum()
+            for rows in (before, behind)
+        )
+        was, share = before[name].sum() / whole_before, behind[name].sum() / whole_behind
+        if share - was < GROWN_SHARE:
+            continue
+        busy = whole_behind - (behind["wait"].sum() if "wait" in behind and name != "wait" else 0.0)
+        own, first, title = behind[name].sum() / busy, behind.index[0], stage_label(name)
+        waiting = "" if round(own, 2) == round(share, 2) else f", {own:.0%} of it without waiting for rollouts"
+        finding = (problem if share >= LARGE_SHARE else hint)(
+            f"{title[:1].upper()}{title[1:]} takes {own:.0%} of the RL step's work from RL step {first} on",
+            f"It takes {behind[name].median():.4g} of {behind['step'].median():.4g} s, {share:.0%} of the RL step"
+            f"{waiting}; before {before[name].median():.3g} s, {was:.0%}.",
+            f"Look at {run.remedy(name)}, and at what changed at RL step {first}.",
+            rl_steps(behind.index),
+        )
+        found.append((float(share - was), finding))
+    if found:
+        yield max(found, key=lambda stage: stage[0])[1]
 
 
-def examine(evidence: RunEvidence) -> Diagnosis[RunEvidence]:
-    """Look for every signature in what is known of a run."""
-    simulated = evidence.trace is not None and evidence.trace.manifest.kind == "simulated"
-    return replace(look(CHECKS, evidence), simulated=simulated)
+@check("several-turns", "responses are of one turn")
+def several_turns(run: RunEvidence) -> Findings:
+    """Responses have several turns, or wait for tools: lengths and rollout times are not those of generation."""
+    if run.turns is None:
+        raise NotChecked(NO_LOG if run.log is None else "the log has no number of turns per response")
+    if run.turns:
+        yield hint(
+            "Responses are of several turns, or wait for tools",
+            f"{run.turns[:1].upper()}{run.turns[1:]}.",
+            "Read lengths and rollout times as more than generation: speculation speeds up generation alone. Record "
+            "the engine (TLTLAB_RECORD) to see that.",
+        )
+
+
+@check("rollout-not-bottleneck", "the rollout is the bottleneck")
+def not_bottleneck(run: RunEvidence) -> Findings:
+    """The rollout, or waiting for it, is less than half of an RL step: speeding it up cannot help much."""
+    rows, part = rollout_rows(run.stages)
+    enough = len(rows) >= ENOUGH_STEPS
+    need(enough, f"the times of the stages (steps) are known of fewer than {ENOUGH_STEPS} RL steps")
+    others = rows.drop(columns=[part, "step"]).fillna(0.0)
+    timed = others.to_numpy().any()
+    need(timed, "only the rollout's time is known, not that of the stages behind it (simulate: --stages)")
+    share = ratio(rows[part], rows["step"])
+    if share.high >= HALF:
+        return
+    parts = others.sum().sort_values(ascending=False) / rows["step"].sum()
+    breakdown = ", ".join(f"{stage_label(str(name))} {of:.0%}" for name, of in parts.items() if of >= 0.01)
+    largest, lead = str(parts.index[0]), "The rollout" if part == "rollout" else "Waiting for rollouts"
+    yield hint(
+        f"The rollout is not the bottleneck, {stage_label(largest)} is",
+        f"{lead} is {share:.0%} of an RL step, {breakdown}: one twice as fast would save {share.estimate / 2:.0%} of "
+        "it.",
+        f"Look at {run.remedy(largest)}.",
+    )
+
+
+@check("rollout-share", "the rollout is less than half of the RL step")
+def rollout_share(run: RunEvidence) -> Findings:
+    """The rollout is most of an RL step: how much faster the step can get at best."""
+    timed = (run.steps if run.log is None else run.log).reindex(columns=["rl_step", "step_s"]).dropna()
+    rows, part = rollout_rows(run.stages)
+    rows = rows[rows.index.isin(timed["rl_step"])]
+    few = f"fewer than {ENOUGH_STEPS} RL steps time rollout and whole RL step (a training log does)"
+    need(len(rows) >= ENOUGH_STEPS, run.complaint or few)
+    share = ratio(rows[part], rows["step"])
+    if share.low >= HALF:
+        twice, at_best = 1 / (1 - share.estimate / 2), 1 / max(1 - share.estimate, 1e-3)
+        yield hint(
+            f"The rollout is {share.estimate:.0%} of the RL step",
+            f"The rollout takes {rows[part].median():.1f} of {rows['step'].median():.1f} s, {share:.0%}: RL steps are "
+            f"{twice:.2f}x as fast with one twice as fast, {at_best:.1f}x at best.",
+            "tltlab calibrate LOG --out costs.json, then tltlab compare LOG --costs costs.json, shows what gains most.",
+        )
+
+
+@check("waiting-queue", "no queue and no preemption")
+def waiting_queue(run: RunEvidence) -> Findings:
+    """Requests were thrown out of the KV cache and prefilled again, or wait for a place."""
+    table = run.iterations
+    counted = table["num_waiting"].notna().any()
+    need(counted, "the trace has no number of waiting requests (iterations.num_waiting)")
+    again = table["prefill_tokens"].sum() / max(int(run.known.workload["prompt_tokens"].sum()), 1)
+    waiting = table.loc[table["num_waiting"].fillna(0) > 0, "duration"].sum() / table["duration"].sum()
+    if again > PREFILL_AGAIN:
+        yield problem(
+            "Engines prefill requests again",
+            f"{again:.2f} tokens were prefilled for each prompt token: running requests lost their KV cache.",
+            "Give the cache more room (vllm.kv_cache_memory_bytes) or run fewer at a time (vllm.max_num_seqs).",
+            code="kv-preemption",
+        )
+    elif waiting >= WAITING_SHARE:
+        yield hint(
+            "Requests wait while others run",
+            f"For {waiting:.0%} of the time up to {table['num_waiting'].max():.0f} requests waited, with batches of "
+            f"up to {table['batch'].max()}.",
+            "Raise vllm.max_num_seqs or vllm.kv_cache_memory_bytes: a long response that starts late is a tail.",
+        )
+
+
+@check("slow-worker", "workers are equally fast")
+def slow_worker(run: RunEvidence) -> Findings:
+    """One worker takes longer than the others for like iterations."""
+    table = run.iterations
+    table = table[(table["prefill_tokens"] == 0) & (table["batch"] > 0)]
+    need(table["worker"].nunique() > 1, "iterations of at least two workers are needed")
+    table = table.assign(size=np.log2(table["batch"]).astype(int))
+    # Against the other workers' mean in the same RL step, at like depth and batch.
+    cell = ["rl_step", "draft_depth", "size"]
+    all_workers, own = table.groupby(cell)["duration"], table.groupby([*cell, "worker"])["duration"]
+    num_others = all_workers.transform("size") - own.transform("size")
+    usual = (all_workers.transform("sum") - own.transform("sum")) / num_others.where(num_others > 0)
+    rows = table.assign(usual=usual)[usual.notna()]
+    enough = rows["rl_step"].nunique() >= ENOUGH_STEPS
+    need(enough, f"workers ran at like batch and depth in fewer than {ENOUGH_STEPS} RL steps")
+    for worker, of_worker in rows.groupby("worker"):
+        sums = of_worker.groupby("rl_step")[["duration", "usual"]].sum()
+        if len(sums) < ENOUGH_STEPS:
+            continue
+        factor = ratio(sums["duration"], sums["usual"])
+        if factor.low > SLOW_WORKER:
+            yield problem(
+                f"Worker {worker} is slower than the others",
+                f"Its iterations take {factor:.2f} times those of the other workers at like batch and depth.",
+                "Look at its device and what else runs there: another process, fewer cores, a throttled GPU.",
+                f"worker {worker}",
+            )
+            return
+
+
+@check("no-graph", "decoding runs in full CUDA graphs")
+def no_graph(run: RunEvidence) -> Findings:
+    """On a GPU, decoding runs in piecewise CUDA graphs, or in none."""
+    hardware = run.known.manifest.hardware
+    need(hardware, "the hardware is not known")
+    need("CPU" not in str(hardware), "CUDA graphs exist on GPUs only")
+    table = run.decoding[run.decoding["graph"].notna()]
+    need(len(table), "the trace has no CUDA graphs of iterations (graph in iterations.parquet)")
+    total_s = table["duration"].sum()
+    piecewise, eager = (
+        table.loc[table["graph"] == kind, "duration"].sum() / total_s for kind in ("piecewise", "eager")
+    )
+    if piecewise + eager < GRAPHLESS_SHARE:
+        return
+    lacking = table[table["graph"] != "full"]
+    by_depth = lacking.groupby("draft_depth")["duration"].sum()
+    most = f"draft depth {by_depth.idxmax()}" if by_depth.idxmax() else "plain decoding"
+    title = "Engines decode without full CUDA graphs"
+    evidence = (
+        f"{piecewise:.0%} of decoding time ran in piecewise graphs and {eager:.0%} in none, most of it "
+        f"({by_depth.max() / by_depth.sum():.0%}) at {most}; batches of {lacking['batch'].min()} to "
+        f"{lacking['batch'].max()}."
+    )
+    if eager >= GRAPHLESS_SHARE:
+        yield problem(
+            title,
+            evidence,
+            "Leave rollout.vllm.enforce_eager and compilation_config out and rollout.graphs at planned; raise "
+            "rollout.vllm.max_num_batched_tokens for batches larger than those captured.",
+        )
+    else:
+        yield hint(
+            title,
+            evidence,
+            "rollout.graphs = planned captures graphs for drafts of any lengths where attention takes them (Hopper); "
+            "elsewhere drop model-free drafters and fallbacks, so that vLLM takes its V2 runner, or draft at one "
+            "depth.",
+        )
+
+
+@check("long-starved", "training sees the lengths that are generated")
+def long_starved(run: RunEvidence) -> Findings:
+    """Groups dropped for their age leave training with shorter responses than were generated."""
+    rows = run.steps[run.steps["length_bias"].notna()]
+    need(len(rows), "RL steps are apart, or the trace has no record of dropped responses (steps.length_bias)")
+    bias, dropped = rows["length_bias"].iloc[-1], rows["dropped_groups"].iloc[-1]
+    groups = "" if pd.isna(dropped) else f" {dropped:.0f} groups were dropped for their age."
+    if bias < STARVED:
+        yield problem(
+            "Training is starved of long responses",
+            f"Responses trained on have {bias:.0%} of the mean length of those generated.{groups}",
+            'Wait for the oldest groups (rollout.stale = "hold"), or allow older ones (staleness, partial.max_age).',
+        )

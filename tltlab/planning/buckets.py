@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from tltlab.errors import ConfigError
 from tltlab.records import frozen
 from tltlab.strategy import Strategy
 
-from .graph_pool import DrafterRunner, GraphMemory, TargetRunner
+from .graph_pool import GraphMemory
 
 ROUNDING = 1e-12
 LEAST_S = 1e-300
@@ -124,13 +125,8 @@ def _within_cap(
     targets = sorted({s.tokens_to_verify for s in strategies})
     drafted = [s for s in strategies if graphs.drafters.network_passes(s)]
     uses = np.array([[s.tokens_to_verify == v for v in targets] + [s == d for d in drafted] for s in strategies])
-    single, pair = (
-        np.array(
-            [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b,) * n)) for b in batches] for v in targets]
-            + [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b,) * n)) for b in batches] for s in drafted]
-        )
-        for n in (1, 2)
-    )
+    runners = [partial(pool.target_bytes, v) for v in targets] + [partial(pool.drafter_bytes, s) for s in drafted]
+    single, pair = (np.array([[runner((b,) * n) for b in batches] for runner in runners]) for n in (1, 2))
     graph = pair - single
     num_r, end = len(graph), uses @ graph
     captured = np.isin(np.array(batches), np.asarray(graphs.sizes))

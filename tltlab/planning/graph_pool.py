@@ -7,7 +7,7 @@ strategy is meant for, target and drafter apart, and lets strategies with the sa
 Bytes on one GPU of a runner whose graphs hold t_1..t_n tokens (batch times tokens per request), the largest batch m:
 
     nodes        n * passes * bytes_per_layer          passes: layers run once; the head and sampling count as one more
-    outputs      sum(t) * 2*hidden, with `keeps_logits` also sum(t) * 4*vocab, else max(t) * 4*vocab (one fp32 buffer)
+    outputs      sum(t) * 2*hidden, and max(t) * 4*vocab in fp32
     logits       max(t) * 2*vocab, on p > 1 GPUs also max(t) * 2*vocab/p: bf16, after and before gathering
     page tables  attention states * m * page_tables * context * 4
     workspace    `workspace_bytes` per capture: cuBLAS keeps one per stream
@@ -37,40 +37,24 @@ from tltlab.policies.simple import BatchTable
 from tltlab.records import frozen
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-
-@frozen
-class TargetRunner:
-    """The target's graphs of one tokens_to_verify: one per batch size, ascending."""
-
-    tokens_to_verify: int
-    batches: tuple[int, ...]
-
-
-@frozen
-class DrafterRunner:
-    """One strategy's drafter graphs: two per batch size, drafting and taking the accepted tokens in."""
-
-    strategy: Strategy
-    batches: tuple[int, ...]
+Batches = tuple[int, ...]
+"""Batch sizes with a graph, ascending."""
 
 
 @frozen
 class CapturePlan:
-    """CUDA graphs to capture. `max_batch` is the largest batch with a graph; larger ones run without."""
+    """CUDA graphs to capture: the target's batch sizes by tokens_to_verify, the drafters' by strategy.
 
-    target: tuple[TargetRunner, ...]
-    drafter: tuple[DrafterRunner, ...]
-    max_batch: int
+    A drafter has two graphs per batch size, drafting and taking the accepted tokens in.
+    """
+
+    target: dict[int, Batches]
+    drafter: dict[Strategy, Batches]
 
     @property
     def target_graphs(self) -> list[tuple[int, int]]:
-        """(batch, tokens_to_verify) of each, duplicates included."""
-        return [(b, runner.tokens_to_verify) for runner in self.target for b in runner.batches]
-
-    @property
-    def drafter_graphs(self) -> list[tuple[Strategy, int]]:
-        """(strategy, batch) of each; each stands for two graphs."""
-        return [(runner.strategy, b) for runner in self.drafter for b in runner.batches]
+        """(batch, tokens_to_verify) of each of the target's graphs."""
+        return [(b, tokens) for tokens, batches in self.target.items() for b in batches]
 
 
 def sglang_sizes(max_batch: int) -> tuple[int, ...]:
@@ -112,9 +96,8 @@ def plan_bucketed(
         if drafters.network_passes(strategy):
             drafter.setdefault(strategy, set()).update(batches)
     return CapturePlan(
-        target=tuple(TargetRunner(tokens_to_verify=v, batches=tuple(sorted(b))) for v, b in sorted(target.items())),
-        drafter=tuple(DrafterRunner(strategy=s, batches=tuple(sorted(b))) for s, b in drafter.items()),
-        max_batch=max_batch,
+        target={tokens: tuple(sorted(target[tokens])) for tokens in sorted(target)},
+        drafter={strategy: tuple(sorted(batches)) for strategy, batches in drafter.items()},
     )
 
 
@@ -162,9 +145,7 @@ class GraphPool(FrozenModel):
     """Bytes that captured graphs take on one GPU; see the module for the terms.
 
     `bytes_per_layer` is what a graph keeps for the kernels of one layer, the one parameter without a source: fit it on
-    a measured pool. `keeps_logits`: each target graph keeps its fp32 logits, as SGLang did until its pull
-    request 8579 of July 2025; else a runner has one buffer. `page_tables` per attention state is 7 in SGLang 0.5's
-    FlashAttention backend with top_k > 1.
+    a measured pool. `page_tables` per attention state is 7 in SGLang 0.5's FlashAttention backend with top_k > 1.
     """
 
     num_layers: PositiveInt
@@ -172,41 +153,38 @@ class GraphPool(FrozenModel):
     vocab_size: PositiveInt
     context_tokens: PositiveInt
     tensor_parallel: PositiveInt = 1
-    keeps_logits: bool = False
     page_tables: NonNegativeInt = 7
     workspace_bytes: NonNegativeInt = 32 * 2**20
     bytes_per_layer: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
     def memory_bytes(self, plan: CapturePlan) -> float:
         """Bytes of all runners of a plan."""
-        return sum(map(self.target_bytes, plan.target)) + sum(map(self.drafter_bytes, plan.drafter))
+        target = sum(self.target_bytes(tokens, batches) for tokens, batches in plan.target.items())
+        return target + sum(self.drafter_bytes(strategy, batches) for strategy, batches in plan.drafter.items())
 
-    def target_bytes(self, runner: TargetRunner) -> float:
-        """Bytes of one target runner."""
-        largest = runner.batches[-1]
-        tokens, most = runner.tokens_to_verify * sum(runner.batches), runner.tokens_to_verify * largest
-        nodes = len(runner.batches) * (self.num_layers + 1) * self.bytes_per_layer
-        outputs = 2 * self.hidden_size * tokens + self._logits(tokens, most)
-        return nodes + outputs + most * self._head() + self._tables(largest) + self.workspace_bytes
+    def target_bytes(self, tokens_to_verify: int, batches: Batches) -> float:
+        """Bytes of the target's runner for one tokens_to_verify."""
+        largest = tokens_to_verify * batches[-1]
+        nodes = len(batches) * (self.num_layers + 1) * self.bytes_per_layer
+        outputs = 2 * self.hidden_size * tokens_to_verify * sum(batches)
+        logits = largest * (self._head_bytes() + 4 * self.vocab_size)
+        return nodes + outputs + logits + self._table_bytes(batches[-1]) + self.workspace_bytes
 
-    def drafter_bytes(self, runner: DrafterRunner) -> float:
-        """Bytes of one drafter runner, both its graphs per batch."""
-        strategy, largest = runner.strategy, runner.batches[-1]
-        nodes = len(runner.batches) * _drafter_passes(strategy) * self.bytes_per_layer
-        softmax = self._head() + 4 * self.vocab_size
-        drafting = largest * strategy.top_k * softmax if strategy.draft_depth > 1 else 0.0
-        taking_in = largest * softmax + self._logits(sum(runner.batches), largest)
-        tables = strategy.draft_depth * self._tables(largest)
-        return nodes + drafting + taking_in + tables + 2 * self.workspace_bytes
+    def drafter_bytes(self, strategy: Strategy, batches: Batches) -> float:
+        """Bytes of the runner of one strategy's drafter, both its graphs per batch."""
+        # A layer and a head each, depth - 1 times in drafting and once in taking tokens in.
+        nodes = len(batches) * 2 * strategy.draft_depth * self.bytes_per_layer
+        softmax = self._head_bytes() + 4 * self.vocab_size
+        tokens = strategy.top_k * (strategy.draft_depth > 1) + 1
+        logits = batches[-1] * (tokens * softmax + 4 * self.vocab_size)
+        tables = strategy.draft_depth * self._table_bytes(batches[-1])
+        return nodes + logits + tables + 2 * self.workspace_bytes
 
-    def _head(self) -> float:
+    def _head_bytes(self) -> float:
         gathered = 2 * self.vocab_size
-        return gathered + (2 * self.vocab_size / self.tensor_parallel if self.tensor_parallel > 1 else 0.0)
+        return gathered + (gathered / self.tensor_parallel if self.tensor_parallel > 1 else 0.0)
 
-    def _logits(self, tokens: int, most: int) -> float:
-        return 4.0 * self.vocab_size * (tokens if self.keeps_logits else most)
-
-    def _tables(self, batch: int) -> float:
+    def _table_bytes(self, batch: int) -> float:
         return 4.0 * self.page_tables * self.context_tokens * batch
 
 
@@ -227,11 +205,6 @@ class GraphMemory:
     def holds(self, policy: Policy) -> bool:
         """True if the graphs of a policy fit."""
         return self.pool.memory_bytes(plan_for(policy, self.max_batch, self.sizes, self.drafters)) <= self.cap_bytes
-
-
-def _drafter_passes(strategy: Strategy) -> int:
-    """Layer passes of a batch's two drafter graphs: a layer and a head each, depth - 1 times and once."""
-    return 2 * strategy.draft_depth
 
 
 def _within(sizes: Sequence[int], low: int, high: int) -> tuple[int, ...]:

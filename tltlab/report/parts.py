@@ -17,9 +17,8 @@ from matplotlib.figure import Figure
 from tltlab.arrays import Ints
 from tltlab.charts import lines, scatter_identity, shares
 from tltlab.console import json_rows, progress
-from tltlab.doctor.check import Diagnosis
-from tltlab.doctor.evidence import RunEvidence, accepted_pairs
-from tltlab.doctor.signatures import diagnose
+from tltlab.doctor.evidence import accepted_pairs
+from tltlab.doctor.signatures import Diagnosis, diagnose
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import json_lines, read_object
 from tltlab.importers.token_counts import FolderTokenizer
@@ -64,7 +63,7 @@ _MOST_TIMELINES = 6
 _STAGES = ("inference_s", "reward_s", "train_s", "sync_s")
 
 
-def diagnosis_of(run: Path) -> Diagnosis[RunEvidence] | TltlabError:
+def diagnosis_of(run: Path) -> Diagnosis | TltlabError:
     """The findings of `tltlab doctor` in a run, or the reason why there are none."""
     try:
         return diagnose(run)
@@ -73,7 +72,7 @@ def diagnosis_of(run: Path) -> Diagnosis[RunEvidence] | TltlabError:
 
 
 @titled("Findings")
-def findings_part(diagnosis: Diagnosis[RunEvidence] | TltlabError) -> Sequence[Block]:
+def findings_part(diagnosis: Diagnosis | TltlabError) -> Sequence[Block]:
     """The findings of `tltlab doctor` in a run."""
     if isinstance(diagnosis, TltlabError):
         raise Lacking(diagnosis)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.config import leaves
-from tltlab.doctor.check import Diagnosis
-from tltlab.doctor.evidence import RunEvidence
+from tltlab.doctor.signatures import Diagnosis
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import read_json, read_object, write_file
 from tltlab.importers.sources import read
@@ -99,7 +98,7 @@ def run_page(source: Path, *, verify: bool) -> Page:
     )  # fmt: skip
 
 
-def verdict(trace: Trace, diagnosis: Diagnosis[RunEvidence] | TltlabError) -> str:
+def verdict(trace: Trace, diagnosis: Diagnosis | TltlabError) -> str:
     """Summary of a run in a few sentences, its first problem before all; empty where no times are known."""
     idle, tail = metrics.bubble_fraction(trace, idle=True), metrics.tail_fraction(trace)
     problem = "" if isinstance(diagnosis, TltlabError) else diagnosis.headline

@@ -259,12 +259,6 @@ def _instance_attributes(cls: type) -> set[str]:
     return names
 
 
-def by_version(version: str) -> dict[str, str]:
-    """Return what a version loses without each capability, "" where it has it; empty if not in `VERSIONS`."""
-    row = json.loads(VERSIONS.read_text()).get(version.partition("+")[0], {"has": {}})
-    return {name: "" if has else CAPABILITIES[name].without for name, has in row["has"].items()}
-
-
 def cpu_head_sizes() -> list[int]:
     """Return the head sizes of attention on the CPU in the installed vLLM, without importing it; empty if unknown."""
     sizes = _found("v1/attention/backends/cpu_attn.py", r"def get_supported_head_sizes\(.*?return \[([\d,\s]+)\]")

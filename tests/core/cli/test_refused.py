@@ -30,7 +30,7 @@ COSTS = "costs h100-qwen2.5-7b"
         (f"{COSTS} --strategy 8,8 --accept-length 2", ["8,8", "--strategy"]),
         (f"{COSTS} --accept-length 2", ["together"]),
         (f"{COSTS} --strategy 2,2,4 --accept-length 3.5", ["3"]),
-        ("doctor --quick --costs nothing.json", ["--costs"]),
+        ("doctor", ["tltlab doctor runs/first"]),
         ("doctor TRACES --json", [str(TRACES)]),
         ("doctor taken.py --json", ["taken.py"]),
         ("experiment batch-size --fast", ["'experiment'", "tltlab bench", "batch-size", "notebook 09"]),

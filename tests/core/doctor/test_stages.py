@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tltlab.doctor.check import Diagnosis, Finding
-from tltlab.doctor.evidence import RunEvidence
-from tltlab.doctor.signatures import change, diagnose
+from tltlab.doctor.signatures import Diagnosis, Finding, change, diagnose
 from tltlab.importers.sources import import_dump
 
 SOUND = {
@@ -34,7 +32,7 @@ def log(folder: Path, metrics: Callable[[int], Metrics], steps: int = 12) -> Pat
     return path
 
 
-def told(path: Path) -> tuple[Diagnosis[RunEvidence], dict[str, Finding]]:
+def told(path: Path) -> tuple[Diagnosis, dict[str, Finding]]:
     found = diagnose(path)
     return found, {finding.code: finding for finding in found.findings}
 

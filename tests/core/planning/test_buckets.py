@@ -56,7 +56,6 @@ def random_case(rng):
     seconds = {(s, b): float(rng.integers(1, 12)) for s in strategies for b in range(1, max_batch + 1)}
     pool = POOL.model_copy(
         update={
-            "keeps_logits": bool(rng.random() < 0.5),
             "bytes_per_layer": float(rng.choice([0.0, 1e6, 3e7])),
             "workspace_bytes": int(rng.choice([0, 2**25, 2**29])),
             "context_tokens": int(rng.choice([1024, 131_072])),

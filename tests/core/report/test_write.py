@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models
 
 from tests.refused import refused
 from tltlab.charts import bars, data_uri, inline_svg, lines, save_figure, scatter_identity, series_names, shares
-from tltlab.doctor.check import Diagnosis, Finding
+from tltlab.doctor.signatures import Diagnosis, Finding
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import write_json
 from tltlab.report.page import Absent, PageTable, Section, Transcript, render

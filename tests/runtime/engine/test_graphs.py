@@ -15,6 +15,7 @@ from tltlab.policies.specs import ExploreSpec, FixedSpec, TableRow, TableSpec
 from tltlab.runtime.engine.graphs import (
     fitting_plan,
     memory_bytes,
+    notes,
     plan_graphs,
 )
 from tltlab.runtime.engine.vllm.runners import captured_graphs
@@ -72,7 +73,7 @@ def test_any_lengths_give_the_v1_runner_full_graphs():
     assert set(dispatched_kinds(planned).values()) == {"full"}
     # Where attention takes uniform batches alone, vLLM goes back to its default by itself.
     assert dispatched_kinds(planned, uniform_only=True) == dispatched_kinds(stock)
-    assert any("falls back" in note for note in planned.notes)
+    assert any("falls back" in note for note in planned.shortfalls())
     # Drafts of unequal length, which no K describes.
     mode, _ = v1_dispatcher(planned).dispatch(37, uniform_decode=False)
     assert mode.name == "FULL"
@@ -209,8 +210,9 @@ def test_vllm_takes_a_schedule_with_every_depth(name):
 def test_level_by_level_drafting_has_single_token_graphs():
     plan = plan_graphs(table((1, 7), (5, 3)), 8)
     assert plan.capture_sizes == (1, 2, 4, 8, 16, 32)
-    assert {graph[1] for graph in plan.captured().drafter_graphs} == {1, 2, 4, 8}
-    assert plan_graphs(table((1, 7), (5, 3), drafter="ngram"), 8).captured().drafter == ()
+    without = plan_graphs(table((1, 7), (5, 3), drafter="ngram"), 8)
+    assert without.capture_sizes == (8, 16, 32)
+    assert memory_bytes(POOL, without) < memory_bytes(POOL, plan)
 
 
 @pytest.mark.parametrize(
@@ -235,18 +237,15 @@ def test_a_policy_that_learns_has_every_depth_scheduled():
 @pytest.mark.parametrize(
     ("policy", "noted", "is_noted"),
     [
-        ("explore", "own scheduler", True),
         (table((1, 4), activation=Activation(max_requests=4, hold_iterations=10)), "hold", True),
-        (Policy(selector=MIXED), "suffix, learned", True),
         ("fixed", "searches the request alone", True),
         ("das", "searches the request alone", True),
         ("none", "searches the request alone", False),
     ],
 )
 def test_what_vllm_does_otherwise_is_noted(policy, noted, is_noted):
-    plan = plan_graphs(load_policy(policy), 8)
-    assert any(noted in note for note in plan.notes) == is_noted
-    assert plan.networks == (("learned",) if isinstance(policy, Policy) else ())
+    policy = load_policy(policy)
+    assert any(noted in note for note in notes(policy, plan_graphs(policy, 8))) == is_noted
 
 
 def test_trees_are_refused():

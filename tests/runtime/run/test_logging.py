@@ -12,11 +12,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests.refused import refused
 from tltlab.errors import ConfigError
 from tltlab.runtime.recipe.sections import LogConfig
-from tltlab.runtime.run import logging as run_log
 from tltlab.runtime.run.logging import PACE_STEPS, RunLog, step_text
 from tltlab.runtime.run.rows import StepReport
 from tltlab.runtime.run.state import RunEvents
@@ -308,8 +308,9 @@ def test_a_full_disk_costs_the_event_file_only(tmp_path, capfd, monkeypatch):
     with RunLog(LogConfig(), tmp_path, 3) as log:
         log.step(report(0), {"reward/mean": 0.5})
         full = open("/dev/full", "wb")  # noqa: SIM115
-        monkeypatch.setattr(log._loggers["TensorBoard"], "_records", run_log.RecordWriter(full))
-        monkeypatch.setattr(log._loggers["TensorBoard"], "_file", full)
+        writer = log._loggers["TensorBoard"]._writer._async_writer
+        for place, name in ((writer, "_writer"), (writer._worker, "_record_writer")):
+            monkeypatch.setattr(place, name, RecordWriter(full))
         log.step(report(1), {"reward/mean": 0.6})
         log.step(report(2), {"reward/mean": 0.7})
     err = capfd.readouterr().err

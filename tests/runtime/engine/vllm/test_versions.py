@@ -1,4 +1,4 @@
-"""What the adapter touches in vLLM: read in its sources, asked of the one that is installed, and told by version."""
+"""What the adapter touches in vLLM: read in its sources, and asked of the one that is installed."""
 
 import json
 import logging
@@ -9,12 +9,10 @@ from typing import get_args
 
 import pytest
 
-from tltlab.doctor import environment
 from tltlab.runtime.engine import vllm as adapter
 from tltlab.runtime.engine.vllm import (
     CAPABILITIES,
     VERSIONS,
-    by_version,
     cpu_head_sizes,
     dtypes,
     lacks,
@@ -78,26 +76,10 @@ def test_vllms_own_command_finds_its_package():
         assert version("vllm").partition("+")[0] == sources.version()
 
 
-def test_doctor_takes_a_second_name_for_no_second_vllm(tmp_path, monkeypatch):
-    (tmp_path / "vllm-9.9+cpu.dist-info").mkdir()
-    (tmp_path / "vllm-9.9+cpu.dist-info/METADATA").write_text("Metadata-Version: 2.4\nName: vllm\nVersion: 9.9+cpu\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert version("vllm") == "9.9+cpu"
-    assert environment._version("vllm") is None
-
-
 def test_the_readme_has_the_table_of_versions():
     versions = json.loads(VERSIONS.read_text())
     assert all(row["has"].keys() == CAPABILITIES.keys() for row in versions.values()), "write it anew from wheels"
     assert table(versions) in (Path(adapter.__file__).parents[2] / "README.md").read_text()
-
-
-def test_a_version_in_the_table_is_told_what_it_lacks():
-    told = by_version("0.29.0+cpu")
-    assert told.keys() == CAPABILITIES.keys()
-    assert told["policies"] == ""
-    assert "V2" in told["graph counters"]
-    assert by_version("0.1.0") == {}
 
 
 def test_head_sizes_and_types_are_read_as_vllm_has_them():
