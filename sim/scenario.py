@@ -288,12 +288,15 @@ class Scenario(SimulationConfig):
 
         ConfigError where one model would serve drafters of different kinds among these.
         """
-        assert self.acceptance is not None
-        if names := list(self.acceptance.drafters):
-            return names
-        names = [name for name in DEFAULTS if self.acceptance.knows(name)]
-        self.check_drafters(names)
-        return names
+        self.check_drafters(self.named_drafters)
+        return self.named_drafters
+
+    @property
+    def named_drafters(self) -> list[str]:
+        """The drafters that the acceptance names, else the standard ones that it knows."""
+        if (model := self.acceptance) is None:
+            return []
+        return list(model.drafters) or [name for name in DEFAULTS if model.knows(name)]
 
     def covered_chains(
         self, drafters: Sequence[str], depths: Sequence[int] = DEPTHS
@@ -326,8 +329,8 @@ class Scenario(SimulationConfig):
     def bounding(self, policy: Policy, own: Acceptance | None = None) -> tuple[Scenario, list[Strategy]]:
         """Return the scenario and the strategies of the bound to which a policy's regret is.
 
-        It is over plain decoding, every chain that the acceptance covers by the drafters that it names (by the policy's
-        where it names none), and what the policy drafts, with its `own` acceptance where that is another.
+        It is over plain decoding, every chain that the acceptance covers by the drafters that it names (by the standard
+        ones where it names none), and what the policy drafts, with its `own` acceptance where that is another.
         """
         model, scenario = self.acceptance, self
         used = sorted({s.drafter for s in policy.strategies if s.speculates})
@@ -338,9 +341,10 @@ class Scenario(SimulationConfig):
             parts = {} if model is None or replayed else {name: model.at_best([name]) for name in model.drafters}
             parts |= {} if replayed else {name: own.at_best([name]) for name in used}
             scenario = replace(scenario, acceptance=own if replayed else PerDrafter(parts))
-        names = used if scenario.acceptance is None else scenario.acceptance.drafters or used
-        known = [name for name in names if name in scenario.registry]
-        chains = [] if scenario.acceptance is None else scenario.covered_chains(known)[0]
+        named = scenario.named_drafters
+        if scenario.acceptance is not None and not scenario.acceptance.drafters:
+            named = list(dict.fromkeys([*named, *used]))
+        chains, _ = scenario.covered_chains([name for name in named if name in scenario.registry])
         return scenario, list(dict.fromkeys([NO_SPECULATION, *chains, *policy.strategies]))
 
     def bounds_s(self, strategies: Sequence[Strategy], drafters: Drafters | None = None) -> list[float]:
