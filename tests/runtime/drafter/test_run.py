@@ -5,11 +5,15 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 import torch
@@ -40,7 +44,9 @@ from tltlab.runtime.run.grpo import GrpoRun, train
 from tltlab.runtime.run.state import RunEvents
 from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.recorder import repair
 
+from ...nemesis.engines import title
 from ..small_models import until
 from . import drafting_text as text
 from .drafting_text import same
@@ -642,3 +648,34 @@ def test_a_policy_without_the_drafter_is_reported(recipe_file, tmp_path):
         run.prepare()
         assert bool(events.take()) is not serves
         run.close()
+
+
+@pytest.mark.engine
+def test_an_interrupted_run_leaves_nothing_behind(learning, recipe_file):
+    with tempfile.TemporaryDirectory(prefix="t") as temporary:
+        places, out = Path(temporary) / "t", Path(temporary) / "run"
+        places.mkdir()
+        env = os.environ | {"PYTHONPATH": str(recipe_file.parent), "TMPDIR": str(places)}
+        command = [sys.executable, "-m", "tltlab", "train", str(learning), "train.steps=1000", "eval.num_prompts=0"]
+        process = subprocess.Popen(
+            [*command, "rollout.repeat_every=0", "rollout.num_workers=1", "--out", str(out)],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert any(line.startswith("step 0:") for line in process.stderr), "the run stopped by itself"
+            own = psutil.Process(process.pid).children(recursive=True)
+            assert any("SpotTrainer" in title(child) for child in own)
+            process.terminate()
+            assert process.wait(300) == 130
+        finally:
+            process.kill()
+            process.wait()
+        until(lambda: not [child for child in own if alive(child.pid)])
+        assert not list(places.glob("tltlab*"))
+        assert not list(out.glob("**/.*.tltlab-*"))
+        assert len(repair(out / "trace").rl_steps) >= 1
+        events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+        assert events[-1]["event"].startswith("the run stopped: KeyboardInterrupt")

@@ -244,3 +244,20 @@ def test_the_mismatch_is_that_of_its_formulas():
     assert found.mismatch_max == pytest.approx(2.0)
     assert found.mismatch_kl == pytest.approx(np.mean(np.exp(old - engine) - (old - engine) - 1))
     assert found.mismatch_ess == pytest.approx(weights.sum() ** 2 / (3 * (weights**2).sum()))
+
+
+def test_parts_of_a_mini_batch_add_up():
+    generator = torch.Generator().manual_seed(0)
+    logp, old, ref, each, correction = (torch.randn(40, generator=generator) for _ in range(5))
+    weights = torch.rand(40, generator=generator)
+
+    def terms(part: slice):
+        return policy_loss(
+            logp[part], old[part], each[part], weights[part], clip_low=0.2, clip_high=0.28,
+            correction=correction[part].exp(), kl_coef=0.1, ref_logp=ref[part],
+        )  # fmt: skip
+
+    whole, parts = terms(slice(40)), [terms(s) for s in (slice(3), slice(3, 20), slice(20, 40))]
+    assert sum(float(p.loss) for p in parts) == pytest.approx(float(whole.loss), rel=1e-5)
+    assert sum(p.clip_fraction for p in parts) == pytest.approx(whole.clip_fraction, rel=1e-5)
+    assert sum(p.kl for p in parts) == pytest.approx(whole.kl, rel=1e-5)
